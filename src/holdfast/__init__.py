@@ -1,0 +1,99 @@
+"""Holdfast: self-healing training for PyTorch.
+
+    guard = holdfast.Guard(model, optimizer, run_dir="runs/a")
+    with guard:
+        for step in guard.steps(loader, max_steps=10_000):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(loss_fn(model(batch["x"]), batch["y"]))
+
+Importing this module imports neither torch nor numpy; `Guard` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.config import Config
+from holdfast.core.errors import (
+    ConfigError,
+    DataError,
+    HoldfastError,
+    HoldfastWarning,
+    InstabilityError,
+    MissingDependency,
+    PolicyStop,
+    RunDirError,
+    SetupError,
+    StepError,
+    StepIncomplete,
+)
+from holdfast.core.types import (
+    CutLR,
+    Finding,
+    Incident,
+    Kind,
+    Outcome,
+    Plan,
+    Replay,
+    Rollback,
+    Severity,
+    Signal,
+    Skip,
+    SkipData,
+    Status,
+    Stop,
+    TightenClip,
+)
+
+if TYPE_CHECKING:
+    from holdfast.runtime.guard import Guard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "CutLR",
+    "DataError",
+    "Finding",
+    "Guard",
+    "HoldfastError",
+    "HoldfastWarning",
+    "Incident",
+    "InstabilityError",
+    "Kind",
+    "MissingDependency",
+    "Outcome",
+    "Plan",
+    "PolicyStop",
+    "Replay",
+    "Rollback",
+    "RunDirError",
+    "SetupError",
+    "Severity",
+    "Signal",
+    "Skip",
+    "SkipData",
+    "Status",
+    "StepError",
+    "StepIncomplete",
+    "Stop",
+    "TightenClip",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Guard":
+        try:
+            import torch  # noqa: F401
+        except ImportError as error:
+            raise MissingDependency(
+                f"holdfast.Guard needs torch, which cannot be imported ({error}); "
+                "install it with: pip install 'holdfast[torch]'"
+            ) from None
+        from holdfast.runtime.guard import Guard
+
+        return Guard
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

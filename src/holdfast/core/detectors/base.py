@@ -1,0 +1,25 @@
+"""What a detector is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from holdfast.core.types import Finding, Signal
+
+
+@runtime_checkable
+class Detector(Protocol):
+    """Looks at one settled step at a time, in order, O(1) each. Holds no clock and reads no file.
+
+    `limits` is what the gate may use for the next step: it depends on signals already observed, never on that step.
+    `observe` is called once per settled attempt that was not a calibration overflow alone; `rebaseline` when an
+    expected shift was declared or recognised. `state_dict` is plain JSON-able data.
+    """
+
+    name: str
+
+    def limits(self) -> dict[str, float]: ...
+    def observe(self, signal: Signal) -> Finding | None: ...
+    def rebaseline(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

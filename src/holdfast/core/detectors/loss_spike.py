@@ -1,0 +1,136 @@
+"""A loss far above its own recent course: one step (skip it), or several of the last few (the state is suspect)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from holdfast.core.config import Detect
+from holdfast.core.detectors.baseline import Baseline
+from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
+
+_REBASELINE = 24
+_WINDOW, _ENOUGH = 5, 3
+_GROSS_Z, _GROSS_RATIO = 50.0, 5.0
+
+
+class LossSpike:
+    """Two alarms with a threshold each.
+
+    Skip: the loss is over `loss_z` deviations above its course, and by at least `loss_rise`. Roll back: `_ENOUGH` of the
+    last `_WINDOW` losses are over `loss_z_rollback`; said once per excursion. While it learns a new course after an
+    expected shift, only a gross rise over the old course counts.
+    """
+
+    name = "loss_spike"
+
+    def __init__(self, config: Detect) -> None:
+        self._config = config
+        self._course = Baseline(config.warmup_steps)
+        self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        self._onset: int | None = None
+        self._latched = False
+        self._gross: float | None = None
+
+    def limits(self) -> dict[str, float]:
+        """The loss above which the next step is to be vetoed."""
+        if self._course.ready:
+            return {"loss": self._above(self._config.loss_z)}
+        return {} if self._gross is None else {"loss": self._gross}
+
+    def _above(self, z: float) -> float:
+        expected, config = self._course.expected(), self._config
+        rise = max(
+            z * self._course.widen() * self._course.scale, config.loss_rise * abs(expected), config.loss_rise_abs
+        )
+        return expected + rise
+
+    def observe(self, signal: Signal) -> Finding | None:
+        if not math.isfinite(signal.loss) or signal.overflow:
+            return None
+        limits = self.limits()
+        if not limits:
+            self._course.update(signal.loss)
+            return None
+        limit = signal.loss_limit if signal.loss_limit is not None else limits["loss"]
+        high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
+        if not self._course.ready:
+            return self._while_learning(signal, high, limit)
+        out = high or signal.loss > self._above(self._config.loss_z_rollback)
+        self._recent.append(out)
+        if out and self._onset is None:
+            self._onset = signal.step
+        finding = self._judge(signal, high, limit) if out else None
+        if not any(self._recent):
+            self._onset, self._latched = None, False
+        if not out and signal.flags == 0:
+            self._course.update(signal.loss)
+        return finding
+
+    def _judge(self, signal: Signal, high: bool, limit: float) -> Finding | None:
+        onset = self._onset if self._onset is not None else signal.step
+        if sum(self._recent) >= _ENOUGH and not self._latched:
+            self._latched = True
+            return self._finding(
+                signal,
+                Severity.ROLLBACK,
+                onset,
+                limit,
+                f"{sum(self._recent)} of the last {len(self._recent)} losses are",
+            )
+        if high:
+            return self._finding(signal, Severity.SKIP, onset, limit, "the loss is", new=onset == signal.step)
+        return None
+
+    def _while_learning(self, signal: Signal, high: bool, limit: float) -> Finding | None:
+        if not high:
+            self._course.update(signal.loss)
+            return None
+        return self._finding(signal, Severity.SKIP, signal.step, limit, "after an expected shift the loss is")
+
+    def _finding(
+        self, signal: Signal, severity: Severity, onset: int, limit: float, what: str, new: bool = True
+    ) -> Finding:
+        course = self._course
+        z = course.z(signal.loss) if course.ready else None
+        return Finding(
+            kind=Kind.LOSS_SPIKE,
+            severity=severity,
+            step=signal.step,
+            onset=onset,
+            detector=self.name,
+            message=f"{what} far above the recent course: {signal.loss:.6g} against {course.expected():.6g}",
+            evidence={
+                "loss": signal.loss,
+                "expected": course.expected(),
+                "deviation": course.scale,
+                "z": z,
+                "limit": limit,
+                "high_in_window": sum(self._recent),
+                "grad_norm": signal.grad_norm,
+            },
+            new=new,
+        )
+
+    def rebaseline(self) -> None:
+        if self._course.ready:
+            expected = self._course.expected()
+            self._gross = expected + max(_GROSS_Z * self._course.scale, _GROSS_RATIO * abs(expected))
+        self._course.restart(min(_REBASELINE, self._config.warmup_steps))
+        self._recent.clear()
+        self._onset, self._latched = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "course": self._course.state_dict(),
+            "recent": list(self._recent),
+            "onset": self._onset,
+            "latched": self._latched,
+            "gross": self._gross,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._course.load_state_dict(state["course"])
+        self._recent = deque(state["recent"], maxlen=_WINDOW)
+        self._onset, self._latched, self._gross = state["onset"], state["latched"], state["gross"]

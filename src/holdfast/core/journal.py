@@ -1,0 +1,178 @@
+"""The journal: append-only JSON lines, readable after a kill at any byte.
+
+One event is one line, handed to the kernel in one write. A process killed inside that write leaves a torn last line;
+the next writer ends it with a newline and records where it is, the reader reports it, and every other line parses.
+Numbers that are not finite are written as NaN, Infinity and -Infinity, never as null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.core.errors import RunDirError
+from holdfast.core.ports import Clock, SystemClock
+
+
+class Torn(NamedTuple):
+    """A line that does not parse: where it starts, and its bytes."""
+
+    line: int
+    offset: int
+    data: bytes
+
+
+class Record(NamedTuple):
+    """A journal or metrics file as read."""
+
+    events: list[dict[str, Any]]
+    torn: list[Torn]
+
+
+def dumps(event: dict[str, Any]) -> bytes:
+    """One event as one line. Structs become objects, enums their values."""
+    return json.dumps(msgspec.to_builtins(event, str_keys=True), separators=(",", ":")).encode() + b"\n"
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    offset = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            yield number, offset, line
+            offset += len(line)
+
+
+def read(path: str | os.PathLike[str]) -> Record:
+    """Every event in the file, and every line that is not one."""
+    events: list[dict[str, Any]] = []
+    torn: list[Torn] = []
+    for number, offset, line in _lines(Path(path)):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if isinstance(event, dict) and line.endswith(b"\n"):
+            events.append(event)
+        else:
+            torn.append(Torn(number, offset, line))
+    return Record(events, torn)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+class Lines:
+    """Appends lines to a file it never rewrites. Opening ends a torn last line and says where it was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RunDirError(
+                f"{path} cannot be opened for writing: {error.strerror}; choose another run_dir"
+            ) from None
+        self.torn_at = self._end_torn_line()
+
+    def _end_torn_line(self) -> int | None:
+        size = os.fstat(self._descriptor).st_size
+        if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
+            return None
+        start, position = 0, size
+        while position > 0:
+            begin = max(0, position - 65536)
+            found = os.pread(self._descriptor, position - begin, begin).rfind(b"\n")
+            if found >= 0:
+                start = begin + found + 1
+                break
+            position = begin
+        _write_all(self._descriptor, b"\n")
+        return start
+
+    def append(self, data: bytes) -> None:
+        try:
+            _write_all(self._descriptor, data)
+        except OSError as error:
+            raise RunDirError(f"{self.path} cannot be written: {error.strerror}; nothing more was done") from None
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class Journal:
+    """Writes events. `durable` ones are on disk when `write` returns."""
+
+    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._fsync = fsync
+        self._lines = Lines(Path(path))
+        self._sequence = 0
+        if self._lines.torn_at is not None:
+            self.write("torn", offset=self._lines.torn_at)
+
+    def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        self._sequence += 1
+        self._lines.append(dumps({"event": event, "time": self._clock.wall(), "n": self._sequence, **fields}))
+        if durable and self._fsync:
+            self._lines.sync()
+
+    def close(self) -> None:
+        if self._fsync:
+            with contextlib.suppress(OSError):
+                self._lines.sync()
+        self._lines.close()
+
+
+class Silent(Journal):
+    """A journal for a run without a directory: takes everything, keeps nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class MetricsFile:
+    """One line a settled step; buffered, written out at least every `flush_seconds`."""
+
+    def __init__(self, path: Path, flush_seconds: float, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._lines = Lines(path)
+        self._flush_seconds = flush_seconds
+        self._pending: list[bytes] = []
+        self._flushed = self._clock.monotonic()
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._pending.append(dumps(row))
+        if self._clock.monotonic() - self._flushed >= self._flush_seconds or len(self._pending) >= 1000:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._pending:
+            self._lines.append(b"".join(self._pending))
+            self._pending.clear()
+        self._flushed = self._clock.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+        self._lines.close()

@@ -1,0 +1,99 @@
+"""Data that is never drawn again: stretches of the index stream, and sample ids. Only ever grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.errors import RunDirError
+from holdfast.core.rundir import to_json, write_atomically
+from holdfast.core.types import Span
+
+
+class Quarantine:
+    """What is excluded and why. Written to its file, whole, before an exclusion takes effect."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._samples: set[int] = set()
+        self._entries: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self._load(path)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return list(self._entries)
+
+    @property
+    def samples(self) -> frozenset[int]:
+        return frozenset(self._samples)
+
+    def spans(self) -> list[Span]:
+        return [Span(e, start, stop) for e in sorted(self._spans) for start, stop in self._spans[e]]
+
+    def covers(self, epoch: int, start: int, stop: int) -> bool:
+        """Whether the whole of [start, stop) of an epoch is excluded."""
+        for low, high in self._spans.get(epoch, ()):
+            if low <= start and stop <= high:
+                return True
+        return False
+
+    def keep(self, ids: list[Any]) -> list[Any]:
+        """The ids that may be drawn; the same list where all of them may."""
+        if not self._samples or not any(_plain(i) in self._samples for i in ids):
+            return ids
+        return [i for i in ids if _plain(i) not in self._samples]
+
+    def add_spans(self, spans: Iterable[Span], reason: str, **about: Any) -> None:
+        added = [s for s in spans if s.stop > s.start and not self.covers(*s)]
+        if not added:
+            return
+        for span in added:
+            self._merge(span)
+        self._entries.append({"spans": [list(s) for s in added], "reason": reason, **about})
+        self.save()
+
+    def add_samples(self, ids: Iterable[int], reason: str, **about: Any) -> list[int]:
+        """Exclude sample ids; returns those that were not excluded before."""
+        added = [i for i in map(int, ids) if i not in self._samples]
+        if added:
+            self._samples.update(added)
+            self._entries.append({"samples": added, "reason": reason, **about})
+            self.save()
+        return added
+
+    def _merge(self, span: Span) -> None:
+        """Insert and join with what it overlaps or touches."""
+        start, stop = span.start, span.stop
+        apart = []
+        for low, high in self._spans.get(span.epoch, []):
+            if high < start or low > stop:
+                apart.append((low, high))
+            else:
+                start, stop = min(start, low), max(stop, high)
+        self._spans[span.epoch] = sorted([*apart, (start, stop)])
+
+    def save(self) -> None:
+        if self._path is not None:
+            write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
+
+    def _load(self, path: Path) -> None:
+        try:
+            entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
+            for entry in entries:
+                for epoch, start, stop in entry.get("spans", ()):
+                    self._merge(Span(int(epoch), int(start), int(stop)))
+                self._samples.update(int(i) for i in entry.get("samples", ()))
+            self._entries = list(entries)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunDirError(
+                f"{path} is damaged ({error}); repair it from the journal beside it, or remove it to draw all data again"
+            ) from None
+
+
+def _plain(index: Any) -> Any:
+    """An index as a key: tensors and numpy integers compare equal to the int they hold, but hash differently."""
+    return index if type(index) is int else int(index) if hasattr(index, "__index__") else index

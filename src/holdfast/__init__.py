@@ -45,11 +45,10 @@ from holdfast.core.types import (
     Stop,
     TightenClip,
 )
+from holdfast.core.version import __version__
 
 if TYPE_CHECKING:
     from holdfast.runtime.guard import Guard
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Config",

@@ -174,13 +174,14 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError([f"is not TOML: {error}"], str(path)) from None
 
 
 def parse(data: Mapping[str, Any], source: str) -> Config:
     """Check every section and key of `data`; the Config, or one ConfigError with all that is wrong."""
     errors: list[str] = []
+    wrong: set[str] = set()
     sections: dict[str, Section] = {}
     for name, body in data.items():
         kind = SECTIONS.get(name)
@@ -191,8 +192,10 @@ def parse(data: Mapping[str, Any], source: str) -> Config:
         else:
             values = _section(name, kind, body, errors)
             sections[name] = kind(**values)
+            wrong.update(f"{name}.{key}" for key in body if key not in values)
     config = Config(**sections)  # type: ignore[arg-type]
-    errors.extend(_across(config))
+    # A key that is wrong by itself stands at its default here: what that default collides with is not the user's doing.
+    errors.extend(error for error, *keys in _across(config) if wrong.isdisjoint(keys))
     if errors:
         raise ConfigError(errors, source)
     return config
@@ -229,39 +232,43 @@ def _unknown_section(name: str, body: Any) -> str:
         if homes:
             return f"{name}: belongs under [{homes[0]}]"
         keys = {key: section for section, kind in SECTIONS.items() for key in kind.__struct_fields__}
-        close = difflib.get_close_matches(name, keys, n=1)
+        close = difflib.get_close_matches(str(name), keys, n=1)
         if close:
             return f"{name}: unknown key; did you mean {close[0]!r} under [{keys[close[0]]}]?"
     return f"[{name}]: unknown section{_nearest(name, SECTIONS)}"
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     if close:
         return f"; did you mean {close[0]!r}?"
     return f"; known are {', '.join(sorted(known))}"
 
 
-def _across(config: Config) -> Iterator[str]:
-    """What is wrong between keys that are each right by themselves."""
+def _across(config: Config) -> Iterator[tuple[str, ...]]:
+    """What is wrong between keys that are each right by themselves: the error, then the keys it is about."""
     ladder = config.recover.ladder
     order = list(get_args(Rung))
     if not ladder:
-        yield '[recover] ladder = []: needs at least one rung; the mildest policy is ["stop"]'
+        yield ('[recover] ladder = []: needs at least one rung; the mildest policy is ["stop"]',)
     elif len(set(ladder)) != len(ladder):
-        yield f"[recover] ladder = {list(ladder)!r}: names a rung twice"
+        yield (f"[recover] ladder = {list(ladder)!r}: names a rung twice",)
     elif sorted(ladder, key=order.index) != list(ladder):
-        yield f"[recover] ladder = {list(ladder)!r}: out of order; the order is {', '.join(order)}"
+        yield (f"[recover] ladder = {list(ladder)!r}: out of order; the order is {', '.join(order)}",)
     snapshot = config.snapshot
     if snapshot.reach_steps < snapshot.every_steps:
         yield (
             f"[snapshot] reach_steps = {snapshot.reach_steps} is less than every_steps = {snapshot.every_steps}: "
-            "the ring would hold nothing; raise reach_steps"
+            "the ring would hold nothing; raise reach_steps",
+            "snapshot.reach_steps",
+            "snapshot.every_steps",
         )
     if config.detect.loss_z_rollback > config.detect.loss_z:
         yield (
             f"[detect] loss_z_rollback = {config.detect.loss_z_rollback} is above loss_z = {config.detect.loss_z}: "
-            "a step that passes unskipped could never add up to a spike; lower it"
+            "a step that passes unskipped could never add up to a spike; lower it",
+            "detect.loss_z_rollback",
+            "detect.loss_z",
         )
 
 
@@ -285,7 +292,7 @@ def override(config_data: dict[str, Any], assignments: list[str]) -> dict[str, A
 def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from holdfast.core.errors import RunDirError
+from holdfast.core.plain import plain
 from holdfast.core.ports import Clock, SystemClock
 
 
@@ -37,7 +36,7 @@ class Record(NamedTuple):
 
 def dumps(event: dict[str, Any]) -> bytes:
     """One event as one line. Structs become objects, enums their values."""
-    return json.dumps(msgspec.to_builtins(event, str_keys=True), separators=(",", ":")).encode() + b"\n"
+    return json.dumps(plain(event), separators=(",", ":")).encode() + b"\n"
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -48,6 +47,15 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event a line holds, or None. Nothing short of a whole object parses, so a line needs no newline to count."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) else None
+
+
 def read(path: str | os.PathLike[str]) -> Record:
     """Every event in the file, and every line that is not one."""
     events: list[dict[str, Any]] = []
@@ -55,11 +63,8 @@ def read(path: str | os.PathLike[str]) -> Record:
     for number, offset, line in _lines(Path(path)):
         if not line.strip():
             continue
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            event = None
-        if isinstance(event, dict) and line.endswith(b"\n"):
+        event = _event(line)
+        if event is not None:
             events.append(event)
         else:
             torn.append(Torn(number, offset, line))
@@ -83,6 +88,7 @@ class Lines:
             raise RunDirError(
                 f"{path} cannot be opened for writing: {error.strerror}; choose another run_dir"
             ) from None
+        self._half_written = False
         self.torn_at = self._end_torn_line()
 
     def _end_torn_line(self) -> int | None:
@@ -97,17 +103,29 @@ class Lines:
                 start = begin + found + 1
                 break
             position = begin
-        _write_all(self._descriptor, b"\n")
-        return start
+        whole = _event(os.pread(self._descriptor, size - start, start)) is not None
+        self.append(b"\n")
+        return None if whole else start
 
     def append(self, data: bytes) -> None:
+        if self._half_written:  # else this line would run into the torn one, and both would be lost
+            data = b"\n" + data
         try:
             _write_all(self._descriptor, data)
+            self._half_written = False
         except OSError as error:
+            self._half_written = True
             raise RunDirError(f"{self.path} cannot be written: {error.strerror}; nothing more was done") from None
 
     def sync(self) -> None:
-        os.fsync(self._descriptor)
+        if self._descriptor < 0:
+            return
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise RunDirError(
+                f"{self.path} cannot be forced to disk: {error.strerror}; nothing more was done"
+            ) from None
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -134,7 +152,7 @@ class Journal:
 
     def close(self) -> None:
         if self._fsync:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(RunDirError):
                 self._lines.sync()
         self._lines.close()
 

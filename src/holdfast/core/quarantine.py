@@ -19,6 +19,7 @@ class Quarantine:
         self._path = path
         self._spans: dict[int, list[tuple[int, int]]] = {}
         self._samples: set[int] = set()
+        self._ahead: list[dict[str, Any]] = []
         self._entries: list[dict[str, Any]] = []
         if path is not None and path.exists():
             self._load(path)
@@ -36,10 +37,7 @@ class Quarantine:
 
     def covers(self, epoch: int, start: int, stop: int) -> bool:
         """Whether the whole of [start, stop) of an epoch is excluded."""
-        for low, high in self._spans.get(epoch, ()):
-            if low <= start and stop <= high:
-                return True
-        return False
+        return any(low <= start and stop <= high for low, high in self._spans.get(epoch, ()))
 
     def keep(self, ids: list[Any]) -> list[Any]:
         """The ids that may be drawn; the same list where all of them may."""
@@ -51,18 +49,35 @@ class Quarantine:
         added = [s for s in spans if s.stop > s.start and not self.covers(*s)]
         if not added:
             return
+        self._record({"spans": [list(s) for s in added], "reason": reason, **about})
         for span in added:
             self._merge(span)
-        self._entries.append({"spans": [list(s) for s in added], "reason": reason, **about})
-        self.save()
+
+    def add_ahead(self, epoch: int, first: int, batches: int, reason: str) -> None:
+        """Exclude batches of an epoch that has not begun: which samples they are is known when it does."""
+        entry = {"ahead": [epoch, first, batches], "reason": reason}
+        self._record(entry)
+        self._ahead.append(entry)
+
+    def ahead(self, epoch: int) -> list[tuple[int, int]]:
+        """The batches excluded ahead of an epoch that begins now: (first, count) each."""
+        return [(e["ahead"][1], e["ahead"][2]) for e in self._ahead if e["ahead"][0] == epoch]
+
+    def resolve_ahead(self, epoch: int) -> None:
+        """The epoch has begun and its spans are on record: what was excluded ahead of it need not be kept open."""
+        due = [e for e in self._ahead if e["ahead"][0] == epoch]
+        if due:
+            for entry in due:
+                entry["resolved"] = True
+            self._ahead = [e for e in self._ahead if e["ahead"][0] != epoch]
+            self.save()
 
     def add_samples(self, ids: Iterable[int], reason: str, **about: Any) -> list[int]:
         """Exclude sample ids; returns those that were not excluded before."""
-        added = [i for i in map(int, ids) if i not in self._samples]
+        added = [i for i in dict.fromkeys(map(int, ids)) if i not in self._samples]
         if added:
+            self._record({"samples": added, "reason": reason, **about})
             self._samples.update(added)
-            self._entries.append({"samples": added, "reason": reason, **about})
-            self.save()
         return added
 
     def _merge(self, span: Span) -> None:
@@ -76,6 +91,15 @@ class Quarantine:
                 start, stop = min(start, low), max(stop, high)
         self._spans[span.epoch] = sorted([*apart, (start, stop)])
 
+    def _record(self, entry: dict[str, Any]) -> None:
+        """Write first: where the file cannot be written, nothing is excluded and the caller may try again."""
+        self._entries.append(entry)
+        try:
+            self.save()
+        except Exception:
+            self._entries.pop()
+            raise
+
     def save(self) -> None:
         if self._path is not None:
             write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
@@ -87,10 +111,14 @@ class Quarantine:
                 for epoch, start, stop in entry.get("spans", ()):
                     self._merge(Span(int(epoch), int(start), int(stop)))
                 self._samples.update(int(i) for i in entry.get("samples", ()))
+                if "ahead" in entry and not entry.get("resolved"):
+                    epoch, first, batches = map(int, entry["ahead"])
+                    entry["ahead"] = [epoch, first, batches]
+                    self._ahead.append(entry)
             self._entries = list(entries)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             raise RunDirError(
-                f"{path} is damaged ({error}); repair it from the journal beside it, or remove it to draw all data again"
+                f"{path} is damaged ({error}); repair it from the journal beside it, or remove it to draw all again"
             ) from None
 
 

@@ -11,9 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
-
 from holdfast.core.errors import RunDirError
+from holdfast.core.plain import plain
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -26,12 +25,13 @@ def write_atomically(path: Path, content: str) -> None:
             os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def to_json(value: Any) -> str:
-    return json.dumps(msgspec.to_builtins(value, str_keys=True), indent=2) + "\n"
+    return json.dumps(plain(value), indent=2) + "\n"
 
 
 class RunDir:
@@ -73,14 +73,20 @@ class RunDir:
                 ) from None
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except (BlockingIOError, PermissionError):
                 owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "an unknown process"
                 os.close(descriptor)
                 raise RunDirError(
                     f"{self.path} is in use by {owner}; wait for it, stop it, or choose another run_dir"
                 ) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            except OSError as error:
+                os.close(descriptor)
+                raise RunDirError(
+                    f"{self.path} cannot be locked: {error.strerror}; choose a run_dir on a file system that has locks"
+                ) from None
+            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, only the name is missing
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._descriptor = descriptor
             self._held.add(self.path)
 

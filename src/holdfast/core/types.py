@@ -118,6 +118,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     severity: Severity
     onset: int
     vetoed: bool
+    """whether the gate kept the update from landing; if not, a skip comes too late"""
     findings: tuple[Finding, ...]
 
 
@@ -130,9 +131,10 @@ class Replay(msgspec.Struct, frozen=True, tag="replay", tag_field="action"):
 
 
 class Rollback(msgspec.Struct, frozen=True, tag="rollback", tag_field="action"):
-    """Return to the newest certified snapshot at or before step `before`."""
+    """Return to the newest certified snapshot at or before step `before`, or failing that, `at_latest`."""
 
     before: int
+    at_latest: int
 
 
 class SkipData(msgspec.Struct, frozen=True, tag="skip_data", tag_field="action"):

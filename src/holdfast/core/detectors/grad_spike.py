@@ -16,8 +16,8 @@ _ACCEPT_AFTER = 8
 class GradSpike:
     """Works on the logarithm of the norm, whose noise is even.
 
-    `_ACCEPT_AFTER` high norms in a row under a loss on its course are a new level, not a spike: it is accepted, on record,
-    rather than vetoing every step from there on.
+    `_ACCEPT_AFTER` high norms in a row under a loss on its course are a new level, not a spike: it is accepted, on
+    record, rather than vetoing every step from there on.
     """
 
     name = "grad_spike"

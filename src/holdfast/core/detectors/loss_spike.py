@@ -18,9 +18,9 @@ _GROSS_Z, _GROSS_RATIO = 50.0, 5.0
 class LossSpike:
     """Two alarms with a threshold each.
 
-    Skip: the loss is over `loss_z` deviations above its course, and by at least `loss_rise`. Roll back: `_ENOUGH` of the
-    last `_WINDOW` losses are over `loss_z_rollback`; said once per excursion. While it learns a new course after an
-    expected shift, only a gross rise over the old course counts.
+    Skip: the loss is over `loss_z` deviations above its course, and by at least `loss_rise`. Roll back: `_ENOUGH` of
+    the last `_WINDOW` losses are over `loss_z_rollback`; said once per excursion. While it learns a new course after
+    an expected shift, only a gross rise over the old course counts.
     """
 
     name = "loss_spike"

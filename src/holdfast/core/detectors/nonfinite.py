@@ -54,7 +54,7 @@ class NonFinite:
                 step=signal.step,
                 onset=self._onset,
                 detector=self.name,
-                message=f"{evidence['overflows_in_a_row']} fp16 overflows in a row; the loss scale is {signal.loss_scale}",
+                message=f"{self._streak_limit} fp16 overflows in a row; the loss scale is {signal.loss_scale}",
                 evidence=evidence,
             )
         if signal.loss_scale is not None and signal.loss_scale < 1 and not self._under_one:

@@ -1,0 +1,209 @@
+"""The pipeline, in the order it runs: signal, findings, verdict, plan; each written down before the next.
+
+The engine touches no tensor and performs no action: it says what is to be done, and is told what became of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.core.config import Config
+from holdfast.core.detectors import build
+from holdfast.core.detectors.base import Detector
+from holdfast.core.incidents import IncidentFiles
+from holdfast.core.journal import Journal
+from holdfast.core.plain import plain
+from holdfast.core.policy import Policy
+from holdfast.core.ports import Agreement, Alone
+from holdfast.core.tally import Summary, Tally
+from holdfast.core.types import Finding, Incident, Outcome, Plan, Signal, Status, Stop
+from holdfast.core.verdict import merge
+
+_PROGRESS_EVERY = 1000
+_REMEMBERED = 64
+
+
+class Limits(NamedTuple):
+    """What the gate compares the next step with. None: nothing to compare with yet."""
+
+    loss: float | None
+    grad_norm: float | None
+
+
+class Engine:
+    """One run's judgement. `judge` every settled attempt in order; `commit` those that were committed."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        detectors: Sequence[Detector] = (),
+        agreement: Agreement | None = None,
+        on_instability: Callable[[Incident], Plan | None] | None = None,
+    ) -> None:
+        self.config = config
+        self.policy = Policy(config.recover)
+        self.detectors = [*build(config.detect), *detectors]
+        self._agreement = agreement or Alone()
+        self._on_instability = on_instability or (lambda incident: None)
+        self._tally = Tally()
+        self._recent: deque[Signal] = deque(maxlen=_REMEMBERED)
+        self._incident: Incident | None = None
+        self._journal: Journal | None = None
+        self._files = IncidentFiles(None)
+
+    # ---- what is written down
+
+    def open(self, journal: Journal, files: IncidentFiles, past: Iterable[dict[str, Any]] = ()) -> None:
+        """Attach the journal. `past` is what it already held: budgets and the tally continue from there."""
+        self._journal, self._files = journal, files
+        past = list(past)
+        self.policy.rebuild(past)
+        for event in past:
+            self._tally.feed(event)
+
+    def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        """One event into the journal, and into the tally."""
+        fields = {k: v for k, v in fields.items() if v is not None}
+        if self._journal is not None:
+            self._journal.write(event, durable=durable, **fields)
+        self._tally.feed(plain({"event": event, **fields}))
+
+    def summary(self, committed: int) -> Summary:
+        return self._tally.summary(committed)
+
+    # ---- signal -> finding -> verdict -> plan
+
+    def limits(self) -> Limits:
+        """The tightest limits any detector sets for the next step, from what has been observed so far."""
+        tightest: dict[str, float] = {}
+        for detector in self.detectors:
+            for name, value in detector.limits().items():
+                tightest[name] = min(value, tightest.get(name, value))
+        return Limits(tightest.get("loss"), tightest.get("grad_norm"))
+
+    def judge(self, signal: Signal, more: Sequence[Finding] = ()) -> Plan | None:
+        """What is to be done about this attempt; None where nothing was found.
+
+        `more` are findings the sensors made themselves (non-finite state). The plan is in the journal when
+        this returns.
+        """
+        signal = self._agreement.signal(signal)
+        found = [f for d in self.detectors if (f := d.observe(signal)) is not None]
+        findings = self._agreement.findings([*more, *found])
+        self._recent.append(signal)
+        verdict = merge(signal, findings)
+        if verdict is None:
+            return None
+        for finding in findings:
+            self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
+        number = self._number()
+        if self.config.recover.mode == "observe":
+            plan = self.policy.observe(verdict)
+        else:
+            proposed = self.policy.propose(verdict)
+            plan = self.policy.adopt(self._consult(verdict.findings, proposed))
+        if plan.incident is not None and plan.incident != number:
+            self._opened(plan.incident, signal)
+        self.write(
+            "plan",
+            durable=bool(plan.actions),
+            step=signal.step,
+            attempt=signal.attempt,
+            policy=self.policy.state_dict(),
+            **_fields(plan),
+        )
+        self._files.found(findings, signal, plan)
+        return plan
+
+    def _consult(self, findings: tuple[Finding, ...], proposed: Plan) -> Plan:
+        """Ask the user's hook; its plan, marked as its own, or the policy's."""
+        account = self.policy.state.incident
+        if account is None or not proposed.actions:
+            return proposed
+        if self._incident is None or self._incident.number != account.number:
+            self._incident = Incident(
+                number=account.number, kind=account.kind, opened=account.opened, onset=account.onset
+            )
+        incident = self._incident
+        incident.findings.extend(findings)
+        incident.proposed, incident.rollbacks, incident.skips = proposed, account.rollbacks, account.skips
+        own = self._on_instability(incident)
+        if own is None:
+            return proposed
+        return msgspec.structs.replace(own, by="hook", incident=account.number, reason=own.reason or "on_instability")
+
+    def _opened(self, number: int, signal: Signal) -> None:
+        account = self.policy.state.incident
+        assert account is not None, "an incident has a number only while it is open"
+        self.write("incident_opened", incident=number, kind=account.kind, step=account.opened, onset=account.onset)
+        self._files.opened(number, account.kind, account.opened, account.onset, list(self._recent))
+
+    def _number(self) -> int | None:
+        return None if self.policy.state.incident is None else self.policy.state.incident.number
+
+    # ---- what became of it
+
+    def impossible(self, plan: Plan, why: str) -> Plan:
+        """A plan cannot be carried out: the stop that takes its place, written down."""
+        reason = f"{plan.reason}; {why}"
+        stop = Plan(actions=(Stop(reason),), reason=why, incident=plan.incident, by=plan.by)
+        stop = self.policy.adopt(stop)
+        self.write("plan", durable=True, policy=self.policy.state_dict(), **_fields(stop))
+        return stop
+
+    def became(self, outcome: Outcome, **fields: Any) -> None:
+        """An attempt that was not simply committed: on record, with what it cost."""
+        signal = outcome.signal
+        fields = {"seconds_lost": signal.seconds, **fields}
+        incident = None if outcome.plan is None else outcome.plan.incident
+        self.write(
+            "outcome",
+            step=signal.step,
+            attempt=signal.attempt,
+            status=outcome.status,
+            incident=incident,
+            data=signal.data or None,
+            **fields,
+        )
+        if outcome.status is not Status.OVERFLOWED:
+            self._files.became(step=signal.step, attempt=signal.attempt, status=outcome.status, **fields)
+        if outcome.status is Status.STOPPED:
+            self._files.closed("stopped")
+
+    def commit(self, signal: Signal) -> None:
+        """The attempt's update landed and stays."""
+        closed = self.policy.commit()
+        if closed is not None:
+            self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
+            self._files.closed("closed")
+            self._incident = None
+        if self.policy.state.clock % _PROGRESS_EVERY == 0:
+            self.write("progress", step=signal.step, policy=self.policy.state_dict())
+
+    def shift(self, reason: str, step: int) -> None:
+        """An expected shift: detectors learn the new level; non-finite and gross alarms stay."""
+        self.write("shift", step=step, reason=reason)
+        for detector in self.detectors:
+            detector.rebaseline()
+
+    # ---- detector windows, which do go back with a rollback
+
+    def state_dict(self) -> dict[str, Any]:
+        return {d.name: d.state_dict() for d in self.detectors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for detector in self.detectors:
+            if detector.name in state:
+                detector.load_state_dict(state[detector.name])
+
+
+def _fields(struct: msgspec.Struct) -> dict[str, Any]:
+    """A finding or a plan as journal fields; the attempt's own step is written by the caller."""
+    fields = {name: getattr(struct, name) for name in struct.__struct_fields__}
+    fields.pop("step", None)
+    return fields

@@ -1,0 +1,73 @@
+"""Buffers that forward changes (BatchNorm, routers, amax): kept from the start of a step, so it can be undone.
+
+A vetoed step has still moved them. Copies are taken before every step, on the device, in stream order. Large buffers
+that have not changed since the last copy share it; small ones are copied always, because a write through `.data` leaves
+no trace in the version counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+_SMALL = 64 * 1024
+
+Capture = list[Tensor | None]
+
+
+class Buffers:
+    """Every buffer of the modules, by module and name, so that one that forward rebinds is followed."""
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._places: list[tuple[str, nn.Module, str]] = []
+        seen: set[int] = set()
+        for prefix, root in modules:
+            for path, module in root.named_modules():
+                if id(module) in seen:
+                    continue
+                seen.add(id(module))
+                for name in module._buffers:
+                    self._places.append((".".join(filter(None, (prefix, path, name))), module, name))
+        self._copies: Capture = [None] * len(self._places)
+        self._seen: list[tuple[int, int] | None] = [None] * len(self._places)
+
+    def named(self) -> dict[str, Tensor]:
+        """The buffers as they are, by full name."""
+        found = ((name, module._buffers.get(key)) for name, module, key in self._places)
+        return {name: value for name, value in found if value is not None}
+
+    @torch.no_grad()
+    def capture(self) -> Capture:
+        """Copies as of now. A capture is never changed afterwards."""
+        for i, (_, module, key) in enumerate(self._places):
+            value = module._buffers.get(key)
+            if value is None:
+                self._copies[i], self._seen[i] = None, None
+                continue
+            mark = (id(value), 0 if value.is_inference() else value._version)
+            if self._copies[i] is None or self._seen[i] != mark or value.nbytes <= _SMALL:
+                self._copies[i] = value.detach().clone()
+                self._seen[i] = mark
+        return list(self._copies)
+
+    @torch.no_grad()
+    def restore(self, capture: Capture) -> None:
+        """Put every buffer back to what it was at `capture`."""
+        for (_, module, key), saved in zip(self._places, capture, strict=True):
+            value = module._buffers.get(key)
+            if saved is None:
+                module._buffers[key] = None
+            elif value is not None and value.shape == saved.shape and value.dtype == saved.dtype:
+                value.copy_(saved)
+            else:
+                module._buffers[key] = saved.clone()
+        self._seen = [None] * len(self._places)
+
+    def as_named(self, capture: Capture) -> dict[str, Tensor]:
+        return {name: c for (name, _, _), c in zip(self._places, capture, strict=True) if c is not None}
+
+    def from_named(self, tensors: dict[str, Tensor]) -> Capture:
+        """A capture from host copies by name; what a name lacks was None."""
+        return [tensors.get(name) for name, _, _ in self._places]

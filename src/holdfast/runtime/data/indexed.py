@@ -1,0 +1,268 @@
+"""Map-style loaders: the user's sampler wrapped, its order recorded, stretches of it left out without loading them.
+
+The loader is used as it is, through a shallow copy whose batch sampler is ours; ours asks the user's for every batch of
+indices, at the moment the loader would have, so every draw from a generator happens where it did before. Going back is
+reading the record again; nothing is drawn twice for it. The order of an epoch belongs to the moment it began: going back
+to before that moment forgets it, and it is drawn anew when the epoch begins again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader
+
+from holdfast.core.errors import DataError
+from holdfast.core.quarantine import Quarantine
+from holdfast.core.types import Span
+from holdfast.runtime.data.source import Draw, EpochEnd, Position
+from holdfast.runtime.rng import Rng, RngState
+
+OnExclusion = Callable[[Span, int, str], None]
+
+
+class Order:
+    """One epoch's stream of index batches, as far as the sampler has been asked for it."""
+
+    def __init__(self, epoch: int, sampler: Any, single: bool) -> None:
+        self.epoch = epoch
+        self._sampler = sampler
+        self._single = single
+        self._inner: Iterator[Any] | None = None
+        self._batches: list[Any] = []
+        self._starts = [0]
+        self._forgotten = 0
+        self._complete = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether the sampler has been asked: doing so may draw from generators."""
+        return self._inner is not None
+
+    def get(self, k: int) -> Any | None:
+        """The k-th batch of indices, or None past the end. Asks the sampler only for what it was not asked before."""
+        while not self._complete and k >= self._forgotten + len(self._batches):
+            if self._inner is None:
+                self._inner = iter(self._sampler)
+            try:
+                batch = next(self._inner)
+            except StopIteration:
+                self._complete = True
+                break
+            self._batches.append(batch)
+            self._starts.append(self._starts[-1] + (1 if self._single else len(batch)))
+        i = k - self._forgotten
+        return self._batches[i] if 0 <= i < len(self._batches) else None
+
+    def span(self, k: int) -> Span:
+        i = k - self._forgotten
+        return Span(self.epoch, self._starts[i], self._starts[i + 1])
+
+    def forget_before(self, k: int) -> None:
+        count = k - self._forgotten
+        if count > 0:
+            del self._batches[:count], self._starts[:count]
+            self._forgotten = k
+
+
+class _Issued(NamedTuple):
+    """A batch of indices the loader has been given and has not handed out yet."""
+
+    k: int
+    span: Span
+    ids: list[Any]
+    rng: RngState | None
+
+
+class _Feed:
+    """What stands in the loader's place of a batch sampler."""
+
+    def __init__(self, inner: Any, start: Callable[[], Iterator[Any]]) -> None:
+        self._inner = inner
+        self._start = start
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._start()
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class IndexedSource:
+    """A DataLoader over a map-style dataset. Exact: it can go back, and skips without loading."""
+
+    exact = True
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rng: Rng,
+        quarantine: Quarantine,
+        epochs: int | None,
+        first_epoch: int,
+        on_epoch_end: EpochEnd,
+        before_iter: Callable[[], None],
+        on_exclusion: OnExclusion,
+    ) -> None:
+        self._rng, self._quarantine = rng, quarantine
+        self._last = None if epochs is None else first_epoch + epochs
+        self._on_epoch_end = on_epoch_end
+        self._before_iter, self._on_exclusion = before_iter, on_exclusion
+        self._single = loader.batch_sampler is None
+        self._sampler: Any = loader.sampler if self._single else loader.batch_sampler
+        samplers: list[Any] = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
+        distinct = {id(s): s for s in samplers}.values()
+        self._setters = [s.set_epoch for s in distinct if callable(getattr(s, "set_epoch", None))]
+        for holder in (loader, *distinct):
+            rng.include(getattr(holder, "generator", None))
+        # A shallow copy: the loader's own attribute is locked, and the user's object stays as it was.
+        self._loader: Any = copy.copy(loader)
+        self._loader.__dict__["sampler" if self._single else "batch_sampler"] = _Feed(self._sampler, self._feed)
+        self._in_process = loader.num_workers == 0
+        self._first_epoch = first_epoch
+        self._order = self._new_order(first_epoch)
+        self._orders = {first_epoch: self._order}
+        self._at = self._beginning = Position(first_epoch - 1, 0, 0)
+        self._cursor = 0
+        self._iterator: Iterator[Any] | None = None
+        self._again = False
+        self._queue: deque[_Issued] = deque()
+        self._empty_epochs = 0
+
+    def extend(self, epochs: int | None) -> None:
+        """Allow this many further epochs from the one it stands in, or no end."""
+        self._last = None if epochs is None else self.next_epoch + epochs
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that would begin next, if none has been begun and not ended."""
+        return self._order.epoch + self._order.begun
+
+    @property
+    def position(self) -> Position:
+        return self._at
+
+    def _new_order(self, epoch: int) -> Order:
+        return Order(epoch, self._sampler, self._single)
+
+    # ---- forward
+
+    def _feed(self) -> Iterator[Any]:
+        """What the loader is given: the recorded order from the cursor on, less what is quarantined."""
+        order, k = self._order, self._cursor
+        if k == 0:
+            for first, count in self._quarantine.ahead(order.epoch):
+                self._exclude(order, first, count, "the rest of an excluded window")
+            self._quarantine.resolve_ahead(order.epoch)
+        while (batch := order.get(k)) is not None:
+            span = order.span(k)
+            k += 1
+            if self._quarantine.covers(*span):
+                continue
+            given = [batch] if self._single else batch
+            ids = self._quarantine.keep(given)
+            if not ids:
+                continue
+            rng = self._rng.capture() if self._in_process else None
+            self._queue.append(_Issued(k - 1, span, list(ids), rng))
+            yield batch if ids is given else ids
+
+    def draw(self) -> Draw:
+        """The next batch; StopIteration after the last epoch."""
+        while True:
+            if self._iterator is None:
+                if self._last is not None and self._order.epoch >= self._last:
+                    raise StopIteration
+                self._open()
+            rng = None if self._in_process else self._rng.capture()
+            assert self._iterator is not None
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._end_epoch()
+                continue
+            issued = self._queue.popleft()
+            at, self._at = self._at, Position(self._order.epoch, issued.k + 1, issued.span.stop)
+            begin = Position(self._order.epoch, issued.k, issued.span.start)
+            self._empty_epochs = 0
+            return Draw(batch, issued.span, issued.ids, len(issued.ids), at, begin, issued.rng or rng)
+
+    def _open(self) -> None:
+        """Begin the epoch, or go on inside it after a `seek`: then as if the iterator had never been remade."""
+        self._before_iter()
+        kept = self._rng.capture() if self._again else None
+        if not self._again:
+            for set_epoch in self._setters:
+                set_epoch(self._order.epoch - self._first_epoch)
+        self._iterator = iter(self._loader)
+        if kept is not None:
+            self._rng.restore(kept)
+        self._again = False
+
+    def _end_epoch(self) -> None:
+        ended = self._order
+        self._empty_epochs += ended.get(0) is None
+        if self._empty_epochs > 1:
+            raise DataError("the loader yields no batches: its dataset is empty, or drop_last leaves nothing of it")
+        self._iterator, self._cursor = None, 0
+        self._order = self._orders[ended.epoch + 1] = self._new_order(ended.epoch + 1)
+        self._on_epoch_end(ended.epoch)
+
+    # ---- back, and past
+
+    def serve_again(self, draws: list[Draw]) -> str | None:
+        """The next `draw` gives these batches again, loaded anew. Never fails here."""
+        self.seek(draws[0].begin)
+        return None
+
+    def seek(self, position: Position) -> None:
+        """Stand at `position`, which must not be older than what `forget_before` was told."""
+        if position == self._beginning:
+            self._orders = {self._first_epoch: self._new_order(self._first_epoch)}
+        order = self._orders.get(max(self._first_epoch, position.epoch))
+        if order is None:
+            raise DataError(f"cannot go back to epoch {position.epoch}: its order is no longer on record")
+        self._iterator = None
+        self._queue.clear()
+        for epoch in [e for e in self._orders if e > order.epoch]:
+            del self._orders[epoch]
+        self._order, self._cursor, self._at = order, position.batch, position
+        self._again = order.begun
+
+    def exclude(self, start: Position, batches: int, reason: str) -> None:
+        """Quarantine `batches` batches from `start` on, into epochs that have not begun if need be."""
+        epoch = max(self._first_epoch, start.epoch)
+        order = self._orders.get(epoch)
+        if order is None or not order.begun:
+            self._quarantine.add_ahead(epoch, start.batch, batches, reason)
+        else:
+            self._exclude(order, start.batch, batches, reason)
+
+    def _exclude(self, order: Order, first: int, count: int, reason: str) -> None:
+        k = first
+        while k < first + count and order.get(k) is not None:
+            k += 1
+        if k > first:
+            span = Span(order.epoch, order.span(first).start, order.span(k - 1).stop)
+            self._quarantine.add_spans([span], reason)
+            self._on_exclusion(span, k - first, reason)
+        if k < first + count:
+            self._quarantine.add_ahead(order.epoch + 1, 0, first + count - k, reason)
+
+    def forget_before(self, position: Position) -> None:
+        """Nothing before `position` will be asked for again."""
+        for epoch in [e for e in self._orders if e < position.epoch]:
+            del self._orders[epoch]
+        if position.epoch in self._orders:
+            self._orders[position.epoch].forget_before(position.batch)
+
+    def close(self) -> None:
+        self._iterator = None
+        self._queue.clear()

@@ -1,0 +1,61 @@
+"""What the loop asks of a stream of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from holdfast.core.types import Span
+from holdfast.runtime.rng import RngState
+
+
+class Position(NamedTuple):
+    """Between two batches: how far the epoch's stream has been handed out.
+
+    Until the first batch of an epoch is handed out the position lies in the epoch before, even before the very first:
+    beginning an epoch draws from generators, so the two sides of it are not the same place.
+    """
+
+    epoch: int
+    batch: int
+    sample: int
+
+
+class Draw(NamedTuple):
+    """One batch as it was handed out."""
+
+    batch: Any
+    span: Span
+    ids: list[Any] | None
+    """the indices it was made of, where there are any"""
+    samples: int | None
+    """how many samples it holds, where that can be known"""
+    at: Position
+    """where the stream stood before it was asked for"""
+    begin: Position
+    """where it begins: the same, unless it is the first of an epoch"""
+    rng: RngState | None
+    """the random streams right before its items were loaded; None where they must not be put back there"""
+    marks: tuple[int, ...] = ()
+    """version counters of its tensors, where it can only be served again as the object it is"""
+
+
+EpochEnd = Callable[[int], None]
+
+
+class Source(Protocol):
+    """A stream of batches with a position. `exact` ones can go back; the others draw and drop."""
+
+    exact: bool
+
+    @property
+    def position(self) -> Position: ...
+    @property
+    def next_epoch(self) -> int: ...
+    def extend(self, epochs: int | None) -> None: ...
+    def draw(self) -> Draw: ...
+    def serve_again(self, draws: list[Draw]) -> str | None: ...
+    def seek(self, position: Position) -> None: ...
+    def exclude(self, start: Position, batches: int, reason: str) -> None: ...
+    def forget_before(self, position: Position) -> None: ...
+    def close(self) -> None: ...

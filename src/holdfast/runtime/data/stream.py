@@ -1,0 +1,133 @@
+"""Everything that is not index-addressable: iterable datasets and plain iterables. Drawn, and dropped where excluded."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from holdfast.core.errors import DataError
+from holdfast.core.quarantine import Quarantine
+from holdfast.core.types import Span
+from holdfast.runtime.data.indexed import OnExclusion
+from holdfast.runtime.data.source import Draw, EpochEnd, Position
+from holdfast.runtime.data.split import count_samples, marks
+from holdfast.runtime.rng import Rng
+
+
+class StreamSource:
+    """Goes forward only. Its positions count batches over all epochs, and samples within one.
+
+    A stream that draws its items from the global generators (random crops, a random window of a text) cannot be rewound
+    to before a draw: it would give the same batch again. For such, the random streams are left where they are.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        rng: Rng,
+        quarantine: Quarantine,
+        epochs: int | None,
+        first_epoch: int,
+        on_epoch_end: EpochEnd,
+        before_iter: Callable[[], None],
+        on_exclusion: OnExclusion,
+    ) -> None:
+        self._loader, self._rng, self._quarantine = loader, rng, quarantine
+        self._last = None if epochs is None else first_epoch + epochs
+        self._on_epoch_end = on_epoch_end
+        self._before_iter, self._on_exclusion = before_iter, on_exclusion
+        rng.include(getattr(loader, "generator", None))
+        self._epoch = first_epoch
+        self._at = self._beginning = Position(first_epoch - 1, 0, 0)
+        self._iterator: Iterator[Any] | None = None
+        self._held: deque[Draw] = deque()
+        self._to_drop = 0
+        self._drop_reason = ""
+        self._drawn_this_epoch = 0
+
+    def extend(self, epochs: int | None) -> None:
+        """Allow this many further epochs from the one it stands in, or no end."""
+        self._last = None if epochs is None else self.next_epoch + epochs
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch that would begin next, if none has been begun and not ended."""
+        return self._epoch + (self._iterator is not None)
+
+    @property
+    def position(self) -> Position:
+        return self._held[0].at if self._held else self._at
+
+    def draw(self) -> Draw:
+        if self._held:
+            return self._held.popleft()
+        while True:
+            draw = self._next()
+            if self._to_drop > 0:
+                self._to_drop -= 1
+                self._quarantine.add_spans([draw.span], self._drop_reason)
+                self._on_exclusion(draw.span, 1, self._drop_reason)
+            elif not self._quarantine.covers(*draw.span):
+                return draw
+
+    def _next(self) -> Draw:
+        while True:
+            if self._iterator is None:
+                if self._last is not None and self._epoch >= self._last:
+                    raise StopIteration
+                self._before_iter()
+                self._iterator = iter(self._loader)
+                self._drawn_this_epoch = 0
+            before = self._rng.capture()
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._end_epoch()
+                continue
+            same = before.same(self._rng.capture())
+            count = count_samples(batch)
+            start = self._at.sample if self._at.epoch == self._epoch else 0
+            begin = Position(self._epoch, self._at.batch, start)
+            at, self._at = self._at, Position(self._epoch, self._at.batch + 1, start + (count or 1))
+            self._drawn_this_epoch += 1
+            span = Span(self._epoch, start, self._at.sample)
+            return Draw(batch, span, None, count, at, begin, before if same else None, marks(batch))
+
+    def _end_epoch(self) -> None:
+        if self._drawn_this_epoch == 0:
+            raise DataError(
+                "the loader yields no batches: it is empty, or can be read only once and is used up; "
+                "pass an object whose __iter__ starts anew"
+            )
+        self._iterator = None
+        self._epoch += 1
+        self._on_epoch_end(self._epoch - 1)
+
+    def serve_again(self, draws: list[Draw]) -> str | None:
+        """Give these batches again; says why not where one of them has been changed in place since."""
+        if any(draw.marks != marks(draw.batch) for draw in draws):
+            return "a batch of this stream was modified in place and cannot be served again; it is dropped"
+        self._held.extendleft(reversed(draws))
+        return None
+
+    def seek(self, position: Position) -> None:
+        """A stream does not go back: what it has given since is gone."""
+        self._held.clear()
+
+    def exclude(self, start: Position, batches: int, reason: str) -> None:
+        """Drop what is left of the window; most of it has been drawn already."""
+        gone = self._at.batch - start.batch
+        if gone > 0:
+            self._on_exclusion(Span(self._epoch, start.sample, self._at.sample), gone, f"{reason} (drawn already)")
+        self._to_drop, self._drop_reason = max(0, batches - gone), reason
+
+    def forget_before(self, position: Position) -> None:
+        pass
+
+    def close(self) -> None:
+        self._iterator = None
+        self._held.clear()

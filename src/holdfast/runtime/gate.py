@@ -1,0 +1,129 @@
+"""Whether an update lands.
+
+On the device: fused optimizers take the veto as a tensor and leave everything alone where it is set; the host learns of it
+a step later. On the host: it reads the numbers first, which waits for the device, and does not step. Both decide by the
+same flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from holdfast.core.errors import SetupError
+from holdfast.runtime.optimizers import Optimizers
+from holdfast.runtime.scaler import Scaler
+from holdfast.runtime.schedule import scaled
+from holdfast.runtime.sensing import Packed, Reading, Sensed, clip
+
+
+class Passage:
+    """One update handed to the gate: what it decided, now or when it is read."""
+
+    def __init__(self, packed: Packed, fresh: Sequence[tuple[Optimizer, Tensor]] = ()) -> None:
+        self._packed = packed
+        self._fresh = fresh
+        self._reading: Reading | None = None
+
+    def read(self) -> Reading:
+        if self._reading is None:
+            self._reading = self._packed.read()
+        return self._reading
+
+    def undo_first_touch(self) -> None:
+        """After a veto: optimizer state that this step brought into being goes again. Fused SGD leaves its first momentum
+        uninitialised under a veto; the others leave zeros that a step never taken would not have made."""
+        for optimizer, p in self._fresh:
+            optimizer.state.pop(p, None)
+
+
+class Gate:
+    """Lets an update through, or not. `armed` is False in observe mode: it sees everything and stops nothing."""
+
+    def __init__(self, optimizers: Optimizers, scaler: Scaler | None, where: str, armed: bool, on_cuda: bool) -> None:
+        if where == "device" and not optimizers.fused:
+            names = ", ".join(type(o).__name__ for o in optimizers)
+            raise SetupError(
+                f'[detect] gate = "device" needs fused optimizers, and {names} is not: pass fused=True where it is '
+                'offered, or set gate = "host"'
+            )
+        self.on_device = where == "device" or (where == "auto" and on_cuda and optimizers.fused)
+        self._optimizers, self._scaler, self._armed = optimizers, scaler, armed
+
+    @torch.no_grad()
+    def apply(
+        self,
+        sensed: Sensed,
+        parameters: Sequence[Tensor],
+        found: dict[int, Tensor],
+        max_norm: float | None,
+        lr_factor: float,
+    ) -> Passage:
+        """Clip and step, unless a flag says no. `found` is what the scaler found, per optimizer."""
+        passage = Passage(Packed(sensed), self._fresh() if self.on_device else ())
+        if self.on_device:
+            self._on_device(sensed, parameters, found, max_norm, lr_factor)
+        else:
+            self._on_host(passage.read(), sensed, parameters, found, max_norm, lr_factor)
+        return passage
+
+    def _on_host(
+        self,
+        reading: Reading,
+        sensed: Sensed,
+        parameters: Sequence[Tensor],
+        found: dict[int, Tensor],
+        max_norm: float | None,
+        lr_factor: float,
+    ) -> None:
+        if reading.flags and self._armed:
+            if self._scaler is not None:
+                self._scaler.leave()
+            return
+        if max_norm is not None:
+            clip(parameters, max_norm, sensed.norm)
+        with scaled(self._optimizers.groups(), lr_factor):
+            for optimizer in self._optimizers:
+                flag = found.get(id(optimizer))
+                if flag is None or not float(flag):
+                    optimizer.step()
+        if self._scaler is not None:
+            self._scaler.update()
+
+    def _on_device(
+        self,
+        sensed: Sensed,
+        parameters: Sequence[Tensor],
+        found: dict[int, Tensor],
+        max_norm: float | None,
+        lr_factor: float,
+    ) -> None:
+        vetoed = (sensed.flags != 0) if self._armed else torch.zeros_like(sensed.overflow)
+        if max_norm is not None:
+            clip(parameters, max_norm, sensed.norm)
+        with scaled(self._optimizers.groups(), lr_factor):
+            for optimizer in self._optimizers:
+                flag = found.get(id(optimizer))
+                veto = vetoed.float()
+                optimizer.found_inf = veto if flag is None else torch.clamp(veto + flag, max=1.0)  # type: ignore[attr-defined]
+                optimizer.grad_scale = None  # type: ignore[attr-defined]
+                try:
+                    optimizer.step()
+                finally:
+                    del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+        if self._scaler is not None:
+            self._scaler.update_unless(vetoed)
+
+    def _fresh(self) -> list[tuple[Optimizer, Tensor]]:
+        """Parameters that get their first optimizer state in this step."""
+        return [
+            (optimizer, p)
+            for optimizer in self._optimizers
+            if len(optimizer.state) < sum(len(g["params"]) for g in optimizer.param_groups)
+            for g in optimizer.param_groups
+            for p in g["params"]
+            if p.grad is not None and not optimizer.state.get(p)
+        ]

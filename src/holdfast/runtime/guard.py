@@ -1,0 +1,244 @@
+"""What the user sees."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.core import config as configuration
+from holdfast.core.config import Config
+from holdfast.core.detectors.base import Detector
+from holdfast.core.errors import HoldfastError, SetupError, StepError
+from holdfast.core.ports import Clock, SystemClock
+from holdfast.core.tally import Summary
+from holdfast.runtime.hooks import Hooks
+from holdfast.runtime.loop import Steps
+from holdfast.runtime.off import OffRun
+from holdfast.runtime.records import Records
+from holdfast.runtime.run import Run
+from holdfast.runtime.setup import build_state
+
+
+class Guard:
+    """Keeps a training loop alive and honest.
+
+        guard = holdfast.Guard(model, optimizer, scheduler=scheduler, scaler=scaler, run_dir="runs/a")
+        with guard:
+            for step in guard.steps(loader, accumulate=4, max_steps=10_000):
+                with step:
+                    for batch in step.microbatches():
+                        step.backward(loss_fn(model(batch["x"]), batch["y"]))
+
+    The guard clips (`clip_grad_norm`), steps the optimizers, the scaler and the schedulers; the loop must not.
+
+    model: a module, or a list or dict of them; every parameter the optimizers update must belong to one.
+    optimizer, scheduler: one or several. scheduler_interval: "step", "epoch" or "eval", one or one for each.
+    run_dir: where the journal, metrics and incidents go; None keeps no record.
+    config: a path to a policy file, a mapping of its sections, or None for the defaults.
+    hooks: objects with any of the methods listed in `holdfast.runtime.hooks`.
+    detectors: detectors of your own, beside the built-in ones.
+
+    HOLDFAST_OFF=1 in the environment takes the guard out: the same loop, unguarded, writing nothing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        scheduler_interval: str | Sequence[str] | None = None,
+        clip_grad_norm: float | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
+        config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        hooks: Sequence[Any] = (),
+        detectors: Sequence[Detector] = (),
+        clock: Clock | None = None,
+    ) -> None:
+        checked = configuration.load(config)
+        if clip_grad_norm is not None and not (_is_number(clip_grad_norm) and clip_grad_norm > 0):
+            raise SetupError(f"Guard(clip_grad_norm={clip_grad_norm!r}): a maximum norm is a positive number, or None")
+        for detector in detectors:
+            if not isinstance(detector, Detector):
+                raise SetupError(
+                    f"Guard(detectors=...): {type(detector).__name__} is not a detector; it needs name, limits, observe, "
+                    "rebaseline, state_dict and load_state_dict"
+                )
+        state = build_state(model, optimizer, scheduler, scaler, scheduler_interval)
+        self._hooks = Hooks(hooks)
+        self._clock = clock or SystemClock()
+        self._run: Run | OffRun
+        if os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
+            self._run = OffRun(state, clip=clip_grad_norm, hooks=self._hooks, clock=self._clock)
+        else:
+            self._run = Run(
+                state,
+                checked,
+                clip=clip_grad_norm,
+                hooks=self._hooks,
+                detectors=detectors,
+                records=Records(run_dir, checked, self._clock),
+                clock=self._clock,
+            )
+        self._phase = "new"
+
+    # ---- life
+
+    def __enter__(self) -> Guard:
+        self._open()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(error)
+
+    def _open(self) -> None:
+        if self._phase == "open":
+            return
+        if self._phase == "closed":
+            raise StepError("this guard is closed; make a new Guard to train on")
+        if isinstance(self._run, Run):
+            self._run.open(self._about())
+        self._phase = "open"
+        self._hooks.call("on_train_begin", self)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Settle what is pending and end the record. `with guard:` does it; calling it twice does no harm."""
+        if self._phase != "open":
+            return
+        self._phase = "closed"
+        try:
+            if isinstance(self._run, Run):
+                self._run.close(error)
+        finally:
+            self._hooks.call("on_train_end", self.summary())
+
+    def _about(self) -> dict[str, Any]:
+        state = self._run.state
+        parameters = [p for _, m in state.modules for p in m.parameters()]
+        return {
+            "model": [type(m).__name__ for _, m in state.modules],
+            "parameters": sum(p.numel() for p in parameters),
+            "trained": sum(p.numel() for p in state.trained()),
+            "optimizers": [type(o).__name__ for o in state.optimizers.all],
+            "seed": torch.initial_seed(),
+        }
+
+    # ---- the loop
+
+    def steps(
+        self,
+        loader: Iterable[Any],
+        *,
+        accumulate: int = 1,
+        max_steps: int | None = None,
+        epochs: int | None = None,
+    ) -> Steps:
+        """Steps of `accumulate` batches each, until `max_steps` are committed or `epochs` passes over the loader are done.
+
+        Epochs follow one another without a border: a step may take its batches from two of them.
+        """
+        for name, value in (("accumulate", accumulate), ("max_steps", max_steps), ("epochs", epochs)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise StepError(
+                    f"steps({name}={value!r}): a whole number from 1{'' if name == 'accumulate' else ', or None'}"
+                )
+        if max_steps is None and epochs is None:
+            raise StepError("steps(): say how long to train, with max_steps= or epochs=")
+        self._open()
+        self._run.attach(loader, epochs)
+        return Steps(self._run, accumulate, max_steps)
+
+    def fit(
+        self,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        loader: Iterable[Any],
+        *,
+        accumulate: int = 1,
+        max_steps: int | None = None,
+        epochs: int | None = None,
+        microbatches: int = 1,
+    ) -> Summary:
+        """The loop in one call. `loss_fn(model, batch)` returns the mean loss of the batch."""
+        modules = self._run.state.modules
+        model = modules[0][1] if len(modules) == 1 else dict(modules)
+        owns = self._phase == "new"
+        self._open()
+        error: BaseException | None = None
+        try:
+            for step in self.steps(loader, accumulate=accumulate, max_steps=max_steps, epochs=epochs):
+                with step:
+                    for batch in step.microbatches(microbatches):
+                        step.backward(loss_fn(model, batch))
+        except BaseException as problem:
+            error = problem
+            raise
+        finally:
+            if owns:
+                self.close(error)
+        return self.summary()
+
+    # ---- what a loop may say
+
+    def register(self, name: str, thing: Any) -> None:
+        """Add an object with state (EMA, a curriculum, a replay buffer): it goes back with every rollback."""
+        if self._run.step > 0:
+            raise SetupError(
+                f"register({name!r}, ...): register before the first step, so that every snapshot holds it"
+            )
+        if isinstance(thing, torch.Generator):
+            if isinstance(self._run, Run):
+                self._run.rng.include(thing)
+            return
+        self._run.state.register(name, thing)
+
+    def expect_shift(self, reason: str) -> None:
+        """The loss is about to change level on purpose: detectors learn the new one instead of alarming."""
+        if isinstance(self._run, Run):
+            self._run.flush()
+            self._run.engine.shift(reason, self._run.step)
+
+    def stop(self, reason: str = "guard.stop()") -> None:
+        """End the loop after the current step, cleanly."""
+        self._run.stopping = reason
+        if isinstance(self._run, Run):
+            self._run.engine.write("stop_requested", step=self._run.step, reason=reason)
+
+    def report_eval(self, metric: float) -> None:
+        """An evaluation result: drives schedulers with scheduler_interval='eval' (ReduceLROnPlateau)."""
+        value = float(metric)
+        if math.isnan(value):
+            raise HoldfastError("report_eval(nan): the evaluation gave no number; schedulers cannot be driven by it")
+        self._run.report_eval(value)
+
+    def flush(self) -> None:
+        """Settle the last step now, so that the model is what it will be. Waits for the device."""
+        self._run.flush()
+
+    def quarantine(self, samples: Iterable[int], reason: str) -> None:
+        """Never draw these sample ids again, in this run or after a restart of it."""
+        if isinstance(self._run, Run):
+            self._open()
+            added = self._run.records.quarantine.add_samples(samples, reason)
+            self._run.engine.write("quarantine", durable=True, samples=added, reason=reason)
+
+    # ---- what it knows
+
+    @property
+    def step(self) -> int:
+        """Steps committed."""
+        return self._run.step
+
+    def summary(self) -> Summary:
+        """Clean or recovered, what was done, what it cost."""
+        if isinstance(self._run, OffRun):
+            return Summary(status="off", committed=self._run.step)
+        return self._run.engine.summary(self._run.step)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

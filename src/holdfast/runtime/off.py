@@ -1,0 +1,100 @@
+"""HOLDFAST_OFF: the same loop with the guard taken out. Batches, backward, clip, step and schedule; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from holdfast.core.engine import Limits
+from holdfast.core.ports import Clock
+from holdfast.core.types import Outcome, Signal, Span, Status
+from holdfast.runtime.data.source import Draw, Position
+from holdfast.runtime.data.split import count_samples
+from holdfast.runtime.gate import Gate
+from holdfast.runtime.hooks import Hooks
+from holdfast.runtime.optimizers import clear_gradients
+from holdfast.runtime.sensing import gradient_norm, sense
+from holdfast.runtime.state import RunState
+from holdfast.runtime.step import Step, discount
+
+
+class OffRun:
+    """Serves steps over the bare loader and applies every update."""
+
+    def __init__(self, state: RunState, *, clip: float | None, hooks: Hooks, clock: Clock) -> None:
+        self.state, self.hooks, self.clock = state, hooks, clock
+        self.step = 0
+        self.stopping: str | None = None
+        self.exhausted = False
+        self.pending: Step | None = None
+        self._clip = clip
+        self._gate = Gate(state.optimizers, state.scaler, "host", armed=False, on_cuda=False)
+        self._parameters = state.trained()
+        self._loader: Iterable[Any] = ()
+        self._left: int | None = None
+        self._batches: Iterator[Any] | None = None
+
+    def attach(self, loader: Iterable[Any], epochs: int | None) -> None:
+        self._loader, self._left, self._batches, self.exhausted = loader, epochs, None, False
+
+    def serve(self, accumulate: int) -> Step | None:
+        first = self._draw()
+        return None if first is None else Step(self, self.step + 1, 1, accumulate, first, [])  # type: ignore[arg-type]
+
+    def draw_more(self, step: Step) -> bool:
+        draw = self._draw()
+        if draw is None:
+            step.data_ended = True
+            return False
+        step.draws.append(draw)
+        return True
+
+    def _draw(self) -> Draw | None:
+        empty = False
+        while True:
+            if self._batches is None:
+                if empty or self._left == 0:
+                    return None
+                self._batches = iter(self._loader)
+                empty = True
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = None
+                if self._left is not None:
+                    self._left -= 1
+                self.state.schedulers.step("epoch")
+                continue
+            here = Position(0, 0, 0)
+            return Draw(batch, Span(0, 0, 0), None, count_samples(batch), here, here, None)
+
+    def leave(self, step: Step) -> None:
+        if (factor := step.correction()) != 1.0:
+            discount(self._parameters, factor)
+        scaler = self.state.scaler
+        found = {} if scaler is None else scaler.unscale(self.state.optimizers.outer)
+        loss = step.mean_loss()
+        assert loss is not None
+        sensed = sense(loss, gradient_norm(self._parameters), Limits(None, None), None, None)
+        self._gate.apply(sensed, self._parameters, found, self._clip, 1.0)
+        clear_gradients(self._parameters)
+        if any(float(f) for f in found.values()):
+            return
+        self.step += 1
+        self.state.schedulers.step("step")
+        step.result = Outcome(status=Status.COMMITTED, signal=Signal(step=self.step, loss=step.loss))
+        self.hooks.call("on_step_end", step.result)
+
+    def abandon(self, step: Step) -> None:
+        clear_gradients(self._parameters)
+
+    def discard_remainder(self, step: Step) -> None:
+        clear_gradients(self._parameters)
+        self.exhausted = True
+
+    def flush(self) -> None:
+        pass
+
+    def report_eval(self, metric: float) -> None:
+        self.state.schedulers.step("eval", metric)
+        self.hooks.call("on_eval_end", metric)

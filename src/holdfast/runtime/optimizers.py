@@ -1,0 +1,145 @@
+"""Several optimizers as one: their parameters, their gradients, their state apart and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from holdfast.runtime.tree import join, split
+
+
+def with_inner(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers and those they wrap (Muon with an AdamW inside), each once, outer ones first."""
+    found: list[Optimizer] = []
+
+    def visit(optimizer: Optimizer) -> None:
+        if any(o is optimizer for o in found):
+            return
+        found.append(optimizer)
+        for value in vars(optimizer).values():
+            members = (
+                value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+            )
+            for member in members:
+                if isinstance(member, Optimizer):
+                    visit(member)
+
+    for optimizer in optimizers:
+        visit(optimizer)
+    return found
+
+
+class Optimizers:
+    """What the guard steps, and all of it that has state."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.outer = list(optimizers)
+        self.all = with_inner(self.outer)
+        self._hooks: list[Any] = []
+
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self.outer)
+
+    def parameters(self) -> list[Tensor]:
+        """Every parameter any of them updates, each once."""
+        seen: dict[int, Tensor] = {}
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    seen.setdefault(id(p), p)
+        return list(seen.values())
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Every param group, each once: a wrapper may share its groups with what it wraps."""
+        seen: dict[int, dict[str, Any]] = {}
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                seen.setdefault(id(group), group)
+        return list(seen.values())
+
+    def lr(self) -> float:
+        return float(self.outer[0].param_groups[0]["lr"])
+
+    @property
+    def fused(self) -> bool:
+        """Whether each takes a `found_inf` tensor and leaves everything alone where it is 1."""
+        return all(
+            getattr(o, "_step_supports_amp_scaling", False) and all(g.get("fused") for g in o.param_groups)
+            for o in self.outer
+        ) and len(self.all) == len(self.outer)
+
+    def forbid_foreign_steps(self, allowed: Callable[[], bool], error: Callable[[], Exception]) -> None:
+        """Raise when anyone but the guard calls `step()`: it would be applied twice, or behind the gate."""
+
+        def check(*_: Any) -> None:
+            if not allowed():
+                raise error()
+
+        self._hooks = [o.register_step_pre_hook(check) for o in self.outer]
+
+    def release(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # ---- state apart and back
+
+    def split_state(self, tensors: dict[str, Tensor]) -> list[dict[Any, Any]]:
+        """State tensors into `tensors`; returns the rest, per optimizer, by parameter index."""
+        rest = []
+        for i, optimizer in enumerate(self.all):
+            index = {id(p): n for n, p in enumerate(_parameters(optimizer))}
+            rest.append(
+                {
+                    index.get(id(key), key): split(value, f"optimizer.{i}.{index.get(id(key), key)}", tensors)
+                    for key, value in optimizer.state.items()
+                    if value
+                }
+            )
+        return rest
+
+    def split_groups(self, tensors: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
+        """Group options (lr, betas, ...), copied: schedulers change them between updates."""
+        found: dict[str, Tensor] = {}
+        rest = [
+            [
+                split({k: v for k, v in group.items() if k != "params"}, f"group.{i}.{n}", found)
+                for n, group in enumerate(optimizer.param_groups)
+            ]
+            for i, optimizer in enumerate(self.all)
+        ]
+        tensors.update({name: value.clone() for name, value in found.items()})
+        return rest
+
+    def fits(self, groups: list[list[dict[str, Any]]]) -> bool:
+        """Whether the saved options were taken with the param groups there are now."""
+        return [len(g) for g in groups] == [len(o.param_groups) for o in self.all]
+
+    def join(
+        self, states: list[dict[Any, Any]], groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]
+    ) -> None:
+        """Back to the saved state, in place; state that did not exist then is removed."""
+        for optimizer, state, saved in zip(self.all, states, groups, strict=True):
+            parameters = _parameters(optimizer)
+            known = {id(parameters[k]) if isinstance(k, int) else k for k in state}
+            for key in [k for k in optimizer.state if (id(k) if isinstance(k, Tensor) else k) not in known]:
+                del optimizer.state[key]
+            for index, skeleton in state.items():
+                owner: Any = parameters[index] if isinstance(index, int) else index
+                device = owner.device if isinstance(owner, Tensor) else None
+                optimizer.state[owner] = join(skeleton, tensors, optimizer.state.get(owner), device)
+            for group, options in zip(optimizer.param_groups, saved, strict=True):
+                group.update(join(options, tensors, group, None))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clear_gradients(parameters: Sequence[Tensor]) -> None:
+    """None, not zero: with zeroed gradients AdamW still decays the weights and counts a step."""
+    for p in parameters:
+        p.grad = None

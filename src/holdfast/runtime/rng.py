@@ -1,0 +1,64 @@
+"""Every random stream a run draws from, taken and put back as one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class RngState(NamedTuple):
+    """Where every stream stands."""
+
+    python: tuple[Any, ...]
+    numpy: Any
+    torch: torch.Tensor
+    devices: tuple[torch.Tensor, ...]
+    generators: tuple[torch.Tensor, ...]
+
+    def same(self, other: RngState) -> bool:
+        """Whether nothing was drawn between the two."""
+        return (
+            torch.equal(self.torch, other.torch)
+            and self.python == other.python
+            and repr(self.numpy) == repr(other.numpy)
+            and all(map(torch.equal, self.devices, other.devices))
+            and all(map(torch.equal, self.generators, other.generators))
+        )
+
+
+class Rng:
+    """The global generators of Python, NumPy and torch (CPU and the model's CUDA devices), and the loader's own."""
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._devices = sorted({d.index or 0 for d in devices if d.type == "cuda"})
+        self._generators: list[torch.Generator] = []
+
+    def include(self, generator: torch.Generator | None) -> None:
+        """Add a generator of the user's own; the default one is there already."""
+        if isinstance(generator, torch.Generator) and all(g is not generator for g in self._generators):
+            self._generators.append(generator)
+
+    def capture(self) -> RngState:
+        """Draws nothing."""
+        numpy = sys.modules.get("numpy")
+        return RngState(
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(legacy=False),
+            torch.get_rng_state(),
+            tuple(torch.cuda.get_rng_state(i) for i in self._devices),
+            tuple(g.get_state() for g in self._generators),
+        )
+
+    def restore(self, state: RngState) -> None:
+        random.setstate(state.python)
+        if state.numpy is not None:
+            sys.modules["numpy"].random.set_state(state.numpy)
+        torch.set_rng_state(state.torch)
+        for index, value in zip(self._devices, state.devices, strict=True):
+            torch.cuda.set_rng_state(value, index)
+        for generator, value in zip(self._generators, state.generators, strict=False):
+            generator.set_state(value)

@@ -1,0 +1,431 @@
+"""A run in progress: serves steps, lets them land or not, settles them, and keeps what can be returned to.
+
+Leaving a step makes it pending. It settles before the next update, so that on a device the host never waits for work it
+has only just enqueued; where the host decides, it settles at once. All that is found at settling is acted on by
+`effects/`, which may put the run back and so make the step after it, already computed, void.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from holdfast.core.config import Config
+from holdfast.core.detectors.base import Detector
+from holdfast.core.engine import Engine
+from holdfast.core.errors import HoldfastError, StepError
+from holdfast.core.ports import Clock
+from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
+from holdfast.runtime import effects
+from holdfast.runtime.data.open import open_source
+from holdfast.runtime.data.source import Position, Source
+from holdfast.runtime.gate import Gate
+from holdfast.runtime.hooks import Hooks
+from holdfast.runtime.optimizers import clear_gradients
+from holdfast.runtime.records import Records
+from holdfast.runtime.rng import Rng
+from holdfast.runtime.sensing import Reading, gradient_norm, sense
+from holdfast.runtime.setup import devices_of
+from holdfast.runtime.snapshots.keeper import Keeper
+from holdfast.runtime.state import RunState
+from holdfast.runtime.step import Step, discount
+
+log = logging.getLogger("holdfast")
+
+_LR_JUMP = 1.5
+_LOOK_AT_STREAKS = (4, 16)
+
+
+class Run:
+    """One guarded run, from `open` to `close`."""
+
+    def __init__(
+        self,
+        state: RunState,
+        config: Config,
+        *,
+        clip: float | None,
+        hooks: Hooks,
+        detectors: Sequence[Detector],
+        records: Records,
+        clock: Clock,
+    ) -> None:
+        self.state, self.config, self.clock = state, config, clock
+        self.hooks, self.records = hooks, records
+        self.engine = Engine(config, detectors=detectors, on_instability=hooks.plan)
+        devices = devices_of(state.modules)
+        self.rng = Rng(devices)
+        self.armed = config.recover.mode == "heal"
+        on_cuda = any(d.type == "cuda" for d in devices)
+        self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda)
+        self.keeper = Keeper(config.snapshot, state, self.rng)
+        self.source: Source | None = None
+        self.step = 0
+        """steps committed"""
+        self.pending: Step | None = None
+        self.current: Step | None = None
+        self.positions: dict[int, Position] = {}
+        """where the data of each step began, as far back as a rollback could want"""
+        self.stopping: str | None = None
+        self.exhausted = False
+        self._clip = clip
+        self._loader: Any = None
+        self._parameters = state.trained()
+        self._attempt = 1
+        self._ended_epochs = 0
+        self._overflows = 0
+        self._ours = False
+
+    # ---- beginning and end
+
+    def open(self, about: dict[str, Any]) -> None:
+        self.records.open(self.engine, about)
+        self.state.optimizers.forbid_foreign_steps(lambda: self._ours, self._foreign_step)
+
+    def attach(self, loader: Iterable[Any], epochs: int | None) -> None:
+        """Take batches from `loader` from here on. The same loader again goes on where it stands."""
+        self.flush()
+        self.exhausted = False
+        if self.source is not None and loader is self._loader:
+            self.source.extend(epochs)
+            return
+        first = 0 if self.source is None else self.source.next_epoch
+        source = open_source(
+            loader,
+            rng=self.rng,
+            quarantine=self.records.quarantine,
+            epochs=epochs,
+            first_epoch=first,
+            on_epoch_end=self._epoch_ended,
+            before_iter=self.keeper.idle,
+            on_exclusion=self._excluded,
+        )
+        if self.source is not None:
+            self.source.close()
+            self.engine.shift("another loader", self.step)
+        elif not source.exact:
+            self.engine.write(
+                "note", step=0, message="the loader has no resumable position: its data is drawn and dropped"
+            )
+        self.source, self._loader = source, loader
+        self._parameters = self.state.trained()
+        self.positions.clear()
+        self._tell(self.keeper.begin(self.step, self.engine.state_dict()))
+
+    def close(self, error: BaseException | None) -> None:
+        """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""
+        trouble: BaseException | None = None
+        try:
+            self.flush()
+        except HoldfastError as problem:
+            trouble = problem
+        self.state.optimizers.release()
+        self.keeper.close()
+        if self.source is not None:
+            self.source.close()
+        cause = error or trouble
+        self.engine.write(
+            "run_end",
+            durable=True,
+            step=self.step,
+            policy=self.engine.policy.state_dict(),
+            error=None if cause is None else f"{type(cause).__name__}: {cause}",
+            stopped=self.stopping,
+            summary=self.engine.summary(self.step),
+        )
+        self.records.close()
+        if trouble is not None and error is None:
+            raise trouble
+
+    # ---- serving
+
+    def serve(self, accumulate: int) -> Step | None:
+        """The next step, or None when the data has ended."""
+        assert self.source is not None
+        while True:
+            buffers = self.state.buffers.capture()
+            self.keeper.next_begins(self.rng.capture, buffers, self.source.position)
+            self._ended_epochs = 0
+            try:
+                first = self.source.draw()
+                break
+            except StopIteration:
+                if self.pending is None:
+                    return None
+                self.flush()
+        number = self.step + 1 + (self.pending is not None)
+        attempt = 1 if self.pending is not None else self._attempt
+        step = Step(self, number, attempt, accumulate, first, buffers)
+        if self.pending is None:
+            self._step_epochs(self._ended_epochs)
+        else:
+            step.epochs_before = self._ended_epochs
+        self.current = step
+        return step
+
+    def draw_more(self, step: Step) -> bool:
+        """One more batch for a step in progress; False where the data has ended inside it."""
+        assert self.source is not None
+        self._ended_epochs = 0
+        try:
+            step.draws.append(self.source.draw())
+        except StopIteration:
+            step.data_ended = True
+        step.ended_epochs += self._ended_epochs
+        return not step.data_ended
+
+    def _epoch_ended(self, epoch: int) -> None:
+        self._ended_epochs += 1
+
+    def _step_epochs(self, count: int) -> None:
+        for _ in range(count):
+            self._step_schedulers("epoch")
+
+    # ---- leaving
+
+    def leave(self, step: Step) -> None:
+        """A complete step: measure it, settle the one before, let its update land or not."""
+        parameters, scaler = self._parameters, self.state.scaler
+        if (factor := step.correction()) != 1.0:
+            discount(parameters, factor)
+        found = {} if scaler is None else scaler.unscale(self.state.optimizers.outer)
+        norm = gradient_norm(parameters)
+        loss = step.mean_loss()
+        assert loss is not None, "a complete step has a loss"
+        if self.pending is not None and not self.settle(step):
+            self._discard(step)
+            return
+        if self.pending is None and step.epochs_before:
+            self._step_epochs(step.epochs_before)
+        step.number, step.attempt = self.step + 1, self._attempt
+        limits = self.engine.limits()
+        sensed = sense(loss, norm, limits, _any(found), None if scaler is None else scaler.tensor())
+        step.loss_limit, step.grad_limit = limits
+        step.clip = self.state.interventions.max_norm(self._clip)
+        factor = self.state.interventions.factor()
+        step.lr = self.state.optimizers.lr() * factor
+        self.keeper.before_update()
+        with self.updating():
+            step.passage = self.gate.apply(sensed, parameters, found, step.clip, factor)
+        clear_gradients(parameters)
+        self.pending = step
+        if self.gate.on_device:
+            self._tell(self.keeper.updated(step.number))
+        else:
+            self.settle(None)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, `optimizer.step()` is ours."""
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+
+    def _foreign_step(self) -> Exception:
+        return StepError(
+            "optimizer.step() was called while the guard is in charge of it: remove your own optimizer.step(), "
+            "scaler.step() and scheduler.step(); leaving `with step:` clips, steps and schedules (clip_grad_norm=, "
+            "scaler= and scheduler= are arguments of Guard)"
+        )
+
+    def abandon(self, step: Step) -> None:
+        """An error came out of the step: nothing of it is applied."""
+        self._drop_gradients()
+        self.current = None
+
+    def discard_remainder(self, step: Step) -> None:
+        """The data ended inside the step: fewer batches than it takes are left, and are not trained on."""
+        self._drop_gradients()
+        self.rewind(step)
+        spans = [d.span for d in step.draws]
+        self.engine.write("remainder", step=step.number, data=spans, batches=len(spans))
+        step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
+        self.exhausted = True
+
+    def _discard(self, step: Step) -> None:
+        """The step before was undone, so this one ran on what was not to be."""
+        self._drop_gradients()
+        step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
+        self.engine.became(step.result)
+
+    def _drop_gradients(self) -> None:
+        clear_gradients(self._parameters)
+        if self.state.scaler is not None:
+            self.state.scaler.leave()
+
+    def _unread(self, step: Step) -> Signal:
+        return Signal(step=step.number, attempt=step.attempt, loss=step.loss, data=_spans(step), seconds=step.seconds)
+
+    # ---- settling
+
+    def flush(self) -> None:
+        """Settle the pending step now. Waits for the device."""
+        if self.pending is not None:
+            self.settle(None)
+
+    def settle(self, following: Step | None) -> bool:
+        """Find out what became of the pending step and act on it. False: the run was put back, and `following` is void."""
+        step, self.pending = self.pending, None
+        assert step is not None and step.passage is not None
+        reading = step.passage.read()
+        signal = self._signal(step, reading)
+        vetoed = bool(reading.flags) and self.armed
+        if vetoed:
+            step.passage.undo_first_touch()
+        plan = self.engine.judge(signal, self._look_deeper(step, signal))
+        if plan is None or not plan.actions:
+            if vetoed:
+                return effects.skip.perform(self, step, following, signal, plan, Skip())
+            if signal.overflow:
+                self._overflowed(step, signal)
+            else:
+                self._commit(step, signal, healthy=plan is None or plan.by != "observe")
+            return True
+        self.keeper.unhealthy()
+        return effects.carry_out(self, step, following, signal, plan, vetoed)
+
+    def _signal(self, step: Step, reading: Reading) -> Signal:
+        return Signal(
+            step=step.number,
+            attempt=step.attempt,
+            loss=reading.loss,
+            grad_norm=reading.grad_norm,
+            lr=step.lr,
+            loss_scale=reading.loss_scale,
+            clip=step.clip,
+            flags=reading.flags,
+            overflow=reading.overflow,
+            loss_limit=step.loss_limit,
+            grad_limit=step.grad_limit,
+            data=_spans(step),
+            samples=step.samples,
+            seconds=step.seconds,
+        )
+
+    def _look_deeper(self, step: Step, signal: Signal) -> list[Finding]:
+        """Is it the batch, or was the state broken before it? Asked only when something is wrong already."""
+        self._overflows = self._overflows + 1 if signal.overflow else 0
+        nonfinite = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
+        name, onset, how = None, signal.step - 1, "found when the step was not finite"
+        if self.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS):
+            name = self.state.nonfinite(step.buffers)
+        if name is None and (alarm := self.keeper.take_alarm()) is not None:
+            name, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
+        if name is None:
+            return []
+        return [
+            Finding(
+                kind=Kind.NONFINITE_STATE,
+                severity=Severity.ROLLBACK,
+                step=signal.step,
+                onset=max(1, onset),
+                detector="state",
+                message=f"{name} holds NaN or Inf",
+                evidence={"tensor": name, "how": how, "loss": signal.loss},
+            )
+        ]
+
+    def _commit(self, step: Step, signal: Signal, healthy: bool) -> None:
+        self.step += 1
+        assert self.step == signal.step, "committed steps are numbered without gaps"
+        self._attempt = 1
+        self.positions[self.step] = step.draws[0].begin
+        self._step_schedulers("step")
+        self._step_epochs(step.ended_epochs)
+        self.state.interventions.commit()
+        if healthy:
+            self.engine.commit(signal)
+            self.keeper.healthy(self.step)
+        step.result = Outcome(status=Status.COMMITTED, signal=signal)
+        self.records.metrics(step.result)
+        self.hooks.call("on_step_end", step.result)
+        self._tell(self.keeper.committed(self.step, self.engine.state_dict))
+        oldest = self.keeper.oldest_position()
+        if oldest is not None and self.step % 16 == 0:
+            self._forget_before(oldest)
+
+    def _forget_before(self, oldest: tuple[int, Position]) -> None:
+        assert self.source is not None
+        self.source.forget_before(oldest[1])
+        for number in [n for n in self.positions if n < oldest[0]]:
+            del self.positions[number]
+
+    def _overflowed(self, step: Step, signal: Signal) -> None:
+        """As torch does it: data, RNG and buffers are consumed, the scale has backed off, the schedule stays."""
+        self.keeper.not_committed()
+        self._attempt += 1
+        step.result = Outcome(status=Status.OVERFLOWED, signal=signal)
+        self.engine.became(step.result, loss_scale=signal.loss_scale)
+        self.records.metrics(step.result)
+        self._step_epochs(step.ended_epochs)
+
+    def not_committed(self, step: Step, outcome: Outcome, **fields: Any) -> None:
+        """An effect has dealt with the step in another way than committing it."""
+        self._attempt += 1
+        step.result = outcome
+        self.engine.became(outcome, **fields)
+        self.records.metrics(outcome)
+
+    def _step_schedulers(self, interval: Any, metric: float | None = None) -> None:
+        before = self.state.optimizers.lr()
+        self.state.schedulers.step(interval, metric)
+        after = self.state.optimizers.lr()
+        if before > 0 and after > _LR_JUMP * before and self.step > self.config.detect.warmup_steps:
+            self.engine.shift(f"the schedule moved the LR from {before:.4g} to {after:.4g}", self.step)
+
+    def report_eval(self, metric: float) -> None:
+        self.flush()
+        self._step_schedulers("eval", metric)
+        self.hooks.call("on_eval_end", metric)
+
+    # ---- going back
+
+    def rewind(self, step: Step) -> None:
+        """Random streams and buffers as they were before the step's data was loaded."""
+        rng = step.draws[0].rng
+        if rng is not None:
+            self.rng.restore(rng)
+        self.state.buffers.restore(step.buffers)
+
+    def returned_to(self, step: int) -> None:
+        """A snapshot has been put back: what was counted since is undone."""
+        self.step, self._attempt, self._overflows = step, 1, 0
+        for number in [n for n in self.positions if n > step]:
+            del self.positions[number]
+        clear_gradients(self._parameters)
+
+    # ---- telling
+
+    def _excluded(self, span: Span, batches: int, reason: str) -> None:
+        self.engine.write("quarantine", durable=True, spans=[span], batches=batches, reason=reason)
+
+    def _tell(self, message: str | None) -> None:
+        """Something works less well than asked: on record and in the log."""
+        if message is not None:
+            self.engine.write("note", step=self.step, message=message)
+            log.warning("%s", message)
+
+
+def _spans(step: Step) -> tuple[Span, ...]:
+    """The step's stretches of data, neighbours joined."""
+    joined: list[Span] = []
+    for span in (d.span for d in step.draws):
+        if joined and joined[-1].epoch == span.epoch and joined[-1].stop == span.start:
+            joined[-1] = Span(span.epoch, joined[-1].start, span.stop)
+        else:
+            joined.append(span)
+    return tuple(joined)
+
+
+def _any(found: dict[int, Tensor]) -> Tensor | None:
+    """Whether the scaler found Inf or NaN for any optimizer; None without a scaler."""
+    total: Tensor | None = None
+    for flag in found.values():
+        total = flag if total is None else total + flag
+    return total

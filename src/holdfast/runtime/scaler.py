@@ -1,0 +1,85 @@
+"""The GradScaler, driven so that it sees overflow only: a veto of ours never moves the loss scale.
+
+`scaler.step` would overwrite a `found_inf` of ours, and through its own state a veto would halve the scale. So the guard
+unscales, reads what the scaler found, steps the optimizers itself, and lets `update` see the scaler's own findings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+
+class Scaler:
+    """One step's dealings with a scaler: `scale`, `unscale`, then `update` or `leave`."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler: Any = scaler
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return self._scaler.scale(loss)  # type: ignore[no-any-return]
+
+    def value(self) -> float:
+        """The scale as a number. Waits for the device."""
+        return float(self._scaler.get_scale())
+
+    def tensor(self) -> Tensor:
+        return self._scaler._scale  # type: ignore[no-any-return]
+
+    def unscale(self, optimizers: list[Optimizer]) -> dict[int, Tensor]:
+        """Unscale every gradient in place; per optimizer, by id, whether it held Inf or NaN."""
+        found: dict[int, Tensor] = {}
+        for optimizer in optimizers:
+            if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
+                continue
+            self._scaler.unscale_(optimizer)
+            flags = list(self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+            home = self._scaler._scale.device
+            total = flags[0].to(home)
+            for flag in flags[1:]:
+                total = total + flag.to(home)
+            found[id(optimizer)] = total
+        return found
+
+    def update(self) -> None:
+        """As torch does it: back off after an overflow, grow after enough steps without."""
+        if any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()):
+            self._scaler.update()
+
+    def leave(self) -> None:
+        """As if the step had not been: the scale and its growth count stay. Still clears what `unscale_` recorded."""
+        if self._scaler._scale is not None:
+            self._scaler.update(self._scaler._scale.clone())
+
+    @torch.no_grad()
+    def update_unless(self, vetoed: Tensor) -> None:
+        """`leave` where the flag is set, `update` elsewhere, decided on the device."""
+        scale, tracker = self._scaler._scale.clone(), self._scaler._growth_tracker.clone()
+        self.update()
+        self._scaler._scale.copy_(torch.where(vetoed, scale, self._scaler._scale))
+        self._scaler._growth_tracker.copy_(torch.where(vetoed, tracker, self._scaler._growth_tracker))
+
+    @torch.no_grad()
+    def split(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        if self._scaler._scale is None:
+            return {"state": self._scaler.state_dict()}
+        tensors["scaler.scale"] = self._scaler._scale.clone()
+        tensors["scaler.growth_tracker"] = self._scaler._growth_tracker.clone()
+        return {}
+
+    @torch.no_grad()
+    def join(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        if "state" in rest:
+            state = rest["state"]
+            if self._scaler._scale is None:
+                self._scaler.load_state_dict(state)
+            else:
+                self._scaler._scale.fill_(state["scale"])
+                self._scaler._growth_tracker.fill_(state["_growth_tracker"])
+            return
+        self._scaler._scale.copy_(tensors["scaler.scale"])
+        self._scaler._growth_tracker.copy_(tensors["scaler.growth_tracker"])

@@ -1,0 +1,151 @@
+"""Copies to host memory that run beside training.
+
+On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies into pinned memory. Either
+way the next update calls `wait` first, since it would overwrite what is still being read. Once copied, a second thread
+takes checksums and looks for non-finite values; nobody waits for that but certification.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite
+
+
+class Examined(NamedTuple):
+    """What a look at the finished copy found."""
+
+    sums: Sums
+    nonfinite: str | None
+    torn: bool
+
+
+class Copy:
+    """Host tensors being filled."""
+
+    def __init__(self, tensors: dict[str, Tensor], events: list[torch.cuda.Event]) -> None:
+        self.tensors = tensors
+        self.copied = threading.Event()
+        self.examined: Future[Examined] = Future()
+        self._events = events
+
+    def wait(self) -> None:
+        """Before the sources may change. Where all of them are on CUDA the streams wait, not the host."""
+        if self._events:
+            for event in self._events:
+                torch.cuda.current_stream(event.device).wait_event(event)
+        else:
+            self.copied.wait()
+
+    def result(self) -> Examined:
+        """The examination, waited for."""
+        return self.examined.result()
+
+
+class Copier:
+    """Starts copies, one after another, on one background thread."""
+
+    def __init__(self, intended: Intended) -> None:
+        self._intended = intended
+        self._copying = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
+        self._examining = ThreadPoolExecutor(1, thread_name_prefix="holdfast-examine")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._held: list[Copy] = []
+        self._spare: list[dict[str, Tensor]] = []
+
+    def start(self, sources: dict[str, Tensor], *, live: bool) -> Copy:
+        """Begin copying `sources`. `live` ones are the run's own and must not change until `wait` has returned; others
+        are copies already, which nobody changes."""
+        spare = self._spare.pop() if live and self._spare else {}
+        targets = {name: _target(value, spare.get(name)) for name, value in sources.items()}
+        devices = {v.device for v in sources.values() if v.is_cuda}
+        events = [self._on_stream(device, sources, targets) for device in devices]
+        if events:
+            # What is left on the host then is small (Adam's step counts): copied now, so that no thread is waited for.
+            for name, value in sources.items():
+                if not value.is_cuda:
+                    targets[name].copy_(value)
+        copy = Copy(targets, events)
+        versions = {} if events else {n: v._version for n, v in sources.items() if not v.is_inference()}
+        self._copying.submit(self._copy, copy, sources, versions, events)
+        if live:
+            self._held.append(copy)
+        return copy
+
+    def _on_stream(
+        self, device: torch.device, sources: dict[str, Tensor], targets: dict[str, Tensor]
+    ) -> torch.cuda.Event:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            for name, value in sources.items():
+                if value.device == device:
+                    targets[name].copy_(value, non_blocking=True)
+                    value.record_stream(stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return event
+
+    @torch.no_grad()
+    def _copy(
+        self, copy: Copy, sources: dict[str, Tensor], versions: dict[str, int], events: list[torch.cuda.Event]
+    ) -> None:
+        try:
+            if not events:
+                for name, value in sources.items():
+                    copy.tensors[name].copy_(value)
+            # A parameter written to while it was read: the model's forward changes it. Not a state that ever was.
+            torn = any(sources[name]._version != version for name, version in versions.items())
+            self._examining.submit(self._examine, copy, events, torn)
+        except BaseException as error:
+            copy.examined.set_exception(error)
+        finally:
+            copy.copied.set()
+
+    @torch.no_grad()
+    def _examine(self, copy: Copy, events: list[torch.cuda.Event], torn: bool) -> None:
+        try:
+            for event in events:
+                event.synchronize()
+            found = Examined(checksums(copy.tensors), first_nonfinite(copy.tensors, self._intended), torn)
+            copy.examined.set_result(found)
+        except BaseException as error:
+            copy.examined.set_exception(error)
+
+    def wait(self) -> None:
+        """Before the next update: whatever is being copied must be out of its way."""
+        for copy in self._held:
+            copy.wait()
+        self._held.clear()
+
+    def reclaim(self, copy: Copy) -> None:
+        """Take back the host memory of a copy that nobody needs any more, for the next one."""
+        if len(self._spare) < 2 and copy.examined.done():
+            self._spare.append(copy.tensors)
+
+    def idle(self) -> None:
+        """Wait until nothing runs on the threads."""
+        self._copying.submit(_nothing).result()
+        self._examining.submit(_nothing).result()
+
+    def close(self) -> None:
+        self._copying.shutdown(wait=True)
+        self._examining.shutdown(wait=True)
+        self._spare.clear()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _target(value: Tensor, spare: Tensor | None) -> Tensor:
+    if spare is not None and spare.shape == value.shape and spare.dtype == value.dtype:
+        return spare
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)

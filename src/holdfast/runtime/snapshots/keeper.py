@@ -1,0 +1,232 @@
+"""Takes snapshots at the right moments, certifies them, and finds the one to return to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from holdfast.core.config import SnapshotSection
+from holdfast.runtime.buffers import Capture
+from holdfast.runtime.data.source import Position
+from holdfast.runtime.rng import Rng, RngState
+from holdfast.runtime.snapshots.certify import checksums, first_nonfinite
+from holdfast.runtime.snapshots.copier import Copier
+from holdfast.runtime.snapshots.ring import Ring
+from holdfast.runtime.snapshots.snapshot import Health, Snapshot
+from holdfast.runtime.state import RunState
+
+
+class Alarm(NamedTuple):
+    """A snapshot was found to hold non-finite state: the run was broken at that step already."""
+
+    step: int
+    tensor: str
+
+
+class Passed(NamedTuple):
+    """A snapshot that was not taken, and why."""
+
+    step: int
+    why: str
+
+
+class Keeper:
+    """One at a time is being assembled; the others are in the ring."""
+
+    def __init__(self, config: SnapshotSection, state: RunState, rng: Rng) -> None:
+        self._config, self._state, self._rng = config, state, rng
+        self.ring = Ring(config)
+        self._copier = Copier(state.intended)
+        self._making: Snapshot | None = None
+        self._alarm: Alarm | None = None
+
+    # ---- taking one
+
+    def begin(self, step: int, detectors: dict[str, Any]) -> str | None:
+        """The state a run starts from, certified as soon as it is seen to be finite. What is older belongs to another
+        stream of data and is dropped."""
+        for old in self.ring.drop_after(-1):
+            self._gone(old)
+        self._making = None
+        if not self.ring.enabled:
+            return None
+        said = self.ring.budget(self._estimate())
+        if self.ring.enabled:
+            self._start(step, initial=True)
+            self._add_light(detectors)
+        return said
+
+    def _estimate(self) -> int:
+        """Before the first update there is no optimizer state yet: as much again as Adam would hold."""
+        tensors = self._state.heavy()
+        state = sum(t.nbytes for n, t in tensors.items() if n.startswith("optimizer."))
+        model = sum(t.nbytes for n, t in tensors.items() if n.startswith("model."))
+        return model + (state or 2 * model)
+
+    def updated(self, step: int) -> str | None:
+        """An update is on its way on the device: begin copying what it leaves, if a snapshot is due after it."""
+        if not self.ring.due(step):
+            return None
+        return self._start(step)
+
+    def committed(self, step: int, detectors: Callable[[], dict[str, Any]]) -> str | None:
+        """The step has settled as committed: add what is small, or take it all now."""
+        if not self.ring.due(step):
+            return None
+        said = None
+        if self._making is None or self._making.step != step or self._making.light is not None:
+            said = self._start(step)
+        if self._making is not None:
+            self._add_light(detectors())
+        return said
+
+    def not_committed(self) -> None:
+        """The step whose state was being copied did not come to be."""
+        if self._making is not None and self._making.light is None:
+            self._gone(self._making)
+            self._making = None
+
+    def next_begins(self, rng: Callable[[], RngState], buffers: Capture, position: Position) -> None:
+        """The next step begins: random streams, buffers and data stand where the snapshot's own step left them."""
+        snapshot = self._making
+        if snapshot is None or snapshot.position is not None:
+            return
+        snapshot.rng, snapshot.position = rng(), position
+        named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
+        snapshot.buffers = self._copier.start(named, live=False)
+        self._finish(snapshot)
+
+    def _start(self, step: int, initial: bool = False) -> str | None:
+        tensors = self._state.heavy()
+        said = None
+        if not initial and any(n.startswith("optimizer.") for n in tensors):
+            said = self.ring.budget(sum(t.nbytes for t in tensors.values()))
+            if not self.ring.enabled or not self.ring.due(step):
+                return said
+        self._making = Snapshot(step, self._copier.start(tensors, live=True), initial=initial)
+        return said
+
+    def _add_light(self, detectors: dict[str, Any]) -> None:
+        snapshot = self._making
+        assert snapshot is not None
+        snapshot.light, tensors = self._state.light()
+        snapshot.light_copy = self._copier.start(tensors, live=False)
+        snapshot.frozen = self._state.frozen()
+        snapshot.detectors = detectors
+        self._finish(snapshot)
+
+    def _finish(self, snapshot: Snapshot) -> None:
+        snapshot.settle()
+        if snapshot.health is Health.CANDIDATE:
+            self._making = None
+            for gone in self.ring.add(snapshot):
+                self._gone(gone)
+
+    def _gone(self, snapshot: Snapshot) -> None:
+        self._copier.reclaim(snapshot.copy)
+
+    # ---- certifying
+
+    def healthy(self, step: int) -> None:
+        """A healthy step was committed: candidates before it are one step nearer to good."""
+        for snapshot in list(self.ring):
+            if snapshot.health is Health.CANDIDATE and snapshot.step < step:
+                snapshot.healthy += 1
+                if snapshot.initial or snapshot.healthy >= self._config.certify_after:
+                    self._certify(snapshot)
+
+    def unhealthy(self) -> None:
+        """Something was found: candidates start counting anew."""
+        for snapshot in self.ring:
+            if snapshot.health is Health.CANDIDATE and not snapshot.initial:
+                snapshot.healthy = 0
+
+    def _certify(self, snapshot: Snapshot) -> None:
+        for copy in snapshot.copies:
+            found = copy.result()
+            if found.torn:
+                snapshot.condemn("a parameter changed while it was copied")
+            elif found.nonfinite is not None:
+                snapshot.condemn(f"{found.nonfinite} holds NaN or Inf")
+                if self._alarm is None:
+                    self._alarm = Alarm(snapshot.step, found.nonfinite)
+        if snapshot.health is Health.BAD:
+            self.ring.drop(snapshot)
+        else:
+            snapshot.health = Health.GOOD
+
+    def take_alarm(self) -> Alarm | None:
+        alarm, self._alarm = self._alarm, None
+        return alarm
+
+    # ---- returning to one
+
+    def find(self, before: int, at_latest: int) -> tuple[Snapshot | None, list[Passed]]:
+        """The newest certified snapshot at or before `before`, else at or before `at_latest`, verified; and those that
+        were passed over on the way."""
+        passed: list[Passed] = []
+        self.not_committed()
+        for snapshot in list(self.ring):
+            if snapshot.initial and snapshot.health is Health.CANDIDATE:
+                self._certify(snapshot)
+        for snapshot in self.ring:
+            if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
+                passed.append(Passed(snapshot.step, "not certified yet"))
+        for limit in (before, at_latest):
+            for snapshot in self.ring.good_at_or_before(limit):
+                why = self._verify(snapshot)
+                if why is None:
+                    return snapshot, passed
+                passed.append(Passed(snapshot.step, why))
+                snapshot.condemn(why)
+                self.ring.drop(snapshot)
+        return None, passed
+
+    def _verify(self, snapshot: Snapshot) -> str | None:
+        """Why a certified snapshot must not be restored after all, or None."""
+        assert snapshot.light is not None
+        tensors = snapshot.tensors()
+        for copy in snapshot.copies:
+            sums = copy.result().sums
+            now = checksums(copy.tensors)
+            if now != sums:
+                name = next(n for n in sums if now.get(n) != sums[n])
+                return f"its copy of {name} has changed since it was made"
+        name_or_none = first_nonfinite(tensors, self._state.intended)
+        if name_or_none is not None:
+            return f"{name_or_none} holds NaN or Inf"
+        return self._state.fits(snapshot.light, tensors)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Put the run's state, random streams and buffers back to it; what is younger is forgotten."""
+        assert snapshot.light is not None and snapshot.rng is not None
+        self._copier.wait()
+        tensors = snapshot.tensors()
+        self._state.join(snapshot.light, tensors)
+        prefix = "buffer."
+        named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        self._state.buffers.restore(self._state.buffers.from_named(named))
+        self._rng.restore(snapshot.rng)
+        self._making = None
+        for gone in self.ring.drop_after(snapshot.step):
+            self._gone(gone)
+
+    # ---- the rest
+
+    def before_update(self) -> None:
+        """Whatever is being copied must be out of the update's way."""
+        self._copier.wait()
+
+    def idle(self) -> None:
+        """Nothing runs on the copying thread, so that a process may be forked."""
+        self._copier.idle()
+
+    def oldest_position(self) -> tuple[int, Position] | None:
+        """How far back a rollback could go: the step, and where the data stood."""
+        oldest = self.ring.oldest()
+        if oldest is None or oldest.position is None:
+            return None
+        return oldest.step, oldest.position
+
+    def close(self) -> None:
+        self._copier.close()

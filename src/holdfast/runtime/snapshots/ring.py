@@ -1,0 +1,102 @@
+"""Which snapshots are kept: the last two multiples of every power of two of the cadence.
+
+An onset `a` snapshots old then always has one before it, at most about 4a back, while the count grows with the logarithm
+of the reach. Under a memory budget the cadence grows and the reach stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from holdfast.core.config import SnapshotSection
+from holdfast.runtime.snapshots.memory import available_bytes
+from holdfast.runtime.snapshots.snapshot import Health, Snapshot
+
+_FEWEST = 3
+
+
+class Ring:
+    """The snapshots there are, oldest first."""
+
+    def __init__(self, config: SnapshotSection) -> None:
+        self._config = config
+        self.every = config.every_steps
+        self.enabled = config.enabled
+        self._kept: list[Snapshot] = []
+        self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else available_bytes() // 4
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def due(self, step: int) -> bool:
+        return self.enabled and step % self.every == 0
+
+    def levels(self) -> int:
+        return max(1, math.ceil(math.log2(max(1.0, self._config.reach_steps / self.every))) + 1)
+
+    def most(self) -> int:
+        """How many snapshots are alive at once at the most, the one being made and the initial one counted."""
+        return self.levels() + 3
+
+    def budget(self, nbytes: int) -> str | None:
+        """Fit the ring into memory, given the size of one snapshot; what had to give, or None."""
+        before = self.every
+        while self.most() * nbytes > self._budget and self.every < self._config.reach_steps:
+            self.every *= 2
+        if _FEWEST * nbytes > self._budget:
+            self.enabled = False
+            return (
+                f"a snapshot takes {nbytes / 1e9:.2f} GB and {self._budget / 1e9:.2f} GB are allowed: snapshots are off "
+                "and nothing can be rolled back; raise [snapshot] memory_gb"
+            )
+        if self.every != before:
+            return (
+                f"a snapshot takes {nbytes / 1e9:.2f} GB and {self._budget / 1e9:.2f} GB are allowed: one every "
+                f"{self.every} steps instead of every {before}"
+            )
+        return None
+
+    def add(self, snapshot: Snapshot) -> list[Snapshot]:
+        """Keep one more; returns those that fell out."""
+        self._kept.append(snapshot)
+        return self._prune(snapshot.step)
+
+    def _prune(self, newest: int) -> list[Snapshot]:
+        wanted = {0}
+        for level in range(self.levels()):
+            spacing = self.every * 2**level
+            last = newest // spacing * spacing
+            wanted |= {last, last - spacing}
+        good = [s for s in self._kept if s.health is Health.GOOD]
+        reach = newest - 2 * self._config.reach_steps
+
+        def stays(s: Snapshot) -> bool:
+            if s.health is Health.BAD:
+                return False
+            if good and s is good[-1]:
+                return True
+            return (s.initial and s.step >= reach) or (s.step in wanted and (s.step > 0 or s.step >= reach))
+
+        gone = [s for s in self._kept if not stays(s)]
+        self._kept = [s for s in self._kept if stays(s)]
+        return gone
+
+    def good_at_or_before(self, step: int) -> list[Snapshot]:
+        """Certified ones, newest first."""
+        return [s for s in reversed(self._kept) if s.health is Health.GOOD and s.step <= step]
+
+    def drop(self, snapshot: Snapshot) -> None:
+        self._kept = [s for s in self._kept if s is not snapshot]
+
+    def drop_after(self, step: int) -> list[Snapshot]:
+        """Forget the branch a rollback abandoned."""
+        gone = [s for s in self._kept if s.step > step]
+        self._kept = [s for s in self._kept if s.step <= step]
+        return gone
+
+    def oldest(self) -> Snapshot | None:
+        return self._kept[0] if self._kept else None

@@ -1,0 +1,68 @@
+"""One snapshot: what it holds, how far it can be trusted."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from holdfast.runtime.data.source import Position
+from holdfast.runtime.rng import RngState
+from holdfast.runtime.snapshots.copier import Copy
+
+
+class Health(StrEnum):
+    """Only a good one is ever restored."""
+
+    ASSEMBLING = "assembling"
+    CANDIDATE = "candidate"
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Snapshot:
+    """The state after `step` committed steps.
+
+    It is assembled at three moments: `copy` begins when the update is out, `light` and `detectors` are added when the
+    step settles, and `rng`, `buffers` and `position` when the next step begins, before it draws anything.
+    """
+
+    def __init__(self, step: int, copy: Copy, *, initial: bool = False) -> None:
+        self.step = step
+        self.initial = initial
+        self.copy = copy
+        self.light: dict[str, Any] | None = None
+        self.light_copy: Copy | None = None
+        self.frozen: dict[str, Tensor] = {}
+        self.detectors: dict[str, Any] = {}
+        self.rng: RngState | None = None
+        self.buffers: Copy | None = None
+        self.position: Position | None = None
+        self.healthy = 0
+        self.health = Health.ASSEMBLING
+        self.why = ""
+
+    def settle(self) -> None:
+        """From assembling to candidate once every part is there."""
+        whole = self.light is not None and self.position is not None and self.buffers is not None
+        if whole and self.health is Health.ASSEMBLING:
+            self.health = Health.CANDIDATE
+
+    @property
+    def copies(self) -> list[Copy]:
+        return [c for c in (self.copy, self.light_copy, self.buffers) if c is not None]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every host tensor of it, by name."""
+        merged: dict[str, Tensor] = dict(self.frozen)
+        for copy in self.copies:
+            merged.update(copy.tensors)
+        return merged
+
+    def condemn(self, why: str) -> None:
+        self.health, self.why = Health.BAD, why
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for c in self.copies for t in c.tensors.values())

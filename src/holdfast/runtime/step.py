@@ -1,0 +1,257 @@
+"""The user's side of a step: `with step:`, `step.microbatches()`, `step.backward(loss)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from holdfast.core.errors import StepError, StepIncomplete
+from holdfast.core.types import Outcome
+from holdfast.runtime.buffers import Capture
+from holdfast.runtime.data.source import Draw
+from holdfast.runtime.data.split import Splitter, count_samples, split
+from holdfast.runtime.gate import Passage
+
+if TYPE_CHECKING:
+    from holdfast.runtime.run import Run
+
+
+class Step:
+    """One step of the loop, of `accumulate` batches. It may be served more than once before it is committed."""
+
+    def __init__(self, run: Run, number: int, attempt: int, accumulate: int, first: Draw, buffers: Capture) -> None:
+        self._run = run
+        self.number = number
+        """the number it will have if it is committed, counted from 1"""
+        self.attempt = attempt
+        """1 for the first time it is served"""
+        self.accumulate = accumulate
+        self.draws = [first]
+        self.buffers = buffers
+        self.passage: Passage | None = None
+        self.loss_limit: float | None = None
+        self.grad_limit: float | None = None
+        self.lr = 0.0
+        self.clip: float | None = None
+        self.seconds = 0.0
+        self.epochs_before = 0
+        """epochs that ended right before it, found while the step before was pending"""
+        self.ended_epochs = 0
+        """epochs that ended between its batches"""
+        self.data_ended = False
+        self.result: Outcome | None = None
+        self._state = "new"
+        self._parts: int | None = None
+        self._yielded = 0
+        self._backwards = 0
+        self._weights: list[float] = []
+        self._current: float | None = None
+        self._reference: float | None = None
+        self._loss: Tensor | None = None
+        self._began = 0.0
+
+    # ---- what the user calls
+
+    def __enter__(self) -> Step:
+        if self._state != "new":
+            raise StepError(
+                f"step {self.number} was entered twice: `with step:` belongs once into the body of "
+                "`for step in guard.steps(...)`"
+            )
+        self._state = "open"
+        self._began = self._run.clock.monotonic()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
+        self._state = "left"
+        if kind is not None:
+            self._run.abandon(self)
+            return False
+        if self.data_ended and self._yielded == self._backwards:
+            self._run.discard_remainder(self)
+            return False
+        if (missing := self._missing()) is not None:
+            self._run.abandon(self)
+            raise StepIncomplete(missing)
+        self.seconds = self._run.clock.monotonic() - self._began
+        self._run.leave(self)
+        return False
+
+    def microbatches(self, parts: int = 1, *, splitter: Splitter | None = None) -> Iterator[Any]:
+        """The step's batches, each cut into `parts` (1: the batch object itself). Once per step."""
+        self._must_be_open("microbatches()")
+        if self._parts is not None:
+            raise StepError("microbatches() was called twice in one step: loop over it once")
+        if not isinstance(parts, int) or parts < 1:
+            raise StepError(f"microbatches({parts!r}): the number of parts is a whole number from 1")
+        self._parts = parts * self.accumulate
+        return _Microbatches(self, parts, splitter)
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Backpropagate one part's mean loss, weighted so that the step's gradient is that of the mean over all of it.
+
+        `weight` (tokens, say) replaces the count of samples where given.
+        """
+        self._must_be_open("backward()")
+        self._check_loss(loss)
+        if self._parts is None or self._backwards >= self._yielded:
+            raise StepError(
+                f"backward() was called {self._backwards + 1} times for {self._yielded} parts: call it once for each "
+                "batch of step.microbatches()"
+            )
+        own = float(weight) if weight is not None else self._current
+        own = 1.0 if own is None else own
+        if not own >= 0 or own == float("inf"):
+            raise StepError(f"backward(weight={weight!r}): a weight is a finite number, not negative")
+        if not self._reference:
+            self._reference = own
+        share = own / self._reference if self._reference else 1.0
+        self._backwards += 1
+        self._weights.append(share)
+        value = loss if loss.dim() == 0 else loss.reshape(())
+        mean = value.detach().float()
+        mean = mean if share == 1.0 else mean * share
+        self._loss = mean if self._loss is None else self._loss + mean
+        scaler = self._run.state.scaler
+        if share != 1.0:
+            value = value * (share / self._parts)
+        elif self._parts != 1:
+            value = value / self._parts
+        (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of it. Reading it settles the step, which waits for the device."""
+        if self._state != "left":
+            raise StepError("step.outcome is known after the `with step:` block")
+        if self.result is None:
+            self._run.flush()
+        assert self.result is not None, "a left step settles at a flush"
+        return self.result
+
+    @property
+    def loss(self) -> float:
+        """The step's mean loss so far. Waits for the device."""
+        value = self.mean_loss()
+        return float("nan") if value is None else float(value)
+
+    # ---- what the run asks
+
+    @property
+    def entered(self) -> bool:
+        return self._state != "new"
+
+    @property
+    def is_open(self) -> bool:
+        return self._state == "open"
+
+    def mean_loss(self) -> Tensor | None:
+        """The mean over the parts, by weight."""
+        if self._loss is None:
+            return None
+        total = sum(self._weights)
+        return self._loss / total if total else self._loss * float("nan")
+
+    def correction(self) -> float:
+        """What the gradients are to be multiplied by, once the weights of all parts are known; 1 where all were equal."""
+        total = sum(self._weights)
+        assert self._parts is not None
+        return 1.0 if total == self._parts or not total else self._parts / total
+
+    @property
+    def samples(self) -> int | None:
+        counts = [d.samples for d in self.draws]
+        return None if any(c is None for c in counts) else sum(c for c in counts if c is not None)
+
+    def _missing(self) -> str | None:
+        if self._parts is None:
+            return (
+                f"step {self.number} was left without step.microbatches(): draw its batches with "
+                "`for batch in step.microbatches():` and call step.backward(loss) for each; nothing was applied"
+            )
+        if self._backwards < self._yielded or not self._drained():
+            return (
+                f"step {self.number} was left after {self._backwards} of {self._parts} backwards: `break` or `continue` "
+                "in the micro-batch loop leaves a part of the batch out; call step.backward(loss) for every part, and "
+                "use guard.stop() to end the run; nothing was applied"
+            )
+        return None
+
+    def _drained(self) -> bool:
+        return len(self.draws) == self.accumulate and self._pieces_left == 0
+
+    def _must_be_open(self, what: str) -> None:
+        if self._state == "new":
+            raise StepError(f"step.{what} outside of the step: write `with step:` around it")
+        if self._state == "left":
+            raise StepError(f"step.{what} after the step was left: it belongs inside `with step:`")
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor):
+            raise StepError(f"backward({loss!r}): the loss is a {type(loss).__name__}; pass the tensor, not its value")
+        if loss.numel() != 1:
+            raise StepError(
+                f"backward(): the loss has shape {tuple(loss.shape)}; reduce it to one number, as with loss.mean()"
+            )
+        if not loss.requires_grad:
+            raise StepError(
+                "backward(): the loss has no graph: it was computed under torch.no_grad() or from .item() or .detach(), "
+                "or no parameter behind it requires a gradient"
+            )
+
+    _pieces_left = 0
+
+    def _note_piece(self, weight: int | None, left: int) -> None:
+        self._yielded += 1
+        self._current = None if weight is None else float(weight)
+        self._pieces_left = left
+
+
+class _Microbatches:
+    """Batches are drawn one by one, when they are asked for, as a plain loop over the loader would."""
+
+    def __init__(self, step: Step, parts: int, splitter: Splitter | None) -> None:
+        self._step, self._parts, self._splitter = step, parts, splitter
+        self._taken = 0
+        self._pieces: list[tuple[Any, int | None]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        step = self._step
+        step._must_be_open("microbatches()")
+        if step._backwards < step._yielded:
+            raise StepIncomplete(
+                f"step {step.number}: the last batch was left without step.backward(loss); a `continue` in the "
+                "micro-batch loop leaves a part of the batch out; nothing was applied"
+            )
+        if not self._pieces:
+            if self._taken >= step.accumulate or step.data_ended:
+                raise StopIteration
+            if self._taken >= len(step.draws) and not step._run.draw_more(step):
+                raise StopIteration
+            draw = step.draws[self._taken]
+            self._taken += 1
+            self._pieces = self._cut(draw)
+        piece, weight = self._pieces.pop(0)
+        step._note_piece(weight, len(self._pieces))
+        return piece
+
+    def _cut(self, draw: Draw) -> list[tuple[Any, int | None]]:
+        if self._parts == 1:
+            return [(draw.batch, draw.samples)]
+        pieces = (self._splitter or split)(draw.batch, self._parts)
+        if self._splitter is not None and len(pieces) != self._parts:
+            raise StepError(f"splitter returned {len(pieces)} parts instead of {self._parts}")
+        return [(piece, count_samples(piece)) for piece in pieces]
+
+
+def discount(parameters: list[Tensor], factor: float) -> None:
+    """Multiply every gradient by `factor`."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

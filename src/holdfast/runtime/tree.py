@@ -1,0 +1,51 @@
+"""Nested state (dicts, lists, tuples with tensors in them): apart into tensors and the rest, and back, in place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Slot(NamedTuple):
+    """Where a tensor stood in a skeleton."""
+
+    name: str
+
+
+def split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """The skeleton of `value`: every tensor goes to `tensors` under its path, all else is copied."""
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return Slot(name)
+    if isinstance(value, dict):
+        return {k: split(v, f"{name}.{k}", tensors) for k, v in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(split(v, f"{name}.{i}", tensors) for i, v in enumerate(value))
+    return copy.deepcopy(value)
+
+
+@torch.no_grad()
+def join(skeleton: Any, tensors: dict[str, Tensor], current: Any, device: torch.device | None) -> Any:
+    """The value a skeleton stands for. A tensor of `current` in the same place is written in place and kept.
+
+    In place matters: optimizers and captured graphs hold on to the tensor, and load_state_dict casts.
+    """
+    if isinstance(skeleton, Slot):
+        saved = tensors[skeleton.name]
+        if isinstance(current, Tensor) and current.shape == saved.shape and current.dtype == saved.dtype:
+            current.detach().copy_(saved)
+            return current
+        home = current.device if isinstance(current, Tensor) else device if saved.dim() else None
+        return saved.to(home, copy=True) if home is not None else saved.clone()
+    if isinstance(skeleton, dict):
+        old = current if isinstance(current, dict) else {}
+        return {k: join(v, tensors, old.get(k), device) for k, v in skeleton.items()}
+    if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
+        items = current if isinstance(current, list | tuple) else ()
+        return type(skeleton)(
+            join(v, tensors, items[i] if i < len(items) else None, device) for i, v in enumerate(skeleton)
+        )
+    return copy.deepcopy(skeleton)

@@ -1,0 +1,101 @@
+"""Importing the package is cheap and needs no torch; what needs torch says so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+LIMIT_SECONDS = 0.3
+
+BLOCK_TORCH = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name=name)
+sys.meta_path.insert(0, NoTorch())
+"""
+
+
+def python(source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", source, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def answer(source: str, *arguments: str) -> Any:
+    """What a program prints as JSON, in a process of its own."""
+    done = python(source, *arguments)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_brings_in_neither_torch_nor_numpy():
+    loaded = answer("import json, sys, holdfast; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
+    assert "holdfast" in loaded
+    assert not {"torch", "numpy", "typer", "rich"} & set(loaded)
+
+
+def test_whole_process_that_imports_it_takes_less_than_the_limit():
+    seconds: list[float] = []
+    while len(seconds) < 8 and min(seconds, default=LIMIT_SECONDS) >= LIMIT_SECONDS:  # a busy machine gets more tries
+        started = time.perf_counter()
+        assert python("import holdfast").returncode == 0
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < LIMIT_SECONDS
+
+
+@pytest.mark.parametrize("words", [["--version"], ["init", "-"], ["check", "none.toml"], ["ack", "none"], ["--help"]])
+def test_command_line_never_brings_in_torch(words):
+    source = """
+import json, sys
+from holdfast.cli import main
+stdout, sys.stdout = sys.stdout, sys.stderr
+try:
+    main.run(sys.argv[1:])
+except SystemExit:
+    print(json.dumps("torch" in sys.modules), file=stdout)
+"""
+    assert answer(source, *words) is False
+
+
+def test_guard_without_torch_names_the_command_that_installs_it():
+    source = """
+import json, holdfast
+try:
+    holdfast.Guard
+except holdfast.MissingDependency as error:
+    print(json.dumps(str(error)))
+"""
+    assert "pip install 'holdfast[torch]'" in answer(BLOCK_TORCH + source)
+
+
+def test_everything_else_works_without_torch(tmp_path):
+    source = """
+import json, holdfast
+from holdfast.cli import main
+for name in holdfast.__all__:
+    if name != "Guard":
+        getattr(holdfast, name)
+statuses = []
+for words in (["init", sys.argv[1]], ["check", sys.argv[1]], ["ack", sys.argv[2], "--json"]):
+    try:
+        stdout, sys.stdout = sys.stdout, sys.stderr
+        main.run(words)
+    except SystemExit as ended:
+        statuses.append(ended.code)
+    finally:
+        sys.stdout = stdout
+print(json.dumps(statuses))
+"""
+    (tmp_path / "journal.jsonl").touch()
+    assert answer(BLOCK_TORCH + source, str(tmp_path / "a.toml"), str(tmp_path)) == [0, 0, 0]
+
+
+def test_blocker_does_block():
+    done = python(BLOCK_TORCH + "import torch.nn")
+    assert done.returncode == 1
+    assert "No module named 'torch'" in done.stderr

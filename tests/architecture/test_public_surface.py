@@ -1,0 +1,103 @@
+"""The public surface, pinned: a name, command or option that comes or goes is a decision, made here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+import holdfast
+from holdfast.cli import main
+
+PUBLIC = [
+    "Config",
+    "ConfigError",
+    "CutLR",
+    "DataError",
+    "Finding",
+    "Guard",
+    "HoldfastError",
+    "HoldfastWarning",
+    "Incident",
+    "InstabilityError",
+    "Kind",
+    "MissingDependency",
+    "Outcome",
+    "Plan",
+    "PolicyStop",
+    "Replay",
+    "Rollback",
+    "RunDirError",
+    "SetupError",
+    "Severity",
+    "Signal",
+    "Skip",
+    "SkipData",
+    "Status",
+    "StepError",
+    "StepIncomplete",
+    "Stop",
+    "TightenClip",
+    "__version__",
+]
+
+COMMANDS = {
+    "init": (["path"], {"--force", "--json"}),
+    "check": (["config"], {"--json"}),
+    "ack": (["run"], {"--note", "--json"}),
+}
+
+
+def test_public_names_are_these():
+    assert holdfast.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name != "Guard"])
+def test_public_name_is_there(name):
+    assert getattr(holdfast, name) is not None
+
+
+def test_guard_is_there_when_asked_for():
+    source = "import holdfast; print(holdfast.Guard.__name__)"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("Guard\n", 0), done.stderr
+
+
+def test_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'Gaurd'"):
+        holdfast.Gaurd  # noqa: B018
+
+
+def test_every_error_is_a_holdfast_error():
+    errors = [getattr(holdfast, name) for name in PUBLIC if name.endswith("Error")]
+    for error in (*errors, holdfast.MissingDependency, holdfast.PolicyStop, holdfast.StepIncomplete):
+        assert issubclass(error, holdfast.HoldfastError)
+
+
+def test_version_is_the_one_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert holdfast.__version__ == project["version"]
+
+
+def test_commands_and_their_options_are_these():
+    commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
+    surface = {}
+    for name, command in commands.items():
+        arguments = [p.name for p in command.params if p.param_type_name == "argument"]
+        options = {opt for p in command.params if p.param_type_name == "option" for opt in p.opts + p.secondary_opts}
+        surface[name] = (arguments, options - {"--help"})
+    assert surface == COMMANDS
+
+
+def test_program_has_no_other_option_than_version():
+    program = typer.main.get_command(main.app)
+    assert {opt for p in program.params for opt in p.opts} - {"--help"} == {"--version"}
+
+
+def test_exit_statuses_are_these():
+    assert (main.EXIT_ERROR, main.EXIT_BAD_CONFIG) == (1, 78)
+    assert holdfast.PolicyStop("stopped").code == 70

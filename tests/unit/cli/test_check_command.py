@@ -1,0 +1,141 @@
+"""`holdfast check`: all errors of a policy at once, or what it changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.cli import overrides
+from holdfast.core import config
+
+
+@pytest.fixture
+def policy(tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_text("[recover]\nmode = 'heal'\nskip_batches = 7\n")
+    return path
+
+
+def test_default_policy_is_ok_and_changes_nothing(holdfast, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text(config.template())
+    answer = holdfast("check", path)
+    assert answer.status == 0
+    assert answer.out == f"ok: {path}; every key has its default\n"
+
+
+def test_keys_that_differ_are_listed_with_value_and_default(holdfast, policy):
+    answer = holdfast("check", policy)
+    assert answer.status == 0
+    assert answer.out.startswith("ok: ")
+    row = next(line for line in answer.out.splitlines() if "recover.skip_batches" in line)
+    assert "7" in row
+    assert "200" in row
+    assert "recover.mode" not in answer.out
+
+
+def test_json_lists_the_same(holdfast, policy):
+    answer = holdfast("check", policy, "--recover.ladder=['stop']", "--json")
+    assert answer.json == {
+        "ok": True,
+        "config": str(policy),
+        "changed": {
+            "recover.skip_batches": {"value": 7, "default": 200},
+            "recover.ladder": {"value": ["stop"], "default": ["skip", "replay", "rollback", "stop"]},
+        },
+    }
+
+
+def test_overrides_count_wherever_they_stand(holdfast, policy):
+    answer = holdfast("check", "--recover.mode=observe", policy, "--detect.loss_z=10", "--json")
+    assert set(answer.json["changed"]) == {"recover.mode", "detect.loss_z", "recover.skip_batches"}
+    assert answer.json["changed"]["detect.loss_z"]["value"] == 10.0
+
+
+def test_override_wins_over_the_file(holdfast, policy):
+    changed = holdfast("check", policy, "--recover.skip_batches=9", "--json").json["changed"]
+    assert changed == {"recover.skip_batches": {"value": 9, "default": 200}}
+
+
+def test_every_error_of_file_and_command_line_is_reported_at_once(holdfast, policy):
+    policy.write_text("[recover]\nmod = 'heal'\n[snapshot]\nevery_steps = 0\n[nowhere]\n")
+    answer = holdfast("check", policy, "--detect.loss_z=-1", "--verbose", "more.toml", "--json")
+    assert answer.status == 78
+    expected = ("'--verbose'", "'more.toml'", "[recover] mod", "[snapshot] every_steps", "[nowhere]", "[detect] loss_z")
+    assert len(answer.json["errors"]) == len(expected)
+    for name, error in zip(expected, answer.json["errors"], strict=True):
+        assert error.startswith(name)
+        assert error in answer.err
+
+
+def test_errors_as_text_leave_stdout_empty(holdfast, policy):
+    policy.write_text("[nowhere]\n")
+    answer = holdfast("check", policy)
+    assert answer.status == 78
+    assert answer.out == ""
+    assert "1 error\n" in answer.err
+
+
+def test_broken_toml_is_a_message_with_its_line(holdfast, policy):
+    policy.write_text("[recover]\nmode = \n")
+    answer = holdfast("check", policy)
+    assert answer.status == 78
+    assert "line 2" in answer.err
+
+
+def test_missing_file_names_the_command_that_writes_one(holdfast, tmp_path):
+    answer = holdfast("check", tmp_path / "none.toml")
+    assert answer.status == 78
+    assert "holdfast init" in answer.err
+
+
+def test_overrides_without_a_file_ask_for_it(holdfast):
+    answer = holdfast("check", "--recover.mode=observe")
+    assert answer.status == 78
+    assert "holdfast check CONFIG" in answer.err
+
+
+def test_value_after_a_space_is_one_error_that_shows_how_to_write_it(holdfast, policy):
+    answer = holdfast("check", policy, "--recover.mode", "observe", "--json")
+    assert answer.status == 78
+    (error,) = answer.json["errors"]
+    assert "--recover.mode=observe" in error
+
+
+def test_markup_in_a_value_is_shown_as_it_is(holdfast, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.toml").write_text("[recover]\nmode = '[red]'\n")
+    assert "'[red]'" in holdfast("check", "a.toml").err
+
+
+@pytest.mark.parametrize(
+    ("word", "cure"),
+    [
+        ("--verbose", "--section.key=value"),
+        ("-x", "--section.key=value"),
+        ("--recover=1", "--section.key=value"),
+        ("--.mode=1", "--section.key=value"),
+        ("--recover.=1", "--section.key=value"),
+        ("--=1", "--section.key=value"),
+        ("-recover.mode=observe", "--section.key=value"),
+        ("--recover.mode", "--recover.mode=VALUE"),
+    ],
+)
+def test_word_that_is_no_override_is_an_error_with_the_cure(word, cure):
+    words = overrides.sort(["a.toml", word])
+    assert words.overrides == []
+    (error,) = words.errors
+    assert repr(word) in error
+    assert cure in error
+
+
+@pytest.mark.parametrize("word", ["--recover.mode=observe", "--a.b=", "--a.b.c==x", "--a.b=two words", "--a.b=1\n2"])
+def test_override_is_told_from_the_file(word):
+    assert overrides.sort([word, "a.toml"]) == ("a.toml", [word], [])
+
+
+def test_only_the_word_right_after_an_option_is_taken_for_its_value():
+    words = overrides.sort(["a.toml", "--recover.mode", "--detect.loss_z=9", "b.toml"])
+    assert words.overrides == ["--detect.loss_z=9"]
+    missing, second = words.errors
+    assert "--recover.mode=VALUE" in missing
+    assert "one file at a time" in second

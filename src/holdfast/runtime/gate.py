@@ -23,9 +23,12 @@ from holdfast.runtime.sensing import Packed, Reading, Sensed, clip
 class Passage:
     """One update handed to the gate: what it decided, now or when it is read."""
 
-    def __init__(self, packed: Packed, fresh: Sequence[tuple[Optimizer, Tensor]] = ()) -> None:
+    def __init__(
+        self, packed: Packed, fresh: Sequence[tuple[Optimizer, Tensor]] = (), found: dict[int, Tensor] | None = None
+    ) -> None:
         self._packed = packed
         self._fresh = fresh
+        self._found = found or {}
         self._reading: Reading | None = None
 
     def read(self) -> Reading:
@@ -33,11 +36,15 @@ class Passage:
             self._reading = self._packed.read()
         return self._reading
 
-    def undo_first_touch(self) -> None:
-        """After a veto: optimizer state that this step brought into being goes again. Fused SGD leaves its first momentum
-        uninitialised under a veto; the others leave zeros that a step never taken would not have made."""
+    def undo_first_touch(self, *, overflow: bool) -> None:
+        """After a veto, or an overflow: optimizer state that this step brought into being goes again.
+
+        Fused SGD leaves its first momentum uninitialised where it was told not to step; the others leave zeros that a
+        step never taken would not have made. An overflow concerns only the optimizers that it was found for.
+        """
         for optimizer, p in self._fresh:
-            optimizer.state.pop(p, None)
+            if not overflow or float(self._found.get(id(optimizer), 0.0)):
+                optimizer.state.pop(p, None)
 
 
 class Gate:
@@ -63,7 +70,7 @@ class Gate:
         lr_factor: float,
     ) -> Passage:
         """Clip and step, unless a flag says no. `found` is what the scaler found, per optimizer."""
-        passage = Passage(Packed(sensed), self._fresh() if self.on_device else ())
+        passage = Passage(Packed(sensed), self._fresh() if self.on_device else (), found)
         if self.on_device:
             self._on_device(sensed, parameters, found, max_norm, lr_factor)
         else:

@@ -154,9 +154,11 @@ class Run:
                 first = self.source.draw()
                 break
             except StopIteration:
-                if self.pending is None:
+                ended, last = self._ended_epochs, self.pending is None
+                if self.flush():
+                    self._step_epochs(ended)
+                if last:
                     return None
-                self.flush()
         number = self.step + 1 + (self.pending is not None)
         attempt = 1 if self.pending is not None else self._attempt
         step = Step(self, number, attempt, accumulate, first, buffers)
@@ -264,20 +266,19 @@ class Run:
 
     # ---- settling
 
-    def flush(self) -> None:
-        """Settle the pending step now. Waits for the device."""
-        if self.pending is not None:
-            self.settle(None)
+    def flush(self) -> bool:
+        """Settle the pending step now, which waits for the device. False: the data was put back."""
+        return self.pending is None or self.settle(None)
 
     def settle(self, following: Step | None) -> bool:
-        """Find out what became of the pending step and act on it. False: the run was put back, and `following` is void."""
+        """Find out what became of the pending step and act on it. False: the data was put back; `following` is void."""
         step, self.pending = self.pending, None
         assert step is not None and step.passage is not None
         reading = step.passage.read()
         signal = self._signal(step, reading)
         vetoed = bool(reading.flags) and self.armed
-        if vetoed:
-            step.passage.undo_first_touch()
+        if vetoed or signal.overflow:
+            step.passage.undo_first_touch(overflow=not vetoed)
         plan = self.engine.judge(signal, self._look_deeper(step, signal))
         if plan is None or not plan.actions:
             if vetoed:

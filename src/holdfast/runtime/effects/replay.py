@@ -36,4 +36,4 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     outcome = Outcome(status=Status.REPLAYED, signal=signal, plan=plan)
     run.not_committed(step, outcome)
     run.hooks.call("on_recovery", outcome)
-    return following is None
+    return False

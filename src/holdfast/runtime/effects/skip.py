@@ -16,7 +16,7 @@ log = logging.getLogger("holdfast")
 
 
 def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: Plan | None, action: Skip) -> bool:
-    """False where the run was put back and `following`, computed on what the batch left behind, is void."""
+    """False where the data was put back: `following`, computed on what the batch left behind, is void."""
     assert run.source is not None
     reason = "vetoed" if plan is None else plan.reason
     incident = None if plan is None else plan.incident
@@ -44,7 +44,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     outcome = Outcome(status=Status.SKIPPED, signal=signal, plan=plan)
     run.not_committed(step, outcome)
     run.hooks.call("on_recovery", outcome)
-    return goes_on or following is None
+    return goes_on
 
 
 def leave_out(run: Run, step: Step, signal: Signal, reason: str, incident: int | None) -> None:

@@ -1,0 +1,365 @@
+"""Small real runs: a model, data, optimizer, schedule and precision; guarded, plain, and as the reference run."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from plain import plain_loop
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
+
+import holdfast
+
+WIDTH = 8
+
+
+class Points(Dataset):
+    """Item i is a function of i, plus noise from the global generator where `augment`: a random augmentation.
+
+    `faults` maps an index to a function of its x: the fault sits in the data.
+    """
+
+    def __init__(self, count: int, augment: bool = False, faults: dict[int, Callable] | None = None) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(count, WIDTH, generator=generator)
+        self.y = self.x.sum(1, keepdim=True).sin() + 0.05 * torch.randn(count, 1, generator=generator)
+        self.augment, self.faults = augment, faults or {}
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x[i]
+        if self.augment:
+            x = x + 0.05 * torch.randn(WIDTH) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        if int(i) in self.faults:
+            x = self.faults[int(i)](x)
+        return x, self.y[i]
+
+
+class Net(nn.Module):
+    """Dropout, BatchNorm, a mask buffer of -inf, and a buffer that forward rebinds."""
+
+    def __init__(self, dropout: float = 0.2, norm: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 16)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(16, 1)
+        self.register_buffer("mask", torch.tensor([0.0] * 15 + [float("-inf")]))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen = self.seen * 0.9 + x.detach().float().mean()
+        hidden = self.drop(torch.relu(self.norm(self.first(x))))
+        return self.last(hidden * torch.sigmoid(self.mask))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=5e-2, momentum=0.9),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=5e-2, momentum=0.9, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "adagrad_fused": lambda p: torch.optim.Adagrad(p, lr=1e-2, fused=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "radam": lambda p: torch.optim.RAdam(p),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+
+L = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "none": lambda o: None,
+    "cosine": lambda o: L.CosineAnnealingLR(o, 40),
+    "lambda": lambda o: L.LambdaLR(o, lambda t: 1.0 / (1.0 + 0.1 * t)),
+    "onecycle": lambda o: L.OneCycleLR(o, max_lr=2e-2, total_steps=400),
+    "plateau": lambda o: L.ReduceLROnPlateau(o, patience=0, factor=0.5),
+    "exponential": lambda o: L.ExponentialLR(o, 0.98),
+    "sequential": lambda o: L.SequentialLR(o, [L.LinearLR(o, 0.1, 1.0, 5), L.CosineAnnealingLR(o, 40)], [5]),
+    "chained": lambda o: L.ChainedScheduler([L.LinearLR(o, 0.5, 1.0, 5), L.ExponentialLR(o, 0.97)]),
+    "cyclic": lambda o: L.CyclicLR(o, 1e-3, 1e-2, step_size_up=7, cycle_momentum=False),
+    "restarts": lambda o: L.CosineAnnealingWarmRestarts(o, 11),
+    "multistep": lambda o: L.MultiStepLR(o, [6, 12, 20]),
+}
+
+
+@dataclass
+class Case:
+    """One way to train. `build` makes everything anew from the seed."""
+
+    optimizer: str = "adamw"
+    scheduler: str = "cosine"
+    interval: str = "step"
+    precision: str = "fp32"
+    init_scale: float = 2.0**16
+    accumulate: int = 1
+    clip: float | None = 1.0
+    count: int = 96
+    batch: int = 8
+    epochs: int = 3
+    max_steps: int | None = None
+    workers: int = 0
+    shuffle: str = "global"
+    augment: bool = False
+    dropout: float = 0.2
+    norm: bool = True
+    compiled: bool = False
+    eval_every: int = 5
+    seed: int = 3
+    faults: dict[int, Callable] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def loader(self, excluded: Any = None, faults: bool = True) -> DataLoader:
+        data = Points(self.count, self.augment, self.faults if faults else None)
+        generator = torch.Generator().manual_seed(11) if self.shuffle == "generator" else None
+        if self.shuffle == "none":
+            sampler: Sampler = SequentialSampler(data)
+        elif self.shuffle == "seeded":
+            sampler = Seeded(self.count)
+        else:
+            sampler = RandomSampler(data, generator=generator)
+        batches: Any = BatchSampler(sampler, self.batch, drop_last=False)
+        if excluded is not None:
+            batches = Without(batches, excluded)
+        return DataLoader(
+            data,
+            batch_sampler=batches,
+            num_workers=self.workers,
+            generator=generator,
+            multiprocessing_context="fork" if self.workers else None,
+        )
+
+    def build(self) -> dict[str, Any]:
+        torch.manual_seed(self.seed)
+        np.random.seed(self.seed)
+        random.seed(self.seed)
+        model: nn.Module = Net(self.dropout, self.norm)
+        if self.compiled:
+            model = torch.compile(model, backend="eager")  # type: ignore[assignment]
+        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=self.init_scale, growth_interval=7) if self.fp16 else None
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": SCHEDULERS[self.scheduler](optimizer),
+            "scaler": scaler,
+        }
+
+    @property
+    def fp16(self) -> bool:
+        return self.precision == "fp16"
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.precision]
+        with torch.autocast("cpu", dtype=dtype, enabled=self.precision != "fp32"):
+            return nn.functional.mse_loss(model(x).float(), y)
+
+    def evaluate(self, model: nn.Module) -> float:
+        data = Points(16)
+        model.eval()
+        with torch.no_grad():
+            value = self.loss(model, (data.x, data.y)).item()
+        model.train()
+        return value
+
+    # ---- the three ways to run it
+
+    def plain(self, excluded: Any = None, faults: bool = True, **interventions: Any) -> Run:
+        parts = self.build()
+        loader = self.loader(excluded, faults)
+        losses = plain_loop(self, loader, **parts, clip=self.clip, **interventions)
+        return Run(parts, losses)
+
+    def guarded(self, run_dir: Path, hooks: Any = (), before_step: Callable | None = None, **more: Any) -> Run:
+        parts = self.build()
+        loader = self.loader()
+        plateau = self.scheduler == "plateau"
+        guard = holdfast.Guard(
+            **parts,
+            scheduler_interval="eval" if plateau else self.interval,
+            clip_grad_norm=self.clip,
+            run_dir=run_dir,
+            config=self.config,
+            hooks=[*hooks, *([_Plateau(self, parts["model"])] if plateau else [])],
+            **more,
+        )
+        losses = []
+        with guard:
+            for hook in hooks:
+                if hasattr(hook, "guard"):
+                    hook.guard = guard
+            if plateau:
+                guard._hooks._hooks[-1].guard = guard
+            for step in guard.steps(
+                loader, accumulate=self.accumulate, epochs=self.epochs, max_steps=self.max_steps
+            ):
+                if before_step is not None:
+                    before_step(step, parts)
+                with step:
+                    for batch in step.microbatches():
+                        loss = self.loss(parts["model"], batch)
+                        losses.append(loss.item())
+                        step.backward(loss)
+        run = Run(parts, losses, guard, Path(run_dir))
+        return run
+
+    def reference(self, run: Run, faults: bool = True) -> Run:
+        """The same program with the excluded stretches removed from the index stream, and the same interventions."""
+        return self.plain(run.excluded(), faults, lr_factor=run.lr_factor(), max_norm=run.max_norm())
+
+
+class _Plateau:
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        self.case, self.model, self.guard = case, model, None
+
+    def on_step_end(self, outcome: Any) -> None:
+        if outcome.step % self.case.eval_every == 0:
+            self.guard.report_eval(self.case.evaluate(self.model))
+
+
+class Seeded(Sampler):
+    """order = f(seed, epoch), by set_epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(1000 + self.epoch)
+        yield from torch.randperm(self.count, generator=generator).tolist()
+
+
+class Without:
+    """A batch sampler less some stretches of its stream, for the reference run; sets the epoch as a plain loop would."""
+
+    def __init__(self, inner: BatchSampler, excluded: Any) -> None:
+        self.inner, self.excluded, self.epoch = inner, excluded, 0
+
+    def __iter__(self):
+        epoch, position = self.epoch, 0
+        self.epoch += 1
+        if hasattr(self.inner.sampler, "set_epoch"):
+            self.inner.sampler.set_epoch(epoch)
+        for batch in self.inner:
+            start, position = position, position + len(batch)
+            if any(e == epoch and low <= start and position <= high for e, low, high in self.excluded["spans"]):
+                continue
+            kept = [i for i in batch if i not in self.excluded["samples"] or epoch < self.excluded["samples"][i]]
+            if kept:
+                yield kept
+
+
+class Run:
+    """What a run ended as."""
+
+    def __init__(self, parts: dict[str, Any], losses: list[float], guard: Any = None, path: Path | None = None) -> None:
+        self.model, self.optimizer = parts["model"], parts["optimizer"]
+        self.scheduler, self.scaler = parts["scheduler"], parts["scaler"]
+        self.losses, self.guard, self.path = losses, guard, path
+        self.random = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+
+    def journal(self) -> list[dict[str, Any]]:
+        from holdfast.core.journal import read
+
+        record = read(self.path / "journal.jsonl")
+        assert record.torn == []
+        return record.events
+
+    def actions(self) -> list[str]:
+        return [e["action"] for e in self.journal() if e["event"] == "action"]
+
+    def excluded(self) -> dict[str, Any]:
+        entries = []
+        if (self.path / "quarantine.json").exists():
+            entries = json.loads((self.path / "quarantine.json").read_text())["entries"]
+        spans = [tuple(s) for e in entries for s in e.get("spans", ())]
+        # A sample id is left out from the epoch after the one it was found in.
+        samples = {i: 0 for e in entries for i in e.get("samples", ())}
+        return {"spans": _joined(spans), "samples": samples}
+
+    def lr_factor(self) -> Callable[[int], float]:
+        """The factor on the LR of the update made after `done` committed steps, by the journal alone."""
+        ramp: dict[int, float] = {}
+        for event in self.journal():
+            if event["event"] != "action":
+                continue
+            if event["action"] == "rollback":
+                ramp = {step: f for step, f in ramp.items() if step < event["to_step"]}
+            if event["action"] == "cut_lr":
+                for k in range(event["ramp_steps"]):
+                    ramp[event["step"] + k] = event["factor"] + (1.0 - event["factor"]) * (k / event["ramp_steps"])
+        return lambda done: ramp.get(done, 1.0)
+
+    def max_norm(self) -> Callable[[int, float | None], float | None]:
+        tight: dict[int, float] = {}
+        for event in self.journal():
+            if event["event"] == "action" and event["action"] == "tighten_clip":
+                tight |= {event["step"] + k: event["max_norm"] for k in range(event["steps"])}
+        return lambda done, own: own if done not in tight else min(tight[done], own or tight[done])
+
+
+def _joined(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Neighbouring stretches as one, so that a batch lies in one of them or in none."""
+    joined: list[tuple[int, int, int]] = []
+    for epoch, start, stop in sorted(spans):
+        if joined and joined[-1][0] == epoch and start <= joined[-1][2]:
+            joined[-1] = (epoch, joined[-1][1], max(stop, joined[-1][2]))
+        else:
+            joined.append((epoch, start, stop))
+    return joined
+
+
+def assert_same(a: Run, b: Run) -> None:
+    """Bit for bit: parameters, buffers, optimizer state, groups, schedule, loss scale, random streams."""
+    left, right = a.model.state_dict(), b.model.state_dict()
+    assert left.keys() == right.keys()
+    for name in left:
+        assert _equal(left[name], right[name]), f"{name} differs: {left[name]} / {right[name]}"
+    for index, (p, q) in enumerate(zip(a.model.parameters(), b.model.parameters(), strict=True)):
+        state, other = a.optimizer.state.get(p, {}), b.optimizer.state.get(q, {})
+        assert state.keys() == other.keys(), f"optimizer state of parameter {index}"
+        for key in state:
+            assert _equal(state[key], other[key]), f"optimizer state {key} of parameter {index} differs"
+    for group, other in zip(a.optimizer.param_groups, b.optimizer.param_groups, strict=True):
+        for key in group:
+            assert key == "params" or _equal(group[key], other[key]), f"group option {key} differs"
+    if a.scheduler is not None:
+        assert _plain(a.scheduler.state_dict()) == _plain(b.scheduler.state_dict())
+    if a.scaler is not None:
+        assert a.scaler.state_dict() == b.scaler.state_dict()
+    assert torch.equal(a.random[0], b.random[0]), "the torch generator differs"
+    assert a.random[1] == b.random[1], "Python's generator differs"
+    assert a.random[2] == b.random[2], "NumPy's generator differs"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return a == b
+
+
+def _plain(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {k: _plain(v) for k, v in state.items() if not callable(v)}
+    if isinstance(state, list):
+        return [_plain(v) for v in state if not callable(v)]
+    return state

@@ -36,12 +36,12 @@ class Points(Dataset):
         return len(self.x)
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.x[i]
+        x = self.x[i % len(self.x)]
         if self.augment:
             x = x + 0.05 * torch.randn(WIDTH) + 0.01 * random.random() + 0.01 * float(np.random.rand())
         if int(i) in self.faults:
             x = self.faults[int(i)](x)
-        return x, self.y[i]
+        return x, self.y[i % len(self.x)]
 
 
 class Net(nn.Module):
@@ -127,8 +127,11 @@ class Case:
         generator = torch.Generator().manual_seed(11) if self.shuffle == "generator" else None
         if self.shuffle == "none":
             sampler: Sampler = SequentialSampler(data)
-        elif self.shuffle == "seeded":
-            sampler = Seeded(self.count)
+        elif self.shuffle in ("seeded", "unique"):
+            sampler = Seeded(self.count, unique=self.shuffle == "unique")
+        elif self.shuffle == "unique_generator":
+            generator = torch.Generator().manual_seed(11)
+            sampler = Drawn(self.count, generator)
         else:
             sampler = RandomSampler(data, generator=generator)
         batches: Any = BatchSampler(sampler, self.batch, drop_last=False)
@@ -232,10 +235,10 @@ class _Plateau:
 
 
 class Seeded(Sampler):
-    """order = f(seed, epoch), by set_epoch."""
+    """order = f(seed, epoch), by set_epoch. `unique`: every epoch has ids of its own, so a fault can sit in one of them."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self.epoch = count, 0
+    def __init__(self, count: int, unique: bool = False) -> None:
+        self.count, self.epoch, self.unique = count, 0, unique
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -244,8 +247,29 @@ class Seeded(Sampler):
         return self.count
 
     def __iter__(self):
-        generator = torch.Generator().manual_seed(1000 + self.epoch)
-        yield from torch.randperm(self.count, generator=generator).tolist()
+        yield from order_of(self.count, self.epoch, self.unique)
+
+
+def order_of(count: int, epoch: int, unique: bool) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 + epoch)
+    return [i + unique * epoch * count for i in torch.randperm(count, generator=generator).tolist()]
+
+
+class Drawn(Sampler):
+    """Ids of its own for every epoch, in an order drawn from the user's generator."""
+
+    def __init__(self, count: int, generator: torch.Generator) -> None:
+        self.count, self.generator, self.epoch = count, generator, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self):
+        order = torch.randperm(self.count, generator=self.generator).tolist()
+        yield from (i + self.epoch * self.count for i in order)
 
 
 class Without:

@@ -42,6 +42,16 @@ class Rng:
         if isinstance(generator, torch.Generator) and all(g is not generator for g in self._generators):
             self._generators.append(generator)
 
+    def own(self) -> tuple[torch.Tensor, ...]:
+        """Where the user's own generators stand."""
+        return tuple(g.get_state() for g in self._generators)
+
+    def move_own(self, before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...]) -> None:
+        """Draw from the user's own generators what was once drawn: those that stand at `before` go to `after`."""
+        for generator, old, new in zip(self._generators, before, after, strict=False):
+            if torch.equal(generator.get_state(), old):
+                generator.set_state(new)
+
     def capture(self) -> RngState:
         """Draws nothing."""
         numpy = sys.modules.get("numpy")
@@ -50,7 +60,7 @@ class Rng:
             None if numpy is None else numpy.random.get_state(legacy=False),
             torch.get_rng_state(),
             tuple(torch.cuda.get_rng_state(i) for i in self._devices),
-            tuple(g.get_state() for g in self._generators),
+            self.own(),
         )
 
     def restore(self, state: RngState) -> None:

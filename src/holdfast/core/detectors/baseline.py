@@ -42,7 +42,7 @@ class Baseline:
 
     def widen(self) -> float:
         """Early on the scale itself is uncertain: thresholds are wider by this factor."""
-        return 1.0 + 0.5 / math.sqrt(max(1, self.count))
+        return 1.0 + 8.0 / max(1, self.count)
 
     def update(self, value: float) -> None:
         """Take in one value, unless it is not finite or too far out to be part of the course."""
@@ -82,7 +82,10 @@ class Baseline:
         middle = median(rest)
         self.level = middle + slope * (n - 1)
         self.trend = min(0.0, slope) if self._falling else 0.0
-        self.scale = max(1.4826 * median(abs(r - middle) for r in rest), _floor(self.level))
+        spread = 1.4826 * median(abs(r - middle) for r in rest)
+        # Few values: the median deviation alone may be far too small by chance.
+        deviation = math.sqrt(sum((r - middle) ** 2 for r in rest) / n)
+        self.scale = max(spread, 0.5 * deviation, _floor(self.level))
 
     def restart(self, start: int | None = None) -> None:
         """Forget the course; learn it anew from the next `start` values."""

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import DataError
@@ -25,10 +27,16 @@ OnExclusion = Callable[[Span, int, str], None]
 
 
 class Order:
-    """One epoch's stream of index batches, as far as the sampler has been asked for it."""
+    """One epoch's stream of index batches, as far as the sampler has been asked for it.
 
-    def __init__(self, epoch: int, sampler: Any, single: bool) -> None:
+    A sampler may draw from a generator of the user's whenever it is asked, at its end too (RandomSampler does). What was
+    drawn for a batch is remembered, so that reading the record again moves the generator as asking did.
+    """
+
+    def __init__(self, epoch: int, sampler: Any, single: bool, rng: Rng) -> None:
         self.epoch = epoch
+        self._rng = rng
+        self._drawn: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._sampler = sampler
         self._single = single
         self._inner: Iterator[Any] | None = None
@@ -45,17 +53,25 @@ class Order:
     def get(self, k: int) -> Any | None:
         """The k-th batch of indices, or None past the end. Asks the sampler only for what it was not asked before."""
         while not self._complete and k >= self._forgotten + len(self._batches):
+            before = self._rng.own()
             if self._inner is None:
                 self._inner = iter(self._sampler)
             try:
                 batch = next(self._inner)
+                self._batches.append(batch)
+                self._starts.append(self._starts[-1] + (1 if self._single else len(batch)))
             except StopIteration:
                 self._complete = True
-                break
-            self._batches.append(batch)
-            self._starts.append(self._starts[-1] + (1 if self._single else len(batch)))
+            after = self._rng.own()
+            if not all(map(torch.equal, before, after)):
+                self._drawn[self._forgotten + len(self._batches) - (not self._complete)] = (before, after)
         i = k - self._forgotten
         return self._batches[i] if 0 <= i < len(self._batches) else None
+
+    def draw_again(self, k: int) -> None:
+        """Move the user's generators as asking for the k-th batch did, if they stand where they stood then."""
+        if k in self._drawn:
+            self._rng.move_own(*self._drawn[k])
 
     def span(self, k: int) -> Span:
         i = k - self._forgotten
@@ -150,7 +166,7 @@ class IndexedSource:
         return self._at
 
     def _new_order(self, epoch: int) -> Order:
-        return Order(epoch, self._sampler, self._single)
+        return Order(epoch, self._sampler, self._single, self._rng)
 
     # ---- forward
 
@@ -161,7 +177,11 @@ class IndexedSource:
             for first, count in self._quarantine.ahead(order.epoch):
                 self._exclude(order, first, count, "the rest of an excluded window")
             self._quarantine.resolve_ahead(order.epoch)
-        while (batch := order.get(k)) is not None:
+        while True:
+            batch = order.get(k)
+            order.draw_again(k)
+            if batch is None:
+                return
             span = order.span(k)
             k += 1
             if self._quarantine.covers(*span):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
@@ -20,6 +21,8 @@ from holdfast.core.quarantine import Quarantine
 from holdfast.core.rundir import RunDir, to_json, write_atomically
 from holdfast.core.types import Outcome
 from holdfast.core.version import __version__
+
+log = logging.getLogger("holdfast")
 
 
 class Records:
@@ -45,10 +48,12 @@ class Records:
             engine.open(self._journal, IncidentFiles(self.rundir), past)
             latched = engine.policy.state.latched
             if latched is not None:
-                raise PolicyStop(
+                message = (
                     f"{self.rundir.path} was stopped by policy: {latched}. A person must look at it; then "
                     f"`holdfast ack {self.rundir.path}` lets it go on"
                 )
+                log.error("%s", message)
+                raise PolicyStop(message)
             environment = _environment(self._config, about)
             if past:
                 engine.write("restart", durable=True, environment=environment)

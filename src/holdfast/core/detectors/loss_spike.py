@@ -13,6 +13,7 @@ from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 _REBASELINE = 24
 _WINDOW, _ENOUGH = 5, 3
 _GROSS_Z, _GROSS_RATIO = 50.0, 5.0
+_LOG_SHARE = 0.6
 
 
 class LossSpike:
@@ -28,6 +29,9 @@ class LossSpike:
     def __init__(self, config: Detect) -> None:
         self._config = config
         self._course = Baseline(config.warmup_steps)
+        # Where noise is multiplicative (a loss near zero), only its logarithm has an even scale: both must agree.
+        self._log = Baseline(config.warmup_steps)
+        self._positive = True
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._onset: int | None = None
         self._latched = False
@@ -36,28 +40,34 @@ class LossSpike:
     def limits(self) -> dict[str, float]:
         """The loss above which the next step is to be vetoed."""
         if self._course.ready:
-            return {"loss": self._above(self._config.loss_z)}
+            return {"loss": self._above(self._config.loss_z, self._config.loss_rise)}
         return {} if self._gross is None else {"loss": self._gross}
 
-    def _above(self, z: float) -> float:
-        expected, config = self._course.expected(), self._config
-        rise = max(
-            z * self._course.widen() * self._course.scale, config.loss_rise * abs(expected), config.loss_rise_abs
-        )
-        return expected + rise
+    def _above(self, z: float, share: float) -> float:
+        expected, z = self._course.expected(), z * self._course.widen()
+        limit = expected + max(z * self._course.scale, share * abs(expected), self._config.loss_rise_abs)
+        if self._positive and self._log.ready:
+            limit = max(limit, math.exp(min(700.0, self._log.expected() + _LOG_SHARE * z * self._log.scale)))
+        return limit
+
+    def _learn(self, loss: float) -> None:
+        self._course.update(loss)
+        self._positive = self._positive and loss > 0
+        if self._positive:
+            self._log.update(math.log(loss))
 
     def observe(self, signal: Signal) -> Finding | None:
         if not math.isfinite(signal.loss) or signal.overflow:
             return None
         limits = self.limits()
         if not limits:
-            self._course.update(signal.loss)
+            self._learn(signal.loss)
             return None
         limit = signal.loss_limit if signal.loss_limit is not None else limits["loss"]
         high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
         if not self._course.ready:
             return self._while_learning(signal, high, limit)
-        out = high or signal.loss > self._above(self._config.loss_z_rollback)
+        out = high or signal.loss > self._above(self._config.loss_z_rollback, self._config.loss_rise_rollback)
         self._recent.append(out)
         if out and self._onset is None:
             self._onset = signal.step
@@ -65,7 +75,7 @@ class LossSpike:
         if not any(self._recent):
             self._onset, self._latched = None, False
         if not out and signal.flags == 0:
-            self._course.update(signal.loss)
+            self._learn(signal.loss)
         return finding
 
     def _judge(self, signal: Signal, high: bool, limit: float) -> Finding | None:
@@ -85,7 +95,7 @@ class LossSpike:
 
     def _while_learning(self, signal: Signal, high: bool, limit: float) -> Finding | None:
         if not high:
-            self._course.update(signal.loss)
+            self._learn(signal.loss)
             return None
         return self._finding(signal, Severity.SKIP, signal.step, limit, "after an expected shift the loss is")
 
@@ -118,12 +128,15 @@ class LossSpike:
             expected = self._course.expected()
             self._gross = expected + max(_GROSS_Z * self._course.scale, _GROSS_RATIO * abs(expected))
         self._course.restart(min(_REBASELINE, self._config.warmup_steps))
+        self._log.restart(min(_REBASELINE, self._config.warmup_steps))
         self._recent.clear()
         self._onset, self._latched = None, False
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "course": self._course.state_dict(),
+            "log": self._log.state_dict(),
+            "positive": self._positive,
             "recent": list(self._recent),
             "onset": self._onset,
             "latched": self._latched,
@@ -132,5 +145,7 @@ class LossSpike:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._course.load_state_dict(state["course"])
+        self._log.load_state_dict(state["log"])
+        self._positive = state["positive"]
         self._recent = deque(state["recent"], maxlen=_WINDOW)
         self._onset, self._latched, self._gross = state["onset"], state["latched"], state["gross"]

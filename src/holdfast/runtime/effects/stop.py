@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.core.errors import InstabilityError, PolicyStop
@@ -10,6 +11,8 @@ from holdfast.core.types import Outcome, Plan, Signal, Status, Stop
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
     from holdfast.runtime.step import Step
+
+log = logging.getLogger("holdfast")
 
 
 def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Stop) -> NoReturn:
@@ -33,7 +36,10 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Stop) -> N
         raise InstabilityError(
             f"{action.reason}; loss {signal.loss}, gradient norm {signal.grad_norm}; nothing was applied"
         )
-    raise PolicyStop(_diagnosis(run, signal, action), action.code)
+    message = _diagnosis(run, signal, action)
+    # A SystemExit that nobody catches ends the process without a word.
+    log.error("%s", message)
+    raise PolicyStop(message, action.code)
 
 
 def _diagnosis(run: Run, signal: Signal, action: Stop) -> str:

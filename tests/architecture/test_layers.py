@@ -32,6 +32,7 @@ ALLOWED: dict[str, list[str]] = {
     "reference": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
     "drill": BELOW_DRILL,
     "cli": [*BELOW_DRILL, "drill"],
+    "__main__": ["cli"],
 }
 TENSOR_PACKAGES = {
     "torch", "torchdata", "torchvision", "torchaudio", "torchft", "torchtitan", "functorch", "safetensors",

@@ -6,7 +6,6 @@ import getpass
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from holdfast.cli.output import Json, emit
@@ -62,10 +61,8 @@ def _state(record: journal.Record, source: Path) -> State:
     policy = Policy(Recover())
     try:
         policy.rebuild(record.events)
-    except msgspec.ValidationError as error:
-        raise RunDirError(
-            f"{source}: a policy state in it cannot be read ({error}); use the version of Holdfast that wrote it"
-        ) from None
+    except RunDirError as error:
+        raise RunDirError(f"{source}: {error}") from None
     return policy.state
 
 

@@ -5,6 +5,7 @@ The engine touches no tensor and performs no action: it says what is to be done,
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import msgspec
 from holdfast.core.config import Config
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import Detector
+from holdfast.core.errors import SetupError
 from holdfast.core.incidents import IncidentFiles
 from holdfast.core.journal import Journal
 from holdfast.core.plain import plain
@@ -48,6 +50,9 @@ class Engine:
         self.config = config
         self.policy = Policy(config.recover)
         self.detectors = [*build(config.detect), *detectors]
+        names = [d.name for d in self.detectors]
+        if (twice := next((n for n in names if names.count(n) > 1), None)) is not None:
+            raise SetupError(f"two detectors are named {twice!r}, and their states would be mixed up; rename one")
         self._agreement = agreement or Alone()
         self._on_instability = on_instability or (lambda incident: None)
         self._tally = Tally()
@@ -65,6 +70,9 @@ class Engine:
         self.policy.rebuild(past)
         for event in past:
             self._tally.feed(event)
+        account = self.policy.state.incident
+        if account is not None:
+            self._files.resumed(account.number, account.kind, account.opened, account.onset)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """One event into the journal, and into the tally."""
@@ -83,7 +91,8 @@ class Engine:
         tightest: dict[str, float] = {}
         for detector in self.detectors:
             for name, value in detector.limits().items():
-                tightest[name] = min(value, tightest.get(name, value))
+                if not math.isnan(value):  # nothing is above a NaN: it would take the limit away, not set one
+                    tightest[name] = min(value, tightest.get(name, value))
         return Limits(tightest.get("loss"), tightest.get("grad_norm"))
 
     def judge(self, signal: Signal, more: Sequence[Finding] = ()) -> Plan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from holdfast.core.rundir import RunDir, to_json, write_atomically
@@ -28,6 +29,18 @@ class IncidentFiles:
             "events": [],
         }
 
+    def resumed(self, number: int, kind: str, step: int, onset: int) -> None:
+        """The run was started again inside an incident: its record goes on, or begins anew where it cannot be read."""
+        self.opened(number, kind, step, onset, [])
+        if self._rundir is None or self._open is None:
+            return
+        try:
+            record = json.loads((self._rundir.incident(number) / "incident.json").read_text(encoding="utf-8"))
+            if isinstance(record, dict) and isinstance(record.get("events"), list):
+                self._open |= {**record, "incident": number, "state": "open"}
+        except (OSError, ValueError, RecursionError):
+            pass
+
     def found(self, findings: tuple[Finding, ...], signal: Signal, plan: Plan) -> None:
         self._add({"findings": list(findings), "signal": signal, "plan": plan})
 
@@ -46,9 +59,11 @@ class IncidentFiles:
         events: list[Any] = self._open["events"]
         if len(events) < self._LIMIT:
             events.append(entry)
+            self._save()
         else:
-            self._open["events_left_out"] = self._open.get("events_left_out", 0) + 1
-        self._save()
+            left_out = self._open["events_left_out"] = self._open.get("events_left_out", 0) + 1
+            if left_out & (left_out - 1) == 0:  # at powers of two: the file is large, and this may go on for ever
+                self._save()
 
     def _save(self) -> None:
         if self._rundir is not None and self._open is not None:

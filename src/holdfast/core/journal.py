@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.core.errors import RunDirError
-from holdfast.core.plain import plain
+from holdfast.core.plain import plain, text
 from holdfast.core.ports import Clock, SystemClock
 
 
@@ -36,7 +36,7 @@ class Record(NamedTuple):
 
 def dumps(event: dict[str, Any]) -> bytes:
     """One event as one line. Structs become objects, enums their values."""
-    return json.dumps(plain(event), separators=(",", ":")).encode() + b"\n"
+    return json.dumps(plain(event), default=text, separators=(",", ":")).encode() + b"\n"
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
@@ -71,12 +71,6 @@ def read(path: str | os.PathLike[str]) -> Record:
     return Record(events, torn)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
 class Lines:
     """Appends lines to a file it never rewrites. Opening ends a torn last line and says where it was."""
 
@@ -89,6 +83,8 @@ class Lines:
                 f"{path} cannot be opened for writing: {error.strerror}; choose another run_dir"
             ) from None
         self._half_written = False
+        self.taken = 0
+        """how many bytes of the last append are in the file"""
         self.torn_at = self._end_torn_line()
 
     def _end_torn_line(self) -> int | None:
@@ -108,10 +104,13 @@ class Lines:
         return None if whole else start
 
     def append(self, data: bytes) -> None:
-        if self._half_written:  # else this line would run into the torn one, and both would be lost
-            data = b"\n" + data
+        ending = b"\n" if self._half_written else b""  # else this line would run into the torn one: both would be lost
+        view = memoryview(ending + data)
+        self.taken = 0
         try:
-            _write_all(self._descriptor, data)
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+                self.taken = max(0, len(data) - len(view))
             self._half_written = False
         except OSError as error:
             self._half_written = True
@@ -187,10 +186,25 @@ class MetricsFile:
 
     def flush(self) -> None:
         if self._pending:
-            self._lines.append(b"".join(self._pending))
-            self._pending.clear()
+            try:
+                self._lines.append(b"".join(self._pending))
+            finally:
+                self._forget(self._lines.taken)
         self._flushed = self._clock.monotonic()
 
+    def _forget(self, taken: int) -> None:
+        """Drop the rows that are in the file. One that lacks its newline only reads as a row already."""
+        done = 0
+        for row in self._pending:
+            if taken < len(row) - 1:
+                break
+            taken -= len(row)
+            done += 1
+        del self._pending[:done]
+
     def close(self) -> None:
-        self.flush()
-        self._lines.close()
+        try:
+            self.flush()
+        finally:
+            self._pending.clear()
+            self._lines.close()

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.config import Recover
+from holdfast.core.errors import RunDirError
 from holdfast.core.types import (
     Action,
     CutLR,
@@ -103,10 +104,14 @@ class Policy:
         return self._stop(verdict, reason)
 
     def adopt(self, plan: Plan) -> Plan:
-        """Account for a plan about to be carried out, whoever made it. A rollback without budget becomes a stop."""
+        """Account for a plan about to be carried out, whoever made it.
+
+        What no budget covers becomes a stop: a rollback too many, a hook that goes on for ever without one step
+        committed, and anything at all after a stop.
+        """
         state, incident = self.state, self.state.incident
-        if plan.first(Rollback) is not None and (spent := self._spent()) is not None:
-            plan = Plan(actions=(Stop(spent),), reason=spent, incident=self._number(), by=plan.by)
+        if (why := self._refusal(plan)) is not None:
+            plan = Plan(actions=(Stop(why),), reason=why, incident=self._number(), by=plan.by)
         stop = plan.first(Stop)
         if stop is not None:
             state.latched = stop.reason if stop.code == 70 else None
@@ -223,6 +228,20 @@ class Policy:
             return f"{recent} rollbacks in the last {config.window_steps} committed steps: the budget is spent"
         return None
 
+    def _refusal(self, plan: Plan) -> str | None:
+        """Why a plan must not be carried out, or None."""
+        latched, stop = self.state.latched, plan.first(Stop)
+        if latched is not None and stop != Stop(latched):
+            return latched
+        if stop is not None:
+            return None
+        if plan.first(Rollback) is not None:
+            return self._spent()
+        bad, most = self.state.consecutive, self._config.max_consecutive + self._config.max_skips_per_incident
+        if plan.by == "hook" and bad > most:
+            return f"{bad} bad steps in a row and none committed, and the on_instability hook would go on"
+        return None
+
     def _stop(self, verdict: Verdict, reason: str, code: int = 70) -> Plan:
         what = f"{verdict.kind} at step {verdict.step} (onset {verdict.onset}): {reason}"
         return self._plan((Stop(what, code),), reason)
@@ -241,11 +260,20 @@ class Policy:
 
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
         """Return to what the journal of an earlier life of this run last said."""
-        for event in events:
+        for number, event in enumerate(events, 1):
             if isinstance(event.get("policy"), dict):
-                self.load_state_dict(event["policy"])
+                try:
+                    self.load_state_dict(event["policy"])
+                except msgspec.ValidationError as error:
+                    raise RunDirError(
+                        f"the policy state in event {number} of the journal ({event.get('event')!r} at step "
+                        f"{event.get('step')}) cannot be read: {error}; go on with the version of Holdfast that wrote it, "
+                        "or start anew in another run_dir"
+                    ) from None
             elif event.get("event") == "ack":
                 self.acknowledge()
+            elif event.get("action") == "rollback" and isinstance(event.get("to_step"), int):
+                self.landed(event["to_step"])  # known only after the plan, with which the state was written
 
 
 def _would(plan: Plan) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from holdfast.core.errors import RunDirError
-from holdfast.core.plain import plain
+from holdfast.core.plain import plain, text
 
 
 def write_atomically(path: Path, content: str) -> None:
@@ -31,7 +31,7 @@ def write_atomically(path: Path, content: str) -> None:
 
 
 def to_json(value: Any) -> str:
-    return json.dumps(plain(value), indent=2) + "\n"
+    return json.dumps(plain(value), default=text, indent=2) + "\n"
 
 
 class RunDir:

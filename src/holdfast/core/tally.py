@@ -77,6 +77,7 @@ class Tally:
 
     def _on_restart(self, event: dict[str, Any]) -> None:
         self._summary.restarts += 1
+        self._summary.stopped = None  # a stop that holds would not have let it begin
 
     def _on_incident_opened(self, event: dict[str, Any]) -> None:
         self._incidents[event["incident"]] = IncidentLine(
@@ -119,6 +120,9 @@ class Tally:
 
     def _on_ack(self, event: dict[str, Any]) -> None:
         self._summary.stopped = None
+        for line in self._incidents.values():
+            if line.state == "open":
+                line.state = "closed"
 
     def summary(self, committed: int) -> Summary:
         """The sum so far; `committed` is the number of steps the run stands at."""

@@ -1,7 +1,7 @@
 """The course of a noisy series: level, falling trend and scale, robust to what it is there to find.
 
 A Holt filter with Huberised updates. The trend may fall and never rises, so that a divergence is not learned as normal;
-values far out do not enter at all; non-finite values never do.
+values far out do not enter at all; non-finite values never do, nor those beyond all arithmetic.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ class Baseline:
     """
 
     LEVEL, TREND, SCALE = 0.06, 0.004, 0.015
+    LARGEST = 1e150
     FROZEN_ABOVE = 4.0
 
     def __init__(self, start: int, *, falling: bool = True) -> None:
@@ -46,7 +47,7 @@ class Baseline:
 
     def update(self, value: float) -> None:
         """Take in one value, unless it is not finite or too far out to be part of the course."""
-        if not math.isfinite(value):
+        if not abs(value) < self.LARGEST:
             return
         if not self.ready:
             self._collect(value)
@@ -82,9 +83,11 @@ class Baseline:
         middle = median(rest)
         self.level = middle + slope * (n - 1)
         self.trend = min(0.0, slope) if self._falling else 0.0
-        spread = 1.4826 * median(abs(r - middle) for r in rest)
-        # Few values: the median deviation alone may be far too small by chance.
-        deviation = math.sqrt(sum((r - middle) ** 2 for r in rest) / n)
+        far = sorted(abs(r - middle) for r in rest)
+        spread = 1.4826 * median(far)
+        # Few values: the median deviation alone may be far too small by chance. The farthest tenth may be spikes.
+        near = far[: n - n // 10]
+        deviation = math.sqrt(sum(r * r for r in near) / len(near))
         self.scale = max(spread, 0.5 * deviation, _floor(self.level))
 
     def restart(self, start: int | None = None) -> None:

@@ -35,6 +35,7 @@ class LossSpike:
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._onset: int | None = None
         self._latched = False
+        self._said = False
         self._gross: float | None = None
 
     def limits(self) -> dict[str, float]:
@@ -50,7 +51,10 @@ class LossSpike:
             limit = max(limit, math.exp(min(700.0, self._log.expected() + _LOG_SHARE * z * self._log.scale)))
         return limit
 
-    def _learn(self, loss: float) -> None:
+    def _learn(self, signal: Signal) -> None:
+        if signal.flags:  # vetoed, for whatever reason: its loss need not belong to the course
+            return
+        loss = signal.loss
         self._course.update(loss)
         self._positive = self._positive and loss > 0
         if self._positive:
@@ -61,7 +65,7 @@ class LossSpike:
             return None
         limits = self.limits()
         if not limits:
-            self._learn(signal.loss)
+            self._learn(signal)
             return None
         limit = signal.loss_limit if signal.loss_limit is not None else limits["loss"]
         high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
@@ -73,9 +77,9 @@ class LossSpike:
             self._onset = signal.step
         finding = self._judge(signal, high, limit) if out else None
         if not any(self._recent):
-            self._onset, self._latched = None, False
-        if not out and signal.flags == 0:
-            self._learn(signal.loss)
+            self._onset, self._latched, self._said = None, False, False
+        if not out:
+            self._learn(signal)
         return finding
 
     def _judge(self, signal: Signal, high: bool, limit: float) -> Finding | None:
@@ -90,19 +94,18 @@ class LossSpike:
                 f"{sum(self._recent)} of the last {len(self._recent)} losses are",
             )
         if high:
-            return self._finding(signal, Severity.SKIP, onset, limit, "the loss is", new=onset == signal.step)
+            return self._finding(signal, Severity.SKIP, onset, limit, "the loss is")
         return None
 
     def _while_learning(self, signal: Signal, high: bool, limit: float) -> Finding | None:
         if not high:
-            self._learn(signal.loss)
+            self._learn(signal)
+            self._said = False
             return None
         return self._finding(signal, Severity.SKIP, signal.step, limit, "after an expected shift the loss is")
 
-    def _finding(
-        self, signal: Signal, severity: Severity, onset: int, limit: float, what: str, new: bool = True
-    ) -> Finding:
-        course = self._course
+    def _finding(self, signal: Signal, severity: Severity, onset: int, limit: float, what: str) -> Finding:
+        course, new, self._said = self._course, not self._said, True
         z = course.z(signal.loss) if course.ready else None
         return Finding(
             kind=Kind.LOSS_SPIKE,
@@ -127,10 +130,12 @@ class LossSpike:
         if self._course.ready:
             expected = self._course.expected()
             self._gross = expected + max(_GROSS_Z * self._course.scale, _GROSS_RATIO * abs(expected))
-        self._course.restart(min(_REBASELINE, self._config.warmup_steps))
-        self._log.restart(min(_REBASELINE, self._config.warmup_steps))
+        # Before it has learned anything, it learns for as long as it was to.
+        start = None if self._gross is None else min(_REBASELINE, self._config.warmup_steps)
+        self._course.restart(start)
+        self._log.restart(start)
         self._recent.clear()
-        self._onset, self._latched = None, False
+        self._onset, self._latched, self._said = None, False, False
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -140,6 +145,7 @@ class LossSpike:
             "recent": list(self._recent),
             "onset": self._onset,
             "latched": self._latched,
+            "said": self._said,
             "gross": self._gross,
         }
 
@@ -148,4 +154,5 @@ class LossSpike:
         self._log.load_state_dict(state["log"])
         self._positive = state["positive"]
         self._recent = deque(state["recent"], maxlen=_WINDOW)
-        self._onset, self._latched, self._gross = state["onset"], state["latched"], state["gross"]
+        self._onset, self._latched, self._said = state["onset"], state["latched"], state["said"]
+        self._gross = state["gross"]

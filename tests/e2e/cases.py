@@ -118,6 +118,7 @@ class Case:
     norm: bool = True
     compiled: bool = False
     eval_every: int = 5
+    device: str = "cpu"
     seed: int = 3
     faults: dict[int, Callable] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
@@ -149,11 +150,11 @@ class Case:
         torch.manual_seed(self.seed)
         np.random.seed(self.seed)
         random.seed(self.seed)
-        model: nn.Module = Net(self.dropout, self.norm)
+        model: nn.Module = Net(self.dropout, self.norm).to(self.device)
         if self.compiled:
             model = torch.compile(model, backend="eager")  # type: ignore[assignment]
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=self.init_scale, growth_interval=7) if self.fp16 else None
+        scaler = torch.amp.GradScaler(self.device, init_scale=self.init_scale, growth_interval=7) if self.fp16 else None
         return {
             "model": model,
             "optimizer": optimizer,
@@ -166,9 +167,9 @@ class Case:
         return self.precision == "fp16"
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        x, y = batch
+        x, y = (t.to(self.device) for t in batch)
         dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.precision]
-        with torch.autocast("cpu", dtype=dtype, enabled=self.precision != "fp32"):
+        with torch.autocast(self.device, dtype=dtype, enabled=self.precision != "fp32"):
             return nn.functional.mse_loss(model(x).float(), y)
 
     def evaluate(self, model: nn.Module) -> float:
@@ -300,6 +301,7 @@ class Run:
         self.scheduler, self.scaler = parts["scheduler"], parts["scaler"]
         self.losses, self.guard, self.path = losses, guard, path
         self.random = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
+        self.cuda_random = torch.cuda.get_rng_state().tolist() if next(self.model.parameters()).is_cuda else None
 
     def journal(self) -> list[dict[str, Any]]:
         from holdfast.core.journal import read
@@ -371,6 +373,7 @@ def assert_same(a: Run, b: Run) -> None:
     if a.scaler is not None:
         assert a.scaler.state_dict() == b.scaler.state_dict()
     assert torch.equal(a.random[0], b.random[0]), "the torch generator differs"
+    assert a.cuda_random == b.cuda_random, "the CUDA generator differs"
     assert a.random[1] == b.random[1], "Python's generator differs"
     assert a.random[2] == b.random[2], "NumPy's generator differs"
 

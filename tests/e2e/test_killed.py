@@ -62,7 +62,8 @@ def test_killed_at_random_instants(lane, tmp_path):
         here, there = SPAWN.Pipe()
         child = SPAWN.Process(target=live, args=(run_dir, there), daemon=True)
         child.start()
-        assert here.poll(60)
+        if life % 4:
+            assert here.poll(60)
         time.sleep(dice.random() * 0.3)  # the instant is what is being tested
         os.kill(child.pid, signal.SIGKILL)
         child.join(60)

@@ -1,0 +1,94 @@
+"""The same invariants on a GPU: harmless, exact, certified. Skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from cases import Case, assert_same
+from test_exact import at, check, quick
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "sgd", "sgd_fused", "adafactor"])
+def test_harmless(optimizer, precision, accumulate, tmp_path):
+    case = Case(optimizer=optimizer, precision=precision, accumulate=accumulate, augment=True, device="cuda")
+    case.init_scale = 256.0
+    guarded = case.guarded(tmp_path / "run")
+    assert guarded.guard._run.gate.on_device == optimizer.endswith("fused")
+    assert guarded.guard.summary().status == "clean"
+    assert_same(guarded, case.plain())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "sgd_fused"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("batches", [[0], [5, 6, 7], [11], [12], [35]])
+def test_skip(optimizer, precision, batches, tmp_path):
+    case = Case(optimizer=optimizer, precision=precision, shuffle="unique", epochs=3, augment=True, device="cuda")
+    case.init_scale, case.config = 256.0, quick("auto")
+    case.faults = at(case, *batches)
+    run = check(case, tmp_path, "skip")
+    assert run.guard.summary().skipped == len(batches)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "sgd_fused"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_rollback_across_an_epoch_border(optimizer, accumulate, tmp_path):
+    case = Case(optimizer=optimizer, shuffle="unique_generator", accumulate=accumulate, epochs=5, device="cuda")
+    case.config = quick("auto", max_consecutive=3)
+    case.faults = at(case, *range(22, 22 + 4 * accumulate))
+    check(case, tmp_path, "rollback", "skip_data", "cut_lr")
+
+
+@pytest.mark.parametrize("what", ["parameter", "moment"])
+def test_broken_state(what, tmp_path):
+    case = Case(optimizer="adamw_fused", epochs=4, config=quick("auto"), augment=True, device="cuda")
+    struck = []
+
+    def strike(step, parts):
+        if step.number == 21 and not struck:
+            struck.append(1)
+            weight = parts["model"].first.weight
+            (weight.data if what == "parameter" else parts["optimizer"].state[weight]["exp_avg"])[3, 2] = float("nan")
+
+    run = case.guarded(tmp_path / "run", before_step=strike)
+    assert run.actions()[0] == "rollback"
+    assert_same(run, case.plain())
+
+
+def test_no_synchronisation_is_added_on_a_healthy_step(tmp_path):
+    """`set_sync_debug_mode("error")` raises on any implicit synchronisation inside the guarded part of a step."""
+    import holdfast
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    data = torch.utils.data.TensorDataset(torch.randn(400, 64))
+    guard = holdfast.Guard(model, optimizer, clip_grad_norm=1.0, run_dir=tmp_path / "run")
+    loader = torch.utils.data.DataLoader(data, batch_size=4)
+    with guard:
+        for step in guard.steps(loader, max_steps=80):
+            with step:
+                for (x,) in step.microbatches():
+                    loss = model(x.cuda(non_blocking=True)).square().mean()
+                    torch.cuda.set_sync_debug_mode("error" if step.number > 5 else "default")
+                    step.backward(loss)
+            torch.cuda.set_sync_debug_mode("default")
+    assert guard.summary().status == "clean"

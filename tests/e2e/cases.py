@@ -208,9 +208,7 @@ class Case:
                     hook.guard = guard
             if plateau:
                 guard._hooks._hooks[-1].guard = guard
-            for step in guard.steps(
-                loader, accumulate=self.accumulate, epochs=self.epochs, max_steps=self.max_steps
-            ):
+            for step in guard.steps(loader, accumulate=self.accumulate, epochs=self.epochs, max_steps=self.max_steps):
                 if before_step is not None:
                     before_step(step, parts)
                 with step:

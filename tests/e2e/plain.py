@@ -6,7 +6,9 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 
-def plain_loop(case, loader, *, model, optimizer, scheduler=None, scaler=None, clip=None, lr_factor=None, max_norm=None):
+def plain_loop(
+    case, loader, *, model, optimizer, scheduler=None, scaler=None, clip=None, lr_factor=None, max_norm=None
+):
     """Plain torch: accumulation over `case.accumulate` batches, epochs one after another, one update per window."""
     step, window, losses = 0, 0, []
     for _ in range(case.epochs):

@@ -76,7 +76,9 @@ def test_a_snapshot_with_a_flipped_bit_is_passed_over(tmp_path):
 
     run = case.guarded(tmp_path / "run", before_step=flip)
     back = next(e for e in run.journal() if e.get("action") == "rollback")
-    assert any(p["step"] == hit[0][0] and "has changed" in p["why"] and hit[0][1] in p["why"] for p in back["passed_over"])
+    assert any(
+        p["step"] == hit[0][0] and "has changed" in p["why"] and hit[0][1] in p["why"] for p in back["passed_over"]
+    )
     assert back["to_step"] < hit[0][0]
     assert_same(run, case.reference(run))
 
@@ -91,7 +93,9 @@ def test_a_nan_written_into_a_snapshot_is_found_at_restore(tmp_path):
             for snapshot in step._run.keeper.ring:
                 if snapshot.health == "good" and snapshot.step > 0:
                     snapshot.copy.result()
-                    name = next(n for n in snapshot.copy.tensors if n.startswith("optimizer.") and n.endswith("exp_avg"))
+                    name = next(
+                        n for n in snapshot.copy.tensors if n.startswith("optimizer.") and n.endswith("exp_avg")
+                    )
                     snapshot.copy.tensors[name].view(-1)[0] = float("nan")
                     hit.append(snapshot.step)
 

@@ -35,7 +35,13 @@ def check(case: Case, tmp_path, *actions: str):
     return run
 
 
-GATES = [("adamw", "host"), ("adamw_fused", "host"), ("adamw_fused", "device"), ("sgd", "host"), ("sgd_fused", "device")]
+GATES = [
+    ("adamw", "host"),
+    ("adamw_fused", "host"),
+    ("adamw_fused", "device"),
+    ("sgd", "host"),
+    ("sgd_fused", "device"),
+]
 
 
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
@@ -142,7 +148,8 @@ def test_several_faults_close_together(batches, gate, tmp_path):
 @pytest.mark.parametrize("scheduler", ["cosine", "onecycle", "exponential"])
 def test_rollback_from_a_real_spike(optimizer, gate, scheduler, tmp_path):
     """A stretch of garbage data: its losses are far above the course, skipped one by one, then rolled back."""
-    case = Case(optimizer=optimizer, scheduler=scheduler, shuffle="unique", count=160, epochs=3, norm=False, config=quick(gate))
+    case = Case(optimizer=optimizer, scheduler=scheduler, shuffle="unique", count=160, epochs=3, norm=False)
+    case.config = quick(gate)
     case.interval = "epoch" if scheduler == "exponential" else "step"
     case.faults = at(case, *range(30, 35), how=lambda x: 400 * x.flip(0))
     run = check(case, tmp_path, "rollback", "skip_data", "cut_lr")

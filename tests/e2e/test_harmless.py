@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import OPTIMIZERS, SCHEDULERS, Case, assert_same
 
-
 # Plain torch leaves the momentum of fused SGD uninitialised when the first step overflows: nothing to compare with.
 FIRST_STEP_FITS = 256.0
 
@@ -70,7 +69,9 @@ def test_the_device_gate_changes_nothing_either(optimizer, precision, accumulate
 
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_fp16_calibration_overflows_are_as_torch_has_them(gate, tmp_path):
-    case = Case(optimizer="adamw_fused", precision="fp16", init_scale=2.0**40, epochs=4, config={"detect": {"gate": gate}})
+    case = Case(
+        optimizer="adamw_fused", precision="fp16", init_scale=2.0**40, epochs=4, config={"detect": {"gate": gate}}
+    )
     guarded = case.guarded(tmp_path / "run")
     plain = case.plain()
     assert_same(guarded, plain)
@@ -103,7 +104,8 @@ def test_observe_mode_changes_nothing_even_when_the_run_dies(tmp_path):
 
 def test_holdfast_off_is_the_same_loop_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
-    for n, case in enumerate([Case(), Case(accumulate=4, precision="fp16"), Case(scheduler="exponential", interval="epoch")]):
+    cases = [Case(), Case(accumulate=4, precision="fp16"), Case(scheduler="exponential", interval="epoch")]
+    for n, case in enumerate(cases):
         guarded = case.guarded(tmp_path / f"run{n}")
         assert_same(guarded, case.plain())
         assert guarded.guard.summary().status == "off"

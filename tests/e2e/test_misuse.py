@@ -339,7 +339,10 @@ def test_backward_twice_for_one_batch(ready):
                     step.backward(loss_of(model, batch))
 
 
-@pytest.mark.parametrize("arguments", [{}, {"max_steps": 0}, {"max_steps": 1.5}, {"epochs": -1}, {"accumulate": 0, "epochs": 1}])
+SENSELESS = [{}, {"max_steps": 0}, {"max_steps": 1.5}, {"epochs": -1}, {"accumulate": 0, "epochs": 1}]
+
+
+@pytest.mark.parametrize("arguments", SENSELESS)
 def test_steps_with_senseless_lengths(ready, arguments):
     _, _, loader, guard, run_dir = ready
     with pytest.raises(holdfast.StepError, match=r"steps\("):

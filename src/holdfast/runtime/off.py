@@ -92,8 +92,8 @@ class OffRun:
         clear_gradients(self._parameters)
         self.exhausted = True
 
-    def flush(self) -> None:
-        pass
+    def flush(self) -> bool:
+        return True
 
     def report_eval(self, metric: float) -> None:
         self.state.schedulers.step("eval", metric)

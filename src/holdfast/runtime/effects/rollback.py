@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.types import CutLR, Outcome, Plan, Rollback, Signal, SkipData, Status, Stop, TightenClip
@@ -10,6 +11,8 @@ from holdfast.runtime.effects import cut_lr, skip_data, stop, tighten_clip
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
     from holdfast.runtime.step import Step
+
+log = logging.getLogger("holdfast")
 
 
 def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) -> bool:
@@ -54,5 +57,6 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
     outcome = Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan)
     lost += run.clock.monotonic() - began
     run.not_committed(step, outcome, from_step=undone, to_step=snapshot.step, seconds_lost=lost)
+    log.warning("step %d: %s: rolled back to step %d", signal.step, plan.reason, snapshot.step)
     run.hooks.call("on_recovery", outcome)
     return False

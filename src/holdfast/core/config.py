@@ -9,9 +9,9 @@ import difflib
 import math
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -139,7 +139,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     journal: JournalSection = JournalSection()
 
 
-SECTIONS: dict[str, type[Section]] = {f.name: f.type for f in msgspec.structs.fields(Config)}
+def sections_of(whole: type[Config]) -> dict[str, type[Section]]:
+    """The sections a configuration has, by name. The reference trainer's has some of its own."""
+    return {f.name: f.type for f in msgspec.structs.fields(whole)}
+
+
+SECTIONS = sections_of(Config)
+AnyConfig = TypeVar("AnyConfig", bound=Config)
+Across = Callable[[Any], Iterator[tuple[str, ...]]]
 
 
 def load(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -181,22 +188,29 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def parse(data: Mapping[str, Any], source: str) -> Config:
     """Check every section and key of `data`; the Config, or one ConfigError with all that is wrong."""
+    return parse_as(Config, data, source)
+
+
+def parse_as(whole: type[AnyConfig], data: Mapping[str, Any], source: str, across: Across | None = None) -> AnyConfig:
+    """The same for a configuration with further sections; `across` yields what is wrong between keys of its own."""
+    known = sections_of(whole)
     errors: list[str] = []
     wrong: set[str] = set()
     sections: dict[str, Section] = {}
     for name, body in data.items():
-        kind = SECTIONS.get(name)
+        kind = known.get(name)
         if kind is None:
-            errors.append(_unknown_section(name, body))
+            errors.append(_unknown_section(name, body, known))
         elif not isinstance(body, Mapping):
             errors.append(f"{name} = {body!r}: {name} is a section; write [{name}] and its keys under it")
         else:
             values = _section(name, kind, body, errors)
             sections[name] = kind(**values)
             wrong.update(f"{name}.{key}" for key in body if key not in values)
-    config = Config(**sections)  # type: ignore[arg-type]
+    config = whole(**sections)  # type: ignore[arg-type]
     # A key that is wrong by itself stands at its default here: what that default collides with is not the user's doing.
-    errors.extend(error for error, *keys in _across(config) if wrong.isdisjoint(keys))
+    between = [*_across(config), *(across(config) if across is not None else ())]
+    errors.extend(error for error, *keys in between if wrong.isdisjoint(keys))
     if errors:
         raise ConfigError(errors, source)
     return config
@@ -227,16 +241,16 @@ def _plain(message: str, kind: Any) -> str:
     return message.replace("`", "").rstrip(".")
 
 
-def _unknown_section(name: str, body: Any) -> str:
+def _unknown_section(name: str, body: Any, known: Mapping[str, type[Section]]) -> str:
     if not isinstance(body, Mapping):
-        homes = [s for s, kind in SECTIONS.items() if name in kind.__struct_fields__]
+        homes = [s for s, kind in known.items() if name in kind.__struct_fields__]
         if homes:
             return f"{name}: belongs under [{homes[0]}]"
-        keys = {key: section for section, kind in SECTIONS.items() for key in kind.__struct_fields__}
+        keys = {key: section for section, kind in known.items() for key in kind.__struct_fields__}
         close = difflib.get_close_matches(str(name), keys, n=1)
         if close:
             return f"{name}: unknown key; did you mean {close[0]!r} under [{keys[close[0]]}]?"
-    return f"[{name}]: unknown section{_nearest(name, SECTIONS)}"
+    return f"[{name}]: unknown section{_nearest(name, known)}"
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

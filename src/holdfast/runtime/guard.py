@@ -41,6 +41,7 @@ class Guard:
     config: a path to a policy file, a mapping of its sections, or None for the defaults.
     hooks: objects with any of the methods listed in `holdfast.runtime.hooks`.
     detectors: detectors of your own, beside the built-in ones.
+    about: further facts for run.json (data, code, whatever tells this run from another).
 
     HOLDFAST_OFF=1 in the environment takes the guard out: the same loop, unguarded, writing nothing.
     """
@@ -58,6 +59,7 @@ class Guard:
         config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         hooks: Sequence[Any] = (),
         detectors: Sequence[Detector] = (),
+        about: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
         checked = configuration.load(config)
@@ -85,6 +87,7 @@ class Guard:
                 records=Records(run_dir, checked, self._clock),
                 clock=self._clock,
             )
+        self._facts = dict(about or {})
         self._phase = "new"
 
     # ---- life
@@ -126,6 +129,7 @@ class Guard:
             "trained": sum(p.numel() for p in state.trained()),
             "optimizers": [type(o).__name__ for o in state.optimizers.all],
             "seed": torch.initial_seed(),
+            **self._facts,
         }
 
     # ---- the loop
@@ -219,6 +223,18 @@ class Guard:
         """Settle the last step now, so that the model is what it will be. Waits for the device."""
         self._run.flush()
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Everything the run is, into one file, to go on from with `load` in another process."""
+        if isinstance(self._run, Run):
+            self._run.save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a file of `save`: call it before `steps`, with the same model, optimizer and loader."""
+        if isinstance(self._run, Run):
+            if self._run.step:
+                raise StepError("load(): call it before the first step")
+            self._run.load(path)
+
     def quarantine(self, samples: Iterable[int], reason: str) -> None:
         """Never draw these sample ids again, in this run or after a restart of it."""
         if isinstance(self._run, Run):
@@ -232,6 +248,11 @@ class Guard:
     def step(self) -> int:
         """Steps committed."""
         return self._run.step
+
+    @property
+    def stopping(self) -> str | None:
+        """Why the run was asked to stop, or None."""
+        return self._run.stopping
 
     def summary(self) -> Summary:
         """Clean or recovered, what was done, what it cost."""

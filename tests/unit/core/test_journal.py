@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
@@ -330,3 +332,54 @@ def test_metrics_file_torn_by_a_kill_is_continued(tmp_path):
     record = journal.read(path)
     assert [row["step"] for row in record.events] == [1, 2]
     assert len(record.torn) == 1
+
+
+def rows(path: Path) -> list[int]:
+    return [row["step"] for row in journal.read(path).events]
+
+
+class Disk:
+    """Stands in for os.write: takes `room` bytes, then fails; with room again it goes on."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._write = os.write
+
+    def __call__(self, descriptor: int, data: Any) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self._write(descriptor, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_metrics_rows_are_written_once_although_the_disk_was_full_at_any_byte(tmp_path, monkeypatch):
+    size = 3 * len(b'{"step":1}\n')
+    for room in range(size + 1):
+        path = tmp_path / f"{room}.jsonl"
+        metrics = MetricsFile(path, 1e9, FakeClock())
+        for step in (1, 2, 3):
+            metrics.write({"step": step})
+        disk = Disk(room)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", disk)
+            if room < size:
+                with pytest.raises(RunDirError, match="cannot be written: No space left"):
+                    metrics.flush()
+            with contextlib.suppress(RunDirError):  # the last newline alone is not worth an error
+                metrics.flush()
+            disk.room = 10**6
+            metrics.write({"step": 4})
+            metrics.flush()
+            metrics.flush()
+        metrics.close()
+        assert rows(path) == [1, 2, 3, 4], room
+        assert len(journal.read(path).torn) <= 1, room
+
+
+def test_metrics_file_that_cannot_be_written_is_closed_all_the_same():
+    metrics = MetricsFile(Path("/dev/full"), 1e9, FakeClock())
+    metrics.write({"step": 1})
+    with pytest.raises(RunDirError, match="No space left"):
+        metrics.close()
+    metrics.close()

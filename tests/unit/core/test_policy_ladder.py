@@ -11,7 +11,6 @@ from holdfast.core.types import (
     CutLR,
     Kind,
     Plan,
-    Replay,
     Rollback,
     Severity,
     Skip,

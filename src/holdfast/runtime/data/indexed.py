@@ -256,6 +256,31 @@ class IndexedSource:
         self._order, self._cursor, self._at = order, position.batch, position
         self._again = order.begun
 
+    def last_ids(self) -> list[Any] | None:
+        """The indices of the batch before the position, by which a resumed order is known again."""
+        order = self._orders.get(self._at.epoch)
+        batch = None if order is None or self._at.batch == 0 else order.get(self._at.batch - 1)
+        return None if batch is None else [int(i) for i in ([batch] if self._single else batch)]
+
+    def resume(self, position: Position, last: list[Any] | None) -> None:
+        """Stand where an earlier process stood: the sampler is asked again, nothing is loaded, nothing stays drawn."""
+        if position == self._beginning:
+            return
+        kept = self._rng.capture()
+        self._order = order = self._new_order(position.epoch)
+        self._orders = {position.epoch: order}
+        for set_epoch in self._setters:
+            set_epoch(position.epoch - self._first_epoch)
+        for k in range(position.batch):
+            order.get(k)
+        self._rng.restore(kept)
+        self._cursor, self._at, self._again = position.batch, position, True
+        if self.last_ids() != last:
+            raise DataError(
+                f"cannot resume at sample {position.sample} of epoch {position.epoch}: the sampler gives another order or "
+                "another batch size than before; its order must be a function of seed and epoch"
+            )
+
     def exclude(self, start: Position, batches: int, reason: str) -> None:
         """Quarantine `batches` batches from `start` on, into epochs that have not begun if need be."""
         epoch = max(self._first_epoch, start.epoch)

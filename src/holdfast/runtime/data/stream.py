@@ -118,6 +118,13 @@ class StreamSource:
         """A stream does not go back: what it has given since is gone."""
         self._held.clear()
 
+    def last_ids(self) -> list[Any] | None:
+        return None
+
+    def resume(self, position: Position, last: list[Any] | None) -> None:
+        if position != self._beginning:
+            raise DataError("a stream has no position to resume at; pass a DataLoader over a map-style dataset")
+
     def exclude(self, start: Position, batches: int, reason: str) -> None:
         """Drop what is left of the window; most of it has been drawn already."""
         gone = self._at.batch - start.batch

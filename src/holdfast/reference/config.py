@@ -1,0 +1,182 @@
+"""The trainer's own sections, beside the policy's, in one file. No torch here: `holdfast check` reads it too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from holdfast.core.config import (
+    Config,
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    Positive,
+    Section,
+    override,
+    parse_as,
+    read_toml,
+    says,
+)
+from holdfast.core.errors import ConfigError
+
+
+class Model(Section, frozen=True):
+    """One decoder-only transformer: RMSNorm, RoPE, SwiGLU, SDPA."""
+
+    vocab_size: Annotated[Count, says("at least one more than the largest token id")] = 256
+    context: Annotated[Count, says("tokens in a sequence")] = 128
+    layers: Annotated[Count, says("blocks")] = 4
+    heads: Annotated[Count, says("attention heads")] = 4
+    width: Annotated[Count, says("of the residual stream; a multiple of 2 x heads")] = 128
+    hidden: Annotated[CountOrZero, says("of the SwiGLU; 0: 8/3 of the width, rounded up to a multiple of 64")] = 0
+    qk_norm: Annotated[bool, says("normalise queries and keys: keeps attention logits from growing")] = False
+    z_loss: Annotated[NonNegative, says("weight of the squared log-partition in the loss; 1e-4 is usual")] = 0.0
+    tie_embeddings: Annotated[bool, says("one matrix for input and output")] = True
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One source of tokens."""
+
+    path: str
+    weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
+class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From a step on, other weights."""
+
+    from_step: Annotated[int, msgspec.Meta(ge=1)]
+    weights: tuple[Annotated[float, msgspec.Meta(ge=0)], ...]
+
+
+class Dataset(Section, frozen=True):
+    """Where tokens come from. Without sources: the bytes of Python's own standard library."""
+
+    sources: Annotated[tuple[Source, ...], says("token files from `holdfast prepare`, with weights")] = ()
+    stages: Annotated[tuple[Stage, ...], says("other weights from a step on")] = ()
+    eval_share: Annotated[Fraction, says("of every source, held out for evaluation, from its end")] = 0.05
+    workers: Annotated[CountOrZero, says("loader processes")] = 0
+
+
+class Train(Section, frozen=True):
+    """How long, how large, where."""
+
+    run_dir: Annotated[str, says("the run's folder")] = "runs/train"
+    steps: Annotated[Count, says("committed steps")] = 400
+    batch_size: Annotated[Count, says("sequences in a batch")] = 16
+    accumulate: Annotated[Count, says("batches in a step")] = 1
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], says("of forward and backward; weights are fp32")] = "fp32"
+    compile: Annotated[bool, says("torch.compile the model")] = False
+    device: Annotated[Literal["auto", "cpu", "cuda"], says("auto: a GPU if there is one")] = "auto"
+    seed: Annotated[CountOrZero, says("of weights and data order")] = 0
+    clip_grad_norm: Annotated[NonNegative, says("0: do not clip")] = 1.0
+    log_every: Annotated[Count, says("steps between lines where there is no terminal")] = 50
+    threads: Annotated[CountOrZero, says("torch's threads on the CPU; 0: as many as there are cores")] = 0
+
+
+class OptimizerSection(Section, frozen=True):
+    """AdamW, fused where the device has it."""
+
+    lr: Annotated[Positive, says("at its peak")] = 3e-3
+    beta1: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], says("of the first moment")] = 0.9
+    beta2: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], says("of the second moment")] = 0.95
+    eps: Annotated[Positive, says("in the denominator")] = 1e-8
+    weight_decay: Annotated[NonNegative, says("on matrices; not on norms and biases")] = 0.1
+
+
+class SchedulerSection(Section, frozen=True):
+    """The learning rate over the steps."""
+
+    kind: Annotated[Literal["cosine", "wsd", "constant"], says("wsd: warm up, stay, decay")] = "cosine"
+    warmup_steps: Annotated[CountOrZero, says("linear, from 0")] = 40
+    decay_share: Annotated[Fraction, says("wsd: share of the steps that decay, at the end")] = 0.2
+    floor: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)], says("where it ends, as a share of the peak")] = 0.1
+
+
+class Eval(Section, frozen=True):
+    """Held-out loss."""
+
+    every: Annotated[CountOrZero, says("committed steps between evaluations; 0: only at the end")] = 100
+    batches: Annotated[Count, says("batches in each")] = 8
+
+
+class Distributed(Section, frozen=True):
+    """One process for now."""
+
+    data: Annotated[Annotated[int, msgspec.Meta(ge=1, le=1)], says("data-parallel ranks")] = 1
+
+
+class TrainConfig(Config, frozen=True, kw_only=True):
+    """The trainer's sections and the policy's."""
+
+    model: Model = Model()
+    dataset: Dataset = Dataset()
+    train: Train = Train()
+    optimizer: OptimizerSection = OptimizerSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    eval: Eval = Eval()
+    distributed: Distributed = Distributed()
+
+
+OWN_SECTIONS = frozenset(TrainConfig.__struct_fields__) - frozenset(Config.__struct_fields__)
+
+
+def is_trainers(data: Mapping[str, Any]) -> bool:
+    """Whether a file is the trainer's: it has a section that only the trainer knows."""
+    return not OWN_SECTIONS.isdisjoint(data)
+
+
+def load(path: str | os.PathLike[str], assignments: list[str]) -> TrainConfig:
+    """The file with `section.key=value` laid over it, checked; one ConfigError with everything that is wrong."""
+    return parse(override(read_toml(path), assignments), str(path))
+
+
+def parse(data: Mapping[str, Any], source: str) -> TrainConfig:
+    return parse_as(TrainConfig, data, source, _across)
+
+
+def _across(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """Impossible shapes, and weights that do not fit the sources."""
+    model, dataset = config.model, config.dataset
+    if model.width % (2 * model.heads):
+        yield (
+            f"[model] width = {model.width} is not a multiple of 2 x heads = {2 * model.heads}: every head needs an even "
+            "number of channels for RoPE",
+            "model.width",
+            "model.heads",
+        )
+    if not dataset.sources and model.vocab_size < 256:
+        yield (
+            f"[model] vocab_size = {model.vocab_size} is less than 256: the embedded data set is bytes",
+            "model.vocab_size",
+        )
+    for n, stage in enumerate(dataset.stages):
+        if len(stage.weights) != max(1, len(dataset.sources)):
+            yield (
+                f"[dataset] stages[{n}] has {len(stage.weights)} weights for {max(1, len(dataset.sources))} sources",
+                "dataset.stages",
+            )
+        elif not sum(stage.weights) > 0:
+            yield (f"[dataset] stages[{n}] has no weight above 0", "dataset.stages")
+    starts = [stage.from_step for stage in dataset.stages]
+    if starts != sorted(set(starts)):
+        yield (f"[dataset] stages begin at {starts}: from_step must rise from one to the next", "dataset.stages")
+    if config.scheduler.warmup_steps >= config.train.steps:
+        yield (
+            f"[scheduler] warmup_steps = {config.scheduler.warmup_steps} leaves nothing of {config.train.steps} steps",
+            "scheduler.warmup_steps",
+            "train.steps",
+        )
+    if config.train.precision == "fp16" and config.train.device == "cpu" and config.train.compile:
+        yield ("[train] fp16 with compile needs a GPU", "train.precision", "train.compile")
+
+
+def with_train(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """The same configuration with other values under [train]."""
+    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **changes))
+
+
+__all__ = ["ConfigError", "TrainConfig", "is_trainers", "load", "parse", "with_train"]

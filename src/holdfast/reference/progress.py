@@ -1,0 +1,84 @@
+"""What a person sees while the trainer runs: a bar in a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from holdfast.core.types import Outcome
+from holdfast.reference.config import TrainConfig
+from holdfast.reference.trainer import Result
+
+
+class Show:
+    """A View for the terminal, or for a log file where there is none."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._every = 1
+        self._steps = 0
+        self._speed = 0.0
+
+    def begin(self, config: TrainConfig, about: dict[str, Any]) -> None:
+        self._every, self._steps = config.train.log_every, config.train.steps
+        sources = ", ".join(f"{s['name']} ({s['tokens']:,} tokens)" for s in about["data"])
+        self._console.print(
+            f"{about['parameters']:,} parameters, {about['precision']}, on {about['device']}; {sources}",
+            highlight=False,
+        )
+        if self._console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tok/s  {task.fields[time]} ms/step"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("train", total=self._steps, loss="", speed="", time="")
+            self._bar.start()
+
+    def step(self, outcome: Outcome, tokens_per_second: float) -> None:
+        self._speed = 0.9 * self._speed + 0.1 * tokens_per_second if self._speed else tokens_per_second
+        milliseconds = 1000 * (outcome.signal.seconds or 0.0)
+        if self._bar is not None:
+            self._bar.update(
+                self._task,
+                completed=outcome.step,
+                loss=f"{outcome.signal.loss:.4f}",
+                speed=f"{self._speed:,.0f}",
+                time=f"{milliseconds:.0f}",
+            )
+        elif outcome.step % self._every == 0 or outcome.step == 1:
+            left = (self._steps - outcome.step) * milliseconds / 1000
+            self._say(
+                f"step {outcome.step}/{self._steps}  loss {outcome.signal.loss:.4f}  {self._speed:,.0f} tok/s  "
+                f"{milliseconds:.0f} ms/step  ETA {left:.0f} s"
+            )
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self._say(f"step {step}  eval loss {loss:.4f}")
+
+    def recovered(self, outcome: Outcome) -> None:
+        plan = outcome.plan
+        if plan is not None:
+            self._say(f"step {outcome.step}  {outcome.status.replace('_', ' ')}: {plan.reason}")
+
+    def end(self, result: Result) -> None:
+        self.close()
+        mfu = f", {100 * result.mfu:.1f}% MFU" if result.mfu is not None else ""
+        self._say(f"{result.steps} steps in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tok/s{mfu}")
+        self._say(str(result.summary))
+        self._say(f"eval loss {result.eval_loss:.4f}; the record is in {result.run_dir}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

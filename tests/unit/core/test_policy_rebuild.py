@@ -1,0 +1,70 @@
+"""The policy's memory across restarts: what the journal says last holds, and what cannot be read is not guessed."""
+
+from __future__ import annotations
+
+import pytest
+from builders import verdict
+
+from holdfast.core.config import Recover
+from holdfast.core.errors import RunDirError
+from holdfast.core.policy import Policy, State
+from holdfast.core.types import Kind, Rollback, Severity
+
+BAD_SPIKE = verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK)
+
+
+def rebuilt(*events: dict) -> State:
+    policy = Policy(Recover())
+    policy.rebuild(events)
+    return policy.state
+
+
+def test_last_state_in_the_journal_holds():
+    assert rebuilt({"event": "plan", "policy": {"clock": 3}}, {"event": "note"}, {"policy": {"clock": 7}}).clock == 7
+
+
+def test_journal_without_a_state_leaves_a_new_policy_new():
+    assert rebuilt() == State()
+    assert rebuilt({"event": "run_begin"}, {"event": "plan", "policy": None}) == State()
+
+
+def test_acknowledgement_counts_from_where_it_stands_in_the_journal():
+    spent = {"event": "plan", "policy": {"clock": 9, "rollbacks": [8, 9], "spikes": 2, "latched": "enough"}}
+    assert rebuilt(spent, {"event": "ack"}) == State(clock=9)
+    assert rebuilt({"event": "ack"}, spent).latched == "enough"
+
+
+def test_landing_of_a_rollback_is_remembered_so_that_the_next_one_goes_before_it():
+    first = Policy(Recover(rollback_margin=0))
+    first.adopt(first.propose(BAD_SPIKE))
+    plan = {"event": "plan", "policy": first.state_dict()}
+    second = Policy(Recover(rollback_margin=0))
+    second.rebuild([plan, {"event": "action", "action": "rollback", "to_step": 60}])
+    assert second.propose(BAD_SPIKE).first(Rollback) == Rollback(before=59, at_latest=60)
+
+
+def test_landing_before_the_incident_at_hand_is_not_its_own():
+    policy = Policy(Recover(rollback_margin=0, max_rollbacks_per_incident=9))
+    policy.propose(BAD_SPIKE)
+    landed = {"event": "action", "action": "rollback", "to_step": 60}
+    assert rebuilt(landed, {"event": "plan", "policy": policy.state_dict()}).incident.target is None
+    assert rebuilt(landed).incident is None
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"rollbacks": "many"}, "$.rollbacks"),
+        ({"clock": None}, "$.clock"),
+        ({"incident": {"number": 1}}, "kind"),
+        ({"incident": {"number": "one", "kind": "a", "opened": 1, "onset": 1}}, "$.incident.number"),
+    ],
+)
+def test_state_of_another_shape_is_a_run_dir_error_that_says_which_event_and_what_to_do(state, where):
+    good = {"event": "plan", "policy": {"clock": 3}}
+    with pytest.raises(RunDirError) as caught:
+        rebuilt(good, {"event": "note"}, {"event": "plan", "step": 40, "policy": state})
+    message = str(caught.value)
+    assert message.startswith("the policy state in event 3 of the journal ('plan' at step 40) cannot be read: ")
+    assert where in message
+    assert "go on with the version of Holdfast that wrote it, or start anew in another run_dir" in message

@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check clean
+.PHONY: test check demo clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -17,6 +17,9 @@ check: $(READY)
 	$(BIN)/ruff format --check src tests
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+demo: $(READY)
+	$(BIN)/holdfast demo
 
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "holdfast needs Python 3.11 or newer; try: make PYTHON=python3.11")'

@@ -96,7 +96,7 @@ def assert_equal(a: Any, b: Any, where: str = "") -> None:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape, f"{where}: {a.dtype} {a.shape} / {b.dtype} {b.shape}"
         assert torch.equal(a.isnan(), b.isnan()), f"{where}: NaN in one of them only"
-        assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{where} differs: {a} / {b}"
+        assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{where} differs: {a.flatten()[:3]} / {b.flatten()[:3]}"
     elif isinstance(a, np.ndarray):
         assert np.array_equal(a, b), f"{where} differs"
     elif isinstance(a, dict):
@@ -216,7 +216,8 @@ class Recipe:
             parts.scaler.update()
             overflowed = parts.scaler.get_scale() < before
         for group, lr in zip(parts.groups(), scheduled, strict=True):
-            group["lr"] = lr
+            if factor != 1.0:
+                group["lr"] = lr
         for p in parts.trained():
             p.grad = None
         return not overflowed

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, init
+from holdfast.cli import ack, check, demo, init, prepare, train
 from holdfast.cli.output import emit
 from holdfast.core.errors import ConfigError, HoldfastError, PolicyStop
 
@@ -25,6 +25,9 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 # Plain help: rich would take the [brackets] of a usage line for markup and reflow the examples.
 app = typer.Typer(name="holdfast", add_completion=False, rich_markup_mode=None)
+app.command()(demo.demo)
+app.command(context_settings=train.CONTEXT_SETTINGS, options_metavar=train.OPTIONS_METAVAR)(train.train)
+app.command()(prepare.prepare)
 app.command()(init.init)
 app.command(context_settings=check.CONTEXT_SETTINGS, options_metavar=check.OPTIONS_METAVAR)(check.check)
 app.command()(ack.ack)
@@ -47,6 +50,9 @@ def _holdfast(
 
     \b
     Examples:
+      holdfast demo                    a small model through a storm, with and without the guard
+      holdfast train configs/tiny.toml the reference trainer
+      holdfast prepare a.txt -o a.tok  text into a token file for it
       holdfast init                    write a policy file with comments
       holdfast check holdfast.toml     every error in it at once
       holdfast ack runs/a              a person has looked: budgets start anew

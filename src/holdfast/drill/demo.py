@@ -17,7 +17,7 @@ from holdfast.reference.config import TrainConfig, parse
 from holdfast.reference.trainer import Result, Trainer, build
 from holdfast.runtime.guard import Guard
 
-STEPS = 800
+STEPS = 1200
 _DEAD_AFTER = 25
 RUNS = ("calm", "unguarded", "guarded")
 

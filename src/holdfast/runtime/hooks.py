@@ -23,7 +23,9 @@ class Hooks:
     """Calls each hook in order.
 
     on_train_begin(guard)       before the first step
-    on_step_end(outcome)        a step has been committed; EMA, logging and evaluation belong here
+    on_step_end(outcome)        a step has been committed; EMA, logging and evaluation belong here. It runs before the next
+                                step begins, which waits for the device; a hook that only looks at the outcome says
+                                `late = True`, and may be called while the next step is under way
     on_eval_end(metric)         after guard.report_eval
     on_instability(incident)    may return a Plan of its own, or None for the policy's; the first that answers decides
     on_recovery(outcome)        after a skip, a replay or a rollback
@@ -36,6 +38,8 @@ class Hooks:
             if not any(callable(getattr(hook, name, None)) for name in NAMES):
                 raise SetupError(f"hook {hook!r} has none of the methods {', '.join(NAMES)}; check their names")
         self._hooks = list(hooks)
+        self.in_time = any(callable(getattr(h, "on_step_end", None)) and not getattr(h, "late", False) for h in hooks)
+        """whether one of them may look at the run, or change it, at the end of a step"""
 
     def call(self, name: str, argument: Any) -> None:
         for hook in self._hooks:

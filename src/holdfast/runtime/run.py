@@ -190,6 +190,9 @@ class Run:
     def serve(self, accumulate: int) -> Step | None:
         """The next step, or None when the data has ended."""
         assert self.source is not None
+        if self.hooks.in_time:
+            # A teacher or an average that on_step_end moves must have moved before the next forward sees it.
+            self.flush()
         while True:
             buffers = self.state.buffers.capture()
             self.keeper.next_begins(self.rng.capture, buffers, self.source.position)

@@ -1,0 +1,82 @@
+"""`holdfast train`: the reference trainer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli import overrides
+from holdfast.cli.output import Json, emit
+from holdfast.core.errors import ConfigError, MissingDependency, RunDirError
+from holdfast.reference.config import TrainConfig, load
+
+CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+OPTIONS_METAVAR = "[OPTIONS] [--section.key=value ...]"
+EXIT_RESUME = 75
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The trainer's configuration file.")],
+    resume: Annotated[str | None, typer.Option("--resume", metavar="FILE", help="Go on from a snapshot file.")] = None,
+    stop_at: Annotated[
+        int | None, typer.Option("--stop-at", metavar="STEP", min=1, help="Stop after this step, resumable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a small transformer on token files, or on the embedded data set, guarded.
+
+    Any key can be overridden with --section.key=value. The first Ctrl-C ends the run after the current step and leaves
+    snapshot.pt in the run directory to --resume from.
+    Exit status: 0 done, 75 stopped early and resumable, 70 stopped by policy, 78 bad configuration or input.
+
+    \b
+    Examples:
+      holdfast train configs/tiny.toml
+      holdfast train configs/tiny.toml --train.steps=1000 --optimizer.lr=1e-3
+      holdfast train configs/tiny.toml --resume runs/tiny/snapshot.pt
+    """
+    checked = _load([config, *context.args])
+    result = _train(checked, resume, stop_at, quiet=as_json)
+    if as_json:
+        emit(result)
+    if result.stopped is not None:
+        typer.echo(
+            f"stopped at step {result.steps}: {result.stopped}; go on with --resume {result.run_dir}/snapshot.pt",
+            err=True,
+        )
+        raise typer.Exit(EXIT_RESUME)
+
+
+def _load(words: list[str]) -> TrainConfig:
+    source, assignments, errors = overrides.sort(words)
+    if source is None:
+        raise ConfigError([*errors, "no file named; write: holdfast train CONFIG [--section.key=value ...]"], "train")
+    try:
+        checked = load(source, assignments)
+    except ConfigError as error:
+        raise ConfigError([*errors, *error.errors], source) from None
+    if errors:
+        raise ConfigError(errors, source)
+    return checked
+
+
+def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: bool) -> Any:
+    try:
+        from holdfast.reference.progress import Show
+        from holdfast.reference.trainer import build, check_run_dir
+    except ImportError as error:
+        raise MissingDependency(
+            f"holdfast train needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
+        ) from None
+    check_run_dir(config.train.run_dir)
+    trainer = build(config)
+    view = None if quiet else Show()
+    try:
+        return trainer.run(view=view, resume=resume, stop_at=stop_at)
+    except RunDirError as error:
+        raise ConfigError([str(error)], "train") from None
+    finally:
+        if view is not None:
+            view.close()

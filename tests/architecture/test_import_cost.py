@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 LIMIT_SECONDS = 0.3
+TINY = Path(__file__).parents[2] / "configs" / "tiny.toml"
 
 BLOCK_TORCH = """
 import sys
@@ -48,7 +50,22 @@ def test_whole_process_that_imports_it_takes_less_than_the_limit():
     assert min(seconds) < LIMIT_SECONDS
 
 
-@pytest.mark.parametrize("words", [["--version"], ["init", "-"], ["check", "none.toml"], ["ack", "none"], ["--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--version"],
+        ["--help"],
+        ["init", "-"],
+        ["check", "none.toml"],
+        ["check", str(TINY)],
+        ["ack", "none"],
+        ["train", "none.toml"],
+        ["train", "--help"],
+        ["prepare", "none.txt", "-o", "none.tokens"],
+        ["demo", "--help"],
+    ],
+    ids=lambda words: " ".join(Path(word).name for word in words),
+)
 def test_command_line_never_brings_in_torch(words):
     source = """
 import json, sys

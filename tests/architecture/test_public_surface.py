@@ -11,7 +11,9 @@ import pytest
 import typer
 
 import holdfast
-from holdfast.cli import main
+from holdfast.cli import main, train
+from holdfast.core.config import sections_of
+from holdfast.reference.config import OWN_SECTIONS, TrainConfig
 
 PUBLIC = [
     "Config",
@@ -46,10 +48,29 @@ PUBLIC = [
 ]
 
 COMMANDS = {
+    "demo": ([], {"--seed", "--steps", "--folder", "--json"}),
+    "train": (["config"], {"--resume", "--stop-at", "--json"}),
+    "prepare": (["inputs"], {"--output", "-o", "--tokenizer", "--field", "--json"}),
     "init": (["path"], {"--force", "--json"}),
     "check": (["config"], {"--json"}),
     "ack": (["run"], {"--note", "--json"}),
 }
+
+
+TRAINERS = {
+    "model": [
+        "vocab_size", "context", "layers", "heads", "width", "hidden", "qk_norm", "z_loss", "tie_embeddings",
+    ],
+    "dataset": ["sources", "stages", "eval_share", "workers"],
+    "train": [
+        "run_dir", "steps", "batch_size", "accumulate", "precision", "compile", "device", "seed", "clip_grad_norm",
+        "log_every", "threads",
+    ],
+    "optimizer": ["lr", "beta1", "beta2", "eps", "weight_decay"],
+    "scheduler": ["kind", "warmup_steps", "decay_share", "floor"],
+    "eval": ["every", "batches"],
+    "distributed": ["data"],
+}  # fmt: skip
 
 
 def test_public_names_are_these():
@@ -93,11 +114,19 @@ def test_commands_and_their_options_are_these():
     assert surface == COMMANDS
 
 
+def test_trainers_sections_and_their_keys_are_these():
+    own = {
+        name: list(kind.__struct_fields__) for name, kind in sections_of(TrainConfig).items() if name in OWN_SECTIONS
+    }
+    assert own == TRAINERS
+
+
 def test_program_has_no_other_option_than_version():
     program = typer.main.get_command(main.app)
     assert {opt for p in program.params for opt in p.opts} - {"--help"} == {"--version"}
 
 
 def test_exit_statuses_are_these():
-    assert (main.EXIT_ERROR, main.EXIT_BAD_CONFIG) == (1, 78)
+    assert (main.EXIT_ERROR, main.EXIT_BAD_CONFIG, main.EXIT_INTERRUPTED) == (1, 78, 130)
+    assert train.EXIT_RESUME == 75
     assert holdfast.PolicyStop("stopped").code == 70

@@ -60,7 +60,7 @@ def everything(parts: Parts) -> dict[str, Any]:
     """All that two runs must agree on, copied."""
     state = {
         "modules": [dict(m.state_dict()) for m in parts.modules()],
-        "unsaved buffers": [dict(m.named_buffers()) for m in parts.modules()],
+        "unsaved buffers": [{n: b for n, b in m.named_buffers() if b.layout is torch.strided} for m in parts.modules()],
         "gradients": [p.grad is None for m in parts.modules() for p in m.parameters()],
         "optimizers": [
             [{str(k): v for k, v in o.state.get(p, {}).items()} for g in o.param_groups for p in g["params"]]
@@ -133,7 +133,7 @@ class Recipe:
 
     def guarded(self, run_dir: Path, hooks: Any = (), in_the_loop: Callable | None = None, **more: Any) -> Done:
         case, parts = self.case, self.make()
-        mine = _Committed(parts)
+        mine = [_Committed(parts)] if parts.committed or parts.metric else []
         guard = holdfast.Guard(
             parts.model,
             parts.optimizers if len(parts.optimizers) > 1 else parts.optimizers[0],
@@ -143,10 +143,11 @@ class Recipe:
             clip_grad_norm=case.clip,
             run_dir=run_dir,
             config=case.config,
-            hooks=[mine, *hooks],
+            hooks=[*mine, *hooks],
             **more,
         )
-        mine.guard = guard
+        for hook in mine:
+            hook.guard = guard
         for name, thing in parts.registered.items():
             guard.register(name, thing)
         losses: list[float] = []

@@ -7,12 +7,15 @@ import copy
 import pytest
 import torch
 from cases import OPTIMIZERS, SCHEDULERS, WIDTH, Case, Net
-from parts import Parts, Recipe, assert_equal
-from test_exact import at, quick
+from parts import Done, Parts, Recipe, assert_equal
+from test_exact import at, check, quick
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import holdfast
+from holdfast.core.journal import read
 
 mse = nn.functional.mse_loss
 
@@ -327,7 +330,13 @@ UNCLIPPED = (sparse_beside_dense,)  # torch's own clip does not take sparse grad
 
 
 def recipe(make, gate, request, **case) -> Recipe:
-    case = {"shuffle": "unique", "count": 64, "epochs": 4, "augment": True, "config": quick(gate, max_consecutive=2)} | case
+    case = {
+        "shuffle": "unique",
+        "count": 64,
+        "epochs": 4,
+        "augment": True,
+        "config": quick(gate, max_consecutive=2),
+    } | case
     if "sparse" in request.node.name:
         case["clip"] = None
     return Recipe(make, Case(**case))
@@ -358,3 +367,255 @@ def test_rollback(make, gate, request, tmp_path):
     run = r.guarded(tmp_path / "run")
     assert run.actions()[:5] == ["skip", "replay", "rollback", "skip_data", "cut_lr"]
     assert_equal(run.state, r.reference(run).state)
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_every_optimizer_through_a_vetoed_first_step_and_a_rollback(optimizer, tmp_path):
+    gate = "device" if optimizer.endswith("fused") else "host"
+    case = Case(optimizer=optimizer, shuffle="unique", count=64, epochs=4, config=quick(gate, max_consecutive=2))
+    case.faults = at(case, 0, 21, 22, 23)
+    check(case, tmp_path, "skip", "rollback")
+
+
+@pytest.mark.parametrize("interval", ["step", "epoch"])
+@pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"none", "plateau"}))
+def test_every_scheduler_through_a_rollback(scheduler, interval, tmp_path):
+    case = Case(scheduler=scheduler, interval=interval, shuffle="unique", count=64, epochs=4)
+    case.config = quick(max_consecutive=2)
+    case.faults = at(case, 21, 22, 23)
+    check(case, tmp_path, "rollback", "cut_lr")
+
+
+# ---- what is kept
+
+
+def test_frozen_weights_are_stored_once_and_shared_by_every_snapshot(tmp_path):
+    r = Recipe(adapters, Case(shuffle="unique", count=64, epochs=3, config=quick()))
+    run = r.guarded(tmp_path / "run")
+    snapshots = list(run.guard._run.keeper.ring)
+    assert len(snapshots) >= 3
+    names = {"frozen.first.base.weight", "frozen.first.base.bias", "frozen.last.base.weight", "frozen.last.base.bias"}
+    for snapshot in snapshots:
+        assert snapshot.frozen.keys() == names
+        assert not any(
+            "base" in name for copy in snapshot.copies for name in copy.tensors if not name.startswith("print.")
+        )
+    for name in names:
+        assert len({s.frozen[name].data_ptr() for s in snapshots}) == 1
+
+
+def test_a_flipped_bit_in_the_shared_copy_of_a_frozen_weight_is_never_restored(tmp_path):
+    r = Recipe(adapters, Case(shuffle="unique", count=64, epochs=4, config=quick(max_consecutive=2)))
+    r.case.faults = at(r.case, 21, 22, 23)
+
+    def flip(step, parts, guard):
+        if step.number == 22 and step.attempt == 1:
+            frozen = guard._run.state._frozen["first.base.weight"]
+            frozen.view(torch.int32).view(-1)[0] ^= 1
+
+    with pytest.raises(holdfast.PolicyStop, match="no certified snapshot"):
+        r.guarded(tmp_path / "run", in_the_loop=flip)
+    notes = [e for e in read(tmp_path / "run" / "journal.jsonl").events if e["event"] == "note"]
+    assert any("share" in p["why"] for e in notes for p in e.get("passed_over", ()))
+
+
+def test_an_average_that_turns_nan_is_not_restored_even_in_a_plain_object(tmp_path):
+    r = Recipe(ema_object, Case(shuffle="unique", count=64, epochs=4, config=quick()))
+
+    def strike(step, parts, guard):
+        if step.number == 10 and not struck:
+            struck.append(1)
+            parts.registered["ema"].average["last.bias"].fill_(float("nan"))
+
+    struck: list[int] = []
+    run = r.guarded(tmp_path / "run", in_the_loop=strike)
+    assert run.actions() == ["rollback"]
+    assert_equal(run.state, r.plain().state)
+
+
+class Bank(Net):
+    """A large buffer that forward replaces by a new tensor, twice within a step of two batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bank", torch.zeros(20_000))
+
+    def forward(self, x):
+        if self.training:
+            self.bank = torch.cat([x.detach().flatten(), self.bank])[:20_000]
+        return super().forward(x) + self.bank[:64].mean()
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("faults", [[8], [20, 21, 22, 23, 24, 25]])
+def test_a_large_buffer_rebound_twice_a_step(gate, faults, tmp_path):
+    def make():
+        model = Bank()
+        return one(model, AdamW(model.parameters(), lr=1e-2, fused=True))
+
+    r = Recipe(make, Case(shuffle="unique", accumulate=2, count=64, epochs=6, config=quick(gate, max_consecutive=2)))
+    r.case.faults = at(r.case, *faults)
+    run = r.guarded(tmp_path / "run")
+    assert ("rollback" in run.actions()) == (len(faults) > 1)
+    assert_equal(run.state, r.reference(run).state)
+
+
+def odd_buffers(kind):
+    model = Net()
+    if kind == "float8":
+        model.register_buffer("odd", torch.randn(16).to(torch.float8_e4m3fn), persistent=False)
+    else:
+        eye = torch.eye(16)
+        model.register_buffer("odd", eye.to_sparse() if kind == "coo" else eye.to_sparse_csr(), persistent=False)
+
+    def loss(batch):
+        seen = model.odd.float() if kind == "float8" else torch.sparse.mm(model.odd, torch.ones(16, 1))
+        return mse(model(batch[0]) + 0.01 * seen.sum(), batch[1])
+
+    return one(model, AdamW(model.parameters(), lr=1e-2), loss=loss)
+
+
+@pytest.mark.parametrize("kind", ["float8", "coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_buffers_torch_cannot_ask_for_finite_values(kind, tmp_path):
+    r = Recipe(lambda: odd_buffers(kind), Case(shuffle="unique", count=64, epochs=4, config=quick(max_consecutive=2)))
+    r.case.faults = at(r.case, 21, 22, 23)
+    run = r.guarded(tmp_path / "run")
+    assert "rollback" in run.actions()
+    parameters = dict(run.parts.model.named_parameters())
+    assert_equal(parameters, dict(r.reference(run).parts.model.named_parameters()))
+
+
+def test_a_group_added_on_the_way_is_clipped_and_cleared_like_the_others(tmp_path):
+    """Gradual unfreezing, as plain torch does it: from step 8 on the first layer is trained too."""
+
+    def make():
+        model = Net()
+        model.first.requires_grad_(False)
+        return one(model, AdamW([*model.norm.parameters(), *model.last.parameters()], lr=1e-2), schedulers=[])
+
+    def unfreeze(step, parts):
+        if step == 7:
+            parts.model.first.requires_grad_(True)
+            parts.optimizers[0].add_param_group({"params": list(parts.model.first.parameters())})
+
+    r = Recipe(make, Case(shuffle="unique", count=64, epochs=2))
+    run = r.guarded(tmp_path / "run", in_the_loop=lambda step, parts, guard: unfreeze(step.number - 1, parts))
+    plain_make = r._make
+
+    def with_unfreezing():
+        parts = plain_make()
+        parts.committed = lambda step: unfreeze(step, parts)
+        return parts
+
+    r._make = with_unfreezing
+    assert_equal(run.state, r.plain().state)
+
+
+# ---- what a loop does between two steps
+
+
+def evaluated_in_the_loop(r: Recipe, run_dir) -> Done:
+    """As `guarded`, but the evaluation stands in the loop, after the step, where a script would have it."""
+    case, parts = r.case, r.make()
+    guard = holdfast.Guard(
+        parts.model,
+        parts.optimizers[0],
+        scheduler=parts.schedulers,
+        clip_grad_norm=case.clip,
+        run_dir=run_dir,
+        config=case.config,
+    )
+    losses = []
+    with guard:
+        for step in guard.steps(case.loader(), epochs=case.epochs):
+            with step:
+                for batch in step.microbatches():
+                    loss = parts.loss(batch)
+                    losses.append(loss.item())
+                    step.backward(loss)
+            if step.number % parts.eval_every == 0 and step.outcome.status == "committed":
+                guard.report_eval(parts.metric())
+    return Done(parts, losses, guard, run_dir)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("faults", [[], [9], [21, 22, 23]])
+def test_an_evaluation_in_the_loop_goes_back_with_the_step_it_follows(gate, faults, tmp_path):
+    """Evaluations and snapshots fall on the same steps: a snapshot is of the moment after the evaluation."""
+
+    def make():
+        parts = plateau(fused=True)
+        parts.eval_every = 4
+        return parts
+
+    r = Recipe(make, Case(shuffle="unique", count=64, epochs=5, config=quick(gate, max_consecutive=2)))
+    r.case.faults = at(r.case, *faults)
+    run = evaluated_in_the_loop(r, tmp_path / "run")
+    assert ("rollback" in run.actions()) == (len(faults) > 1)
+    assert_equal(run.state, r.reference(run).state)
+
+
+@pytest.mark.parametrize("shuffle", ["unique", "unique_generator"])
+@pytest.mark.parametrize("faults", [[], [0], [9], [7, 8], [21, 22, 23], [31]])
+def test_settling_before_a_step_that_is_served_already(faults, shuffle, tmp_path):
+    """guard.flush() at the top of the loop, under the device gate: the next step's data has been drawn by then."""
+    case = Case(shuffle=shuffle, count=64, epochs=4, augment=True, config=quick("device", max_consecutive=2))
+    r = Recipe(lambda: param_groups(fused=True), case)
+    r.case.faults = at(r.case, *faults)
+    numbers = []
+
+    def settle(step, parts, guard):
+        guard.flush()
+        numbers.append((step.number, guard.step))
+
+    run = r.guarded(tmp_path / "run", in_the_loop=settle)
+    assert [a - 1 for a, b in numbers] == [b for a, b in numbers]
+    assert_equal(run.state, r.reference(run).state)
+
+
+@pytest.mark.parametrize("how", ["flush", "outcome", "report_eval", "expect_shift"])
+def test_a_step_is_not_settled_inside_the_next_one(how, tmp_path):
+    model = Net()
+    guard = holdfast.Guard(
+        model, AdamW(model.parameters(), fused=True), run_dir=tmp_path / "run", config={"detect": {"gate": "device"}}
+    )
+    ways = {
+        "flush": lambda last: guard.flush(),
+        "outcome": lambda last: last.outcome,
+        "report_eval": lambda last: guard.report_eval(1.0),
+        "expect_shift": lambda last: guard.expect_shift("why"),
+    }
+    last = None
+    with guard, pytest.raises(holdfast.StepError, match="cannot be settled inside step 2.*between two steps"):
+        for step in guard.steps(Case().loader(), max_steps=4):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(loss_with(model)(batch))
+                if last is not None:
+                    ways[how](last)
+            last = step
+
+
+def test_weights_loaded_after_steps_was_called_are_the_state_a_rollback_returns_to(tmp_path):
+    case = Case(shuffle="unique", count=64, epochs=2, norm=False, config=quick(max_consecutive=1))
+    case.faults = at(case, 1, 2)
+    parts = case.build()
+    other = Net(norm=False)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.fill_(0.1)
+    guard = holdfast.Guard(**parts, clip_grad_norm=case.clip, run_dir=tmp_path / "run", config=case.config)
+    with guard:
+        steps = guard.steps(case.loader(), epochs=2)
+        parts["model"].load_state_dict(other.state_dict())
+        seen = []
+        for step in steps:
+            if step.number == 1:
+                seen.append(parts["model"].first.weight.detach().clone())
+            with step:
+                for batch in step.microbatches():
+                    step.backward(case.loss(parts["model"], batch))
+    assert "rollback" in [e.get("action") for e in read(tmp_path / "run" / "journal.jsonl").events]
+    assert len(seen) >= 2
+    assert all(torch.equal(w, other.first.weight) for w in seen)

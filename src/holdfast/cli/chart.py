@@ -21,7 +21,7 @@ class Chart:
 
     def render(self, width: int, height: int) -> Text:
         """The picture, with its scale on the left and the names below. Values beyond the top are drawn at it."""
-        columns = max(20, width - 8)
+        columns = max(8, width - 8)
         values = [v for points in self._points.values() for _, v in points if math.isfinite(v)]
         low = min(values, default=0.0)
         high = max(low + 1e-6, min(self._most, max(values, default=1.0)))

@@ -1,4 +1,4 @@
-"""`holdfast check`: every error of a policy file at once, or what it changes."""
+"""`holdfast check`: every error of a policy file, or of the trainer's, at once, or what it changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from rich.text import Text
 
 from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
-from holdfast.core.config import SECTIONS, Config, override, parse, read_toml
+from holdfast.core.config import Config, override, parse, read_toml, sections_of
 from holdfast.core.errors import ConfigError
+from holdfast.reference import config as trainers
 
 # typer hands over what it does not know in `context.args`, which is where --section.key=value arrives.
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -23,19 +24,20 @@ OPTIONS_METAVAR = "[OPTIONS] [--section.key=value ...]"
 
 def check(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The policy file.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The policy file, or one for `holdfast train`.")],
     as_json: Json = False,
 ) -> None:
-    """Check a policy file: every error, or what it changes.
+    """Check a policy file, or one for `holdfast train`: every error, or what it changes.
 
+    A file with a section of the trainer's ([model], [train] ...) is checked as `holdfast train` would.
     Any key can be overridden with --section.key=value; the value is read as TOML, a bare word as a string.
-    Exit status: 0 the policy is right, 78 it is not.
+    Exit status: 0 the file is right, 78 it is not.
 
     \b
     Examples:
       holdfast check holdfast.toml
       holdfast check holdfast.toml --recover.mode=observe --detect.loss_z=10
-      holdfast check holdfast.toml --json
+      holdfast check configs/tiny.toml --json
     """
     # An override typed before CONFIG takes its place, so the words are sorted together.
     source, policy = _load([config, *context.args])
@@ -55,7 +57,8 @@ def _load(words: list[str]) -> tuple[str, Config]:
     if source is None:
         raise ConfigError([*errors, "no file named; write: holdfast check CONFIG [--section.key=value ...]"], "check")
     try:
-        policy = parse(override(read_toml(source), assignments), source)
+        data = override(read_toml(source), assignments)
+        policy = trainers.parse(data, source) if trainers.is_trainers(data) else parse(data, source)
     except ConfigError as error:
         raise ConfigError([*errors, *error.errors], source) from None
     if errors:
@@ -65,11 +68,11 @@ def _load(words: list[str]) -> tuple[str, Config]:
 
 def changes(policy: Config) -> dict[str, dict[str, Any]]:
     """The keys that differ from the defaults, as `section.key`, each with its value and the default."""
-    defaults = msgspec.to_builtins(Config())
+    defaults = msgspec.to_builtins(type(policy)())
     values = msgspec.to_builtins(policy)
     return {
         f"{section}.{key}": {"value": values[section][key], "default": defaults[section][key]}
-        for section, kind in SECTIONS.items()
+        for section, kind in sections_of(type(policy)).items()
         for key in kind.__struct_fields__
         if values[section][key] != defaults[section][key]
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -17,6 +18,7 @@ from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, emit
 from holdfast.core.errors import MissingDependency
 
+_LOG = logging.getLogger("holdfast")
 COLOURS = {"calm": "green", "unguarded": "red", "guarded": "cyan"}
 
 
@@ -61,20 +63,22 @@ class _Screen:
         self._chart = Chart(steps, COLOURS)
         self._live: Live | None = None
         if self._console.is_terminal and not quiet:
-            self._live = Live(console=self._console, refresh_per_second=8, transient=True)
+            # Drawn when the screen is, not at every step: a picture takes about as long as a step does.
+            self._live = Live(console=self._console, refresh_per_second=8, transient=True, get_renderable=self._picture)
         self._every = max(1, steps // 8)
+        self._silence = logging.NullHandler()
 
     def __enter__(self) -> _Screen:
         # Recoveries are shown here as they happen; the log's own lines would tear the picture.
-        import logging
-
-        logging.getLogger("holdfast").addHandler(logging.NullHandler())
-        logging.getLogger("holdfast").propagate = False
+        _LOG.addHandler(self._silence)
+        _LOG.propagate = False
         if self._live is not None:
             self._live.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
+        _LOG.removeHandler(self._silence)
+        _LOG.propagate = True
         if self._live is not None:
             self._live.stop()
 
@@ -84,9 +88,7 @@ class _Screen:
             self._say(run, f"{data['steps']} steps" + (f"; the storm: {faults}" if faults else ""))
         elif what == "step":
             self._chart.add(run, data["step"], data["loss"])
-            if self._live is not None:
-                self._live.update(Group(self._chart.render(self._console.width, 16)))
-            elif data["step"] % self._every == 0:
+            if self._live is None and data["step"] % self._every == 0:
                 self._say(run, f"step {data['step']:4d}  loss {data['loss']:.4f}")
         elif what == "recovered":
             done = " + ".join(a.replace("_", " ") for a in data["actions"])
@@ -95,6 +97,9 @@ class _Screen:
             loss = data["eval_loss"]
             end = f"eval loss {loss:.4f}" if math.isfinite(loss) else f"eval loss {loss}"
             self._say(run, f"{end} after {data['seconds']} s" + (f"; {data['stopped']}" if "stopped" in data else ""))
+
+    def _picture(self) -> Text:
+        return self._chart.render(self._console.width, 16)
 
     def _say(self, run: str, text: str) -> None:
         line = Text(f"{run:>9}  ", style=COLOURS[run])

@@ -1,6 +1,7 @@
 """The `holdfast` command: puts the commands together, and turns errors into messages and exit statuses.
 
-Exit statuses: 0 done; 2 the command line is wrong; 70 stopped by policy; 78 bad configuration; 1 anything else.
+Exit statuses: 0 done; 2 the command line is wrong; 70 stopped by policy; 75 stopped early and resumable; 78 bad
+configuration or input; 130 ended by Ctrl-C; 1 anything else.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def prepare(
     except DataError as error:
         raise ConfigError([str(error)], "prepare") from None
     if as_json:
-        emit(report)
+        emit({"ok": True, **report})
         return
     typer.echo(f"{report['output']}: {report['tokens']:,} tokens, vocabulary {report['vocab_size']}")
     if report["skipped_lines"]:

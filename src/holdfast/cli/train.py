@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import ConfigError, MissingDependency, RunDirError
+from holdfast.core.errors import ConfigError, MissingDependency, RunDirError, SetupError
 from holdfast.reference.config import TrainConfig, load
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 OPTIONS_METAVAR = "[OPTIONS] [--section.key=value ...]"
 EXIT_RESUME = 75
+EXIT_NOT_RESUMABLE = 1
 
 
 def train(
@@ -40,13 +42,11 @@ def train(
     checked = _load([config, *context.args])
     result = _train(checked, resume, stop_at, quiet=as_json)
     if as_json:
-        emit(result)
+        emit({"ok": True, **msgspec.to_builtins(result)})
     if result.stopped is not None:
-        typer.echo(
-            f"stopped at step {result.steps}: {result.stopped}; go on with --resume {result.run_dir}/snapshot.pt",
-            err=True,
-        )
-        raise typer.Exit(EXIT_RESUME)
+        cure = f"go on with --resume {result.snapshot}" if result.snapshot else "HOLDFAST_OFF leaves nothing to resume"
+        typer.echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
+        raise typer.Exit(EXIT_RESUME if result.snapshot else EXIT_NOT_RESUMABLE)
 
 
 def _load(words: list[str]) -> TrainConfig:
@@ -75,7 +75,7 @@ def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: 
     view = None if quiet else Show()
     try:
         return trainer.run(view=view, resume=resume, stop_at=stop_at)
-    except RunDirError as error:
+    except (RunDirError, SetupError) as error:
         raise ConfigError([str(error)], "train") from None
     finally:
         if view is not None:

@@ -22,7 +22,7 @@ from holdfast.core.plain import plain
 from holdfast.core.policy import Policy
 from holdfast.core.ports import Agreement, Alone
 from holdfast.core.tally import Summary, Tally
-from holdfast.core.types import Finding, Incident, Outcome, Plan, Signal, Status, Stop
+from holdfast.core.types import Finding, Incident, Outcome, Plan, Severity, Signal, Status, Stop, Verdict
 from holdfast.core.verdict import merge
 
 _PROGRESS_EVERY = 1000
@@ -58,6 +58,7 @@ class Engine:
         self._tally = Tally()
         self._recent: deque[Signal] = deque(maxlen=_REMEMBERED)
         self._incident: Incident | None = None
+        self._observed: tuple[tuple[str, int], int] = (("", 0), 0)
         self._journal: Journal | None = None
         self._files = IncidentFiles(None)
 
@@ -108,6 +109,8 @@ class Engine:
         verdict = merge(signal, findings)
         if verdict is None:
             return None
+        if self.config.recover.mode == "observe" and self._seen_before(verdict):
+            return self.policy.observe(verdict)
         for finding in findings:
             self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
         number = self._number()
@@ -128,6 +131,13 @@ class Engine:
         )
         self._files.found(findings, signal, plan)
         return plan
+
+    def _seen_before(self, verdict: Verdict) -> bool:
+        """Observed and left alone, a dead run says the same at every step: written down at the 1st, 2nd, 4th, 8th, ..."""
+        last, count = self._observed
+        count = count + 1 if last == (verdict.kind, verdict.step - 1) else 1
+        self._observed = ((verdict.kind, verdict.step), count)
+        return count & (count - 1) != 0
 
     def _consult(self, findings: tuple[Finding, ...], proposed: Plan) -> Plan:
         """Ask the user's hook; its plan, marked as its own, or the policy's."""
@@ -215,4 +225,6 @@ def _fields(struct: msgspec.Struct) -> dict[str, Any]:
     """A finding or a plan as journal fields; the attempt's own step is written by the caller."""
     fields = {name: getattr(struct, name) for name in struct.__struct_fields__}
     fields.pop("step", None)
+    if isinstance(severity := fields.get("severity"), Severity):
+        fields["severity"] = severity.name.lower()
     return fields

@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast.core.errors import ConfigError
 from holdfast.core.types import Outcome
 from holdfast.drill.storm import Storm, demo_storm
 from holdfast.reference.config import TrainConfig, parse
-from holdfast.reference.trainer import Result, Trainer, build
+from holdfast.reference.trainer import INTERRUPTED, Result, Trainer, build, check_run_dir
 from holdfast.runtime.guard import Guard
 
 STEPS = 1200
@@ -56,6 +57,7 @@ def configuration(seed: int, steps: int, run_dir: Path) -> TrainConfig:
 
 def run(seed: int, steps: int, folder: Path, listen: Listener) -> Demo:
     """Train three times with the same seed; `folder` gets a run directory for each guarded one."""
+    _check_folder(folder)
     results: dict[str, dict[str, Any]] = {}
     for name in RUNS:
         config = configuration(seed, steps, folder / name)
@@ -65,9 +67,18 @@ def run(seed: int, steps: int, folder: Path, listen: Listener) -> Demo:
         listen(name, "begin", {"steps": steps, "faults": _faults(storm)})
         with _holdfast_off(name == "unguarded"):
             result = trainer.run(hooks=[_Ears(name, listen, trainer)])
+        if result.stopped == INTERRUPTED:
+            raise KeyboardInterrupt  # the trainer ends a run cleanly at Ctrl-C; here it is meant for all three
         results[name] = _report(name, result)
         listen(name, "end", results[name])
     return Demo(**results)
+
+
+def _check_folder(folder: Path) -> None:
+    """ConfigError where it cannot be written, or holds runs: what those left out would be left out again."""
+    check_run_dir(str(folder), "--folder")
+    if any((folder / name).exists() for name in RUNS):
+        raise ConfigError([f"--folder {folder}: holds the runs of an earlier demo; name another, or remove it"], "demo")
 
 
 def _faults(storm: Storm | None) -> list[dict[str, Any]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -131,11 +134,58 @@ def is_trainers(data: Mapping[str, Any]) -> bool:
 
 def load(path: str | os.PathLike[str], assignments: list[str]) -> TrainConfig:
     """The file with `section.key=value` laid over it, checked; one ConfigError with everything that is wrong."""
+    if not Path(path).exists():
+        raise ConfigError(
+            ["no such file; begin with configs/tiny.toml, or with an empty file: every key is optional"], str(path)
+        )
     return parse(override(read_toml(path), assignments), str(path))
 
 
 def parse(data: Mapping[str, Any], source: str) -> TrainConfig:
-    return parse_as(TrainConfig, data, source, _across)
+    """The trainer's sections and the policy's, checked; one ConfigError with everything that is wrong."""
+    errors: list[str] = []
+    readable = _readable(data, errors)
+    try:
+        config = parse_as(TrainConfig, readable, source, _across)
+    except ConfigError as error:
+        raise ConfigError([*errors, *error.errors], source) from None
+    if errors:
+        raise ConfigError(errors, source)
+    return config
+
+
+def _readable(data: Mapping[str, Any], errors: list[str]) -> Mapping[str, Any]:
+    """`data` with only what is usable in its [[dataset]] entries; what is wrong with the rest goes to `errors`."""
+    dataset = data.get("dataset")
+    if not isinstance(dataset, Mapping):
+        return data
+    body = dict(dataset)
+    if isinstance(body.get("sources"), list):
+        # One that cannot be used keeps its place: stages' weights are counted against the sources that are named.
+        found = [_entry(f"[[dataset.sources]] number {n}", e, Source, errors) for n, e in enumerate(body["sources"], 1)]
+        body["sources"] = [e if e is not None else {"path": ""} for e in found]
+    if isinstance(body.get("stages"), list):
+        found = [_entry(f"[[dataset.stages]] number {n}", e, Stage, errors) for n, e in enumerate(body["stages"], 1)]
+        body["stages"] = [e for e in found if e is not None]
+    return {**data, "dataset": body}
+
+
+def _entry(where: str, entry: Any, kind: type[Any], errors: list[str]) -> Any | None:
+    """An entry without its unknown keys, or None where the rest of it cannot be used either."""
+    fields = kind.__struct_fields__
+    if isinstance(entry, Mapping):
+        for name in [name for name in entry if name not in fields]:
+            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
+            known = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
+            errors.append(f"{where}: {name}: unknown key; {known}")
+        entry = {name: value for name, value in entry.items() if name in fields}
+    try:
+        msgspec.convert(entry, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).replace("`", "").partition(" - at $.")
+        errors.append(f"{where}: {place + ': ' if place else ''}{what[:1].lower()}{what[1:]}")
+        return None
+    return entry
 
 
 def _across(config: TrainConfig) -> Iterator[tuple[str, ...]]:
@@ -153,14 +203,23 @@ def _across(config: TrainConfig) -> Iterator[tuple[str, ...]]:
             f"[model] vocab_size = {model.vocab_size} is less than 256: the embedded data set is bytes",
             "model.vocab_size",
         )
-    for n, stage in enumerate(dataset.stages):
+    if not math.isfinite(sum(source.weight for source in dataset.sources)):
+        yield (
+            "[dataset] sources: weights and their sum must be finite numbers; only the proportions count",
+            "dataset.sources",
+        )
+    for n, stage in enumerate(dataset.stages, 1):
         if len(stage.weights) != max(1, len(dataset.sources)):
             yield (
-                f"[dataset] stages[{n}] has {len(stage.weights)} weights for {max(1, len(dataset.sources))} sources",
+                f"[[dataset.stages]] number {n} has {len(stage.weights)} weights for {max(1, len(dataset.sources))} sources",
                 "dataset.stages",
             )
-        elif not sum(stage.weights) > 0:
-            yield (f"[dataset] stages[{n}] has no weight above 0", "dataset.stages")
+        elif not 0 < sum(stage.weights) < math.inf:
+            yield (
+                f"[[dataset.stages]] number {n} has weights {list(stage.weights)}: one at least must be above 0, and all "
+                "finite",
+                "dataset.stages",
+            )
     starts = [stage.from_step for stage in dataset.stages]
     if starts != sorted(set(starts)):
         yield (f"[dataset] stages begin at {starts}: from_step must rise from one to the next", "dataset.stages")

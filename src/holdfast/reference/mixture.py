@@ -19,6 +19,7 @@ from holdfast.core.errors import DataError
 from holdfast.reference.tokens import Tokens
 
 BLOCK = 1000
+_STRIDE = 7919
 
 
 class Weights(NamedTuple):
@@ -101,7 +102,10 @@ class Mixture(Dataset[dict[str, Tensor]]):
             source = n % len(self._sources)
             data, held = self._sources[source].data, self._held[source]
             count = max(1, (held - 1) // self._context)
-            start = len(data) - held + (n // len(self._sources) * 7919 % count) * self._context
+            stride = (
+                _STRIDE if count % _STRIDE else 1
+            )  # no divisor of the count, so that none comes twice before all have
+            start = len(data) - held + (n // len(self._sources) * stride % count) * self._context
             pieces.append(torch.from_numpy(np.asarray(data[start : start + self._context + 1], dtype=np.int64)))
         stacked = [torch.stack(pieces[i : i + batch_size]) for i in range(0, len(pieces), batch_size)]
         return [{"tokens": s[:, :-1], "targets": s[:, 1:], "weight": torch.ones(len(s))} for s in stacked]

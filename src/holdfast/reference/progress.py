@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
 from holdfast.core.types import Outcome
 from holdfast.reference.config import TrainConfig
@@ -22,29 +22,22 @@ class Show:
         self._every = 1
         self._steps = 0
         self._speed = 0.0
+        self._tokens = 0
 
     def begin(self, config: TrainConfig, about: dict[str, Any]) -> None:
         self._every, self._steps = config.train.log_every, config.train.steps
+        self._tokens = about["tokens_per_step"]
         sources = ", ".join(f"{s['name']} ({s['tokens']:,} tokens)" for s in about["data"])
-        self._console.print(
-            f"{about['parameters']:,} parameters, {about['precision']}, on {about['device']}; {sources}",
-            highlight=False,
-        )
+        self._say(f"{about['parameters']:,} parameters, {about['precision']}, on {about['device']}; {sources}")
         if self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tok/s  {task.fields[time]} ms/step"),
-                TimeRemainingColumn(),
-                console=self._console,
-            )
+            self._bar = Progress(*_columns(self._console.width), console=self._console)
             self._task = self._bar.add_task("train", total=self._steps, loss="", speed="", time="")
             self._bar.start()
 
     def step(self, outcome: Outcome, tokens_per_second: float) -> None:
         self._speed = 0.9 * self._speed + 0.1 * tokens_per_second if self._speed else tokens_per_second
-        milliseconds = 1000 * (outcome.signal.seconds or 0.0)
+        # Without the guard (HOLDFAST_OFF) nobody times the step itself.
+        milliseconds = 1000 * (outcome.signal.seconds or self._tokens / tokens_per_second)
         if self._bar is not None:
             self._bar.update(
                 self._task,
@@ -82,3 +75,14 @@ class Show:
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """What fits a line, the step and the loss first: columns that do not fit would push those out."""
+    columns: list[ProgressColumn] = [TextColumn("step"), MofNCompleteColumn()]
+    if width >= 90:
+        columns.append(BarColumn())
+    columns.append(TextColumn("loss {task.fields[loss]}"))
+    if width >= 70:
+        columns.append(TextColumn("{task.fields[speed]} tok/s  {task.fields[time]} ms/step"))
+    return [*columns, TimeRemainingColumn()] if width >= 40 else columns

@@ -6,6 +6,7 @@ the header is what tells a truncated file from a whole one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -58,12 +59,12 @@ class Writer:
         self._largest = -1
 
     def write(self, tokens: Iterable[int] | np.ndarray) -> None:
-        array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens), dtype=np.int64)
+        array = tokens if isinstance(tokens, np.ndarray) else np.asarray(list(tokens), dtype=np.int64)
         if array.size:
             self._largest = max(self._largest, int(array.max()))
             if self._largest >= self._about["vocab_size"] or int(array.min()) < 0:
                 raise DataError(f"token {self._largest} does not fit a vocabulary of {self._about['vocab_size']}")
-            self._file.write(array.astype(_TYPES[self._dtype]).tobytes())
+            self._file.write(array.astype(_TYPES[self._dtype], copy=False).tobytes())
             self.count += array.size
 
     def close(self) -> None:
@@ -77,7 +78,9 @@ class Writer:
         self._aside.replace(self._path)
 
     def abandon(self) -> None:
-        self._file.close()
+        """Leave nothing behind."""
+        with contextlib.suppress(OSError):  # a full disk: closing writes what is buffered, and fails like the write did
+            self._file.close()
         self._aside.unlink(missing_ok=True)
 
 
@@ -100,7 +103,7 @@ def open_tokens(path: str | os.PathLike[str]) -> Tokens:
             raise KeyError("format")
         count, dtype, vocab_size = int(about["count"]), _TYPES[about["dtype"]], int(about["vocab_size"])
         tokenizer = str(about["tokenizer"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise DataError(f"{place}: is not a token file; `holdfast prepare` makes one from text") from None
     expected = _HEADER + count * np.dtype(dtype).itemsize
     if size != expected:

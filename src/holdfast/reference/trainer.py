@@ -58,6 +58,9 @@ class Result(msgspec.Struct, kw_only=True):
     tokens_per_second: float
     mfu: float | None
     stopped: str | None
+    """why it ended before its last step, or None"""
+    snapshot: str | None = None
+    """the file to go on from, where it was stopped"""
     run_dir: str
     summary: Summary
 
@@ -84,7 +87,11 @@ class Trainer:
         data: Any = self.mixture if tamper is None else tamper.data(self.mixture)
         # The order is in the mixture itself: sample n is a function of n and the seed, so the loader reads in sequence.
         self.loader: DataLoader[Any] = DataLoader(
-            data, batch_size=train.batch_size, num_workers=config.dataset.workers, pin_memory=self.device.type == "cuda"
+            data,
+            batch_size=train.batch_size,
+            num_workers=config.dataset.workers,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_interrupts_to_the_trainer,
         )
         if train.compile:
             self.model = torch.compile(self.model)
@@ -113,6 +120,10 @@ class Trainer:
         )
         watch.guard, watch.stop_at = guard, stop_at
         if resume is not None:
+            if guard.summary().status == "off":
+                raise ConfigError(
+                    [f"--resume {resume}: HOLDFAST_OFF is set, which reads no snapshot; unset it"], "train"
+                )
             guard.load(resume)
         if view is not None:
             view.begin(config, self.about())
@@ -123,15 +134,21 @@ class Trainer:
                 with step:
                     for batch in step.microbatches():
                         step.backward(self.loss(batch, config.model.z_loss))
-            if guard.step < train.steps:
-                guard.save(Path(train.run_dir) / SNAPSHOT)
+            snapshot = self._save(guard) if guard.step < train.steps else None
             result = watch.result(guard.summary())
             final = self.evaluate()
-        result = msgspec.structs.replace(result, eval_loss=final)
+        result = msgspec.structs.replace(result, eval_loss=final, snapshot=snapshot)
         if view is not None:
             view.evaluated(guard.step, final)
             view.end(result)
         return result
+
+    def _save(self, guard: Guard) -> str | None:
+        if guard.summary().status == "off":
+            return None
+        place = Path(self.config.train.run_dir) / SNAPSHOT
+        guard.save(place)
+        return str(place)
 
     def loss(self, batch: dict[str, Any], z_loss: float = 0.0) -> torch.Tensor:
         tokens = batch["tokens"].to(self.device, non_blocking=True)
@@ -238,15 +255,18 @@ def build(config: TrainConfig, *, tamper: Tamper | None = None) -> Trainer:
         raise ConfigError([str(error)], "train") from None
 
 
-def check_run_dir(path: str) -> None:
-    """ConfigError where the folder cannot be made or written to, before anything is built."""
+def check_run_dir(path: str, key: str = "[train] run_dir =") -> None:
+    """ConfigError where the folder cannot be made or written to, before anything is built; `key` is who named it."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         probe = Path(path) / f".probe.{os.getpid()}"
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise ConfigError([f"[train] run_dir = {path!r} cannot be written: {error.strerror}"], "train") from None
+        reason = (
+            "is a file, where a folder is needed" if Path(path).is_file() else f"cannot be written: {error.strerror}"
+        )
+        raise ConfigError([f"{key} {path!r} {reason}; choose another"], "train") from None
 
 
 class _Watch:
@@ -294,7 +314,8 @@ class _Watch:
             seconds=now - self._began,
             tokens_per_second=speed,
             mfu=None if peak is None else speed * trainer.flops / peak,
-            stopped=None if self.guard is None else self.guard.stopping,
+            # Asked to stop at its last step, or interrupted in it, a run is complete all the same.
+            stopped=self.guard.stopping if self.guard and summary.committed < trainer.config.train.steps else None,
             run_dir=trainer.config.train.run_dir,
             summary=summary,
         )
@@ -316,6 +337,11 @@ def stops_at_interrupt(guard: Guard) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _leave_interrupts_to_the_trainer(worker: int) -> None:
+    """A terminal sends Ctrl-C to the loader's processes too: they must go on until the current step has its data."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

@@ -7,10 +7,13 @@ no trace in the version counter.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+from holdfast.runtime.snapshots.certify import nbytes
 
 _SMALL = 64 * 1024
 
@@ -31,7 +34,8 @@ class Buffers:
                 for name in module._buffers:
                     self._places.append((".".join(filter(None, (prefix, path, name))), module, name))
         self._copies: Capture = [None] * len(self._places)
-        self._seen: list[tuple[int, int] | None] = [None] * len(self._places)
+        # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are used again.
+        self._seen: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._places)
 
     def named(self) -> dict[str, Tensor]:
         """The buffers as they are, by full name."""
@@ -46,10 +50,12 @@ class Buffers:
             if value is None:
                 self._copies[i], self._seen[i] = None, None
                 continue
-            mark = (id(value), 0 if value.is_inference() else value._version)
-            if self._copies[i] is None or self._seen[i] != mark or value.nbytes <= _SMALL:
+            version = 0 if value.is_inference() else value._version
+            seen = self._seen[i]
+            same = seen is not None and seen[0]() is value and seen[1] == version
+            if self._copies[i] is None or not same or nbytes(value) <= _SMALL:
                 self._copies[i] = value.detach().clone()
-                self._seen[i] = mark
+                self._seen[i] = (weakref.ref(value), version)
         return list(self._copies)
 
     @torch.no_grad()

@@ -107,7 +107,11 @@ class Guard:
         if isinstance(self._run, Run):
             self._run.open(self._about())
         self._phase = "open"
-        self._hooks.call("on_train_begin", self)
+        try:
+            self._hooks.call("on_train_begin", self)
+        except BaseException as error:  # `with guard:` is not entered then, so nobody else would let the folder go
+            self.close(error)
+            raise
 
     def close(self, error: BaseException | None = None) -> None:
         """Settle what is pending and end the record. `with guard:` does it; calling it twice does no harm."""
@@ -190,7 +194,7 @@ class Guard:
 
     def register(self, name: str, thing: Any) -> None:
         """Add an object with state (EMA, a curriculum, a replay buffer): it goes back with every rollback."""
-        if self._run.step > 0:
+        if self._run.step > 0 or (isinstance(self._run, Run) and self._run.current is not None):
             raise SetupError(
                 f"register({name!r}, ...): register before the first step, so that every snapshot holds it"
             )

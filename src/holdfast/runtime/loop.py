@@ -17,6 +17,7 @@ class Serves(Protocol):
     exhausted: bool
     pending: Step | None
 
+    def in_time(self) -> None: ...
     def serve(self, accumulate: int) -> Step | None: ...
     def flush(self) -> bool: ...
 
@@ -35,17 +36,15 @@ class Steps:
     def __next__(self) -> Step:
         self._check_last()
         run = self._run
-        if self._done:
-            raise StopIteration
-        while run.stopping is None and not run.exhausted and not self._enough():
-            step = run.serve(self._accumulate)
-            if step is None:
-                break
-            # Serving may have settled the step before as undone, and so have moved the goal.
-            self._last = step
-            return step
-        self._done = True
-        run.flush()
+        while not self._done:
+            run.in_time()
+            if run.stopping is None and not run.exhausted and not self._enough():
+                step = run.serve(self._accumulate)
+                if step is not None:
+                    self._last = step
+                    return step
+            # Settling the last step may undo it and put its data back: then there is more to do.
+            self._done = run.flush() or run.stopping is not None
         raise StopIteration
 
     def _enough(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from holdfast.core.engine import Limits
 from holdfast.core.ports import Clock
 from holdfast.core.types import Outcome, Signal, Span, Status
+from holdfast.runtime.data.epochs import epoch_setters, standing_epoch
 from holdfast.runtime.data.source import Draw, Position
 from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.gate import Gate
@@ -29,13 +30,19 @@ class OffRun:
         self.pending: Step | None = None
         self._clip = clip
         self._gate = Gate(state.optimizers, state.scaler, "host", armed=False, on_cuda=False)
-        self._parameters = state.trained()
-        self._loader: Iterable[Any] = ()
+        self._loader: Iterable[Any] | None = None
         self._left: int | None = None
+        self._epoch = 0
         self._batches: Iterator[Any] | None = None
 
     def attach(self, loader: Iterable[Any], epochs: int | None) -> None:
-        self._loader, self._left, self._batches, self.exhausted = loader, epochs, None, False
+        if loader is not self._loader:
+            self._loader, self._batches, self._epoch = loader, None, standing_epoch(loader)
+        self._left = None if epochs is None else epochs + (self._batches is not None)
+        self.exhausted = False
+
+    def in_time(self) -> None:
+        pass
 
     def serve(self, accumulate: int) -> Step | None:
         first = self._draw()
@@ -55,12 +62,16 @@ class OffRun:
             if self._batches is None:
                 if empty or self._left == 0:
                     return None
+                assert self._loader is not None
+                for set_epoch in epoch_setters(self._loader):
+                    set_epoch(self._epoch)
                 self._batches = iter(self._loader)
                 empty = True
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._batches = None
+                self._epoch += 1
                 if self._left is not None:
                     self._left -= 1
                 self.state.schedulers.step("epoch")
@@ -69,16 +80,18 @@ class OffRun:
             return Draw(batch, Span(0, 0, 0), None, count_samples(batch), here, here, None)
 
     def leave(self, step: Step) -> None:
+        parameters = self.state.trained()
         if (factor := step.correction()) != 1.0:
-            discount(self._parameters, factor)
+            discount(parameters, factor)
         scaler = self.state.scaler
         found = {} if scaler is None else scaler.unscale(self.state.optimizers.outer)
         loss = step.mean_loss()
         assert loss is not None
-        sensed = sense(loss, gradient_norm(self._parameters), Limits(None, None), None, None)
-        self._gate.apply(sensed, self._parameters, found, self._clip, 1.0)
-        clear_gradients(self._parameters)
+        sensed = sense(loss, gradient_norm(parameters), Limits(None, None), None, None)
+        self._gate.apply(sensed, parameters, found, self._clip, 1.0)
+        clear_gradients(parameters)
         if any(float(f) for f in found.values()):
+            step.result = Outcome(status=Status.OVERFLOWED, signal=Signal(step=self.step + 1, loss=step.loss))
             return
         self.step += 1
         self.state.schedulers.step("step")
@@ -86,10 +99,13 @@ class OffRun:
         self.hooks.call("on_step_end", step.result)
 
     def abandon(self, step: Step) -> None:
-        clear_gradients(self._parameters)
+        clear_gradients(self.state.trained())
+        if self.state.scaler is not None:
+            self.state.scaler.leave()
 
     def discard_remainder(self, step: Step) -> None:
-        clear_gradients(self._parameters)
+        self.abandon(step)
+        step.result = Outcome(status=Status.DISCARDED, signal=Signal(step=step.number, loss=step.loss))
         self.exhausted = True
 
     def flush(self) -> bool:

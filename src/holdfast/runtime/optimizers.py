@@ -122,7 +122,7 @@ class Optimizers:
         self, states: list[dict[Any, Any]], groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]
     ) -> None:
         """Back to the saved state, in place; state that did not exist then is removed."""
-        for optimizer, state, saved in zip(self.all, states, groups, strict=True):
+        for optimizer, state in zip(self.all, states, strict=True):
             parameters = _parameters(optimizer)
             known = {id(parameters[k]) if isinstance(k, int) else k for k in state}
             for key in [k for k in optimizer.state if (id(k) if isinstance(k, Tensor) else k) not in known]:
@@ -131,8 +131,42 @@ class Optimizers:
                 owner: Any = parameters[index] if isinstance(index, int) else index
                 device = owner.device if isinstance(owner, Tensor) else None
                 optimizer.state[owner] = join(skeleton, tensors, optimizer.state.get(owner), device)
+        self.join_groups(groups, tensors)
+
+    def join_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
+        """Group options back to what they were."""
+        for optimizer, saved in zip(self.all, groups, strict=True):
             for group, options in zip(optimizer.param_groups, saved, strict=True):
                 group.update(join(options, tensors, group, None))
+
+    def split_own(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+        """What an optimizer keeps as plain attributes of its own (counts, slow weights), copied."""
+        found: dict[str, Tensor] = {}
+        rest = [split(self._own(o), f"own.{i}", found) for i, o in enumerate(self.all)]
+        tensors.update({name: value.clone() for name, value in found.items()})
+        return rest
+
+    def join_own(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+        for optimizer, values in zip(self.all, saved, strict=True):
+            vars(optimizer).update({k: join(v, tensors, vars(optimizer).get(k), None) for k, v in values.items()})
+
+    def _own(self, optimizer: Optimizer) -> dict[str, Any]:
+        trained = {id(p) for p in self.parameters()}
+        return {k: v for k, v in vars(optimizer).items() if k not in _TORCHS and _is_plain(v, trained)}
+
+
+_TORCHS = frozenset(vars(Optimizer([Tensor()], {})))
+
+
+def _is_plain(value: Any, trained: set[int]) -> bool:
+    """Numbers, text and tensors, nested or not; no parameter among them, which are the model's."""
+    if isinstance(value, dict):
+        return all(_is_plain(v, trained) for v in value.values())
+    if isinstance(value, list | tuple):
+        return all(_is_plain(v, trained) for v in value)
+    if isinstance(value, Tensor):
+        return id(value) not in trained
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -18,10 +18,11 @@ from torch import Tensor
 from holdfast.core.config import Config
 from holdfast.core.detectors.base import Detector
 from holdfast.core.engine import Engine
-from holdfast.core.errors import HoldfastError, SetupError, StepError
+from holdfast.core.errors import SetupError, StepError
 from holdfast.core.ports import Clock
 from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
 from holdfast.runtime import effects
+from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position, Source
 from holdfast.runtime.gate import Gate
@@ -76,7 +77,8 @@ class Run:
         self.exhausted = False
         self._clip = clip
         self._loader: Any = None
-        self._parameters = state.trained()
+        self._parameters: list[Tensor] = []
+        self._counts: list[int] = []
         self._attempt = 1
         self._ended_epochs = 0
         self._overflows = 0
@@ -115,12 +117,11 @@ class Run:
                 "note", step=0, message="the loader has no resumable position: its data is drawn and dropped"
             )
         self.source, self._loader = source, loader
-        self._parameters = self.state.trained()
         self.positions.clear()
         if self._resumed is not None:
             self._continue(*self._resumed)
             self._resumed = None
-        self._tell(self.keeper.begin(self.step, self.engine.state_dict()))
+        self._tell(self.keeper.begin(self.step))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Everything the run is, as of now, into one file."""
@@ -163,9 +164,10 @@ class Run:
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""
         trouble: BaseException | None = None
+        self.current = None
         try:
             self.flush()
-        except HoldfastError as problem:
+        except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
             trouble = problem
         self.state.optimizers.release()
         self.keeper.close()
@@ -190,13 +192,8 @@ class Run:
     def serve(self, accumulate: int) -> Step | None:
         """The next step, or None when the data has ended."""
         assert self.source is not None
-        if self.hooks.in_time:
-            # A teacher or an average that on_step_end moves must have moved before the next forward sees it.
-            self.flush()
         while True:
-            buffers = self.state.buffers.capture()
-            self.keeper.next_begins(self.rng.capture, buffers, self.source.position)
-            self._ended_epochs = 0
+            buffers = self._next_begins()
             try:
                 first = self.source.draw()
                 break
@@ -215,6 +212,37 @@ class Run:
             step.epochs_before = self._ended_epochs
         self.current = step
         return step
+
+    def in_time(self) -> None:
+        """Between two steps: a teacher or an average that on_step_end moves must move before the next forward sees it."""
+        if self.hooks.in_time:
+            self.flush()
+
+    def _next_begins(self) -> Capture:
+        """What a snapshot of the step before still lacks, and the buffers to come back to."""
+        assert self.source is not None
+        buffers = self.state.buffers.capture()
+        position = self.source.position
+        self._tell(self.keeper.next_begins(self.rng.capture, buffers, position, self.engine.state_dict))
+        self._ended_epochs = 0
+        return buffers
+
+    def _serve_anew(self, step: Step) -> None:
+        """The step has been served but not entered, and the one before it was undone: other data, same object."""
+        assert self.source is not None
+        step.buffers = self._next_begins()
+        try:
+            step.draws = [self.source.draw()]
+        except StopIteration:
+            step.draws, step.data_ended = [], True
+        step.number, step.attempt, step.epochs_before = self.step + 1, self._attempt, 0
+        self._step_epochs(self._ended_epochs)
+
+    def _follow_groups(self) -> None:
+        """A group added on the way (gradual unfreezing): its gradients are clipped and cleared like the others."""
+        counts = [len(g["params"]) for o in self.state.optimizers.all for g in o.param_groups]
+        if counts != self._counts:
+            self._counts, self._parameters = counts, self.state.trained()
 
     def draw_more(self, step: Step) -> bool:
         """One more batch for a step in progress; False where the data has ended inside it."""
@@ -238,6 +266,7 @@ class Run:
 
     def leave(self, step: Step) -> None:
         """A complete step: measure it, settle the one before, let its update land or not."""
+        self._follow_groups()
         parameters, scaler = self._parameters, self.state.scaler
         if (factor := step.correction()) != 1.0:
             discount(parameters, factor)
@@ -250,6 +279,10 @@ class Run:
             return
         if self.pending is None and step.epochs_before:
             self._step_epochs(step.epochs_before)
+        if step.ended_epochs and self.state.schedulers.has("epoch"):
+            # An epoch ended between two of its batches: as in a plain loop, the schedule moves before the update.
+            step.schedule = self.state.schedule()
+            self._step_epochs(step.ended_epochs)
         step.number, step.attempt = self.step + 1, self._attempt
         limits = self.engine.limits()
         sensed = sense(loss, norm, limits, _any(found), None if scaler is None else scaler.tensor())
@@ -263,7 +296,8 @@ class Run:
         clear_gradients(parameters)
         self.pending = step
         if self.gate.on_device:
-            self._tell(self.keeper.updated(step.number))
+            if not self.hooks.in_time:
+                self._tell(self.keeper.updated(step.number))
         else:
             self.settle(None)
 
@@ -284,17 +318,21 @@ class Run:
         )
 
     def abandon(self, step: Step) -> None:
-        """An error came out of the step: nothing of it is applied."""
+        """An error came out of the step: nothing of it is applied, and its data is gone."""
         self._drop_gradients()
         self.current = None
+        self.engine.write("abandoned", step=step.number, data=_spans(step), batches=len(step.draws))
 
     def discard_remainder(self, step: Step) -> None:
         """The data ended inside the step: fewer batches than it takes are left, and are not trained on."""
         self._drop_gradients()
         self.rewind(step)
-        spans = [d.span for d in step.draws]
-        self.engine.write("remainder", step=step.number, data=spans, batches=len(spans))
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
+        if not self.flush():  # the step before was undone: there is data again
+            self.engine.became(step.result)
+            return
+        self.engine.write("remainder", step=step.number, data=_spans(step), batches=len(step.draws))
+        self._step_epochs(step.epochs_before + step.ended_epochs)
         self.exhausted = True
 
     def _discard(self, step: Step) -> None:
@@ -302,8 +340,11 @@ class Run:
         self._drop_gradients()
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
         self.engine.became(step.result)
+        if self.source is not None and not self.source.exact:
+            self._step_epochs(step.epochs_before + step.ended_epochs)
 
     def _drop_gradients(self) -> None:
+        self._follow_groups()
         clear_gradients(self._parameters)
         if self.state.scaler is not None:
             self.state.scaler.leave()
@@ -315,7 +356,22 @@ class Run:
 
     def flush(self) -> bool:
         """Settle the pending step now, which waits for the device. False: the data was put back."""
-        return self.pending is None or self.settle(None)
+        if self.pending is None:
+            return True
+        served = self.current if self.current is not self.pending else None
+        if served is not None and served.is_open:
+            raise StepError(
+                f"step {self.pending.number} cannot be settled inside step {served.number}, which runs on what it left: "
+                "evaluate, save, declare shifts and read step.outcome between two steps, or in on_step_end"
+            )
+        if served is not None and served.entered:
+            served = None
+        settled = self.settle(served)
+        if not settled:
+            self.exhausted = False
+            if served is not None:
+                self._serve_anew(served)
+        return settled
 
     def settle(self, following: Step | None) -> bool:
         """Find out what became of the pending step and act on it. False: the data was put back; `following` is void."""
@@ -330,13 +386,17 @@ class Run:
         if plan is None or not plan.actions:
             if vetoed:
                 return effects.skip.perform(self, step, following, signal, plan, Skip())
-            if signal.overflow:
-                self._overflowed(step, signal)
-            else:
-                self._commit(step, signal, healthy=plan is None or plan.by != "observe")
+            self.stands(step, signal, healthy=plan is None or plan.by != "observe")
             return True
         self.keeper.unhealthy()
         return effects.carry_out(self, step, following, signal, plan, vetoed)
+
+    def stands(self, step: Step, signal: Signal, healthy: bool = True) -> None:
+        """Nothing undoes the step: its update has landed, or the loss scaler kept it from landing."""
+        if signal.overflow:
+            self._overflowed(step, signal)
+        else:
+            self._commit(step, signal, healthy)
 
     def _signal(self, step: Step, reading: Reading) -> Signal:
         return Signal(
@@ -385,7 +445,6 @@ class Run:
         self._attempt = 1
         self.positions[self.step] = step.draws[0].begin
         self._step_schedulers("step")
-        self._step_epochs(step.ended_epochs)
         self.state.interventions.commit()
         if healthy:
             self.engine.commit(signal)
@@ -393,7 +452,7 @@ class Run:
         step.result = Outcome(status=Status.COMMITTED, signal=signal)
         self.records.metrics(step.result)
         self.hooks.call("on_step_end", step.result)
-        self._tell(self.keeper.committed(self.step, self.engine.state_dict))
+        self.keeper.committed(self.step, self.engine.state_dict)
         oldest = self.keeper.oldest_position()
         if oldest is not None and self.step % 16 == 0:
             self._forget_before(oldest)
@@ -411,7 +470,6 @@ class Run:
         step.result = Outcome(status=Status.OVERFLOWED, signal=signal)
         self.engine.became(step.result, loss_scale=signal.loss_scale)
         self.records.metrics(step.result)
-        self._step_epochs(step.ended_epochs)
 
     def not_committed(self, step: Step, outcome: Outcome, **fields: Any) -> None:
         """An effect has dealt with the step in another way than committing it."""
@@ -435,11 +493,14 @@ class Run:
     # ---- going back
 
     def rewind(self, step: Step) -> None:
-        """Random streams and buffers as they were before the step's data was loaded."""
-        rng = step.draws[0].rng
+        """Random streams and buffers as they were before the step's data was loaded, and the schedule with them."""
+        rng = step.draws[0].rng if step.draws else None
         if rng is not None:
             self.rng.restore(rng)
         self.state.buffers.restore(step.buffers)
+        # A stream does not go back over the end of an epoch: there the schedule has moved for good.
+        if step.schedule is not None and self.source is not None and self.source.exact:
+            self.state.reschedule(step.schedule)
 
     def returned_to(self, step: int) -> None:
         """A snapshot has been put back: what was counted since is undone."""

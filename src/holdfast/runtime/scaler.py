@@ -81,5 +81,8 @@ class Scaler:
                 self._scaler._scale.fill_(state["scale"])
                 self._scaler._growth_tracker.fill_(state["_growth_tracker"])
             return
+        if self._scaler._scale is None:
+            # In a new process the scaler makes its tensors at the first loss; they are needed before it.
+            self._scaler._lazy_init_scale_growth_tracker(torch.device(self._scaler._device))
         self._scaler._scale.copy_(tensors["scaler.scale"])
         self._scaler._growth_tracker.copy_(tensors["scaler.growth_tracker"])

@@ -6,9 +6,8 @@ random streams belong here too but change within a forward: `Buffers` and `Rng` 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,16 @@ from holdfast.runtime.buffers import Buffers, Capture
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import Interventions, Schedulers
-from holdfast.runtime.snapshots.certify import first_nonfinite
+from holdfast.runtime.snapshots.certify import fingerprint, first_nonfinite, nbytes, nonfinite
+from holdfast.runtime.tree import join, split
+
+
+class Schedule(NamedTuple):
+    """Where the schedule stands."""
+
+    schedulers: list[dict[str, Any]]
+    groups: list[list[dict[str, Any]]]
+    tensors: dict[str, Tensor]
 
 
 class RunState:
@@ -38,13 +46,20 @@ class RunState:
         self.interventions = Interventions()
         self.buffers = Buffers(self.modules)
         self._registered: dict[str, Any] = {}
-        self._frozen: dict[str, tuple[tuple[int, int], Tensor]] = {}
-        # A mask of -inf is non-finite by intent: buffers and frozen weights may be so where they were from the start.
-        self._intended = {
-            name: ~torch.isfinite(value).cpu()
-            for name, value in {**self.buffers.named(), **self._parameters(trained=False)}.items()
-            if value.is_floating_point() and not bool(torch.isfinite(value).all())
-        }
+        self._moving: set[str] = set()
+        """weights that no optimizer has, found to change all the same (a teacher that follows the model)"""
+        self._frozen: dict[str, Tensor] = {}
+        self._prints: dict[str, int] = {}
+        self._intended: dict[str, Tensor] = {}
+        self._intend({f"buffer.{n}": b for n, b in self.buffers.named().items()})
+        self._intend({f"frozen.{n}": p for n, p in self._parameters(trained=False).items()})
+
+    def _intend(self, tensors: dict[str, Tensor]) -> None:
+        """A mask of -inf is non-finite by intent: what is not trained may be so where it was from the start."""
+        for name, value in tensors.items():
+            bad = nonfinite(value)
+            if bad is not None and bool(bad.any()):
+                self._intended[name] = bad.cpu()
 
     def register(self, name: str, thing: Any) -> None:
         """Add an object with state. A module's tensors are kept like the model's; others go through their state_dict."""
@@ -56,6 +71,9 @@ class RunState:
         if name in self._registered:
             raise SetupError(f"register({name!r}, ...): that name is taken; choose another")
         self._registered[name] = thing
+        tensors: dict[str, Tensor] = {}
+        self._split_registered([name], tensors)
+        self._intend(tensors)
 
     def trained(self) -> list[Tensor]:
         """The parameters the optimizers update, in the model's own order."""
@@ -74,9 +92,10 @@ class RunState:
         seen: set[int] = set()
         for prefix, module in self.modules:
             for name, p in module.named_parameters():
-                if id(p) not in seen and (p.requires_grad or id(p) in chosen) == trained:
+                name = f"{prefix}.{name}" if prefix else name
+                if id(p) not in seen and (p.requires_grad or id(p) in chosen or name in self._moving) == trained:
                     seen.add(id(p))
-                    found[f"{prefix}.{name}" if prefix else name] = p.detach()
+                    found[name] = p.detach()
         return found
 
     # ---- apart and back
@@ -88,7 +107,7 @@ class RunState:
         return tensors
 
     def light(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All else, copied as of now: small things, and the tensors of registered modules."""
+        """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
         tensors: dict[str, Tensor] = {}
         rest: dict[str, Any] = {
             "optimizer_state": self.optimizers.split_state({}),
@@ -96,60 +115,103 @@ class RunState:
             "schedulers": self.schedulers.state_dict(),
             "interventions": self.interventions.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.split(tensors),
-            "registered": {},
         }
-        for name, thing in self._registered.items():
-            if isinstance(thing, nn.Module):
-                for key, value in _tensors(thing).items():
-                    tensors[f"registered.{name}.{key}"] = value.detach().clone()
-            else:
-                rest["registered"][name] = copy.deepcopy(thing.state_dict())
+        found: dict[str, Tensor] = {}
+        rest["registered"] = self._split_registered(self._registered, found)
+        tensors.update({name: value.clone() for name, value in found.items()})
+        rest["optimizer_own"] = self.optimizers.split_own(tensors)
+        for name, value in self._parameters(trained=False).items():
+            tensors[f"print.{name}"] = fingerprint(value)
         return rest, tensors
 
+    def _split_registered(self, names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """The tensors of registered objects into `tensors`, not copied; returns the rest."""
+        rest: dict[str, Any] = {}
+        for name in names:
+            thing = self._registered[name]
+            state = _tensors(thing) if isinstance(thing, nn.Module) else thing.state_dict()
+            rest[name] = split(state, f"registered.{name}", tensors)
+        return rest
+
     def frozen(self) -> dict[str, Tensor]:
-        """Host copies of the weights that are not trained: made once, shared by every snapshot, renewed if they change."""
+        """Host copies of the weights that are not trained: made once, shared by every snapshot."""
         current = self._parameters(trained=False)
         for name, value in current.items():
-            mark = (value.data_ptr(), 0 if value.is_inference() else value._version)
-            kept = self._frozen.get(name)
-            if kept is None or kept[0] != mark:
-                self._frozen[name] = (mark, value.detach().to("cpu", copy=True))
-        return {f"frozen.{name}": self._frozen[name][1] for name in current}
+            if name not in self._frozen:
+                self._frozen[name] = value.detach().to("cpu", copy=True)
+                self._prints[name] = int(fingerprint(self._frozen[name]))
+        return {f"frozen.{name}": self._frozen[name] for name in current}
+
+    def thawed(self, tensors: dict[str, Tensor]) -> str | None:
+        """The first frozen weight that was not, by its fingerprint, what the shared copy holds; None where all were.
+
+        A write through `.data` leaves no other trace. Such a weight is kept like a trained one from then on.
+        """
+        moved = [n for n, own in self._prints.items() if int(tensors.get(f"print.{n}", own)) != own]
+        self._moving.update(moved)
+        return moved[0] if moved else None
+
+    def spoilt(self, frozen: dict[str, Tensor]) -> str | None:
+        """The first of the shared copies that does not hold what it held when it was made, or None."""
+        for name, copied in frozen.items():
+            if int(fingerprint(copied)) != self._prints[name.removeprefix("frozen.")]:
+                return name
+        return None
+
+    def nbytes(self) -> tuple[int, int]:
+        """What a snapshot holds of buffers and registered objects, and what all of them share, in bytes."""
+        own = {f"buffer.{n}": b for n, b in self.buffers.named().items()}
+        self._split_registered(self._registered, own)
+        return sum(map(nbytes, own.values())), sum(map(nbytes, self._parameters(trained=False).values()))
 
     @torch.no_grad()
     def join(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Back to what was taken apart, in place."""
-        for trained, prefix in ((True, "model"), (False, "frozen")):
-            for name, p in self._parameters(trained=trained).items():
-                p.copy_(tensors[f"{prefix}.{name}"])
+        for name, p in (*self._parameters(trained=True).items(), *self._parameters(trained=False).items()):
+            p.copy_(tensors.get(f"model.{name}", tensors.get(f"frozen.{name}")))  # type: ignore[arg-type]
         self.optimizers.join(rest["optimizer_state"], rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
         if self.scaler is not None:
             self.scaler.join(rest["scaler"], tensors)
+        self.optimizers.join_own(rest["optimizer_own"], tensors)
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
-                for key, value in _tensors(thing).items():
-                    value.copy_(tensors[f"registered.{name}.{key}"])
-            elif name in rest["registered"]:
-                thing.load_state_dict(copy.deepcopy(rest["registered"][name]))
+                current = _tensors(thing)
+                for key, value in join(rest["registered"][name], tensors, current, None).items():
+                    if value is not current[key]:
+                        current[key].copy_(value)
+            else:
+                thing.load_state_dict(join(rest["registered"][name], tensors, thing.state_dict(), None))
 
     def fits(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
         """Why a snapshot cannot be put back into the run as it is now, or None."""
         if not self.optimizers.fits(rest["optimizer_groups"]):
             return "the optimizer's param groups have changed since"
-        missing = [n for n in self._parameters(trained=True) if f"model.{n}" not in tensors]
-        missing += [n for n in self._parameters(trained=False) if f"frozen.{n}" not in tensors]
-        if missing:
-            return f"parameter {missing[0]} was not trained or not there then"
+        for name in (*self._parameters(trained=True), *self._parameters(trained=False)):
+            if f"model.{name}" not in tensors and f"frozen.{name}" not in tensors:
+                return f"parameter {name} was not there then"
+        for name in self._registered:
+            if name not in rest["registered"]:
+                return f"{name!r} was not registered then"
         return None
+
+    def schedule(self) -> Schedule:
+        """The schedulers, and the group options they write to, copied."""
+        tensors: dict[str, Tensor] = {}
+        return Schedule(self.schedulers.state_dict(), self.optimizers.split_groups(tensors), tensors)
+
+    def reschedule(self, kept: Schedule) -> None:
+        """Schedulers and group options back to what they were."""
+        self.optimizers.join_groups(kept.groups, kept.tensors)
+        self.schedulers.load_state_dict(kept.schedulers)
 
     # ---- health
 
     def intended(self, name: str) -> Tensor | None:
-        """Where a buffer or a frozen weight may be non-finite, as a mask on the host, or None for nowhere."""
+        """Where a tensor that is not trained may be non-finite, as a mask on the host, or None for nowhere."""
         kind, _, own = name.partition(".")
-        return self._intended.get(own) if kind in ("buffer", "frozen") else None
+        return self._intended.get(f"frozen.{own}" if kind == "model" else name)
 
     def nonfinite(self, buffers: Capture) -> str | None:
         """The first tensor of the state that holds NaN or Inf where it should not. Waits for the device.

@@ -17,6 +17,7 @@ from holdfast.runtime.gate import Passage
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
+    from holdfast.runtime.state import Schedule
 
 
 class Step:
@@ -41,6 +42,8 @@ class Step:
         """epochs that ended right before it, found while the step before was pending"""
         self.ended_epochs = 0
         """epochs that ended between its batches"""
+        self.schedule: Schedule | None = None
+        """where the schedule stood before those moved it"""
         self.data_ended = False
         self.result: Outcome | None = None
         self._state = "new"
@@ -51,6 +54,7 @@ class Step:
         self._current: float | None = None
         self._reference: float | None = None
         self._loss: Tensor | None = None
+        self._nothing: Tensor | None = None
         self._began = 0.0
 
     # ---- what the user calls
@@ -106,10 +110,13 @@ class Step:
         own = 1.0 if own is None else own
         if not own >= 0 or own == float("inf"):
             raise StepError(f"backward(weight={weight!r}): a weight is a finite number, not negative")
-        if not self._reference:
-            self._reference = own
-        share = own / self._reference if self._reference else 1.0
         self._backwards += 1
+        if own == 0:  # nothing in it counts (every label ignored): left out, for its loss may be NaN
+            self._nothing = loss.detach().float().reshape(()) * float("nan")
+            return
+        if self._reference is None:
+            self._reference = own
+        share = own / self._reference
         self._weights.append(share)
         value = loss if loss.dim() == 0 else loss.reshape(())
         mean = value.detach().float()
@@ -129,7 +136,8 @@ class Step:
             raise StepError("step.outcome is known after the `with step:` block")
         if self.result is None:
             self._run.flush()
-        assert self.result is not None, "a left step settles at a flush"
+        if self.result is None:
+            raise StepError(f"step {self.number} has no outcome: an error came out of it, and nothing was applied")
         return self.result
 
     @property
@@ -149,11 +157,8 @@ class Step:
         return self._state == "open"
 
     def mean_loss(self) -> Tensor | None:
-        """The mean over the parts, by weight."""
-        if self._loss is None:
-            return None
-        total = sum(self._weights)
-        return self._loss / total if total else self._loss * float("nan")
+        """The mean over the parts, by weight; NaN where none of them counts."""
+        return self._nothing if self._loss is None else self._loss / sum(self._weights)
 
     def correction(self) -> float:
         """What the gradients are to be multiplied by, once the weights of all parts are known; 1 where all were equal."""
@@ -244,7 +249,7 @@ class _Microbatches:
     def _cut(self, draw: Draw) -> list[tuple[Any, int | None]]:
         if self._parts == 1:
             return [(draw.batch, draw.samples)]
-        pieces = (self._splitter or split)(draw.batch, self._parts)
+        pieces = list((self._splitter or split)(draw.batch, self._parts))
         if self._splitter is not None and len(pieces) != self._parts:
             raise StepError(f"splitter returned {len(pieces)} parts instead of {self._parts}")
         return [(piece, count_samples(piece)) for piece in pieces]

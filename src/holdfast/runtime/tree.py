@@ -16,10 +16,12 @@ class Slot(NamedTuple):
 
 
 def split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The skeleton of `value`: every tensor goes to `tensors` under its path, all else is copied."""
-    if isinstance(value, Tensor):
+    """The skeleton of `value`: every dense tensor goes to `tensors` under its path, all else is copied."""
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         tensors[name] = value.detach()
         return Slot(name)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
     if isinstance(value, dict):
         return {k: split(v, f"{name}.{k}", tensors) for k, v in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -48,4 +50,4 @@ def join(skeleton: Any, tensors: dict[str, Tensor], current: Any, device: torch.
         return type(skeleton)(
             join(v, tensors, items[i] if i < len(items) else None, device) for i, v in enumerate(skeleton)
         )
-    return copy.deepcopy(skeleton)
+    return skeleton.clone() if isinstance(skeleton, Tensor) else copy.deepcopy(skeleton)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from holdfast.cli import overrides
@@ -139,3 +141,58 @@ def test_only_the_word_right_after_an_option_is_taken_for_its_value():
     missing, second = words.errors
     assert "--recover.mode=VALUE" in missing
     assert "one file at a time" in second
+
+
+# ---- files of the trainer's
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configuration_is_ok(holdfast, path):
+    answer = holdfast("check", path)
+    assert answer.status == 0
+    assert "train.run_dir" in answer.out
+
+
+def test_trainers_keys_that_differ_are_listed_with_those_of_the_policy(holdfast, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[train]\nsteps = 77\n[recover]\nskip_batches = 7\n[[dataset.sources]]\npath = 'a'\n")
+    assert holdfast("check", path, "--optimizer.lr=1e-3", "--json").json["changed"] == {
+        "recover.skip_batches": {"value": 7, "default": 200},
+        "dataset.sources": {"value": [{"path": "a", "weight": 1.0}], "default": []},
+        "train.steps": {"value": 77, "default": 400},
+        "optimizer.lr": {"value": 1e-3, "default": 3e-3},
+    }
+    table = holdfast("check", path)
+    assert table.status == 0
+    assert "train.steps" in table.out
+
+
+def test_errors_in_both_kinds_of_section_are_reported_at_once(holdfast, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[model]\nwidht = 3\nwidth = 30\n[recover]\nmod = 'heal'\n[[dataset.sources]]\nfile = 'a'\n")
+    answer = holdfast("check", path, "--json")
+    assert answer.status == 78
+    expected = ("[model] widht", "[model] width = 30", "[recover] mod", "[[dataset.sources]] number 1: file")
+    for name in expected:
+        assert sum(error.startswith(name) for error in answer.json["errors"]) == 1
+    assert all(error in answer.err for error in answer.json["errors"])
+
+
+def test_section_of_the_trainers_alone_makes_the_file_the_trainers(holdfast, policy):
+    assert holdfast("check", policy, "--train.steps=10", "--scheduler.warmup_steps=20").status == 78
+    assert holdfast("check", policy, "--train.steps=100").status == 0
+
+
+def test_policy_file_does_not_get_the_trainers_sections_suggested(holdfast, policy):
+    policy.write_text("[recovr]\nmode = 'heal'\n")
+    assert "did you mean 'recover'?" in holdfast("check", policy).err
+
+
+def test_what_check_accepts_is_what_train_accepts(holdfast, tmp_path):
+    path = tmp_path / "a.toml"
+    path.write_text("[model]\nwidth = 30\n[trian]\n")
+    checked, trained = (holdfast(command, path, "--json").json["errors"] for command in ("check", "train"))
+    assert checked == trained
+    assert len(checked) == 2

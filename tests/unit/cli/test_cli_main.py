@@ -13,7 +13,7 @@ import holdfast as package
 from holdfast.cli import init
 from holdfast.core.errors import PolicyStop
 
-COMMANDS = ("init", "check", "ack")
+COMMANDS = ("demo", "train", "prepare", "init", "check", "ack")
 
 
 def test_bare_command_shows_help_with_every_command_and_ends_well(holdfast):

@@ -270,6 +270,12 @@ def test_batches_skipped_one_after_another_at_the_same_step_are_one_spike():
     assert [f.severity.name for f in found] == ["SKIP", "SKIP", "ROLLBACK", "SKIP"]
 
 
+def test_excursion_that_begins_with_the_first_step_after_the_warm_up_is_found():
+    detector = LossSpike(Detect(warmup_steps=50))
+    found = watch(detector, noisy(50) + [10.8] * 3)
+    assert [(f.severity.name, f.new) for f in found] == [("SKIP", True), ("SKIP", False), ("ROLLBACK", False)]
+
+
 def test_two_spikes_apart_are_two():
     detector = learned(LossSpike)
     found = watch(detector, [9.0, *noisy(5), 9.0], first=301)
@@ -331,6 +337,12 @@ def test_negative_losses_are_watched_like_positive_ones():
     assert found.severity is Severity.SKIP
 
 
+def test_limit_on_a_negative_loss_is_not_the_one_of_when_it_was_positive():
+    detector = LossSpike(Detect())
+    watch(detector, noisy(100, level=3.0) + [-5.0 + v - 2.2 for v in noisy(1000)])
+    assert only(detector.limits()) < -3.0
+
+
 def test_loss_that_crosses_zero_on_its_way_down_alarms_nobody():
     losses = [3.0 - 0.02 * n + 0.1 * (w - 2.2) / 0.044 for n, w in enumerate(noisy(500))]
     assert min(losses) < -5 < 2 < max(losses)
@@ -379,6 +391,42 @@ def test_gross_loss_after_an_announced_shift_is_found_and_not_learned():
     ]
     watch(detector, noisy(22, level=3.3), first=306)
     assert only(detector.limits()) < 3.3 * 1.5
+
+
+def test_gross_is_six_times_the_old_course_or_fifty_of_its_deviations():
+    even, uneven = learned(LossSpike), LossSpike(Detect())
+    watch(uneven, noisy(300, noise=0.2))
+    deviation = uneven.state_dict()["course"]["scale"]
+    for detector in (even, uneven):
+        detector.rebaseline()
+    assert only(even.limits()) == pytest.approx(6 * 2.2, rel=0.02)
+    assert only(uneven.limits()) == pytest.approx(2.2 + 50 * deviation, rel=0.02)
+
+
+def test_announced_shift_downwards_leaves_no_limit_from_above():
+    detector = learned(LossSpike)
+    detector.rebaseline()
+    watch(detector, noisy(24, level=0.3), first=301)
+    assert only(detector.limits()) < 0.5
+
+
+def test_high_losses_before_an_announced_shift_do_not_add_up_with_one_after_it():
+    detector = learned(LossSpike)
+    assert len(watch(detector, [9.0, 9.0], first=301)) == 2
+    detector.rebaseline()
+    found = watch(detector, [*noisy(24, level=3.3), 9.0], first=303)
+    assert [(f.step, f.onset, f.severity, f.new) for f in found] == [(327, 327, Severity.SKIP, True)]
+
+
+def test_excursion_said_before_an_announced_shift_does_not_mute_one_after_it():
+    detector = learned(LossSpike)
+    watch(detector, [9.0] * 10, first=301)
+    detector.rebaseline()
+    assert [f.new for f in watch(detector, [99.0], first=311)] == [True]
+    watch(detector, [9.0] * 10, first=312)
+    detector.rebaseline()
+    found = watch(detector, noisy(24, level=3.3) + [9.0] * 3, first=322)
+    assert [(f.severity.name, f.new) for f in found] == [("SKIP", True), ("SKIP", False), ("ROLLBACK", False)]
 
 
 def test_announced_shift_of_the_gradient_norm_is_learned_and_an_unannounced_one_is_found():

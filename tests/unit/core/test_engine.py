@@ -81,7 +81,7 @@ def test_finding_then_incident_then_plan_are_written_before_judge_returns():
     assert memory.names() == ["finding", "finding", "incident_opened", "plan"]
     sensed, found, opened, planned = memory.events
     assert (sensed["kind"], found["kind"]) == ("nonfinite_state", "nonfinite_loss"), "the sensors' own come first"
-    assert found["step"] == 5 and found["severity"] == 1 and found["detector"] == "test"
+    assert found["step"] == 5 and found["severity"] == "skip" and found["detector"] == "test"
     assert opened == {"event": "incident_opened", "incident": 1, "kind": "nonfinite_state", "step": 5, "onset": 5}
     assert planned["actions"] == [{"action": "skip"}]
     assert planned["incident"] == 1 and planned["by"] == "policy" and planned["step"] == 5
@@ -299,7 +299,10 @@ def test_incident_that_lasts_keeps_its_first_events_and_counts_the_rest(folder, 
     monkeypatch.setattr(incidents, "write_atomically", counted)
     monkeypatch.setattr(IncidentFiles, "_LIMIT", 20)
     engine, _ = make(*[NAN] * 1000, files=IncidentFiles(folder), config=only_policy(mode="observe", probation_steps=1))
-    for _ in range(1000):
+    for _ in range(24):
+        engine.judge(bad(5))
+    assert incident_file(folder, 1)["events_left_out"] == 4, "as of a kill now"
+    for _ in range(976):
         engine.judge(bad(5))
     assert len(written) < 20 + 12
     engine.commit(signal(5))
@@ -491,11 +494,13 @@ def test_any_value_in_the_evidence_of_a_detector_is_written_and_the_run_goes_on(
     engine = live(folder, [], found)
     assert engine.judge(bad(5)).actions == (Skip(),)
     (event,) = [e for e in journal.read(folder.journal).events if e["event"] == "finding"]
-    assert event["severity"] == 1
+    assert event["severity"] == "skip"
     assert math.isnan(event["evidence"]["loss"])
     if written is not None:
         assert event["evidence"]["value"] == written
-    assert incident_file(folder, 1)["events"][0]["findings"][0]["evidence"].keys() == {"value", "loss"}
+    (record,) = incident_file(folder, 1)["events"]
+    assert record["findings"][0]["evidence"].keys() == {"value", "loss"}
+    assert record["plan"]["actions"] == [{"action": "skip"}], "and all around it is written as ever"
 
 
 def test_evidence_too_deep_to_be_written_is_cut_short(folder):
@@ -578,3 +583,14 @@ def test_windows_of_a_detector_that_is_not_in_the_state_stay():
     engine.judge(signal(1))
     engine.load_state_dict({"another": {}})
     assert engine.detectors[-1].seen == [1]
+
+
+def test_a_dead_run_that_is_only_observed_is_not_written_down_at_every_step(tmp_path):
+    engine = Engine(Config(recover=Recover(mode="observe")))
+    kept = Journal(tmp_path / "journal.jsonl")
+    engine.open(kept, IncidentFiles(None))
+    for step in range(1, 1001):
+        engine.judge(signal(step=step, loss=float("nan"), flags=1))
+    kept.close()
+    found = [e["step"] for e in journal.read(tmp_path / "journal.jsonl").events if e["event"] == "finding"]
+    assert found == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]

@@ -63,6 +63,7 @@ def test_note_inside_an_incident_carries_its_number_and_does_not_prolong_it():
     policy.commit()
     plan = do(policy, verdict(Kind.SCALE_COLLAPSE, Severity.NOTE))
     assert (plan.actions, plan.incident) == ((), 1)
+    assert policy.state.incident.skips == 1
     assert policy.commit() == 1
 
 
@@ -108,6 +109,13 @@ def test_replay_is_tried_once_an_incident():
     assert names(policy, NAN, NAN) == ["Skip", "Replay"]
     healthy(policy, 5)
     assert names(policy, NAN, NAN) == ["Skip", "Rollback"]
+
+
+def test_replay_is_tried_once_an_incident_although_it_is_the_mildest_rung():
+    policy = Policy(Recover(ladder=("replay", "rollback", "stop"), probation_steps=10))
+    assert names(policy, NAN) == ["Replay"]
+    healthy(policy, 5)
+    assert names(policy, NAN) == ["Rollback"]
 
 
 def test_after_a_rollback_the_row_is_counted_anew():
@@ -344,3 +352,14 @@ def test_observe_tracks_the_incident_from_its_opening_to_its_end():
     policy.commit()
     assert policy.commit() == 1
     assert policy.observe(NAN).incident == 2
+
+
+def test_note_in_observe_mode_opens_no_incident_and_does_not_prolong_one():
+    note = verdict(Kind.SCALE_COLLAPSE, Severity.NOTE)
+    policy = Policy(Recover(mode="observe", probation_steps=2))
+    assert policy.observe(note).incident is None
+    assert policy.state.incident is None
+    policy.observe(NAN)
+    policy.commit()
+    policy.observe(note)
+    assert policy.commit() == 1

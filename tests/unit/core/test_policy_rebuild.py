@@ -51,6 +51,14 @@ def test_landing_before_the_incident_at_hand_is_not_its_own():
     assert rebuilt(landed).incident is None
 
 
+def test_only_a_rollback_that_says_where_it_landed_has_landed():
+    policy = Policy(Recover())
+    policy.propose(BAD_SPIKE)
+    plan = {"event": "plan", "policy": policy.state_dict()}
+    for event in ({"event": "action", "action": "rollback"}, {"event": "outcome", "to_step": 60}):
+        assert rebuilt(plan, event).incident.target is None
+
+
 @pytest.mark.parametrize(
     ("state", "where"),
     [

@@ -127,6 +127,7 @@ def test_summary_in_words():
     ]
     assert str(tally()) == "clean: 100 steps committed"
     assert "on record; open" in str(tally(opened()))
+    assert "data left out: 0 batches, 2 sample ids" in str(tally({"event": "quarantine", "samples": [1, 2]}))
 
 
 def test_summary_taken_early_does_not_change_when_the_run_goes_on():

@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader
 from holdfast.core.errors import DataError
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.types import Span
+from holdfast.runtime.data.epochs import epoch_setters, samplers, standing_epoch
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
+from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.rng import Rng, RngState
 
 OnExclusion = Callable[[Span, int, str], None]
@@ -67,6 +69,17 @@ class Order:
                 self._drawn[self._forgotten + len(self._batches) - (not self._complete)] = (before, after)
         i = k - self._forgotten
         return self._batches[i] if 0 <= i < len(self._batches) else None
+
+    @property
+    def empty(self) -> bool:
+        """Whether the sampler has ended without having given anything."""
+        return self._complete and self._forgotten + len(self._batches) == 0
+
+    def catch_up(self) -> None:
+        """Move the user's generators to where they were last asked: after going back they stand at an earlier place, and
+        asking for more from there would give again what is on record."""
+        for k in sorted(self._drawn):
+            self._rng.move_own(*self._drawn[k])
 
     def draw_again(self, k: int) -> None:
         """Move the user's generators as asking for the k-th batch did, if they stand where they stood then."""
@@ -133,15 +146,17 @@ class IndexedSource:
         self._before_iter, self._on_exclusion = before_iter, on_exclusion
         self._single = loader.batch_sampler is None
         self._sampler: Any = loader.sampler if self._single else loader.batch_sampler
-        samplers: list[Any] = [loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
-        distinct = {id(s): s for s in samplers}.values()
-        self._setters = [s.set_epoch for s in distinct if callable(getattr(s, "set_epoch", None))]
-        for holder in (loader, *distinct):
+        self._setters, self._base_epoch = epoch_setters(loader), standing_epoch(loader)
+        for holder in (loader, *samplers(loader)):
             rng.include(getattr(holder, "generator", None))
         # A shallow copy: the loader's own attribute is locked, and the user's object stays as it was.
         self._loader: Any = copy.copy(loader)
         self._loader.__dict__["sampler" if self._single else "batch_sampler"] = _Feed(self._sampler, self._feed)
         self._in_process = loader.num_workers == 0
+        # Workers that persist from a loop before ask that loop's sampler. Ours are new; to start them draws nothing.
+        self._used_before = self._quietly = loader._iterator is not None
+        self._loader._iterator = None
+        self._kept: RngState | None = None
         self._first_epoch = first_epoch
         self._order = self._new_order(first_epoch)
         self._orders = {first_epoch: self._order}
@@ -172,6 +187,10 @@ class IndexedSource:
 
     def _feed(self) -> Iterator[Any]:
         """What the loader is given: the recorded order from the cursor on, less what is quarantined."""
+        if self._kept is not None:
+            # Making the iterator drew its seed; workers then ask for some batches ahead, a lazy one only when it is asked.
+            self._rng.restore(self._kept)
+            self._kept = None
         order, k = self._order, self._cursor
         if k == 0:
             for first, count in self._quarantine.ahead(order.epoch):
@@ -201,34 +220,38 @@ class IndexedSource:
                 if self._last is not None and self._order.epoch >= self._last:
                     raise StopIteration
                 self._open()
-            rng = None if self._in_process else self._rng.capture()
+            # A loader of the user's own kind may load one batch ahead: then a step begins here, not where it was loaded.
+            rng = self._rng.capture() if self._queue else None
             assert self._iterator is not None
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 self._end_epoch()
                 continue
+            if not self._in_process:
+                # Workers draw for themselves, and what the sampler was asked for meanwhile stays asked for.
+                rng = self._rng.capture()
             issued = self._queue.popleft()
             at, self._at = self._at, Position(self._order.epoch, issued.k + 1, issued.span.stop)
             begin = Position(self._order.epoch, issued.k, issued.span.start)
             self._empty_epochs = 0
-            return Draw(batch, issued.span, issued.ids, len(issued.ids), at, begin, issued.rng or rng)
+            samples = count_samples(batch) or 1 if self._single else len(issued.ids)
+            return Draw(batch, issued.span, issued.ids, samples, at, begin, rng or issued.rng)
 
     def _open(self) -> None:
         """Begin the epoch, or go on inside it after a `seek`: then as if the iterator had never been remade."""
         self._before_iter()
-        kept = self._rng.capture() if self._again else None
+        if self._again or self._quietly:
+            self._kept = self._rng.capture()
         if not self._again:
             for set_epoch in self._setters:
-                set_epoch(self._order.epoch - self._first_epoch)
+                set_epoch(self._base_epoch + self._order.epoch - self._first_epoch)
         self._iterator = iter(self._loader)
-        if kept is not None:
-            self._rng.restore(kept)
-        self._again = False
+        self._again = self._quietly = False
 
     def _end_epoch(self) -> None:
         ended = self._order
-        self._empty_epochs += ended.get(0) is None
+        self._empty_epochs += ended.empty
         if self._empty_epochs > 1:
             raise DataError("the loader yields no batches: its dataset is empty, or drop_last leaves nothing of it")
         self._iterator, self._cursor = None, 0
@@ -246,6 +269,8 @@ class IndexedSource:
         """Stand at `position`, which must not be older than what `forget_before` was told."""
         if position == self._beginning:
             self._orders = {self._first_epoch: self._new_order(self._first_epoch)}
+            # Persistent workers are started anew too: starting them draws their seed.
+            self._loader._iterator, self._quietly = None, self._used_before
         order = self._orders.get(max(self._first_epoch, position.epoch))
         if order is None:
             raise DataError(f"cannot go back to epoch {position.epoch}: its order is no longer on record")
@@ -270,7 +295,7 @@ class IndexedSource:
         self._order = order = self._new_order(position.epoch)
         self._orders = {position.epoch: order}
         for set_epoch in self._setters:
-            set_epoch(position.epoch - self._first_epoch)
+            set_epoch(self._base_epoch + position.epoch - self._first_epoch)
         for k in range(position.batch):
             order.get(k)
         self._rng.restore(kept)
@@ -292,6 +317,7 @@ class IndexedSource:
 
     def _exclude(self, order: Order, first: int, count: int, reason: str) -> None:
         k = first
+        order.catch_up()
         while k < first + count and order.get(k) is not None:
             k += 1
         if k > first:

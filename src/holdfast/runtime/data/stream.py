@@ -45,6 +45,8 @@ class StreamSource:
         self._at = self._beginning = Position(first_epoch - 1, 0, 0)
         self._iterator: Iterator[Any] | None = None
         self._held: deque[Draw] = deque()
+        self._given: deque[tuple[int, Span]] = deque()
+        """the stretches of the batches drawn so far, as far back as a rollback could want"""
         self._to_drop = 0
         self._drop_reason = ""
         self._drawn_this_epoch = 0
@@ -95,6 +97,7 @@ class StreamSource:
             at, self._at = self._at, Position(self._epoch, self._at.batch + 1, start + (count or 1))
             self._drawn_this_epoch += 1
             span = Span(self._epoch, start, self._at.sample)
+            self._given.append((begin.batch, span))
             return Draw(batch, span, None, count, at, begin, before if same else None, marks(batch))
 
     def _end_epoch(self) -> None:
@@ -126,14 +129,17 @@ class StreamSource:
             raise DataError("a stream has no position to resume at; pass a DataLoader over a map-style dataset")
 
     def exclude(self, start: Position, batches: int, reason: str) -> None:
-        """Drop what is left of the window; most of it has been drawn already."""
-        gone = self._at.batch - start.batch
-        if gone > 0:
-            self._on_exclusion(Span(self._epoch, start.sample, self._at.sample), gone, f"{reason} (drawn already)")
-        self._to_drop, self._drop_reason = max(0, batches - gone), reason
+        """Drop what is left of the window; most of it has been drawn already, and will not be in another life."""
+        gone = [span for k, span in self._given if start.batch <= k < start.batch + batches]
+        for epoch in sorted({span.epoch for span in gone}):
+            own = [span for span in gone if span.epoch == epoch]
+            self._quarantine.add_spans(own, reason)
+            self._on_exclusion(Span(epoch, own[0].start, own[-1].stop), len(own), f"{reason} (drawn already)")
+        self._to_drop, self._drop_reason = batches - len(gone), reason
 
     def forget_before(self, position: Position) -> None:
-        pass
+        while self._given and self._given[0][0] < position.batch:
+            self._given.popleft()
 
     def close(self) -> None:
         self._iterator = None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.types import Plan, Replay, Rollback, Signal, Skip, Stop
-from holdfast.runtime.effects import replay, rollback, skip, stop
+from holdfast.core.types import CutLR, Plan, Replay, Rollback, Signal, Skip, SkipData, Stop, TightenClip
+from holdfast.runtime.effects import cut_lr, replay, rollback, skip, stop, tighten_clip
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
@@ -13,20 +13,39 @@ if TYPE_CHECKING:
 
 
 def carry_out(run: Run, step: Step, following: Step | None, signal: Signal, plan: Plan, vetoed: bool) -> bool:
-    """Perform a plan on the step that has just settled. Returns whether the run may go straight on with `following`."""
+    """Perform a plan on the step that has just settled. Returns whether the run may go straight on with `following`.
+
+    A plan of a hook may hold an intervention alone: the step is then what it was, skipped if the gate had vetoed it.
+    """
     if (action := plan.first(Stop)) is not None:
         stop.perform(run, step, signal, plan, action)
     if (action := plan.first(Rollback)) is not None:
         return rollback.perform(run, step, signal, plan, action)
-    for kind, effect in ((Replay, replay), (Skip, skip)):
-        if (action := plan.first(kind)) is not None:
-            if not vetoed and not signal.overflow:
-                late = run.engine.impossible(
-                    plan, "the update had landed before it was found: only a rollback undoes it"
-                )
-                stop.perform(run, step, signal, late, late.first(Stop))
-            return effect.perform(run, step, following, signal, plan, action)  # type: ignore[no-any-return]
-    return skip.perform(run, step, following, signal, plan, Skip())
+    landed = not vetoed and not signal.overflow
+    if landed and (plan.first(Replay) or plan.first(Skip)) is not None:
+        late = run.engine.impossible(plan, "the update had landed before it was found: only a rollback undoes it")
+        stop.perform(run, step, signal, late, late.first(Stop))
+    if plan.first(SkipData) is not None:
+        run.engine.write(
+            "note", step=signal.step, message="skip_data belongs to a rollback; without one it is left out"
+        )
+    if (action := plan.first(Replay)) is not None:
+        goes_on = replay.perform(run, step, following, signal, plan, action)
+    elif vetoed or plan.first(Skip) is not None:
+        goes_on = skip.perform(run, step, following, signal, plan, plan.first(Skip) or Skip())
+    else:
+        run.stands(step, signal)
+        goes_on = True
+    intervene(run, plan)
+    return goes_on
+
+
+def intervene(run: Run, plan: Plan) -> None:
+    """What a plan lays over the schedule from the next update on."""
+    if (cut := plan.first(CutLR)) is not None:
+        cut_lr.perform(run, plan, cut)
+    if (tighten := plan.first(TightenClip)) is not None:
+        tighten_clip.perform(run, plan, tighten)
 
 
 __all__ = ["carry_out", "replay", "rollback", "skip", "stop"]

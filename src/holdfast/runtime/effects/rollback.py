@@ -45,6 +45,10 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
     lost = (undone - snapshot.step) * (signal.seconds or 0.0)
     run.keeper.restore(snapshot)
     run.engine.load_state_dict(snapshot.detectors)
+    if not run.source.exact and run.source.position != snapshot.position:
+        gone = run.source.position.batch - snapshot.position.batch
+        message = f"the loader does not go back: {gone} batches drawn since step {snapshot.step} are not served again"
+        run.engine.write("note", step=signal.step, message=message, batches=gone)
     run.source.seek(snapshot.position)
     run.returned_to(snapshot.step)
     run.engine.policy.landed(snapshot.step)

@@ -14,31 +14,66 @@ Intended = Callable[[str], Tensor | None]
 @torch.no_grad()
 def checksums(tensors: dict[str, Tensor]) -> Sums:
     """A sum over the bits of each tensor: any single flipped bit changes it."""
-    return {name: _sum(value) for name, value in tensors.items()}
+    return {name: int(fingerprint(value)) for name, value in tensors.items()}
 
 
-def _sum(value: Tensor) -> int:
+@torch.no_grad()
+def fingerprint(value: Tensor) -> Tensor:
+    """The sum over a tensor's bits, where the tensor is: nobody waits for it."""
+    parts = strided(value)
+    total = _sum(parts[0])
+    for part in parts[1:]:
+        total = total + _sum(part)
+    return total
+
+
+def _sum(value: Tensor) -> Tensor:
     if value.numel() == 0:
-        return 0
-    flat = value.contiguous().view(-1)
+        return torch.zeros((), dtype=torch.int64, device=value.device)
+    flat = value.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     raw = flat.view(torch.uint8) if flat.dtype is not torch.bool else flat.to(torch.uint8)
     if raw.numel() % 4 == 0 and raw.storage_offset() % 4 == 0:
         raw = raw.view(torch.int32)
-    return int(raw.sum(dtype=torch.int64))
+    return raw.sum(dtype=torch.int64)
 
 
 @torch.no_grad()
 def first_nonfinite(tensors: dict[str, Tensor], intended: Intended) -> str | None:
     """The first tensor that holds NaN or Inf where it should not."""
     for name, value in tensors.items():
-        if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
+        bad = nonfinite(value)
+        if bad is None:
             continue
-        bad = ~torch.isfinite(value)
         allowed = intended(name)
         if allowed is not None and allowed.shape == bad.shape:
             bad &= ~allowed.to(bad.device)
         if bool(bad.any()):
             return name
     return None
+
+
+def nonfinite(value: Tensor) -> Tensor | None:
+    """Where it holds NaN or Inf; None for a tensor that cannot. Of a sparse one, its values count."""
+    value = strided(value)[-1]
+    if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
+        return None
+    if value.is_floating_point() and value.element_size() == 1:
+        value = value.float()  # torch does not look into float8 itself
+    return ~torch.isfinite(value)
+
+
+def strided(value: Tensor) -> list[Tensor]:
+    """The dense tensors that a tensor of any layout is made of, the values last."""
+    if value.layout is torch.strided:
+        return [value]
+    if value.layout is torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    return [value.crow_indices(), value.col_indices(), value.values()]
+
+
+def nbytes(value: Tensor) -> int:
+    return sum(part.nbytes for part in strided(value))

@@ -148,4 +148,6 @@ def _nothing() -> None:
 def _target(value: Tensor, spare: Tensor | None) -> Tensor:
     if spare is not None and spare.shape == value.shape and spare.dtype == value.dtype:
         return spare
+    if value.layout is not torch.strided:
+        return value.detach().to("cpu", copy=True)
     return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)

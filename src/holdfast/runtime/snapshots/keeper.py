@@ -9,7 +9,7 @@ from holdfast.core.config import SnapshotSection
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.rng import Rng, RngState
-from holdfast.runtime.snapshots.certify import checksums, first_nonfinite
+from holdfast.runtime.snapshots.certify import checksums, first_nonfinite, nbytes
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Health, Snapshot
@@ -38,69 +38,81 @@ class Keeper:
         self.ring = Ring(config)
         self._copier = Copier(state.intended)
         self._making: Snapshot | None = None
+        self._wanted: int | None = None
+        """the committed step after which one is to be taken, when the next step begins"""
+        self._initial = False
         self._alarm: Alarm | None = None
+        self._condemned: list[Passed] = []
 
     # ---- taking one
 
-    def begin(self, step: int, detectors: dict[str, Any]) -> str | None:
+    def begin(self, step: int) -> str | None:
         """The state a run starts from, certified as soon as it is seen to be finite. What is older belongs to another
         stream of data and is dropped."""
         for old in self.ring.drop_after(-1):
             self._gone(old)
         self._making = None
-        if not self.ring.enabled:
-            return None
-        said = self.ring.budget(self._estimate())
-        if self.ring.enabled:
-            self._start(step, initial=True)
-            self._add_light(detectors)
+        said = self.ring.budget(*self._size()) if self.ring.enabled else None
+        self._wanted, self._initial = (step if self.ring.enabled else None), True
         return said
 
-    def _estimate(self) -> int:
-        """Before the first update there is no optimizer state yet: as much again as Adam would hold."""
+    def _size(self) -> tuple[int, int]:
+        """A snapshot's bytes, and those that all snapshots share. Before the first update there is no optimizer state
+        yet: as much as Adam would hold."""
         tensors = self._state.heavy()
-        state = sum(t.nbytes for n, t in tensors.items() if n.startswith("optimizer."))
-        model = sum(t.nbytes for n, t in tensors.items() if n.startswith("model."))
-        return model + (state or 2 * model)
+        state = sum(nbytes(t) for n, t in tensors.items() if n.startswith("optimizer."))
+        model = sum(nbytes(t) for n, t in tensors.items() if n.startswith("model."))
+        light, shared = self._state.nbytes()
+        return model + (state or 2 * model) + light, shared
 
     def updated(self, step: int) -> str | None:
         """An update is on its way on the device: begin copying what it leaves, if a snapshot is due after it."""
-        if not self.ring.due(step):
-            return None
-        return self._start(step)
+        return self._start(step) if self.ring.due(step) else None
 
-    def committed(self, step: int, detectors: Callable[[], dict[str, Any]]) -> str | None:
-        """The step has settled as committed: add what is small, or take it all now."""
-        if not self.ring.due(step):
-            return None
-        said = None
-        if self._making is None or self._making.step != step or self._making.light is not None:
-            said = self._start(step)
-        if self._making is not None:
+    def committed(self, step: int, detectors: Callable[[], dict[str, Any]]) -> None:
+        """The step has settled as committed. Where the next one has begun already, what is small is added now; else all
+        is taken then, since what the loop does between two steps (an evaluation that moves the schedule) belongs to the
+        first of them."""
+        if self._making is not None and self._making.position is not None:
             self._add_light(detectors())
-        return said
+        elif self.ring.due(step):
+            self.not_committed()
+            self._wanted, self._initial = step, False
 
     def not_committed(self) -> None:
         """The step whose state was being copied did not come to be."""
-        if self._making is not None and self._making.light is None:
+        if self._making is not None:
             self._gone(self._making)
             self._making = None
 
-    def next_begins(self, rng: Callable[[], RngState], buffers: Capture, position: Position) -> None:
-        """The next step begins: random streams, buffers and data stand where the snapshot's own step left them."""
+    def next_begins(
+        self,
+        rng: Callable[[], RngState],
+        buffers: Capture,
+        position: Position,
+        detectors: Callable[[], dict[str, Any]],
+    ) -> str | None:
+        """The next step begins: all that has settled, random streams, buffers and data stand where the snapshot's own
+        step left them."""
+        said, wanted = None, self._wanted
+        self._wanted = None
+        if wanted is not None:
+            said = self._start(wanted, self._initial)
         snapshot = self._making
         if snapshot is None or snapshot.position is not None:
-            return
+            return said
         snapshot.rng, snapshot.position = rng(), position
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
         snapshot.buffers = self._copier.start(named, live=False)
-        self._finish(snapshot)
+        if wanted is not None:
+            self._add_light(detectors())
+        return said
 
     def _start(self, step: int, initial: bool = False) -> str | None:
         tensors = self._state.heavy()
         said = None
         if not initial and any(n.startswith("optimizer.") for n in tensors):
-            said = self.ring.budget(sum(t.nbytes for t in tensors.values()))
+            said = self.ring.budget(*self._size())
             if not self.ring.enabled or not self.ring.due(step):
                 return said
         self._making = Snapshot(step, self._copier.start(tensors, live=True), initial=initial)
@@ -143,14 +155,24 @@ class Keeper:
 
     def _certify(self, snapshot: Snapshot) -> None:
         for copy in snapshot.copies:
-            found = copy.result()
+            try:
+                found = copy.result()
+            except Exception as error:  # out of memory on the copying thread, say: no reason to end the run
+                snapshot.condemn(f"it could not be copied: {error}")
+                continue
             if found.torn:
                 snapshot.condemn("a parameter changed while it was copied")
             elif found.nonfinite is not None:
                 snapshot.condemn(f"{found.nonfinite} holds NaN or Inf")
                 if self._alarm is None:
                     self._alarm = Alarm(snapshot.step, found.nonfinite)
+        light = snapshot.light_copy
+        if snapshot.health is not Health.BAD and light is not None:
+            moved = self._state.thawed(light.tensors)
+            if moved is not None:
+                snapshot.condemn(f"{moved} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:
+            self._condemned = [*self._condemned[-15:], Passed(snapshot.step, snapshot.why)]
             self.ring.drop(snapshot)
         else:
             snapshot.health = Health.GOOD
@@ -164,11 +186,11 @@ class Keeper:
     def find(self, before: int, at_latest: int) -> tuple[Snapshot | None, list[Passed]]:
         """The newest certified snapshot at or before `before`, else at or before `at_latest`, verified; and those that
         were passed over on the way."""
-        passed: list[Passed] = []
         self.not_committed()
         for snapshot in list(self.ring):
             if snapshot.initial and snapshot.health is Health.CANDIDATE:
                 self._certify(snapshot)
+        passed = [p for p in self._condemned if p.step <= at_latest]
         for snapshot in self.ring:
             if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
                 passed.append(Passed(snapshot.step, "not certified yet"))
@@ -192,6 +214,8 @@ class Keeper:
             if now != sums:
                 name = next(n for n in sums if now.get(n) != sums[n])
                 return f"its copy of {name} has changed since it was made"
+        if (moved := self._state.spoilt(snapshot.frozen)) is not None:
+            return f"the copy of {moved} that all snapshots share has changed since it was made"
         name_or_none = first_nonfinite(tensors, self._state.intended)
         if name_or_none is not None:
             return f"{name_or_none} holds NaN or Inf"
@@ -207,7 +231,8 @@ class Keeper:
         named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         self._state.buffers.restore(self._state.buffers.from_named(named))
         self._rng.restore(snapshot.rng)
-        self._making = None
+        self._making = self._wanted = None
+        self._condemned = [p for p in self._condemned if p.step <= snapshot.step]
         for gone in self.ring.drop_after(snapshot.step):
             self._gone(gone)
 

@@ -42,21 +42,23 @@ class Ring:
         """How many snapshots are alive at once at the most, the one being made and the initial one counted."""
         return self.levels() + 3
 
-    def budget(self, nbytes: int) -> str | None:
-        """Fit the ring into memory, given the size of one snapshot; what had to give, or None."""
-        before = self.every
-        while self.most() * nbytes > self._budget and self.every < self._config.reach_steps:
+    def budget(self, nbytes: int, shared: int = 0) -> str | None:
+        """Fit the ring into memory, given the size of one snapshot and of what all share; what had to give, or None."""
+        before, room = self.every, self._budget - shared
+        while self.most() * nbytes > room and self.every < self._config.reach_steps:
             self.every *= 2
-        if _FEWEST * nbytes > self._budget:
+        takes = f"a snapshot takes {nbytes / 1e9:.2f} GB"
+        takes += f", what is frozen {shared / 1e9:.2f} GB," if shared else ""
+        if _FEWEST * nbytes > room:
             self.enabled = False
             return (
-                f"a snapshot takes {nbytes / 1e9:.2f} GB and {self._budget / 1e9:.2f} GB are allowed: snapshots are off "
-                "and nothing can be rolled back; raise [snapshot] memory_gb"
+                f"{takes} and {self._budget / 1e9:.2f} GB are allowed: snapshots are off and nothing can be rolled back; "
+                "raise [snapshot] memory_gb"
             )
         if self.every != before:
             return (
-                f"a snapshot takes {nbytes / 1e9:.2f} GB and {self._budget / 1e9:.2f} GB are allowed: one every "
-                f"{self.every} steps instead of every {before}"
+                f"{takes} and {self._budget / 1e9:.2f} GB are allowed: one every {self.every} steps instead of every "
+                f"{before}"
             )
         return None
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.rng import RngState
+from holdfast.runtime.snapshots.certify import nbytes
 from holdfast.runtime.snapshots.copier import Copy
 
 
@@ -24,8 +25,9 @@ class Health(StrEnum):
 class Snapshot:
     """The state after `step` committed steps.
 
-    It is assembled at three moments: `copy` begins when the update is out, `light` and `detectors` are added when the
-    step settles, and `rng`, `buffers` and `position` when the next step begins, before it draws anything.
+    `rng`, `buffers` and `position` are added when the next step begins, before it draws anything. By then the step has
+    settled, and all the rest is taken at that moment too; or it is still on the device: then `copy` began when the update
+    was out, and `light` and `detectors` follow when the step settles.
     """
 
     def __init__(self, step: int, copy: Copy, *, initial: bool = False) -> None:
@@ -65,4 +67,4 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for c in self.copies for t in c.tensors.values())
+        return sum(nbytes(t) for c in self.copies for t in c.tensors.values())

@@ -1,0 +1,25 @@
+"""The samplers behind a loader, and the epoch they are told of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def samplers(loader: Any) -> list[Any]:
+    """Every sampler of a loader, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    found = [batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
+    return [s for s in {id(s): s for s in found}.values() if s is not None]
+
+
+def epoch_setters(loader: Any) -> list[Callable[[int], None]]:
+    return [s.set_epoch for s in samplers(loader) if callable(getattr(s, "set_epoch", None))]
+
+
+def standing_epoch(loader: Any) -> int:
+    """The epoch its sampler stands at, if somebody has set one: a loop that goes on at epoch 5 counts from there."""
+    for sampler in samplers(loader):
+        if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
+            return int(sampler.epoch)
+    return 0

@@ -1,0 +1,175 @@
+"""`holdfast demo`, as a newcomer runs it, once; and what it does when it is interrupted or has no place to write."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from holdfast.core import journal
+from holdfast.core.config import Config
+from holdfast.core.errors import ConfigError
+from holdfast.drill import demo as drill
+from holdfast.drill.storm import demo_storm
+
+HOLDFAST = Path(sys.executable).with_name("holdfast")
+STEPS = 700
+FAULTS = [fault.step for fault in demo_storm(STEPS, 16).faults]
+
+
+class Demo(NamedTuple):
+    answer: dict[str, Any]
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def journal(self) -> Path:
+        return self.folder / self.answer["guarded"]["journal"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Demo:
+    """One run of it, also where the tests of this file are spread over several processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo"
+    folder.mkdir(exist_ok=True)
+    record = folder / "done.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not record.exists():
+            done = subprocess.run(
+                [HOLDFAST, "demo", "--json", "--steps", str(STEPS), "--seed", "0"],
+                cwd=folder, capture_output=True, text=True, timeout=220, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            record.write_text(json.dumps([done.stdout, done.stderr]))
+    out, err = json.loads(record.read_text())
+    return Demo(json.loads(out), out, err, folder)
+
+
+def events(demo: Demo) -> list[dict[str, Any]]:
+    record = journal.read(demo.journal)
+    assert record.torn == []
+    return record.events
+
+
+def test_answer_has_exactly_this_shape(demo):
+    answer = demo.answer
+    assert answer.keys() == {"calm", "unguarded", "guarded"}
+    assert answer["calm"].keys() == {"eval_loss", "seconds"}
+    assert answer["unguarded"].keys() - {"stopped"} == {"eval_loss", "seconds"}
+    assert answer["guarded"].keys() == {"eval_loss", "seconds", "incidents", "summary", "journal"}
+    for incident in answer["guarded"]["incidents"]:
+        assert incident.keys() == {"kind", "step", "actions"}
+        assert isinstance(incident["kind"], str)
+        assert isinstance(incident["step"], int)
+        assert incident["actions"] and all(isinstance(action, str) for action in incident["actions"])
+    assert demo.err == ""
+
+
+def test_calm_run_learns(demo):
+    assert demo.answer["calm"]["eval_loss"] < 2.2  # bits of 256 symbols know nothing at 5.5
+
+
+def test_storm_unguarded_is_dead_or_more_than_a_tenth_off(demo):
+    loss, calm = demo.answer["unguarded"]["eval_loss"], demo.answer["calm"]["eval_loss"]
+    assert not math.isfinite(loss) or loss > 1.1 * calm
+
+
+def test_storm_guarded_ends_where_the_calm_run_does(demo):
+    # The promise is 2% at the demo's 1,200 steps; here are 700, and other machines round differently: 3%.
+    loss, calm = demo.answer["guarded"]["eval_loss"], demo.answer["calm"]["eval_loss"]
+    assert abs(loss / calm - 1) < 0.03
+
+
+def test_every_fault_is_found_where_it_struck_and_healed(demo):
+    incidents = demo.answer["guarded"]["incidents"]
+    assert len(incidents) >= 5
+    # A skipped batch moves what comes after it by one, and a spike may take a step or two to be one.
+    for fault in FAULTS:
+        assert any(-3 <= incident["step"] - fault <= 5 for incident in incidents), fault
+    assert {"nonfinite_loss", "nonfinite_grad"} <= {incident["kind"] for incident in incidents}
+    closed = [e["incident"] for e in events(demo) if e["event"] == "incident_closed"]
+    assert len(closed) == len(incidents)
+
+
+def test_guarded_run_has_the_default_policy_in_every_key(demo):
+    (begin,) = [e for e in events(demo) if e["event"] == "run_begin"]
+    recorded = begin["environment"]["config"]
+    defaults = msgspec.json.decode(msgspec.json.encode(Config()))
+    assert {name: recorded[name] for name in defaults} == defaults
+    assert defaults["recover"]["mode"] == "heal"
+
+
+def test_no_budget_ran_out(demo):
+    assert not [e for e in events(demo) if e["event"] == "ack" or e.get("action") == "stop"]
+    (end,) = [e for e in events(demo) if e["event"] == "run_end"]
+    assert end["step"] == STEPS
+    assert end["policy"]["latched"] is None
+
+
+def test_journal_is_where_it_says_and_tells_the_same(demo):
+    assert demo.journal.is_file()
+    opened = [e for e in events(demo) if e["event"] == "incident_opened"]
+    told = [(i["kind"], i["step"]) for i in demo.answer["guarded"]["incidents"]]
+    assert [(e["kind"], e["step"]) for e in opened] == told
+
+
+def test_runs_have_a_folder_each_but_the_unguarded_one_writes_nothing(demo):
+    assert sorted(p.name for p in demo.journal.parents[1].iterdir()) == ["calm", "guarded"]
+
+
+# ---- without training through it
+
+
+def ignore(run: str, what: str, data: dict[str, Any]) -> None:
+    pass
+
+
+def test_interrupt_ends_the_demo_and_not_only_the_run_it_fell_into(tmp_path):
+    seen: list[tuple[str, str]] = []
+
+    def listen(run: str, what: str, data: dict[str, Any]) -> None:
+        seen.append((run, what))
+        if what == "step" and data["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        drill.run(0, 100, tmp_path, listen)
+    assert {run for run, _ in seen} == {"calm"}
+    assert signal.getsignal(signal.SIGINT) is before
+    assert journal.read(tmp_path / "calm" / "journal.jsonl").torn == []
+
+
+def test_folder_of_an_earlier_demo_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "calm").mkdir()
+    with pytest.raises(ConfigError, match="earlier demo"):
+        drill.run(0, 100, tmp_path, ignore)
+    assert [p.name for p in tmp_path.rglob("*")] == ["calm"]
+
+
+def test_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(ConfigError, match="is a file"):
+        drill.run(0, 100, tmp_path / "taken", ignore)
+
+
+def test_holdfast_off_in_the_environment_does_not_take_the_guard_from_the_guarded_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_OFF", "1")
+    done = drill.run(0, 60, tmp_path, ignore)
+    assert os.environ["HOLDFAST_OFF"] == "1"
+    assert (tmp_path / "guarded" / "journal.jsonl").is_file()
+    assert not (tmp_path / "unguarded").exists()
+    assert done.guarded["summary"].startswith("recovered")
+    assert math.isnan(done.unguarded["eval_loss"])

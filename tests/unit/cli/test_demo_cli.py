@@ -1,0 +1,144 @@
+"""`holdfast demo`: what it prints, without training. What it trains is in tests/e2e_reference/test_demo.py."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+
+import pytest
+from rich.console import Console
+
+from holdfast.cli import demo as command
+from holdfast.drill import demo as drill
+
+INCIDENT = {"kind": "loss_spike", "step": 9, "actions": ["skip", "rollback"]}
+RESULT = {
+    "calm": {"eval_loss": 2.0, "seconds": 1.0},
+    "unguarded": {"eval_loss": math.nan, "seconds": 1.0, "stopped": "dead: not a number since step 7"},
+    "guarded": {"eval_loss": 2.02, "seconds": 1.0, "incidents": [INCIDENT], "summary": "recovered: all of it",
+                "journal": "runs/x/guarded/journal.jsonl"},
+}  # fmt: skip
+
+
+def storm(seed, steps, folder, listen) -> drill.Demo:
+    """Tells what a demo would tell."""
+    for run, result in RESULT.items():
+        faults = [] if run == "calm" else [{"name": "NaN batch", "step": 7}]
+        listen(run, "begin", {"steps": steps, "faults": faults})
+        for step in range(1, steps + 1):
+            loss = math.nan if run == "unguarded" and step >= 7 else 5.5 - 3 * step / steps
+            listen(run, "step", {"step": step, "loss": loss})
+        if run == "guarded":
+            told = {"step": 9, "status": "rolled_back", "actions": ["skip", "cut_lr"], "why": "loss_spike"}
+            listen(run, "recovered", told)
+        listen(run, "end", result)
+    return drill.Demo(**RESULT)
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    """The training replaced; what it was asked for."""
+    asked = []
+
+    def run(seed, steps, folder, listen):
+        asked.append((seed, steps, folder))
+        return storm(seed, steps, folder, listen)
+
+    monkeypatch.setattr(drill, "run", run)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, told):
+    answer = holdfast("demo")
+    assert (answer.status, answer.err) == (0, "")
+    lines = answer.out.splitlines()
+    for line in (
+        "     calm  eval loss 2.0000",
+        "unguarded  eval loss nan  dead",
+        "  guarded  eval loss 2.0200  +1.00% of calm",
+        "recovered: all of it",
+        "the journal: runs/x/guarded/journal.jsonl",
+    ):
+        assert line in lines
+    assert "  guarded  step    9  loss_spike: skip + cut lr" in lines
+    assert any("the storm: NaN batch at 7" in line for line in lines)
+    assert any("dead: not a number since step 7" in line for line in lines)
+    assert any("\u2800" < character <= "\u28ff" for character in answer.out)
+
+
+def test_lines_are_few_where_there_is_no_terminal(holdfast, told):
+    lines = [line for line in holdfast("demo").out.splitlines() if "  loss " in line]
+    assert 3 * 5 <= len(lines) <= 3 * 10
+
+
+def test_json_is_the_whole_answer(holdfast, told):
+    answer = holdfast("demo", "--json", "--seed", 3, "--steps", 800, "--folder", "here")
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.json.keys() == RESULT.keys()
+    assert answer.json["guarded"] == RESULT["guarded"]
+    assert math.isnan(answer.json["unguarded"]["eval_loss"])
+    ((seed, steps, folder),) = told
+    assert (seed, steps, str(folder)) == (3, 800, "here")
+
+
+def test_default_folder_is_a_new_one_under_runs(holdfast, told):
+    holdfast("demo", "--json")
+    ((seed, steps, folder),) = told
+    assert (seed, steps) == (0, drill.STEPS)
+    assert str(folder).startswith("runs/demo-2")
+
+
+@pytest.mark.parametrize("words", [("--steps", "699"), ("--seed", "-1"), ("--seed", "x"), ("more",)])
+def test_wrong_words_are_a_usage_error(holdfast, told, words):
+    answer = holdfast("demo", *words)
+    assert answer.status == 2
+    assert told == []
+
+
+def test_folder_that_is_a_file_is_one_message(holdfast, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    answer = holdfast("demo", "--folder", tmp_path / "taken")
+    assert answer.status == 78
+    assert answer.out == ""
+    assert "--folder" in answer.err and "is a file" in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_interrupted_demo_is_status_130_without_a_traceback(holdfast, monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drill, "run", interrupted)
+    monkeypatch.chdir(tmp_path)
+    answer = holdfast("demo")
+    assert answer.status == 130
+    assert "Traceback" not in answer.err
+
+
+def test_log_is_silent_only_while_the_demo_runs(holdfast, monkeypatch, tmp_path):
+    log = logging.getLogger("holdfast")
+    handlers = list(log.handlers)
+    monkeypatch.setattr(drill, "run", lambda *_: (silent.append(log.propagate), drill.Demo(**RESULT))[1])
+    silent: list[bool] = []
+    holdfast("demo", "--folder", tmp_path, "--json")
+    assert silent == [False]
+    assert log.propagate
+    assert log.handlers == handlers
+
+
+@pytest.mark.parametrize("width", [30, 60, 140])
+def test_terminal_of_any_width_shows_the_picture_without_drawing_it_at_every_step(monkeypatch, width):
+    drawn = []
+    render = command.Chart.render
+    monkeypatch.setattr(command.Chart, "render", lambda *a: drawn.append(1) or render(*a))
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=width, height=40, color_system=None)
+    monkeypatch.setattr(command, "Console", lambda **_: console)
+    screen = command._Screen(1200, quiet=False)
+    with screen:
+        storm(0, 1200, None, screen.listen)
+    screen.close(RESULT)
+    assert 1 <= len(drawn) < 600
+    assert "the journal" in file.getvalue()

@@ -1,0 +1,199 @@
+"""Token files: what is written is what is read, and a file that is not whole says so; the embedded data set."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.errors import DataError
+from holdfast.reference.tokens import Tokens, Writer, dtype_for, embedded, open_tokens
+
+SIZES = {"uint8": 256, "uint16": 50_304, "uint32": 200_000}
+
+
+def write(path, tokens, vocab_size=256):
+    writer = Writer(path, vocab_size, "bytes")
+    writer.write(tokens)
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), SIZES.items())
+def test_what_is_written_is_what_is_read(tmp_path, dtype, vocab_size):
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 10_001)
+    tokens[[0, -1]] = (vocab_size - 1, 0)  # the ends of the range
+    writer = Writer(tmp_path / "a.tokens", vocab_size, "mine")
+    writer.write(tokens[:4000])
+    writer.write(tokens[4000:].tolist())
+    writer.write([])
+    writer.close()
+    read = open_tokens(tmp_path / "a.tokens")
+    assert read.data.dtype == dtype
+    assert np.array_equal(read.data, tokens)
+    assert (len(read), read.vocab_size, read.tokenizer, read.name) == (10_001, vocab_size, "mine", "a.tokens")
+
+
+def test_smallest_type_that_holds_the_vocabulary_is_taken():
+    assert [dtype_for(n) for n in (1, 256, 257, 65_536, 65_537)] == ["uint8", "uint8", "uint16", "uint16", "uint32"]
+
+
+def test_file_is_mapped_and_not_read(tmp_path):
+    assert isinstance(open_tokens(write(tmp_path / "a", range(200))).data, np.memmap)
+
+
+def test_file_appears_only_when_it_is_whole(tmp_path):
+    writer = Writer(tmp_path / "a", 256, "bytes")
+    writer.write(range(100))
+    assert not (tmp_path / "a").exists()
+    writer.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_abandoned_writer_leaves_nothing(tmp_path):
+    writer = Writer(tmp_path / "a", 256, "bytes")
+    writer.write(range(100))
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_abandoned_writer_leaves_the_file_that_was_there(tmp_path):
+    write(tmp_path / "a", [1, 2, 3])
+    writer = Writer(tmp_path / "a", 256, "bytes")
+    writer.write(range(100))
+    writer.abandon()
+    assert open_tokens(tmp_path / "a").data.tolist() == [1, 2, 3]
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("token", [300, -1])
+@pytest.mark.parametrize("as_array", [False, True])
+def test_token_outside_the_vocabulary_is_refused(tmp_path, token, as_array):
+    writer = Writer(tmp_path / "a", 300, "bytes")
+    with pytest.raises(DataError, match="vocabulary of 300"):
+        writer.write(np.array([5, token]) if as_array else [5, token])
+    writer.abandon()
+
+
+# ---- files that cannot be used
+
+
+@pytest.fixture
+def whole(tmp_path):
+    return write(tmp_path / "a.tokens", range(200))
+
+
+def refused(path) -> str:
+    with pytest.raises(DataError) as error:
+        open_tokens(path)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+def test_missing_file_names_the_command_that_makes_one(tmp_path):
+    message = refused(tmp_path / "none.tokens")
+    assert "no such token file" in message and "holdfast prepare" in message
+
+
+def test_empty_file_names_the_command_that_makes_it_again(tmp_path):
+    (tmp_path / "a").touch()
+    message = refused(tmp_path / "a")
+    assert "is empty" in message and "holdfast prepare" in message
+
+
+@pytest.mark.parametrize("lost", [1, 100, 200, 4000])
+def test_truncated_file_is_told_from_a_whole_one_however_much_is_lost(whole, lost):
+    whole.write_bytes(whole.read_bytes()[:-lost])
+    message = refused(whole)
+    assert "truncated" in message and "200 tokens" in message and "holdfast prepare" in message
+
+
+def test_file_with_something_after_its_tokens_is_too_long(whole):
+    whole.write_bytes(whole.read_bytes() + b"x")
+    message = refused(whole)
+    assert "too long" in message and "holdfast prepare" in message
+
+
+def test_file_that_holds_no_tokens_is_refused(tmp_path):
+    write(tmp_path / "a", [])
+    assert "holds no tokens" in refused(tmp_path / "a")
+
+
+def test_folder_is_refused(tmp_path):
+    assert "cannot be read" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"Once upon a time\n" * 1000,
+        b"\x00" * 5000,
+        b"\xff\xfe\x00",
+        b"[1, 2, 3]\n",
+        b"null\n",
+        b"[" * 5000,  # deeper than the JSON reader goes
+        b'{"format": "holdfast-tokens"}\n',
+        b'{"format": "somebody else", "count": 1, "dtype": "uint8", "vocab_size": 256, "tokenizer": "x"}\n',
+        b'{"format": "holdfast-tokens", "count": 1, "dtype": "float64", "vocab_size": 256, "tokenizer": "x"}\n',
+        b'{"format": "holdfast-tokens", "count": Infinity, "dtype": "uint8", "vocab_size": 256, "tokenizer": "x"}\n',
+    ],
+)
+def test_foreign_file_is_not_a_token_file(tmp_path, content):
+    (tmp_path / "a").write_bytes(content)
+    message = refused(tmp_path / "a")
+    assert "is not a token file" in message and "holdfast prepare" in message
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.binary(max_size=200), st.booleans())
+def test_no_content_makes_anything_but_a_data_error(tmp_path_factory, content, in_the_header):
+    path = tmp_path_factory.mktemp("fuzz") / "a"
+    header = {"format": "holdfast-tokens", "dtype": "uint8", "count": 3, "vocab_size": 256, "tokenizer": "x"}
+    path.write_bytes(json.dumps(header).encode()[: len(content)] + content if in_the_header else content)
+    refused(path)
+
+
+# ---- fingerprints
+
+
+def test_fingerprint_is_of_the_content_and_not_of_the_type():
+    tokens = np.arange(5000) % 200
+    first = Tokens("a", tokens.astype(np.uint8), 256, "bytes").fingerprint()
+    assert Tokens("b", tokens.astype(np.uint16), 256, "bytes").fingerprint() == first
+    assert Tokens("a", tokens[:-1].astype(np.uint8), 256, "bytes").fingerprint() != first
+    assert Tokens("a", tokens[::-1].astype(np.uint8), 256, "bytes").fingerprint() != first
+
+
+# ---- the embedded data set
+
+
+def test_embedded_data_set_is_more_than_a_megabyte_of_python_source():
+    tokens = embedded()
+    assert len(tokens) > 1_000_000
+    assert tokens.vocab_size == 256
+    assert b"import " in bytes(tokens.data[:100_000])
+    assert not np.array_equal(tokens.data[: len(tokens) // 2], tokens.data[len(tokens) // 2 :][: len(tokens) // 2])
+
+
+def test_embedded_data_set_is_the_same_in_every_process():
+    source = "from holdfast.reference.tokens import embedded; print(embedded().fingerprint(), hash('x'))"
+    done = [
+        subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, env={"PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (d.stdout.split() for d in done)
+    assert first[0] == second[0] == embedded().fingerprint()
+    assert first[1] != second[1]
+
+
+def test_missing_standard_library_names_the_cure(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match=r"\[\[dataset.sources\]\]"):
+        embedded()

@@ -580,3 +580,32 @@ def test_taken_out_by_holdfast_off_the_same_loops_give_the_same_run(shuffle, tmp
     for p, q in zip(on.model.parameters(), off.model.parameters(), strict=True):
         assert torch.equal(p, q)
     assert on.scheduler.state_dict() == off.scheduler.state_dict()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
+def test_an_error_that_the_script_survives_loses_the_batch_and_nothing_else(gate, stream, tmp_path):
+    """Out of memory in one forward, caught around the step: on record, and the epoch still moves the schedule."""
+    model, _ = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    guard = holdfast.Guard(
+        model, optimizer, scheduler=scheduler, scheduler_interval="epoch", run_dir=tmp_path / "run", config=quick(gate)
+    )
+    loader, seen = DataLoader(Points(64), batch_size=8), 0
+    with guard:
+        for step in guard.steps(list(loader) if stream else loader, epochs=3):
+            try:
+                with step:
+                    for x, y in step.microbatches():
+                        seen += 1
+                        if seen in (4, 9, 24):
+                            raise MemoryError
+                        step.backward(mse(model(x), y))
+            except MemoryError:
+                with pytest.raises(holdfast.StepError, match="an error came out of it"):
+                    _ = step.outcome
+    assert guard.step == 21
+    assert scheduler.last_epoch == 3
+    assert [e["data"] for e in events(tmp_path / "run", "abandoned")] == [[[0, 24, 32]], [[1, 0, 8]], [[2, 56, 64]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import random
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from holdfast.cli import main
 from holdfast.core import journal
 from holdfast.core.errors import ConfigError, DataError, RunDirError, SetupError
 from holdfast.drill.faults.inf_gradient import InfGradient
@@ -20,6 +22,8 @@ from holdfast.reference.config import parse
 from holdfast.reference.tokens import Writer
 
 STEPS = 20
+BEFORE = itertools.count(999)
+"""what the process did before a run must not matter: its generators stand elsewhere each time"""
 
 
 def configuration(run_dir, **sections):
@@ -46,8 +50,9 @@ class Done:
     """A run, all of its state, and what it wrote."""
 
     def __init__(self, config, *, tamper=None, resume=None, stop_at=None) -> None:
+        before = next(BEFORE)
         for seed in (torch.manual_seed, np.random.seed, random.seed):
-            seed(999)  # what the process did before must not matter
+            seed(before)
         self.trainer = reference.build(config, tamper=tamper)
         hook = Losses()
         self.result = self.trainer.run(hooks=[hook], resume=resume, stop_at=stop_at)
@@ -335,10 +340,28 @@ def test_unguarded_run_refuses_to_resume_instead_of_beginning_anew(tmp_path, mon
         Done(config, resume=snapshot)
 
 
-def test_snapshot_of_another_model_is_refused(tmp_path):
+UNCHECKED = pytest.mark.xfail(strict=True, reason="RunState.fits compares names and not shapes, and not the scaler")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"layers": 3}},
+        pytest.param({"model": {"width": 48}}, marks=UNCHECKED),
+        pytest.param({"train": {"precision": "fp16"}}, marks=UNCHECKED),
+    ],
+    ids=["layers", "width", "precision"],
+)
+def test_snapshot_of_another_model_is_refused(tmp_path, sections):
     snapshot = Done(configuration(tmp_path / "a"), stop_at=4).result.snapshot
     with pytest.raises(SetupError, match="does not fit"):
-        Done(configuration(tmp_path / "b", model={"layers": 3}), resume=snapshot)
+        Done(configuration(tmp_path / "b", **sections), resume=snapshot)
+
+
+def test_snapshot_of_another_batch_size_is_refused(tmp_path):
+    snapshot = Done(configuration(tmp_path / "a"), stop_at=4).result.snapshot
+    with pytest.raises(DataError, match="another batch size"):
+        Done(configuration(tmp_path / "b", train={"batch_size": 8}), resume=snapshot)
 
 
 def test_missing_or_foreign_snapshot_is_refused(tmp_path):
@@ -427,13 +450,17 @@ def test_second_interrupt_ends_the_program_at_once_without_a_traceback(tmp_path,
     assert events(tmp_path / "run", "run_end")
 
 
-def test_run_in_use_by_a_live_process_is_one_message(tmp_path, program, config_file):
+def test_run_in_use_by_a_live_process_is_one_message(tmp_path, program, config_file, capsys):
     first = program("train", config_file, "--train.steps=1000000")
     first.wait_for("step 10/")
-    second = program("train", config_file).end()
-    assert second.status == 78
-    assert "Traceback" not in second.err
-    assert f"{tmp_path / 'run'} is in use by process" in second.err
-    assert "choose another run_dir" in second.err
+    with pytest.raises(SystemExit) as ended:
+        main.run(["train", str(config_file)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 78
+    assert said.count("error: ") == 1
+    assert f"{tmp_path / 'run'} is in use by process" in said
+    assert "choose another run_dir" in said
     first.interrupt()
     assert first.end().status == 75
+    assert len(events(tmp_path / "run", "run_begin")) == 1
+    assert events(tmp_path / "run", "restart") == []

@@ -9,7 +9,7 @@ import typer
 
 from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import ConfigError, MissingDependency, RunDirError, SetupError
+from holdfast.core.errors import ConfigError, DataError, MissingDependency, RunDirError, SetupError
 from holdfast.reference.config import TrainConfig, load
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -75,7 +75,7 @@ def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: 
     view = None if quiet else Show()
     try:
         return trainer.run(view=view, resume=resume, stop_at=stop_at)
-    except (RunDirError, SetupError) as error:
+    except (DataError, RunDirError, SetupError) as error:
         raise ConfigError([str(error)], "train") from None
     finally:
         if view is not None:

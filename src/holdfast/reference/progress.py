@@ -66,7 +66,10 @@ class Show:
         mfu = f", {100 * result.mfu:.1f}% MFU" if result.mfu is not None else ""
         self._say(f"{result.steps} steps in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tok/s{mfu}")
         self._say(str(result.summary))
-        self._say(f"eval loss {result.eval_loss:.4f}; the record is in {result.run_dir}")
+        record = (
+            "HOLDFAST_OFF keeps no record" if result.summary.status == "off" else f"the record is in {result.run_dir}"
+        )
+        self._say(f"eval loss {result.eval_loss:.4f}; {record}")
 
     def close(self) -> None:
         if self._bar is not None:

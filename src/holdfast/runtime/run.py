@@ -173,6 +173,7 @@ class Run:
         self.keeper.close()
         if self.source is not None:
             self.source.close()
+        self._loader = None
         cause = error or trouble
         self.engine.write(
             "run_end",
@@ -198,11 +199,12 @@ class Run:
                 first = self.source.draw()
                 break
             except StopIteration:
-                ended, last = self._ended_epochs, self.pending is None
-                if self.flush():
-                    self._step_epochs(ended)
-                if last:
+                if self.pending is None:
+                    self._step_epochs(self._ended_epochs)
                     return None
+                # The last step settles first; it may be undone. Then the data ends again, or there is more of it.
+                self.source.untell(self._ended_epochs)
+                self.flush()
         number = self.step + 1 + (self.pending is not None)
         attempt = 1 if self.pending is not None else self._attempt
         step = Step(self, number, attempt, accumulate, first, buffers)
@@ -321,18 +323,24 @@ class Run:
         """An error came out of the step: nothing of it is applied, and its data is gone."""
         self._drop_gradients()
         self.current = None
+        assert self.source is not None
+        self.source.untell(step.epochs_before + step.ended_epochs)
         self.engine.write("abandoned", step=step.number, data=_spans(step), batches=len(step.draws))
 
     def discard_remainder(self, step: Step) -> None:
         """The data ended inside the step: fewer batches than it takes are left, and are not trained on."""
         self._drop_gradients()
+        assert self.source is not None
+        self.source.untell(step.epochs_before + step.ended_epochs)
         self.rewind(step)
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
         if not self.flush():  # the step before was undone: there is data again
             self.engine.became(step.result)
             return
         self.engine.write("remainder", step=step.number, data=_spans(step), batches=len(step.draws))
-        self._step_epochs(step.epochs_before + step.ended_epochs)
+        self._ended_epochs = 0
+        self.source.tell()
+        self._step_epochs(self._ended_epochs)
         self.exhausted = True
 
     def _discard(self, step: Step) -> None:
@@ -340,8 +348,6 @@ class Run:
         self._drop_gradients()
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
         self.engine.became(step.result)
-        if self.source is not None and not self.source.exact:
-            self._step_epochs(step.epochs_before + step.ended_epochs)
 
     def _drop_gradients(self) -> None:
         self._follow_groups()
@@ -494,12 +500,12 @@ class Run:
 
     def rewind(self, step: Step) -> None:
         """Random streams and buffers as they were before the step's data was loaded, and the schedule with them."""
-        rng = step.draws[0].rng if step.draws else None
+        assert self.source is not None
+        rng = self.source.rewound_to(step.draws[0]) if step.draws else None
         if rng is not None:
             self.rng.restore(rng)
         self.state.buffers.restore(step.buffers)
-        # A stream does not go back over the end of an epoch: there the schedule has moved for good.
-        if step.schedule is not None and self.source is not None and self.source.exact:
+        if step.schedule is not None:
             self.state.reschedule(step.schedule)
 
     def returned_to(self, step: int) -> None:

@@ -175,6 +175,13 @@ def test_snapshot_of_another_model_is_refused(holdfast, file):
     assert "does not fit" in answer.json["errors"][0]
 
 
+def test_snapshot_of_another_batch_size_is_refused(holdfast, file):
+    assert holdfast("train", file, "--stop-at", 3).status == 75
+    answer = holdfast("train", file, "--train.batch_size=3", "--resume", "runs/train/snapshot.pt", "--json")
+    assert answer.status == 78
+    assert "batch size" in answer.json["errors"][0]
+
+
 def test_errors_are_json_when_asked_for(holdfast, file):
     answer = holdfast("train", file, source("none.tokens"), "--json")
     assert answer.status == 78
@@ -249,6 +256,7 @@ def test_unguarded_run_that_is_stopped_promises_no_snapshot(holdfast, file, monk
     answer = holdfast("train", file, "--stop-at", 6)
     assert answer.status == 1
     assert "--resume" not in answer.err
+    assert "the record is in" not in answer.err
     assert "HOLDFAST_OFF" in answer.err
     assert "HOLDFAST_OFF" in refused(holdfast("train", file, "--resume", "any.pt"))
 

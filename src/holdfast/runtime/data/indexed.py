@@ -166,6 +166,8 @@ class IndexedSource:
         self._again = False
         self._queue: deque[_Issued] = deque()
         self._empty_epochs = 0
+        self._untold = 0
+        """epochs that have ended and have to be told of again; going back makes them end again"""
 
     def extend(self, epochs: int | None) -> None:
         """Allow this many further epochs from the one it stands in, or no end."""
@@ -218,6 +220,7 @@ class IndexedSource:
         while True:
             if self._iterator is None:
                 if self._last is not None and self._order.epoch >= self._last:
+                    self.tell()
                     raise StopIteration
                 self._open()
             # A loader of the user's own kind may load one batch ahead: then a step begins here, not where it was loaded.
@@ -235,8 +238,17 @@ class IndexedSource:
             at, self._at = self._at, Position(self._order.epoch, issued.k + 1, issued.span.stop)
             begin = Position(self._order.epoch, issued.k, issued.span.start)
             self._empty_epochs = 0
+            self.tell()
             samples = count_samples(batch) or 1 if self._single else len(issued.ids)
             return Draw(batch, issued.span, issued.ids, samples, at, begin, rng or issued.rng)
+
+    def untell(self, epochs: int) -> None:
+        self._untold += epochs
+
+    def tell(self) -> None:
+        for epoch in range(self._order.epoch - self._untold, self._order.epoch):
+            self._on_epoch_end(epoch)
+        self._untold = 0
 
     def _open(self) -> None:
         """Begin the epoch, or go on inside it after a `seek`: then as if the iterator had never been remade."""
@@ -265,6 +277,10 @@ class IndexedSource:
         self.seek(draws[0].begin)
         return None
 
+    def rewound_to(self, draw: Draw) -> RngState | None:
+        """Where the random streams stood right before the batch was loaded."""
+        return draw.rng
+
     def seek(self, position: Position) -> None:
         """Stand at `position`, which must not be older than what `forget_before` was told."""
         if position == self._beginning:
@@ -279,7 +295,7 @@ class IndexedSource:
         for epoch in [e for e in self._orders if e > order.epoch]:
             del self._orders[epoch]
         self._order, self._cursor, self._at = order, position.batch, position
-        self._again = order.begun
+        self._again, self._untold = order.begun, 0
 
     def last_ids(self) -> list[Any] | None:
         """The indices of the batch before the position, by which a resumed order is known again."""
@@ -335,5 +351,6 @@ class IndexedSource:
             self._orders[position.epoch].forget_before(position.batch)
 
     def close(self) -> None:
-        self._iterator = None
+        """Let the workers go now: collected later, amid those of another loader, they are waited for in vain."""
+        self._iterator = self._loader._iterator = None
         self._queue.clear()

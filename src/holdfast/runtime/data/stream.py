@@ -6,13 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from holdfast.core.errors import DataError
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.types import Span
 from holdfast.runtime.data.indexed import OnExclusion
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
 from holdfast.runtime.data.split import count_samples, marks
-from holdfast.runtime.rng import Rng
+from holdfast.runtime.rng import Rng, RngState
 
 
 class StreamSource:
@@ -41,7 +44,10 @@ class StreamSource:
         self._on_epoch_end = on_epoch_end
         self._before_iter, self._on_exclusion = before_iter, on_exclusion
         rng.include(getattr(loader, "generator", None))
-        self._epoch = first_epoch
+        self._epoch = self._told = self._seeded = first_epoch
+        # _told: the epoch the run knows it is in; _seeded: the last one whose beginning has drawn from the generators, as
+        # they stand now; _opaque: the last batch before which the stream drew what cannot be drawn again.
+        self._opaque = 0
         self._at = self._beginning = Position(first_epoch - 1, 0, 0)
         self._iterator: Iterator[Any] | None = None
         self._held: deque[Draw] = deque()
@@ -66,31 +72,78 @@ class StreamSource:
 
     def draw(self) -> Draw:
         if self._held:
-            return self._held.popleft()
-        while True:
+            draw = self._held.popleft()
+            self._seed_again(draw.span.epoch)
+            if draw.rng is not None:
+                draw = draw._replace(rng=self._rng.capture())
+        else:
             draw = self._next()
-            if self._to_drop > 0:
-                self._to_drop -= 1
-                self._quarantine.add_spans([draw.span], self._drop_reason)
-                self._on_exclusion(draw.span, 1, self._drop_reason)
-            elif not self._quarantine.covers(*draw.span):
-                return draw
+            while self._dropped(draw.span):
+                draw = self._next()
+        self._tell(draw.span.epoch)
+        return draw
+
+    def _dropped(self, span: Span) -> bool:
+        if self._to_drop > 0:
+            self._to_drop -= 1
+            self._quarantine.add_spans([span], self._drop_reason)
+            self._on_exclusion(span, 1, self._drop_reason)
+            return True
+        return self._quarantine.covers(*span)
+
+    def _tell(self, epoch: int) -> None:
+        """The epochs before this one have ended, as far as the run has not been told."""
+        while self._told < epoch:
+            self._told += 1
+            self._on_epoch_end(self._told - 1)
+
+    def untell(self, epochs: int) -> None:
+        self._told -= epochs
+
+    def tell(self) -> None:
+        self._tell(self._epoch)
+
+    def _begin_epoch(self) -> None:
+        self._before_iter()
+        self._seed_again(self._epoch - 1)
+        before = self._rng.capture()
+        self._iterator = iter(self._loader)
+        self._drawn_this_epoch, self._seeded = 0, self._epoch
+        if not isinstance(self._loader, DataLoader) and not before.same(self._rng.capture()):
+            self._opaque = self._at.batch
+
+    def _seed_again(self, epoch: int) -> None:
+        """Generators were put back to before an epoch began, and the epoch itself was not: draw its seed as it did."""
+        while self._seeded < epoch:
+            self._seeded += 1
+            if isinstance(self._loader, DataLoader) and not self._loader.persistent_workers:
+                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+
+    def rewound_to(self, draw: Draw) -> RngState | None:
+        """The run goes back to right before this batch, and the random streams to what is returned, if they can."""
+        self._told = min(self._told, draw.span.epoch)
+        if draw.rng is None or draw.begin.batch < self._opaque:
+            return None
+        self._seeded = draw.span.epoch
+        return draw.rng
 
     def _next(self) -> Draw:
         while True:
             if self._iterator is None:
                 if self._last is not None and self._epoch >= self._last:
+                    self.tell()
                     raise StopIteration
-                self._before_iter()
-                self._iterator = iter(self._loader)
-                self._drawn_this_epoch = 0
+                self._begin_epoch()
+            assert self._iterator is not None
+            self._seed_again(self._epoch)
             before = self._rng.capture()
             try:
                 batch = next(self._iterator)
             except StopIteration:
                 self._end_epoch()
                 continue
-            same = before.same(self._rng.capture())
+            if not (same := before.same(self._rng.capture())):
+                self._opaque = self._at.batch
             count = count_samples(batch)
             start = self._at.sample if self._at.epoch == self._epoch else 0
             begin = Position(self._epoch, self._at.batch, start)
@@ -108,7 +161,6 @@ class StreamSource:
             )
         self._iterator = None
         self._epoch += 1
-        self._on_epoch_end(self._epoch - 1)
 
     def serve_again(self, draws: list[Draw]) -> str | None:
         """Give these batches again; says why not where one of them has been changed in place since."""
@@ -118,8 +170,10 @@ class StreamSource:
         return None
 
     def seek(self, position: Position) -> None:
-        """A stream does not go back: what it has given since is gone."""
+        """A stream does not go back: what it has given since is gone, and the epochs that ended since have ended."""
         self._held.clear()
+        self._told = min(self._told, max(position.epoch, self._beginning.epoch + 1))
+        self._seeded = self._epoch
 
     def last_ids(self) -> list[Any] | None:
         return None

@@ -1,8 +1,9 @@
 """Copies to host memory that run beside training.
 
 On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies into pinned memory. Either
-way the next update calls `wait` first, since it would overwrite what is still being read. Once copied, a second thread
-takes checksums and looks for non-finite values; nobody waits for that but certification.
+way the next update calls `wait` first, since it would overwrite what is still being read. Checksums and the search for
+non-finite values run on the device at its own speed, behind the copy; on the CPU a second thread does them. Nobody waits
+for that but certification.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite
+from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, fingerprint, first_nonfinite
 
 
 class Examined(NamedTuple):
@@ -23,6 +24,16 @@ class Examined(NamedTuple):
     sums: Sums
     nonfinite: str | None
     torn: bool
+
+
+class Look(NamedTuple):
+    """What was looked at on the device, on its way to the host: a checksum of each tensor, and norms that are finite only
+    where every value is."""
+
+    names: list[str]
+    sums: Tensor
+    normed: list[str]
+    norms: Tensor
 
 
 class Copy:
@@ -64,7 +75,8 @@ class Copier:
         spare = self._spare.pop() if live and self._spare else {}
         targets = {name: _target(value, spare.get(name)) for name, value in sources.items()}
         devices = {v.device for v in sources.values() if v.is_cuda}
-        events = [self._on_stream(device, sources, targets) for device in devices]
+        looks: list[Look] = []
+        events = [self._on_stream(device, sources, targets, looks if live else None) for device in devices]
         if events:
             # What is left on the host then is small (Adam's step counts): copied now, so that no thread is waited for.
             for name, value in sources.items():
@@ -72,13 +84,13 @@ class Copier:
                     targets[name].copy_(value)
         copy = Copy(targets, events)
         versions = {} if events else {n: v._version for n, v in sources.items() if not v.is_inference()}
-        self._copying.submit(self._copy, copy, sources, versions, events)
+        self._copying.submit(self._copy, copy, sources, versions, events, looks)
         if live:
             self._held.append(copy)
         return copy
 
     def _on_stream(
-        self, device: torch.device, sources: dict[str, Tensor], targets: dict[str, Tensor]
+        self, device: torch.device, sources: dict[str, Tensor], targets: dict[str, Tensor], looks: list[Look] | None
     ) -> torch.cuda.Event:
         stream = self._streams.get(device)
         if stream is None:
@@ -89,13 +101,20 @@ class Copier:
                 if value.device == device:
                     targets[name].copy_(value, non_blocking=True)
                     value.record_stream(stream)
+            if looks is not None:
+                looks.append(_look({n: v for n, v in sources.items() if v.device == device}))
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return event
 
     @torch.no_grad()
     def _copy(
-        self, copy: Copy, sources: dict[str, Tensor], versions: dict[str, int], events: list[torch.cuda.Event]
+        self,
+        copy: Copy,
+        sources: dict[str, Tensor],
+        versions: dict[str, int],
+        events: list[torch.cuda.Event],
+        looks: list[Look],
     ) -> None:
         try:
             if not events:
@@ -103,19 +122,27 @@ class Copier:
                     copy.tensors[name].copy_(value)
             # A parameter written to while it was read: the model's forward changes it. Not a state that ever was.
             torn = any(sources[name]._version != version for name, version in versions.items())
-            self._examining.submit(self._examine, copy, events, torn)
+            self._examining.submit(self._examine, copy, events, looks, torn)
         except BaseException as error:
             copy.examined.set_exception(error)
         finally:
             copy.copied.set()
 
     @torch.no_grad()
-    def _examine(self, copy: Copy, events: list[torch.cuda.Event], torn: bool) -> None:
+    def _examine(self, copy: Copy, events: list[torch.cuda.Event], looks: list[Look], torn: bool) -> None:
         try:
             for event in events:
                 event.synchronize()
-            found = Examined(checksums(copy.tensors), first_nonfinite(copy.tensors, self._intended), torn)
-            copy.examined.set_result(found)
+            sums: dict[str, int] = {}
+            sound: set[str] = set()
+            for look in looks:
+                sums.update(zip(look.names, look.sums.tolist(), strict=True))
+                finite = look.norms.isfinite().tolist()
+                sound |= {n for n, whole in zip(look.normed, finite, strict=True) if whole}
+            sums.update(checksums({n: t for n, t in copy.tensors.items() if n not in sums}))
+            # A norm may overflow where every value is finite: what is not sound by its norm is looked at one by one.
+            doubtful = {n: t for n, t in copy.tensors.items() if n not in sound}
+            copy.examined.set_result(Examined(sums, first_nonfinite(doubtful, self._intended), torn))
         except BaseException as error:
             copy.examined.set_exception(error)
 
@@ -139,6 +166,21 @@ class Copier:
         self._copying.shutdown(wait=True)
         self._examining.shutdown(wait=True)
         self._spare.clear()
+
+
+def _look(tensors: dict[str, Tensor]) -> Look:
+    """Enqueue the look on the current stream; the results are there when the stream has come to them."""
+    sums = torch.stack([fingerprint(v) for v in tensors.values()])
+    normed = {
+        n: v for n, v in tensors.items() if v.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+    }
+    norms = torch.stack([n.float() for n in torch._foreach_norm(list(normed.values()))]) if normed else sums[:0].float()
+    return Look(list(tensors), _to_host(sums), list(normed), _to_host(norms))
+
+
+def _to_host(value: Tensor) -> Tensor:
+    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return host.copy_(value, non_blocking=True)
 
 
 def _nothing() -> None:

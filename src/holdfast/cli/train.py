@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -71,6 +72,12 @@ def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: 
             f"holdfast train needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
         ) from None
     check_run_dir(config.train.run_dir)
+    if resume is None and (Path(config.train.run_dir) / "journal.jsonl").exists():
+        typer.echo(
+            f"note: {config.train.run_dir} holds an earlier run; its journal, budgets and quarantine go on in this one. "
+            "For a fresh start name another --train.run_dir",
+            err=True,
+        )
     trainer = build(config)
     view = None if quiet else Show()
     try:

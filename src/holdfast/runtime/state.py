@@ -188,9 +188,14 @@ class RunState:
         """Why a snapshot cannot be put back into the run as it is now, or None."""
         if not self.optimizers.fits(rest["optimizer_groups"]):
             return "the optimizer's param groups have changed since"
-        for name in (*self._parameters(trained=True), *self._parameters(trained=False)):
-            if f"model.{name}" not in tensors and f"frozen.{name}" not in tensors:
+        for name, p in (*self._parameters(trained=True).items(), *self._parameters(trained=False).items()):
+            saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
+            if saved is None:
                 return f"parameter {name} was not there then"
+            if saved.shape != p.shape or saved.dtype != p.dtype:
+                return f"parameter {name} was {tuple(saved.shape)} {saved.dtype} then, and is {tuple(p.shape)} {p.dtype} now"
+        if (self.scaler is None) != (rest["scaler"] is None):
+            return f"a GradScaler was {'not ' if rest['scaler'] is None else ''}in use then (another precision)"
         for name in self._registered:
             if name not in rest["registered"]:
                 return f"{name!r} was not registered then"

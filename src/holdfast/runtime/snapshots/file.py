@@ -49,7 +49,11 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     except FileNotFoundError:
         raise RunDirError(f"{path}: no such snapshot file") from None
     except Exception as error:
-        raise RunDirError(f"{path} is not a snapshot file that can be read: {error}") from None
+        # torch's own text about untrusted pickles is a page long, and its advice must not be followed here.
+        why = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
+        raise RunDirError(
+            f"{path} is not a snapshot file that can be read ({why}); name one that guard.save wrote"
+        ) from None
 
 
 def pack_rng(state: RngState) -> dict[str, Any]:

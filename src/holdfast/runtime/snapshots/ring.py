@@ -13,8 +13,6 @@ from holdfast.core.config import SnapshotSection
 from holdfast.runtime.snapshots.memory import available_bytes
 from holdfast.runtime.snapshots.snapshot import Health, Snapshot
 
-_FEWEST = 3
-
 
 class Ring:
     """The snapshots there are, oldest first."""
@@ -39,7 +37,8 @@ class Ring:
         return max(1, math.ceil(math.log2(max(1.0, self._config.reach_steps / self.every))) + 1)
 
     def most(self) -> int:
-        """How many snapshots are alive at once at the most, the one being made and the initial one counted."""
+        """How many snapshots are alive at once at the most: two of the finest cadence and one more of every coarser one,
+        the last good one and the one being made."""
         return self.levels() + 3
 
     def budget(self, nbytes: int, shared: int = 0) -> str | None:
@@ -49,7 +48,7 @@ class Ring:
             self.every *= 2
         takes = f"a snapshot takes {nbytes / 1e9:.2f} GB"
         takes += f", what is frozen {shared / 1e9:.2f} GB," if shared else ""
-        if _FEWEST * nbytes > room:
+        if self.most() * nbytes > room:
             self.enabled = False
             return (
                 f"{takes} and {self._budget / 1e9:.2f} GB are allowed: snapshots are off and nothing can be rolled back; "
@@ -68,20 +67,19 @@ class Ring:
         return self._prune(snapshot.step)
 
     def _prune(self, newest: int) -> list[Snapshot]:
-        wanted = {0}
+        wanted: set[int] = set()
         for level in range(self.levels()):
             spacing = self.every * 2**level
             last = newest // spacing * spacing
             wanted |= {last, last - spacing}
         good = [s for s in self._kept if s.health is Health.GOOD]
-        reach = newest - 2 * self._config.reach_steps
+        oldest = min(wanted)
 
         def stays(s: Snapshot) -> bool:
             if s.health is Health.BAD:
                 return False
-            if good and s is good[-1]:
-                return True
-            return (s.initial and s.step >= reach) or (s.step in wanted and (s.step > 0 or s.step >= reach))
+            # The initial one stands for whatever is wanted of the time before it.
+            return s.step in wanted or (bool(good) and s is good[-1]) or (s.initial and oldest <= s.step)
 
         gone = [s for s in self._kept if not stays(s)]
         self._kept = [s for s in self._kept if stays(s)]

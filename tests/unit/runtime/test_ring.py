@@ -1,0 +1,140 @@
+"""The ring of snapshots: few of them, and one before every onset within reach."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.config import SnapshotSection
+from holdfast.runtime.snapshots.copier import Copy
+from holdfast.runtime.snapshots.ring import Ring
+from holdfast.runtime.snapshots.snapshot import Health, Snapshot
+
+
+def snapshot(step: int, health: Health = Health.GOOD, initial: bool = False) -> Snapshot:
+    made = Snapshot(step, Copy({}, []), initial=initial)
+    made.health = health
+    return made
+
+
+def ring_of(every: int, reach: int) -> Ring:
+    return Ring(SnapshotSection(every_steps=every, reach_steps=reach, memory_gb=1.0))
+
+
+class Run:
+    """Steps committed one after another, each snapshot certified `lag` steps after it was taken."""
+
+    def __init__(self, ring: Ring, lag: int, start: int = 0) -> None:
+        self.ring, self.lag, self.start, self.step = ring, lag, start, start
+        ring.add(snapshot(start, Health.CANDIDATE, initial=True))
+
+    def commit(self) -> None:
+        self.step += 1
+        for s in self.ring:
+            if s.health is Health.CANDIDATE and (self.step - s.step >= self.lag or s.initial):
+                s.health = Health.GOOD
+        if self.ring.due(self.step):
+            self.ring.add(snapshot(self.step, Health.CANDIDATE))
+
+    def good(self) -> list[int]:
+        return [s.step for s in self.ring if s.health is Health.GOOD]
+
+
+settled = st.fixed_dictionaries(
+    {
+        "every": st.integers(1, 12),
+        "times": st.integers(1, 64),
+        "steps": st.integers(1, 600),
+        "start": st.integers(0, 50),
+    }
+)
+
+
+@given(settled)
+@settings(max_examples=2500, deadline=None)
+def test_every_onset_within_reach_has_a_snapshot_before_it_not_far_back(how):
+    every, reach = how["every"], how["every"] * how["times"]
+    run = Run(ring_of(every, reach), lag=0, start=how["start"])
+    for _ in range(how["steps"]):
+        run.commit()
+    kept = [s.step for s in run.ring]
+    for age in range(1, min(reach, run.step - run.start) + 1):
+        before = [k for k in kept if k <= run.step - age]
+        assert before, f"no snapshot before an onset {age} steps ago: {kept} at {run.step}"
+        assert run.step - max(before) <= 4 * age + 2 * every
+
+
+@given(settled, st.integers(0, 60))
+@settings(max_examples=2500, deadline=None)
+def test_never_more_than_it_says_with_the_one_being_made(how, lag):
+    ring = ring_of(how["every"], how["every"] * how["times"])
+    run = Run(ring, lag, how["start"])
+    for _ in range(how["steps"]):
+        run.commit()
+        assert len(ring) + 1 <= ring.most(), [s.step for s in ring]
+
+
+@given(settled, st.integers(1, 60), st.data())
+@settings(max_examples=600, deadline=None)
+def test_the_newest_good_one_is_never_dropped_whatever_else_goes_wrong(how, lag, data):
+    """Candidates are condemned at random, and the run returns to good ones at random."""
+    ring = ring_of(how["every"], how["every"] * how["times"])
+    run = Run(ring, lag, how["start"])
+    for _ in range(min(200, how["steps"])):
+        best = max(run.good(), default=None)
+        run.commit()
+        assert best is None or max(run.good()) >= best
+        choice = data.draw(st.integers(0, 30))
+        candidates = [s for s in ring if s.health is Health.CANDIDATE and not s.initial]
+        if choice == 0 and candidates:
+            candidates[0].condemn("by the test")
+        if choice == 1 and run.good():
+            target = data.draw(st.sampled_from(run.good()))
+            ring.drop_after(target)
+            run.step = target
+            assert max(run.good()) == target
+    assert run.good()
+
+
+@given(settled)
+@settings(max_examples=40, deadline=None)
+def test_what_is_kept_is_in_order_and_each_once(how):
+    run = Run(ring_of(how["every"], how["every"] * how["times"]), lag=3, start=how["start"])
+    for _ in range(how["steps"]):
+        run.commit()
+    steps = [s.step for s in run.ring]
+    assert steps == sorted(set(steps))
+    assert all(s == run.start or s % how["every"] == 0 for s in steps)
+
+
+def test_the_count_grows_with_the_logarithm_of_the_reach():
+    assert [ring_of(10, reach).most() for reach in (10, 100, 1_000, 10_000, 100_000)] == [4, 8, 11, 14, 18]
+
+
+def test_good_ones_are_offered_newest_first_and_only_good_ones():
+    ring = ring_of(10, 1000)
+    for step, health in ((0, "good"), (10, "good"), (20, "candidate")):
+        ring.add(snapshot(step, Health(health)))
+    assert [s.step for s in ring.good_at_or_before(25)] == [10, 0]
+    assert [s.step for s in ring.good_at_or_before(9)] == [0]
+    assert ring.oldest() is next(iter(ring))
+
+
+def test_one_that_was_condemned_falls_out_with_the_next():
+    ring = ring_of(10, 1000)
+    bad = snapshot(10)
+    ring.add(snapshot(0))
+    ring.add(bad)
+    bad.condemn("by the test")
+    assert ring.add(snapshot(20)) == [bad]
+
+
+def test_switched_off_nothing_is_due():
+    ring = Ring(SnapshotSection(enabled=False, memory_gb=1.0))
+    assert not any(ring.due(step) for step in range(100))
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_due_at_multiples_of_the_cadence(every):
+    assert [s for s in range(1, 31) if ring_of(every, 100).due(s)] == list(range(every, 31, every))

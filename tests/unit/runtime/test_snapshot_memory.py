@@ -1,0 +1,164 @@
+"""Snapshots under a memory budget: fewer of them and the same reach, or none and a word about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.core.config import SnapshotSection
+from holdfast.core.journal import read
+from holdfast.runtime.setup import build_state
+from holdfast.runtime.snapshots import ring as ring_module
+from holdfast.runtime.snapshots.ring import Ring
+
+GB = 10**9
+
+
+def ring_of(every: int, reach: int, budget: int) -> Ring:
+    return Ring(SnapshotSection(every_steps=every, reach_steps=reach, memory_gb=budget / GB))
+
+
+@given(
+    every=st.integers(1, 50),
+    times=st.integers(1, 200),
+    size=st.integers(100, 10**6),
+    room=st.floats(0.1, 40),
+    shared=st.integers(0, 10**6),
+)
+@settings(max_examples=3000, deadline=None)
+def test_the_cadence_grows_until_it_fits_and_the_reach_stays(every, times, size, room, shared):
+    reach, budget = every * times, int(room * size) + shared
+    ring = ring_of(every, reach, budget)
+    said = ring.budget(size, shared)
+    assert ring.every % every == 0
+    assert ring.every < 2 * reach or ring.every == every
+    if ring.enabled:
+        assert ring.most() * size + shared <= budget + 1
+        assert ring.every * 2 ** (ring.levels() - 1) >= reach
+        assert (said is not None) == (ring.every != every)
+        if said is not None:
+            assert f"every {ring.every} steps instead of every {every}" in said
+            looser = ring_of(ring.every // 2, reach, budget)
+            assert looser.most() * size + shared > budget, "it need not have grown that far"
+    else:
+        assert said is not None
+        assert "snapshots are off" in said
+        assert "memory_gb" in said
+        assert not ring.due(reach)
+    assert ring.budget(size, shared) is None or not ring.enabled, "said once"
+
+
+def test_without_a_number_a_quarter_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(ring_module, "available_bytes", lambda: 4000)
+    ring = Ring(SnapshotSection())
+    assert ring.budget(1000 // ring.most()) is None
+    assert ring.every == 10
+    assert ring.budget(1000 // ring.most() + 1) is not None
+    assert ring.every == 20
+
+
+def model_of(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1))
+
+
+def train(tmp_path, megabytes, steps=40, model=None, register=None, optimizer=torch.optim.AdamW):
+    model = model or model_of(64)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = {"snapshot": {"every_steps": 2, "reach_steps": 32, "certify_after": 2, "memory_gb": megabytes / 1000}}
+    guard = holdfast.Guard(model, optimizer(trained, lr=1e-3), run_dir=tmp_path / "run", config=config)
+    if register is not None:
+        guard.register("more", register)
+    width = next(p for p in model.parameters()).shape[1]
+    x = torch.randn(64, width, generator=torch.Generator().manual_seed(1))
+    largest = 0
+    with guard:
+        for step in guard.steps(DataLoader(TensorDataset(x), batch_size=8), max_steps=steps):
+            with step:
+                for (batch,) in step.microbatches():
+                    step.backward(model(batch).square().mean())
+            largest = max(largest, held(guard))
+    return (
+        guard,
+        largest,
+        [e["message"] for e in read(tmp_path / "run" / "journal.jsonl").events if e["event"] == "note"],
+    )
+
+
+def held(guard) -> int:
+    """The bytes of host memory all snapshots take, each storage counted once."""
+    keeper = guard._run.keeper
+    storages = {}
+    for snapshot in [*keeper.ring, *([keeper._making] if keeper._making else [])]:
+        for tensor in snapshot.tensors().values():
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("megabytes", [10.0, 0.4, 0.3, 0.22])
+def test_what_is_held_stays_under_the_budget(megabytes, tmp_path):
+    """One snapshot of this model with Adam's state takes 0.05 MB."""
+    guard, largest, notes = train(tmp_path, megabytes)
+    assert 0 < largest <= megabytes * 1e6
+    assert len(guard._run.keeper.ring) >= 2
+    assert bool(notes) == (megabytes < 10)
+    assert all("instead of every" in n for n in notes)
+
+
+def test_what_is_registered_counts_too(tmp_path):
+    """An average of the weights is as large as the model, and every snapshot holds it."""
+    average = model_of(64).requires_grad_(False)
+    _, largest, notes = train(tmp_path, 0.5, register=average)
+    assert largest <= 0.5e6
+    assert notes
+
+
+def test_what_is_frozen_counts_once(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64), nn.Linear(64, 1))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    guard, largest, notes = train(tmp_path, 0.5, model=model)
+    assert notes == []
+    assert 0.26e6 < largest <= 0.5e6
+    assert guard._run.keeper.ring.enabled
+
+
+def test_a_frozen_part_larger_than_the_budget_turns_snapshots_off(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64), nn.Linear(64, 1))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    _, largest, notes = train(tmp_path, 0.2, model=model)
+    assert largest == 0
+    assert "snapshots are off" in notes[0]
+    assert "frozen" in notes[0]
+
+
+def test_too_little_for_the_fewest_says_so_once_and_trains_on(tmp_path):
+    guard, largest, notes = train(tmp_path, 0.1)
+    assert guard.step == 40
+    assert largest == 0
+    assert len(notes) == 1
+    assert "snapshots are off and nothing can be rolled back; raise [snapshot] memory_gb" in notes[0]
+
+
+def test_an_optimizer_with_more_state_than_was_thought_is_noticed_when_it_is_there(tmp_path):
+    """Before the first update Adam's state is guessed; amsgrad holds half as much again."""
+    _, largest, notes = train(tmp_path, 0.46, optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True))
+    assert largest <= 0.46e6
+    assert notes
+
+
+def test_frozen_weights_are_one_storage_in_all_snapshots():
+    model = model_of(8)
+    model[0].requires_grad_(False)
+    state = build_state(model, torch.optim.SGD(model[1].parameters(), 0.1), None, None, None)
+    first, second = state.frozen(), state.frozen()
+    assert first.keys() == {"frozen.0.weight", "frozen.0.bias"}
+    assert all(first[name] is second[name] for name in first)
+    assert all(first[f"frozen.0.{n}"].data_ptr() != p.data_ptr() for n, p in model[0].named_parameters())
+    assert not any(name.endswith(("0.weight", "0.bias")) for name in state.heavy())

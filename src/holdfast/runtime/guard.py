@@ -15,12 +15,14 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.errors import HoldfastError, SetupError, StepError
 from holdfast.core.ports import Clock, SystemClock
 from holdfast.core.tally import Summary
+from holdfast.runtime import saving
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.loop import Steps
 from holdfast.runtime.off import OffRun
 from holdfast.runtime.records import Records
 from holdfast.runtime.run import Run
 from holdfast.runtime.setup import build_state
+from holdfast.runtime.snapshots import file as snapshot_file
 
 
 class Guard:
@@ -230,14 +232,14 @@ class Guard:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Everything the run is, into one file, to go on from with `load` in another process."""
         if isinstance(self._run, Run):
-            self._run.save(path)
+            saving.save(self._run, path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a file of `save`: call it before `steps`, with the same model, optimizer and loader."""
         if isinstance(self._run, Run):
             if self._run.step:
                 raise StepError("load(): call it before the first step")
-            self._run.load(path)
+            self._run.resumed = snapshot_file.load(path)
 
     def quarantine(self, samples: Iterable[int], reason: str) -> None:
         """Never draw these sample ids again, in this run or after a restart of it."""

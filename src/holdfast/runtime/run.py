@@ -8,7 +8,6 @@ has only just enqueued; where the host decides, it settles at once. All that is 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +17,10 @@ from torch import Tensor
 from holdfast.core.config import Config
 from holdfast.core.detectors.base import Detector
 from holdfast.core.engine import Engine
-from holdfast.core.errors import SetupError, StepError
+from holdfast.core.errors import StepError
 from holdfast.core.ports import Clock
 from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
-from holdfast.runtime import effects
+from holdfast.runtime import effects, saving
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position, Source
@@ -32,7 +31,6 @@ from holdfast.runtime.records import Records
 from holdfast.runtime.rng import Rng
 from holdfast.runtime.sensing import Reading, gradient_norm, sense
 from holdfast.runtime.setup import devices_of
-from holdfast.runtime.snapshots import file as snapshot_file
 from holdfast.runtime.snapshots.keeper import Keeper
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
@@ -83,7 +81,8 @@ class Run:
         self._ended_epochs = 0
         self._overflows = 0
         self._ours = False
-        self._resumed: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        self.resumed: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        """a snapshot file to go on from, once the loader is there"""
 
     # ---- beginning and end
 
@@ -118,48 +117,10 @@ class Run:
             )
         self.source, self._loader = source, loader
         self.positions.clear()
-        if self._resumed is not None:
-            self._continue(*self._resumed)
-            self._resumed = None
+        if self.resumed is not None:
+            saving.go_on(self, *self.resumed)
+            self.resumed = None
         self._tell(self.keeper.begin(self.step))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Everything the run is, as of now, into one file."""
-        self.flush()
-        if self.source is None:
-            raise StepError("save(): there is nothing to save before guard.steps() has been called")
-        light, tensors = self.state.light()
-        buffers = {f"buffer.{n}": b for n, b in self.state.buffers.named().items()}
-        frozen = self.state.frozen()
-        parts = {
-            "step": self.step,
-            "light": light,
-            "detectors": self.engine.state_dict(),
-            "rng": snapshot_file.pack_rng(self.rng.capture()),
-            "position": self.source.position,
-            "last_ids": self.source.last_ids(),
-        }
-        self.keeper.before_update()
-        snapshot_file.save(path, parts, {**self.state.heavy(), **tensors, **buffers, **frozen})
-        self.engine.write("snapshot_saved", step=self.step, path=str(path))
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a file when the loader is there."""
-        self._resumed = snapshot_file.load(path)
-
-    def _continue(self, parts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        assert self.source is not None
-        why = self.state.fits(parts["light"], tensors)
-        if why is not None:
-            raise SetupError(f"the snapshot file does not fit this run: {why}")
-        self.state.join(parts["light"], tensors)
-        named = {n.removeprefix("buffer."): t for n, t in tensors.items() if n.startswith("buffer.")}
-        self.state.buffers.restore(self.state.buffers.from_named(named))
-        self.engine.load_state_dict(parts["detectors"])
-        self.source.resume(parts["position"], parts["last_ids"])
-        self.rng.restore(snapshot_file.unpack_rng(parts["rng"]))
-        self.step = parts["step"]
-        self.engine.write("resumed", durable=True, step=self.step, position=parts["position"])
 
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""

@@ -52,7 +52,7 @@ settled = st.fixed_dictionaries(
 
 
 @given(settled)
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_onset_within_reach_has_a_snapshot_before_it_not_far_back(how):
     every, reach = how["every"], how["every"] * how["times"]
     run = Run(ring_of(every, reach), lag=0, start=how["start"])
@@ -66,7 +66,7 @@ def test_every_onset_within_reach_has_a_snapshot_before_it_not_far_back(how):
 
 
 @given(settled, st.integers(0, 60))
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_never_more_than_it_says_with_the_one_being_made(how, lag):
     ring = ring_of(how["every"], how["every"] * how["times"])
     run = Run(ring, lag, how["start"])
@@ -76,7 +76,7 @@ def test_never_more_than_it_says_with_the_one_being_made(how, lag):
 
 
 @given(settled, st.integers(1, 60), st.data())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_newest_good_one_is_never_dropped_whatever_else_goes_wrong(how, lag, data):
     """Candidates are condemned at random, and the run returns to good ones at random."""
     ring = ring_of(how["every"], how["every"] * how["times"])

@@ -106,7 +106,7 @@ class Trainer:
     ) -> Result:
         """Train to the end, or to step `stop_at`. An interrupted run leaves a snapshot file to `resume` from."""
         config, train = self.config, self.config.train
-        watch = _Watch(self, view)
+        watch = _Watch(self, view, stop_at)
         guard = Guard(
             self.model,
             self.optimizer,
@@ -118,7 +118,7 @@ class Trainer:
             hooks=[watch, *hooks],
             about=self.about(),
         )
-        watch.guard, watch.stop_at = guard, stop_at
+        watch.guard = guard
         if resume is not None:
             if guard.summary().status == "off":
                 raise ConfigError(
@@ -272,10 +272,11 @@ def check_run_dir(path: str, key: str = "[train] run_dir =") -> None:
 class _Watch:
     """The trainer's own hook: evaluation at its intervals, speed, and what the view is told."""
 
-    def __init__(self, trainer: Trainer, view: View | None) -> None:
-        self._trainer, self._view = trainer, view
+    def __init__(self, trainer: Trainer, view: View | None, stop_at: int | None) -> None:
+        self._trainer, self._view, self.stop_at = trainer, view, stop_at
+        # It only looks, so on a GPU it may be told a step later; to stop at a step it must be told in time.
+        self.late = stop_at is None
         self.guard: Guard | None = None
-        self.stop_at: int | None = None
         self._began = self._first = time.perf_counter()
         self._steps = self._timed = 0
         self._recent = self._began

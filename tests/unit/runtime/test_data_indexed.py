@@ -1,0 +1,358 @@
+"""Map-style loaders: the user's order, with stretches left out that are never loaded, and nothing drawn for it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
+
+from holdfast.core.errors import DataError
+from holdfast.core.quarantine import Quarantine
+from holdfast.core.types import Span
+from holdfast.runtime.data.indexed import IndexedSource
+from holdfast.runtime.data.open import open_source
+from holdfast.runtime.data.source import Position
+from holdfast.runtime.rng import Rng
+
+
+class Numbers(Dataset):
+    """Item i is i; counts what is loaded."""
+
+    def __init__(self, count: int = 48) -> None:
+        self.count, self.loaded = count, Counter()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        self.loaded[int(i)] += 1
+        return torch.tensor(int(i))
+
+
+class Told:
+    """What a source says on the way."""
+
+    def __init__(self) -> None:
+        self.ended: list[int] = []
+        self.excluded: list[tuple[Span, int, str]] = []
+
+
+def source_of(loader, quarantine=None, epochs=2, first_epoch=0) -> tuple[IndexedSource, Told, Quarantine]:
+    told, quarantine = Told(), quarantine or Quarantine()
+    source = open_source(
+        loader,
+        rng=Rng(),
+        quarantine=quarantine,
+        epochs=epochs,
+        first_epoch=first_epoch,
+        on_epoch_end=told.ended.append,
+        before_iter=lambda: None,
+        on_exclusion=lambda *about: told.excluded.append(about),
+    )
+    assert isinstance(source, IndexedSource)
+    return source, told, quarantine
+
+
+def drain(source: Any, most: int = 10_000) -> list[list[int]]:
+    """Every batch there still is."""
+    found = []
+    for _ in range(most):
+        try:
+            found.append(source.draw().batch.tolist())
+        except StopIteration:
+            break
+    return found
+
+
+def streams() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def seeded() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+
+
+SAMPLERS = {
+    "sequential": lambda data: {},
+    "shuffle": lambda data: {"shuffle": True},
+    "generator": lambda data: {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+    "replacement": lambda data: {"sampler": RandomSampler(data, replacement=True, num_samples=70)},
+    "replacement from a generator": lambda data: {
+        "sampler": RandomSampler(data, replacement=True, num_samples=70, generator=torch.Generator().manual_seed(1))
+    },
+    "weighted": lambda data: {"sampler": WeightedRandomSampler([1.0] * 10 + [3.0] * 38, 40)},
+    "drop_last": lambda data: {"shuffle": True, "drop_last": True},
+    "a list of batches": lambda data: {"batch_size": 1, "batch_sampler": [[0, 1, 2], [7], [5, 5]]},
+}
+
+
+def loader_of(kind: str, data: Numbers | None = None) -> DataLoader:
+    data = data or Numbers()
+    return DataLoader(data, **{"batch_size": 7, **SAMPLERS[kind](data)})
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLERS))
+def test_the_users_order_and_the_users_draws(kind):
+    """The same batches as iterating over the loader, and every generator stands where it stood then, batch by batch."""
+    seeded()
+    loader, expected, stood = loader_of(kind), [], []
+    for _ in range(2):
+        for batch in loader:
+            expected.append(batch.tolist())
+            stood.append(streams())
+    seeded()
+    source, told, _ = source_of(loader_of(kind))
+    for batch, where in zip(expected, stood, strict=True):
+        assert source.draw().batch.tolist() == batch
+        assert streams() == where
+    with pytest.raises(StopIteration):
+        source.draw()
+    assert told.ended == [0, 1]
+
+
+@pytest.mark.parametrize("kind", sorted(SAMPLERS))
+def test_the_users_loader_is_as_it_was(kind):
+    loader = loader_of(kind)
+    before = dict(vars(loader))
+    source, *_ = source_of(loader)
+    drain(source)
+    source.close()
+    assert vars(loader).keys() == before.keys()
+    assert all(vars(loader)[k] is before[k] for k in before)
+    assert len(list(loader)) == len(loader)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "shuffle", "generator", "replacement from a generator"])
+def test_what_is_excluded_is_never_loaded_and_skipping_costs_no_loads(kind):
+    seeded()
+    loader = loader_of(kind)
+    plain = [b.tolist() for _ in range(2) for b in loader]
+    per_epoch = len(plain) // 2
+    seeded()
+    data = Numbers()
+    source, told, _ = source_of(loader_of(kind, data))
+    first = source.draw().batch.tolist()
+    loads = sum(data.loaded.values())
+    source.exclude(Position(0, 1, len(first)), 4, "test")
+    assert sum(data.loaded.values()) == loads, "excluding loads nothing"
+    rest = drain(source)
+    assert [first, *rest] == plain[:1] + plain[5:]
+    expected = Counter(i for b in plain[:1] + plain[5:] for i in b)
+    assert data.loaded == expected
+    assert told.excluded == [(Span(0, 7, 35), 4, "test")]
+    assert len(rest) == 2 * per_epoch - 5
+
+
+def test_a_window_past_the_end_of_an_epoch_goes_on_in_the_next_which_has_not_begun():
+    data = Numbers(21)
+    source, told, quarantine = source_of(DataLoader(data, batch_size=7), epochs=4)
+    source.draw()
+    source.exclude(source.position, 7, "long")
+    assert told.excluded == [(Span(0, 7, 21), 2, "long")]
+    assert quarantine.ahead(1) == [(0, 5)]
+    # Epoch 1 goes whole; of epoch 2 two batches; its remaining one and epoch 3 are served.
+    assert drain(source) == [[14, 15, 16, 17, 18, 19, 20], [*range(7)], [*range(7, 14)], [*range(14, 21)]]
+    assert quarantine.spans() == [Span(0, 7, 21), Span(1, 0, 21), Span(2, 0, 14)]
+    assert quarantine.ahead(1) == quarantine.ahead(2) == []
+    assert told.ended == [0, 1, 2, 3]
+    assert sum(data.loaded.values()) == 7 * 5
+
+
+def test_a_window_in_an_epoch_that_is_forgotten_by_going_back():
+    """The snapshot is in epoch 0, the onset in epoch 1: going back forgets epoch 1, and the window waits for it."""
+    source, told, quarantine = source_of(DataLoader(Numbers(21), batch_size=7), epochs=2)
+    start = source.draw() and source.position
+    drain(source, 4)
+    onset = Position(1, 1, 7)
+    source.seek(start)
+    source.exclude(onset, 1, "later")
+    assert quarantine.ahead(1) == [(1, 1)]
+    assert drain(source) == [[*range(7, 14)], [*range(14, 21)], [*range(7)], [*range(14, 21)]]
+    assert quarantine.spans() == [Span(1, 7, 14)]
+    assert told.ended == [0, 0, 1]
+
+
+def test_quarantine_of_another_life_is_left_out_from_the_start(tmp_path):
+    kept = Quarantine(tmp_path / "quarantine.json")
+    kept.add_spans([Span(0, 7, 14), Span(1, 0, 7)], "life one")
+    kept.add_samples([15, 16], "life one")
+    kept.add_ahead(1, 2, 1, "life one")
+    data = Numbers(21)
+    source, _, again = source_of(DataLoader(data, batch_size=7), Quarantine(tmp_path / "quarantine.json"))
+    assert drain(source) == [[*range(7)], [14, 17, 18, 19, 20], [*range(7, 14)]]
+    assert not {15, 16} & set(data.loaded)
+    assert again.spans() == [Span(0, 7, 14), Span(1, 0, 7), Span(1, 14, 21)]
+
+
+def test_a_batch_whose_every_sample_is_quarantined_is_not_served_at_all():
+    source, *_ = source_of(DataLoader(Numbers(21), batch_size=7), epochs=1)
+    source._quarantine.add_samples(range(7, 14), "all of it")
+    assert drain(source) == [[*range(7)], [*range(14, 21)]]
+
+
+@pytest.mark.parametrize("index", [int, np.int64, torch.tensor])
+def test_sample_ids_are_known_whatever_kind_of_integer_the_sampler_gives(index):
+    batches = [[index(i) for i in range(k, k + 3)] for k in (0, 3)]
+    source, *_ = source_of(DataLoader(Numbers(6), batch_sampler=batches), epochs=1)
+    source._quarantine.add_samples([1, 5], "known")
+    assert drain(source) == [[0, 2], [3, 4]]
+
+
+def test_served_again_a_batch_is_loaded_again_and_nothing_moves():
+    seeded()
+    data = Numbers(21)
+    source, *_ = source_of(DataLoader(data, batch_size=7, shuffle=True))
+    first, second = source.draw(), source.draw()
+    stood = streams()
+    assert source.serve_again([second]) is None
+    again = source.draw()
+    assert again.batch.tolist() == second.batch.tolist()
+    assert (again.span, again.begin) == (second.span, second.begin)
+    assert streams() == stood
+    assert max(data.loaded[int(i)] for i in second.batch) == 2
+    assert max(data.loaded[int(i)] for i in first.batch) == 1
+
+
+def test_an_order_that_is_no_longer_on_record_cannot_be_returned_to():
+    source, *_ = source_of(DataLoader(Numbers(21), batch_size=7), epochs=3)
+    for _ in range(5):
+        source.draw()
+    source.forget_before(source.position)
+    with pytest.raises(DataError, match="no longer on record"):
+        source.seek(Position(0, 1, 7))
+
+
+def test_forgetting_keeps_the_record_small_and_the_end_of_an_epoch_what_it_is():
+    source, told, _ = source_of(DataLoader(Numbers(700), batch_size=7), epochs=3)
+    for _ in range(150):
+        source.draw()
+        source.forget_before(source.position)
+        assert len(source._order._batches) <= 1
+        assert len(source._orders) == 1
+    assert len(drain(source)) == 150
+    assert told.ended == [0, 1, 2]
+
+
+def test_an_empty_loader_says_so_instead_of_turning_for_ever():
+    with pytest.raises(DataError, match="no batches"):
+        source_of(DataLoader(Numbers(3), batch_size=7, drop_last=True), epochs=None)[0].draw()
+
+
+def test_workers_are_given_the_same_order_less_what_is_excluded():
+    data = Numbers(70)
+    loader = DataLoader(data, batch_size=7, num_workers=2, multiprocessing_context="fork")
+    source, *_ = source_of(loader, epochs=1)
+    first = source.draw().batch.tolist()
+    source.seek(source.position)
+    source.exclude(Position(0, 3, 21), 5, "test")
+    assert [first, *drain(source)] == [[*range(k, k + 7)] for k in (0, 7, 14, 56, 63)]
+    source.close()
+
+
+# ---- against a model of it
+
+
+class Epochs(Sampler):
+    """order = f(epoch), told by set_epoch; ids of its own for every epoch, so that none is taken for another."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self):
+        return iter(order(self.count, self.epoch))
+
+
+def order(count: int, epoch: int) -> list[int]:
+    numbers = list(range(epoch * 1000, epoch * 1000 + count))
+    random.Random(epoch).shuffle(numbers)
+    return numbers
+
+
+class Model:
+    """Batches by epoch and number, a set of excluded ones, and a place."""
+
+    def __init__(self, count: int, size: int, epochs: int) -> None:
+        self.batches = [[order(count, e)[k : k + size] for k in range(0, count, size)] for e in range(epochs)]
+        self.excluded: set[tuple[int, int]] = set()
+        self.place = (0, 0)
+
+    def every(self) -> list[tuple[int, int]]:
+        return [(e, k) for e, epoch in enumerate(self.batches) for k in range(len(epoch))]
+
+    def draw(self) -> list[int] | None:
+        for e, k in self.every():
+            if (e, k) >= self.place and (e, k) not in self.excluded:
+                self.place = (e, k + 1)
+                return self.batches[e][k]
+        return None
+
+    def exclude(self, start: tuple[int, int], count: int) -> None:
+        self.excluded |= set([b for b in self.every() if b >= start][:count])
+
+
+class Open(Dataset):
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.tensor(i)
+
+    def __len__(self) -> int:
+        return 10**6
+
+
+@given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 4), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_course_of_draws_returns_and_exclusions_is_that_of_the_model(count, size, epochs, data):
+    model = Model(count, size, epochs)
+    loader = DataLoader(Open(), batch_sampler=BatchSampler(Epochs(count), size, drop_last=False))
+    source, _, _ = source_of(loader, epochs=epochs)
+    places: list[tuple[Position, tuple[int, int]]] = [(source.position, (0, 0))]
+    kept = streams()
+    for _ in range(data.draw(st.integers(1, 25))):
+        what = data.draw(st.sampled_from(["draw", "draw", "draw", "seek", "exclude", "forget"]))
+        if what == "draw":
+            expected = model.draw()
+            if expected is None:
+                with pytest.raises(StopIteration):
+                    source.draw()
+            else:
+                draw = source.draw()
+                assert draw.batch.tolist() == expected
+                epoch, k = model.place
+                assert draw.span == Span(epoch, (k - 1) * size, min(k * size, count))
+                assert draw.begin == Position(epoch, k - 1, (k - 1) * size)
+                places.append((source.position, model.place))
+        elif what == "seek":
+            position, place = data.draw(st.sampled_from(places))
+            source.seek(position)
+            model.place = place
+            places = [p for p in places if p[1] <= place]
+        elif what == "exclude":
+            # As after a rollback: from a place at or after the one that was returned to.
+            behind = data.draw(st.integers(0, 5))
+            epoch, k = model.place
+            start, amount = (epoch, k + behind), data.draw(st.integers(1, 12))
+            source.seek(source.position)
+            source.exclude(Position(max(epoch, source.position.epoch), start[1], start[1] * size), amount, "test")
+            model.exclude(start, amount)
+        else:
+            source.forget_before(places[0][0])
+    rest = drain(source)
+    expected_rest = []
+    while (batch := model.draw()) is not None:
+        expected_rest.append(batch)
+    assert rest == expected_rest
+    assert streams()[1:] == kept[1:]

@@ -447,6 +447,32 @@ def test_gross_gradient_norm_after_an_announced_shift_is_found_and_not_learned()
     assert only(detector.limits()) < 44.0 * 10
 
 
+def test_gross_gradient_norm_is_a_hundred_times_the_old_course():
+    detector = learned(GradSpike)
+    detector.rebaseline()
+    assert only(detector.limits()) == pytest.approx(220.0, rel=0.02)
+
+
+def test_high_gradient_norms_before_an_announced_shift_are_not_counted_after_it():
+    detector = learned(GradSpike)
+    watch_norms(detector, [44.0] * 5, first=301)
+    detector.rebaseline()
+    (found,) = watch_norms(detector, [1e5], first=306)
+    assert (found.new, found.onset, found.evidence["in_a_row"]) == (True, 306, 1)
+
+
+@pytest.mark.parametrize("kind", SPIKES)
+def test_new_course_is_learned_in_24_steps(kind):
+    detector = learned(kind)
+    detector.rebaseline()
+    gross = only(detector.limits())
+    for step, value in enumerate(noisy(23, level=4.4), 301):
+        detector.observe(values_of(kind, value, step))
+        assert only(detector.limits()) == gross
+    detector.observe(values_of(kind, 4.4, 324))
+    assert only(detector.limits()) < gross
+
+
 def test_second_shift_before_the_first_was_learned_keeps_the_gross_limit():
     for kind in SPIKES:
         detector = learned(kind)

@@ -322,23 +322,49 @@ class Run:
 
     def lr_factor(self) -> Callable[[int], float]:
         """The factor on the LR of the update made after `done` committed steps, by the journal alone."""
-        ramp: dict[int, float] = {}
-        for event in self.journal():
-            if event["event"] != "action":
-                continue
-            if event["action"] == "rollback":
-                ramp = {step: f for step, f in ramp.items() if step < event["to_step"]}
-            if event["action"] == "cut_lr":
-                for k in range(event["ramp_steps"]):
-                    ramp[event["step"] + k] = event["factor"] + (1.0 - event["factor"]) * (k / event["ramp_steps"])
-        return lambda done: ramp.get(done, 1.0)
+        laid = self._interventions()
+        return lambda done: laid.get(done, (1.0, None))[0]
 
     def max_norm(self) -> Callable[[int, float | None], float | None]:
-        tight: dict[int, float] = {}
+        laid = self._interventions()
+
+        def limit(done: int, own: float | None) -> float | None:
+            tight = laid.get(done, (1.0, None))[1]
+            return own if tight is None else tight if own is None else min(tight, own)
+
+        return limit
+
+    def _interventions(self) -> dict[int, tuple[float, float | None]]:
+        """What lay over the update made after so many committed steps: LR factor and clip. Both go back with a rollback."""
+        used: dict[int, tuple[float, float | None]] = {}
+        ramp: tuple[float, int, int] | None = None  # factor, steps, done
+        clip: tuple[float, int] | None = None  # norm, steps left
+        step, after = 0, {0: (ramp, clip)}
+
+        def advance(to: int) -> None:
+            nonlocal step, ramp, clip
+            while step < to:
+                factor = 1.0 if ramp is None else ramp[0] + (1.0 - ramp[0]) * (ramp[2] / ramp[1])
+                used[step] = (factor, None if clip is None else clip[0])
+                ramp = None if ramp is None or ramp[2] + 1 >= ramp[1] else (*ramp[:2], ramp[2] + 1)
+                clip = None if clip is None or clip[1] <= 1 else (clip[0], clip[1] - 1)
+                step += 1
+                after[step] = (ramp, clip)
+
         for event in self.journal():
-            if event["event"] == "action" and event["action"] == "tighten_clip":
-                tight |= {event["step"] + k: event["max_norm"] for k in range(event["steps"])}
-        return lambda done, own: own if done not in tight else min(tight[done], own or tight[done])
+            if event.get("action") == "rollback":
+                advance(event["from_step"])
+                step = event["to_step"]
+                ramp, clip = after[step]
+            elif event.get("action") == "cut_lr":
+                advance(event["step"])
+                ramp = (event["factor"], event["ramp_steps"], 0)
+            elif event.get("action") == "tighten_clip":
+                advance(event["step"])
+                clip = (event["max_norm"], event["steps"])
+        advance(step + max(ramp[1] if ramp else 0, clip[1] if clip else 0))
+        # What the last rollback left of the branch it gave up was never used.
+        return {done: laid for done, laid in used.items() if done < step}
 
 
 def _joined(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -96,6 +96,38 @@ def fp16_two_optimizers(fused=False):
     return Parts(model, [first, second], loss, [schedules.CosineAnnealingLR(first, 40)], ["step"], scaler)
 
 
+def fp16_one_of_two_overflows(fused=False):
+    """Gradients of one optimizer overflow at a scale that the other's bear: torch steps that one and not this."""
+    model = Net()
+    model.loud = nn.Linear(WIDTH, 1)
+    first = AdamW([p for n, p in model.named_parameters() if "loud" not in n], lr=1e-2, fused=fused)
+    second = AdamW(model.loud.parameters(), lr=1e-6, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+
+    def loss(batch):
+        with torch.autocast("cpu", dtype=torch.float16):
+            quiet, loud = model(batch[0]).float(), model.loud(batch[0]).float()
+        return mse(quiet, batch[1]) + 64.0 * loud.mean()
+
+    return Parts(model, [first, second], loss, [schedules.CosineAnnealingLR(first, 40)], ["step"], scaler)
+
+
+def rarely_used(fused=False):
+    """A layer that few batches reach: its first gradient comes late, and in the vetoed first step."""
+    model = Net()
+    model.rare = nn.Linear(WIDTH, 1)
+
+    def loss(batch):
+        value = mse(model(batch[0]), batch[1])
+        if batch[0].isnan().any() or batch[0].sum() > 12:
+            value = value + mse(model.rare(batch[0]), batch[1])
+        return value
+
+    # Torch's fused SGD itself does not take a parameter whose momentum begins later than that of the others.
+    optimizer = AdamW(model.parameters(), fused=True) if fused else SGD(model.parameters(), lr=3e-2, momentum=0.9)
+    return one(model, optimizer, loss=loss)
+
+
 class Embedded(nn.Module):
     """Words by number beside a dense layer; which words, follows from x."""
 
@@ -308,6 +340,8 @@ EITHER = [
     nesterov,
     lr_as_tensor,
     fp16_two_optimizers,
+    fp16_one_of_two_overflows,
+    rarely_used,
     frozen_part,
     adapters,
     models_in_a_list,
@@ -384,6 +418,17 @@ def test_every_scheduler_through_a_rollback(scheduler, interval, tmp_path):
     case.config = quick(max_consecutive=2)
     case.faults = at(case, 21, 22, 23)
     check(case, tmp_path, "rollback", "cut_lr")
+
+
+def test_the_recipes_do_what_they_are_for(tmp_path):
+    case = Case(shuffle="unique", count=64, epochs=4, augment=True)
+    run = Recipe(fp16_one_of_two_overflows, case).guarded(tmp_path / "run")
+    assert run.guard.summary().overflowed >= 2
+    stepped = [int(o.state[o.param_groups[0]["params"][0]]["step"]) for o in run.parts.optimizers[:1]]
+    assert stepped[0] > run.guard.step, "the quiet optimizer was stepped where the loud one overflowed"
+    model = Recipe(rarely_used, case).plain().parts.model
+    torch.manual_seed(case.seed)
+    assert not torch.equal(model.rare.weight, rarely_used().model.rare.weight)
 
 
 # ---- what is kept

@@ -39,7 +39,7 @@ class Scaler:
             self._scaler.unscale_(optimizer)
             flags = list(self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
             home = self._scaler._scale.device
-            total = flags[0].to(home)
+            total = flags[0].to(home, copy=True)  # `update` adds the other optimizers' to the first one in place
             for flag in flags[1:]:
                 total = total + flag.to(home)
             found[id(optimizer)] = total

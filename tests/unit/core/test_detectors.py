@@ -701,6 +701,42 @@ def test_course_takes_in_nothing_that_is_not_finite_or_beyond_arithmetic(value):
     assert course.scale < 0.2
 
 
+def test_course_goes_on_along_a_falling_line_and_is_level_on_a_rising_one():
+    falling, rising = Baseline(32), Baseline(32)
+    for n in range(32):
+        falling.update(10 - 0.1 * n)
+        rising.update(10 + 0.1 * n)
+    assert falling.expected() == pytest.approx(10 - 0.1 * 32)
+    assert rising.expected() == pytest.approx(10 + 0.1 * 31)
+    assert falling.scale == pytest.approx(1e-3 * falling.level + 1e-6), "there is no noise around the line"
+    for n in range(32, 200):
+        assert falling.expected() == pytest.approx(10 - 0.1 * n, abs=1e-6)
+        falling.update(10 - 0.1 * n)
+
+
+def test_scale_of_a_course_is_the_deviation_of_its_noise_from_the_start():
+    at_first, later = [], []
+    for seed in range(40):
+        course = Baseline(32)
+        for number, value in enumerate(noisy(500, seed, level=1.0, noise=0.1), 1):
+            course.update(value)
+            if number == 32:
+                at_first.append(course.scale)
+        later.append(course.scale)
+    assert np.median(at_first) == pytest.approx(0.1, rel=0.15)
+    assert np.median(later) == pytest.approx(0.1, rel=0.15)
+    assert max(later) < 0.2
+
+
+def test_limits_are_wider_while_the_scale_is_known_from_few_values():
+    course = Baseline(4)
+    widths = []
+    for value in noisy(400):
+        course.update(value)
+        widths.append(course.widen())
+    assert (widths[3], widths[7], widths[399]) == (3.0, 2.0, 1.02)
+
+
 def test_values_far_above_do_not_move_the_course_and_values_far_below_do():
     course = Baseline(20)
     for value in noisy(200):

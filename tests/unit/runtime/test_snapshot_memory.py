@@ -14,6 +14,7 @@ from holdfast.core.config import SnapshotSection
 from holdfast.core.journal import read
 from holdfast.runtime.setup import build_state
 from holdfast.runtime.snapshots import ring as ring_module
+from holdfast.runtime.snapshots.memory import available_bytes
 from holdfast.runtime.snapshots.ring import Ring
 
 GB = 10**9
@@ -61,6 +62,54 @@ def test_without_a_number_a_quarter_of_what_is_free(monkeypatch):
     assert ring.every == 10
     assert ring.budget(1000 // ring.most() + 1) is not None
     assert ring.every == 20
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def machine(root, cgroup, files):
+    write(root / "proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    write(root / "proc/self/cgroup", cgroup)
+    for name, (limit, used, stat) in files.items():
+        old = "memory/" in name
+        write(root / "sys/fs/cgroup" / name / ("memory.limit_in_bytes" if old else "memory.max"), f"{limit}\n")
+        write(root / "sys/fs/cgroup" / name / ("memory.usage_in_bytes" if old else "memory.current"), f"{used}\n")
+        write(root / "sys/fs/cgroup" / name / "memory.stat", stat)
+
+
+KB = 1024
+MACHINES = {
+    "no group": ("", {}, 4000 * KB),
+    "no limit": ("0::/job\n", {"job": ("max", 5, "")}, 4000 * KB),
+    "a job's limit": ("0::/slurm/job1\n", {"slurm/job1": (3000 * KB, 1000 * KB, "anon 7\n")}, 2000 * KB),
+    "read files give way": ("0::/job\n", {"job": (3000 * KB, 2500 * KB, f"inactive_file {2000 * KB}\n")}, 2500 * KB),
+    "a limit further up": (
+        "0::/slurm/job1\n",
+        {"slurm/job1": ("max", 0, ""), "slurm": (1500 * KB, 500 * KB, "")},
+        1000 * KB,
+    ),
+    "the older kind": (
+        "5:cpuset:/\n4:memory:/job\n0::/\n",
+        {"memory/job": (900 * KB, 400 * KB, f"total_inactive_file {100 * KB}\n")},
+        600 * KB,
+    ),
+    "over its limit": ("0::/job\n", {"job": (100 * KB, 300 * KB, "")}, 0),
+    "a limit above what is free": ("0::/job\n", {"job": (10**9, 0, "")}, 4000 * KB),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(MACHINES))
+def test_what_a_job_may_use_counts_not_what_the_machine_has(kind, tmp_path):
+    cgroup, files, expected = MACHINES[kind]
+    machine(tmp_path, cgroup, files)
+    assert available_bytes(tmp_path) == expected
+
+
+def test_a_system_that_says_nothing(tmp_path):
+    assert available_bytes(tmp_path) > 0
+    assert available_bytes() > 0
 
 
 def model_of(width: int) -> nn.Module:

@@ -58,7 +58,7 @@ class Engine:
         self._tally = Tally()
         self._recent: deque[Signal] = deque(maxlen=_REMEMBERED)
         self._incident: Incident | None = None
-        self._observed: tuple[tuple[str, int], int] = (("", 0), 0)
+        self._observed: tuple[tuple[str, int, int], int] = (("", 0, 0), 0)
         self._journal: Journal | None = None
         self._files = IncidentFiles(None)
 
@@ -135,8 +135,8 @@ class Engine:
     def _seen_before(self, verdict: Verdict) -> bool:
         """Observed and left alone, a dead run says the same at every step: written down at the 1st, 2nd, 4th, 8th, ..."""
         last, count = self._observed
-        count = count + 1 if last == (verdict.kind, verdict.step - 1) else 1
-        self._observed = ((verdict.kind, verdict.step), count)
+        count = count + 1 if last == (verdict.kind, verdict.severity, verdict.step - 1) else 1
+        self._observed = ((verdict.kind, verdict.severity, verdict.step), count)
         return count & (count - 1) != 0
 
     def _consult(self, findings: tuple[Finding, ...], proposed: Plan) -> Plan:

@@ -117,6 +117,25 @@ def test_observe_mode_plans_nothing_and_forces_nothing_to_disk():
     assert asked == [], "there is nothing to have a say in"
 
 
+def test_observed_run_that_stays_bad_is_written_down_at_powers_of_two():
+    engine, memory = make(*[NAN] * 100, None, NAN, config=only_policy(mode="observe"))
+    for step in range(1, 101):
+        assert engine.judge(bad(step)).by == "observe"
+    assert [e["step"] for e in memory.events if e["event"] == "plan"] == [1, 2, 4, 8, 16, 32, 64]
+    assert engine.judge(signal(101)) is None
+    engine.judge(bad(102))
+    assert memory.events[-1]["step"] == 102, "after a good step it is said again"
+
+
+def test_observed_spike_that_turns_out_worse_is_written_down_when_it_does():
+    worse = finding(Kind.LOSS_SPIKE, Severity.ROLLBACK)
+    engine, memory = make(*[finding()] * 2, worse, *[finding()] * 5, config=only_policy(mode="observe"))
+    for step in range(1, 9):
+        engine.judge(signal(step, flags=int(Flag.LOSS_HIGH)))
+    found = [(e["step"], e["severity"]) for e in memory.events if e["event"] == "finding"]
+    assert (3, "rollback") in found
+
+
 def test_note_is_on_record_and_opens_no_incident():
     engine, memory = make(NOTE)
     plan = engine.judge(signal(5))

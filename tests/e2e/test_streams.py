@@ -364,3 +364,22 @@ def test_a_remainder_of_a_stream_moves_the_schedule_by_its_epoch_and_no_further(
     assert run.scheduler.last_epoch == 3
     (left,) = run.events("remainder")
     assert (left["batches"], left["data"]) == (4, [[2, 32, 64]])
+
+
+@pytest.mark.parametrize("kind", ["list", "rows"])
+@pytest.mark.parametrize("ladder", [["skip", "stop"], ["replay", "stop"]])
+def test_a_bad_step_found_when_only_a_remainder_is_left(kind, ladder, tmp_path):
+    """16 batches, 5 a step, the third step bad: under the device gate that is known after the last batch was drawn."""
+    calls = []
+
+    def flaky(model, batch):
+        calls.append(1)
+        value = nn.functional.mse_loss(model(batch[0]), batch[1])
+        return value * float("nan") if len(calls) == 13 else value
+
+    run = Training(KINDS[kind](), tmp_path / "run", "device", epochs=2, accumulate=5, loss=flaky, ladder=ladder)
+    assert run.actions() == ladder[:1]
+    assert run.guard.step == 2 + (ladder[0] == "replay")
+    (left,) = run.events("remainder")
+    assert left["data"] == [[1, 56, 64]]
+    assert run.scheduler.last_epoch == 2

@@ -295,8 +295,8 @@ class Run:
         self.source.untell(step.epochs_before + step.ended_epochs)
         self.rewind(step)
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
-        if not self.flush():  # the step before was undone: there is data again
-            self.engine.became(step.result)
+        if self.pending is not None and not self.settle(step):
+            self.engine.became(step.result)  # the step before was undone: there is data again, the step's own with it
             return
         self.engine.write("remainder", step=step.number, data=_spans(step), batches=len(step.draws))
         self._ended_epochs = 0

@@ -131,6 +131,7 @@ class StreamSource:
         while True:
             if self._iterator is None:
                 if self._last is not None and self._epoch >= self._last:
+                    self._seed_again(self._epoch - 1)
                     self.tell()
                     raise StopIteration
                 self._begin_epoch()

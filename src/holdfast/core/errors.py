@@ -8,6 +8,7 @@
     │   └── StepIncomplete           a step was left with fewer backwards than parts
     ├── DataError                    the loader cannot give what was asked of it
     ├── MissingDependency            an optional package is not installed
+    ├── LogRefused                   a log holds no curve that could be read; says what it holds instead
     ├── InstabilityError             `nan_action = "raise"`: the run is unstable, nothing was applied
     └── PolicyStop (also SystemExit) the policy ended the run; a person must look; exit status 70
 
@@ -59,6 +60,14 @@ class DataError(HoldfastError):
 
 class MissingDependency(HoldfastError):
     """An optional package is needed and not installed."""
+
+
+class LogRefused(HoldfastError):
+    """A file cannot be diagnosed: `path` and `reason` say which and why."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: {reason}")
 
 
 class InstabilityError(HoldfastError):

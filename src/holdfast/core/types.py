@@ -21,8 +21,17 @@ class Kind(StrEnum):
     NONFINITE_GRAD = "nonfinite_grad"
     NONFINITE_STATE = "nonfinite_state"
     SCALE_COLLAPSE = "scale_collapse"
+    SCALE_STUCK = "scale_stuck"
     LOSS_SPIKE = "loss_spike"
     GRAD_SPIKE = "grad_spike"
+    UPDATE_SPIKE = "update_spike"
+    DIVERGENCE = "divergence"
+    PLATEAU = "plateau"
+    LR_JUMP = "lr_jump"
+    LR_FROZEN = "lr_frozen"
+    DUPLICATE_BATCH = "duplicate_batch"
+    WEIGHT_NORM = "weight_norm"
+    DEAD_RUN = "dead_run"
 
 
 _FAMILIES = {
@@ -81,6 +90,11 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     grad_norm: float | None = None
     lr: float | None = None
     loss_scale: float | None = None
+    update_rms: float | None = None
+    """root mean square of the gradient over the optimizer's second moment: Adam's update, in units of the LR"""
+    weight_norm: float | None = None
+    batch: int | None = None
+    """a fingerprint of the batch's content"""
     clip: float | None = None
     flags: int = 0
     overflow: bool = False

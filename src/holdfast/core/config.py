@@ -39,18 +39,44 @@ def says(text: str) -> Meta:
 class Detect(Section, frozen=True):
     """What counts as trouble. Thresholds for a step come from the steps before it."""
 
+    preset: Annotated[
+        Literal[
+            "default",
+            "curry-train",
+            "three-sigma",
+            "monotone-200",
+            "curry-train-as-written",
+            "three-sigma-as-written",
+            "monotone-200-as-written",
+        ],
+        says("whose rule watches the loss: our own, or a published one, its defects mended or as written"),
+    ] = "default"
     nonfinite: Annotated[bool, says("NaN or Inf in loss, gradient, parameters or optimizer state")] = True
     loss_spike: Annotated[bool, says("a loss far above its own recent course")] = True
     grad_spike: Annotated[bool, says("a gradient norm far above its own recent course")] = True
-    warmup_steps: Annotated[Count, says("healthy steps to learn from before a spike can be called")] = 50
+    divergence: Annotated[bool, says("a loss that has left its best level, slowly or fast")] = True
+    update_spike: Annotated[bool, says("an update far larger than the optimizer's second moment foresees")] = True
+    watch: Annotated[
+        bool,
+        says("on record only: plateau, LR jump or freeze, stuck loss scale, repeated batch, weight norm, dead run"),
+    ] = True
+    warmup_steps: Annotated[Count, says("healthy steps to learn from before a spike can be called")] = 40
     loss_z: Annotated[Positive, says("skip a step whose loss is this many deviations above its course")] = 8.0
     loss_z_rollback: Annotated[Positive, says("roll back when 3 of 5 losses are this many deviations above it")] = 6.0
     loss_rise: Annotated[NonNegative, says("and at least this share of the loss above it")] = 0.25
-    loss_rise_rollback: Annotated[NonNegative, says("and each of those at least this share above it")] = 0.10
-    loss_rise_abs: Annotated[NonNegative, says("and at least this much above it")] = 0.05
+    loss_rise_rollback: Annotated[NonNegative, says("and each of those at least this share above it")] = 0.03
+    loss_rise_abs: Annotated[NonNegative, says("and at least this share of where the loss began")] = 0.002
     grad_z: Annotated[Positive, says("skip a step whose log gradient norm is this many deviations up")] = 8.0
     grad_ratio: Annotated[Positive, says("and at least this many times its course")] = 5.0
+    update_z: Annotated[Positive, says("on record: the log of the update size is this many deviations up")] = 8.0
+    update_ratio: Annotated[Positive, says("and at least this many times its course")] = 3.0
+    divergence_z: Annotated[Positive, says("roll back when the loss is this many deviations above its best level")] = (
+        6.0
+    )
+    divergence_rise: Annotated[NonNegative, says("and at least this share of it")] = 0.03
     overflow_streak: Annotated[Count, says("fp16: this many overflows in a row are a finding")] = 32
+    plateau_steps: Annotated[Count, says("on record: no new best level for this many steps")] = 2000
+    weight_ratio: Annotated[Positive, says("on record: the norm of the weights changed this much in 200 steps")] = 2.0
     gate: Annotated[
         Literal["auto", "host", "device"],
         says(

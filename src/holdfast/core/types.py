@@ -41,6 +41,7 @@ _FAMILIES = {
     Kind.SCALE_COLLAPSE: "state",
     Kind.LOSS_SPIKE: "spike",
     Kind.GRAD_SPIKE: "spike",
+    Kind.DIVERGENCE: "divergence",
 }
 
 

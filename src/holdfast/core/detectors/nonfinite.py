@@ -1,4 +1,4 @@
-"""NaN and Inf in loss and gradient; fp16 overflow that does not end."""
+"""NaN and Inf in loss and gradient. Parameters, moments and buffers are looked at by the runtime, where they are."""
 
 from __future__ import annotations
 
@@ -18,56 +18,20 @@ class NonFinite:
     name = "nonfinite"
 
     def __init__(self, config: Detect) -> None:
-        self._streak_limit = config.overflow_streak
-        self._streak = 0
-        self._onset = 0
-        self._under_one = False
+        del config
 
     def limits(self) -> dict[str, float]:
         return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         if signal.overflow:
-            return self._overflow(signal)
-        self._streak = 0
+            return None
         if signal.flags & Flag.LOSS_NONFINITE or not math.isfinite(signal.loss):
             return self._finding(signal, Kind.NONFINITE_LOSS, f"loss is {signal.loss}")
         norm = signal.grad_norm
         if signal.flags & Flag.GRAD_NONFINITE or (norm is not None and not math.isfinite(norm)):
-            return self._finding(
-                signal, Kind.NONFINITE_GRAD, f"gradient norm is {norm} while the loss is {signal.loss:.6g}"
-            )
-        if signal.loss_scale is not None and signal.loss_scale >= 1:
-            self._under_one = False
-        return None
-
-    def _overflow(self, signal: Signal) -> Finding | None:
-        if self._streak == 0:
-            self._onset = signal.step
-        self._streak += 1
-        evidence = {"overflows_in_a_row": self._streak, "loss_scale": signal.loss_scale}
-        if self._streak >= self._streak_limit:
-            self._streak = 0
-            return Finding(
-                kind=Kind.SCALE_COLLAPSE,
-                severity=Severity.ROLLBACK,
-                step=signal.step,
-                onset=self._onset,
-                detector=self.name,
-                message=f"{self._streak_limit} fp16 overflows in a row; the loss scale is {signal.loss_scale}",
-                evidence=evidence,
-            )
-        if signal.loss_scale is not None and signal.loss_scale < 1 and not self._under_one:
-            self._under_one = True
-            return Finding(
-                kind=Kind.SCALE_COLLAPSE,
-                severity=Severity.NOTE,
-                step=signal.step,
-                onset=self._onset,
-                detector=self.name,
-                message=f"the loss scale fell to {signal.loss_scale}: gradients overflow systematically, not by chance",
-                evidence=evidence,
-            )
+            message = f"gradient norm is {norm} while the loss is {signal.loss:.6g}"
+            return self._finding(signal, Kind.NONFINITE_GRAD, message)
         return None
 
     def _finding(self, signal: Signal, kind: Kind, message: str) -> Finding:
@@ -85,7 +49,7 @@ class NonFinite:
         """Non-finite is never muted."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"streak": self._streak, "onset": self._onset, "under_one": self._under_one}
+        return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._streak, self._onset, self._under_one = state["streak"], state["onset"], state["under_one"]
+        """It remembers nothing."""

@@ -1,0 +1,172 @@
+"""The course of a noisy series: level, falling trend, scale and tail, robust to what it is there to find.
+
+A Holt filter with Huberised updates. The trend may fall and never rises, so that a divergence is not learned as normal;
+values far out do not enter at all; non-finite values never do, nor those beyond all arithmetic. Once it has settled it
+takes values in blocks: the thresholds for a block come from what was before it, online and over a log alike.
+
+The tail says how far out healthy values come: about their 99th percentile, in deviations. Losses whose single batches
+jump (heavy tails, two kinds of batches) so raise their own thresholds, and no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+LEVEL, TREND, SCALE = 0.06, 0.004, 0.015
+NORMAL_TAIL = 2.33
+"""the 99th percentile of a normal distribution: where a tail begins, and what thresholds in deviations refer to"""
+_WIDEST_TAIL = 9.0
+_TAIL_SHARE, _TAIL_RATE = 0.01, 0.05
+_LARGEST = 1e150
+_ABSORBED_BELOW = 4.0
+_BLOCK, _SETTLED = 16, 64
+_LOOK_BACK = 32
+
+
+class Course:
+    """Feed it healthy values with `update`; ask it for `expected`, `scale` and `reach(z)`.
+
+    It is `ready` after `start` values. Before that it only collects them.
+    """
+
+    def __init__(self, start: int, *, falling: bool = True) -> None:
+        self._start = start
+        self._falling = falling
+        self._waiting: list[float] = []
+        self.count = 0
+        self.level = 0.0
+        self.trend = 0.0
+        self.scale = 0.0
+        self.tail = NORMAL_TAIL
+        self.least = 0.0
+        """the smallest scale it may have"""
+
+    @property
+    def ready(self) -> bool:
+        return self.count >= self._start
+
+    def expected(self, ahead: int = 1) -> float:
+        """What the next value should be, or the one `ahead` values from here."""
+        return self.level + self.trend * (len(self._waiting) + ahead)
+
+    def z(self, value: float) -> float:
+        return (value - self.expected()) / self.scale
+
+    def reach(self, z: float) -> float:
+        """The distance above the course that counts as `z` normal deviations, for a tail like this one's.
+
+        Early on the scale itself is uncertain, and everything reaches farther.
+        """
+        return z * self.scale * (1.0 + 8.0 / max(1, self.count)) * max(1.0, self.tail / NORMAL_TAIL)
+
+    def room(self) -> int:
+        """How many more values until it moves."""
+        return max(1, self._size() - len(self._waiting))
+
+    def _size(self) -> int:
+        return max(1, min(_BLOCK, self.count // _SETTLED))
+
+    def update(self, value: float) -> None:
+        """Take in one value, unless it is not finite or beyond arithmetic."""
+        if not abs(value) < _LARGEST:
+            return
+        self._waiting.append(value)
+        if self.count < self._start:
+            self.count += 1
+            del self._waiting[:-_LOOK_BACK]
+            if self.ready:
+                self._begin()
+        elif len(self._waiting) >= self._size():
+            self._absorb()
+
+    def extend(self, values: Sequence[float]) -> None:
+        """The same for several values at once, at most `room()` of them, all of them finite."""
+        self._waiting.extend(values)
+        if len(self._waiting) >= self._size():
+            self._absorb()
+
+    def _absorb(self) -> None:
+        values, self._waiting = self._waiting, []
+        level, trend, scale, tail = self.level, self.trend, self.scale, self.tail
+        taken, pull, spread, far, at = 0, 0.0, 0.0, 0, level
+        for value in values:
+            at += trend
+            z = (value - at) / scale
+            if z > tail:
+                far += 1
+                if z > _ABSORBED_BELOW and z > tail * 1.5:
+                    continue
+            taken += 1
+            pull += -2.0 if z < -2.0 else 2.0 if z > 2.0 else z
+            spread += 3.0 if z > 3.0 or z < -3.0 else z if z > 0 else -z
+        count = len(values)
+        self.tail = min(_WIDEST_TAIL, max(1.0, tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
+        self.level += trend * count
+        if taken:
+            self.level += (1.0 - (1.0 - LEVEL) ** taken) * pull / taken * scale
+            self.trend += TREND * pull * scale
+            self.scale *= 1.0 + (1.0 - (1.0 - SCALE) ** taken) * (spread / taken / 0.8 - 1.0)
+        if self._falling:
+            self.trend = min(0.0, self.trend)
+        else:
+            self.trend *= 0.98**count
+        self.scale = max(self.scale, self.least, _floor(self.level))
+        self.count += count
+
+    def outlier(self, z: float) -> None:
+        """A value `z` deviations out that came alone and left nothing behind: it belongs to the tail."""
+        self.tail = min(_WIDEST_TAIL, max(self.tail, self.tail + 0.5 * (z / 2.0 - self.tail)))
+
+    def _begin(self) -> None:
+        """Level and trend from a Theil-Sen line through the last values, scale from what is left around it."""
+        recent, self._waiting = self._waiting, []
+        n = len(recent)
+        slopes = [(recent[j] - recent[i]) / (j - i) for i in range(n) for j in range(i + 1, n)]
+        slope = median(slopes) if slopes else 0.0
+        rest = [v - slope * i for i, v in enumerate(recent)]
+        middle = median(rest)
+        self.level = middle + slope * (n - 1)
+        self.trend = min(0.0, slope) if self._falling else 0.0
+        far = sorted(abs(r - middle) for r in rest)
+        spread = 1.4826 * median(far)
+        # Few values: the median deviation alone may be far too small by chance. The farthest tenth may be spikes.
+        near = far[: n - n // 10]
+        deviation = math.sqrt(sum(r * r for r in near) / len(near))
+        self.scale = max(spread, 0.5 * deviation, self.least, _floor(self.level))
+        above = sorted((r - middle) / self.scale for r in rest)
+        seen = above[-3] if n >= 8 else 0.0
+        self.tail = min(_WIDEST_TAIL, max(NORMAL_TAIL, 1.5 * seen))
+
+    def restart(self, start: int | None = None) -> None:
+        """Forget the course; learn it anew from the next `start` values."""
+        if start is not None:
+            self._start = start
+        self._waiting = []
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "start": self._start,
+            "waiting": list(self._waiting),
+            "count": self.count,
+            "level": self.level,
+            "trend": self.trend,
+            "scale": self.scale,
+            "tail": self.tail,
+            "least": self.least,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start = state["start"]
+        self._waiting = list(state["waiting"])
+        self.count = state["count"]
+        self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
+        self.tail, self.least = state["tail"], state["least"]
+
+
+def _floor(level: float) -> float:
+    """A constant series has no scale; without a floor the first change of one ulp would be infinitely far out."""
+    return 1e-3 * abs(level) + 1e-9

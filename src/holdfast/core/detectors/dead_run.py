@@ -1,0 +1,64 @@
+"""A record that does not move: all zero, or the same number again and again. It looks perfect, and nothing is trained."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from holdfast.core.config import Detect
+from holdfast.core.types import Finding, Kind, Severity, Signal
+
+_ZERO_FOR, _SAME_FOR = 32, 200
+
+
+class DeadRun:
+    """Loss and gradient norm both exactly zero, or both exactly the same as before, for a long time. On record, loudly.
+
+    Where no gradient norm is known the loss alone decides, after twice as long.
+    """
+
+    name = "dead_run"
+
+    def __init__(self, config: Detect) -> None:
+        del config
+        self._last: tuple[float, float | None] | None = None
+        self._count = 0
+        self._since = 0
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        now = (signal.loss, signal.grad_norm)
+        if not math.isfinite(signal.loss) or signal.overflow or signal.flags:
+            self._last = None
+            return None
+        if now != self._last:
+            self._last, self._count, self._since = now, 1, signal.step
+            return None
+        self._count += 1
+        zero = signal.loss == 0.0 and signal.grad_norm in (0.0, None)
+        enough = (_ZERO_FOR if zero else _SAME_FOR) * (1 if signal.grad_norm is not None else 2)
+        if self._count != enough:
+            return None
+        what = "zero" if zero else f"exactly {signal.loss!r}"
+        return Finding(
+            kind=Kind.DEAD_RUN,
+            severity=Severity.NOTE,
+            step=signal.step,
+            onset=self._since,
+            detector=self.name,
+            message=f"the loss has been {what} for {self._count} records: nothing is being trained",
+            evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "lr": signal.lr, "records": self._count},
+        )
+
+    def rebaseline(self) -> None:
+        self._last = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": None if self._last is None else list(self._last), "count": self._count, "since": self._since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        last = state["last"]
+        self._last = None if last is None else (last[0], last[1])
+        self._count, self._since = state["count"], state["since"]

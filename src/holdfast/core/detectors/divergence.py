@@ -1,0 +1,162 @@
+"""Silent divergence: the loss has left its best level for good, at whatever pace.
+
+Medians of blocks of steps, at three lengths; a length alarms when several of its blocks in a row lie above the best
+level it has had by more than blocks differ by chance. Medians do not see single outliers, and blocks know their own
+noise, however correlated the steps are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+from typing import Any
+
+from holdfast.core.config import Detect
+from holdfast.core.types import Finding, Kind, Severity, Signal
+
+_BLOCK = 16
+_LENGTHS = ((1, 3), (4, 3), (16, 2))
+"""blocks joined into one, and how many such in a row are enough"""
+_KNOWN = 4
+_REMEMBERED = 15
+
+
+class _Scale:
+    """One length: its recent medians, the spread between neighbours, the best level, and how many in a row are above."""
+
+    def __init__(self, joined: int, enough: int) -> None:
+        self.joined, self.enough = joined, enough
+        self.part: list[float] = []
+        self.recent: deque[float] = deque(maxlen=_REMEMBERED)
+        self.best: float | None = None
+        self.best_at = 0
+        self.above = 0
+        self.onset = 0
+
+    def spread(self) -> float:
+        """How far neighbouring medians differ by chance."""
+        values = list(self.recent)
+        apart = [abs(b - a) for a, b in zip(values, values[1:], strict=False)]
+        return 1.4826 * median(apart) / math.sqrt(2.0) if len(apart) >= _KNOWN else math.inf
+
+    def take(self, middle: float, step: int, begin: int, z: float, rise: float) -> tuple[float, float] | None:
+        """One more block; where enough of them are above it: the best level and the limit."""
+        if self.best is not None and middle > (limit := self.best + max(z * self.spread(), rise * abs(self.best))):
+            if self.above == 0:
+                self.onset = begin
+            self.above += 1
+            # What may be a divergence is not learned from.
+            return (self.best, limit) if self.above >= self.enough else None
+        self.above = 0
+        self.recent.append(middle)
+        smooth = median(list(self.recent)[-3:])
+        if len(self.recent) >= 2 and (self.best is None or smooth < self.best):
+            self.best, self.best_at = smooth, step
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.__dict__, "part": list(self.part), "recent": list(self.recent)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.part, self.recent = list(state["part"]), deque(state["recent"], maxlen=_REMEMBERED)
+
+
+class Divergence:
+    """Asks for a rollback, once; then it waits for a new best level, or a declared shift."""
+
+    name = "divergence"
+
+    def __init__(self, config: Detect) -> None:
+        self._config = config
+        self._restart()
+
+    def _restart(self) -> None:
+        self._block: list[float] = []
+        self._begin = 0
+        self._count = 0
+        self._negative = False
+        self._said = False
+        self._scales = [_Scale(*length) for length in _LENGTHS]
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        loss = signal.loss
+        if not math.isfinite(loss) or signal.overflow or signal.flags:
+            return None
+        if not self._block:
+            self._begin = signal.step
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return None
+        return self._closed(signal)
+
+    def _closed(self, signal: Signal) -> Finding | None:
+        block, self._block = self._block, []
+        self._count += 1
+        self._negative = self._negative or min(block) < 0
+        middle = median(block)
+        if self._count * _BLOCK <= self._config.warmup_steps:
+            return None
+        found = None
+        for scale in self._scales:
+            scale.part.append(middle)
+            if len(scale.part) < scale.joined:
+                continue
+            joined, scale.part = median(scale.part), []
+            begin = self._begin - (scale.joined - 1) * _BLOCK
+            over = scale.take(joined, signal.step, begin, self._config.divergence_z, self._config.divergence_rise)
+            if over is not None and found is None:
+                found = self._finding(signal, scale, joined, *over)
+        if all(scale.above == 0 for scale in self._scales):
+            self._said = False
+        return found
+
+    def _finding(self, signal: Signal, scale: _Scale, level: float, best: float, limit: float) -> Finding | None:
+        if self._said:
+            return None
+        self._said = True
+        length = scale.joined * _BLOCK
+        return Finding(
+            kind=Kind.DIVERGENCE,
+            # A loss that goes below zero (a reward, a bound) may rise and mean no harm.
+            severity=Severity.NOTE if self._negative else Severity.ROLLBACK,
+            step=signal.step,
+            onset=scale.onset,
+            detector=self.name,
+            message=f"the loss has left its best level {best:.6g} for {level:.6g} over {scale.above * length} steps",
+            evidence={
+                "level": level,
+                "best": best,
+                "best_at": scale.best_at,
+                "limit": limit,
+                "block_steps": length,
+                "blocks_above": scale.above,
+                "spread": scale.spread(),
+                "grad_norm": signal.grad_norm,
+                "lr": signal.lr,
+            },
+            confidence=0.9,
+        )
+
+    def rebaseline(self) -> None:
+        self._restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "block": list(self._block),
+            "begin": self._begin,
+            "count": self._count,
+            "negative": self._negative,
+            "said": self._said,
+            "scales": [s.state_dict() for s in self._scales],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._block, self._begin, self._count = list(state["block"]), state["begin"], state["count"]
+        self._negative, self._said = state["negative"], state["said"]
+        for scale, saved in zip(self._scales, state["scales"], strict=True):
+            scale.load_state_dict(saved)

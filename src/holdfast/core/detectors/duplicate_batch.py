@@ -1,0 +1,66 @@
+"""A batch that was seen a short while ago: a loader that repeats itself. On record only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from holdfast.core.config import Detect
+from holdfast.core.types import Finding, Kind, Severity, Signal
+
+_REMEMBERED = 512
+_ENOUGH = 3
+_OFTEN = 8
+
+
+class DuplicateBatch:
+    """Fingerprints of the last `_REMEMBERED` batches; `_ENOUGH` repeats among the last `_OFTEN` batches are a finding.
+
+    A data set so small that an epoch fits into what is remembered repeats by design: the distance of the repeats is
+    then the length of an epoch, and it is said once.
+    """
+
+    name = "duplicate_batch"
+
+    def __init__(self, config: Detect) -> None:
+        del config
+        self._seen: OrderedDict[int, int] = OrderedDict()
+        self._recent: list[int] = []
+        self._said: int | None = None
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        if signal.batch is None or signal.attempt > 1:
+            return None
+        before = self._seen.pop(signal.batch, None)
+        self._seen[signal.batch] = signal.step
+        if len(self._seen) > _REMEMBERED:
+            self._seen.popitem(last=False)
+        distance = 0 if before is None else signal.step - before
+        self._recent = [*self._recent, max(0, distance)][-_OFTEN:]
+        repeats = [d for d in self._recent if d > 0]
+        if len(repeats) < _ENOUGH or distance <= 0 or distance == self._said:
+            return None
+        self._said = distance
+        return Finding(
+            kind=Kind.DUPLICATE_BATCH,
+            severity=Severity.NOTE,
+            step=signal.step,
+            onset=signal.step - distance,
+            detector=self.name,
+            message=f"{len(repeats)} of the last {len(self._recent)} batches were seen before, this one {distance} steps ago",
+            evidence={"distance": distance, "repeats": len(repeats), "batch": signal.batch},
+        )
+
+    def rebaseline(self) -> None:
+        self._seen.clear()
+        self._recent = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": list(self._seen.items()), "recent": list(self._recent), "said": self._said}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen = OrderedDict((int(k), int(v)) for k, v in state["seen"])
+        self._recent, self._said = list(state["recent"]), state["said"]

@@ -1,0 +1,61 @@
+"""A loss that has stopped falling. On record only: being done training looks the same."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from holdfast.core.config import Detect
+from holdfast.core.types import Finding, Kind, Severity, Signal
+
+_SMOOTH = 0.02
+_BETTER = 0.002
+
+
+class Plateau:
+    """No new best of the smoothed loss, by a share that counts, for `plateau_steps` steps. Said once per plateau."""
+
+    name = "plateau"
+
+    def __init__(self, config: Detect) -> None:
+        self._after = config.plateau_steps
+        self._level: float | None = None
+        self._best = 0.0
+        self._since: int | None = None
+        self._said = False
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        loss = signal.loss
+        if not math.isfinite(loss) or signal.overflow or signal.flags:
+            return None
+        level = loss if self._level is None else self._level + _SMOOTH * (loss - self._level)
+        self._level = level if math.isfinite(level) else loss
+        if self._since is None or self._level < self._best - _BETTER * abs(self._best):
+            self._best, self._since, self._said = self._level, signal.step, False
+            return None
+        if self._said or signal.step - self._since < self._after:
+            return None
+        self._said = True
+        return Finding(
+            kind=Kind.PLATEAU,
+            severity=Severity.NOTE,
+            step=signal.step,
+            onset=self._since,
+            detector=self.name,
+            message=f"the loss has not improved on {self._best:.6g} for {signal.step - self._since} steps",
+            evidence={"best": self._best, "level": self._level, "steps": signal.step - self._since},
+            confidence=0.7,
+        )
+
+    def rebaseline(self) -> None:
+        self._level, self._since, self._said = None, None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self._level, "best": self._best, "since": self._since, "said": self._said}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._level, self._best = state["level"], state["best"]
+        self._since, self._said = state["since"], state["said"]

@@ -1,0 +1,23 @@
+"""An update far larger than the optimizer's second moment foresees: the cheapest sign that a spike is coming.
+
+Adam divides the gradient by the root of its second moment. Where that lags behind the gradient, the update grows, one
+to eight steps before the loss does. On record only: the spike itself, if it comes, is what is acted on.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.config import Detect
+from holdfast.core.detectors.log_spike import LogSpike
+from holdfast.core.types import Kind, Severity
+
+
+class UpdateSpike(LogSpike):
+    name = "update_spike"
+    field = "update_rms"
+    kind = Kind.UPDATE_SPIKE
+    what = "update size"
+    severity = Severity.NOTE
+    vetoes = None
+
+    def __init__(self, config: Detect) -> None:
+        super().__init__(config.warmup_steps, config.update_z, config.update_ratio)

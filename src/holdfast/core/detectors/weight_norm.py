@@ -1,0 +1,64 @@
+"""The norm of the weights changed by a factor within a few hundred steps: weight decay or LR is off. On record only."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+from holdfast.core.config import Detect
+from holdfast.core.types import Finding, Kind, Severity, Signal
+
+_WITHIN = 200
+
+
+class WeightNorm:
+    """Compares each measured norm with the oldest of the last `_WITHIN` steps. Early growth from a small start counts
+    from `warmup_steps` on."""
+
+    name = "weight_norm"
+
+    def __init__(self, config: Detect) -> None:
+        self._ratio, self._warmup = config.weight_ratio, config.warmup_steps
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WITHIN + 1)
+        self._said = False
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        norm = signal.weight_norm
+        if norm is None or not math.isfinite(norm) or norm <= 0 or signal.flags or signal.step <= self._warmup:
+            return None
+        recent = self._recent
+        recent.append((signal.step, norm))
+        while recent[0][0] < signal.step - _WITHIN:
+            recent.popleft()
+        since, before = recent[0]
+        change = norm / before
+        if max(change, 1.0 / change) < self._ratio:
+            self._said = False
+            return None
+        if self._said:
+            return None
+        self._said = True
+        way = "grew" if change > 1 else "shrank"
+        return Finding(
+            kind=Kind.WEIGHT_NORM,
+            severity=Severity.NOTE,
+            step=signal.step,
+            onset=since,
+            detector=self.name,
+            message=f"the norm of the weights {way} from {before:.6g} to {norm:.6g} in {signal.step - since} steps",
+            evidence={"weight_norm": norm, "before": before, "ratio": change, "steps": signal.step - since},
+        )
+
+    def rebaseline(self) -> None:
+        self._recent.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": [list(r) for r in self._recent], "said": self._said}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._recent = deque(((int(s), float(n)) for s, n in state["recent"]), maxlen=_WITHIN + 1)
+        self._said = state["said"]

@@ -171,8 +171,10 @@ def put(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], st
         changes[_JOINED] = facts[_JOINED]  # the same score at a later step is a result of its own
     if not changes:
         return
-    said = {"facts": changes, **({"was": was} if was else {}), **({} if step is None else {"step": step})}
-    write("facts", durable=True, **said)
+    if step is not None:
+        write("facts", durable=True, step=step, facts=changes)
+    else:
+        write("facts", durable=True, facts=changes, **({"was": was} if was else {}))
     write_atomically(folder.run, to_json({**about, "facts": result}))
 
 

@@ -103,6 +103,8 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     grad_limit: float | None = None
     data: tuple[Span, ...] = ()
     samples: int | None = None
+    length: int | None = None
+    """the length of a sequence, where samples are sequences of one length"""
     weight: float | None = None
     seconds: float | None = None
 

@@ -18,10 +18,16 @@ from typing import Any
 LEVEL, TREND, SCALE = 0.06, 0.004, 0.015
 NORMAL_TAIL = 2.33
 """the 99th percentile of a normal distribution: where a tail begins, and what thresholds in deviations refer to"""
-_WIDEST_TAIL = 9.0
+_WIDEST_TAIL = 60.0
 _TAIL_SHARE, _TAIL_RATE = 0.01, 0.05
 _LARGEST = 1e150
+_DROPPED = -1.5
+_HABIT, _HABIT_KEPT, _SINGLE_TAIL = 2.5, 0.993, 4.5
+_DOUBT, _DOUBT_AFTER_SHIFT = 8.0, 60.0
+_KINSHIP = 0.004
 _ABSORBED_BELOW = 4.0
+_FAR_BELOW = 5.0
+"""a value this far under the course says that the noise is wide, not that something is wrong"""
 _BLOCK, _SETTLED = 16, 64
 _LOOK_BACK = 32
 
@@ -41,8 +47,12 @@ class Course:
         self.trend = 0.0
         self.scale = 0.0
         self.tail = NORMAL_TAIL
-        self.least = 0.0
-        """the smallest scale it may have"""
+        self._products: tuple[float, ...] = (0.0, 1.0, -0.5, 1.0)
+        """of neighbouring deviations and of each with itself; of neighbouring moves and of each with itself"""
+        self._last = (0.0, 0.0)
+        self._habit = 0.0
+        """single outliers of late"""
+        self._doubt = _DOUBT
 
     @property
     def ready(self) -> bool:
@@ -58,9 +68,19 @@ class Course:
     def reach(self, z: float) -> float:
         """The distance above the course that counts as `z` normal deviations, for a tail like this one's.
 
-        Early on the scale itself is uncertain, and everything reaches farther.
+        Early on the scale itself is uncertain, and everything reaches farther; more so after a shift, since the level may
+        still be on its way.
         """
-        return z * self.scale * (1.0 + 8.0 / max(1, self.count)) * max(1.0, self.tail / NORMAL_TAIL)
+        return z * self.scale * (1.0 + self._doubt / max(1, self.count)) * max(1.0, self.tail / NORMAL_TAIL)
+
+    def kinship(self) -> float:
+        """The correlation of neighbouring values, 0 to 1: where it is high, several in a row say little more than one.
+
+        Between two estimates: that of the values takes a slow misfit of the course for kinship, and that of their moves
+        (independent values turn back by half) does not see it under a second, independent noise.
+        """
+        values, squares, turns, moves = self._products
+        return max(0.0, min(1.0, 0.5 * (values / squares + 1.0 + 2.0 * turns / moves)))
 
     def room(self) -> int:
         """How many more values until it moves."""
@@ -91,34 +111,68 @@ class Course:
     def _absorb(self) -> None:
         values, self._waiting = self._waiting, []
         level, trend, scale, tail = self.level, self.trend, self.scale, self.tail
-        taken, pull, spread, far, at = 0, 0.0, 0.0, 0, level
+        taken, pull, rest, spread, far, at = 0, 0.0, 0.0, 0.0, 0, level
+        near, (last, moved) = True, self._last
+        alike, square, turn, move = 0.0, 0.0, 0.0, 0.0
         for value in values:
             at += trend
             z = (value - at) / scale
             if z > tail:
-                far += 1
+                far += near  # several in a row are one excursion, not several signs of a heavy tail
+                near = False
                 if z > _ABSORBED_BELOW and z > tail * 1.5:
                     continue
+            else:
+                near = True
+                if z < -_FAR_BELOW:
+                    self.outlier(-z)
             taken += 1
-            pull += -2.0 if z < -2.0 else 2.0 if z > 2.0 else z
+            held = -2.0 if z < -2.0 else 2.0 if z > 2.0 else z
+            pull += held
+            rest += value - at
+            step = held - last
+            alike += held * last
+            square += held * held
+            turn += step * moved
+            move += step * step
+            last, moved = held, step
             spread += 3.0 if z > 3.0 or z < -3.0 else z if z > 0 else -z
         count = len(values)
-        self.tail = min(_WIDEST_TAIL, max(1.0, tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
+        self._habit *= _HABIT_KEPT**count
+        self.tail = min(_WIDEST_TAIL, max(1.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
         self.level += trend * count
+        self._last = (last, moved)
         if taken:
-            self.level += (1.0 - (1.0 - LEVEL) ** taken) * pull / taken * scale
-            self.trend += TREND * pull * scale
-            self.scale *= 1.0 + (1.0 - (1.0 - SCALE) ** taken) * (spread / taken / 0.8 - 1.0)
+            weight = taken * max(_KINSHIP, 1.0 / (self.count + _SETTLED))
+            seen = (alike / taken, max(square / taken, 1e-6), turn / taken, max(move / taken, 1e-6))
+            self._products = tuple(p + weight * (q - p) for p, q in zip(self._products, seen, strict=True))
+            if pull / taken < _DROPPED:
+                # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
+                self.level += rest / taken
+            else:
+                self.level += (1.0 - (1.0 - LEVEL) ** taken) * pull / taken * scale
+                self.trend += TREND * pull * scale
+            # Where neighbours are alike, few of them say little about the scale.
+            rate = SCALE * (1.0 - 0.9 * self.kinship() ** 2)
+            self.scale *= 1.0 + (1.0 - (1.0 - rate) ** taken) * (spread / taken / 0.8 - 1.0)
         if self._falling:
             self.trend = min(0.0, self.trend)
         else:
             self.trend *= 0.98**count
-        self.scale = max(self.scale, self.least, _floor(self.level))
+        self.scale = max(self.scale, _floor(self.level))
         self.count += count
 
     def outlier(self, z: float) -> None:
-        """A value `z` deviations out that came alone and left nothing behind: it belongs to the tail."""
-        self.tail = min(_WIDEST_TAIL, max(self.tail, self.tail + 0.5 * (z / 2.0 - self.tail)))
+        """A value `z` deviations out that came alone and left nothing behind: it belongs to the tail.
+
+        A single one moves it a little. Where they come again and again (batches of two kinds, a rare source of data) they
+        are what this series does, and the tail reaches out to them.
+        """
+        self._habit += 1.0
+        if self._habit > _HABIT:
+            self.tail = min(_WIDEST_TAIL, max(self.tail, self.tail + 0.5 * (0.9 * z - self.tail)))
+        else:
+            self.tail = max(self.tail, min(_SINGLE_TAIL, 0.5 * (self.tail + z / 2.0)))
 
     def _begin(self) -> None:
         """Level and trend from a Theil-Sen line through the last values, scale from what is left around it."""
@@ -135,15 +189,15 @@ class Course:
         # Few values: the median deviation alone may be far too small by chance. The farthest tenth may be spikes.
         near = far[: n - n // 10]
         deviation = math.sqrt(sum(r * r for r in near) / len(near))
-        self.scale = max(spread, 0.5 * deviation, self.least, _floor(self.level))
+        self.scale = max(spread, 0.5 * deviation, _floor(self.level))
         above = sorted((r - middle) / self.scale for r in rest)
         seen = above[-3] if n >= 8 else 0.0
-        self.tail = min(_WIDEST_TAIL, max(NORMAL_TAIL, 1.5 * seen))
+        self.tail = min(_WIDEST_TAIL, max(NORMAL_TAIL, 1.2 * seen))
 
     def restart(self, start: int | None = None) -> None:
         """Forget the course; learn it anew from the next `start` values."""
         if start is not None:
-            self._start = start
+            self._start, self._doubt = start, _DOUBT_AFTER_SHIFT
         self._waiting = []
         self.count = 0
 
@@ -156,7 +210,10 @@ class Course:
             "trend": self.trend,
             "scale": self.scale,
             "tail": self.tail,
-            "least": self.least,
+            "products": list(self._products),
+            "last": list(self._last),
+            "habit": self._habit,
+            "doubt": self._doubt,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,7 +221,8 @@ class Course:
         self._waiting = list(state["waiting"])
         self.count = state["count"]
         self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
-        self.tail, self.least = state["tail"], state["least"]
+        self.tail, self._products, self._last = state["tail"], tuple(state["products"]), tuple(state["last"])
+        self._habit, self._doubt = state["habit"], state["doubt"]
 
 
 def _floor(level: float) -> float:

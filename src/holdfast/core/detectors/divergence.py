@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _BLOCK = 16
 _LENGTHS = ((1, 3), (4, 3), (16, 2))
 """blocks joined into one, and how many such in a row are enough"""
 _KNOWN = 4
+_SIXTH = 1.38 * math.sqrt(2.0)
+"""a sixth of the distances between two normal values is larger than this many deviations"""
+_EARLY = 1000
+_FORGIVEN = 1.5
 _REMEMBERED = 15
 
 
@@ -31,18 +37,25 @@ class _Scale:
         self.recent: deque[float] = deque(maxlen=_REMEMBERED)
         self.best: float | None = None
         self.best_at = 0
+        self.best_lr: float | None = None
+        self.rise = 0.0
+        self.forgiven = 0.0
+        """the largest rise so far that ended in a new best level: the staircase of epochs, a bump on the way"""
         self.above = 0
         self.onset = 0
 
     def spread(self) -> float:
         """How far neighbouring medians differ by chance."""
-        values = list(self.recent)
-        apart = [abs(b - a) for a, b in zip(values, values[1:], strict=False)]
-        return 1.4826 * median(apart) / math.sqrt(2.0) if len(apart) >= _KNOWN else math.inf
+        apart = sorted(abs(b - a) for a, b in pairwise(self.recent))
+        return apart[-1 - len(apart) // 6] / _SIXTH if len(apart) >= _KNOWN else math.inf
 
-    def take(self, middle: float, step: int, begin: int, z: float, rise: float) -> tuple[float, float] | None:
+    def take(self, middle: float, signal: Signal, begin: int, z: float, rise: float) -> tuple[float, float] | None:
         """One more block; where enough of them are above it: the best level and the limit."""
-        if self.best is not None and middle > (limit := self.best + max(z * self.spread(), rise * abs(self.best))):
+        if self.best is not None:
+            self.rise = max(self.rise, middle - self.best)
+        if self.best is not None and middle > (
+            limit := self.best + max(z * self.spread(), rise * abs(self.best), _FORGIVEN * self.forgiven)
+        ):
             if self.above == 0:
                 self.onset = begin
             self.above += 1
@@ -52,8 +65,13 @@ class _Scale:
         self.recent.append(middle)
         smooth = median(list(self.recent)[-3:])
         if len(self.recent) >= 2 and (self.best is None or smooth < self.best):
-            self.best, self.best_at = smooth, step
+            self.forgiven, self.rise = max(0.9 * self.forgiven, self.rise), 0.0
+            self.best, self.best_at, self.best_lr = smooth, signal.step, signal.lr
         return None
+
+    def forget(self) -> None:
+        self.recent.clear()
+        self.best, self.best_lr, self.rise, self.above = None, None, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "part": list(self.part), "recent": list(self.recent)}
@@ -78,6 +96,8 @@ class Divergence:
         self._count = 0
         self._negative = False
         self._said = False
+        self._peaks = (0.0, 0.0)
+        """the highest learning rate before the last fall, and of all"""
         self._scales = [_Scale(*length) for length in _LENGTHS]
 
     def limits(self) -> dict[str, float]:
@@ -85,7 +105,7 @@ class Divergence:
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss
-        if not math.isfinite(loss) or signal.overflow or signal.flags:
+        if not math.isfinite(loss) or loss == 0.0 or signal.overflow or signal.flags:
             return None
         if not self._block:
             self._begin = signal.step
@@ -97,23 +117,38 @@ class Divergence:
     def _closed(self, signal: Signal) -> Finding | None:
         block, self._block = self._block, []
         self._count += 1
+        if signal.lr is not None and math.isfinite(signal.lr):
+            self._follow(signal.lr)
         self._negative = self._negative or min(block) < 0
         middle = median(block)
         if self._count * _BLOCK <= self._config.warmup_steps:
             return None
         found = None
+        # Early on a loss may still rise before it falls (warm-up, a contrastive loss): it takes more to be sure.
+        rise = self._config.divergence_rise * max(1.0, _EARLY / (self._count * _BLOCK))
         for scale in self._scales:
             scale.part.append(middle)
             if len(scale.part) < scale.joined:
                 continue
             joined, scale.part = median(scale.part), []
             begin = self._begin - (scale.joined - 1) * _BLOCK
-            over = scale.take(joined, signal.step, begin, self._config.divergence_z, self._config.divergence_rise)
+            if self._expected(scale, signal):
+                scale.forget()
+            over = scale.take(joined, signal, begin, self._config.divergence_z, rise)
             if over is not None and found is None:
                 found = self._finding(signal, scale, joined, *over)
         if all(scale.above == 0 for scale in self._scales):
             self._said = False
         return found
+
+    def _follow(self, lr: float) -> None:
+        before, highest = self._peaks
+        self._peaks = (highest, highest) if lr < highest else (before, lr)
+
+    def _expected(self, scale: _Scale, signal: Signal) -> bool:
+        """Whether the learning rate is on its way back to where it has been: a cycle, and the loss rises with it."""
+        lr, then = signal.lr, scale.best_lr
+        return lr is not None and then is not None and LR_JUMP * then < lr <= 1.02 * self._peaks[0]
 
     def _finding(self, signal: Signal, scale: _Scale, level: float, best: float, limit: float) -> Finding | None:
         if self._said:
@@ -151,12 +186,13 @@ class Divergence:
             "begin": self._begin,
             "count": self._count,
             "negative": self._negative,
+            "peaks": list(self._peaks),
             "said": self._said,
             "scales": [s.state_dict() for s in self._scales],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._block, self._begin, self._count = list(state["block"]), state["begin"], state["count"]
-        self._negative, self._said = state["negative"], state["said"]
+        self._negative, self._said, self._peaks = state["negative"], state["said"], tuple(state["peaks"])
         for scale, saved in zip(self._scales, state["scales"], strict=True):
             scale.load_state_dict(saved)

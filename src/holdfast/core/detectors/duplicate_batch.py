@@ -50,7 +50,7 @@ class DuplicateBatch:
             step=signal.step,
             onset=signal.step - distance,
             detector=self.name,
-            message=f"{len(repeats)} of the last {len(self._recent)} batches were seen before, this one {distance} steps ago",
+            message=f"{len(repeats)} of the last {len(self._recent)} batches are repeats, this one of {distance} steps ago",
             evidence={"distance": distance, "repeats": len(repeats), "batch": signal.batch},
         )
 

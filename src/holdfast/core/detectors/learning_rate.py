@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
-JUMP = 1.5
 _DECAYED, _STOPPED = 50, 200
 _STILL_HIGH = 0.2
 _ZERO_FOR = 50
 
 
 class LearningRate:
-    """Jump: more than `JUMP` times the rate of the record before, once the rate has been steady or smooth.
+    """Jump: more than `LR_JUMP` times the rate of the record before, once the rate has been steady or smooth.
 
     Frozen: it fell at nearly every record for a while, and then has not moved at all, well above its end; or it is zero.
     """
@@ -44,7 +44,7 @@ class LearningRate:
             self._peak, self._since = lr, signal.step
             return None
         peak, self._peak = self._peak, max(self._peak, lr)
-        if last > 0 and lr > JUMP * last and self._smooth >= _ZERO_FOR:
+        if last > 0 and lr > LR_JUMP * last and self._smooth >= _ZERO_FOR:
             self._smooth = self._falls = self._still = 0
             return self._jump(signal, last, lr, peak)
         self._smooth = self._smooth + 1 if last == 0 or lr <= 1.05 * last else 0

@@ -6,7 +6,6 @@ When the excursion ends it is said how: recovered, or persistent, and then the n
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +14,27 @@ from holdfast.core.detectors.course import Course
 from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 
 _REBASELINE = 24
-_WINDOW, _ENOUGH = 5, 3
 _GROSS_Z, _GROSS_RATIO = 50.0, 5.0
 _LOG_SHARE = 0.6
 _PERSISTS = 100
 _ALONE = 2
+# The score of an excursion, for a limit of 6 deviations: each loss adds what it has over the calm, at most _MOST of it,
+# so that it takes three to reach _ENOUGH; a loss on its course takes the calm away.
+_UNIT = 6.0
+_CALM, _MOST, _ENOUGH, _FULL = 2.0, 3.7, 7.5, 15.0
+_OPEN = 2.0
+_JUMP, _JUMP_MOST = 4.0, 2.5
+# Losses as far under the course as over it are a noise that has grown wide, and no spike.
+_UNDER, _UNDER_KEPT = 2.4, 0.985
 
 
 class LossSpike:
     """Two alarms with a threshold each.
 
-    Skip: the loss is over `loss_z` deviations above its course, and by at least `loss_rise`. Roll back: `_ENOUGH` of
-    the last `_WINDOW` losses are over `loss_z_rollback`; said once per excursion. While it learns a new course after
-    an expected shift, only a gross rise over the old course counts. A loss of exactly zero (a hinge that no sample
+    Skip: the loss is over `loss_z` deviations above its course, and by at least `loss_rise`. Roll back: a running score
+    of the deviations (a CUSUM), in which one loss counts for at most a third, says that the losses are out together; said
+    once per excursion. The more neighbouring losses are alike, the more it takes. While it learns a new course after an
+    expected shift, only a gross rise over the old course counts. A loss of exactly zero (a hinge that no sample
     violates) is never high and says nothing about the course.
     """
 
@@ -39,10 +46,15 @@ class LossSpike:
         # Where noise is multiplicative (a loss near zero), only its logarithm has an even scale: both must agree.
         self._log = Course(config.warmup_steps)
         self._positive = True
-        self._recent: deque[bool] = deque(maxlen=_WINDOW)
         self._began: float | None = None
         """about where the loss began: a rise that is nothing against it is nothing"""
-        self._onset: int | None = None
+        self._score = 0.0
+        self._onset = 0
+        """where the score left zero"""
+        self._before = 0.0
+        self._under = 0.0
+        """how far under the course losses have lately been, in deviations"""
+        self._open = False
         self._out = 0
         self._peak = (0.0, 0.0)
         self._latched = False
@@ -58,11 +70,36 @@ class LossSpike:
     def _above(self, z: float, share: float, ahead: int = 1) -> float:
         course, log = self._course, self._log
         expected = course.expected(ahead)
-        least = self._config.loss_rise_abs * abs(self._began or 0.0)
-        limit = expected + max(course.reach(z), share * abs(expected), least)
+        limit = expected + max(course.reach(z), self._least(share, expected))
         if self._positive and log.ready:
             limit = max(limit, math.exp(min(700.0, log.expected(ahead) + _LOG_SHARE * log.reach(z))))
         return limit
+
+    def _least(self, share: float, expected: float) -> float:
+        """The smallest rise that counts."""
+        return max(share * abs(expected), self._config.loss_rise_abs * abs(self._began or 0.0))
+
+    def _deviations(self, loss: float) -> float:
+        """How far out a loss is, in deviations such that `loss_z_rollback` of them are `_UNIT`."""
+        course, log = self._course, self._log
+        rise = loss - course.expected()
+        if loss == 0.0 or rise < self._least(self._config.loss_rise_rollback, course.expected()):
+            return 0.0
+        z = rise / course.reach(1.0)
+        if self._positive and log.ready:
+            z = min(z, (math.log(loss) - log.expected()) / (_LOG_SHARE * log.reach(1.0)))
+        return z / max(1.0, self._under / _UNDER) * _UNIT / self._config.loss_z_rollback
+
+    def _over(self, far: float) -> float:
+        """What a loss adds to the score. Chance that lasts also comes slowly: a jump from the loss before counts extra."""
+        kin, before = self._course.kinship(), self._before
+        self._before = far
+        jump = (far - kin * before) / math.sqrt(1.0 - 0.9 * kin * kin)
+        return far - self._calm() + min(_JUMP_MOST, max(0.0, 0.6 * (jump - _JUMP)))
+
+    def _calm(self) -> float:
+        """Deviations that are taken for chance: more, where neighbouring losses are alike and chance lasts."""
+        return _CALM + 10.0 * max(0.0, self._course.kinship() - 0.35) ** 2
 
     def _learn(self, signal: Signal) -> None:
         loss = signal.loss
@@ -86,44 +123,48 @@ class LossSpike:
         high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
         if not self._course.ready:
             return self._while_learning(signal, high, limit)
-        out = high or signal.loss > self._above(self._config.loss_z_rollback, self._config.loss_rise_rollback)
-        self._recent.append(out)
-        if not out:
-            self._learn(signal)
-            return self._returned(signal) if self._onset is not None and not any(self._recent) else None
-        return self._excursion(signal, high, limit)
+        self._under = max(self._under * _UNDER_KEPT, -self._course.z(signal.loss))
+        over = self._over(self._deviations(signal.loss)) if not high else _MOST
+        if self._score == 0.0:
+            self._onset = signal.step
+        self._score = min(_FULL, max(0.0, self._score + min(over, _MOST)))
+        if high or self._score > _OPEN:
+            self._open = True
+            if over > 0:
+                return self._excursion(signal, high, limit)
+        self._learn(signal)
+        return self._returned(signal) if self._open and self._score == 0.0 else None
 
     def calm(self, losses: Sequence[float]) -> int:
         """How many of these losses, in a row from here, are certain to be found nothing wrong with; they are taken in.
 
         For reading a log: the same course and limits as `observe`, a block at a time. 0 where it must look closer.
         """
-        if self._onset is not None or not self._course.ready or not losses:
+        if self._score > 0.0 or self._under > _UNDER or self._open or not self._course.ready or not losses:
             return 0
         count = min(len(losses), self._course.room(), self._log.room() if self._positive else len(losses))
-        some = losses[:count]
-        if max(some) > self._above(self._config.loss_z_rollback, self._config.loss_rise_rollback, ahead=count):
+        some, config = losses[:count], self._config
+        limit = self._above(self._calm() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count)
+        if max(some) > min(limit, self._above(config.loss_z, config.loss_rise, count)):
             return 0
-        if self._positive and not min(some) > 0.0 or 0.0 in some:
+        lowest = min(some)
+        if (self._positive and not lowest > 0.0) or 0.0 in some or self._course.z(lowest) < -_UNDER:
             return 0
-        self._recent.extend([False] * min(count, _WINDOW))
+        self._under = self._before = 0.0
         self._course.extend(some)
         if self._positive:
             self._log.extend([math.log(v) for v in some])
         return count
 
     def _excursion(self, signal: Signal, high: bool, limit: float) -> Finding | None:
-        if self._onset is None:
-            self._onset, self._out, self._peak = signal.step, 0, (0.0, -math.inf)
         self._out += 1
-        if signal.loss > self._peak[1]:
+        if self._out == 1 or signal.loss > self._peak[1]:
             self._peak = (self._z(signal.loss), signal.loss)
         if self._out >= _PERSISTS and not signal.flags:
             return self._persists(signal, limit)
-        if sum(self._recent) >= _ENOUGH and not self._latched:
+        if not self._latched and self._score > _ENOUGH:
             self._latched = True
-            what = f"{sum(self._recent)} of the last {len(self._recent)} losses are"
-            return self._finding(signal, Severity.ROLLBACK, self._onset, limit, what)
+            return self._finding(signal, Severity.ROLLBACK, self._onset, limit, "the losses are together")
         if high:
             return self._finding(signal, Severity.SKIP, self._onset, limit, "the loss is")
         return None
@@ -134,22 +175,20 @@ class LossSpike:
         return min(z, self._log.z(math.log(loss))) if self._positive and self._log.ready and loss > 0 else z
 
     def _returned(self, signal: Signal) -> Finding | None:
-        onset, out, (z, peak) = self._onset or signal.step, self._out, self._peak
+        onset, out, (z, peak) = self._onset, self._out, self._peak
         said, latched = self._said, self._latched
         self._forget()
-        if out <= _ALONE:
+        if 0 < out <= _ALONE:
             self._course.outlier(z)
             self._log.outlier(z)
         if not (said or latched):
             return None
-        message = (
-            f"the loss is back on its course {signal.step - onset} steps after step {onset}; it had reached {peak:.6g}"
-        )
+        message = f"the loss is back on its course {signal.step - onset} steps after step {onset}; it had reached {peak:.6g}"
         evidence = {"outcome": "recovered", "peak": peak, "steps_out": out, "loss": signal.loss}
         return self._note(signal, onset, message, evidence)
 
     def _persists(self, signal: Signal, limit: float) -> Finding:
-        onset, out, peak = self._onset or signal.step, self._out, self._peak[1]
+        onset, out, peak = self._onset, self._out, self._peak[1]
         expected = self._course.expected()
         self._accept(signal.loss)
         message = f"the loss has not come back in {out} steps since step {onset}: taken as the new level"
@@ -200,14 +239,15 @@ class LossSpike:
                 "tail": course.tail,
                 "z": course.z(signal.loss) if course.ready else None,
                 "limit": limit,
-                "high_in_window": sum(self._recent),
+                "score": self._score,
+                "enough": _ENOUGH,
                 "grad_norm": signal.grad_norm,
             },
             new=new,
         )
 
     def _forget(self) -> None:
-        self._onset, self._out, self._latched, self._said = None, 0, False, False
+        self._score, self._out, self._open, self._latched, self._said = 0.0, 0, False, False, False
 
     def rebaseline(self) -> None:
         if self._course.ready:
@@ -217,7 +257,6 @@ class LossSpike:
         start = None if self._gross is None else min(_REBASELINE, self._config.warmup_steps)
         self._course.restart(start)
         self._log.restart(start)
-        self._recent.clear()
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,8 +265,11 @@ class LossSpike:
             "log": self._log.state_dict(),
             "positive": self._positive,
             "began": self._began,
-            "recent": list(self._recent),
+            "score": self._score,
+            "under": self._under,
+            "before": self._before,
             "onset": self._onset,
+            "open": self._open,
             "out": self._out,
             "peak": list(self._peak),
             "latched": self._latched,
@@ -239,6 +281,7 @@ class LossSpike:
         self._course.load_state_dict(state["course"])
         self._log.load_state_dict(state["log"])
         self._positive, self._began = state["positive"], state["began"]
-        self._recent = deque(state["recent"], maxlen=_WINDOW)
+        self._score, self._under, self._open = state["score"], state["under"], state["open"]
+        self._before = state["before"]
         self._onset, self._out, self._peak = state["onset"], state["out"], tuple(state["peak"])
         self._latched, self._said, self._gross = state["latched"], state["said"], state["gross"]

@@ -1,0 +1,84 @@
+"""Expected shifts that nobody has to declare: what changed in the step itself, not in how it went.
+
+Another batch size, another sequence length, or a learning rate that returns to where it has been: the loss may change
+level, and the detectors are to learn the new one. Non-finite and gross alarms are never muted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from holdfast.core.types import Signal
+
+LR_JUMP = 1.5
+_STEADY = 50
+_BACK_AT_PEAK = 1.05
+
+
+class _Steady:
+    """A number that has stood still. It has changed when it stands still at another value for two steps running."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self.count = 0
+        self.other: float | None = None
+
+    def changed(self, value: float | None) -> tuple[float, float] | None:
+        if value is None:
+            return None
+        if value == self.value:
+            self.count += 1
+            self.other = None
+            return None
+        if self.value is not None and self.count >= _STEADY and value != self.other:
+            self.other = value  # the short batch at the end of an epoch looks like this
+            return None
+        before, steady = self.value, self.count >= _STEADY
+        self.value, self.count, self.other = value, 1, None
+        return (before, value) if steady and before is not None else None
+
+
+class Shifts:
+    """`observe` each signal before the detectors do; the reason for a shift, or None.
+
+    `by_lr`: over a log, a jump of the learning rate back to where it has been is a restart of its schedule. Online the
+    scheduler itself says so, and a jump it did not make is not to be trusted.
+    """
+
+    def __init__(self, *, by_lr: bool = False) -> None:
+        self._by_lr = by_lr
+        self._batch = _Steady()
+        self._length = _Steady()
+        self._lr: float | None = None
+        self._peak = 0.0
+
+    def observe(self, signal: Signal) -> str | None:
+        reason = None
+        if (moved := self._batch.changed(signal.samples)) is not None:
+            reason = f"the batch size went from {moved[0]:g} to {moved[1]:g} samples"
+        if (moved := self._length.changed(signal.length)) is not None:
+            reason = f"the sequence length went from {moved[0]:g} to {moved[1]:g}"
+        if self._by_lr and signal.lr is not None and math.isfinite(signal.lr):
+            reason = self._moved_lr(signal.lr) or reason
+        return reason
+
+    def _moved_lr(self, lr: float) -> str | None:
+        last, peak = self._lr, self._peak
+        self._lr, self._peak = lr, max(peak, lr)
+        if last is None or not LR_JUMP * last < lr <= _BACK_AT_PEAK * peak:
+            return None
+        return f"the learning rate went from {last:.4g} back to {lr:.4g}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batch": dict(self._batch.__dict__),
+            "length": dict(self._length.__dict__),
+            "lr": self._lr,
+            "peak": self._peak,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batch.__dict__.update(state["batch"])
+        self._length.__dict__.update(state["length"])
+        self._lr, self._peak = state["lr"], state["peak"]

@@ -28,6 +28,8 @@ from holdfast.core.errors import (
     StepError,
     StepIncomplete,
 )
+from holdfast.core.facts import record
+from holdfast.core.fingerprint import fingerprint
 from holdfast.core.types import (
     CutLR,
     Finding,
@@ -80,6 +82,8 @@ __all__ = [
     "Stop",
     "TightenClip",
     "__version__",
+    "fingerprint",
+    "record",
 ]
 
 

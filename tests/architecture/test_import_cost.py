@@ -63,6 +63,7 @@ def test_whole_process_that_imports_it_takes_less_than_the_limit():
         ["train", "--help"],
         ["prepare", "none.txt", "-o", "none.tokens"],
         ["demo", "--help"],
+        ["diff", "none", str(TINY)],
     ],
     ids=lambda words: " ".join(Path(word).name for word in words),
 )

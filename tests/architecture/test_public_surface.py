@@ -45,6 +45,8 @@ PUBLIC = [
     "Stop",
     "TightenClip",
     "__version__",
+    "fingerprint",
+    "record",
 ]
 
 COMMANDS = {
@@ -54,6 +56,7 @@ COMMANDS = {
     "init": (["path"], {"--force", "--json"}),
     "check": (["config"], {"--json"}),
     "ack": (["run"], {"--note", "--json"}),
+    "diff": (["first", "second"], {"--json"}),
 }
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
 import pytest
 import torch
 from cases import OPTIMIZERS, SCHEDULERS, Case, assert_same
+
+import holdfast
 
 # Plain torch leaves the momentum of fused SGD uninitialised when the first step overflows: nothing to compare with.
 FIRST_STEP_FITS = 256.0
@@ -110,3 +113,28 @@ def test_holdfast_off_is_the_same_loop_and_writes_nothing(tmp_path, monkeypatch)
         assert_same(guarded, case.plain())
         assert guarded.guard.summary().status == "off"
         assert not (tmp_path / f"run{n}").exists()
+
+
+def test_recording_facts_changes_nothing(tmp_path):
+    case = Case(optimizer="adamw", precision="fp16", accumulate=2, augment=True, scheduler="cosine")
+
+    class Recorder:
+        def __init__(self):
+            self.guard = None
+
+        def on_train_begin(self, guard):
+            self.guard = guard
+            holdfast.record(guard, tokenizer=holdfast.fingerprint({"a": 0}), sources={"web": 0.7, "code": 0.3})
+
+        def on_step_end(self, outcome):
+            holdfast.record(self.guard, step=outcome.step, eval={"mmlu": outcome.signal.loss}, seed=outcome.step)
+
+    recorder = Recorder()
+    guarded = case.guarded(tmp_path / "run", hooks=[recorder])
+    holdfast.record(recorder.guard, decode={"temperature": 0})
+    plain = case.plain()
+    assert_same(guarded, plain)
+    assert guarded.losses == plain.losses
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())["facts"]
+    assert facts["decode"] == {"temperature": 0}
+    assert facts["seed"] == guarded.guard.step > 10

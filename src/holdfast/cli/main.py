@@ -1,7 +1,7 @@
 """The `holdfast` command: puts the commands together, and turns errors into messages and exit statuses.
 
-Exit statuses: 0 done; 2 the command line is wrong; 70 stopped by policy; 75 stopped early and resumable; 78 bad
-configuration or input; 130 ended by Ctrl-C; 1 anything else.
+Exit statuses: 0 done; 2 the command line is wrong; 3 `diagnose --fail-on` found it; 70 stopped by policy; 75 stopped
+early and resumable; 78 bad configuration or input; 130 ended by Ctrl-C; 1 anything else.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, demo, init, prepare, train
+from holdfast.cli import ack, check, demo, diagnose, diff, init, prepare, train
 from holdfast.cli.output import emit
 from holdfast.core.errors import ConfigError, HoldfastError, PolicyStop
 
@@ -32,6 +32,8 @@ app.command()(prepare.prepare)
 app.command()(init.init)
 app.command(context_settings=check.CONTEXT_SETTINGS, options_metavar=check.OPTIONS_METAVAR)(check.check)
 app.command()(ack.ack)
+app.command()(diagnose.diagnose)
+app.command()(diff.diff)
 
 
 def _print_version(wanted: bool) -> None:
@@ -57,6 +59,8 @@ def _holdfast(
       holdfast init                    write a policy file with comments
       holdfast check holdfast.toml     every error in it at once
       holdfast ack runs/a              a person has looked: budgets start anew
+      holdfast diagnose runs/a         what happened to a run, from any tool's log
+      holdfast diff runs/a runs/b      what differs between two runs, ranked as suspects
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

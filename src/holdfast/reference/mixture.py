@@ -63,6 +63,10 @@ class Mixture(Dataset[dict[str, Tensor]]):
                     "part; use a longer file or a shorter [model] context"
                 )
 
+    @property
+    def sources(self) -> list[Tokens]:
+        return self._sources
+
     def __len__(self) -> int:
         return self._samples
 
@@ -89,6 +93,13 @@ class Mixture(Dataset[dict[str, Tensor]]):
             counts = [c + blocks * q for c, q in zip(counts, stage.quotas, strict=True)]
         return counts
 
+    def count(self, stop: int) -> list[int]:
+        """Samples of each source among the first `stop`, without making any of them."""
+        block, within = divmod(stop, BLOCK)
+        stage = max((s for s in self._stages if s.first_block <= block), key=lambda s: s.first_block)
+        part = np.bincount(_block_order(self._seed, block, stage.quotas)[:within], minlength=len(self._sources))
+        return [before + int(more) for before, more in zip(self._before(block), part, strict=True)]
+
     def _sequence(self, source: int, k: int) -> Tensor:
         passes, place = divmod(k, self._counts[source])
         start = int(_pass_order(self._seed, source, passes, self._counts[source])[place]) * self._context
@@ -109,6 +120,48 @@ class Mixture(Dataset[dict[str, Tensor]]):
             pieces.append(torch.from_numpy(np.asarray(data[start : start + self._context + 1], dtype=np.int64)))
         stacked = [torch.stack(pieces[i : i + batch_size]) for i in range(0, len(pieces), batch_size)]
         return [{"tokens": s[:, :-1], "targets": s[:, 1:], "weight": torch.ones(len(s))} for s in stacked]
+
+
+class _Stretch(NamedTuple):
+    """Committed steps of one size whose samples follow on without a gap."""
+
+    first_step: int
+    steps: int
+    start: int
+    size: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.steps * self.size
+
+
+class Drawn:
+    """Which samples the committed steps took: a few stretches, however long the run."""
+
+    def __init__(self) -> None:
+        self._stretches: list[_Stretch] = []
+
+    def add(self, step: int, spans: list[tuple[int, int]]) -> None:
+        """A step was committed with these samples; steps from it on that were known are rolled back."""
+        while self._stretches and (last := self._stretches[-1]).first_step + last.steps > step:
+            self._stretches.pop()
+            if step > last.first_step:
+                self._stretches.append(last._replace(steps=step - last.first_step))
+        for start, stop in spans:
+            known = self._stretches[-1] if self._stretches else None
+            if len(spans) == 1 and known is not None and (known.stop, known.size) == (start, stop - start):
+                self._stretches[-1] = known._replace(steps=known.steps + 1)
+            else:
+                self._stretches.append(_Stretch(step, 1, start, stop - start))
+
+    def of_each_source(self, mixture: Mixture) -> list[int]:
+        """Samples of each source. All before the first of a resumed run count as taken by its earlier life."""
+        totals = [0] * len(mixture.sources)
+        for n, stretch in enumerate(self._stretches):
+            start = 0 if n == 0 and stretch.first_step > 1 else stretch.start
+            both = zip(mixture.count(stretch.stop), mixture.count(start), strict=True)
+            totals = [total + upto - before for total, (upto, before) in zip(totals, both, strict=True)]
+        return totals
 
 
 @lru_cache(maxsize=8)

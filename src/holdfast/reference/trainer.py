@@ -22,7 +22,7 @@ from holdfast.core.errors import ConfigError, DataError, RunDirError, SetupError
 from holdfast.core.tally import Summary
 from holdfast.core.types import Outcome
 from holdfast.reference.config import TrainConfig
-from holdfast.reference.mixture import BLOCK, Mixture, Weights, quotas
+from holdfast.reference.mixture import BLOCK, Drawn, Mixture, Weights, quotas
 from holdfast.reference.model import Transformer, flops_per_token, next_token_loss
 from holdfast.reference.tokens import Tokens, embedded, open_tokens
 from holdfast.runtime.guard import Guard
@@ -119,6 +119,7 @@ class Trainer:
             about=self.about(),
         )
         watch.guard = guard
+        guard.record(**self.facts())
         if resume is not None:
             if guard.summary().status == "off":
                 raise ConfigError(
@@ -137,6 +138,7 @@ class Trainer:
             snapshot = self._save(guard) if guard.step < train.steps else None
             result = watch.result(guard.summary())
             final = self.evaluate()
+            guard.record(step=guard.step, eval={"eval_loss": final}, tokens_per_source=watch.tokens_per_source())
         result = msgspec.structs.replace(result, eval_loss=final, snapshot=snapshot)
         if view is not None:
             view.evaluated(guard.step, final)
@@ -179,9 +181,34 @@ class Trainer:
             "tokens_per_step": self.tokens_per_step,
             "data": [
                 {"name": s.name, "tokens": len(s), "tokenizer": s.tokenizer, "fingerprint": s.fingerprint()}
-                for s in self.mixture._sources
+                for s in self.mixture.sources
             ],
         }
+
+    def facts(self) -> dict[str, Any]:
+        """What `holdfast diff` compares two runs by, beside the configuration."""
+        config, names = self.config, self.source_names
+        weights = [s.weight for s in config.dataset.sources] or [1.0]
+        return {
+            "tokenizer": _by_name(names, [f"{s.tokenizer}, {s.vocab_size} tokens" for s in self.mixture.sources]),
+            "data": _by_name(names, [s.fingerprint() for s in self.mixture.sources]),
+            "sources": _by_name(names, weights),
+            "stages": [
+                {"from_step": stage.from_step, "weights": _by_name(names, stage.weights)}
+                for stage in config.dataset.stages
+            ],
+            "vocab_size": config.model.vocab_size,
+            "sequence_length": config.model.context,
+            "precision": config.train.precision,
+            "seed": config.train.seed,
+            "tokens_per_step": self.tokens_per_step,
+        }
+
+    @property
+    def source_names(self) -> list[str]:
+        """One name a source, told apart by number where two files are named alike."""
+        names = [s.name for s in self.mixture.sources]
+        return [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names, 1)]
 
     @property
     def tokens_per_step(self) -> int:
@@ -269,6 +296,10 @@ def check_run_dir(path: str, key: str = "[train] run_dir =") -> None:
         raise ConfigError([f"{key} {path!r} {reason}; choose another"], "train") from None
 
 
+def _by_name(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(names, values, strict=True))
+
+
 class _Watch:
     """The trainer's own hook: evaluation at its intervals, speed, and what the view is told."""
 
@@ -280,10 +311,12 @@ class _Watch:
         self._began = self._first = time.perf_counter()
         self._steps = self._timed = 0
         self._recent = self._began
+        self._drawn = Drawn()
 
     def on_step_end(self, outcome: Outcome) -> None:
         now = time.perf_counter()
         self._steps += 1
+        self._drawn.add(outcome.step, [(span.start, span.stop) for span in outcome.signal.data])
         if self._steps == 5:
             # The first steps compile and warm up: speed is that of the rest.
             self._first, self._timed = now, self._steps
@@ -294,6 +327,10 @@ class _Watch:
         every = self._trainer.config.eval.every
         if every and outcome.step % every == 0 and outcome.step < self._trainer.config.train.steps:
             loss = self._trainer.evaluate()
+            if self.guard is not None:
+                self.guard.record(
+                    step=outcome.step, eval={"eval_loss": loss}, tokens_per_source=self.tokens_per_source()
+                )
             if self._view is not None:
                 self._view.evaluated(outcome.step, loss)
         if self.stop_at is not None and outcome.step >= self.stop_at and self.guard is not None:
@@ -302,6 +339,12 @@ class _Watch:
     def on_recovery(self, outcome: Outcome) -> None:
         if self._view is not None:
             self._view.recovered(outcome)
+
+    def tokens_per_source(self) -> dict[str, int]:
+        """Tokens trained on so far, of each source: worked out when asked for, not counted on the way."""
+        trainer = self._trainer
+        samples = self._drawn.of_each_source(trainer.mixture)
+        return _by_name(trainer.source_names, [n * trainer.config.model.context for n in samples])
 
     def result(self, summary: Summary) -> Result:
         trainer, now = self._trainer, time.perf_counter()

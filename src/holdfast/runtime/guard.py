@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from holdfast.core import config as configuration
+from holdfast.core import facts as said
 from holdfast.core.config import Config
 from holdfast.core.detectors.base import Detector
 from holdfast.core.errors import HoldfastError, SetupError, StepError
 from holdfast.core.ports import Clock, SystemClock
 from holdfast.core.tally import Summary
 from holdfast.runtime import saving
+from holdfast.runtime.environment import described, loop_of
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.loop import Steps
 from holdfast.runtime.off import OffRun
@@ -90,6 +92,9 @@ class Guard:
                 clock=self._clock,
             )
         self._facts = dict(about or {})
+        several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
+        self._schedulers = [s for s in several if s is not None]
+        self._clip = clip_grad_norm
         self._phase = "new"
 
     # ---- life
@@ -127,16 +132,7 @@ class Guard:
             self._hooks.call("on_train_end", self.summary())
 
     def _about(self) -> dict[str, Any]:
-        state = self._run.state
-        parameters = [p for _, m in state.modules for p in m.parameters()]
-        return {
-            "model": [type(m).__name__ for _, m in state.modules],
-            "parameters": sum(p.numel() for p in parameters),
-            "trained": sum(p.numel() for p in state.trained()),
-            "optimizers": [type(o).__name__ for o in state.optimizers.all],
-            "seed": torch.initial_seed(),
-            **self._facts,
-        }
+        return {**described(self._run.state, self._schedulers, self._clip), **self._facts}
 
     # ---- the loop
 
@@ -161,6 +157,7 @@ class Guard:
             raise StepError("steps(): say how long to train, with max_steps= or epochs=")
         self._open()
         self._run.attach(loader, epochs)
+        self.record(loop=loop_of(loader, accumulate))
         return Steps(self._run, accumulate, max_steps)
 
     def fit(
@@ -224,6 +221,22 @@ class Guard:
         if math.isnan(value):
             raise HoldfastError("report_eval(nan): the evaluation gave no number; schedulers cannot be driven by it")
         self._run.report_eval(value)
+
+    def record(self, *, step: int | None = None, **facts: Any) -> None:
+        """The same as `holdfast.record(guard, ...)`: facts for run.json, evaluation results for the journal.
+
+        Results are of the step the guard stands at, where no other `step` is given.
+        """
+        if step is None and "eval" in facts and self._phase == "open":
+            step = self._run.step
+        checked = said.check(facts, step)
+        if isinstance(self._run, OffRun):
+            return
+        records = self._run.records
+        if self._phase == "closed" and records.rundir is not None:
+            said.into_folder(records.rundir.path, checked, step)
+        else:
+            records.record(self._run.engine, checked, step)
 
     def flush(self) -> None:
         """Settle the last step now, so that the model is what it will be. Waits for the device."""

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import sys
-import time
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
+from holdfast.core import facts
 from holdfast.core.config import Config
 from holdfast.core.engine import Engine
-from holdfast.core.errors import PolicyStop
+from holdfast.core.errors import PolicyStop, RunDirError
 from holdfast.core.incidents import IncidentFiles
 from holdfast.core.journal import Journal, MetricsFile, Silent, read
 from holdfast.core.ports import Clock
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.rundir import RunDir, to_json, write_atomically
 from holdfast.core.types import Outcome
-from holdfast.core.version import __version__
+from holdfast.runtime.environment import environment
 
 log = logging.getLogger("holdfast")
 
@@ -34,6 +31,9 @@ class Records:
         self.quarantine = Quarantine()
         self._journal: Journal = Silent()
         self._metrics: MetricsFile | None = None
+        self._open = False
+        self._said: list[tuple[int | None, Mapping[str, Any]]] = []
+        """facts recorded before there was a folder to write them to"""
 
     def open(self, engine: Engine, about: dict[str, Any]) -> None:
         """Take hold of the folder and go on from what it says. PolicyStop if an earlier life was stopped for good."""
@@ -54,17 +54,41 @@ class Records:
                 )
                 log.error("%s", message)
                 raise PolicyStop(message)
-            environment = _environment(self._config, about)
+            found = environment(self._config, about)
             if past:
-                engine.write("restart", durable=True, environment=environment)
+                self._keep_run_json(found, past)
+                engine.write("restart", durable=True, environment=found)
             else:
-                write_atomically(self.rundir.run, to_json(environment))
-                engine.write("run_begin", durable=True, environment=environment)
+                write_atomically(self.rundir.run, to_json(found))
+                engine.write("run_begin", durable=True, environment=found)
+            self._open = True
+            for step, said in self._said:
+                facts.put(self.rundir, engine.write, said, step)
+            self._said.clear()
             if self._config.metrics.enabled:
                 self._metrics = MetricsFile(self.rundir.metrics, self._config.metrics.flush_seconds, self._clock)
         except BaseException:
             self.close()
             raise
+
+    def _keep_run_json(self, found: dict[str, Any], past: list[dict[str, Any]]) -> None:
+        """The first life's stays; one that is lost or damaged is made again, with the facts the journal has."""
+        assert self.rundir is not None
+        try:
+            if facts.read(self.rundir.run) is not None:
+                return
+        except RunDirError as error:
+            log.warning("%s; it is made anew from the journal", str(error).split(";")[0])
+        write_atomically(self.rundir.run, to_json({**found, "facts": facts.rebuilt(past)}))
+
+    def record(self, engine: Engine, said: Mapping[str, Any], step: int | None) -> None:
+        """Checked facts into journal and run.json: now, or when the folder is opened. Nowhere without a folder."""
+        if self.rundir is None:
+            return
+        if self._open:
+            facts.put(self.rundir, engine.write, said, step)
+        else:
+            self._said.append((step, said))
 
     def metrics(self, outcome: Outcome) -> None:
         if self._metrics is not None:
@@ -82,18 +106,6 @@ class Records:
             self._metrics = None
         self._journal.close()
         self._journal = Silent()
+        self._open = False
         if self.rundir is not None:
             self.rundir.release()
-
-
-def _environment(config: Config, about: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "holdfast": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "platform": platform.platform(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "argv": sys.argv,
-        "config": config,
-        **about,
-    }

@@ -146,7 +146,7 @@ class Course:
             weight = taken * max(_KINSHIP, 1.0 / (self.count + _SETTLED))
             seen = (alike / taken, max(square / taken, 1e-6), turn / taken, max(move / taken, 1e-6))
             self._products = tuple(p + weight * (q - p) for p, q in zip(self._products, seen, strict=True))
-            if pull / taken < _DROPPED:
+            if taken >= _BLOCK // 2 and pull / taken < _DROPPED:
                 # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
                 self.level += rest / taken
             else:

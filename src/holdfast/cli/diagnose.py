@@ -1,0 +1,153 @@
+"""`holdfast diagnose`: what happened to a run, how sure that is, and what to do next."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from holdfast.cli.output import Json, emit
+from holdfast.core.errors import ConfigError, LogRefused
+from holdfast.core.rundir import write_atomically
+from holdfast.diagnosis.diagnose import SCHEMA_VERSION, Report
+from holdfast.diagnosis.diagnose import diagnose as judge
+from holdfast.diagnosis.importers import read
+from holdfast.diagnosis.postmortem import build
+from holdfast.diagnosis.table import COLUMNS, Table
+from holdfast.diagnosis.tree.kinds import INCIDENTS
+from holdfast.reports import markdown, terminal
+from holdfast.reports.clean import clean
+
+EXIT_ALL_REFUSED = 1
+EXIT_FOUND = 3
+
+
+class Refused(NamedTuple):
+    path: str
+    reason: str
+
+
+def diagnose(
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Logs, run directories, or folders of them.")],
+    as_json: Json = False,
+    mapping: Annotated[
+        list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="Which column of the log is which signal.")
+    ] = None,
+    format: Annotated[str | None, typer.Option("--format", metavar="NAME", help="Do not guess the format.")] = None,
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option("--fail-on", metavar="KIND", help="Exit status 3 if such an incident is found; `any` for all."),
+    ] = None,
+    postmortem: Annotated[
+        bool, typer.Option("--postmortem", help="The whole post-mortem, in sixteen sections.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE.md", help="With --postmortem: write it as markdown.")
+    ] = None,
+) -> None:
+    """Say what happened to a run: the verdict, how sure it is, the evidence, and what to do next.
+
+    Reads Holdfast's run directories and the logs of other tools: HF trainer_state.json, TensorBoard, Lightning,
+    W&B exports, LLaMA-Factory, Megatron, DeepSpeed, nanoGPT, torchtitan, fairseq, MLPerf, Composer, csv, jsonl, text.
+    A file that cannot be read is refused with the reason, and the others go on.
+    Exit status: 0 done, 1 every path was refused, 3 an incident of a kind in --fail-on.
+
+    \b
+    Examples:
+      holdfast diagnose runs/a
+      holdfast diagnose trainer_state.json --json
+      holdfast diagnose log.csv --map loss=train_nll --map step=iter
+      holdfast diagnose runs/a --postmortem -o a.md
+      holdfast diagnose runs/* --fail-on nan --fail-on divergence
+    """
+    names, kinds = _mapping(mapping or []), _kinds(fail_on or [])
+    if output is not None and not postmortem:
+        raise ConfigError(["-o needs --postmortem; write: holdfast diagnose PATH --postmortem -o FILE.md"], "diagnose")
+    reports: list[Report] = []
+    refusals: list[Refused] = []
+    texts: list[str] = []
+    console = Console(highlight=False)
+    for found in _all(paths, names, format):
+        if isinstance(found, Refused):
+            refusals.append(found)
+            if not as_json:
+                terminal.refused(Console(stderr=True, highlight=False), *found)
+            continue
+        table, report = found
+        reports.append(report)
+        if output is not None:
+            texts.append(markdown.postmortem(build(table, report)))
+        elif not as_json and postmortem:
+            terminal.show_postmortem(console, build(table, report))
+        elif not as_json:
+            terminal.show(console, table, report)
+    if output is not None and texts:
+        write_atomically(output, "\n".join(texts))
+        typer.echo(f"wrote {clean(str(output))}", err=True)
+    if as_json:
+        _answer(reports, refusals)
+    if not reports:
+        raise typer.Exit(EXIT_ALL_REFUSED)
+    if any("any" in kinds or verdict.kind in kinds for report in reports for verdict in report.verdicts):
+        raise typer.Exit(EXIT_FOUND)
+
+
+def _all(paths: list[Path], names: dict[str, str], format: str | None) -> Iterator[tuple[Table, Report] | Refused]:
+    for path in paths:
+        with _progress(path):
+            try:
+                tables = read(path, mapping=names or None, format=format)
+            except LogRefused as error:
+                yield Refused(error.path, error.reason)
+                continue
+            except OSError as error:
+                yield Refused(str(path), f"{error.strerror or error}; check the path and its permissions")
+                continue
+            found = [(table, judge(table)) for table in tables]
+        yield from found
+
+
+def _progress(path: Path) -> Status:
+    """A line on stderr while it works; nothing where nobody is looking."""
+    console = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
+    size = path.stat().st_size if path.is_file() else 0
+    about = f" ({size / 1e6:.0f} MB)" if size > 50e6 else ""
+    return console.status(clean(f"reading {path}{about}").replace("[", "\\["))
+
+
+def _answer(reports: list[Report], refusals: list[Refused]) -> None:
+    """One object: `reports`, and for a single report its fields beside it."""
+    answer: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+    if len(reports) == 1:
+        answer |= msgspec.structs.asdict(reports[0])
+    answer["reports"] = reports
+    answer["refused"] = [refusal._asdict() for refusal in refusals]
+    emit(answer)
+
+
+def _mapping(words: list[str]) -> dict[str, str]:
+    errors, found = [], {}
+    for word in words:
+        name, equals, column = word.partition("=")
+        if not equals or not name or not column:
+            errors.append(f"--map {word}: not NAME=COLUMN; write for example --map loss=train_nll")
+        elif name != "step" and name not in COLUMNS:
+            errors.append(f"--map {word}: no signal {name!r}; the signals are step, {', '.join(COLUMNS)}")
+        found[name] = column
+    if errors:
+        raise ConfigError(errors, "diagnose")
+    return found
+
+
+def _kinds(words: list[str]) -> set[str]:
+    wrong = [word for word in words if word != "any" and word not in INCIDENTS]
+    if wrong:
+        known = ", ".join(["any", *INCIDENTS])
+        raise ConfigError([f"--fail-on {word}: no such kind; the kinds are {known}" for word in wrong], "diagnose")
+    return set(words)

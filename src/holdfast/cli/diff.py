@@ -1,0 +1,171 @@
+"""`holdfast diff`: what differs between two runs, ranked by how well it would explain a worse evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli.chart import Chart
+from holdfast.cli.output import Json, emit
+from holdfast.core.errors import RunDirError
+
+if TYPE_CHECKING:
+    from holdfast.diagnosis.rundiff.report import Report
+    from holdfast.diagnosis.rundiff.side import Side
+
+_COLOURS = {"A": "cyan", "B": "magenta"}
+_HEIGHT = 10
+_WIDEST = 110
+_MOST_ROWS = 12
+
+
+def diff(
+    first: Annotated[str, typer.Argument(metavar="A", help="A run directory, or a log of another tool.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")],
+    as_json: Json = False,
+) -> None:
+    """What differs between two runs, ranked as suspects: for "the loss looks fine, the evaluation is worse".
+
+    Compares settings, LR schedule, data mixture, tokenizer, versions, decode settings, recoveries, curves at equal tokens
+    and evaluation results. What neither run says is listed, not taken for equal.
+
+    \b
+    Examples:
+      holdfast diff runs/a runs/b
+      holdfast diff runs/a ../old/trainer_state.json
+      holdfast diff runs/a runs/b --json
+    """
+    if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
+        raise RunDirError(f"{first} and {second} are the same run; name two")
+    # Late: numpy, and every importer for a log of another tool.
+    from holdfast.diagnosis import rundiff
+
+    a, b = rundiff.load(first), rundiff.load(second)
+    report = rundiff.compare(a, b)
+    if as_json:
+        emit(msgspec.to_builtins(report))
+    else:
+        _tell(Console(highlight=False), report, a, b)
+
+
+def _tell(console: Console, report: Report, a: Side, b: Side) -> None:
+    """Verdict, picture, suspects, what could not be compared, what to do."""
+    console.print(_text(report.verdict.text, "bold"))
+    console.print()
+    if (picture := _picture(report, a, b, min(console.width, _WIDEST))) is not None:
+        console.print(picture)
+        console.print()
+    for name, run in (("A", report.a), ("B", report.b)):
+        size = f"{run.points} steps on record" + (f", {run.tokens:,.0f} tokens" if run.tokens is not None else "")
+        line = Text(f"{name}  ", style=_COLOURS[name])
+        line.append_text(_text(f"{run.path} ({run.format}): {size}" + (f", {run.status}" if run.status else "")))
+        console.print(line, soft_wrap=True)
+    for table in (_suspects(report), _curves(report), _evals(report), _settings(report)):
+        if table is not None:
+            console.print()
+            console.print(table)
+    _tell_missing(console, report)
+    console.print()
+    console.print(_text(f"next: {report.next}"), soft_wrap=True)
+
+
+def _picture(report: Report, a: Side, b: Side, width: int) -> Text | None:
+    """Both losses over the steps of A; B is drawn where it had seen as much."""
+    from holdfast.diagnosis.rundiff import curves
+
+    pair = curves.pair(a, b, "loss", report.axis)
+    if pair is None:
+        return None
+    last = int(curves.step_at(a, report.axis, float(pair.a.x[-1])))
+    settled = [float(v) for s in (pair.a, pair.b) for v in s.values[len(s.values) // 20 :]]
+    chart = Chart(max(1, last), _COLOURS, most=max(settled))
+    for name, smooth in (("A", pair.a), ("B", pair.b)):
+        for x, value in curves.joined(smooth, 2 * width):
+            chart.add(name, max(1, int(curves.step_at(a, report.axis, x))), value)
+    picture = chart.render(width, _HEIGHT)
+    note = f"loss, medians of {len(pair.a.x)} stretches at equal {report.axis}, over the steps of A"
+    picture.append(f"  {note}", style="dim")
+    return picture
+
+
+def _text(words: str, style: str = "default") -> Text:
+    """What others have written, without what would steer the terminal."""
+    return Text("".join(letter if letter.isprintable() else "?" for letter in words), style=style)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
+    for n, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=n == 0)
+    return table
+
+
+def _suspects(report: Report) -> Table | None:
+    if not report.suspects:
+        return None
+    table = _table("suspects", "score", "what", "why", "what it explains")
+    for suspect in report.suspects[:_MOST_ROWS]:
+        against = f" [against: {'; '.join(suspect.against)}]" if suspect.against else ""
+        table.add_row(f"{suspect.score:.2f}", suspect.name, _text(suspect.reason + against), suspect.explains)
+    return table
+
+
+def _curves(report: Report) -> Table | None:
+    if not report.curves:
+        return None
+    table = _table(
+        f"curves at equal {report.axis}, the last tenth", "curve", "A", "B", "gap", "noise of a step", "part"
+    )
+    for curve in report.curves:
+        parts = "never, beyond noise" if not curve.parted else f"at step {curve.parts_at_step:.0f} of A"
+        table.add_row(
+            curve.signal, f"{curve.a_end:.4g}", f"{curve.b_end:.4g}", f"{curve.gap:+.2%}", f"{curve.noise:.2%}", parts
+        )
+    return table
+
+
+def _evals(report: Report) -> Table | None:
+    both = [e for e in report.evals if e.a is not None or e.b is not None]
+    if not both:
+        return None
+    table = _table("evaluations", "metric", "A", "B", "change", "worse")
+    for e in both[:_MOST_ROWS]:
+        steps = [f" (step {s})" if s is not None and e.a_step != e.b_step else "" for s in (e.a_step, e.b_step)]
+        values = ["-" if v is None else f"{v:.4g}{s}" for v, s in zip((e.a, e.b), steps, strict=True)]
+        change = "-" if e.change is None else f"{e.change:+.2%}"
+        table.add_row(_text(e.metric), *values, change, (e.worse or "-").upper())
+    return table
+
+
+def _settings(report: Report) -> Table | None:
+    if not report.settings:
+        return None
+    table = _table("settings that differ", "setting", "A", "B")
+    for setting in report.settings[:_MOST_ROWS]:
+        table.add_row(_text(setting.key), _text(_short(setting.a)), _text(_short(setting.b)))
+    if len(report.settings) > _MOST_ROWS:
+        table.add_row("...", f"{len(report.settings) - _MOST_ROWS} more with --json", "")
+    return table
+
+
+def _short(value: object) -> str:
+    words = "not set" if value is None else str(value)
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def _tell_missing(console: Console, report: Report) -> None:
+    lines = [f"{m.name}: {m.why}" for m in report.not_compared]
+    lines += [f"{name}: {limit}" for name, run in (("A", report.a), ("B", report.b)) for limit in run.limits]
+    if report.axis_note:
+        lines.insert(0, report.axis_note)
+    if lines:
+        console.print()
+        console.print(Text("what could not be compared", style="bold"))
+        for line in lines:
+            console.print(_text(f"  {line}"), soft_wrap=True)

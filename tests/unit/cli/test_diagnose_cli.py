@@ -1,0 +1,195 @@
+"""`holdfast diagnose`: any log in, verdict out; for people, for programs, for CI."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from holdfast.diagnosis import episodes
+from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.tree.kinds import INCIDENTS
+
+N = 200
+
+
+def losses() -> np.ndarray:
+    return 2.0 + np.exp(-np.arange(N) / 30.0) + np.random.default_rng(0).normal(0.0, 0.02, N)
+
+
+@pytest.fixture
+def log(tmp_path):
+    """A csv of a run; NaN is written as it is."""
+
+    def write(name="run.csv", header="step,loss,grad_norm,learning_rate", bad=None):
+        values = losses()
+        if bad is not None:
+            values[bad:] = math.nan
+        rows = [f"{i},{v:.5f},0.3,0.0003" if v == v else f"{i},NaN,NaN,0.0003" for i, v in enumerate(values)]
+        path = tmp_path / name
+        path.write_text("\n".join([header, *rows]) + "\n")
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def found(monkeypatch):
+    """What the detectors say: a NaN where there is one."""
+
+    def find(table):
+        loss = table.columns["loss"]
+        bad = np.flatnonzero(~np.isfinite(loss))
+        if not len(bad):
+            return [], []
+        first, last = int(bad[0]), int(bad[-1])
+        where = {"start": float(table.step[first]), "end": float(table.step[last])}
+        return [Episode(kind="nan", first=first, last=last, confidence=0.99, **where)], []
+
+    monkeypatch.setattr(episodes, "find", find)
+
+
+def test_healthy_log_ends_with_0(holdfast, log):
+    answer = holdfast("diagnose", log())
+    assert answer.status == 0
+    assert "no incident in 200 records" in answer.out
+
+
+def test_verdict_comes_first_then_chart_then_next_command(holdfast, log):
+    answer = holdfast("diagnose", log(bad=150))
+    assert answer.status == 0
+    assert (
+        answer.out.index("cause:")
+        < answer.out.index("━")
+        < answer.out.index("could not be checked")
+        < answer.out.index("next:")
+    )
+
+
+def test_json_of_one_path_has_the_fields_at_the_top_too(holdfast, log):
+    path = log(bad=150)
+    answer = holdfast("diagnose", path, "--json")
+    said = answer.json
+    assert said["schema_version"] == 1
+    assert said["path"] == str(path)
+    assert said["points"] == N
+    assert {"path", "format", "points", "limits", "verdicts", "notes", "summary"} <= said.keys()
+    assert all(limit.keys() == {"code", "text"} for limit in said["limits"])
+    (verdict,) = said["verdicts"]
+    assert {"kind", "cause", "step_start", "step_end", "confidence", "evidence", "against", "action"} <= verdict.keys()
+    assert {"leaf", "status", "confirm", "unchecked", "trail"} <= verdict.keys()
+    assert (verdict["kind"], verdict["step_start"], verdict["step_end"]) == ("nan", 150, 199)
+    assert said["reports"][0]["verdicts"] == said["verdicts"]
+
+
+def test_json_of_several_paths_is_one_object(holdfast, log, tmp_path):
+    bad = tmp_path / "empty.csv"
+    bad.touch()
+    answer = holdfast("diagnose", log("a.csv"), log("b.csv", bad=150), bad, "--json")
+    assert answer.status == 0
+    assert [len(report["verdicts"]) for report in answer.json["reports"]] == [0, 1]
+    (refused,) = answer.json["refused"]
+    assert refused["path"].endswith("empty.csv") and refused["reason"]
+    assert "verdicts" not in answer.json
+
+
+def test_nan_is_written_as_nan(holdfast, log):
+    answer = holdfast("diagnose", log(bad=150), "--json")
+    trail = {step["question"]: step for step in answer.json["verdicts"][0]["trail"]}
+    assert "null" not in json.dumps(answer.json["verdicts"][0]["trail"])
+    assert trail["loss_nonfinite"]["numbers"]["nonfinite"] == 50
+
+
+def test_fail_on_a_kind_that_is_found_ends_with_3(holdfast, log):
+    path = log(bad=150)
+    assert holdfast("diagnose", path, "--fail-on", "nan").status == 3
+    assert holdfast("diagnose", path, "--fail-on", "any", "--json").status == 3
+    assert holdfast("diagnose", path, "--fail-on", "divergence").status == 0
+    assert holdfast("diagnose", path, "--fail-on", "divergence", "--fail-on", "nan").status == 3
+    assert holdfast("diagnose", log("b.csv"), "--fail-on", "any").status == 0
+
+
+def test_an_unknown_kind_is_an_error_with_the_kinds_there_are(holdfast, log):
+    answer = holdfast("diagnose", log(), "--fail-on", "NaN")
+    assert answer.status == 78
+    assert "--fail-on NaN: no such kind" in answer.err
+    assert all(kind in answer.err for kind in INCIDENTS)
+
+
+def test_map_names_the_column(holdfast, log):
+    path = log(header="it,train_nll,gn,rate", bad=150)
+    answer = holdfast("diagnose", path, "--map", "loss=train_nll", "--map", "step=it", "--json")
+    assert answer.status == 0
+    assert answer.json["verdicts"][0]["step_start"] == 150
+
+
+def test_a_wrong_map_is_an_error_that_shows_the_right_form(holdfast, log):
+    answer = holdfast("diagnose", log(), "--map", "train_nll", "--map", "los=x")
+    assert answer.status == 78
+    assert "--map train_nll: not NAME=COLUMN" in answer.err
+    assert "no signal 'los'" in answer.err
+
+
+def test_a_refused_file_does_not_stop_the_others(holdfast, log, tmp_path):
+    empty = tmp_path / "empty.log"
+    empty.touch()
+    answer = holdfast("diagnose", empty, log(), tmp_path / "not there")
+    assert answer.status == 0
+    assert answer.err.count(": refused: ") == 2
+    assert "no incident" in answer.out
+
+
+def test_all_refused_ends_with_1_and_no_traceback(holdfast, tmp_path):
+    answer = holdfast("diagnose", tmp_path / "not there")
+    assert answer.status == 1
+    assert "refused" in answer.err
+    assert "Traceback" not in answer.err + answer.out
+    answer = holdfast("diagnose", tmp_path / "not there", "--json")
+    assert answer.status == 1
+    assert answer.json["reports"] == [] and len(answer.json["refused"]) == 1
+
+
+def test_postmortem_in_the_terminal_and_in_a_file(holdfast, log, tmp_path):
+    path = log(bad=150)
+    answer = holdfast("diagnose", path, "--postmortem")
+    assert "16. Raw evidence" in answer.out
+    written = tmp_path / "a.md"
+    answer = holdfast("diagnose", path, "--postmortem", "-o", written)
+    assert answer.status == 0
+    assert written.read_text().startswith("# Post-mortem: ")
+    assert "## 16. Raw evidence" in written.read_text()
+    assert f"wrote {written}" in answer.err
+
+
+def test_output_without_postmortem_is_an_error(holdfast, log, tmp_path):
+    answer = holdfast("diagnose", log(), "-o", tmp_path / "a.md")
+    assert answer.status == 78
+    assert "-o needs --postmortem" in answer.err
+
+
+def test_file_names_are_shown_as_they_are(holdfast, log):
+    answer = holdfast("diagnose", log("[red]x[bold] \x1b[31m.csv"))
+    assert "[red]x[bold]" in answer.out
+    assert "\x1b" not in answer.out
+
+
+def test_help_has_examples(holdfast):
+    answer = holdfast("diagnose", "--help")
+    assert answer.status == 0
+    assert "holdfast diagnose runs/a --postmortem -o a.md" in answer.out
+    assert "--fail-on" in answer.out
+
+
+def test_a_folder_of_logs_gives_a_report_each(holdfast, log, tmp_path):
+    log("a.csv")
+    log("b.csv", bad=150)
+    answer = holdfast("diagnose", tmp_path, "--json")
+    assert sorted(len(report["verdicts"]) for report in answer.json["reports"]) == [0, 1]
+
+
+def test_nothing_but_the_answer_on_stdout_and_no_progress_without_a_terminal(holdfast, log):
+    answer = holdfast("diagnose", log(), "--json")
+    assert answer.err == ""
+    assert answer.out.startswith("{")

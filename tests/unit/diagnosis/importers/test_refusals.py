@@ -1,0 +1,153 @@
+"""What is no log is refused with a reason; nothing hangs, nothing is executed, nothing else is raised."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.errors import LogRefused
+from holdfast.diagnosis.importers import FORMATS, events, read, sniff
+from holdfast.diagnosis.importers import source as source_module
+
+
+def write(tmp_path, data, name="x.log"):
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"\n \n\n", "blanks"),
+        (os.urandom(64) + b"\0" * 9000, "not text"),
+        (b"hello\nworld\n" * 9, "no line holds"),
+        (b'{"a": {"b": [1, 2]}}'[:-1], "JSON"),
+        (b"[" * 100_000, "JSON"),
+        (gzip.compress(b"loss" * 5000)[:30], "cannot|blanks"),
+        (b"Traceback (most recent call last):\n  File \"x\"\nValueError: no luck\n", "ValueError: no luck"),
+    ],
+)
+def test_refused_with_the_reason(tmp_path, data, reason):
+    path = write(tmp_path, data)
+    with pytest.raises(LogRefused, match=reason) as caught:
+        read(path)
+    assert caught.value.path == str(path)
+    with pytest.raises(LogRefused):
+        sniff(path)
+
+
+def test_devices_pipes_missing_and_unreadable_files_are_refused(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "empty").mkdir()
+    for path in ("/dev/zero", "/dev/null", pipe, tmp_path / "nowhere", tmp_path / "empty", "a\0b", "x" * 5000):
+        with pytest.raises(LogRefused):
+            read(path)
+    if os.geteuid() != 0:
+        hidden = write(tmp_path, b"step 1 loss 2\n", "hidden")
+        hidden.chmod(0)
+        with pytest.raises(LogRefused, match="cannot be read"):
+            read(hidden)
+
+
+def test_unknown_format_lists_those_there_are(tmp_path):
+    with pytest.raises(LogRefused, match="megatron"):
+        read(write(tmp_path, b"step 1 loss 2\n"), format="nonsense")
+    assert all(FORMATS.values())
+
+
+def test_folder_of_plain_logs_gives_each_of_them(tmp_path):
+    write(tmp_path, b"".join(b"step:%d/99 train_loss:%d.5 train_time:1ms\n" % (i, i) for i in range(30)), "a.log")
+    write(tmp_path, b"nothing here\n", "b.log")
+    (table,) = read(tmp_path)
+    assert len(table) == 30
+
+
+def test_console_dictionaries_are_not_evaluated(tmp_path):
+    path = write(tmp_path, b"{'loss': __import__('os').abort(), 'epoch': 1}\n" + b"{'loss': 1.5, 'epoch': 1.0}\n" * 3)
+    (table,) = read(path)
+    assert table.columns["loss"].tolist() == [1.5] * 3
+
+
+def test_line_of_many_megabytes_is_cut_and_said(tmp_path):
+    good = b"".join(b"step:%d/99 train_loss:%d.5 train_time:1ms\n" % (i, i) for i in range(30))
+    (table,) = read(write(tmp_path, good + b"x" * (9 << 20) + b"\n" + good.replace(b"step:", b"step:1")))
+    assert "lines_cut" in {limit.code for limit in table.limits}
+    assert len(table) == 60
+
+
+def test_records_across_chunks_are_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "CHUNK", 97)
+    data = b"".join(b"[batch=%d/99]:\n\t Train loss/train/total: %d.5\n\t Train lr: 0.1\n" % (i, i) for i in range(50))
+    (table,) = read(write(tmp_path, data))
+    assert table.columns["loss"].tolist() == [i + 0.5 for i in range(50)]
+    assert table.columns["lr"].tolist() == [0.1] * 50
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 32768", "overflow"),
+        ("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 128.0", "overflow"),
+        ("| WARNING: overflow detected, setting loss scale to: 64.0", "overflow"),
+        ("0: Skipped batch, new scale: 512.0", "skipped"),
+        ("torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.71 GiB.", "oom"),
+        ("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "hang"),
+        ("slurmstepd: error: *** JOB 1 CANCELLED AT 2024-01-01 DUE TO TIME LIMIT ***", "killed"),
+        ("Main process received SIGTERM, exiting", "killed"),
+        ("Killed", "killed"),
+        ("KeyboardInterrupt", "killed"),
+        ("Resuming training from checkpoint /x/step_100", "restart"),
+        ("> loading checkpoint from /x at iteration 10", "restart"),
+        ("saving checkpoint to out", "checkpoint"),
+        ("Loss is nan, stopping training", "nan"),
+    ],
+)
+def test_events_in_words(line, kind):
+    found, _ = events.scan([b"quiet", line.encode(), b"quiet"])
+    assert [(event.line, event.kind) for event in found] == [(1, kind)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise RuntimeError('CUDA out of memory')",
+        '    print(f"saving checkpoint to {out}")',
+        "adlr_autoresume ................................. False",
+        "Loading checkpoint shards: 50%",
+        "No modifications detected, skipping build step...",
+        "step 7 loss nan",
+    ],
+)
+def test_not_events(line):
+    assert events.scan([line.encode()])[0] == []
+
+
+def test_traceback_is_told_by_its_last_line_and_ranks_count_once():
+    lines = [b"Traceback (most recent call last):", b'  File "a.py", line 3', b"    x()", b"ValueError: no luck"]
+    found, _ = events.scan(lines + [b"[rank1]: " + line for line in lines])
+    assert [(event.kind, event.text) for event in found] == [("error", "ValueError: no luck")] or len(found) == 2
+    assert found[0].text == "ValueError: no luck"
+
+
+def fuzz_module():
+    path = Path(__file__).resolve().parents[4] / "benchmarks" / "diagnosis" / "fuzz.py"
+    spec = importlib.util.spec_from_file_location("diagnosis_fuzz", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_damaged_logs_are_read_or_refused_and_nothing_else(tmp_path):
+    fuzz = fuzz_module()
+    outcomes = [fuzz.try_case(fuzz.case(number, 1), tmp_path / "case", number) for number in range(400)]
+    assert outcomes.count("read") > 100
+    assert outcomes.count("refused") > 50

@@ -1,0 +1,305 @@
+"""Text logs: what a line says arrives in its column, whatever is wrapped around it."""
+
+from __future__ import annotations
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+
+from holdfast.core.errors import LogRefused
+from holdfast.diagnosis.importers import FORMATS, read, sniff, textformat
+from holdfast.diagnosis.importers import rows as rows_module
+
+
+def write(tmp_path, text, name="log.txt"):
+    path = tmp_path / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def one(path, **options):
+    (table,) = read(path, **options)
+    return table
+
+
+def values(table, name):
+    return table.series(name).value.tolist()
+
+
+def codes(table):
+    return {limit.code for limit in table.limits}
+
+
+LOGS = {
+    "nanogpt": [f"step:{i}/99 train_loss:{5 - i * 0.01:.4f} train_time:{i * 200}ms step_avg:200.00ms" for i in range(1, 61)],
+    "megatron": [
+        f" iteration {i:8d}/      99 | consumed samples: {i * 8:12d} | elapsed time per iteration (ms): 200.0 | "
+        f"learning rate: 1.000E-04 | lm loss: {5 - i * 0.01:.6E} | loss scale: 1.0 | grad norm: 1.500 |"
+        for i in range(1, 61)
+    ],
+    "torchtitan": [
+        f"[rank0]:\x1b[31m[titan] 2025-01-01 00:00:00,123 - root - INFO - step: {i:2d}  loss: {5 - i * 0.01:7.4f}  "
+        f"grad_norm:  1.5000  memory:  2.47GiB(3.12%)  tps: {3000 + i:,}  mfu: 0.19%\x1b[39m"
+        for i in range(1, 61)
+    ],
+    "kempnerforge": [
+        f"[rank 0] INFO     [step {i}] loss={5 - i * 0.01:.4f} | lr=1.00e-04 | grad_norm=1.500 | tok/s=3,000 | mem=71.2/80GB"
+        for i in range(1, 61)
+    ],
+    "composer": [
+        line
+        for i in range(1, 61)
+        for line in (f"[batch={i}/99]:", "\t Train time/batch: 3", f"\t Train loss/train/total: {5 - i * 0.01:.4f}")
+    ],
+    "fairseq": [
+        f"| epoch 001:    {i} / 99 loss={5 - i * 0.01:.3f}, ppl=1.0, wps=100, num_updates={i}, lr=0.0001, gnorm=1.500, clip=1%"
+        for i in range(1, 61)
+    ],
+    "mlperf": [
+        f"0: TRAIN [0][{i}/99]\tTime 0.200 (0.2)\tData 1e-04 (1e-04)\tTok/s 100 (100)\tLoss/tok {5 - i * 0.01:.4f} (5.0)\tLR 1.0e-04"
+        for i in range(1, 61)
+    ],
+    "deepspeed": [f"epoch: 0|step: {i}|ppo_ep: 1|act_loss: {5 - i * 0.01:.4f}|cri_loss: 0.5|unsuper_loss: 0.0" for i in range(1, 61)],
+    "generic_text": [f"[worker] global_step={i} train loss: {5 - i * 0.01:.4f} grad_norm=1.5 lr 0.0001" for i in range(1, 61)],
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_format_is_told_by_content_and_its_loss_and_steps_arrive(tmp_path, name):
+    path = write(tmp_path, "\n".join(["starting up", *LOGS[name]]) + "\n", "anything.csv")
+    assert sniff(path) == name
+    table = one(path)
+    assert table.format == name
+    assert table.step.tolist() == list(range(1, 61))
+    assert values(table, "loss") == pytest.approx([5 - i * 0.01 for i in range(1, 61)], abs=1e-3)
+    if name in ("megatron", "torchtitan", "kempnerforge", "fairseq", "generic_text"):
+        assert values(table, "grad_norm") == [1.5] * 60
+    if name in ("megatron", "kempnerforge", "fairseq", "mlperf", "generic_text"):
+        assert values(table, "lr") == [1e-4] * 60
+    assert name in FORMATS
+
+
+@pytest.mark.parametrize("name", LOGS)
+@pytest.mark.parametrize("wrapping", ["crlf", "bom", "utf16", "gzip", "rank", "nul"])
+def test_wrapping_changes_nothing(tmp_path, name, wrapping):
+    text = "\n".join(LOGS[name]) + "\n"
+    data = {
+        "crlf": text.replace("\n", "\r\n").encode(),
+        "bom": b"\xef\xbb\xbf" + text.encode(),
+        "utf16": text.encode("utf-16"),
+        "gzip": gzip.compress(text.encode()),
+        "rank": "".join(f"[default0]:{line}\n" if name != "nanogpt" else f"0: {line}\n" for line in LOGS[name]).encode(),
+        "nul": text.replace("\n", "\0\n").encode(),
+    }[wrapping]
+    if name == "composer" and wrapping == "rank":
+        data = "".join(f"0:{line}\n" for line in LOGS[name]).encode()
+    table = one(write(tmp_path, data))
+    assert len(table) == 60
+    assert table.format == name
+    assert values(table, "loss")[-1] == pytest.approx(4.4, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "megatron", "generic_text", "torchtitan", "hf_console"])
+def test_taken_in_bulk_equals_taken_line_by_line(tmp_path, name, monkeypatch):
+    rng = np.random.default_rng(7)
+    losses = [f"{v:.4f}" if i % 17 else ("nan" if i % 2 else "inf") for i, v in enumerate(rng.lognormal(size=400))]
+    norms = [f"{v:.3e}" for v in rng.lognormal(size=400)]
+    line = {
+        "nanogpt": "step:{i}/999 train_loss:{loss} train_time:{i}ms step_avg:{norm}ms",
+        "megatron": " iteration {i}/  999 | learning rate: {norm} | lm loss: {loss} | grad norm: {norm} |",
+        "generic_text": "step {i} | loss: {loss} | norm: {norm} | lr {norm}",
+        "torchtitan": "2025-01-01 00:00:00,1 - root - INFO - step: {i}  loss: {loss}  grad_norm: {norm}  tps: 1,234",
+        "hf_console": "{{'loss': {loss}, 'grad_norm': {norm}, 'epoch': {i}}}",
+    }[name]
+    text = "\n".join(line.format(i=i, loss=a, norm=b) for i, (a, b) in enumerate(zip(losses, norms, strict=True)))
+    path = write(tmp_path, text)
+    bulk = one(path)
+    monkeypatch.setattr("holdfast.diagnosis.importers.textlog.learn", lambda line, reading: None)
+    slow = one(path)
+    assert len(bulk) == len(slow) == 400
+    assert set(bulk.columns) == set(slow.columns)
+    for column in slow.columns:
+        np.testing.assert_array_equal(bulk.columns[column], slow.columns[column])
+        np.testing.assert_array_equal(bulk.present[column], slow.present[column])
+    assert (~np.isfinite(bulk.columns["loss"])).sum() == sum(not math.isfinite(float(v)) for v in losses)
+
+
+def test_lines_of_one_shape_with_a_number_too_many_are_not_mixed_up(tmp_path):
+    lines = [f"step:{i}/99 train_loss:{i}.5 train_time:{i}ms step_avg:1.00ms" for i in range(50)]
+    lines[20] = "step:2 0/99 train_loss:20.5 train_time:20ms step_avg:1.00ms"
+    lines[21] = "step:21/99 train_loss:21.5 train_time:ms step_avg:1.00ms"
+    table = one(write(tmp_path, "\n".join(lines)))
+    steps = dict(zip(table.step.tolist(), table.columns["loss"].tolist(), strict=True))
+    assert all(loss == step + 0.5 for step, loss in steps.items())
+    assert len(steps) >= 48
+
+
+def test_two_processes_read_what_one_reads(tmp_path, monkeypatch):
+    lines = [f"step:{i}/9999 train_loss:{i % 97}.25 train_time:{i}ms step_avg:1.00ms" for i in range(3000)]
+    lines.insert(100, "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 2, reducing to 1")
+    lines.insert(2500, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB")
+    lines.insert(2600, "validation loss: 3.5")
+    path = write(tmp_path, "\n".join(lines) + "\n")
+    whole = one(path)
+    monkeypatch.setattr(textformat, "WORTH_TWO", 1000)
+    halves = one(path)
+    np.testing.assert_array_equal(whole.step, halves.step)
+    np.testing.assert_array_equal(whole.columns["loss"], halves.columns["loss"])
+    assert whole.events == halves.events
+    assert [(event.step, event.kind) for event in whole.events] == [(99, "overflow"), (2498, "oom")]
+    assert whole.evals["val_loss"].step.tolist() == halves.evals["val_loss"].step.tolist() == [2597]
+
+
+def test_two_processes_number_records_without_a_step_alike(tmp_path, monkeypatch):
+    text = "".join(f"{{'loss': {i % 7}.5, 'grad_norm': 1.0, 'epoch': 0.1}}\n" for i in range(2000))
+    path = write(tmp_path, text)
+    monkeypatch.setattr(textformat, "WORTH_TWO", 1000)
+    table = one(path)
+    assert table.step.tolist() == list(range(1, 2001))
+    assert "no_step" in codes(table)
+
+
+def test_thinning_keeps_spike_nan_first_and_last_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows_module, "MOST_ROWS", 1000)
+    losses = [2.0 + (i % 10) * 0.01 for i in range(20_000)]
+    losses[7777], losses[12_345] = 99.0, math.nan
+    text = "".join(f"step:{i}/20000 train_loss:{loss:.4f} train_time:1ms step_avg:1ms\n" for i, loss in enumerate(losses))
+    table = one(write(tmp_path, text))
+    assert len(table) <= 2000
+    found = table.series("loss")
+    assert found.step[found.value > 90].tolist() == [7777]
+    assert found.step[np.isnan(found.value)].tolist() == [12_345]
+    assert (table.step[0], table.step[-1]) == (0, 19_999)
+    assert "downsampled_on_import" in codes(table)
+
+
+def test_source_code_in_a_log_is_not_read_as_records(tmp_path):
+    code = 'loss = 0.5\nlr = 0.0036\nprint(f"step:{step}/{n} train_loss:{loss:.4f}")\n    train_loss = 3.0\nstep = 7\n'
+    table = one(write(tmp_path, code + "\n".join(LOGS["nanogpt"])))
+    assert len(table) == 60
+    with pytest.raises(LogRefused):
+        read(write(tmp_path, code, "b.txt"))
+
+
+def test_nanogpt_wordings_and_evaluations(tmp_path):
+    text = (
+        "step 0: train loss 4.4501, val loss 4.4402\niter 0: loss 4.4512, time 23218.37ms, mfu -100.00%\n"
+        "iter 1: loss nan, time 193.77ms, mfu -100.00%\n"
+    )
+    table = one(write(tmp_path, text))
+    assert math.isnan(values(table, "loss")[1])
+    assert values(table, "seconds") == pytest.approx([23.21837, 0.19377])
+    assert table.evals["val_loss"].value.tolist() == [4.4402]
+    assert "train_estimate" in table.evals
+    llmc = one(write(tmp_path, "s:0 tel:10.9\ns:0 trl:10.8\ns:1 trl:10.7\n"))
+    assert values(llmc, "loss") == [10.8, 10.7]
+    assert llmc.evals["val_loss"].value.tolist() == [10.9]
+    words = one(write(tmp_path, "0 val 10.9\n0 hella 0.25\n0 train 10.8\n1 train 10.7\n"))
+    assert values(words, "loss") == [10.8, 10.7]
+
+
+def test_megatron_tells_a_nan_left_out_from_a_skipped_step(tmp_path):
+    tail = "| number of skipped iterations: {s} | number of nan iterations: {n} |"
+    lines = [
+        " iteration 1/ 9 | learning rate: 1.0E-04 | lm loss: 2.0E+00 | grad norm: 1.0 " + tail.format(s=0, n=0),
+        " iteration 2/ 9 | learning rate: 1.0E-04 | grad norm: 1.0 " + tail.format(s=1, n=0),
+        " iteration 3/ 9 | learning rate: 1.0E-04 " + tail.format(s=0, n=1),
+        " validation loss at iteration 3 | lm loss value: 7.5E+00 | lm loss PPL: 1.8E+03 | ",
+    ]
+    table = one(write(tmp_path, "\n".join(lines)))
+    assert table.present["loss"].tolist() == [True, False, True]
+    assert math.isnan(table.columns["loss"][2])
+    assert {"nan_hidden", "skipped_hidden", "stale_grad_norm"} <= codes(table)
+    assert table.evals["validation_loss"].value.tolist() == [7.5]
+
+
+def test_megatron_records_cut_by_a_terminal_are_put_together(tmp_path):
+    wrapped = "\n".join(line[i : i + 80] for line in LOGS["megatron"] for i in range(0, len(line), 80))
+    table = one(write(tmp_path, wrapped))
+    assert table.step.tolist() == list(range(1, 61))
+    assert values(table, "grad_norm") == [1.5] * 60
+
+
+def test_steps_that_go_back_after_a_resume_are_kept_and_said(tmp_path):
+    lines = [*LOGS["megatron"][:40], "> loading checkpoint from /x at iteration 30", *LOGS["megatron"][30:]]
+    table = one(write(tmp_path, "\n".join(lines)))
+    assert table.step.tolist() == [*range(1, 41), *range(31, 61)]
+    assert "steps_backwards" in codes(table)
+    assert [(event.step, event.kind) for event in table.events] == [(40, "restart")]
+
+
+def test_steps_that_start_again_every_epoch_follow_each_other(tmp_path):
+    lines = [f"epoch: {e}|step: {i}|ppo_ep: 1|act_loss: 0.{i}1|cri_loss: 0.5" for e in range(3) for i in range(20)]
+    lines.insert(25, "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 4, reducing to 2")
+    table = one(write(tmp_path, "\n".join(lines)))
+    assert table.step.tolist() == list(range(60))
+    assert "steps_unfolded" in codes(table)
+    assert table.events[0].step == 24
+    assert (table.evals["loss_scale"].step.tolist(), table.evals["loss_scale"].value.tolist()) == ([24.0], [2.0])
+
+
+def test_hf_console_has_no_step_and_says_what_the_bar_shows(tmp_path):
+    text, at = "", 0
+    for i in range(100):
+        at += 1 + (i * 7) % 13
+        text += f"\r 41%|####| {at}/4000 [1:16:43<26:54:36, 40.86s/it]\n{{'loss': {i}.5, 'grad_norm': 1.0, 'learning_rate': 1e-05}}\n"
+    text += "{'eval_loss': 2.5, 'epoch': 1.0}\n{'train_runtime': 5.0, 'train_loss': 3.0, 'epoch': 1.0}\n"
+    table = one(write(tmp_path, text))
+    assert table.step.tolist() == list(range(1, 101))
+    assert {"no_step", "lines_lost"} <= codes(table)
+    assert table.evals["eval_loss"].value.tolist() == [2.5]
+    assert values(table, "loss")[-1] == 99.5
+    assert table.columns["progress"][-1] == at
+
+
+def test_progress_bar_that_redraws_itself_counts_once(tmp_path):
+    text = "".join(
+        f"\rEpoch 0:  28%|##| {i}/489 [13:24<34:26,  0.17it/s, train/loss={i - 1}.5]\rEpoch 0:  28%|##| {i}/489 "
+        f"[13:24<34:26,  0.17it/s, train/loss={i}.5]"
+        for i in range(1, 41)
+    )
+    table = one(write(tmp_path, text))
+    assert table.step.tolist() == list(range(1, 41))
+    assert values(table, "loss") == [i + 0.5 for i in range(1, 41)]
+    assert "duplicates_removed" in codes(table)
+
+
+def test_ranks_that_repeat_a_record_count_once(tmp_path):
+    lines = [f"[rank{r}]: {line}" for line in LOGS["torchtitan"] for r in range(4)]
+    table = one(write(tmp_path, "\n".join(lines)))
+    assert table.step.tolist() == list(range(1, 61))
+    assert "duplicates_removed" in codes(table)
+
+
+def test_fairseq_means_are_records_only_where_nothing_finer_is(tmp_path):
+    means = [f"| epoch 00{e} | loss {9 - e}.5 | nll_loss 0.0 | num_updates {e * 100} | lr 0.001 | gnorm 2.5" for e in range(1, 6)]
+    valid = "| epoch 001 | valid on 'valid' subset | loss 4.2 | nll_loss 2.5 | num_updates 100"
+    table = one(write(tmp_path, "\n".join([*means, valid])))
+    assert table.step.tolist() == [100, 200, 300, 400, 500]
+    assert table.evals["valid_loss"].value.tolist() == [4.2]
+    new = [f'2020 | INFO | train_inner | {{"epoch": 1, "update": 0.1, "loss": "{i}.5", "num_updates": "{i}"}}' for i in range(1, 30)]
+    last = '2020 | INFO | train | {"epoch": 1, "train_loss": "7.1", "train_num_updates": "29"}'
+    table = one(write(tmp_path, "\n".join([*new, last])))
+    assert len(table) == 29
+    assert table.evals["epoch_mean/loss"].value.tolist() == [7.1]
+
+
+def test_mapping_names_columns_a_log_calls_otherwise(tmp_path):
+    text = "".join(f"t={i} nats_per_token={5 - i * 0.1:.2f} other=3\n" for i in range(30))
+    with pytest.raises(LogRefused):
+        read(write(tmp_path, text))
+    table = one(write(tmp_path, text), mapping={"loss": "nats_per_token", "step": "t"})
+    assert table.step.tolist() == list(range(30))
+    assert values(table, "loss")[10] == 4.0
+
+
+def test_validation_loss_is_never_taken_for_training_loss(tmp_path):
+    text = "".join(f"step {i} val_loss: {i}.5 train_loss: {i}.25 eval/acc: 0.5\n" for i in range(30))
+    table = one(write(tmp_path, text))
+    assert values(table, "loss") == [i + 0.25 for i in range(30)]
+    only = one(write(tmp_path, "".join(f"step {i} val_loss: {i}.5\n" for i in range(30))))
+    assert not only.has("loss")
+    assert "no_loss" in codes(only)
+    assert len(only.evals["val_loss"].value) == 30

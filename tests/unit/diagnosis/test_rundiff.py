@@ -1,0 +1,317 @@
+"""Two real runs that differ in one thing: that thing comes first, and nothing is called equal that was not compared."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+from small_runs import STEPS, train
+
+import holdfast
+from holdfast.core.errors import HoldfastError
+from holdfast.diagnosis import rundiff
+from holdfast.drill.faults.nan_batch import NanBatch
+from holdfast.drill.storm import Storm
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return train(folder, "base")
+
+
+def compared(a, b):
+    return rundiff.compare(rundiff.load(a), rundiff.load(b))
+
+
+def copied(run, to):
+    """The same run under another name, to say other things of it."""
+    shutil.copytree(run, to)
+    return to
+
+
+def suspects(report) -> list[str]:
+    return [s.check for s in report.suspects]
+
+
+def names(report) -> set[str]:
+    return {entry.check for entry in report.not_compared}
+
+
+# ---- one thing changed
+
+
+def test_other_mixture_weights(folder, base):
+    report = compared(base, train(folder, "mixed", weights=(0.3, 0.7)))
+    first = report.suspects[0]
+    assert first.check == "mixture"
+    assert "web.tokens has 70.0% of its weights in A and 30.0% in B" in first.reason
+    assert report.verdict.suspect == "mixture"
+    assert "Most likely cause of" in report.verdict.text and "data mixture" in report.verdict.text
+    assert set(suspects(report)) == {"mixture"}
+    assert {"tokenizer", "vocab_size", "sequence_length", "lr_schedule", "seed", "data"} <= set(report.same)
+
+
+def test_stage_that_begins_later_is_a_mixture_too(folder, base):
+    staged = train(
+        folder, "staged", dataset={"stages": [{"from_step": 2, "weights": [0.0, 1.0]}]}, train={"steps": 250}
+    )
+    report = compared(train(folder, "unstaged", train={"steps": 250}), staged)
+    assert suspects(report)[0] == "mixture"
+    assert "stages differ" in report.suspects[0].reason
+    assert report.suspects[0].a and "code.tokens" in report.suspects[0].reason
+
+
+def test_lower_peak_lr(folder, base):
+    report = compared(base, train(folder, "slow", optimizer={"lr": 0.0005}))
+    first = report.suspects[0]
+    assert first.check == "lr_schedule"
+    assert "the peak is 0.003 in A and 0.0005 in B" in first.reason
+    assert report.verdict.worse == "b"
+    assert [s.key for s in report.settings] == ["optimizer.lr"]
+    loss = next(c for c in report.curves if c.signal == "loss")
+    assert loss.parted and loss.gap > 0 and loss.parts_at_step < STEPS
+    assert (report.axis, report.axis_note) == ("tokens", None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "constant"}, "cosine decay against constant"),
+        ({"warmup_steps": 60}, "warm-up takes 10 steps in A and 60 in B"),
+        ({"floor": 0.8}, "it ends at 10% of the peak in A and at 80% in B"),
+        ({"kind": "wsd"}, "cosine decay against stable, then decay"),
+    ],
+    ids=["kind", "warm-up", "floor", "wsd"],
+)
+def test_other_shape_of_the_schedule(folder, base, changes, words):
+    name = "-".join(changes) + str(next(iter(changes.values())))
+    report = compared(base, train(folder, name, scheduler={"warmup_steps": 10, **changes}))
+    assert suspects(report) == ["lr_schedule"]
+    assert words in report.suspects[0].reason
+
+
+def test_other_vocabulary_size(folder, base):
+    report = compared(base, train(folder, "vocabulary", model={"vocab_size": 512}))
+    assert suspects(report)[0] == "vocab_size"
+    assert "256 in A and 512 in B" in report.suspects[0].reason
+    assert "model" not in suspects(report), "more parameters follow from it"
+
+
+def test_other_sequence_length(folder, base):
+    report = compared(base, train(folder, "longer", model={"context": 32}, train={"batch_size": 4}))
+    assert suspects(report)[0] == "sequence_length"
+
+
+def test_other_precision(folder, base):
+    report = compared(base, train(folder, "half", train={"precision": "bf16"}))
+    assert suspects(report) == ["precision"]
+
+
+def test_other_optimizer_settings(folder, base):
+    report = compared(base, train(folder, "decayed", optimizer={"weight_decay": 0.5}))
+    assert suspects(report) == ["optimizer"]
+    assert report.suspects[0].reason == "optimizer.weight_decay: 0.1 against 0.5"
+
+
+def test_other_batch_is_compared_at_equal_tokens(folder, base):
+    report = compared(base, train(folder, "larger", train={"batch_size": 16, "steps": STEPS // 2}))
+    assert suspects(report) == ["batch"]
+    assert report.suspects[0].reason == "A takes 128 tokens a step and B 256"
+    (entry,) = report.evals
+    assert (entry.a_step, entry.b_step) == (STEPS, STEPS // 2), "results are laid side by side at equal tokens too"
+    assert report.axis == "tokens"
+    assert "length" in report.same, "both have seen as much"
+
+
+def test_shorter_run(folder, base):
+    report = compared(base, train(folder, "short", train={"steps": STEPS // 3}, scheduler={"kind": "constant"}))
+    assert {"length", "lr_schedule"} <= set(suspects(report)[:2])
+
+
+def test_seed_alone_is_a_weak_suspect(folder, base):
+    report = compared(base, train(folder, "seed", train={"seed": 8}))
+    assert suspects(report) == ["seed"]
+    assert report.suspects[0].score < 0.2
+    assert "Nothing on record usually makes an evaluation worse" in report.verdict.text
+
+
+def test_recovered_against_clean(folder, base):
+    stormy = train(folder, "stormy", tamper=Storm([NanBatch(30)], 8))
+    report = compared(base, stormy)
+    assert suspects(report) == ["recovered"]
+    assert "skip at step 30" in report.suspects[0].reason
+    assert report.suspects[0].reason.endswith("A is clean")
+    assert (report.a.status, report.b.status) == ("clean", "recovered")
+    loss = next(c for c in report.curves if c.signal == "loss")
+    assert loss.identical_steps == 29
+
+
+def test_run_that_went_on_with_another_setting(folder, base):
+    parted = train(folder, "parted", stop_at=60)
+    train(folder, "parted", resume=str(parted / "snapshot.pt"), optimizer={"weight_decay": 0.9})
+    report = compared(base, parted)
+    assert suspects(report) == ["restarts"]
+    assert report.suspects[0].reason == "B went on with optimizer.weight_decay 0.9"
+
+
+def test_run_that_was_stopped_and_resumed_is_the_same_run(folder, base):
+    parted = train(folder, "resumed", stop_at=60)
+    train(folder, "resumed", resume=str(parted / "snapshot.pt"))
+    assert compared(base, parted).verdict.identical
+
+
+def test_the_cause_is_ranked_above_what_came_with_it(folder, base):
+    other = train(folder, "several", weights=(0.2, 0.8), train={"seed": 9, "log_every": 5}, recover={"mode": "observe"})
+    report = compared(base, other)
+    assert suspects(report) == ["mixture", "seed", "policy", "housekeeping"]
+
+
+# ---- what the loop itself has recorded
+
+
+def test_decode_settings_of_two_equal_runs(folder, base):
+    a, b = copied(base, folder / "greedy"), copied(base, folder / "sampled")
+    holdfast.record(a, decode={"temperature": 0}, eval={"hellaswag": 0.41})
+    holdfast.record(b, decode={"temperature": 0.8}, eval={"hellaswag": 0.36})
+    report = compared(a, b)
+    assert suspects(report) == ["decode"]
+    assert report.suspects[0].reason == "the decode setting differs in temperature: 0 against 0.8"
+    assert report.verdict.worse == "b"
+    assert "B's worse hellaswag (0.41 in A, 0.36 in B)" in report.verdict.text
+    assert report.not_compared == []
+
+
+def test_other_tokenizer_of_the_same_size(folder, base):
+    class Tokenizer:
+        def __init__(self, *words: str) -> None:
+            self.words = words
+
+        def get_vocab(self):
+            return {word: i for i, word in enumerate(self.words)}
+
+    a, b = copied(base, folder / "one"), copied(base, folder / "two")
+    holdfast.record(a, tokenizer=holdfast.fingerprint(Tokenizer("a", "b")))
+    holdfast.record(b, tokenizer=holdfast.fingerprint(Tokenizer("b", "a")))
+    report = compared(a, b)
+    assert suspects(report) == ["tokenizer"]
+    assert report.suspects[0].reason.startswith("the tokenizer is sha256:")
+
+
+def test_training_that_is_equal_to_the_last_bit_speaks_against_what_acts_on_training(folder, base):
+    a, b = copied(base, folder / "said"), copied(base, folder / "otherwise")
+    holdfast.record(b, sources={"web.tokens": 0.1, "code.tokens": 0.9}, decode={"temperature": 1})
+    holdfast.record(a, decode={"temperature": 0})
+    report = compared(a, b)
+    assert suspects(report) == ["decode", "mixture"]
+    assert "equal to the last bit" in report.suspects[1].against[0]
+
+
+def test_other_code_and_packages(folder, base):
+    b = copied(base, folder / "upgraded")
+    about = json.loads((b / "run.json").read_text())
+    about["packages"]["torch"] = "9.9"
+    about["code"]["revision"] = "f" * 40
+    (b / "run.json").write_text(json.dumps(about))
+    report = compared(base, b)
+    assert set(suspects(report)) == {"code", "packages"}
+
+
+def test_results_of_one_training_that_differ_point_at_the_evaluation(folder, base):
+    a, b = copied(base, folder / "here"), copied(base, folder / "there")
+    holdfast.record(a, eval={"mmlu": 0.30})
+    holdfast.record(b, eval={"mmlu": 0.25})
+    report = compared(a, b)
+    assert report.suspects == []
+    assert "look at how they were evaluated" in report.verdict.text
+    assert not report.verdict.identical
+
+
+# ---- the same, and the unknown
+
+
+def test_the_same_run_again_is_said_to_be_identical(folder, base):
+    report = compared(base, train(folder, "again"))
+    assert report.verdict.identical
+    assert report.verdict.text.startswith("The runs are identical")
+    assert report.suspects == [] and report.settings == []
+
+
+def test_what_neither_says_is_not_called_equal(folder, base):
+    report = compared(base, train(folder, "twice"))
+    assert "decode" in names(report)
+    assert "decode" not in report.same
+
+
+def test_run_without_facts_is_compared_by_what_is_there(folder, base):
+    bare = copied(base, folder / "bare")
+    about = json.loads((bare / "run.json").read_text())
+    del about["facts"], about["config"], about["tokens_per_step"]
+    (bare / "run.json").write_text(json.dumps(about))
+    report = compared(base, bare)
+    assert {"tokenizer", "vocab_size", "mixture", "sequence_length", "decode"} <= names(report)
+    assert "B does not say" in next(m.why for m in report.not_compared if m.check == "tokenizer")
+    assert report.axis == "samples"
+    assert report.axis_note is not None and "equal samples" in report.axis_note
+    assert "lr_schedule" in report.same, "the curve says it"
+
+
+def test_damaged_run_is_compared_as_far_as_it_reads(folder, base):
+    torn = copied(base, folder / "torn")
+    (torn / "run.json").write_text("{")
+    with (torn / "metrics.jsonl").open("a") as file:
+        file.write('{"step":121,"loss":NaN,"status":"committed"}\n{"step": 12')
+    with (torn / "journal.jsonl").open("a") as file:
+        file.write('{"event":"facts","fa')
+    report = compared(base, torn)
+    assert report.b.points == STEPS + 1
+    assert any("run.json" in limit for limit in report.b.limits)
+    assert any("1 lines of metrics.jsonl" in limit for limit in report.b.limits)
+    (torn / "metrics.jsonl").unlink()
+    (torn / "journal.jsonl").unlink()
+    (torn / "run.json").write_text("{}")
+    bare = compared(base, torn)
+    assert {"loss", "grad_norm", "lr", "recovered"} <= names(bare)
+
+
+def test_steps_that_were_rolled_back_are_not_compared(folder, base):
+    back = copied(base, folder / "back")
+    rows = (back / "metrics.jsonl").read_text().splitlines()
+    wild = [json.dumps({**json.loads(row), "loss": 99.0}) for row in rows[50:60]]
+    (back / "metrics.jsonl").write_text("\n".join([*rows[:50], *wild, *rows[50:]]) + "\n")
+    report = compared(base, back)
+    assert report.b.points == STEPS
+    assert report.verdict.identical
+
+
+def test_nan_results_are_worse_and_stay_nan(folder, base):
+    a, b = copied(base, folder / "number"), copied(base, folder / "none")
+    holdfast.record(a, eval={"hellaswag": 0.4})
+    holdfast.record(b, eval={"hellaswag": math.nan})
+    (entry,) = [e for e in compared(a, b).evals if e.metric == "hellaswag"]
+    assert math.isnan(entry.b) and entry.worse == "b"
+
+
+def test_results_over_time_are_compared_at_the_last_common_step(folder, base):
+    short = train(folder, "stopped", train={"steps": 80}, scheduler={"kind": "constant"})
+    (entry,) = [e for e in compared(base, short).evals if e.metric == "eval_loss"]
+    assert (entry.a_step, entry.b_step) == (80, 80)
+
+
+def test_every_suspect_says_why_and_what_to_do(folder, base):
+    report = compared(base, folder / "mixed")
+    for suspect in report.suspects:
+        assert suspect.reason and suspect.explains and suspect.confirm
+        assert 0 < suspect.score <= suspect.weight <= 1
+    assert report.next
+
+
+def test_missing_path_is_refused_in_words(tmp_path):
+    with pytest.raises(HoldfastError, match="no such file or folder"):
+        rundiff.load(tmp_path / "none")

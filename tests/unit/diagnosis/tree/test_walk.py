@@ -1,0 +1,108 @@
+"""How a walk weighs what it finds: evidence for and against, what could not be checked, limits of the log."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cases import CASES, jump
+from made import N, cosine, episode, healthy_norm, put, run
+
+from holdfast.diagnosis.table import Limit
+from holdfast.diagnosis.tree import walk
+from holdfast.diagnosis.tree.load import tree
+
+
+def walked(leaf):
+    case = CASES[leaf]()
+    return walk.walk(tree(), case.table, case.episode)
+
+
+def test_gradient_that_leads_speaks_for_an_explosion_and_against_a_bad_batch():
+    found = walked("gradient_explosion")
+    step = next(s for s in found.trail if s.question == "gradient_leads")
+    assert step.answer == "yes"
+    assert step.numbers["lead"] == 4
+    assert step.numbers["growth"] == pytest.approx(145 / 0.24, rel=0.1)
+    assert any("for 4 records before the loss jumps" in e for e in found.evidence)
+
+
+def test_gradient_and_loss_that_jump_together_are_no_explosion():
+    made, where = jump(300, 300, 5.0, "spike_recovered", grad_norm=put(healthy_norm(), 300, 30.0))
+    assert walk.Asking(tree(), made, where).ask("gradient_leads").value == "no"
+
+
+def test_forward_overflow_is_not_answered_with_loss_scaling():
+    leaf = tree().leaf["fp16_forward_overflow"]
+    assert "bf16" in leaf.action and "does not cure" in leaf.action
+
+
+def test_inf_gradient_under_a_dynamic_scaler_is_no_incident():
+    assert walked("scaler_finds_level").leaf.incident is False
+
+
+@pytest.mark.parametrize(
+    "leaf", ["nan_origin_open", "spike_open", "elevation_open", "silent_open", "grad_nonfinite_open"]
+)
+def test_where_the_answers_are_unknown_no_cause_is_named(leaf):
+    found = walked(leaf)
+    assert found.leaf.cause == "not established"
+    assert found.leaf.status == "unknown"
+    assert found.unchecked
+
+
+def test_unknown_answers_lower_the_confidence_in_a_cause():
+    whole = walk.walk(tree(), *jump(300, 310, 2.0, "spike_recovered", lr=put(cosine(), slice(300, None), 3e-3)))
+    made, where = jump(300, N - 1, 1.0, "spike", lr=None)
+    assert whole.id == "schedule_jump"
+    found = walk.walk(tree(), made, where)
+    assert found.id == "persistent_elevation"
+    factor = tree().confidence.unknown ** sum(s.answer == "unknown" for s in found.trail)
+    assert factor < 1
+    assert found.confidence == pytest.approx(0.5 * 0.9 * factor, abs=1e-3)
+    assert any("learning rate" in u for u in found.unchecked)
+
+
+def test_limits_of_the_log_lower_the_confidence():
+    made, where = jump(300, 300, 2.0, "spike_recovered")
+    sure = walk.walk(tree(), made, where).confidence
+    made.limits.append(Limit("averaged", "each value is the mean of 10 steps"))
+    assert walk.walk(tree(), made, where).confidence == pytest.approx(sure * tree().limits["averaged"], abs=1e-3)
+
+
+def test_a_limit_that_does_not_touch_the_kind_changes_nothing():
+    case = CASES["leak"]()
+    sure = walk.walk(tree(), case.table, case.episode).confidence
+    case.table.limits.append(Limit("no_grad_norm", "no gradient norm"))
+    assert walk.walk(tree(), case.table, case.episode).confidence == sure
+
+
+def test_what_speaks_against_a_leaf_is_said_and_lowers_its_confidence():
+    norm = put(healthy_norm(), 300, 30.0)
+    prints = np.arange(N) * 7919.0 + 2**30
+    calm, where = jump(300, 300, 2.0, "spike_recovered", batch_fingerprint=put(prints, 300, prints[280]))
+    wild, _ = jump(300, 300, 2.0, "spike_recovered", batch_fingerprint=put(prints, 300, prints[280]), grad_norm=norm)
+    a, b = walk.walk(tree(), calm, where), walk.walk(tree(), wild, where)
+    assert a.id == b.id == "loader_repeats"
+    assert not a.against
+    assert len(b.against) == 1 and "times its mean" in b.against[0]
+    assert b.confidence == pytest.approx(a.confidence * tree().confidence.against, abs=1e-3)
+
+
+def test_a_rule_without_its_column_is_listed_only_where_it_matters():
+    made, where = jump(300, N - 1, 1.0, "divergence")
+    assert any("layers" in u for u in walk.walk(tree(), made, where).unchecked)
+    made = run(loss=put(run().columns["loss"], 300, float("nan")))
+    assert not any(
+        "gradient norms of layers" in u for u in walk.walk(tree(), made, episode(made, "nan", 300, 300)).unchecked
+    )
+
+
+def test_healthy_run_fires_no_rule():
+    assert [w.id for w in walk.check(tree(), run())] == []
+
+
+def test_numbers_of_every_answer_are_on_the_trail():
+    for leaf in ("fp32_log_zero", "learning_rate_or_data", "leak"):
+        found = walked(leaf)
+        assert all(step.sentence for step in found.trail)
+        assert any(step.numbers for step in found.trail)

@@ -1,0 +1,59 @@
+"""Tokens of each source, worked out from stretches, are those that counting sample by sample gives."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from holdfast.reference.mixture import BLOCK, Drawn, Mixture, Weights, quotas
+from holdfast.reference.tokens import Tokens
+
+
+def mixture() -> Mixture:
+    sources = [Tokens(name, np.zeros(5000, dtype=np.uint8), 256, "bytes") for name in ("a", "b", "c")]
+    stages = [Weights(0, quotas((0.5, 0.3, 0.2))), Weights(2, quotas((0.1, 0.0, 0.9)))]
+    return Mixture(sources, 8, 100_000, 3, stages, 0.1)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 17, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 123])
+def test_count_is_what_counting_gives(stop):
+    mixed = mixture()
+    places = [mixed.place(n)[0] for n in range(stop)]
+    assert mixed.count(stop) == [places.count(source) for source in range(3)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_skips_rollbacks_and_gaps_in_a_step_are_counted_as_they_were(seed):
+    """Against a dictionary of every committed step, over a random course of commits, skips and rollbacks."""
+    draw, mixed = random.Random(seed), mixture()
+    drawn, kept, step, at = Drawn(), {}, 0, 0
+    for _ in range(300):
+        if draw.random() < 0.1:
+            at += 4 * draw.randint(1, 5)  # a batch skipped, or a window left out
+        if draw.random() < 0.05 and step:
+            step -= draw.randint(1, min(step, 20))  # a rollback; the data goes on
+            kept = {n: spans for n, spans in kept.items() if n <= step}
+        step += 1
+        spans = [(at, at + 4), (at + 4, at + 8)] if draw.random() < 0.9 else [(at, at + 4), (at + 8, at + 12)]
+        joined = [(at, at + 8)] if spans[0][1] == spans[1][0] else spans
+        kept[step] = joined
+        at = spans[-1][1]
+        drawn.add(step, joined)
+    places = [mixed.place(n)[0] for spans in kept.values() for start, stop in spans for n in range(start, stop)]
+    assert drawn.of_each_source(mixed) == [places.count(source) for source in range(3)]
+
+
+def test_resumed_run_counts_what_its_earlier_life_took():
+    mixed, drawn = mixture(), Drawn()
+    for step in range(11, 21):
+        drawn.add(step, [(8 * (step - 1), 8 * step)])
+    assert drawn.of_each_source(mixed) == mixed.count(160)
+
+
+def test_long_run_is_a_few_numbers():
+    drawn = Drawn()
+    for step in range(1, 5001):
+        drawn.add(step, [(8 * (step - 1), 8 * step)])
+    assert len(drawn._stretches) == 1

@@ -1,0 +1,172 @@
+"""The post-mortem: sixteen sections, from a run directory or any log; numbers only from the record."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis" / "tree"))
+from cases import CASES
+from made import N, episode, healthy_loss, healthy_norm, put, run
+
+from holdfast.diagnosis import episodes
+from holdfast.diagnosis.diagnose import diagnose
+from holdfast.diagnosis.postmortem import build
+from holdfast.diagnosis.record import MISSING
+from holdfast.reports import markdown, terminal
+
+TITLES = [
+    "Run, status, verdict", "What happened, and what it cost", "Symptoms in numbers", "Detection", "Timeline",
+    "Hypotheses, ranked", "Evidence for and against", "Root cause, and trigger", "What was done automatically",
+    "Smallest remedy", "How to verify", "Last good and first bad checkpoint",
+    "What differs from the last healthy stretch", "Went well, went badly, lucky", "Follow-ups",
+    "Raw evidence, and how to reproduce",
+]  # fmt: skip
+
+
+@pytest.fixture
+def written(monkeypatch):
+    def write(made, *which):
+        monkeypatch.setattr(episodes, "find", lambda table: (list(which), []))
+        return build(made, diagnose(made))
+
+    return write
+
+
+def section(text: str, number: int) -> str:
+    return text.split(f"## {number}. ")[1].split("\n## ")[0]
+
+
+@pytest.mark.parametrize("leaf", CASES)
+def test_every_case_has_all_sixteen_sections_in_both_forms(written, leaf):
+    case = CASES[leaf]()
+    found = written(case.table, *([case.episode] if case.episode else []))
+    assert [s.title for s in found.sections] == TITLES
+    assert all(s.blocks for s in found.sections)
+    text = markdown.postmortem(found)
+    console = Console(width=100, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    terminal.show_postmortem(console, found)
+    shown = console.export_text()
+    for number, title in enumerate(TITLES, 1):
+        assert f"## {number}. {title}" in text
+        assert f"{number}. {title}" in shown
+
+
+def test_numbers_are_those_of_the_record(written):
+    loss = put(healthy_loss(), 300, 9.5)
+    made = run(
+        loss=loss, grad_norm=put(healthy_norm(), 300, 31.0), seconds=np.full(N, 0.5), tokens=np.arange(N) * 1024.0,
+        events=[(250, "checkpoint", "saved checkpoint"), (350, "checkpoint", "saved checkpoint")],
+    )  # fmt: skip
+    text = markdown.postmortem(written(made, episode(made, "spike_recovered", 298, 302)))
+    assert "steps inside incidents: 5" in section(text, 2)
+    assert "time inside incidents: 2.5 s" in section(text, 2)
+    assert "tokens inside incidents: 4096" in section(text, 2)
+    assert "9.5" in section(text, 3)
+    assert "| last good | step 250 |" in section(text, 12)
+    assert "| first bad | step 350 |" in section(text, 12)
+    assert "| 300 | 9.5 | 31 |" in section(text, 16)
+
+
+def test_what_is_not_on_record_is_said_to_be_missing(written):
+    case = CASES["spike_open"]()
+    text = markdown.postmortem(written(case.table, case.episode))
+    assert f"tokens inside incidents: {MISSING}" in section(text, 2)
+    assert f"steps undone by rollbacks: {MISSING}" in section(text, 2)
+    assert f"last good | {MISSING}" in section(text, 12)
+    assert "root cause: not established; trigger: not established" in section(text, 8)
+    assert MISSING in section(text, 9)
+    assert "record the gradient norm before clipping" in section(text, 15)
+
+
+def test_trigger_is_kept_apart_from_the_cause(written):
+    case = CASES["schedule_jump"]()
+    text = section(markdown.postmortem(written(case.table, case.episode)), 8)
+    assert "trigger: the learning rate: the learning rate jumps from" in text
+
+
+def test_rivals_are_ranked_under_the_verdict(written):
+    case = CASES["gradient_explosion"]()
+    text = section(markdown.postmortem(written(case.table, case.episode)), 6)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
+    assert [row[0] for row in rows] == [f"| {i}" for i in range(1, len(rows) + 1)]
+    confidences = [float(row[2]) for row in rows]
+    assert confidences == sorted(confidences, reverse=True)
+    assert "gradient explosion" in rows[0][1]
+
+
+def test_a_run_directory_tells_what_was_done(written, tmp_path):
+    events = [
+        {"event": "run_begin", "environment": {"config": {"lr": 1e-3}}},
+        {
+            "event": "finding",
+            "step": 310,
+            "onset": 300,
+            "detector": "loss_spike",
+            "message": "loss is 9.5",
+            "new": True,
+        },
+        {"event": "incident_opened", "incident": 1, "kind": "loss_spike", "step": 310, "onset": 300},
+        {
+            "event": "action",
+            "action": "rollback",
+            "incident": 1,
+            "step": 310,
+            "from_step": 310,
+            "to_step": 290,
+            "reason": "spike",
+        },
+        {"event": "action", "action": "skip_data", "incident": 1, "step": 290, "batches": 200, "reason": "spike"},
+        {
+            "event": "action",
+            "action": "cut_lr",
+            "incident": 1,
+            "step": 290,
+            "lr_from": 1e-3,
+            "lr_to": 5e-4,
+            "ramp_steps": 100,
+        },
+        {"event": "outcome", "status": "rolled_back", "seconds_lost": 1.5},
+        {"event": "quarantine", "batches": 200},
+        {"event": "restart", "environment": {"config": {"lr": 2e-3}}},
+        {"event": "finding", "step": None, "onset": "?", "message": math.nan},
+        {"event": "run_end", "step": 400},
+    ]
+    lines = [json.dumps(event) for event in events]
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines) + '\n{"event": "acti')
+    made = run(loss=put(healthy_loss(), slice(300, 311), 9.5), path=str(tmp_path))
+    text = markdown.postmortem(written(made, episode(made, "spike_recovered", 300, 310)))
+    assert "| status | recovered |" in section(text, 1)
+    assert "steps undone by rollbacks: 20" in section(text, 2)
+    assert "time lost to recovery: 1.5 s" in section(text, 2)
+    assert "loss_spike: loss is 9.5 (after its onset: 10 steps)" in section(text, 4)
+    assert "restart 1: config.lr 0.001 -\\> 0.002" in section(text, 5)
+    done = section(text, 9)
+    assert "rolled back from step 310 to 290" in done
+    assert "data order: 200 batches left out" in done
+    assert "learning rate: 0.001 -\\> 0.0005 at step 290" in done
+    assert "snapshots rolled back to | step 290" in section(text, 12)
+    assert "1 journal lines are torn" in section(text, 16)
+
+
+def test_text_out_of_a_log_cannot_steer_markdown_or_terminal(written):
+    evil = "a|b <script> `x` [link](http://x) \x1b[31mred\x07 [bold]no[/bold] \u202e"
+    made = run(path=evil, events=[(200, "error", evil)])
+    found = written(made, episode(made, "dead_run", 0, 10))
+    text = markdown.postmortem(found)
+    assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
+    outside = "".join(text.split("```")[::2])
+    assert "<script>" not in outside and "[link](" not in outside
+    assert "a\\|b" in text
+    console = Console(width=300, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    terminal.show_postmortem(console, found)
+    terminal.show(console, made, diagnose(made))
+    shown = console.export_text(clear=False)
+    assert "[bold]no[/bold]" in shown
+    assert "\x1b" not in shown and "\x07" not in shown

@@ -90,7 +90,7 @@ MAKERS: dict[str, Callable[[random.Random], bytes]] = {
     "history": _lines(lambda i, r: f'{{"_step": {i}, "train/loss": {odd(r)}}}'),
     "llamafactory": _lines(lambda i, r: f'{{"current_steps": {i}, "total_steps": 99, "loss": {odd(r)}}}'),
     "state": lambda r: json.dumps({"log_history": [{"step": i, "loss": r.random()} for i in range(30)]}).encode(),
-    "words": _lines(lambda i, r: r.choice(["CUDA out of memory", "Traceback (most recent call", "Killed", "resuming from 3"])),
+    "words": _lines(lambda i, r: r.choice(["CUDA out of memory", "Traceback (most recent call", "Killed", "resuming from"])),
 }  # fmt: skip
 
 

@@ -72,12 +72,12 @@ def diagnose(
     reports: list[Report] = []
     refusals: list[Refused] = []
     texts: list[str] = []
-    console = Console(highlight=False)
+    console = _console(sys.stdout)
     for found in _all(paths, names, format):
         if isinstance(found, Refused):
             refusals.append(found)
             if not as_json:
-                terminal.refused(Console(stderr=True, highlight=False), *found)
+                terminal.refused(_console(sys.stderr), *found)
             continue
         table, report = found
         reports.append(report)
@@ -96,6 +96,13 @@ def diagnose(
         raise typer.Exit(EXIT_ALL_REFUSED)
     if any("any" in kinds or verdict.kind in kinds for report in reports for verdict in report.verdicts):
         raise typer.Exit(EXIT_FOUND)
+
+
+def _console(stream: Any) -> Console:
+    """Charts and file names hold characters that a stream in an old encoding cannot take: it gets question marks."""
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="replace")
+    return Console(file=stream, highlight=False)
 
 
 def _all(paths: list[Path], names: dict[str, str], format: str | None) -> Iterator[tuple[Table, Report] | Refused]:

@@ -193,3 +193,8 @@ def test_nothing_but_the_answer_on_stdout_and_no_progress_without_a_terminal(hol
     answer = holdfast("diagnose", log(), "--json")
     assert answer.err == ""
     assert answer.out.startswith("{")
+
+
+def test_a_terminal_in_an_old_encoding_gets_question_marks(installed, log):
+    answer = installed("diagnose", log(), env={"PYTHONIOENCODING": "ascii"})
+    assert "UnicodeEncodeError" not in answer.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -50,7 +51,7 @@ def test_every_case_has_all_sixteen_sections_in_both_forms(written, leaf):
     assert [s.title for s in found.sections] == TITLES
     assert all(s.blocks for s in found.sections)
     text = markdown.postmortem(found)
-    console = Console(width=100, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    console = Console(width=100, record=True, file=io.StringIO(), highlight=False)
     terminal.show_postmortem(console, found)
     shown = console.export_text()
     for number, title in enumerate(TITLES, 1):
@@ -164,7 +165,7 @@ def test_text_out_of_a_log_cannot_steer_markdown_or_terminal(written):
     outside = "".join(text.split("```")[::2])
     assert "<script>" not in outside and "[link](" not in outside
     assert "a\\|b" in text
-    console = Console(width=300, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    console = Console(width=300, record=True, file=io.StringIO(), highlight=False)
     terminal.show_postmortem(console, found)
     terminal.show(console, made, diagnose(made))
     shown = console.export_text(clear=False)

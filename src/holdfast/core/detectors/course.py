@@ -1,7 +1,8 @@
 """The course of a noisy series: level, falling trend, scale and tail, robust to what it is there to find.
 
 A Holt filter with Huberised updates. The trend may fall and never rises, so that a divergence is not learned as normal;
-values far out do not enter at all; non-finite values never do, nor those beyond all arithmetic. Once it has settled it
+a value far out moves it no more than one two deviations out; non-finite values never enter, nor those beyond all
+arithmetic, nor what its detector has found to be out. Once it has settled it
 takes values in blocks: the thresholds for a block come from what was before it, online and over a log alike.
 
 The tail says how far out healthy values come: about their 99th percentile, in deviations. Losses whose single batches
@@ -21,11 +22,10 @@ NORMAL_TAIL = 2.33
 _WIDEST_TAIL = 60.0
 _TAIL_SHARE, _TAIL_RATE = 0.01, 0.05
 _LARGEST = 1e150
-_DROPPED = -1.5
+_DROPPED, _DAMPED = -1.5, 0.985
 _HABIT, _HABIT_KEPT, _SINGLE_TAIL = 2.5, 0.993, 4.5
-_DOUBT, _DOUBT_AFTER_SHIFT = 8.0, 60.0
+_DOUBT, _DOUBT_AFTER_SHIFT = 10.0, 60.0
 _KINSHIP = 0.004
-_ABSORBED_BELOW = 4.0
 _FAR_BELOW = 5.0
 """a value this far under the course says that the noise is wide, not that something is wrong"""
 _BLOCK, _SETTLED = 16, 64
@@ -49,7 +49,8 @@ class Course:
         self.tail = NORMAL_TAIL
         self._products: tuple[float, ...] = (0.0, 1.0, -0.5, 1.0)
         """of neighbouring deviations and of each with itself; of neighbouring moves and of each with itself"""
-        self._last = (0.0, 0.0)
+        self._last: tuple[bool, float, float] = (True, 0.0, 0.0)
+        """the value before: whether it was near, its deviation, and its move"""
         self._habit = 0.0
         """single outliers of late"""
         self._doubt = _DOUBT
@@ -112,7 +113,7 @@ class Course:
         values, self._waiting = self._waiting, []
         level, trend, scale, tail = self.level, self.trend, self.scale, self.tail
         taken, pull, rest, spread, far, at = 0, 0.0, 0.0, 0.0, 0, level
-        near, (last, moved) = True, self._last
+        near, last, moved = self._last
         alike, square, turn, move = 0.0, 0.0, 0.0, 0.0
         for value in values:
             at += trend
@@ -120,8 +121,6 @@ class Course:
             if z > tail:
                 far += near  # several in a row are one excursion, not several signs of a heavy tail
                 near = False
-                if z > _ABSORBED_BELOW and z > tail * 1.5:
-                    continue
             else:
                 near = True
                 if z < -_FAR_BELOW:
@@ -141,7 +140,7 @@ class Course:
         self._habit *= _HABIT_KEPT**count
         self.tail = min(_WIDEST_TAIL, max(1.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
         self.level += trend * count
-        self._last = (last, moved)
+        self._last = (near, last, moved)
         if taken:
             weight = taken * max(_KINSHIP, 1.0 / (self.count + _SETTLED))
             seen = (alike / taken, max(square / taken, 1e-6), turn / taken, max(move / taken, 1e-6))
@@ -150,15 +149,16 @@ class Course:
                 # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
                 self.level += rest / taken
             else:
-                self.level += (1.0 - (1.0 - LEVEL) ** taken) * pull / taken * scale
-                self.trend += TREND * pull * scale
+                gain = max(LEVEL, min(0.2, 8.0 / self.count))
+                self.level += (1.0 - (1.0 - gain) ** taken) * pull / taken * scale
+                self.trend += max(TREND, min(0.02, 0.6 / self.count)) * pull * scale
             # Where neighbours are alike, few of them say little about the scale.
             rate = SCALE * (1.0 - 0.9 * self.kinship() ** 2)
             self.scale *= 1.0 + (1.0 - (1.0 - rate) ** taken) * (spread / taken / 0.8 - 1.0)
+        # A fall slows down, as losses do: held on to, an early trend would run far ahead of them.
+        self.trend *= _DAMPED**count
         if self._falling:
             self.trend = min(0.0, self.trend)
-        else:
-            self.trend *= 0.98**count
         self.scale = max(self.scale, _floor(self.level))
         self.count += count
 

@@ -16,6 +16,8 @@ from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 _REBASELINE = 24
 _GROSS_Z, _GROSS_RATIO = 50.0, 5.0
 _LOG_SHARE = 0.6
+_LOG_MOST = math.log(5.0)
+"""however wide multiplicative noise is, five times its course is out"""
 _PERSISTS = 100
 _ALONE = 2
 # The score of an excursion, for a limit of 6 deviations: each loss adds what it has over the calm, at most _MOST of it,
@@ -72,7 +74,8 @@ class LossSpike:
         expected = course.expected(ahead)
         limit = expected + max(course.reach(z), self._least(share, expected))
         if self._positive and log.ready:
-            limit = max(limit, math.exp(min(700.0, log.expected(ahead) + _LOG_SHARE * log.reach(z))))
+            rise = min(_LOG_MOST, _LOG_SHARE * log.reach(z))
+            limit = max(limit, math.exp(min(700.0, log.expected(ahead) + rise)))
         return limit
 
     def _least(self, share: float, expected: float) -> float:
@@ -87,7 +90,8 @@ class LossSpike:
             return 0.0
         z = rise / course.reach(1.0)
         if self._positive and log.ready:
-            z = min(z, (math.log(loss) - log.expected()) / (_LOG_SHARE * log.reach(1.0)))
+            unit = min(_LOG_MOST / _UNIT, _LOG_SHARE * log.reach(1.0))
+            z = min(z, (math.log(loss) - log.expected()) / unit)
         return z / max(1.0, self._under / _UNDER) * _UNIT / self._config.loss_z_rollback
 
     def _over(self, far: float) -> float:

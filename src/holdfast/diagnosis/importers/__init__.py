@@ -172,8 +172,9 @@ def _sniff_text(source: Source, sample: bytes, mapping: Mapping[str, str] | None
 
 def _instead(source: Source, sample: bytes) -> str:
     """What a file holds that is no log."""
-    strange = sum(byte < 9 or 13 < byte < 27 for byte in sample[:4096])
-    if strange > 200 or source.raw_nul:
+    head = source.head(4096)
+    strange = sum(byte < 9 or 13 < byte < 27 for byte in head)
+    if strange * 20 > len(head) and source.encoding is None:
         return f"{source.size} bytes that are not text, and of no format that is known"
     if sample.lstrip()[:1] in (b"{", b"[") and not json_lines(sample):
         return "JSON, but neither a trainer_state.json nor one object a line"

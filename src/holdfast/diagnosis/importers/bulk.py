@@ -21,7 +21,7 @@ from holdfast.diagnosis.importers.reading import Reading
 
 VARYING = b"0123456789.+- "
 """bytes in which lines of one group may differ"""
-LONGEST = 4096
+LONGEST = 32 << 10
 """a longer line is no record"""
 _NAN, _INF, _PROBE = -31415926535897.75, -27182818284590.25, -14142135623730.75
 """stand for what is not a number, for infinity, and for a number whose place is looked for"""

@@ -70,7 +70,7 @@ def header(sample: bytes, delimiter: str = ",") -> list[str]:
 
 
 def looks_like(sample: bytes) -> list[str]:
-    """The header, if the sample is a table: a line of names, and rows of as many cells below it, at least a third numbers."""
+    """The header, if the sample is a table: a line of names, and rows of as many cells below it, a third of them numbers."""
     for mark in (",", "\t", ";"):
         names = header(sample, mark)
         if not names or any(len(name) > 300 or as_number(name) is not None for name in names):

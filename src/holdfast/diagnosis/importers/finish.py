@@ -130,5 +130,5 @@ def _spacing(table: Table) -> None:
             seen = ", ".join(f"{v:g}" for v in many[:4])
             limit(table, "mixed_interval", f"records are {seen} steps apart in different places")
     usual = table.interval()
-    if usual > 1 and not table.limit("averaged") and not table.limit("downsampled"):
+    if usual >= 2 and not table.limit("averaged") and not table.limit("downsampled"):
         limit(table, "downsampled", f"one record every {usual:g} steps: what happens between them is not in the log")

@@ -33,16 +33,30 @@ def reader(mapping: Mapping[str, str] | None) -> Parse:
     """The parse of one line, with the user's own names for columns."""
     theirs = {name: ours for ours, name in (mapping or {}).items()}
     loss_named = (mapping or {}).get("loss")
-    needles = (loss_named.encode(),) if loss_named else _MARKERS
+    needle = loss_named.encode() if loss_named else b""
 
     def parse(line: bytes) -> Reading | None:
-        if len(line) > _LONGEST or not any(needle in line for needle in needles):
+        if len(line) > _LONGEST or not (needle in line if needle else _may_hold(line)):
             return None
         if not theirs and _CODE.search(line) is not None:
             return None
         return _read(line, theirs)
 
     return parse
+
+
+def _may_hold(line: bytes) -> bool:
+    """Whether a word for a loss stands in the line. Written out: this is asked of every line of any text."""
+    return (
+        b"loss" in line
+        or b"Loss" in line
+        or b"LOSS" in line
+        or b"nll" in line
+        or b"perplexity" in line
+        or b"ppl" in line
+        or b"cost" in line
+        or b"objective" in line
+    )
 
 
 def _read(line: bytes, theirs: Mapping[str, str]) -> Reading | None:

@@ -6,6 +6,7 @@ The helper is a fresh interpreter, not a fork: the caller may have threads and a
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -43,15 +44,22 @@ def read_halves(first: TextLog, form: str, mapping: Mapping[str, str] | None, so
     words = [form, json.dumps(dict(mapping or {})), str(source.path.resolve()), str(cut), str(source.size)]
     command = [sys.executable, "-m", HELPER, *words]
     try:
-        helper = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        helper = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
     except OSError:
         return None
     try:
         part = Source(source.path, end=cut)
         first.read(part)
-        source.lines_cut, source.broken = part.lines_cut, part.broken
         assert helper.stdout is not None
-        return _join(first, helper.stdout, source)
+        whole = _join(first, helper.stdout, source)
+        source.lines_cut, source.broken = source.lines_cut + part.lines_cut, source.broken or part.broken
+        return whole
     except (EOFError, msgspec.DecodeError, ValueError):
         return None
     finally:

@@ -28,7 +28,9 @@ DESCRIPTION = "a Holdfast run directory: journal.jsonl, metrics.jsonl, run.json"
 _NUMBERS = ("loss", "grad_norm", "lr", "loss_scale", "update_rms", "weight_norm", "seconds", "samples", "length")
 _COLUMNS = {"samples": "batch_size", "length": "sequence_length"}
 # What JSON cannot say is written as Python writes it; these stand for it while a strict and fast decoder is at work.
-_STAND_IN = ((b":NaN", b":9.25e307"), (b":Infinity", b":9.5e307"), (b":-Infinity", b":-9.5e307"))
+# Of moderate size: a decoder may be slow with numbers at the end of the range.
+_NAN, _INF = -31415926535897.75, 27182818284590.25
+_STAND_IN = ((b":NaN", b":%.2f" % _NAN), (b":Infinity", b":%.2f" % _INF), (b":-Infinity", b":%.2f" % -_INF))
 _KINDS = {
     "run_begin": "begin", "restart": "restart", "resumed": "restart", "run_end": "end", "finding": "finding", "plan": "plan",
     "action": "action", "outcome": "outcome", "shift": "shift", "incident_opened": "incident", "incident_closed": "incident",
@@ -120,8 +122,8 @@ def _metrics(source: Source, table: Table) -> None:
     for name in _NUMBERS:
         values = np.concatenate(parts.pop(name))
         there = ~np.isnan(values)
-        values[values == 9.25e307] = np.nan
-        values[np.abs(values) == 9.5e307] *= np.inf
+        values[values == _NAN] = np.nan
+        values[np.abs(values) == _INF] *= np.inf
         if name in ("loss", "grad_norm") and ((undone | ~committed) & there).any():
             at = (undone | ~committed) & there
             table.evals[f"undone_{name}"] = Series(step[at], values[at])
@@ -187,7 +189,7 @@ def _tell(table: Table, odd: list[Row], undone: int, bad: int) -> None:
 
 
 def _shown(value: float) -> str:
-    return "NaN" if value == 9.25e307 else "Inf" if abs(value) == 9.5e307 else f"{value:.6g}"
+    return "NaN" if value == _NAN else "Inf" if abs(value) == _INF else f"{value:.6g}"
 
 
 def _journal(path: Path, builder: Builder) -> None:

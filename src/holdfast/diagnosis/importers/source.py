@@ -62,11 +62,6 @@ class Source:
         return "utf-16" if self.magic[:2] in (b"\xff\xfe", b"\xfe\xff") else None
 
     @property
-    def raw_nul(self) -> bool:
-        """Whether the first bytes are no text: NULs where no UTF-16 explains them."""
-        return b"\0" in self.magic and self.encoding is None
-
-    @property
     def divisible(self) -> bool:
         """Whether reading can begin in the middle."""
         return not self.packed and self.encoding is None

@@ -15,7 +15,7 @@ from holdfast.diagnosis.importers.rows import Block, Rows
 from holdfast.diagnosis.importers.source import Source
 
 WORTH_A_TEMPLATE = 24
-MOST_SHAPES = 20_000
+MOST_SHAPES, LONGEST_SHAPE = 8_000, 8_192
 MOST_EVENTS = 10_000
 MOST_EVALS = 2_000_000
 ROW = "_row"
@@ -107,7 +107,7 @@ class TextLog:
             known = self.parse(first) if 0 < len(first) <= LONGEST else None
         if isinstance(known, Reading) and count >= WORTH_A_TEMPLATE:
             known = learn(first, known) or known
-        if len(self._shapes) < MOST_SHAPES:
+        if len(self._shapes) < MOST_SHAPES and len(shape) <= LONGEST_SHAPE:
             self._shapes[shape] = known
         return known
 

@@ -104,7 +104,7 @@ def precision(table: Table) -> tuple[str | None, str]:
         said = fact(table, name)
         if said is True or (isinstance(said, str) and said.lower() == "true") or fact(table, f"{name}.enabled") is True:
             return name, f"the log says {name} = {said}"
-    scale = finite(table, "loss_scale")
+    scale = finite(table, "loss_scale", 0, 10_000)
     if len(scale) and bool((scale != 1.0).any()):
         return "fp16", "a loss scale is on record, which only fp16 needs"
     return None, "neither a precision nor a loss scale is on record"

@@ -26,12 +26,12 @@ def write(tmp_path, data, name="x.log"):
     [
         (b"", "empty"),
         (b"\n \n\n", "blanks"),
-        (os.urandom(64) + b"\0" * 9000, "not text"),
+        (bytes(range(256)) + b"\0" * 9000, "not text"),
         (b"hello\nworld\n" * 9, "no line holds"),
         (b'{"a": {"b": [1, 2]}}'[:-1], "JSON"),
         (b"[" * 100_000, "JSON"),
         (gzip.compress(b"loss" * 5000)[:30], "cannot|blanks"),
-        (b"Traceback (most recent call last):\n  File \"x\"\nValueError: no luck\n", "ValueError: no luck"),
+        (b'Traceback (most recent call last):\n  File "x"\nValueError: no luck\n', "ValueError: no luck"),
     ],
 )
 def test_refused_with_the_reason(tmp_path, data, reason):
@@ -133,8 +133,7 @@ def test_not_events(line):
 def test_traceback_is_told_by_its_last_line_and_ranks_count_once():
     lines = [b"Traceback (most recent call last):", b'  File "a.py", line 3', b"    x()", b"ValueError: no luck"]
     found, _ = events.scan(lines + [b"[rank1]: " + line for line in lines])
-    assert [(event.kind, event.text) for event in found] == [("error", "ValueError: no luck")] or len(found) == 2
-    assert found[0].text == "ValueError: no luck"
+    assert [(event.kind, event.text) for event in found] == [("error", "ValueError: no luck")]
 
 
 def fuzz_module():

@@ -11,6 +11,10 @@ import pytest
 from holdfast.core.errors import LogRefused
 from holdfast.diagnosis.importers import FORMATS, read, sniff, textformat
 from holdfast.diagnosis.importers import rows as rows_module
+from holdfast.diagnosis.importers import text_format as textformat_of
+from holdfast.diagnosis.importers.halves import read_halves
+from holdfast.diagnosis.importers.source import Source
+from holdfast.diagnosis.importers.textlog import TextLog
 
 
 def write(tmp_path, text, name="log.txt"):
@@ -33,7 +37,9 @@ def codes(table):
 
 
 LOGS = {
-    "nanogpt": [f"step:{i}/99 train_loss:{5 - i * 0.01:.4f} train_time:{i * 200}ms step_avg:200.00ms" for i in range(1, 61)],
+    "nanogpt": [
+        f"step:{i}/99 train_loss:{5 - i * 0.01:.4f} train_time:{i * 200}ms step_avg:200.00ms" for i in range(1, 61)
+    ],
     "megatron": [
         f" iteration {i:8d}/      99 | consumed samples: {i * 8:12d} | elapsed time per iteration (ms): 200.0 | "
         f"learning rate: 1.000E-04 | lm loss: {5 - i * 0.01:.6E} | loss scale: 1.0 | grad norm: 1.500 |"
@@ -54,15 +60,20 @@ LOGS = {
         for line in (f"[batch={i}/99]:", "\t Train time/batch: 3", f"\t Train loss/train/total: {5 - i * 0.01:.4f}")
     ],
     "fairseq": [
-        f"| epoch 001:    {i} / 99 loss={5 - i * 0.01:.3f}, ppl=1.0, wps=100, num_updates={i}, lr=0.0001, gnorm=1.500, clip=1%"
+        f"| epoch 001:    {i} / 99 loss={5 - i * 0.01:.3f}, wps=100, num_updates={i}, lr=0.0001, gnorm=1.500, clip=1%"
         for i in range(1, 61)
     ],
     "mlperf": [
-        f"0: TRAIN [0][{i}/99]\tTime 0.200 (0.2)\tData 1e-04 (1e-04)\tTok/s 100 (100)\tLoss/tok {5 - i * 0.01:.4f} (5.0)\tLR 1.0e-04"
+        f"0: TRAIN [0][{i}/99]\tTime 0.200 (0.2)\tTok/s 100 (100)\tLoss/tok {5 - i * 0.01:.4f} (5.0)\tLR 1.0e-04"
         for i in range(1, 61)
     ],
-    "deepspeed": [f"epoch: 0|step: {i}|ppo_ep: 1|act_loss: {5 - i * 0.01:.4f}|cri_loss: 0.5|unsuper_loss: 0.0" for i in range(1, 61)],
-    "generic_text": [f"[worker] global_step={i} train loss: {5 - i * 0.01:.4f} grad_norm=1.5 lr 0.0001" for i in range(1, 61)],
+    "deepspeed": [
+        f"epoch: 0|step: {i}|ppo_ep: 1|act_loss: {5 - i * 0.01:.4f}|cri_loss: 0.5|unsuper_loss: 0.0"
+        for i in range(1, 61)
+    ],
+    "generic_text": [
+        f"[worker] global_step={i} train loss: {5 - i * 0.01:.4f} grad_norm=1.5 lr 0.0001" for i in range(1, 61)
+    ],
 }
 
 
@@ -90,7 +101,9 @@ def test_wrapping_changes_nothing(tmp_path, name, wrapping):
         "bom": b"\xef\xbb\xbf" + text.encode(),
         "utf16": text.encode("utf-16"),
         "gzip": gzip.compress(text.encode()),
-        "rank": "".join(f"[default0]:{line}\n" if name != "nanogpt" else f"0: {line}\n" for line in LOGS[name]).encode(),
+        "rank": "".join(
+            f"[default0]:{line}\n" if name != "nanogpt" else f"0: {line}\n" for line in LOGS[name]
+        ).encode(),
         "nul": text.replace("\n", "\0\n").encode(),
     }[wrapping]
     if name == "composer" and wrapping == "rank":
@@ -143,6 +156,10 @@ def test_two_processes_read_what_one_reads(tmp_path, monkeypatch):
     lines.insert(2600, "validation loss: 3.5")
     path = write(tmp_path, "\n".join(lines) + "\n")
     whole = one(path)
+    form = textformat_of("nanogpt")
+    log = read_halves(TextLog(form.parse, form.prepare, share=0.5), "nanogpt", None, Source(path))
+    assert log is not None
+    assert log.rows.seen == 3000
     monkeypatch.setattr(textformat, "WORTH_TWO", 1000)
     halves = one(path)
     np.testing.assert_array_equal(whole.step, halves.step)
@@ -165,7 +182,9 @@ def test_thinning_keeps_spike_nan_first_and_last_and_says_so(tmp_path, monkeypat
     monkeypatch.setattr(rows_module, "MOST_ROWS", 1000)
     losses = [2.0 + (i % 10) * 0.01 for i in range(20_000)]
     losses[7777], losses[12_345] = 99.0, math.nan
-    text = "".join(f"step:{i}/20000 train_loss:{loss:.4f} train_time:1ms step_avg:1ms\n" for i, loss in enumerate(losses))
+    text = "".join(
+        f"step:{i}/20000 train_loss:{loss:.4f} train_time:1ms step_avg:1ms\n" for i, loss in enumerate(losses)
+    )
     table = one(write(tmp_path, text))
     assert len(table) <= 2000
     found = table.series("loss")
@@ -244,7 +263,9 @@ def test_hf_console_has_no_step_and_says_what_the_bar_shows(tmp_path):
     text, at = "", 0
     for i in range(100):
         at += 1 + (i * 7) % 13
-        text += f"\r 41%|####| {at}/4000 [1:16:43<26:54:36, 40.86s/it]\n{{'loss': {i}.5, 'grad_norm': 1.0, 'learning_rate': 1e-05}}\n"
+        text += (
+            f"\r 41%|####| {at}/4000 [1:16<26:54, 4s/it]\n{{'loss': {i}.5, 'grad_norm': 1.0, 'learning_rate': 1e-05}}\n"
+        )
     text += "{'eval_loss': 2.5, 'epoch': 1.0}\n{'train_runtime': 5.0, 'train_loss': 3.0, 'epoch': 1.0}\n"
     table = one(write(tmp_path, text))
     assert table.step.tolist() == list(range(1, 101))
@@ -274,12 +295,18 @@ def test_ranks_that_repeat_a_record_count_once(tmp_path):
 
 
 def test_fairseq_means_are_records_only_where_nothing_finer_is(tmp_path):
-    means = [f"| epoch 00{e} | loss {9 - e}.5 | nll_loss 0.0 | num_updates {e * 100} | lr 0.001 | gnorm 2.5" for e in range(1, 6)]
+    means = [
+        f"| epoch 00{e} | loss {9 - e}.5 | nll_loss 0.0 | num_updates {e * 100} | lr 0.001 | gnorm 2.5"
+        for e in range(1, 6)
+    ]
     valid = "| epoch 001 | valid on 'valid' subset | loss 4.2 | nll_loss 2.5 | num_updates 100"
     table = one(write(tmp_path, "\n".join([*means, valid])))
     assert table.step.tolist() == [100, 200, 300, 400, 500]
     assert table.evals["valid_loss"].value.tolist() == [4.2]
-    new = [f'2020 | INFO | train_inner | {{"epoch": 1, "update": 0.1, "loss": "{i}.5", "num_updates": "{i}"}}' for i in range(1, 30)]
+    new = [
+        f'2020 | INFO | train_inner | {{"epoch": 1, "update": 0.1, "loss": "{i}.5", "num_updates": "{i}"}}'
+        for i in range(1, 30)
+    ]
     last = '2020 | INFO | train | {"epoch": 1, "train_loss": "7.1", "train_num_updates": "29"}'
     table = one(write(tmp_path, "\n".join([*new, last])))
     assert len(table) == 29

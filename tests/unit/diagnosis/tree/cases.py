@@ -188,6 +188,13 @@ def _():
     return jump(300, 310, 4.0, "spike_recovered", grad_norm=put(healthy_norm(), slice(297, 300), [2.0, 8.0, 30.0]))
 
 
+@leads_to(
+    "survived_instability", "loss +2 for 12 records with gradient norm 12 (40 times its mean) at its start, then back"
+)
+def _():
+    return jump(300, 311, 2.0, "spike_recovered", grad_norm=put(healthy_norm(), 300, 12.0))
+
+
 @leads_to("long_tail_batch", "loss +5 and gradient norm 30 (100 times its mean) in one record")
 def _():
     return jump(300, 300, 5.0, "spike_recovered", grad_norm=put(healthy_norm(), 300, 30.0))

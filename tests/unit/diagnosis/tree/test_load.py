@@ -27,7 +27,7 @@ def test_the_tree_that_comes_with_it_is_right():
 
 def test_an_edge_that_leads_nowhere_is_named():
     found = errors('no = "grad_nonfinite"', 'no = "nowhere"')
-    assert "node.loss_jumped: no leads nowhere: 'nowhere'" in found
+    assert "node.gradient_exploded: no leads nowhere: 'nowhere'" in found
 
 
 def test_a_question_without_a_function_is_named_with_those_there_are():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cases import CASES, jump
-from made import N, cosine, episode, healthy_norm, put, run
+from made import N, cosine, episode, healthy_loss, healthy_norm, put, run
 
 from holdfast.diagnosis.table import Limit
 from holdfast.diagnosis.tree import walk
@@ -106,3 +106,21 @@ def test_numbers_of_every_answer_are_on_the_trail():
         found = walked(leaf)
         assert all(step.sentence for step in found.trail)
         assert any(step.numbers for step in found.trail)
+
+
+def test_a_run_that_left_its_best_level_long_before_is_an_explosion_not_an_operation():
+    loss = healthy_loss()
+    loss[200:] += 3.0
+    loss[350:] = float("nan")
+    made = run(loss=loss, facts={"precision": "fp32"})
+    found = walk.walk(tree(), made, episode(made, "nan", 350, N - 1))
+    assert found.id == "explosion_to_nan"
+    assert any("had left its best level" in e for e in found.evidence)
+
+
+def test_gradients_that_overflow_inside_a_slow_rise_do_not_hide_it():
+    loss = healthy_loss()
+    loss[200:] += np.linspace(0.0, 0.6, 200)
+    norm = healthy_norm() * np.r_[np.ones(200), np.geomspace(1.0, 1e6, 200)]
+    made = run(loss=loss, grad_norm=put(norm, slice(390, None), float("inf")))
+    assert walk.walk(tree(), made, episode(made, "silent_divergence", 210, N - 1)).id == "learning_rate_or_data"

@@ -7,6 +7,7 @@ import numpy as np
 from holdfast.diagnosis.episodes import Episode
 from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
+from holdfast.diagnosis.tree.trend import blocks
 from holdfast.diagnosis.tree.window import after, before, column, during, finite, logged
 
 
@@ -98,7 +99,7 @@ def nan_passes(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     )
 
 
-@question("records", "grad_ratio", "loss_sigmas")
+@question("records", "grad_ratio", "loss_sigmas", "rise")
 def left_course_before(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     """The loss or the gradient climbed before the first NaN: an explosion that ended in it, no single operation."""
     if episode is None:
@@ -124,9 +125,34 @@ def left_course_before(table: Table, episode: Episode | None, t: Thresholds) -> 
     text = ", ".join(said)
     if climbed:
         return yes(text, **numbers)
+    left = _left_best(table, first, t)
+    if left is not None:
+        return left
     if "grad_ratio" not in numbers:
         return no(text + "; no gradient norm is on record", **numbers)
     return no(text + ": no climb", **numbers)
+
+
+_REACH = 20_000
+"""how many records back the best stretch of a run is looked for"""
+
+
+def _left_best(table: Table, first: int, t: Thresholds) -> Answer | None:
+    """Long before the first NaN: the loss, or the gradient, stands far above the best stretch the run has had."""
+    records = int(t["records"])
+    for name, what, limit in (("loss", "loss", 1.0 + t["rise"]), ("grad_norm", "gradient norm", t["grad_ratio"])):
+        values = finite(table, name, first - _REACH, first)
+        if len(values) < 3 * records or float(values.min()) <= 0.0:
+            continue
+        now, best = float(np.median(values[-records:])), float(blocks(values[:-records], len(values) // records).min())
+        if now > limit * best:
+            return yes(
+                f"long before it the {what} had left its best level of {number(best)}: {number(now)} in the last "
+                f"{records} records",
+                best=best,
+                level=now,
+            )
+    return None
 
 
 def _first_bad(table: Table, episode: Episode) -> int:
@@ -159,6 +185,10 @@ def gradient_nonfinite(table: Table, episode: Episode | None, t: Thresholds) -> 
     if not len(norms):
         return unknown("no gradient norm is on record here")
     bad = int((~np.isfinite(norms)).sum())
+    if bad and episode is not None and episode.kind == "silent_divergence":
+        return no(
+            f"{bad} of {len(norms)} gradient norms here are not finite, and the loss rises all along", nonfinite=bad
+        )
     return decide(
         bad > 0,
         f"{bad} of {len(norms)} gradient norms here are not finite",

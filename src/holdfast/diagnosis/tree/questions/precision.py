@@ -72,7 +72,7 @@ def overflows_persist(table: Table, episode: Episode | None, t: Thresholds) -> A
     """Overflows that go on: a scaler that finds its level needs a handful, then one every few thousand steps."""
     bad, count = _overflows(table, episode)
     if count == 0:
-        return unknown("neither gradient norms, a loss scale nor overflows are on record here")
+        return unknown("neither a loss scale, nor overflows, nor gradient norms in fp16 are on record here")
     longest = _longest(bad) if len(bad) else 0
     total = int(bad.sum())
     rows = len(table) if episode is None else episode.last + 1 - episode.first
@@ -126,8 +126,10 @@ def _overflows(table: Table, episode: Episode | None) -> tuple[window.Values, in
     """One flag a record that shows whether it overflowed, and how many kinds of record there are to go by."""
     first, stop = (0, len(table)) if episode is None else (episode.first, episode.last + 1)
     flags = np.zeros(stop - first, dtype=bool)
+    said = window.events_in(table, episode, _reported(table))
+    scaled = table.has("loss_scale") or bool(_reported(table)) or window.precision(table)[0] == "fp16"
     kinds = 0
-    if table.has("grad_norm"):
+    if table.has("grad_norm") and scaled:  # without a scaler, an Inf is no overflow that it could have cured
         kinds += 1
         flags |= table.present["grad_norm"][first:stop] & ~np.isfinite(table.columns["grad_norm"][first:stop])
     if table.has("loss_scale"):
@@ -135,7 +137,6 @@ def _overflows(table: Table, episode: Episode | None) -> tuple[window.Values, in
         scale = np.where(table.present["loss_scale"], table.columns["loss_scale"], np.nan)[first:stop]
         if len(scale) > 1:
             flags[1:] |= np.diff(scale) < 0
-    said = window.events_in(table, episode, _reported(table))
     if said:
         kinds += 1
         steps = table.step[first:stop]

@@ -84,6 +84,26 @@ def grad_norm_far_above(table: Table, episode: Episode | None, t: Thresholds) ->
     )
 
 
+@question("records")
+def spike_lasts(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
+    """How many records stand above a quarter of the excursion's height."""
+    if episode is None:
+        return unknown("asked of an incident only")
+    losses = window.during(table, episode, "loss")
+    losses = losses[np.isfinite(losses)]
+    earlier = window.before(table, episode, "loss", 100)
+    if not len(losses) or not len(earlier):
+        return unknown("there are not enough finite losses to measure it")
+    base, peak = float(np.median(earlier)), float(losses.max())
+    high = int((losses >= base + 0.25 * (peak - base)).sum()) if peak > base else 0
+    return decide(
+        high >= t["records"],
+        f"the loss is far up for {high} records",
+        f"the loss is far up for {high} record{'s' if high != 1 else ''} only",
+        records=high,
+    )
+
+
 @question("ratio", "lead", "growth", "records")
 def gradient_leads(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     """The gradient climbs for several records before the loss does: an explosion, not one bad batch."""

@@ -62,7 +62,9 @@ class Detect(Section, frozen=True):
     ] = True
     warmup_steps: Annotated[Count, says("healthy steps to learn from before a spike can be called")] = 40
     loss_z: Annotated[Positive, says("skip a step whose loss is this many deviations above its course")] = 8.0
-    loss_z_rollback: Annotated[Positive, says("roll back when several losses are about this many deviations above it")] = 6.0
+    loss_z_rollback: Annotated[
+        Positive, says("roll back when several losses are about this many deviations above it")
+    ] = 6.0
     loss_rise: Annotated[NonNegative, says("and at least this share of the loss above it")] = 0.25
     loss_rise_rollback: Annotated[NonNegative, says("counting those at least this share above it")] = 0.015
     loss_rise_abs: Annotated[NonNegative, says("and at least this share of where the loss began")] = 0.002

@@ -54,16 +54,20 @@ class Shifts:
         self._peak = 0.0
 
     def observe(self, signal: Signal) -> str | None:
-        reason = None
-        if (moved := self._batch.changed(signal.samples)) is not None:
-            reason = f"the batch size went from {moved[0]:g} to {moved[1]:g} samples"
-        if (moved := self._length.changed(signal.length)) is not None:
-            reason = f"the sequence length went from {moved[0]:g} to {moved[1]:g}"
-        if self._by_lr and signal.lr is not None and math.isfinite(signal.lr):
-            reason = self._moved_lr(signal.lr) or reason
-        return reason
+        by_lr = self.lr(signal.lr) if self._by_lr else None
+        return self.batch(signal.samples) or self.length(signal.length) or by_lr
 
-    def _moved_lr(self, lr: float) -> str | None:
+    def batch(self, size: float | None) -> str | None:
+        moved = self._batch.changed(size)
+        return None if moved is None else f"the batch size went from {moved[0]:g} to {moved[1]:g} samples"
+
+    def length(self, length: float | None) -> str | None:
+        moved = self._length.changed(length)
+        return None if moved is None else f"the sequence length went from {moved[0]:g} to {moved[1]:g}"
+
+    def lr(self, lr: float | None) -> str | None:
+        if lr is None or not math.isfinite(lr):
+            return None
         last, peak = self._lr, self._peak
         self._lr, self._peak = lr, max(peak, lr)
         if last is None or not LR_JUMP * last < lr <= _BACK_AT_PEAK * peak:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -25,10 +26,10 @@ _LARGEST = 1e150
 _DROPPED, _DAMPED = -1.5, 0.985
 _HABIT, _HABIT_KEPT, _SINGLE_TAIL = 2.5, 0.993, 4.5
 _DOUBT, _DOUBT_AFTER_SHIFT = 10.0, 60.0
-_KINSHIP = 0.004
+_KINSHIP, _KIN_EVERY, _KIN_BLOCK = 0.06, 4, 16
 _FAR_BELOW = 5.0
 """a value this far under the course says that the noise is wide, not that something is wrong"""
-_BLOCK, _SETTLED = 16, 64
+_BLOCK, _SETTLED = 32, 64
 _LOOK_BACK = 32
 
 
@@ -49,8 +50,10 @@ class Course:
         self.tail = NORMAL_TAIL
         self._products: tuple[float, ...] = (0.0, 1.0, -0.5, 1.0)
         """of neighbouring deviations and of each with itself; of neighbouring moves and of each with itself"""
-        self._last: tuple[bool, float, float] = (True, 0.0, 0.0)
-        """the value before: whether it was near, its deviation, and its move"""
+        self._sample: list[float] = []
+        self._kin = 0.0
+        self._blocks = 0
+        self._near = True
         self._habit = 0.0
         """single outliers of late"""
         self._doubt = _DOUBT
@@ -74,14 +77,19 @@ class Course:
         """
         return z * self.scale * (1.0 + self._doubt / max(1, self.count)) * max(1.0, self.tail / NORMAL_TAIL)
 
-    def kinship(self) -> float:
-        """The correlation of neighbouring values, 0 to 1: where it is high, several in a row say little more than one.
+    def lowest(self, values: Sequence[float], under: float, kept: float) -> float:
+        """How far under the course these values go, remembered: `under`, fading by `kept` with each of them."""
+        level, trend, scale = self.level, self.trend, self.scale
+        for ahead, value in enumerate(values, len(self._waiting) + 1):
+            under *= kept
+            z = (value - (level + trend * ahead)) / scale
+            if -z > under:
+                under = -z
+        return under
 
-        Between two estimates: that of the values takes a slow misfit of the course for kinship, and that of their moves
-        (independent values turn back by half) does not see it under a second, independent noise.
-        """
-        values, squares, turns, moves = self._products
-        return max(0.0, min(1.0, 0.5 * (values / squares + 1.0 + 2.0 * turns / moves)))
+    def kinship(self) -> float:
+        """The correlation of neighbouring values, 0 to 1: where it is high, several in a row say little more than one."""
+        return self._kin
 
     def room(self) -> int:
         """How many more values until it moves."""
@@ -111,56 +119,78 @@ class Course:
 
     def _absorb(self) -> None:
         values, self._waiting = self._waiting, []
-        level, trend, scale, tail = self.level, self.trend, self.scale, self.tail
-        taken, pull, rest, spread, far, at = 0, 0.0, 0.0, 0.0, 0, level
-        near, last, moved = self._last
-        alike, square, turn, move = 0.0, 0.0, 0.0, 0.0
+        count, level, trend, scale, tail = len(values), self.level, self.trend, self.scale, self.tail
+        pull, spread, far, near, at = 0.0, 0.0, 0, self._near, level
         for value in values:
             at += trend
             z = (value - at) / scale
-            if z > tail:
-                far += near  # several in a row are one excursion, not several signs of a heavy tail
-                near = False
-            else:
-                near = True
+            if z > 2.0:
+                pull += 2.0
+                spread += z if z < 3.0 else 3.0
+                if z > tail:
+                    far += near  # several in a row are one excursion, not several signs of a heavy tail
+                    near = False
+                    continue
+            elif z < -2.0:
+                pull -= 2.0
+                spread += -z if z > -3.0 else 3.0
                 if z < -_FAR_BELOW:
                     self.outlier(-z)
-            taken += 1
-            held = -2.0 if z < -2.0 else 2.0 if z > 2.0 else z
-            pull += held
-            rest += value - at
-            step = held - last
-            alike += held * last
-            square += held * held
-            turn += step * moved
-            move += step * step
-            last, moved = held, step
-            spread += 3.0 if z > 3.0 or z < -3.0 else z if z > 0 else -z
-        count = len(values)
-        self._habit *= _HABIT_KEPT**count
-        self.tail = min(_WIDEST_TAIL, max(1.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
-        self.level += trend * count
-        self._last = (near, last, moved)
-        if taken:
-            weight = taken * max(_KINSHIP, 1.0 / (self.count + _SETTLED))
-            seen = (alike / taken, max(square / taken, 1e-6), turn / taken, max(move / taken, 1e-6))
-            self._products = tuple(p + weight * (q - p) for p, q in zip(self._products, seen, strict=True))
-            if taken >= _BLOCK // 2 and pull / taken < _DROPPED:
-                # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
-                self.level += rest / taken
             else:
-                gain = max(LEVEL, min(0.2, 8.0 / self.count))
-                self.level += (1.0 - (1.0 - gain) ** taken) * pull / taken * scale
-                self.trend += max(TREND, min(0.02, 0.6 / self.count)) * pull * scale
-            # Where neighbours are alike, few of them say little about the scale.
-            rate = SCALE * (1.0 - 0.9 * self.kinship() ** 2)
-            self.scale *= 1.0 + (1.0 - (1.0 - rate) ** taken) * (spread / taken / 0.8 - 1.0)
+                pull += z
+                spread += z if z > 0.0 else -z
+            near = True
+        self._near = near
+        self._blocks += 1
+        if count < _KIN_BLOCK or self._blocks % _KIN_EVERY == 0:
+            self._compare(values)
+        self._habit *= _HABIT_KEPT**count
+        self.tail = min(_WIDEST_TAIL, max(2.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
+        mean = pull / count
+        if count >= _BLOCK // 4 and mean < _DROPPED:
+            # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
+            self.level = sum(values) / count - trend * (count + 1) / 2 + trend * count
+        else:
+            gain = max(LEVEL, min(0.2, 8.0 / self.count))
+            self.level += trend * count + (1.0 - (1.0 - gain) ** count) * mean * scale
+            self.trend += max(TREND, min(0.02, 0.6 / self.count)) * pull * scale
+        # Where neighbours are alike, few of them say little about the scale.
+        rate = SCALE * (1.0 - 0.9 * self._kin * self._kin)
         # A fall slows down, as losses do: held on to, an early trend would run far ahead of them.
         self.trend *= _DAMPED**count
-        if self._falling:
-            self.trend = min(0.0, self.trend)
-        self.scale = max(self.scale, _floor(self.level))
+        if self._falling and self.trend > 0.0:
+            self.trend = 0.0
+        self.scale = max(
+            scale * (1.0 + (1.0 - (1.0 - rate) ** count) * (spread / count / 0.8 - 1.0)), _floor(self.level)
+        )
         self.count += count
+
+    def _compare(self, values: list[float]) -> None:
+        """How alike neighbours are, by every fourth block; short ones are joined first.
+
+        Between two estimates: that of the values takes a slow misfit of the course for kinship, and that of their moves
+        (independent values turn back by half) does not see it under a second, independent noise.
+        """
+        self._sample.extend(values)
+        if len(self._sample) < _KIN_BLOCK:
+            return
+        sample, self._sample = self._sample, []
+        level, scale = self.level, self.scale
+        held = [max(-2.0, min(2.0, (v - level) / scale)) for v in sample]
+        moves = [b - a for a, b in pairwise(held)]
+        weight = min(0.5, max(_KINSHIP, _KIN_EVERY * len(sample) / (self.count + _SETTLED)))
+        seen = (
+            sum(a * b for a, b in pairwise(held)) / len(moves),
+            sum(a * a for a in held) / len(held),
+            sum(a * b for a, b in pairwise(moves)) / (len(moves) - 1),
+            sum(a * a for a in moves) / len(moves),
+        )
+        self._products = tuple(
+            p + weight * (max(q, 1e-6) if n % 2 else q) - weight * p
+            for n, (p, q) in enumerate(zip(self._products, seen, strict=True))
+        )
+        alike, squares, turns, squared_moves = self._products
+        self._kin = max(0.0, min(1.0, 0.5 * (alike / squares + 1.0 + 2.0 * turns / squared_moves)))
 
     def outlier(self, z: float) -> None:
         """A value `z` deviations out that came alone and left nothing behind: it belongs to the tail.
@@ -211,7 +241,10 @@ class Course:
             "scale": self.scale,
             "tail": self.tail,
             "products": list(self._products),
-            "last": list(self._last),
+            "sample": list(self._sample),
+            "kin": self._kin,
+            "blocks": self._blocks,
+            "near": self._near,
             "habit": self._habit,
             "doubt": self._doubt,
         }
@@ -221,7 +254,8 @@ class Course:
         self._waiting = list(state["waiting"])
         self.count = state["count"]
         self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
-        self.tail, self._products, self._last = state["tail"], tuple(state["products"]), tuple(state["last"])
+        self.tail, self._products, self._sample = state["tail"], tuple(state["products"]), list(state["sample"])
+        self._kin, self._blocks, self._near = state["kin"], state["blocks"], state["near"]
         self._habit, self._doubt = state["habit"], state["doubt"]
 
 

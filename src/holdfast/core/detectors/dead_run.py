@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
@@ -18,6 +19,7 @@ class DeadRun:
     """
 
     name = "dead_run"
+    field, with_loss, stretch = "loss", True, 1024
 
     def __init__(self, config: Detect) -> None:
         del config
@@ -31,7 +33,6 @@ class DeadRun:
     def observe(self, signal: Signal) -> Finding | None:
         now = (signal.loss, signal.grad_norm)
         if not math.isfinite(signal.loss) or signal.overflow or signal.flags:
-            self._last = None
             return None
         if now != self._last:
             self._last, self._count, self._since = now, 1, signal.step
@@ -51,6 +52,18 @@ class DeadRun:
             message=f"the loss has been {what} for {self._count} records: nothing is being trained",
             evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "lr": signal.lr, "records": self._count},
         )
+
+    def calm(self, losses: Sequence[float]) -> int:
+        """How many of these losses differ from the one before; the last is for `observe`, which knows the rest of it."""
+        before, calm = None if self._last is None else self._last[0], len(losses) - 1
+        for i, loss in enumerate(losses):
+            if loss == before:
+                calm = i - 1
+                break
+            before = loss
+        if calm > 0:
+            self._last = None
+        return max(0, calm)
 
     def rebaseline(self) -> None:
         self._last = None

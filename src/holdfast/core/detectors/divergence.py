@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from holdfast.core.config import Detect
@@ -51,11 +51,14 @@ class _Scale:
 
     def take(self, middle: float, signal: Signal, begin: int, z: float, rise: float) -> tuple[float, float] | None:
         """One more block; where enough of them are above it: the best level and the limit."""
+        limit = math.inf
         if self.best is not None:
             self.rise = max(self.rise, middle - self.best)
-        if self.best is not None and middle > (
-            limit := self.best + max(z * self.spread(), rise * abs(self.best), _FORGIVEN * self.forgiven)
-        ):
+            limit = self.best + max(rise * abs(self.best), _FORGIVEN * self.forgiven)
+            if middle > limit:
+                limit = max(limit, self.best + z * self.spread())
+        if middle > limit:
+            assert self.best is not None
             if self.above == 0:
                 self.onset = begin
             self.above += 1
@@ -63,7 +66,7 @@ class _Scale:
             return (self.best, limit) if self.above >= self.enough else None
         self.above = 0
         self.recent.append(middle)
-        smooth = median(list(self.recent)[-3:])
+        smooth = middle_of(list(self.recent)[-3:])
         if len(self.recent) >= 2 and (self.best is None or smooth < self.best):
             self.forgiven, self.rise = max(0.9 * self.forgiven, self.rise), 0.0
             self.best, self.best_at, self.best_lr = smooth, signal.step, signal.lr
@@ -85,6 +88,7 @@ class Divergence:
     """Asks for a rollback, once; then it waits for a new best level, or a declared shift."""
 
     name = "divergence"
+    field, with_loss, stretch = "loss", True, _BLOCK
 
     def __init__(self, config: Detect) -> None:
         self._config = config
@@ -114,13 +118,21 @@ class Divergence:
             return None
         return self._closed(signal)
 
+    def calm(self, losses: Sequence[float]) -> int:
+        """How many of these losses only fill the block; its first and its last are for `observe`."""
+        some = losses[: max(0, _BLOCK - 1 - len(self._block))] if self._block else losses[:0]
+        if not some or 0.0 in some:
+            return 0
+        self._block.extend(some)
+        return len(some)
+
     def _closed(self, signal: Signal) -> Finding | None:
         block, self._block = self._block, []
         self._count += 1
         if signal.lr is not None and math.isfinite(signal.lr):
             self._follow(signal.lr)
         self._negative = self._negative or min(block) < 0
-        middle = median(block)
+        middle = middle_of(block)
         if self._count * _BLOCK <= self._config.warmup_steps:
             return None
         found = None
@@ -130,7 +142,7 @@ class Divergence:
             scale.part.append(middle)
             if len(scale.part) < scale.joined:
                 continue
-            joined, scale.part = median(scale.part), []
+            joined, scale.part = middle_of(scale.part), []
             begin = self._begin - (scale.joined - 1) * _BLOCK
             if self._expected(scale, signal):
                 scale.forget()
@@ -196,3 +208,9 @@ class Divergence:
         self._negative, self._said, self._peaks = state["negative"], state["said"], tuple(state["peaks"])
         for scale, saved in zip(self._scales, state["scales"], strict=True):
             scale.load_state_dict(saved)
+
+
+def middle_of(values: list[float]) -> float:
+    """The median of a few."""
+    ranked, half = sorted(values), len(values) // 2
+    return ranked[half] if len(ranked) % 2 else 0.5 * (ranked[half - 1] + ranked[half])

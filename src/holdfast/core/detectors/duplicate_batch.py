@@ -21,6 +21,7 @@ class DuplicateBatch:
     """
 
     name = "duplicate_batch"
+    field = "batch"
 
     def __init__(self, config: Detect) -> None:
         del config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
@@ -21,6 +22,7 @@ class LearningRate:
     """
 
     name = "learning_rate"
+    field, with_loss, stretch = "lr", False, 1024
 
     def __init__(self, config: Detect) -> None:
         del config
@@ -41,7 +43,7 @@ class LearningRate:
             return None
         self._last = lr
         if last is None:
-            self._peak, self._since = lr, signal.step
+            self._peak = max(self._peak, lr)
             return None
         peak, self._peak = self._peak, max(self._peak, lr)
         if last > 0 and lr > LR_JUMP * last and self._smooth >= _ZERO_FOR:
@@ -50,10 +52,37 @@ class LearningRate:
         self._smooth = self._smooth + 1 if last == 0 or lr <= 1.05 * last else 0
         if lr != last:
             self._falls = self._falls + 1 if lr < last else 0
-            self._still, self._since, self._said = 0, signal.step, False
+            self._still, self._said = 0, False
             return None
+        if self._still == 0:
+            self._since = signal.step
         self._still += 1
         return self._frozen(signal, lr)
+
+    def calm(self, rates: Sequence[float]) -> int:
+        """How many of these rates, in a row from here, are certain to be found nothing wrong with; they are taken in."""
+        last = self._last
+        if last is None:
+            return 0
+        for i, lr in enumerate(rates):
+            if (
+                lr < 0
+                or (last > 0 and lr > LR_JUMP * last)
+                or (lr == last and (self._still == 0 or self._may_freeze(lr)))
+            ):
+                return i
+            self._smooth = self._smooth + 1 if last == 0 or lr <= 1.05 * last else 0
+            if lr == last:
+                self._still += 1
+            else:
+                self._falls = self._falls + 1 if lr < last else 0
+                self._still, self._said = 0, False
+            self._peak = max(self._peak, lr)
+            self._last = last = lr
+        return len(rates)
+
+    def _may_freeze(self, lr: float) -> bool:
+        return not self._said and (lr == 0.0 or self._falls >= _DECAYED)
 
     def _jump(self, signal: Signal, last: float, lr: float, peak: float) -> Finding:
         back = lr <= 1.05 * peak

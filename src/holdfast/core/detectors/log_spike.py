@@ -27,6 +27,7 @@ class LogSpike:
     kind: str
     what: str
     severity: Severity
+    with_loss, stretch = True, 32
     vetoes: str | None
     """the limit it sets for the gate, if any"""
 

@@ -19,6 +19,7 @@ class LossScale:
     """
 
     name = "loss_scale"
+    field = "loss_scale"
 
     def __init__(self, config: Detect) -> None:
         self._streak_limit = config.overflow_streak

@@ -41,6 +41,7 @@ class LossSpike:
     """
 
     name = "loss_spike"
+    field, with_loss, stretch = "loss", True, 32
 
     def __init__(self, config: Detect) -> None:
         self._config = config
@@ -96,10 +97,10 @@ class LossSpike:
 
     def _over(self, far: float) -> float:
         """What a loss adds to the score. Chance that lasts also comes slowly: a jump from the loss before counts extra."""
-        kin, before = self._course.kinship(), self._before
-        self._before = far
+        kin, before, calm = self._course.kinship(), self._before, self._calm()
+        self._before = far if far > calm else 0.0
         jump = (far - kin * before) / math.sqrt(1.0 - 0.9 * kin * kin)
-        return far - self._calm() + min(_JUMP_MOST, max(0.0, 0.6 * (jump - _JUMP)))
+        return far - calm + min(_JUMP_MOST, max(0.0, 0.6 * (jump - _JUMP)))
 
     def _calm(self) -> float:
         """Deviations that are taken for chance: more, where neighbouring losses are alike and chance lasts."""
@@ -144,17 +145,18 @@ class LossSpike:
 
         For reading a log: the same course and limits as `observe`, a block at a time. 0 where it must look closer.
         """
-        if self._score > 0.0 or self._under > _UNDER or self._open or not self._course.ready or not losses:
+        if self._score > 0.0 or self._open or not self._course.ready or not losses:
             return 0
         count = min(len(losses), self._course.room(), self._log.room() if self._positive else len(losses))
         some, config = losses[:count], self._config
         limit = self._above(self._calm() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count)
-        if max(some) > min(limit, self._above(config.loss_z, config.loss_rise, count)):
+        limit = min(limit, self._above(config.loss_z, config.loss_rise, count))
+        if max(some) > limit:
+            count = next(i for i, loss in enumerate(some) if loss > limit)
+            some = some[:count]
+        if not some or (self._positive and not min(some) > 0.0) or 0.0 in some:
             return 0
-        lowest = min(some)
-        if (self._positive and not lowest > 0.0) or 0.0 in some or self._course.z(lowest) < -_UNDER:
-            return 0
-        self._under = self._before = 0.0
+        self._before, self._under = 0.0, self._course.lowest(some, self._under, _UNDER_KEPT)
         self._course.extend(some)
         if self._positive:
             self._log.extend([math.log(v) for v in some])
@@ -187,7 +189,9 @@ class LossSpike:
             self._log.outlier(z)
         if not (said or latched):
             return None
-        message = f"the loss is back on its course {signal.step - onset} steps after step {onset}; it had reached {peak:.6g}"
+        message = (
+            f"the loss is back on its course {signal.step - onset} steps after step {onset}; it had reached {peak:.6g}"
+        )
         evidence = {"outcome": "recovered", "peak": peak, "steps_out": out, "loss": signal.loss}
         return self._note(signal, onset, message, evidence)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.divergence import middle_of
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
-_SMOOTH = 0.02
+_BLOCK = 16
+_SMOOTH = 0.28
 _BETTER = 0.002
 
 
@@ -16,9 +19,11 @@ class Plateau:
     """No new best of the smoothed loss, by a share that counts, for `plateau_steps` steps. Said once per plateau."""
 
     name = "plateau"
+    field, with_loss, stretch = "loss", True, _BLOCK
 
     def __init__(self, config: Detect) -> None:
         self._after = config.plateau_steps
+        self._block: list[float] = []
         self._level: float | None = None
         self._best = 0.0
         self._since: int | None = None
@@ -31,8 +36,11 @@ class Plateau:
         loss = signal.loss
         if not math.isfinite(loss) or signal.overflow or signal.flags:
             return None
-        level = loss if self._level is None else self._level + _SMOOTH * (loss - self._level)
-        self._level = level if math.isfinite(level) else loss
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return None
+        middle, self._block = middle_of(self._block), []
+        self._level = middle if self._level is None else self._level + _SMOOTH * (middle - self._level)
         if self._since is None or self._level < self._best - _BETTER * abs(self._best):
             self._best, self._since, self._said = self._level, signal.step, False
             return None
@@ -50,12 +58,25 @@ class Plateau:
             confidence=0.7,
         )
 
+    def calm(self, losses: Sequence[float]) -> int:
+        """How many of these losses only fill the block; its last is for `observe`."""
+        some = losses[: _BLOCK - 1 - len(self._block)]
+        self._block.extend(some)
+        return len(some)
+
     def rebaseline(self) -> None:
+        self._block = []
         self._level, self._since, self._said = None, None, False
 
     def state_dict(self) -> dict[str, Any]:
-        return {"level": self._level, "best": self._best, "since": self._since, "said": self._said}
+        return {
+            "block": list(self._block),
+            "level": self._level,
+            "best": self._best,
+            "since": self._since,
+            "said": self._said,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._level, self._best = state["level"], state["best"]
+        self._block, self._level, self._best = list(state["block"]), state["level"], state["best"]
         self._since, self._said = state["since"], state["said"]

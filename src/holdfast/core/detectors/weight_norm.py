@@ -17,6 +17,7 @@ class WeightNorm:
     from `warmup_steps` on."""
 
     name = "weight_norm"
+    field = "weight_norm"
 
     def __init__(self, config: Detect) -> None:
         self._ratio, self._warmup = config.weight_ratio, config.warmup_steps

@@ -10,8 +10,8 @@ from holdfast.diagnosis.importers.reading import EVAL, TRAIN, Field, Reading, nu
 from holdfast.diagnosis.importers.textformat import TextFormat
 
 _HEAD = re.compile(rb"\[(?:epoch=(\d+)(?:/\d+)?\]\[)?batch=(\d+)(?:/\d+)?\]:")
-_JOINT = re.compile(rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?\s+(?=(?:Train|Eval) )")
-_METRIC = re.compile(rb"\b(Train|Eval) ([^\s:][^:]*): ([-+]?(?:\d[\d.]*(?:[eE][-+]\d+)?|nan|inf))(?=\s|$)")
+_JOINT = re.compile(rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?[ \t]{1,40}(?=(?:Train|Eval) )")
+_METRIC = re.compile(rb"\b(Train|Eval) ([^\s:][^:]{0,200}): ([-+]?(?:\d[\d.]*(?:[eE][-+]\d+)?|nan|inf))(?=\s|$)")
 
 
 def gather(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -17,7 +17,7 @@ from holdfast.diagnosis.table import Table
 
 _HEAD = re.compile(rb"\biteration\s+(\d+)/\s*\d+ \|")
 _REST = re.compile(rb"\|\s*([A-Za-z][^|:]*?):\s*([-+]?[\w.]+(?:[-+]\d+)?)\s*(?=\||$)")
-_EVAL = re.compile(rb"\b(validation|test) loss at (?:iteration (\d+)|the end of training[^|]*?)[^|]*\|")
+_EVAL = re.compile(rb"\b(validation|test) loss at (?:iteration (\d+)|the end of training)[^|]*\|")
 _OPEN = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
 _LOOK = 64 << 10
 _NAMES = {

@@ -15,7 +15,7 @@ _GNMT_REST = re.compile(rb"\b(Time|Data|Tok/s|Loss/tok|LR) (" + _NUMBER + rb")")
 _RCNN = re.compile(rb"\biter: (\d+)\s+(?=loss: )")
 _RCNN_REST = re.compile(rb"\b(\w+|max mem): (" + _NUMBER + rb")")
 _EVAL = re.compile(
-    rb":::MLL(?:OG)? .*\beval_(?:accuracy|loss|error)\b.*\"value\": (?:\{\"(\w+)\": )?(" + _NUMBER + rb")"
+    rb":::MLL(?:OG)? .{0,400}?\beval_(?:accuracy|loss|error)\b.{0,400}?\"value\": (?:\{\"(\w+)\": )?(" + _NUMBER + rb")"
 )
 _NAMES = {
     b"Time": ("seconds", 1.0), b"Data": ("data_seconds", 1.0), b"Tok/s": ("tokens_per_second", 1.0),
@@ -23,8 +23,8 @@ _NAMES = {
     b"data": ("data_seconds", 1.0), b"max mem": ("memory_peak", 1 / 1024),
 }  # fmt: skip
 _FACT = re.compile(
-    rb":::MLL(?:OG)? .*?\"?(submission_benchmark|global_batch_size|opt_base_learning_rate|opt_name|seed)\"?"
-    rb".*?\"value\": \"?([^\",}]{1,60})"
+    rb":::MLL(?:OG)? .{0,400}?\"?(submission_benchmark|global_batch_size|opt_base_learning_rate|opt_name|seed)\"?"
+    rb".{0,400}?\"value\": \"?([^\",}]{1,60})"
 )
 
 

@@ -91,6 +91,34 @@ def test_records_across_chunks_are_not_lost(tmp_path, monkeypatch):
     assert table.columns["lr"].tolist() == [0.1] * 50
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "filler", ["\r", " ", "\t", "\n", "|", "9", "a", ".", "Train ", ":::MLL ", "{'a': ", "eval_loss ", "| a: "]
+)
+def test_long_runs_of_one_thing_take_no_longer_than_others(tmp_path, filler):
+    heads = [
+        "[batch=1/9]:\n\t Train loss/train/total: 4.9",
+        " iteration 1/ 9 | lm loss: 2.0E+00 |",
+        ":::MLL 1 eval_loss",
+    ]
+    heads += [
+        " validation loss at iteration 3 ",
+        "step 1 loss 2.5 ",
+        "{'loss': 1.5, 'a",
+        "| epoch 001: 1 / 9 loss=1.5, num_updates=1 ",
+    ]
+    long = filler * (200_000 // len(filler))
+    text = "\n".join(part for head in heads for part in (head + long[:30_000], head + long, long[:30_000] + head))
+    try:
+        read(write(tmp_path, text.encode()))
+    except LogRefused as refused:
+        assert_told(refused)
+
+
+def assert_told(refused):
+    assert refused.reason
+
+
 @pytest.mark.parametrize(
     ("line", "kind"),
     [

@@ -1,0 +1,155 @@
+"""The same detectors over a log: what `observe` would say row by row, at a fraction of the time.
+
+A detector that can vouch for a stretch of values at once says so in `calm`, with the very limits `observe` uses, and takes
+them in; only what is left is looked at row by row. The findings are the same, one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from holdfast.core.config import Detect
+from holdfast.core.detectors import build
+from holdfast.core.detectors.base import Detector
+from holdfast.core.shifts import Shifts
+from holdfast.core.types import Finding, Signal
+
+_FIELDS = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "loss_scale": "loss_scale",
+    "update_rms": "update_rms",
+    "weight_norm": "weight_norm",
+    "seconds": "seconds",
+    "batch_size": "samples",
+    "sequence_length": "length",
+}
+"""columns of a log, and the field of a signal each is"""
+_WHOLE = {"samples", "length"}
+
+
+class Columns(Protocol):
+    """A log in columns: a step for each row, and values that count where `present` says so."""
+
+    step: Any
+    columns: Mapping[str, Any]
+    present: Mapping[str, Any]
+
+
+class Rows:
+    """The rows of a log that have a loss, as lists."""
+
+    def __init__(self, log: Columns) -> None:
+        there = log.present["loss"].tolist() if "loss" in log.columns else []
+        self.rows = [i for i, has in enumerate(there) if has]
+        """where each of them is in the log"""
+        whole = len(self.rows) == len(there)
+        self.step = _pick(log.step.tolist(), self.rows, whole)
+        self.fields: dict[str, list[Any]] = {}
+        self.whole: set[str] = set()
+        """the fields that are there in every row, and finite"""
+        for column, field in _FIELDS.items():
+            if column not in log.columns:
+                continue
+            values = _pick(log.columns[column].tolist(), self.rows, whole)
+            if not log.present[column].all():
+                has = _pick(log.present[column].tolist(), self.rows, whole)
+                values = [v if h else None for v, h in zip(values, has, strict=True)]
+            if field in _WHOLE:
+                values = [int(v) if v is not None and math.isfinite(v) else None for v in values]
+            self.fields[field] = values
+            if None not in values and all(map(math.isfinite, values)):
+                self.whole.add(field)
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def signal(self, i: int) -> Signal:
+        return Signal(step=int(self.step[i]), **{name: values[i] for name, values in self.fields.items()})
+
+
+def _pick(values: list[Any], rows: list[int], whole: bool) -> list[Any]:
+    return values if whole else [values[i] for i in rows]
+
+
+def scan(
+    log: Columns,
+    config: Detect | None = None,
+    *,
+    shifts: Iterable[int] = (),
+    detectors: Sequence[Detector] | None = None,
+) -> list[Finding]:
+    """Every finding over a log, in the order of its rows.
+
+    Shifts are recognised as online, and by the learning rate too; `shifts` are rows of the log, declared besides.
+    """
+    rows = Rows(log)
+    chosen = build(config or Detect()) if detectors is None else list(detectors)
+    places = {row: i for i, row in enumerate(rows.rows)}
+    borders = sorted({*_recognised(rows), *(places[row] for row in shifts if row in places)})
+    found = [(i, n, f) for n, d in enumerate(chosen) for i, f in _over(d, rows, borders)]
+    found.sort(key=lambda entry: entry[:2])
+    return [finding for _, _, finding in found]
+
+
+def _recognised(rows: Rows) -> list[int]:
+    watch = Shifts(by_lr=True)
+    by = {"samples": watch.batch, "length": watch.length, "lr": watch.lr}
+    return [i for name, moved in by.items() for i, v in enumerate(rows.fields.get(name, ())) if moved(v) is not None]
+
+
+def _over(detector: Detector, rows: Rows, borders: list[int]) -> Iterable[tuple[int, Finding]]:
+    """The findings of one detector, with the place of each."""
+    if getattr(detector, "field", "loss") not in rows.fields:
+        return
+    places, values = _places(detector, rows)
+    at, ends = 0, [*_ends(places, borders), len(places)]
+    for n, end in enumerate(ends):
+        if n:
+            detector.rebaseline()
+        while at < end:
+            if values is not None:
+                at += detector.calm(values[at : min(end, at + detector.stretch)])  # type: ignore[attr-defined]
+                if at >= end:
+                    break
+            finding = detector.observe(rows.signal(places[at]))
+            if finding is not None:
+                yield places[at], finding
+            at += 1
+
+
+def _ends(places: Sequence[int], borders: list[int]) -> list[int]:
+    """How many of the places lie before each border."""
+    ends, at = [], 0
+    for border in borders:
+        while at < len(places) and places[at] < border:
+            at += 1
+        ends.append(at)
+    return ends
+
+
+def _places(detector: Detector, rows: Rows) -> tuple[Sequence[int], list[Any] | None]:
+    """The rows a detector has to see, and their values where it can vouch for several at once."""
+    if detector.name == "nonfinite":
+        if {"loss", "grad_norm"} & set(rows.fields) <= rows.whole:
+            return [], None
+        norms = rows.fields.get("grad_norm") or [None] * len(rows)
+        both = zip(rows.fields["loss"], norms, strict=True)
+        return [
+            i for i, (a, b) in enumerate(both) if not math.isfinite(a) or (b is not None and not math.isfinite(b))
+        ], None
+    field = getattr(detector, "field", None)
+    if field is None or not hasattr(detector, "calm"):
+        return range(len(rows)), None
+    values, losses = rows.fields[field], rows.fields["loss"]
+    with_loss: bool = detector.with_loss  # type: ignore[attr-defined]
+    if {field, *(["loss"] if with_loss else [])} <= rows.whole:
+        return range(len(rows)), values
+    if not with_loss:
+        losses = [0.0] * len(values)
+    both = zip(values, losses, strict=True)
+    places = [i for i, (v, x) in enumerate(both) if v is not None and math.isfinite(v) and math.isfinite(x)]
+    return places, [values[i] for i in places] if len(places) < len(values) else values

@@ -29,7 +29,7 @@ _DOUBT, _DOUBT_AFTER_SHIFT = 10.0, 60.0
 _KINSHIP, _KIN_EVERY, _KIN_BLOCK = 0.06, 4, 16
 _FAR_BELOW = 5.0
 """a value this far under the course says that the noise is wide, not that something is wrong"""
-_BLOCK, _SETTLED = 32, 64
+_BLOCK, _SETTLED = 16, 64
 _LOOK_BACK = 32
 
 
@@ -147,7 +147,7 @@ class Course:
         self._habit *= _HABIT_KEPT**count
         self.tail = min(_WIDEST_TAIL, max(2.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
         mean = pull / count
-        if count >= _BLOCK // 4 and mean < _DROPPED:
+        if count >= _BLOCK // 2 and mean < _DROPPED:
             # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
             self.level = sum(values) / count - trend * (count + 1) / 2 + trend * count
         else:
@@ -171,14 +171,14 @@ class Course:
         Between two estimates: that of the values takes a slow misfit of the course for kinship, and that of their moves
         (independent values turn back by half) does not see it under a second, independent noise.
         """
-        self._sample.extend(values)
+        level, trend, scale = self.level, self.trend, self.scale
+        far = ((v - level - trend * i) / scale for i, v in enumerate(values, 1))
+        self._sample.extend(-2.0 if z < -2.0 else 2.0 if z > 2.0 else z for z in far)
         if len(self._sample) < _KIN_BLOCK:
             return
-        sample, self._sample = self._sample, []
-        level, scale = self.level, self.scale
-        held = [max(-2.0, min(2.0, (v - level) / scale)) for v in sample]
+        held, self._sample = self._sample, []
         moves = [b - a for a, b in pairwise(held)]
-        weight = min(0.5, max(_KINSHIP, _KIN_EVERY * len(sample) / (self.count + _SETTLED)))
+        weight = min(0.25, max(_KINSHIP, len(held) / (self.count + _SETTLED)))
         seen = (
             sum(a * b for a, b in pairwise(held)) / len(moves),
             sum(a * a for a in held) / len(held),

@@ -27,7 +27,7 @@ class LogSpike:
     kind: str
     what: str
     severity: Severity
-    with_loss, stretch = True, 32
+    with_loss, stretch = True, 16
     vetoes: str | None
     """the limit it sets for the gate, if any"""
 

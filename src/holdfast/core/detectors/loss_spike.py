@@ -41,7 +41,7 @@ class LossSpike:
     """
 
     name = "loss_spike"
-    field, with_loss, stretch = "loss", True, 32
+    field, with_loss, stretch = "loss", True, 16
 
     def __init__(self, config: Detect) -> None:
         self._config = config
@@ -104,7 +104,7 @@ class LossSpike:
 
     def _calm(self) -> float:
         """Deviations that are taken for chance: more, where neighbouring losses are alike and chance lasts."""
-        return _CALM + 10.0 * max(0.0, self._course.kinship() - 0.35) ** 2
+        return _CALM + 13.0 * max(0.0, self._course.kinship() - 0.35) ** 2
 
     def _learn(self, signal: Signal) -> None:
         loss = signal.loss

@@ -5,6 +5,7 @@ The engine touches no tensor and performs no action: it says what is to be done,
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +22,18 @@ from holdfast.core.journal import Journal
 from holdfast.core.plain import plain
 from holdfast.core.policy import Policy
 from holdfast.core.ports import Agreement, Alone
+from holdfast.core.shifts import Shifts
 from holdfast.core.tally import Summary, Tally
-from holdfast.core.types import Finding, Incident, Outcome, Plan, Severity, Signal, Status, Stop, Verdict
+from holdfast.core.types import Finding, Incident, Kind, Outcome, Plan, Severity, Signal, Status, Stop, Verdict
 from holdfast.core.verdict import merge
+
+log = logging.getLogger("holdfast")
 
 _PROGRESS_EVERY = 1000
 _REMEMBERED = 64
+_SHIFTS = "expected_shifts"
+_LOUD = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
+"""nothing is done about them, and a person is to know"""
 
 
 class Limits(NamedTuple):
@@ -50,11 +57,12 @@ class Engine:
         self.config = config
         self.policy = Policy(config.recover)
         self.detectors = [*build(config.detect), *detectors]
-        names = [d.name for d in self.detectors]
+        names = [_SHIFTS, *(d.name for d in self.detectors)]
         if (twice := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {twice!r}, and their states would be mixed up; rename one")
         self._agreement = agreement or Alone()
         self._on_instability = on_instability or (lambda incident: None)
+        self._shifts = Shifts()
         self._tally = Tally()
         self._recent: deque[Signal] = deque(maxlen=_REMEMBERED)
         self._incident: Incident | None = None
@@ -103,18 +111,23 @@ class Engine:
         this returns.
         """
         signal = self._agreement.signal(signal)
+        if (reason := self._shifts.observe(signal)) is not None:
+            self.shift(reason, signal.step)
         found = [f for d in self.detectors if (f := d.observe(signal)) is not None]
         findings = self._agreement.findings([*more, *found])
         self._recent.append(signal)
         verdict = merge(signal, findings)
         if verdict is None:
             return None
-        if self.config.recover.mode == "observe" and self._seen_before(verdict):
+        # What is only noted is no trouble: nothing is held back, in either mode.
+        observing = self.config.recover.mode == "observe" and verdict.severity > Severity.NOTE
+        if observing and self._seen_before(verdict):
             return self.policy.observe(verdict)
         for finding in findings:
             self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
+            _say(finding)
         number = self._number()
-        if self.config.recover.mode == "observe":
+        if observing:
             plan = self.policy.observe(verdict)
         else:
             proposed = self.policy.propose(verdict)
@@ -213,12 +226,49 @@ class Engine:
     # ---- detector windows, which do go back with a rollback
 
     def state_dict(self) -> dict[str, Any]:
-        return {d.name: d.state_dict() for d in self.detectors}
+        return {name: owner.state_dict() for name, owner in self._with_windows().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for detector in self.detectors:
-            if detector.name in state:
-                detector.load_state_dict(state[detector.name])
+        """Windows back to what they were; what `state` does not hold stays as it is."""
+        for name, owner in self._with_windows().items():
+            if name in state:
+                owner.load_state_dict(state[name])
+
+    def resume(self, state: dict[str, Any], step: int) -> None:
+        """Go on from what an earlier process saved. A detector it holds no window of, or one that another version
+        wrote, learns its level anew."""
+        anew = []
+        for name, owner in self._with_windows().items():
+            if name not in state or not _load(name, owner, state[name]):
+                anew.append(name)
+        anew = [name for name in anew if name != _SHIFTS]
+        if anew:
+            self.write("shift", step=step, reason="resumed without their windows", detectors=anew)
+            for detector in self.detectors:
+                if detector.name in anew:
+                    detector.rebaseline()
+
+    def _with_windows(self) -> dict[str, Any]:
+        return {_SHIFTS: self._shifts, **{d.name: d for d in self.detectors}}
+
+
+def _load(name: str, owner: Any, state: Any) -> bool:
+    """Whether `state` could be loaded; where not, its owner is as it was."""
+    before = owner.state_dict()
+    try:
+        owner.load_state_dict(state)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        log.warning("the saved window of %s cannot be read (%s: %s): it starts anew", name, type(error).__name__, error)
+        owner.load_state_dict(before)
+        return False
+    return True
+
+
+def _say(finding: Finding) -> None:
+    """A note is in the log once, loud where a person is to know; what is acted on is said by the action."""
+    if finding.severity == Severity.NOTE and (finding.new or "outcome" in finding.evidence):
+        level = logging.WARNING if finding.kind in _LOUD else logging.INFO
+        log.log(level, "step %d: %s: %s", finding.step, finding.kind, finding.message)
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.core.types import Signal
+from holdfast.core.types import Flag, Signal, Span
 
 LR_JUMP = 1.5
 _STEADY = 50
@@ -52,10 +52,19 @@ class Shifts:
         self._length = _Steady()
         self._lr: float | None = None
         self._peak = 0.0
+        self._data: tuple[Span, ...] = ()
 
     def observe(self, signal: Signal) -> str | None:
+        """A step kept back for a high loss counts: another length may be what raised it. One that overflowed or is not
+        finite does not, nor does the same data served again."""
+        if signal.overflow or signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE):
+            return None
+        if signal.data and signal.data == self._data:
+            return None
+        self._data = signal.data
         by_lr = self.lr(signal.lr) if self._by_lr else None
-        return self.batch(signal.samples) or self.length(signal.length) or by_lr
+        by_batch, by_length = self.batch(signal.samples), self.length(signal.length)
+        return by_batch or by_length or by_lr
 
     def batch(self, size: float | None) -> str | None:
         moved = self._batch.changed(size)
@@ -80,9 +89,11 @@ class Shifts:
             "length": dict(self._length.__dict__),
             "lr": self._lr,
             "peak": self._peak,
+            "data": [list(span) for span in self._data],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch.__dict__.update(state["batch"])
         self._length.__dict__.update(state["length"])
         self._lr, self._peak = state["lr"], state["peak"]
+        self._data = tuple(Span(*span) for span in state["data"])

@@ -1,7 +1,7 @@
 """From the detectors' findings over a log to episodes: what happened, from where to where.
 
 A finding is about a step; an episode is about a stretch. One excursion of the loss may be found a hundred times and is
-one episode; a gradient that explodes inside it is part of it. What looks like trouble and is not (a deliberate
+one episode; a gradient that explodes inside it is another beside it. What looks like trouble and is not (a deliberate
 restart, the staircase of epochs, a loss scale finding its level) becomes a note, with its reason.
 """
 
@@ -52,4 +52,11 @@ class Note(msgspec.Struct, kw_only=True):
 
 def find(table: Table) -> tuple[list[Episode], list[Note]]:
     """All episodes of a run in the order they begin, and the notes."""
-    raise NotImplementedError
+    from holdfast.diagnosis import excursions, gradients, quiet
+
+    found, notes = excursions.find(table)
+    found += gradients.find(table)
+    more, others = quiet.find(table, found)
+    found += more
+    notes += others
+    return sorted(found, key=lambda e: (e.first, e.last)), sorted(notes, key=lambda n: n.start)

@@ -93,6 +93,10 @@ class Mixture(Dataset[dict[str, Tensor]]):
             counts = [c + blocks * q for c, q in zip(counts, stage.quotas, strict=True)]
         return counts
 
+    def stage(self, n: int) -> int:
+        """Which stage sample n belongs to, counted from 0."""
+        return sum(s.first_block <= n // BLOCK for s in self._stages) - 1
+
     def count(self, stop: int) -> list[int]:
         """Samples of each source among the first `stop`, without making any of them."""
         block, within = divmod(stop, BLOCK)

@@ -26,6 +26,7 @@ from holdfast.reference.mixture import BLOCK, Drawn, Mixture, Weights, quotas
 from holdfast.reference.model import Transformer, flops_per_token, next_token_loss
 from holdfast.reference.tokens import Tokens, embedded, open_tokens
 from holdfast.runtime.guard import Guard
+from holdfast.runtime.step import Step
 
 SNAPSHOT = "snapshot.pt"
 INTERRUPTED = "interrupted"
@@ -128,8 +129,12 @@ class Trainer:
             guard.load(resume)
         if view is not None:
             view.begin(config, self.about())
+        stages = _Stages(self.mixture, train.batch_size * train.accumulate)
+        if config.dataset.stages:
+            guard.register("data_stage", stages)
         with guard, stops_at_interrupt(guard):
             for step in guard.steps(self.loader, accumulate=train.accumulate, max_steps=train.steps):
+                stages.begin(step, guard)
                 if self.tamper is not None:
                     self.tamper.before_step(step.number, self.model, self.optimizer)
                 with step:
@@ -298,6 +303,33 @@ def check_run_dir(path: str, key: str = "[train] run_dir =") -> None:
 
 def _by_name(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
+
+
+class _Stages:
+    """Which stage of the mixture the run is in. It goes back with a rollback, and a border is then crossed again."""
+
+    def __init__(self, mixture: Mixture, per_step: int) -> None:
+        self._mixture, self._per_step = mixture, per_step
+        self._stage = mixture.stage(per_step - 1)
+
+    def begin(self, step: Step, guard: Guard) -> None:
+        """Declare the shift before the first step that has samples of another stage."""
+        if self._of(step) == self._stage:
+            return
+        guard.flush()  # the step before may be undone by it, and other data be in this one
+        before, self._stage = self._stage, self._of(step)
+        if before != self._stage:
+            guard.expect_shift(f"data stage {self._stage}")
+
+    def _of(self, step: Step) -> int:
+        """By its last sample: a step may lie on the border."""
+        return self._mixture.stage(step.draws[0].span.start + self._per_step - 1) if step.draws else self._stage
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"stage": self._stage}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._stage = state["stage"]
 
 
 class _Watch:

@@ -93,7 +93,7 @@ class Records:
     def metrics(self, outcome: Outcome) -> None:
         if self._metrics is not None:
             signal = outcome.signal
-            row = {name: getattr(signal, name) for name in signal.__struct_fields__}
+            row = {name: getattr(signal, name) for name in signal.__struct_fields__ if name != "batch"}
             self._metrics.write({**{k: v for k, v in row.items() if v is not None}, "status": outcome.status})
 
     def flush(self) -> None:

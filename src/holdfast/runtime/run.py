@@ -22,6 +22,7 @@ from holdfast.core.ports import Clock
 from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
 from holdfast.runtime import effects, saving
 from holdfast.runtime.buffers import Capture
+from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position, Source
 from holdfast.runtime.gate import Gate
@@ -29,16 +30,18 @@ from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.optimizers import clear_gradients
 from holdfast.runtime.records import Records
 from holdfast.runtime.rng import Rng
-from holdfast.runtime.sensing import Reading, gradient_norm, sense
+from holdfast.runtime.sensing import Reading, gradient_norm, sense, weight_norm
 from holdfast.runtime.setup import devices_of
 from holdfast.runtime.snapshots.keeper import Keeper
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
+from holdfast.runtime.update_size import UpdateSize
 
 log = logging.getLogger("holdfast")
 
 _LR_JUMP = 1.5
 _LOOK_AT_STREAKS = (4, 16)
+_WEIGH_EVERY = 50
 
 
 class Run:
@@ -77,6 +80,7 @@ class Run:
         self._loader: Any = None
         self._parameters: list[Tensor] = []
         self._counts: list[int] = []
+        self._update_size = UpdateSize(state.optimizers)
         self._attempt = 1
         self._ended_epochs = 0
         self._overflows = 0
@@ -169,6 +173,7 @@ class Run:
         number = self.step + 1 + (self.pending is not None)
         attempt = 1 if self.pending is not None else self._attempt
         step = Step(self, number, attempt, accumulate, first, buffers)
+        step.look = Look(fingerprint=self.config.detect.watch)
         if self.pending is None:
             self._step_epochs(self._ended_epochs)
         else:
@@ -206,6 +211,7 @@ class Run:
         counts = [len(g["params"]) for o in self.state.optimizers.all for g in o.param_groups]
         if counts != self._counts:
             self._counts, self._parameters = counts, self.state.trained()
+            self._update_size.forget()
 
     def draw_more(self, step: Step) -> bool:
         """One more batch for a step in progress; False where the data has ended inside it."""
@@ -249,6 +255,7 @@ class Run:
         step.number, step.attempt = self.step + 1, self._attempt
         limits = self.engine.limits()
         sensed = sense(loss, norm, limits, _any(found), None if scaler is None else scaler.tensor())
+        sensed = sensed._replace(update=self._sense_update(loss), weights=self._sense_weights(step, loss))
         step.loss_limit, step.grad_limit = limits
         step.clip = self.state.interventions.max_norm(self._clip)
         factor = self.state.interventions.factor()
@@ -263,6 +270,14 @@ class Run:
                 self._tell(self.keeper.updated(step.number))
         else:
             self.settle(None)
+
+    def _sense_update(self, loss: Tensor) -> Tensor | None:
+        return self._update_size.sense(loss.device) if self.config.detect.update_spike else None
+
+    def _sense_weights(self, step: Step, loss: Tensor) -> Tensor | None:
+        """Now and then: the weights as the step found them."""
+        due = self.config.detect.watch and step.number % _WEIGH_EVERY == 0
+        return weight_norm(self._parameters, loss.device) if due else None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -373,6 +388,9 @@ class Run:
             grad_norm=reading.grad_norm,
             lr=step.lr,
             loss_scale=reading.loss_scale,
+            update_rms=reading.update_rms,
+            weight_norm=reading.weight_norm,
+            batch=None if step.look is None else step.look.batch,
             clip=step.clip,
             flags=reading.flags,
             overflow=reading.overflow,
@@ -380,6 +398,7 @@ class Run:
             grad_limit=step.grad_limit,
             data=_spans(step),
             samples=step.samples,
+            length=None if step.look is None else step.look.length,
             seconds=step.seconds,
         )
 
@@ -411,8 +430,11 @@ class Run:
         assert self.step == signal.step, "committed steps are numbered without gaps"
         self._attempt = 1
         self.positions[self.step] = step.draws[0].begin
+        before = self.state.interventions.factor()
         self._step_schedulers("step")
         self.state.interventions.commit()
+        if (after := self.state.interventions.factor()) > _LR_JUMP * before:
+            self.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", self.step)
         if healthy:
             self.engine.commit(signal)
             self.keeper.healthy(self.step)

@@ -43,8 +43,8 @@ def go_on(run: Run, parts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     run.state.join(parts["light"], tensors)
     named = {n.removeprefix("buffer."): t for n, t in tensors.items() if n.startswith("buffer.")}
     run.state.buffers.restore(run.state.buffers.from_named(named))
-    run.engine.load_state_dict(parts["detectors"])
     run.source.resume(parts["position"], parts["last_ids"])
     run.rng.restore(snapshot_file.unpack_rng(parts["rng"]))
     run.step = parts["step"]
     run.engine.write("resumed", durable=True, step=run.step, position=parts["position"])
+    run.engine.resume(parts["detectors"], run.step)

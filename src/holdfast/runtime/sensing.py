@@ -25,6 +25,8 @@ class Reading(NamedTuple):
     flags: int
     overflow: bool
     loss_scale: float | None
+    update_rms: float | None = None
+    weight_norm: float | None = None
 
 
 class Sensed(NamedTuple):
@@ -35,6 +37,8 @@ class Sensed(NamedTuple):
     flags: Tensor
     overflow: Tensor
     scale: Tensor | None
+    update: Tensor | None = None
+    weights: Tensor | None = None
 
 
 @torch.no_grad()
@@ -45,6 +49,12 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
         return get_total_norm(gradients)
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
     return get_total_norm(dense)
+
+
+@torch.no_grad()
+def weight_norm(parameters: Sequence[Tensor], home: torch.device) -> Tensor | None:
+    """The norm of all of them together, on `home`; None where there are none."""
+    return get_total_norm(parameters).to(home) if parameters else None
 
 
 @torch.no_grad()
@@ -82,10 +92,11 @@ class Packed:
 
     @torch.no_grad()
     def __init__(self, sensed: Sensed) -> None:
-        parts = [sensed.loss.double(), sensed.norm.double(), sensed.flags.double(), sensed.overflow.double()]
-        if sensed.scale is not None:
-            parts.append(sensed.scale.double().reshape(()))
-        packed = torch.stack([p.reshape(()) for p in parts])
+        parts = [sensed.loss, sensed.norm, sensed.flags, sensed.overflow]
+        others = {"loss_scale": sensed.scale, "update_rms": sensed.update, "weight_norm": sensed.weights}
+        self._others = [name for name, part in others.items() if part is not None]
+        parts += [part for part in others.values() if part is not None]
+        packed = torch.stack([p.double().reshape(()) for p in parts])
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -99,4 +110,5 @@ class Packed:
         if self._event is not None:
             self._event.synchronize()
         values = self._host.tolist()
-        return Reading(values[0], values[1], int(values[2]), bool(values[3]), values[4] if len(values) > 4 else None)
+        others = {"loss_scale": None, **dict(zip(self._others, values[4:], strict=True))}
+        return Reading(values[0], values[1], int(values[2]), bool(values[3]), **others)

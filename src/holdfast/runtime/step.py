@@ -11,6 +11,7 @@ from torch import Tensor
 from holdfast.core.errors import StepError, StepIncomplete
 from holdfast.core.types import Outcome
 from holdfast.runtime.buffers import Capture
+from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.gate import Passage
@@ -45,6 +46,8 @@ class Step:
         self.schedule: Schedule | None = None
         """where the schedule stood before those moved it"""
         self.data_ended = False
+        self.look: Look | None = None
+        """what its batches looked like when they were handed out; None where nobody asks"""
         self.result: Outcome | None = None
         self._state = "new"
         self._parts: int | None = None
@@ -241,6 +244,8 @@ class _Microbatches:
                 raise StopIteration
             draw = step.draws[self._taken]
             self._taken += 1
+            if step.look is not None:
+                step.look.add(draw.batch)
             self._pieces = self._cut(draw)
         piece, weight = self._pieces.pop(0)
         step._note_piece(weight, len(self._pieces))

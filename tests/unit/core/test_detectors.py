@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import pytest
 from builders import signal
+from holdfast.core.detectors.baseline import Baseline
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.config import Detect
 from holdfast.core.detectors import GradSpike, LossSpike, NonFinite, build
 from holdfast.core.detectors.base import Detector
-from holdfast.core.detectors.baseline import Baseline
 from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 
 SPIKES = (LossSpike, GradSpike)

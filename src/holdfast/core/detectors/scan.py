@@ -34,9 +34,12 @@ _WHOLE = {"samples", "length"}
 class Columns(Protocol):
     """A log in columns: a step for each row, and values that count where `present` says so."""
 
-    step: Any
-    columns: Mapping[str, Any]
-    present: Mapping[str, Any]
+    @property
+    def step(self) -> Any: ...
+    @property
+    def columns(self) -> Mapping[str, Any]: ...
+    @property
+    def present(self) -> Mapping[str, Any]: ...
 
 
 class Rows:
@@ -88,14 +91,16 @@ def scan(
     """
     rows = Rows(log)
     chosen = build(config or Detect()) if detectors is None else list(detectors)
-    places = {row: i for i, row in enumerate(rows.rows)}
-    borders = sorted({*_recognised(rows), *(places[row] for row in shifts if row in places)})
-    found = [(i, n, f) for n, d in enumerate(chosen) for i, f in _over(d, rows, borders)]
+    borders = set(recognised(rows))
+    if declared := set(shifts):
+        borders |= {place for place, row in enumerate(rows.rows) if row in declared}
+    found = [(i, n, f) for n, d in enumerate(chosen) for i, f in _over(d, rows, sorted(borders))]
     found.sort(key=lambda entry: entry[:2])
     return [finding for _, _, finding in found]
 
 
-def _recognised(rows: Rows) -> list[int]:
+def recognised(rows: Rows) -> list[int]:
+    """Where the step itself changed: the places, among the rows with a loss, at which the detectors start anew."""
     watch = Shifts(by_lr=True)
     by = {"samples": watch.batch, "length": watch.length, "lr": watch.lr}
     return [i for name, moved in by.items() for i, v in enumerate(rows.fields.get(name, ())) if moved(v) is not None]

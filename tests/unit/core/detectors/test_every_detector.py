@@ -6,13 +6,14 @@ import json
 import math
 import time
 from collections import deque
+from random import Random
 from statistics import median
 
 import msgspec
 import numpy as np
 import pytest
-from feeding import AS_WRITTEN, BROKEN, DEFAULT, MADE, ODD, finite, play, same, signal, stream
-from hypothesis import given, settings
+from feeding import AS_WRITTEN, BROKEN, DEFAULT, MADE, ODD, finite, play, same, stream
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.config import Detect
@@ -21,12 +22,11 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.journal import dumps
 from holdfast.core.types import Signal
 
-SOME = settings(max_examples=12, deadline=None, derandomize=True)
+SOME = settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CONFIGS = st.builds(
     Detect, warmup_steps=st.integers(1, 40), overflow_streak=st.integers(1, 4), plateau_steps=st.integers(1, 50)
 )
-SEEDS = st.integers(0, 10**6)
-FRESH = ("dead_run", "weight_norm")
+SEEDS = st.integers(0, 30)
 NAMES = list(MADE)
 
 
@@ -130,13 +130,14 @@ def test_state_that_was_taken_stays_as_it_was_while_the_run_goes_on(name, seed, 
 
 @pytest.mark.parametrize("name", ["loss_spike", "divergence", "plateau", "dead_run", "curry_train", "monotone"])
 @SOME
-@given(SEEDS, st.data())
-def test_nonfinite_losses_in_between_leave_no_trace(name, seed, data):
+@given(SEEDS)
+def test_nonfinite_losses_in_between_leave_no_trace(name, seed):
     clean, dirty = MADE[name](Detect(warmup_steps=5)), MADE[name](Detect(warmup_steps=5))
-    for event in stream(seed, 80, rare=ODD):
-        if not isinstance(event, str):
-            for value in data.draw(st.lists(st.sampled_from(BROKEN), max_size=1)):
-                assert play(dirty, msgspec.structs.replace(event, loss=value, flags=0, overflow=False)) is None
+    random = Random(seed)
+    for event in stream(seed, 150, rare=ODD):
+        if not isinstance(event, str) and random.random() < 0.5:
+            broken = msgspec.structs.replace(event, loss=random.choice(BROKEN), flags=0, overflow=False)
+            assert play(dirty, broken) is None
         assert same(play(dirty, event), play(clean, event))
     assert same(dirty.state_dict(), clean.state_dict())
 
@@ -167,24 +168,28 @@ def test_gate_that_uses_the_limits_handed_out_finds_what_the_detector_finds_alon
         assert same(one, other)
 
 
+@pytest.fixture(scope="module")
+def long_run() -> list[Signal]:
+    """A hundred thousand steps, a spike now and then."""
+    random = np.random.default_rng(3)
+    losses, norms = 2.2 + 0.05 * random.normal(size=100_000), random.lognormal(0, 0.2, 100_000)
+    losses[996::997], norms[996::997] = 50.0, 900.0
+    return [
+        Signal(step=n, loss=loss, grad_norm=norm, lr=1e-3, update_rms=norm, weight_norm=40 + loss, batch=n)
+        for n, (loss, norm) in enumerate(zip(losses.tolist(), norms.tolist(), strict=True), 1)
+    ]
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_state_stays_small_over_a_hundred_thousand_steps(name):
+def test_state_stays_small_over_a_hundred_thousand_steps(name, long_run):
     """A state is what a snapshot carries: bounded by a window, not by the run."""
     make = {"curry_train": CurryTrain, "three_sigma": ThreeSigma, "monotone": Monotone}
     detector: Detector = make[name]() if name in make else MADE[name](Detect())
-    random = np.random.default_rng(3)
-    losses = (2.2 + 0.05 * random.normal(size=100_000)).tolist()
-    norms = random.lognormal(0, 0.2, 100_000).tolist()
-    longest = 0
-    for step in range(1, 100_001):
-        loss, norm = losses[step - 1], norms[step - 1]
-        if step % 997 == 0:
-            loss, norm = 50.0, 900.0
-        detector.observe(
-            Signal(step=step, loss=loss, grad_norm=norm, lr=1e-3, update_rms=norm, weight_norm=40 + loss, batch=step)
-        )
-        if step % 9_973 == 0 or step == 3_000:
-            longest = max(longest, len(json.dumps(detector.state_dict())))
+    observe, longest = detector.observe, 0
+    for first in range(0, 100_000, 9_973):
+        for one in long_run[first : first + 9_973]:
+            observe(one)
+        longest = max(longest, len(json.dumps(detector.state_dict())))
     assert longest < {"duplicate_batch": 12_000, "weight_norm": 8_000, "curry_train": 40_000}.get(name, 4_000)
 
 
@@ -244,20 +249,3 @@ def test_whole_online_set_costs_less_than_a_few_thousand_appends():
         appends.append(time.perf_counter() - between)
         sets.append(between - begun)
     assert median(sets) < 5000 * median(appends)
-
-
-def test_cost_of_a_step_does_not_grow_with_the_run():
-    """Counted, not timed: how much of the state a step touches is bounded by the size of the state."""
-    random = np.random.default_rng(1)
-    detectors = build(Detect())
-    early = late = 0
-    for step in range(1, 20_001):
-        one = signal(step, float(2.2 + 0.05 * random.normal()), float(random.lognormal(0, 0.2)), batch=step, lr=1e-3)
-        for detector in detectors:
-            detector.observe(one)
-        if step == 2_000:
-            early = sum(len(json.dumps(d.state_dict())) for d in detectors)
-        late = step
-    after = sum(len(json.dumps(d.state_dict())) for d in detectors)
-    assert late == 20_000
-    assert after < 1.3 * early

@@ -1,0 +1,1 @@
+"""How well a diagnosis fits what people saw in real logs, how much it can be fed, and what breaks it."""

@@ -1,0 +1,327 @@
+"""Where the loss leaves its course: NaN, spikes, divergence. The detectors say that it did; here is how it went on.
+
+Over a log one may look ahead: an excursion ends where the loss is back at the level it had before, for good. Back: a
+recovered spike. Most of the way back: a spike. Not back: a divergence, a silent one where it never jumped.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.core.config import Detect
+from holdfast.core.detectors.monotone import mann_kendall
+from holdfast.core.detectors.scan import Rows, recognised, scan
+from holdfast.core.types import Finding, Kind, Severity
+from holdfast.diagnosis.episodes import Episode, Note
+from holdfast.diagnosis.table import Table
+
+Floats = NDArray[np.float64]
+LEAST_POINTS = 12
+_BEFORE, _AFTER = 30, 5
+_GAP = 3
+_SAMPLED = 10
+_ALONE_RATIO, _ALONE_SHARE = 3.0, 0.3
+_START_RATIO = 2.0
+_NEW_START = 60
+_RUNS_AWAY, _ENDS_ABOVE, _RISES, _LONG = 3.0, 1.3, 2.5, 40
+
+
+class Stretch(NamedTuple):
+    """A candidate: places among the rows with a loss, and the findings in it."""
+
+    first: int
+    seen: int
+    findings: list[Finding]
+
+
+def settings(points: int) -> Detect:
+    """The detectors as online; a short log cannot spare as many rows to learn from."""
+    return Detect(warmup_steps=max(8, min(40, points // 8)))
+
+
+class Losses:
+    """The rows that have a loss, where the detectors start anew, and what they found."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        rows = Rows(table)
+        self.rows, self.step = rows.rows, rows.step
+        self.loss: Floats = np.asarray(rows.fields.get("loss", []), dtype=float)
+        self.finite = np.isfinite(self.loss)
+        self.shifts = sorted({*recognised(rows), *_went_back(rows.step)})
+        declared = [self.rows[place] for place in self.shifts]
+        enough = len(self.loss) >= LEAST_POINTS
+        self.findings = scan(table, settings(len(self.loss)), shifts=declared) if enough else []
+        self.place = _places(self.step)
+
+    def near_shift(self, place: int) -> int | None:
+        """The shift a place lies just behind, if any."""
+        behind = [s for s in self.shifts if s <= place + 1 and place - s <= _NEW_START]
+        return behind[-1] if behind else None
+
+    def before(self, place: int) -> Floats:
+        """The finite losses just before a place, since the last shift."""
+        since = max((s for s in self.shifts if s <= place), default=0)
+        part = self.loss[max(since, place - _BEFORE) : place]
+        return part[np.isfinite(part)]
+
+
+def _went_back(steps: list[float]) -> list[int]:
+    return [i for i in range(1, len(steps)) if steps[i] < steps[i - 1]]
+
+
+def _places(steps: list[float]) -> dict[int, list[int]]:
+    places: dict[int, list[int]] = {}
+    for i, step in enumerate(steps):
+        places.setdefault(int(step), []).append(i)
+    return places
+
+
+def find(table: Table) -> tuple[list[Episode], list[Note]]:
+    """Episodes of the loss, and what looked like one."""
+    if not table.has("loss"):
+        return [], []
+    losses = Losses(table)
+    found = _nonfinite(losses)
+    notes = _restarts(losses)
+    for stretch in [*_at_the_start(losses), *_candidates(losses)]:
+        episode = _follow(losses, stretch)
+        if episode is not None and not any(_covers(other, episode) for other in found):
+            found.append(episode)
+    for episode in [*_into_nan(losses), *_at_the_end(losses)]:
+        if not any(_covers(other, episode) for other in found if other.kind in ("divergence", "silent_divergence")):
+            found.append(episode)
+    return _joined(found), notes
+
+
+def _covers(other: Episode, episode: Episode) -> bool:
+    return other.kind != "nan" and other.first <= episode.first <= other.last
+
+
+# ---- NaN and Inf
+
+
+def _nonfinite(losses: Losses) -> list[Episode]:
+    bad = np.flatnonzero(~losses.finite)
+    if not len(bad):
+        return []
+    groups = np.split(bad, np.flatnonzero(np.diff(bad) > _GAP) + 1)
+    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, {"rows": len(g)}, []) for g in groups]
+
+
+# ---- restarts
+
+
+def _restarts(losses: Losses) -> list[Note]:
+    notes = []
+    for place in losses.shifts:
+        before, after = losses.before(place), losses.loss[place : place + _AFTER]
+        if not len(before) or not len(after) or not np.isfinite(after).all():
+            continue
+        jump = float(np.median(after)) - float(np.median(before))
+        if jump < 0.2 * abs(float(np.median(before))):
+            continue
+        step = losses.step[place]
+        back = place and losses.step[place] < losses.step[place - 1]
+        why = "the step count goes back" if back else "the learning rate or the batch starts anew"
+        text = f"at step {step:g} the loss goes from {np.median(before):.4g} to {np.median(after):.4g} where {why}"
+        notes.append(Note(kind="restart", start=step, end=step, text=f"{text}: a restart, not an instability"))
+    return notes
+
+
+# ---- candidates
+
+
+def _at_the_start(losses: Losses) -> list[Stretch]:
+    """A loss that leaps right after it began, before any detector has learned its course."""
+    loss, early = losses.loss, max(10, settings(len(losses.loss)).warmup_steps)
+    head = loss[: min(len(loss), early)]
+    if len(loss) < LEAST_POINTS or not np.isfinite(head).all() or head[0] <= 0 or losses.shifts[:1] == [0]:
+        return []
+    least = np.minimum.accumulate(head)
+    out = np.flatnonzero(head > _START_RATIO * least)
+    # One high record among the first few is no leap; the leap must be over what the loss was when it began.
+    enough = 1 if losses.table.interval() >= _SAMPLED else 2
+    if len(out) < enough or float(head[out].max()) < _START_RATIO * float(head[0]):
+        return []
+    return [Stretch(int(out[0]), int(out[enough - 1]), [])]
+
+
+def _candidates(losses: Losses) -> list[Stretch]:
+    stretches: list[Stretch] = []
+    for finding in losses.findings:
+        if finding.kind not in (Kind.LOSS_SPIKE, Kind.DIVERGENCE) or not finding.evidence:
+            continue
+        seen = _latest(losses, finding.step)
+        first = min(seen, _latest(losses, finding.onset, before=seen))
+        if finding.severity is Severity.NOTE and finding.kind == Kind.LOSS_SPIKE:
+            continue
+        if losses.near_shift(first) is not None and finding.kind == Kind.LOSS_SPIKE:
+            continue
+        stretches.append(Stretch(first, seen, [finding]))
+    return stretches
+
+
+def _latest(losses: Losses, step: int, before: int | None = None) -> int:
+    places = losses.place.get(step)
+    if places is None:
+        return int(np.searchsorted(np.maximum.accumulate(losses.step), step))
+    if before is None:
+        return places[-1]
+    return next((p for p in reversed(places) if p <= before), places[0])
+
+
+def _into_nan(losses: Losses) -> list[Episode]:
+    """The last few finite losses before a NaN, where they run away."""
+    bad = np.flatnonzero(~losses.finite)
+    if not len(bad) or bad[0] < 8:
+        return []
+    first = int(bad[0])
+    level = float(np.median(losses.loss[max(0, first - _BEFORE) : first - 4]))
+    out = [p for p in range(max(1, first - 12), first) if level > 0 and losses.loss[p] > _RUNS_AWAY * level]
+    if not out:
+        return []
+    peak = float(losses.loss[out].max())
+    numbers = {"level": level, "peak": peak, "ratio": peak / level, "rows": first - out[0]}
+    return [_episode(losses, "divergence", out[0], first, 0.85, numbers, [])]
+
+
+def _at_the_end(losses: Losses) -> list[Episode]:
+    """A run that ends well above the best it has been, and has not been back since."""
+    since = losses.shifts[-1] if losses.shifts else 0
+    loss = losses.loss[since:]
+    loss = loss[: int(np.argmax(~np.isfinite(loss)))] if not np.isfinite(loss).all() else loss
+    if len(loss) < 3 * LEAST_POINTS or loss.min() <= 0:
+        return []
+    window = max(_AFTER, len(loss) // 40)
+    smooth = np.array([np.median(loss[i : i + window]) for i in range(0, len(loss) - window + 1, max(1, window // 2))])
+    best = int(np.argmin(smooth))
+    rest = smooth[best:]
+    noise = 1.4826 * float(np.median(np.abs(np.diff(smooth)))) / math.sqrt(2.0)
+    last = float(np.median(rest[-3:]))
+    if len(rest) < 6 or last < _ENDS_ABOVE * smooth[best] or last - smooth[best] < 6.0 * noise:
+        return []
+    if rest[len(rest) // 2 :].min() < 1.1 * smooth[best] or mann_kendall(_thinned(rest)) < _RISES:
+        return []
+    first = since + best * max(1, window // 2) + window // 2
+    numbers = {"level": float(smooth[best]), "peak": float(rest.max()), "ratio": last / float(smooth[best])}
+    return [_episode(losses, "divergence", first, since + len(loss) - 1, 0.75, numbers, [])]
+
+
+def _thinned(values: Floats) -> list[float]:
+    return [float(v) for v in values[:: max(1, len(values) // 24)]]
+
+
+# ---- how it went on
+
+
+def _follow(losses: Losses, stretch: Stretch) -> Episode | None:
+    loss, first = losses.loss, stretch.first
+    before = losses.before(first) if first >= 3 else loss[: max(1, first)]
+    if not len(before):
+        return None
+    recent = before[-10:] if len(before) >= 10 else before
+    level = float(np.median(recent))
+    noise = 1.4826 * float(np.median(np.abs(np.diff(before)))) / math.sqrt(2.0) if len(before) > 3 else 0.0
+    kind = stretch.findings[0].kind if stretch.findings else Kind.LOSS_SPIKE
+    if kind == Kind.DIVERGENCE:
+        level = float(stretch.findings[0].evidence["best"])
+    band = level + max(3.0 * noise, 0.05 * abs(level))
+    end, back = _return(losses, stretch.seen, band)
+    window = loss[first : end + 1]
+    window = window[np.isfinite(window)]
+    peak = float(window.max()) if len(window) else level
+    numbers = {"level": level, "peak": peak, "noise": noise, "rows": end - first + 1, "ratio": _ratio(peak, level)}
+    costly = any(f.severity is Severity.ROLLBACK for f in stretch.findings) or not stretch.findings
+    if not _counts(losses, level, peak, end - first + 1, costly):
+        return None
+    name = _kind(losses, kind, level, peak, end, back, end - first >= _LONG)
+    if name is None:
+        return None
+    confidence = 0.9 if costly and kind != Kind.DIVERGENCE else 0.75
+    return _episode(losses, name, first, max(first, end), confidence, numbers, stretch.findings)
+
+
+def _return(losses: Losses, seen: int, band: float) -> tuple[int, bool]:
+    """The last place of the excursion, and whether the loss came back after it."""
+    loss, stop = losses.loss, len(losses.loss)
+    later = [s for s in losses.shifts if s > seen]
+    if later:
+        stop = min(stop, later[0])
+    for place in range(seen, stop):
+        following = loss[place : min(stop, place + _AFTER)]
+        if not np.isfinite(following).all():
+            return place - 1 if place > seen else seen, False
+        if float(np.median(following)) <= band and loss[place] <= band:
+            return max(seen, place - 1), True
+    return stop - 1, False
+
+
+def _counts(losses: Losses, level: float, peak: float, rows: int, costly: bool) -> bool:
+    """A single high record is a hard batch, unless it towers over the rest or stands for many steps."""
+    if costly:
+        return True
+    if level > 0 and peak >= _ALONE_RATIO * level:
+        return True
+    sampled = losses.table.interval() >= _SAMPLED
+    return sampled and rows <= 2 and peak - level >= _ALONE_SHARE * abs(level)
+
+
+def _kind(losses: Losses, kind: str, level: float, peak: float, end: int, back: bool, long: bool) -> str | None:
+    slow = kind == Kind.DIVERGENCE
+    if back:
+        # A slow rise that ended by itself was a bump on the way, unless it was a long and a high one.
+        return "spike_recovered" if not slow else "silent_divergence" if long and peak > 1.1 * level > 0 else None
+    tail = losses.loss[max(0, end - 2 * _AFTER) : end + 1]
+    tail = tail[np.isfinite(tail)]
+    stays = float(np.median(tail)) if len(tail) else peak
+    if slow and peak < 2.0 * abs(level):
+        return "silent_divergence"
+    if stays - level < 0.4 * (peak - level) and stays < 1.5 * max(abs(level), 1e-12):
+        return "spike"
+    return "divergence"
+
+
+def _ratio(peak: float, level: float) -> float | None:
+    return peak / level if level > 0 else None
+
+
+def _episode(
+    losses: Losses,
+    kind: str,
+    first: int,
+    last: int,
+    confidence: float,
+    evidence: dict[str, Any],
+    findings: list[Finding],
+) -> Episode:
+    return Episode(
+        kind=kind,
+        start=losses.step[first],
+        end=losses.step[last],
+        first=losses.rows[first],
+        last=losses.rows[last],
+        confidence=confidence,
+        evidence=evidence,
+        findings=findings,
+    )
+
+
+def _joined(found: list[Episode]) -> list[Episode]:
+    """Episodes of one kind that touch are one."""
+    joined: list[Episode] = []
+    for episode in sorted(found, key=lambda e: (e.first, e.last)):
+        last = next((e for e in reversed(joined) if e.kind == episode.kind), None)
+        if last is not None and episode.first <= last.last + 2:
+            last.last, last.end = max(last.last, episode.last), max(last.end, episode.end)
+            last.findings = [*last.findings, *episode.findings]
+            last.confidence = max(last.confidence, episode.confidence)
+            if episode.evidence.get("peak", -math.inf) > last.evidence.get("peak", math.inf):
+                last.evidence = episode.evidence
+        else:
+            joined.append(episode)
+    return joined

@@ -1,0 +1,89 @@
+"""What a step's batches look like from outside: a fingerprint of their content, and the length of their sequences.
+
+Read when a batch is handed out, from tensors in host memory, a few kilobytes of each at most. What lies on a device is
+left alone: looking at it would wait for it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.runtime.data.split import tensors_of
+
+_TENSORS = 2
+_BLOCKS, _BYTES = 16, 256
+"""stretches looked at, spread over a tensor, and how long each is"""
+
+
+class Look:
+    """One step's batches, in the order they were handed out."""
+
+    def __init__(self, *, fingerprint: bool) -> None:
+        self._crc: int | None = 0 if fingerprint else None
+        self._count = 0
+        self._lengths: set[int | None] = set()
+
+    def add(self, batch: Any) -> None:
+        self._count += 1
+        self._lengths.add(length_of(batch))
+        if self._crc is not None:
+            self._crc = fingerprint(batch, self._crc)
+
+    @property
+    def batch(self) -> int | None:
+        """The fingerprint of all of them; None where one could not be looked at."""
+        return self._crc if self._count else None
+
+    @property
+    def length(self) -> int | None:
+        """The length that all their sequences have, or None."""
+        return next(iter(self._lengths)) if len(self._lengths) == 1 else None
+
+
+def length_of(batch: Any) -> int | None:
+    """T where the batch is sequences of whole numbers, shaped (B, T): its "input_ids", or its first tensor."""
+    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    first = named if isinstance(named, Tensor) else next(tensors_of(batch), None)
+    if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
+        return None
+    return None if first.dtype is torch.bool else int(first.shape[1])
+
+
+def fingerprint(batch: Any, crc: int = 0) -> int | None:
+    """A checksum of parts of its first tensors, going on from `crc`; None where none of it is in host memory."""
+    seen = 0
+    for tensor in tensors_of(batch):
+        if not _readable(tensor):
+            return None
+        for piece in _pieces(tensor.detach()):
+            crc = zlib.crc32(piece, crc)
+        seen += 1
+        if seen == _TENSORS:
+            break
+    return crc if seen else None
+
+
+def _readable(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _pieces(tensor: Tensor) -> list[memoryview]:
+    """Stretches of its bytes, not copied; of a tensor that is not contiguous, its first and last row."""
+    if tensor.numel() == 0:
+        return []
+    if not tensor.is_contiguous():
+        if tensor.dim() < 2:
+            return _pieces(tensor[:: max(1, tensor.numel() // _BYTES)].contiguous())
+        return _pieces(tensor[0].contiguous()) + _pieces(tensor[-1].contiguous())
+    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    spare = len(data) - _BLOCKS * _BYTES
+    if spare <= 0:
+        return [data]
+    last = len(data) - _BYTES
+    starts = [i * last // (_BLOCKS - 1) for i in range(_BLOCKS)]
+    return [data[start : start + _BYTES] for start in starts]

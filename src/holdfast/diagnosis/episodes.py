@@ -52,11 +52,14 @@ class Note(msgspec.Struct, kw_only=True):
 
 def find(table: Table) -> tuple[list[Episode], list[Note]]:
     """All episodes of a run in the order they begin, and the notes."""
-    from holdfast.diagnosis import excursions, gradients, quiet
+    from holdfast.diagnosis import excursions, gradients, losses, quiet
 
-    found, notes = excursions.find(table)
-    found += gradients.find(table)
-    more, others = quiet.find(table, found)
-    found += more
-    notes += others
+    found, notes = gradients.find(table), list[Note]()
+    if table.has("loss"):
+        seen = losses.Losses(table)
+        jumps, restarts = excursions.find(seen)
+        found += jumps
+        more, others = quiet.find(seen, found)
+        found += more
+        notes += [*restarts, *others]
     return sorted(found, key=lambda e: (e.first, e.last)), sorted(notes, key=lambda n: n.start)

@@ -10,23 +10,18 @@ import math
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from holdfast.core.config import Detect
 from holdfast.core.detectors.monotone import mann_kendall
-from holdfast.core.detectors.scan import Rows, recognised, scan
 from holdfast.core.types import Finding, Kind, Severity
 from holdfast.diagnosis.episodes import Episode, Note
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.losses import BEFORE, LEAST_POINTS, Floats, Losses
 
-Floats = NDArray[np.float64]
-LEAST_POINTS = 12
-_BEFORE, _AFTER = 30, 5
+_AFTER = 5
 _GAP = 3
 _SAMPLED = 10
 _ALONE_RATIO, _ALONE_SHARE = 3.0, 0.3
 _START_RATIO = 2.0
-_NEW_START = 60
+_USUAL, _SIGNED = 3, 15.0
 _RUNS_AWAY, _ENDS_ABOVE, _RISES, _LONG = 3.0, 1.3, 2.5, 40
 
 
@@ -38,59 +33,18 @@ class Stretch(NamedTuple):
     findings: list[Finding]
 
 
-def settings(points: int) -> Detect:
-    """The detectors as online; a short log cannot spare as many rows to learn from."""
-    return Detect(warmup_steps=max(8, min(40, points // 8)))
-
-
-class Losses:
-    """The rows that have a loss, where the detectors start anew, and what they found."""
-
-    def __init__(self, table: Table) -> None:
-        self.table = table
-        rows = Rows(table)
-        self.rows, self.step = rows.rows, rows.step
-        self.loss: Floats = np.asarray(rows.fields.get("loss", []), dtype=float)
-        self.finite = np.isfinite(self.loss)
-        self.shifts = sorted({*recognised(rows), *_went_back(rows.step)})
-        declared = [self.rows[place] for place in self.shifts]
-        enough = len(self.loss) >= LEAST_POINTS
-        self.findings = scan(table, settings(len(self.loss)), shifts=declared) if enough else []
-        self.place = _places(self.step)
-
-    def near_shift(self, place: int) -> int | None:
-        """The shift a place lies just behind, if any."""
-        behind = [s for s in self.shifts if s <= place + 1 and place - s <= _NEW_START]
-        return behind[-1] if behind else None
-
-    def before(self, place: int) -> Floats:
-        """The finite losses just before a place, since the last shift."""
-        since = max((s for s in self.shifts if s <= place), default=0)
-        part = self.loss[max(since, place - _BEFORE) : place]
-        return part[np.isfinite(part)]
-
-
-def _went_back(steps: list[float]) -> list[int]:
-    return [i for i in range(1, len(steps)) if steps[i] < steps[i - 1]]
-
-
-def _places(steps: list[float]) -> dict[int, list[int]]:
-    places: dict[int, list[int]] = {}
-    for i, step in enumerate(steps):
-        places.setdefault(int(step), []).append(i)
-    return places
-
-
-def find(table: Table) -> tuple[list[Episode], list[Note]]:
+def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
     """Episodes of the loss, and what looked like one."""
-    if not table.has("loss"):
-        return [], []
-    losses = Losses(table)
     found = _nonfinite(losses)
     notes = _restarts(losses)
-    for stretch in [*_at_the_start(losses), *_candidates(losses)]:
+    jumps, rises = _candidates(losses)
+    for stretch in _distinct(losses, [*_at_the_start(losses), *jumps]):
         episode = _follow(losses, stretch)
         if episode is not None and not any(_covers(other, episode) for other in found):
+            found.append(episode)
+    for stretch in rises:
+        episode = _follow(losses, stretch)
+        if episode is not None and not any(_overlap(other, episode) for other in found):
             found.append(episode)
     for episode in [*_into_nan(losses), *_at_the_end(losses)]:
         if not any(_covers(other, episode) for other in found if other.kind in ("divergence", "silent_divergence")):
@@ -100,6 +54,10 @@ def find(table: Table) -> tuple[list[Episode], list[Note]]:
 
 def _covers(other: Episode, episode: Episode) -> bool:
     return other.kind != "nan" and other.first <= episode.first <= other.last
+
+
+def _overlap(other: Episode, episode: Episode) -> bool:
+    return other.kind != "nan" and other.first <= episode.last and episode.first <= other.last
 
 
 # ---- NaN and Inf
@@ -138,7 +96,7 @@ def _restarts(losses: Losses) -> list[Note]:
 
 def _at_the_start(losses: Losses) -> list[Stretch]:
     """A loss that leaps right after it began, before any detector has learned its course."""
-    loss, early = losses.loss, max(10, settings(len(losses.loss)).warmup_steps)
+    loss, early = losses.loss, max(10, losses.settings.warmup_steps)
     head = loss[: min(len(loss), early)]
     if len(loss) < LEAST_POINTS or not np.isfinite(head).all() or head[0] <= 0 or losses.shifts[:1] == [0]:
         return []
@@ -151,19 +109,30 @@ def _at_the_start(losses: Losses) -> list[Stretch]:
     return [Stretch(int(out[0]), int(out[enough - 1]), [])]
 
 
-def _candidates(losses: Losses) -> list[Stretch]:
-    stretches: list[Stretch] = []
+def _candidates(losses: Losses) -> tuple[list[Stretch], list[Stretch]]:
+    """Jumps of the loss, and slow rises."""
+    jumps: list[Stretch] = []
+    rises: list[Stretch] = []
     for finding in losses.findings:
-        if finding.kind not in (Kind.LOSS_SPIKE, Kind.DIVERGENCE) or not finding.evidence:
-            continue
         seen = _latest(losses, finding.step)
         first = min(seen, _latest(losses, finding.onset, before=seen))
-        if finding.severity is Severity.NOTE and finding.kind == Kind.LOSS_SPIKE:
-            continue
-        if losses.near_shift(first) is not None and finding.kind == Kind.LOSS_SPIKE:
-            continue
-        stretches.append(Stretch(first, seen, [finding]))
-    return stretches
+        if finding.kind == Kind.DIVERGENCE:
+            rises.append(Stretch(first, seen, [finding]))
+        elif finding.kind == Kind.LOSS_SPIKE and finding.severity > Severity.NOTE and losses.near_shift(first) is None:
+            jumps.append(Stretch(first, seen, [finding]))
+    return jumps, rises
+
+
+def _distinct(losses: Losses, stretches: list[Stretch]) -> list[Stretch]:
+    """Single high records that come again and again are what this run's batches are like."""
+    single = [s for s in stretches if s.findings and s.findings[0].severity < Severity.ROLLBACK]
+    usual = [s for s in single if not _towers(losses, s)]
+    return [s for s in stretches if s not in usual] if len(usual) >= _USUAL else stretches
+
+
+def _towers(losses: Losses, stretch: Stretch) -> bool:
+    expected = float(stretch.findings[0].evidence.get("expected") or 0.0)
+    return expected > 0 and losses.loss[stretch.seen] >= _ALONE_RATIO * expected
 
 
 def _latest(losses: Losses, step: int, before: int | None = None) -> int:
@@ -181,7 +150,7 @@ def _into_nan(losses: Losses) -> list[Episode]:
     if not len(bad) or bad[0] < 8:
         return []
     first = int(bad[0])
-    level = float(np.median(losses.loss[max(0, first - _BEFORE) : first - 4]))
+    level = float(np.median(losses.loss[max(0, first - BEFORE) : first - 4]))
     out = [p for p in range(max(1, first - 12), first) if level > 0 and losses.loss[p] > _RUNS_AWAY * level]
     if not out:
         return []
@@ -228,16 +197,19 @@ def _follow(losses: Losses, stretch: Stretch) -> Episode | None:
     level = float(np.median(recent))
     noise = 1.4826 * float(np.median(np.abs(np.diff(before)))) / math.sqrt(2.0) if len(before) > 3 else 0.0
     kind = stretch.findings[0].kind if stretch.findings else Kind.LOSS_SPIKE
+    band, over = level + max(3.0 * noise, 0.05 * abs(level)), _AFTER
     if kind == Kind.DIVERGENCE:
-        level = float(stretch.findings[0].evidence["best"])
-    band = level + max(3.0 * noise, 0.05 * abs(level))
-    end, back = _return(losses, stretch.seen, band)
+        level, risen = (float(stretch.findings[0].evidence[name]) for name in ("best", "level"))
+        band, over = level + 0.4 * (risen - level), 8 * _AFTER
+    end, back = _return(losses, stretch.seen, band, over)
     window = loss[first : end + 1]
     window = window[np.isfinite(window)]
     peak = float(window.max()) if len(window) else level
     numbers = {"level": level, "peak": peak, "noise": noise, "rows": end - first + 1, "ratio": _ratio(peak, level)}
     costly = any(f.severity is Severity.ROLLBACK for f in stretch.findings) or not stretch.findings
     if not _counts(losses, level, peak, end - first + 1, costly):
+        return None
+    if losses.negative and peak - level < _SIGNED * max(noise, 1e-12):
         return None
     name = _kind(losses, kind, level, peak, end, back, end - first >= _LONG)
     if name is None:
@@ -246,14 +218,14 @@ def _follow(losses: Losses, stretch: Stretch) -> Episode | None:
     return _episode(losses, name, first, max(first, end), confidence, numbers, stretch.findings)
 
 
-def _return(losses: Losses, seen: int, band: float) -> tuple[int, bool]:
+def _return(losses: Losses, seen: int, band: float, over: int) -> tuple[int, bool]:
     """The last place of the excursion, and whether the loss came back after it."""
     loss, stop = losses.loss, len(losses.loss)
     later = [s for s in losses.shifts if s > seen]
     if later:
         stop = min(stop, later[0])
     for place in range(seen, stop):
-        following = loss[place : min(stop, place + _AFTER)]
+        following = loss[place : min(stop, place + over)]
         if not np.isfinite(following).all():
             return place - 1 if place > seen else seen, False
         if float(np.median(following)) <= band and loss[place] <= band:

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.core.config import Detect
-from holdfast.core.detectors.scan import scan
 from holdfast.core.types import Finding, Kind
 from holdfast.diagnosis.episodes import Episode, Note
+from holdfast.diagnosis.losses import Losses
 from holdfast.diagnosis.table import Table
 
 _EPISODES = {Kind.DEAD_RUN: "dead_run", Kind.SCALE_COLLAPSE: "scale_collapse"}
+_DEAD_FOR = 100
 _NOTES = (Kind.PLATEAU, Kind.LR_JUMP, Kind.LR_FROZEN, Kind.SCALE_STUCK, Kind.WEIGHT_NORM, Kind.DUPLICATE_BATCH)
 
 
-def find(table: Table, found: list[Episode]) -> tuple[list[Episode], list[Note]]:
+def find(losses: Losses, found: list[Episode]) -> tuple[list[Episode], list[Note]]:
     """Episodes and notes from the detectors that only watch."""
-    if not table.has("loss"):
-        return [], []
-    episodes, notes = [], []
-    for finding in scan(table, _watching(table)):
+    table, episodes, notes = losses.table, [], []
+    for finding in losses.findings:
         if finding.kind in _EPISODES:
-            episodes.append(_episode(table, finding))
+            episode = _episode(table, finding)
+            if finding.kind != Kind.DEAD_RUN or _to_the_end(table, episode):
+                episodes.append(episode)
         elif finding.kind in _NOTES and not _inside(finding, found):
             notes.append(
                 Note(kind=finding.kind, start=float(finding.onset), end=float(finding.step), text=finding.message)
@@ -29,11 +29,11 @@ def find(table: Table, found: list[Episode]) -> tuple[list[Episode], list[Note]]
     return episodes, notes
 
 
-def _watching(table: Table) -> Detect:
-    patience = max(200.0, 0.25 * len(table)) * table.interval()
-    return Detect(
-        loss_spike=False, divergence=False, grad_spike=False, update_spike=False, plateau_steps=max(1, int(patience))
-    )
+def _to_the_end(table: Table, episode: Episode) -> bool:
+    """A loss of zero for a while is a hinge without violations; a dead run stays dead."""
+    there = table.present["loss"][episode.first :]
+    loss = table.columns["loss"][episode.first :][there]
+    return len(loss) >= _DEAD_FOR and bool((loss == loss[0]).all())
 
 
 def _inside(finding: Finding, found: list[Episode]) -> bool:

@@ -27,7 +27,7 @@ class _Sample(NamedTuple):
 
     parameter: Tensor
     group: dict[str, Any]
-    count: int
+    elements: int
     stride: int
 
 
@@ -85,7 +85,7 @@ def _moment(optimizer: Optimizer, p: Tensor) -> Tensor | None:
 
 def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) -> Tensor | None:
     by_group: dict[tuple[int, torch.device], list[tuple[Tensor, Tensor, Any]]] = {}
-    for p, group, count, stride in samples:
+    for p, group, elements, stride in samples:
         g, v = p.grad, _moment(optimizer, p)
         # Elements are matched by their place in memory, so both must lie in it alike.
         if g is None or v is None or type(g) is not Tensor or g.layout is not torch.strided or type(v) is not Tensor:
@@ -93,8 +93,8 @@ def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) ->
         if g.stride() != v.stride() or g.device != v.device or not _dense(g):
             continue
         sampled = (
-            g.as_strided((count,), (stride,), g.storage_offset()),
-            v.as_strided((count,), (stride,), v.storage_offset()),
+            g.as_strided((elements,), (stride,), g.storage_offset()),
+            v.as_strided((elements,), (stride,), v.storage_offset()),
             optimizer.state[p].get("step"),
         )
         by_group.setdefault((id(group), g.device), []).append(sampled)

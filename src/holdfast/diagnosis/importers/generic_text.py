@@ -19,7 +19,7 @@ _PAIR = re.compile(
     + _NUMBER
     + rb")(?=(?:ms|sec|s|%|GB|GiB|MB|it)?(?:[^\w.:]|\.?(?:\s|$)))"
 )
-_BAR = re.compile(rb"(\d+)/(?:\d+|\?) \[")
+_BAR = re.compile(rb"(?<!\d)(\d{1,15})/(?:\d{1,15}|\?) \[")
 _CODE = re.compile(
     rb"^\s*(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
     rb"|self\.|\{\w+[:}]|^\s*\w+ = |\)\.|==|^\s+\w+\("

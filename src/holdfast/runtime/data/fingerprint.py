@@ -80,7 +80,7 @@ def _pieces(tensor: Tensor) -> list[memoryview]:
         if tensor.dim() < 2:
             return _pieces(tensor[:: max(1, tensor.numel() // _BYTES)].contiguous())
         return _pieces(tensor[0].contiguous()) + _pieces(tensor[-1].contiguous())
-    data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    data = tensor.view(-1).view(torch.uint8).numpy().data
     spare = len(data) - _BLOCKS * _BYTES
     if spare <= 0:
         return [data]

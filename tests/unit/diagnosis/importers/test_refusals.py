@@ -108,6 +108,9 @@ def test_long_runs_of_one_thing_take_no_longer_than_others(tmp_path, filler):
         "| epoch 001: 1 / 9 loss=1.5, num_updates=1 ",
     ]
     long = filler * (200_000 // len(filler))
+    good = "".join(f"global_step={i} loss={i}.5\n" for i in range(30))
+    (table,) = read(write(tmp_path, (good + long + "\n" + good).encode(), "good"))
+    assert len(table) == 60
     text = "\n".join(part for head in heads for part in (head + long[:30_000], head + long, long[:30_000] + head))
     try:
         read(write(tmp_path, text.encode()))

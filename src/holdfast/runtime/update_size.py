@@ -16,19 +16,23 @@ from torch.optim import Optimizer
 
 from holdfast.runtime.optimizers import Optimizers
 
-_TENSORS, _ELEMENTS = 8, 4096
+_TENSORS, _RUNS, _WIDTH = 8, 256, 16
+"""parameters looked at; runs of neighbouring elements in each, evenly spread, and how long a run is"""
 _EPS = 1e-8
 _MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 """what an optimizer calls its second moment; the first is the one AMSGrad divides by"""
 
 
 class _Sample(NamedTuple):
-    """Some elements of one parameter."""
+    """Some elements of one parameter, by their place in memory."""
 
     parameter: Tensor
     group: dict[str, Any]
-    elements: int
-    stride: int
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset())
 
 
 class UpdateSize:
@@ -67,11 +71,12 @@ def _choose(optimizer: Optimizer, most: int) -> list[_Sample]:
         if p.is_floating_point() and _moment(optimizer, p) is not None
     ]
     owned.sort(key=lambda pair: -pair[0].numel())
+    width = min(_WIDTH, owned[0][0].numel()) if owned else 0
     found = []
     for p, group in owned[:most]:
-        stride = -(-p.numel() // _ELEMENTS)
-        if p.numel():
-            found.append(_Sample(p, group, -(-p.numel() // stride), stride))
+        if 0 < width <= p.numel():
+            runs = min(_RUNS, p.numel() // width)
+            found.append(_Sample(p, group, (runs, width), (p.numel() // runs, 1)))
     return found
 
 
@@ -84,28 +89,31 @@ def _moment(optimizer: Optimizer, p: Tensor) -> Tensor | None:
 
 
 def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) -> Tensor | None:
-    by_group: dict[tuple[int, torch.device], list[tuple[Tensor, Tensor, Any]]] = {}
-    for p, group, elements, stride in samples:
-        g, v = p.grad, _moment(optimizer, p)
-        # Elements are matched by their place in memory, so both must lie in it alike.
+    by_group: dict[tuple[int, torch.device], list[_Seen]] = {}
+    for sample in samples:
+        g, v = sample.parameter.grad, _moment(optimizer, sample.parameter)
         if g is None or v is None or type(g) is not Tensor or g.layout is not torch.strided or type(v) is not Tensor:
             continue
+        # Elements are matched by their place in memory, so both must lie in it alike.
         if g.stride() != v.stride() or g.device != v.device or not _dense(g):
             continue
-        sampled = (
-            g.as_strided((elements,), (stride,), g.storage_offset()),
-            v.as_strided((elements,), (stride,), v.storage_offset()),
-            optimizer.state[p].get("step"),
-        )
-        by_group.setdefault((id(group), g.device), []).append(sampled)
-    options = {id(s.group): s.group for s in samples}
+        seen = _Seen(sample.of(g), sample.of(v), optimizer.state[sample.parameter].get("step"), sample.group)
+        by_group.setdefault((id(sample.group), g.device), []).append(seen)
     squares: Tensor | None = None
-    count = 0
-    for (key, _), sampled_here in by_group.items():
-        own = _squares(sampled_here, options[key]).to(home)
+    for seen_here in by_group.values():
+        own = _squares(seen_here).to(home)
         squares = own if squares is None else squares + own
-        count += sum(g.numel() for g, _, _ in sampled_here)
+    count = sum(s.g.numel() for seen_here in by_group.values() for s in seen_here)
     return None if squares is None else (squares / count).sqrt()
+
+
+class _Seen(NamedTuple):
+    """The sampled elements at one step."""
+
+    g: Tensor
+    v: Tensor
+    step: Any
+    group: dict[str, Any]
 
 
 def _dense(g: Tensor) -> bool:
@@ -113,11 +121,12 @@ def _dense(g: Tensor) -> bool:
     return g.is_contiguous() or sum((n - 1) * s for n, s in zip(g.shape, g.stride(), strict=True)) == g.numel() - 1
 
 
-def _squares(sampled: Sequence[tuple[Tensor, Tensor, Any]], group: dict[str, Any]) -> Tensor:
+def _squares(seen: Sequence[_Seen]) -> Tensor:
     """The sum of g^2 / max(v, eps^2) over elements of one group on one device."""
+    group = seen[0].group
     eps = float(group.get("eps") or _EPS)
-    moments, share = _corrected([v for _, v, _ in sampled], [step for _, _, step in sampled], group)
-    g = torch.cat([g for g, _, _ in sampled]).float()  # a copy, so that all from here on may be done in place
+    moments, share = _corrected([s.v for s in seen], [s.step for s in seen], group)
+    g = torch.cat([s.g for s in seen]).float()  # a copy, so that all from here on may be done in place
     v = torch.cat(moments).float()
     if share != 1.0:
         v.div_(share)

@@ -67,7 +67,11 @@ class Course:
         return self.level + self.trend * (len(self._waiting) + ahead)
 
     def z(self, value: float) -> float:
-        return (value - self.expected()) / self.scale
+        return self.ahead(value, 1)
+
+    def ahead(self, value: float, count: int) -> float:
+        """How far out a value would be `count` values from here, in deviations."""
+        return (value - (self.level + self.trend * (len(self._waiting) + count))) / self.scale
 
     def reach(self, z: float) -> float:
         """The distance above the course that counts as `z` normal deviations, for a tail like this one's.

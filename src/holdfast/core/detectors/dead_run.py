@@ -53,7 +53,7 @@ class DeadRun:
             evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "lr": signal.lr, "records": self._count},
         )
 
-    def calm(self, losses: Sequence[float]) -> int:
+    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
         """How many of these losses differ from the one before; the last is for `observe`, which knows the rest of it."""
         before, calm = None if self._last is None else self._last[0], len(losses) - 1
         for i, loss in enumerate(losses):

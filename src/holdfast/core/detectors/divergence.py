@@ -118,7 +118,7 @@ class Divergence:
             return None
         return self._closed(signal)
 
-    def calm(self, losses: Sequence[float]) -> int:
+    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
         """How many of these losses only fill the block; its first and its last are for `observe`."""
         some = losses[: max(0, _BLOCK - 1 - len(self._block))] if self._block else losses[:0]
         if not some or 0.0 in some:

@@ -59,7 +59,7 @@ class LearningRate:
         self._still += 1
         return self._frozen(signal, lr)
 
-    def calm(self, rates: Sequence[float]) -> int:
+    def calm(self, rates: Sequence[float], steps: Sequence[float]) -> int:
         """How many of these rates, in a row from here, are certain to be found nothing wrong with; they are taken in."""
         last = self._last
         if last is None:

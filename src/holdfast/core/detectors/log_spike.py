@@ -79,7 +79,7 @@ class LogSpike:
         message = f"{self.what} {value:.6g} is far above its recent course"
         return self._finding(signal, value, limit, message, new=self._run == 1)
 
-    def calm(self, values: Sequence[float]) -> int:
+    def calm(self, values: Sequence[float], steps: Sequence[float]) -> int:
         """How many of these values, in a row from here, are certain to be found nothing wrong with; they are taken in."""
         if self._run or not self._course.ready or not values:
             return 0

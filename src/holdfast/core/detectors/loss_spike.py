@@ -25,6 +25,7 @@ _ALONE = 2
 _UNIT = 6.0
 _CALM, _MOST, _ENOUGH, _FULL = 2.0, 3.7, 7.5, 15.0
 _OPEN = 2.0
+_KIN_WIDENS = 13.0
 _JUMP, _JUMP_MOST = 4.0, 2.5
 # Losses as far under the course as over it are a noise that has grown wide, and no spike.
 _UNDER, _UNDER_KEPT = 2.4, 0.985
@@ -49,6 +50,9 @@ class LossSpike:
         # Where noise is multiplicative (a loss near zero), only its logarithm has an even scale: both must agree.
         self._log = Course(config.warmup_steps)
         self._positive = True
+        # The highest the calm can be; where a skip takes more than that, one limit tells that nothing is found.
+        most = (_CALM + _KIN_WIDENS * 0.65**2) * config.loss_z_rollback / _UNIT
+        self._skips_above_calm = config.loss_z >= most and config.loss_rise >= config.loss_rise_rollback
         self._began: float | None = None
         """about where the loss began: a rise that is nothing against it is nothing"""
         self._score = 0.0
@@ -83,16 +87,17 @@ class LossSpike:
         """The smallest rise that counts."""
         return max(share * abs(expected), self._config.loss_rise_abs * abs(self._began or 0.0))
 
-    def _deviations(self, loss: float) -> float:
+    def _deviations(self, loss: float, ahead: int = 1) -> float:
         """How far out a loss is, in deviations such that `loss_z_rollback` of them are `_UNIT`."""
         course, log = self._course, self._log
-        rise = loss - course.expected()
-        if loss == 0.0 or rise < self._least(self._config.loss_rise_rollback, course.expected()):
+        expected = course.expected(ahead)
+        rise = loss - expected
+        if loss == 0.0 or rise < self._least(self._config.loss_rise_rollback, expected):
             return 0.0
         z = rise / course.reach(1.0)
         if self._positive and log.ready:
             unit = min(_LOG_MOST / _UNIT, _LOG_SHARE * log.reach(1.0))
-            z = min(z, (math.log(loss) - log.expected()) / unit)
+            z = min(z, (math.log(loss) - log.expected(ahead)) / unit)
         return z / max(1.0, self._under / _UNDER) * _UNIT / self._config.loss_z_rollback
 
     def _over(self, far: float) -> float:
@@ -104,7 +109,7 @@ class LossSpike:
 
     def _calm(self) -> float:
         """Deviations that are taken for chance: more, where neighbouring losses are alike and chance lasts."""
-        return _CALM + 13.0 * max(0.0, self._course.kinship() - 0.35) ** 2
+        return _CALM + _KIN_WIDENS * max(0.0, self._course.kinship() - 0.35) ** 2
 
     def _learn(self, signal: Signal) -> None:
         loss = signal.loss
@@ -128,7 +133,7 @@ class LossSpike:
         high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
         if not self._course.ready:
             return self._while_learning(signal, high, limit)
-        self._under = max(self._under * _UNDER_KEPT, -self._course.z(signal.loss))
+        self._under = max(self._under * _UNDER_KEPT, -self._course.ahead(signal.loss, 1))
         over = self._over(self._deviations(signal.loss)) if not high else _MOST
         if self._score == 0.0:
             self._onset = signal.step
@@ -140,27 +145,54 @@ class LossSpike:
         self._learn(signal)
         return self._returned(signal) if self._open and self._score == 0.0 else None
 
-    def calm(self, losses: Sequence[float]) -> int:
+    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
         """How many of these losses, in a row from here, are certain to be found nothing wrong with; they are taken in.
 
-        For reading a log: the same course and limits as `observe`, a block at a time. 0 where it must look closer.
+        For reading a log: the same course, limits and score as `observe`, a block at a time. 0 where it must look closer.
         """
-        if self._score > 0.0 or self._open or not self._course.ready or not losses:
+        course, config = self._course, self._config
+        if self._open or not course.ready or not losses:
             return 0
-        count = min(len(losses), self._course.room(), self._log.room() if self._positive else len(losses))
-        some, config = losses[:count], self._config
+        count = min(len(losses), course.room(), self._log.room() if self._positive else len(losses))
+        some = losses[:count]
         limit = self._above(self._calm() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count)
-        limit = min(limit, self._above(config.loss_z, config.loss_rise, count))
-        if max(some) > limit:
-            count = next(i for i, loss in enumerate(some) if loss > limit)
-            some = some[:count]
-        if not some or (self._positive and not min(some) > 0.0) or 0.0 in some:
+        if not self._skips_above_calm:
+            limit = min(limit, self._above(config.loss_z, config.loss_rise, count))
+        lowest = min(some)
+        if (self._positive and not lowest > 0.0) or (lowest <= 0.0 and 0.0 in some):
             return 0
-        self._before, self._under = 0.0, self._course.lowest(some, self._under, _UNDER_KEPT)
-        self._course.extend(some)
+        if self._score > 0.0 or max(some) > limit:
+            count = self._quiet(some, steps, limit)
+            some = some[:count]
+            if not count:
+                return 0
+        else:
+            self._before, self._under = 0.0, course.lowest(some, self._under, _UNDER_KEPT)
+        course.extend(some)
         if self._positive:
             self._log.extend([math.log(v) for v in some])
         return count
+
+    def _quiet(self, losses: Sequence[float], steps: Sequence[float], limit: float) -> int:
+        """How many of these leave the score too low to open an excursion; the score goes along."""
+        high = self._above(self._config.loss_z, self._config.loss_rise, len(losses))
+        for i, loss in enumerate(losses):
+            far = self._course.ahead(loss, i + 1)
+            under = max(self._under * _UNDER_KEPT, -far)
+            if self._score == 0.0 and loss <= limit:
+                self._before, self._under = 0.0, under
+                continue
+            kept = self._before, self._under
+            self._under = under
+            over = self._over(self._deviations(loss, i + 1))
+            score = min(_FULL, max(0.0, self._score + min(over, _MOST)))
+            if loss > high or score > _OPEN:
+                self._before, self._under = kept
+                return i
+            if self._score == 0.0:
+                self._onset = int(steps[i])
+            self._score = score
+        return len(losses)
 
     def _excursion(self, signal: Signal, high: bool, limit: float) -> Finding | None:
         self._out += 1

@@ -58,7 +58,7 @@ class Plateau:
             confidence=0.7,
         )
 
-    def calm(self, losses: Sequence[float]) -> int:
+    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
         """How many of these losses only fill the block; its last is for `observe`."""
         some = losses[: _BLOCK - 1 - len(self._block)]
         self._block.extend(some)

@@ -111,15 +111,17 @@ def _over(detector: Detector, rows: Rows, borders: list[int]) -> Iterable[tuple[
     if getattr(detector, "field", "loss") not in rows.fields:
         return
     places, values = _places(detector, rows)
+    steps = rows.step if isinstance(places, range) else [rows.step[i] for i in places]
     at, ends = 0, [*_ends(places, borders), len(places)]
     for n, end in enumerate(ends):
         if n:
             detector.rebaseline()
         while at < end:
             if values is not None:
-                at += detector.calm(values[at : min(end, at + detector.stretch)])  # type: ignore[attr-defined]
-                if at >= end:
-                    break
+                until = min(end, at + detector.stretch)  # type: ignore[attr-defined]
+                if calm := detector.calm(values[at:until], steps[at:until]):  # type: ignore[attr-defined]
+                    at += calm
+                    continue
             finding = detector.observe(rows.signal(places[at]))
             if finding is not None:
                 yield places[at], finding

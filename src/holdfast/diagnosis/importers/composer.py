@@ -10,7 +10,7 @@ from holdfast.diagnosis.importers.reading import EVAL, TRAIN, Field, Reading, nu
 from holdfast.diagnosis.importers.textformat import TextFormat
 
 _HEAD = re.compile(rb"\[(?:epoch=(\d+)(?:/\d+)?\]\[)?batch=(\d+)(?:/\d+)?\]:")
-_JOINT = re.compile(rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?[ \t]{1,40}(?=(?:Train|Eval) )")
+_JOINT = re.compile(rb"\n{1,3}(?:\d+:|\[?\w*rank\d+\]?:)?[ \t]{1,40}(?=(?:Train|Eval) )")
 _METRIC = re.compile(rb"\b(Train|Eval) ([^\s:][^:]{0,200}): ([-+]?(?:\d[\d.]*(?:[eE][-+]\d+)?|nan|inf))(?=\s|$)")
 
 

@@ -110,7 +110,7 @@ class Source:
         dropping = False
         for data in self._utf8():
             if b"\r" in data:
-                data = data.replace(b"\r", b"\n")
+                data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             if b"\0" in data:
                 data = data.replace(b"\0", b"")
             if dropping:

@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.runtime.data.split import tensors_of
 
 _TENSORS = 2
-_BLOCKS, _BYTES = 16, 256
+_BLOCKS, _BYTES = 8, 512
 """stretches looked at, spread over a tensor, and how long each is"""
 
 
@@ -80,10 +80,15 @@ def _pieces(tensor: Tensor) -> list[memoryview]:
         if tensor.dim() < 2:
             return _pieces(tensor[:: max(1, tensor.numel() // _BYTES)].contiguous())
         return _pieces(tensor[0].contiguous()) + _pieces(tensor[-1].contiguous())
-    data = tensor.view(-1).view(torch.uint8).numpy().data
-    spare = len(data) - _BLOCKS * _BYTES
-    if spare <= 0:
-        return [data]
+    data = _bytes(tensor)
     last = len(data) - _BYTES
-    starts = [i * last // (_BLOCKS - 1) for i in range(_BLOCKS)]
-    return [data[start : start + _BYTES] for start in starts]
+    if last < _BLOCKS * _BYTES:
+        return [data[: _BLOCKS * _BYTES + _BYTES]]
+    return [data[i * last // (_BLOCKS - 1) :][:_BYTES] for i in range(_BLOCKS)]
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    try:
+        return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # numpy has no such type (bf16), or memoryview has none (complex)
+        return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from holdfast.diagnosis import episodes, hang, memory, recorded, throughput
-from holdfast.diagnosis.episodes import Episode, Note
+from holdfast.diagnosis.episode import Episode, Note
 from holdfast.diagnosis.record import Journal, open_journal
 from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree import walk

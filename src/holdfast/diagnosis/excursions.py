@@ -13,7 +13,7 @@ import numpy as np
 
 from holdfast.core.detectors.monotone import mann_kendall
 from holdfast.core.types import Finding, Kind, Severity
-from holdfast.diagnosis.episodes import Episode, Note
+from holdfast.diagnosis.episode import Episode, Note
 from holdfast.diagnosis.losses import BEFORE, LEAST_POINTS, Floats, Losses
 
 _AFTER = 5

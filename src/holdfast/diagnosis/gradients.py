@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Table
 
 _GAP = 25

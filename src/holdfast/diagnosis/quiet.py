@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.core.types import Finding, Kind
-from holdfast.diagnosis.episodes import Episode, Note
+from holdfast.diagnosis.episode import Episode, Note
 from holdfast.diagnosis.losses import Losses
 from holdfast.diagnosis.table import Table
 

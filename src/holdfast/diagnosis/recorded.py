@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.core.tally import IncidentLine
 from holdfast.core.types import Kind
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.record import Journal
 from holdfast.diagnosis.table import Series, Table
 

@@ -16,7 +16,7 @@ _ALONE = 2
 
 
 class LogSpike:
-    """`z` deviations of the logarithm and `ratio` times the course: both.
+    """`z` deviations of the logarithm and `ratio` times the course: both. However wide its noise, a hundred times is out.
 
     `_ACCEPT_AFTER` high values in a row under a loss on its course are a new level, not a spike: it is accepted, on
     record, rather than vetoing every step from there on. While it learns a new course, only a gross rise counts.
@@ -50,7 +50,7 @@ class LogSpike:
         return self._gross
 
     def _rise(self) -> float:
-        return max(self._course.reach(self._z), self._ratio)
+        return max(min(self._course.reach(self._z), math.log(_GROSS_RATIO)), self._ratio)
 
     def observe(self, signal: Signal) -> Finding | None:
         value: float | None = getattr(signal, self.field)

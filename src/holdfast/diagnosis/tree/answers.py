@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Table
 
 Value = Literal["yes", "no", "unknown"]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree.answers import Answer, Value, number
 from holdfast.diagnosis.tree.load import Leaf, Tree

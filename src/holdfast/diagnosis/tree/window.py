@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Event, Table
 
 Values = NDArray[np.float64]

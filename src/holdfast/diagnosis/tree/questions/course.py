@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Series, Table
 from holdfast.diagnosis.tree import window
 from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes

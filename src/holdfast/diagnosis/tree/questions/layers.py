@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree import window
 from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, number, question, unknown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.episode import Episode
 from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree import window
 from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes

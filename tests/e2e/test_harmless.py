@@ -138,3 +138,37 @@ def test_recording_facts_changes_nothing(tmp_path):
     facts = json.loads((tmp_path / "run" / "run.json").read_text())["facts"]
     assert facts["decode"] == {"temperature": 0}
     assert facts["seed"] == guarded.guard.step > 10
+
+
+SENSORS_OFF = {"update_spike": False, "watch": False}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "gate"),
+    [
+        ("adamw", "fp32", "host"),
+        ("adamw_foreach", "bf16", "host"),
+        ("adamw_fused", "fp16", "host"),
+        ("adamw_fused", "fp16", "device"),
+        ("adamw_fused", "fp32", "device"),
+        ("nadam", "fp32", "host"),
+        ("rmsprop", "fp32", "host"),
+        ("sgd", "fp32", "host"),
+    ],
+)
+def test_sensing_more_or_less_changes_nothing(optimizer, precision, gate, accumulate, tmp_path):
+    """Long enough for every sensor to have looked, the weight norm too."""
+    case = Case(optimizer=optimizer, precision=precision, accumulate=accumulate, augment=True, epochs=10)
+    case.config = {"detect": {"gate": gate}}
+    check(case, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any("weight_norm" in row for row in rows)
+    assert any("update_rms" in row for row in rows) == (optimizer != "sgd")
+    without = Case(**{**vars(case), "config": {"detect": {"gate": gate, **SENSORS_OFF}}})
+    assert_same(case.guarded(tmp_path / "again"), without.guarded(tmp_path / "without"))
+    bare = [json.loads(line) for line in (tmp_path / "without" / "metrics.jsonl").read_text().splitlines()]
+    own = {"update_rms", "weight_norm", "seconds"}
+    assert [{k: v for k, v in row.items() if k not in own} for row in rows] == [
+        {k: v for k, v in row.items() if k != "seconds"} for row in bare
+    ]

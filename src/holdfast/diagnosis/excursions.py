@@ -83,7 +83,7 @@ def _restarts(losses: Losses) -> list[Note]:
         jump = float(np.median(after)) - float(np.median(before))
         if jump < 0.2 * abs(float(np.median(before))):
             continue
-        step = losses.step[place]
+        step = float(losses.step[place])
         back = place and losses.step[place] < losses.step[place - 1]
         why = "the step count goes back" if back else "the learning rate or the batch starts anew"
         text = f"at step {step:g} the loss goes from {np.median(before):.4g} to {np.median(after):.4g} where {why}"
@@ -113,9 +113,8 @@ def _candidates(losses: Losses) -> tuple[list[Stretch], list[Stretch]]:
     """Jumps of the loss, and slow rises."""
     jumps: list[Stretch] = []
     rises: list[Stretch] = []
-    for finding in losses.findings:
-        seen = _latest(losses, finding.step)
-        first = min(seen, _latest(losses, finding.onset, before=seen))
+    for seen, finding in losses.findings:
+        first = losses.place_of(finding.onset, seen)
         if finding.kind == Kind.DIVERGENCE:
             rises.append(Stretch(first, seen, [finding]))
         elif finding.kind == Kind.LOSS_SPIKE and finding.severity > Severity.NOTE and losses.near_shift(first) is None:
@@ -133,15 +132,6 @@ def _distinct(losses: Losses, stretches: list[Stretch]) -> list[Stretch]:
 def _towers(losses: Losses, stretch: Stretch) -> bool:
     expected = float(stretch.findings[0].evidence.get("expected") or 0.0)
     return expected > 0 and losses.loss[stretch.seen] >= _ALONE_RATIO * expected
-
-
-def _latest(losses: Losses, step: int, before: int | None = None) -> int:
-    places = losses.place.get(step)
-    if places is None:
-        return int(np.searchsorted(np.maximum.accumulate(losses.step), step))
-    if before is None:
-        return places[-1]
-    return next((p for p in reversed(places) if p <= before), places[0])
 
 
 def _into_nan(losses: Losses) -> list[Episode]:
@@ -224,13 +214,16 @@ def _return(losses: Losses, seen: int, band: float, over: int) -> tuple[int, boo
     later = [s for s in losses.shifts if s > seen]
     if later:
         stop = min(stop, later[0])
-    for place in range(seen, stop):
-        following = loss[place : min(stop, place + over)]
-        if not np.isfinite(following).all():
-            return place - 1 if place > seen else seen, False
-        if float(np.median(following)) <= band and loss[place] <= band:
+    bad = np.flatnonzero(~losses.finite[seen:stop])
+    stop = seen + int(bad[0]) if len(bad) else stop
+    again = seen
+    for place in (seen + np.flatnonzero(loss[seen:stop] <= band)).tolist():
+        if place < again:
+            continue
+        if float(np.median(loss[place : min(stop, place + over)])) <= band:
             return max(seen, place - 1), True
-    return stop - 1, False
+        again = place + over // 4
+    return max(seen, stop - 1), False
 
 
 def _counts(losses: Losses, level: float, peak: float, rows: int, costly: bool) -> bool:
@@ -273,10 +266,10 @@ def _episode(
 ) -> Episode:
     return Episode(
         kind=kind,
-        start=losses.step[first],
-        end=losses.step[last],
-        first=losses.rows[first],
-        last=losses.rows[last],
+        start=float(losses.step[first]),
+        end=float(losses.step[last]),
+        first=int(losses.rows[first]),
+        last=int(losses.rows[last]),
         confidence=confidence,
         evidence=evidence,
         findings=findings,

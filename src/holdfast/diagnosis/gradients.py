@@ -65,7 +65,7 @@ def _explosions(table: Table, rows: np.ndarray, norm: np.ndarray) -> list[Episod
 def _usual(log: np.ndarray) -> np.ndarray:
     """The median of the records before each, in steps of a few, so that an explosion is not what is usual."""
     usual, n = np.empty_like(log), len(log)
-    stride = max(1, min(16, n // 64))
+    stride = max(1, min(16, n // 64), n // 4000)
     held = float(np.median(log[: min(n, _LEAST_POINTS)]))
     for begin in range(0, n, stride):
         part = log[max(0, begin - _BEFORE) : begin]

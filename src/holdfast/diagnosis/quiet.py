@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from holdfast.core.types import Finding, Kind
 from holdfast.diagnosis.episode import Episode, Note
 from holdfast.diagnosis.losses import Losses
@@ -17,9 +15,9 @@ _NOTES = (Kind.PLATEAU, Kind.LR_JUMP, Kind.LR_FROZEN, Kind.SCALE_STUCK, Kind.WEI
 def find(losses: Losses, found: list[Episode]) -> tuple[list[Episode], list[Note]]:
     """Episodes and notes from the detectors that only watch."""
     table, episodes, notes = losses.table, [], []
-    for finding in losses.findings:
+    for place, finding in losses.findings:
         if finding.kind in _EPISODES:
-            episode = _episode(table, finding)
+            episode = _episode(losses, place, finding)
             if finding.kind != Kind.DEAD_RUN or _to_the_end(table, episode):
                 episodes.append(episode)
         elif finding.kind in _NOTES and not _inside(finding, found):
@@ -40,15 +38,14 @@ def _inside(finding: Finding, found: list[Episode]) -> bool:
     return finding.kind == Kind.PLATEAU and any(e.start <= finding.step and finding.onset <= e.end for e in found)
 
 
-def _episode(table: Table, finding: Finding) -> Episode:
-    first = int(np.searchsorted(table.step, finding.onset))
-    last = min(len(table) - 1, int(np.searchsorted(table.step, finding.step)))
+def _episode(losses: Losses, place: int, finding: Finding) -> Episode:
+    first = losses.place_of(finding.onset, place)
     return Episode(
         kind=_EPISODES[Kind(finding.kind)],
-        start=float(table.step[min(first, last)]),
-        end=float(table.step[last]),
-        first=min(first, last),
-        last=last,
+        start=float(losses.step[first]),
+        end=float(losses.step[place]),
+        first=int(losses.rows[first]),
+        last=int(losses.rows[place]),
         confidence=0.8,
         evidence=dict(finding.evidence),
         findings=[finding],

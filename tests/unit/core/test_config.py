@@ -73,6 +73,67 @@ def test_default_written_out_is_the_default(section, key):
     assert parse({section: {key: value}}, "test") == Config()
 
 
+# ---- detectors
+
+
+PRESETS = [
+    "default",
+    *(f"{rule}{end}" for rule in ("curry-train", "three-sigma", "monotone-200") for end in ("", "-as-written")),
+]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_of_the_rule_on_the_loss_is_read_by_its_name(preset):
+    assert parse({"detect": {"preset": preset}}, "test").detect.preset == preset
+    assert load(override({}, [f"detect.preset={preset}"])).detect.preset == preset
+
+
+def test_unknown_preset_lists_the_presets():
+    error = only_error({"detect": {"preset": "four-sigma"}})
+    assert all(repr(preset) in error for preset in PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("divergence", False),
+        ("update_spike", False),
+        ("watch", False),
+        ("loss_z_rollback", 5.5),
+        ("loss_rise", 0.1),
+        ("loss_rise_rollback", 0.0),
+        ("loss_rise_abs", 0.01),
+        ("grad_ratio", 3.0),
+        ("update_z", 5.0),
+        ("update_ratio", 2.5),
+        ("divergence_z", 9.0),
+        ("divergence_rise", 0.0),
+        ("overflow_streak", 8),
+        ("plateau_steps", 500),
+        ("weight_ratio", 1.5),
+    ],
+)
+def test_key_of_a_detector_is_read_and_stands_in_the_template(key, value):
+    assert getattr(parse({"detect": {key: value}}, "test").detect, key) == value
+    assert tomllib.loads(template())["detect"][key] == getattr(Config().detect, key)
+    assert getattr(Config().detect, key) != value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("update_z", 0),
+        ("divergence_rise", -0.1),
+        ("plateau_steps", 0),
+        ("weight_ratio", -2),
+        ("watch", "yes"),
+        ("preset", 3),
+    ],
+)
+def test_key_of_a_detector_out_of_its_range_is_refused(key, value):
+    assert only_error({"detect": {key: value}}).startswith(f"[detect] {key} = {value!r}: ")
+
+
 # ---- where a policy comes from
 
 
@@ -168,7 +229,7 @@ def test_wrong_rung_lists_the_rungs():
 
 def test_error_carries_the_value_and_the_default():
     assert only_error({"detect": {"warmup_steps": 0}}) == (
-        "[detect] warmup_steps = 0: expected int >= 1; the default is 50"
+        "[detect] warmup_steps = 0: expected int >= 1; the default is 40"
     )
 
 

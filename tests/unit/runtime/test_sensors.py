@@ -99,17 +99,12 @@ OPTIMIZERS = {
 # ---- update size
 
 
-@pytest.mark.parametrize("gate", ["host", "device"])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize(("name", "gate"), [*((n, "host") for n in sorted(OPTIMIZERS)), ("adamw fused", "device")])
 def test_update_size_is_what_it_is_by_hand(name, gate):
-    if gate == "device" and name != "adamw fused":
-        pytest.skip("needs a fused optimizer")
     signals, known = train(
         OPTIMIZERS[name], config={"detect": {"gate": gate}}, look=lambda m, o: by_hand(o, list(m.parameters()))
     )
     seen = [s.update_rms for s in signals]
-    if gate == "device":
-        known = known[: len(seen)]  # looked at before the step before it has settled, and the same all the same
     assert seen[0] is None
     assert known[0] is None
     assert seen[1:] == pytest.approx(known[1:], rel=1e-4)
@@ -368,6 +363,7 @@ def test_step_has_one_for_all_its_batches_in_their_order():
     assert look() is None
 
 
+@pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
 def test_signals_carry_it_and_a_batch_changed_in_the_loop_is_known_by_what_it_was():
     def spoil(m, o):
         held[-1].mul_(0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, overload
 
 from holdfast.core.config import Detect
 from holdfast.core.detectors import build
@@ -78,14 +78,32 @@ def _pick(values: list[Any], rows: list[int], whole: bool) -> list[Any]:
     return values if whole else [values[i] for i in rows]
 
 
+@overload
 def scan(
     log: Columns,
     config: Detect | None = None,
     *,
     shifts: Iterable[int] = (),
     detectors: Sequence[Detector] | None = None,
-) -> list[Finding]:
-    """Every finding over a log, in the order of its rows.
+) -> list[Finding]: ...
+@overload
+def scan(
+    log: Columns,
+    config: Detect | None = None,
+    *,
+    shifts: Iterable[int] = (),
+    detectors: Sequence[Detector] | None = None,
+    places: Literal[True],
+) -> list[tuple[int, Finding]]: ...
+def scan(
+    log: Columns,
+    config: Detect | None = None,
+    *,
+    shifts: Iterable[int] = (),
+    detectors: Sequence[Detector] | None = None,
+    places: bool = False,
+) -> list[Finding] | list[tuple[int, Finding]]:
+    """Every finding over a log, in the order of its rows; with `places`, each with its place among those with a loss.
 
     Shifts are recognised as online, and by the learning rate too; `shifts` are rows of the log, declared besides.
     """
@@ -96,7 +114,7 @@ def scan(
         borders |= {place for place, row in enumerate(rows.rows) if row in declared}
     found = [(i, n, f) for n, d in enumerate(chosen) for i, f in _over(d, rows, sorted(borders))]
     found.sort(key=lambda entry: entry[:2])
-    return [finding for _, _, finding in found]
+    return [(place, finding) for place, _, finding in found] if places else [finding for _, _, finding in found]
 
 
 def recognised(rows: Rows) -> list[int]:

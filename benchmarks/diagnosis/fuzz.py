@@ -1,9 +1,9 @@
-"""Throws damaged logs at the importers: nothing but LogRefused may come out, in bounded time and memory.
+"""Throws damaged logs at the importers and the tree: nothing but LogRefused may come out, in bounded time and memory.
 
-    python benchmarks/diagnosis/fuzz.py [--cases 100000] [--seed 0]
+    python -m benchmarks.diagnosis.fuzz [--cases 100000] [--seed 0]
 
 Every case is a small log of some format, cut, joined with another, with bytes changed, fields blown up, in a wrong encoding,
-or all of these. Prints how many were read and refused; the exit status is 1 if anything else happened.
+or all of these. Prints how many were diagnosed and refused; the exit status is 1 if anything else happened.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from holdfast.core.errors import LogRefused, MissingDependency
+from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.importers import FORMATS, read
 from holdfast.diagnosis.importers.tfrecord import masked_crc
 
@@ -142,7 +145,7 @@ def case(number: int, seed: int) -> bytes:
 
 
 def try_case(data: bytes, path: Path, number: int) -> str:
-    """What came of it: read, or refused. Anything but LogRefused passes through."""
+    """What came of it: diagnosed, or refused. Anything but LogRefused passes through."""
     path.write_bytes(data)
     form = list(FORMATS)[number % len(FORMATS)] if number % 7 == 0 else None
     mapping = {"loss": "acc", "step": "Epoch"} if number % 11 == 0 else None
@@ -153,8 +156,8 @@ def try_case(data: bytes, path: Path, number: int) -> str:
     for table in tables:
         assert all(len(column) == len(table) for column in table.columns.values())
         assert set(table.columns) == set(table.present)
-        list(table.signals())
-    return "read"
+        msgspec.json.encode(diagnose(table))
+    return "diagnosed"
 
 
 def main() -> int:

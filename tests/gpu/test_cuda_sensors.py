@@ -54,7 +54,7 @@ class Keep:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)).cuda()
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16, bias=False)).cuda()
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -14,14 +14,12 @@ COLLECTIVE = re.compile(
     r"|Timed out waiting \d+ms for (send|recv)|monitoredBarrier",
     re.IGNORECASE,
 )
-_SETTING = re.compile(r"NCCL INFO|set by environment|timeout (is |was )?set to", re.IGNORECASE)
 PARTIAL = re.compile(r"health check failed|liveness (check|probe) failed|sum mismatch|desync", re.IGNORECASE)
 
 
 def reports(table: Table) -> list[Event]:
     """What the log says of hangs."""
-    said = [e for e in table.events if e.kind == "hang" or COLLECTIVE.search(e.text) or PARTIAL.search(e.text)]
-    return [event for event in said if not _SETTING.search(event.text)]
+    return [e for e in table.events if e.kind == "hang" or COLLECTIVE.search(e.text) or PARTIAL.search(e.text)]
 
 
 def find(table: Table) -> list[Episode]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from holdfast.runtime.optimizers import Optimizers
 
-_TENSORS, _RUNS, _WIDTH = 8, 256, 16
+_TENSORS, _RUNS, _WIDTH = 8, 64, 64
 """parameters looked at; runs of neighbouring elements in each, evenly spread, and how long a run is"""
 _EPS = 1e-8
 _MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.first, self.last = nn.Linear(16, 64), nn.Linear(64, 16, bias=False)
 
     def forward(self, x):
         return self.last(torch.tanh(self.first(x)))
@@ -156,15 +156,15 @@ def test_turned_off_it_is_not_measured():
     assert {s.update_rms for s in signals} == {None}
 
 
-def stepped(*shapes, **options):
-    """An AdamW after a few steps over parameters of these shapes, with gradients for the next."""
+def stepped(*shapes, steps=2, **options):
+    """An AdamW after some steps over parameters of these shapes, with gradients for the next."""
     generator = torch.Generator().manual_seed(1)
     parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     optimizer = torch.optim.AdamW(parameters, **options)
-    for n in range(3):
+    for n in range(steps + 1):
         for p in parameters:
             p.grad = torch.randn(p.shape, generator=generator)
-        if n < 2:
+        if n < steps:
             optimizer.step()
     return optimizer, parameters
 
@@ -175,12 +175,12 @@ def sensed(optimizer) -> float | None:
 
 
 def test_of_many_parameters_the_eight_largest_are_looked_at():
-    optimizer, parameters = stepped(*[(n, 16) for n in range(1, 21)])
+    optimizer, parameters = stepped(*[(n, 64) for n in range(1, 21)])
     assert sensed(optimizer) == pytest.approx(by_hand(optimizer, parameters[12:]), rel=1e-5)
 
 
 def test_of_a_large_parameter_elements_from_everywhere_are_looked_at():
-    optimizer, (p,) = stepped((1000, 300))
+    optimizer, (p,) = stepped((1000, 300), steps=20)
     whole = by_hand(optimizer, [p])
     assert sensed(optimizer) == pytest.approx(whole, rel=0.1)
     p.grad[:, :] = 0.0
@@ -325,7 +325,7 @@ def test_first_two_tensors_count():
     assert fingerprint((a, b, c)) == fingerprint((a, b, a)) != fingerprint((a, c, c))
 
 
-def test_large_batch_is_looked_at_in_eight_places_from_its_first_byte_to_its_last():
+def test_large_batch_is_looked_at_in_several_places_from_its_first_byte_to_its_last():
     big = torch.zeros(64, 4096, dtype=torch.int64)
     known = fingerprint(big)
     for place in ((0, 0), (63, 4095)):

@@ -54,6 +54,12 @@ WORDS: dict[bytes, tuple[str, str]] = {
     ),
     b"saving model": ("checkpoint", r"saving model (checkpoint )?(to|at|\.\.\.)"),
 }
+# A timeout that is set, or that is only information, is not one that passed.
+_SETTING = re.compile(
+    r"nccl info|^(?!.*(timed out|timing out|exceeded|expired|watchdog caught|collective operation timeout))"
+    r".*(set by environment|timeout (is |was )?set to|initiali[sz](ed|ation) (with )?options|\b\w+_timeout)",
+    re.IGNORECASE,
+)
 _TESTS = [(word, kind, re.compile(pattern, re.IGNORECASE)) for word, (kind, pattern) in WORDS.items()]
 _LAST = re.compile(
     r"^(?:\[?\w*rank ?\d+\]?:?|\[?default\d+\]?:|\d+:)?\s?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout))\b"
@@ -108,6 +114,8 @@ def judge(lines: Sequence[bytes], at: int) -> Found | None:
         if word in low and test.search(text):
             if _CODE.search(text):
                 return None
+            if kind == "hang" and _SETTING.search(text):
+                continue
             if word == b"traceback (":
                 return _traceback(lines, at)
             return Found(at, kind, text)

@@ -8,9 +8,10 @@ Undone attempts and those that were never committed stay visible: as events, and
 from __future__ import annotations
 
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,7 +31,8 @@ _COLUMNS = {"samples": "batch_size", "length": "sequence_length"}
 # What JSON cannot say is written as Python writes it; these stand for it while a strict and fast decoder is at work.
 # Of moderate size: a decoder may be slow with numbers at the end of the range.
 _NAN, _INF = -31415926535897.75, 27182818284590.25
-_STAND_IN = ((b":NaN", b":%.2f" % _NAN), (b":Infinity", b":%.2f" % _INF), (b":-Infinity", b":%.2f" % -_INF))
+_STAND_IN = {b"NaN": b":%.2f" % _NAN, b"Infinity": b":%.2f" % _INF, b"-Infinity": b":%.2f" % -_INF}
+_WORD = re.compile(rb":\s*(NaN|-?Infinity)\b")
 _KINDS = {
     "run_begin": "begin", "restart": "restart", "resumed": "restart", "run_end": "end", "finding": "finding", "plan": "plan",
     "action": "action", "outcome": "outcome", "shift": "shift", "incident_opened": "incident", "incident_closed": "incident",
@@ -42,7 +44,7 @@ _STATUS = {"overflowed": "overflow", "skipped": "skipped", "stopped": "stop"}
 class Row(msgspec.Struct, gc=False):
     """One line of metrics.jsonl."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
     status: str = "committed"
     loss: float | None = None
     grad_norm: float | None = None
@@ -141,9 +143,8 @@ def _floats(values: list[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]
 
 
 def _rows(chunk: bytes) -> tuple[list[Row], int]:
-    for word, stand_in in _STAND_IN:
-        if word in chunk:
-            chunk = chunk.replace(word, stand_in)
+    if b"NaN" in chunk or b"Infinity" in chunk:
+        chunk = _WORD.sub(lambda word: _STAND_IN[word[1]], chunk)
     try:
         return _DECODER.decode_lines(chunk), 0
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.runtime.data.split import tensors_of
 
 _TENSORS = 2
-_BLOCKS, _BYTES = 8, 512
+_BLOCKS, _BYTES = 4, 1024
 """stretches looked at, spread over a tensor, and how long each is"""
 
 
@@ -55,36 +55,33 @@ def length_of(batch: Any) -> int | None:
 
 
 def fingerprint(batch: Any, crc: int = 0) -> int | None:
-    """A checksum of parts of its first tensors, going on from `crc`; None where none of it is in host memory."""
+    """A checksum of parts of its first tensors, going on from `crc`; None where one of them is not in host memory."""
     seen = 0
     for tensor in tensors_of(batch):
-        if not _readable(tensor):
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
-        for piece in _pieces(tensor.detach()):
-            crc = zlib.crc32(piece, crc)
+        if tensor.numel():
+            crc = _checksum(tensor.detach() if tensor.requires_grad else tensor, crc)
         seen += 1
         if seen == _TENSORS:
             break
     return crc if seen else None
 
 
-def _readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _pieces(tensor: Tensor) -> list[memoryview]:
-    """Stretches of its bytes, not copied; of a tensor that is not contiguous, its first and last row."""
-    if tensor.numel() == 0:
-        return []
+def _checksum(tensor: Tensor, crc: int) -> int:
+    """Over stretches of its bytes, which are not copied; of a tensor that is not contiguous, its first and last row."""
     if not tensor.is_contiguous():
         if tensor.dim() < 2:
-            return _pieces(tensor[:: max(1, tensor.numel() // _BYTES)].contiguous())
-        return _pieces(tensor[0].contiguous()) + _pieces(tensor[-1].contiguous())
+            return _checksum(tensor[:: max(1, tensor.numel() // _BYTES)].contiguous(), crc)
+        return _checksum(tensor[-1].contiguous(), _checksum(tensor[0].contiguous(), crc))
     data = _bytes(tensor)
     last = len(data) - _BYTES
-    if last < _BLOCKS * _BYTES:
-        return [data[: _BLOCKS * _BYTES + _BYTES]]
-    return [data[i * last // (_BLOCKS - 1) :][:_BYTES] for i in range(_BLOCKS)]
+    if last <= _BLOCKS * _BYTES:
+        return zlib.crc32(data, crc)
+    for n in range(_BLOCKS):
+        start = n * last // (_BLOCKS - 1)
+        crc = zlib.crc32(data[start : start + _BYTES], crc)
+    return crc
 
 
 def _bytes(tensor: Tensor) -> memoryview:

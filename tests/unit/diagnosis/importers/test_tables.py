@@ -328,3 +328,25 @@ def test_run_directory_without_metrics_still_tells_its_events(tmp_path):
     table = one(tmp_path)
     assert len(table) == 0
     assert table.events
+
+
+@pytest.mark.parametrize("blank", ["", " ", "  "])
+def test_run_directory_reads_nan_and_infinity_however_they_are_spaced(tmp_path, blank):
+    words = {3: "NaN", 4: "Infinity", 5: "-Infinity"}
+    rows = [
+        f'{{"step":{blank}{i},{blank}"loss":{blank}{words.get(i, "2.5")},"status":"committed"}}' for i in range(30)
+    ]
+    table = one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
+    assert table.format == "rundir"
+    loss = values(table, "loss")
+    assert len(loss) == 30 and table.dropped == 0
+    assert math.isnan(loss[3]) and loss[4:6] == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize("step", [2**53 + 2, 10**30, 10**400, -(10**400)])
+def test_run_directory_drops_a_step_too_large_for_a_float_and_says_so(tmp_path, step):
+    rows = [f'{{"step":{i},"loss":2.5,"status":"committed"}}' for i in range(30)]
+    rows.insert(7, f'{{"step":{step},"loss":9.5,"status":"committed"}}')
+    table = one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
+    assert table.step.tolist() == list(range(30))
+    assert table.dropped == 1 and "lines_lost" in codes(table)

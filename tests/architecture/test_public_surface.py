@@ -56,7 +56,7 @@ COMMANDS = {
     "init": (["path"], {"--force", "--json"}),
     "check": (["config"], {"--json"}),
     "ack": (["run"], {"--note", "--json"}),
-    "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--postmortem", "-o", "--output"}),
+    "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
     "diff": (["first", "second"], {"--json"}),
 }
 

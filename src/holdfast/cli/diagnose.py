@@ -17,7 +17,7 @@ from holdfast.core.errors import ConfigError, LogRefused
 from holdfast.core.rundir import write_atomically
 from holdfast.diagnosis.diagnose import SCHEMA_VERSION, Report
 from holdfast.diagnosis.diagnose import diagnose as judge
-from holdfast.diagnosis.importers import read
+from holdfast.diagnosis.importers import FORMATS, read
 from holdfast.diagnosis.postmortem import build
 from holdfast.diagnosis.table import COLUMNS, Table
 from holdfast.diagnosis.tree.kinds import INCIDENTS
@@ -34,7 +34,11 @@ class Refused(NamedTuple):
 
 
 def diagnose(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Logs, run directories, or folders of them.")],
+    paths: Annotated[
+        list[Path],
+        # What cannot be read is refused below, and the others go on.
+        typer.Argument(metavar="PATH...", readable=False, help="Logs, run directories, or folders of them."),
+    ],
     as_json: Json = False,
     mapping: Annotated[
         list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="Which column of the log is which signal.")
@@ -44,6 +48,9 @@ def diagnose(
         list[str] | None,
         typer.Option("--fail-on", metavar="KIND", help="Exit status 3 if such an incident is found; `any` for all."),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every incident in full; otherwise of more than 6 the gravest 5, and a table.")
+    ] = False,
     postmortem: Annotated[
         bool, typer.Option("--postmortem", help="The whole post-mortem, in sixteen sections.")
     ] = False,
@@ -67,6 +74,8 @@ def diagnose(
       holdfast diagnose runs/* --fail-on nan --fail-on divergence
     """
     names, kinds = _mapping(mapping or []), _kinds(fail_on or [])
+    if format is not None and format not in FORMATS:
+        raise ConfigError([f"--format {format}: no such format; the formats are {', '.join(FORMATS)}"], "diagnose")
     if output is not None and not postmortem:
         raise ConfigError(["-o needs --postmortem; write: holdfast diagnose PATH --postmortem -o FILE.md"], "diagnose")
     reports: list[Report] = []
@@ -86,7 +95,7 @@ def diagnose(
         elif not as_json and postmortem:
             terminal.show_postmortem(console, build(table, report))
         elif not as_json:
-            terminal.show(console, table, report)
+            terminal.show(console, table, report, everything=everything)
     if output is not None and texts:
         write_atomically(output, "\n".join(texts))
         typer.echo(f"wrote {clean(str(output))}", err=True)

@@ -242,6 +242,11 @@ def _rules(tree: Tree, table: Table, verdicts: list[Verdict], said: set[str]) ->
     ]
 
 
+def gravity(table: Table, verdict: Verdict) -> tuple[bool, bool, float]:
+    """For sorting: what nobody dealt with, what the run ended in, and what is sure, weigh most."""
+    return verdict.state != "closed", bool(len(table)) and verdict.step_end == table.step[-1], verdict.confidence
+
+
 def _summary(table: Table, verdicts: list[Verdict]) -> str:
     """One sentence: what happened, or that nothing did."""
     points = f"{len(table)} record{'s' if len(table) != 1 else ''}"
@@ -250,7 +255,7 @@ def _summary(table: Table, verdicts: list[Verdict]) -> str:
     if not verdicts:
         doubts = f"; this log cannot show everything ({', '.join(dict(table.limits))})" if table.limits else ""
         return f"no incident in {points}{doubts}"
-    worst = max(verdicts, key=lambda v: (v.state != "closed", v.step_end == table.step[-1], v.confidence))
+    worst = max(verdicts, key=lambda verdict: gravity(table, verdict))
     count = len(verdicts)
     closed = sum(verdict.state == "closed" for verdict in verdicts)
     healed = "" if not closed else " (all dealt with)" if closed == count else f" ({closed} dealt with)"

@@ -125,8 +125,8 @@ def _candidates(losses: Losses) -> tuple[list[Stretch], list[Stretch]]:
 def _distinct(losses: Losses, stretches: list[Stretch]) -> list[Stretch]:
     """Single high records that come again and again are what this run's batches are like."""
     single = [s for s in stretches if s.findings and s.findings[0].severity < Severity.ROLLBACK]
-    usual = [s for s in single if not _towers(losses, s)]
-    return [s for s in stretches if s not in usual] if len(usual) >= _USUAL else stretches
+    usual = {id(s) for s in single if not _towers(losses, s)}
+    return [s for s in stretches if id(s) not in usual] if len(usual) >= _USUAL else stretches
 
 
 def _towers(losses: Losses, stretch: Stretch) -> bool:

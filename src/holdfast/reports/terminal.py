@@ -10,27 +10,40 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from holdfast.diagnosis.diagnose import NoteLine, Report, Verdict, seen
+from holdfast.diagnosis.diagnose import NoteLine, Report, Verdict, gravity, seen
 from holdfast.diagnosis.postmortem.parts import Block, Bullets, Command, Grid, Paragraph, PostMortem, span
 from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 from holdfast.reports.clean import clean
 from holdfast.reports.curve import curve
 
-MOST_VERDICTS = 8
+FEW_VERDICTS = 6
+"""up to so many incidents are told in full"""
+MOST_VERDICTS = 5
+"""of more, the gravest so many; a table has the others"""
+MOST_LINES = 200
+_LEAST_ROOM = 12
 MOST_NOTES = 12
 _AROUND = 60
 
 
-def show(console: Console, table: Table, report: Report) -> None:
-    """Print the report of one run."""
+def show(console: Console, table: Table, report: Report, *, everything: bool = False) -> None:
+    """Print the report of one run; `everything`: each of many incidents in full."""
     console.print(_head(report))
-    for number, verdict in enumerate(report.verdicts[:MOST_VERDICTS], 1):
-        console.print(_verdict(number, verdict, table, min(console.width, 100)))
-    more = len(report.verdicts) - MOST_VERDICTS
-    if more > 0:
-        kinds = sorted({verdict.kind for verdict in report.verdicts[MOST_VERDICTS:]})
-        console.print(_line(f"and {more} more ({', '.join(kinds)}): --json has them all", "dim"))
+    told = list(range(len(report.verdicts)))
+    if len(told) > FEW_VERDICTS:
+        console.print(_overview(report.verdicts if everything else report.verdicts[:MOST_LINES], console.width))
+        if not everything:
+            if len(told) > MOST_LINES:
+                more = len(told) - MOST_LINES
+                console.print(_line(f"   and {more} more: --all and --json have every one", "dim"))
+            by_weight = sorted(told, key=lambda i: gravity(table, report.verdicts[i]), reverse=True)
+            count = len(told)
+            console.print()
+            console.print(_line(f"the gravest {MOST_VERDICTS} of {count} in full; all of them with --all", "bold"))
+            told = sorted(by_weight[:MOST_VERDICTS])
+    for i in told:
+        console.print(_verdict(i + 1, report.verdicts[i], table, min(console.width, 100)))
     if report.notes:
         console.print(_line("notes", "bold"))
         for note in report.notes[:MOST_NOTES]:
@@ -66,6 +79,22 @@ def _head(report: Report) -> RenderableType:
     line = Text.assemble((clean(report.path), "bold"), f"  {clean(report.format)}, {report.points} records\n")
     line.append(clean(report.summary), style=colour)
     return line
+
+
+def _overview(verdicts: list[Verdict], width: int) -> RenderableType:
+    """One line for each incident; the cause as far as there is room for it."""
+    rows = [("#", "kind", "steps", "sure", "cause")]
+    for i, verdict in enumerate(verdicts, 1):
+        steps = span(verdict.step_start, verdict.step_end).split(" ", 1)[1]
+        rows.append((str(i), clean(verdict.kind), steps, f"{verdict.confidence:.2f}", clean(verdict.cause)))
+    number, kind, steps, sure, _ = (max(len(row[k]) for row in rows) for k in range(5))
+    room = width - (number + kind + steps + sure + 9)
+    text = Text()
+    for row in rows:
+        line = f"\n {row[0]:>{number}}  {row[1]:<{kind}}  {row[2]:<{steps}}  {row[3]:<{sure}}"
+        cause = row[4] if len(row[4]) <= room else row[4][: room - 1] + "…"
+        text.append(f"{line}  {cause}" if room >= _LEAST_ROOM else line.rstrip(), "bold" if row is rows[0] else "")
+    return text
 
 
 def _verdict(number: int, verdict: Verdict, table: Table, width: int) -> RenderableType:

@@ -143,7 +143,7 @@ def _corrected(moments: list[Tensor], steps: list[Any], group: dict[str, Any]) -
         return moments, 1.0
     beta = betas[1]
     if any(isinstance(s, Tensor) and s.device.type != "cpu" for s in (beta, *steps)):
-        known = 1.0 - beta ** torch.stack([torch.as_tensor(s, device=moments[0].device) for s in steps])
+        known = 1.0 - torch.pow(beta, torch.stack([torch.as_tensor(s, device=moments[0].device) for s in steps]))
         return [v.float() / share for v, share in zip(moments, known.unbind(), strict=True)], 1.0
     shares = [1.0 - float(beta) ** float(step) for step in steps]
     if len(set(shares)) == 1:

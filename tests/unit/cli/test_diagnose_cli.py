@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -193,6 +198,119 @@ def test_nothing_but_the_answer_on_stdout_and_no_progress_without_a_terminal(hol
     answer = holdfast("diagnose", log(), "--json")
     assert answer.err == ""
     assert answer.out.startswith("{")
+
+
+def test_an_unknown_format_is_an_error_with_the_formats_there_are(holdfast, log):
+    answer = holdfast("diagnose", log(), "--format", "wat")
+    assert answer.status == 78
+    assert "--format wat: no such format" in answer.err and "generic_csv" in answer.err
+
+
+def test_a_map_to_a_column_that_is_not_there_is_refused_with_those_that_are(holdfast, log):
+    for word in ("loss=train_nll", "step=it"):
+        answer = holdfast("diagnose", log(), "--map", word)
+        assert answer.status == 1
+        assert f"--map {word}: the log has no column" in answer.err
+        assert "its columns: step, loss, grad_norm, learning_rate" in answer.err
+
+
+def test_format_rundir_for_a_file_that_is_in_none_is_refused(holdfast, log):
+    answer = holdfast("diagnose", log(), "--format", "rundir")
+    assert answer.status == 1
+    assert "is not in a run directory" in answer.err
+
+
+def test_the_same_log_twice_is_two_reports(holdfast, log):
+    assert len(holdfast("diagnose", log(), log(), "--json").json["reports"]) == 2
+
+
+def test_a_folder_of_run_directories_gives_a_report_each(holdfast, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        rows = [f'{{"step":{i},"loss":{v:.4f},"status":"committed"}}' for i, v in enumerate(losses())]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    answer = holdfast("diagnose", tmp_path, "--json")
+    assert [(report["format"], report["points"]) for report in answer.json["reports"]] == [("rundir", N)] * 2
+
+
+def test_a_run_that_is_being_written_to_is_read_up_to_its_last_whole_line(holdfast, tmp_path):
+    rows = [f'{{"step":{i},"loss":{v:.4f},"status":"committed"}}' for i, v in enumerate(losses())]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step":200,"lo')
+    answer = holdfast("diagnose", tmp_path, "--json")
+    assert answer.status == 0 and answer.json["points"] == N
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_line_endings_and_gzip_make_no_difference(holdfast, log, tmp_path, ending):
+    text = log(bad=150).read_text().replace("\n", ending).encode()
+    plain, packed = tmp_path / "other.csv", tmp_path / "packed.csv.gz"
+    plain.write_bytes(text)
+    packed.write_bytes(gzip.compress(text))
+    for path in (plain, packed):
+        (verdict,) = holdfast("diagnose", path, "--json").json["verdicts"]
+        assert (verdict["kind"], verdict["step_start"]) == ("nan", 150)
+
+
+def test_one_line_of_many_megabytes_is_not_called_blank(holdfast, tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"a" * 5_000_000)
+    answer = holdfast("diagnose", path)
+    assert answer.status == 1
+    assert "blank" not in answer.err
+    state = tmp_path / "state.json"
+    history = ",".join(f'{{"step": {i}, "loss": {v:.4f}}}' for i, v in enumerate(np.tile(losses(), 1000)[:160_000]))
+    state.write_text(f'{{"log_history": [{history}]}}')
+    assert state.stat().st_size > 4 << 20
+    assert holdfast("diagnose", state, "--json").json["format"] == "hf_trainer_state"
+
+
+def test_a_table_of_ten_thousand_columns_is_read_and_says_what_it_left_out(holdfast, tmp_path):
+    names = [f"c{i}" for i in range(10_000)]
+    names[9000:9002] = ["step", "loss"]
+    rows = []
+    for i, v in enumerate(losses()[100:130]):
+        cells = ["1"] * len(names)
+        cells[9000:9002] = [str(i), f"{v:.4f}"]
+        rows.append(",".join(cells))
+    path = tmp_path / "wide.csv"
+    path.write_text("\n".join([",".join(names), *rows]) + "\n")
+    answer = holdfast("diagnose", path, "--json").json
+    assert answer["points"] == 30
+    assert {"columns_lost"} <= {limit["code"] for limit in answer["limits"]}
+    assert "no_loss" not in {limit["code"] for limit in answer["limits"]}
+
+
+def test_a_reader_that_goes_away_leaves_no_traceback(log):
+    program = Path(sys.executable).with_name("holdfast")
+    for option in ([], ["--json"], ["--postmortem"]):
+        command = [str(program), "diagnose", *[str(log(bad=150))] * 8, *option]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            process.stdout.close()
+            error = process.stderr.read().decode()
+        assert error == ""
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_what_may_not_be_read_is_refused_and_the_others_go_on(holdfast, log, tmp_path):
+    hidden, folder = log("hidden.csv"), tmp_path / "folder"
+    folder.mkdir()
+    hidden.chmod(0)
+    folder.chmod(0)
+    answer = holdfast("diagnose", hidden, folder, log("b.csv"))
+    folder.chmod(0o700)
+    assert answer.status == 0
+    assert answer.err.count(": refused: ") == 2
+
+
+def test_devices_and_pipes_are_refused_at_once(holdfast, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    answer = holdfast("diagnose", tmp_path / "pipe", "/dev/zero")
+    assert answer.status == 1
+    assert answer.err.count("neither a regular file nor a folder") == 2
+
+
+def test_all_is_an_option_of_the_terminal_report(holdfast, log):
+    assert holdfast("diagnose", log(bad=150), "--all").status == 0
 
 
 def test_a_terminal_in_an_old_encoding_gets_question_marks(installed, log):

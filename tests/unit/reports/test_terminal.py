@@ -23,10 +23,10 @@ from holdfast.reports.curve import curve
 
 @pytest.fixture
 def shown(monkeypatch):
-    def show(made, *which, width=100):
+    def show(made, *which, width=100, everything=False):
         monkeypatch.setattr(episodes, "find", lambda table: (list(which), []))
         console = Console(file=io.StringIO(), width=width, highlight=False)
-        terminal.show(console, made, diagnose(made))
+        terminal.show(console, made, diagnose(made), everything=everything)
         return console.file.getvalue()
 
     return show
@@ -55,10 +55,51 @@ def test_every_case_can_be_shown(shown, leaf, width):
     assert "next:" in text
 
 
-def test_many_incidents_are_counted_not_all_drawn(shown):
-    made = run(loss=put(healthy_loss(), slice(20, N, 20), 9.0))
-    text = shown(made, *(episode(made, "spike_recovered", i, i) for i in range(20, N, 20)))
-    assert "and 11 more (spike_recovered): --json has them all" in text
+@pytest.fixture
+def troubled():
+    """A run with nineteen spikes, the last one at its end, and the episodes."""
+    made = run(loss=put(put(healthy_loss(), slice(20, N, 20), 9.0), N - 1, 9.0))
+    return made, [episode(made, "spike_recovered", i, i, 0.5 + i / 1000) for i in [*range(20, N - 20, 20), N - 1]]
+
+
+def test_of_many_incidents_a_table_has_all_and_the_gravest_are_told_in_full(shown, troubled):
+    made, found = troubled
+    text = shown(made, *found)
+    head, rest = text.split("the gravest 5 of 19 in full; all of them with --all")
+    lines = [line.split() for line in head.splitlines() if line.split()[1:2] == ["spike_recovered"]]
+    assert [line[0] for line in lines] == [str(i) for i in range(1, 20)]
+    assert [line[2] for line in lines] == [str(int(one.start)) for one in found]
+    assert [i for i in range(1, 20) if f"\n{i}. spike_recovered" in rest] == [15, 16, 17, 18, 19]
+    assert rest.count("cause:") == 5
+
+
+def test_every_one_of_many_is_told_in_full_where_that_is_asked(shown, troubled):
+    made, found = troubled
+    text = shown(made, *found, everything=True)
+    assert "gravest 5 of" not in text
+    assert text.count("cause:") >= 19
+
+
+def test_few_incidents_need_no_table(shown, troubled):
+    made, found = troubled
+    text = shown(made, *found[:6])
+    assert "sure" not in text.split("1. spike_recovered")[0]
+    assert all(f"\n{i}. spike_recovered" in text for i in range(1, 7))
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_the_table_fits_the_terminal_and_loses_no_step(shown, troubled, width):
+    made, found = troubled
+    text = shown(made, *found, width=width)
+    assert max(map(len, text.splitlines()[:-1])) <= width
+    assert all(str(int(one.start)) in text for one in found)
+
+
+def test_a_table_without_end_is_cut_and_says_so(shown, monkeypatch, troubled):
+    monkeypatch.setattr(terminal, "MOST_LINES", 10)
+    made, found = troubled
+    assert "and 9 more: --all and --json have every one" in shown(made, *found)
+    assert "more:" not in shown(made, *found, everything=True)
 
 
 def test_path_is_quoted_in_the_command_to_type(shown):

@@ -20,13 +20,13 @@ from typing import Any
 LEVEL, TREND, SCALE = 0.06, 0.004, 0.015
 NORMAL_TAIL = 2.33
 """the 99th percentile of a normal distribution: where a tail begins, and what thresholds in deviations refer to"""
-_WIDEST_TAIL = 60.0
+_WIDEST_TAIL, _FIRST_TAIL = 60.0, 12.0
 _TAIL_SHARE, _TAIL_RATE = 0.01, 0.05
-_LARGEST = 1e150
+LARGEST = 1e150
 _DROPPED, _DAMPED = -1.5, 0.985
 _HABIT, _HABIT_KEPT, _SINGLE_TAIL = 2.5, 0.993, 4.5
-_DOUBT, _DOUBT_AFTER_SHIFT = 10.0, 60.0
-_KINSHIP, _KIN_EVERY, _KIN_BLOCK = 0.06, 4, 16
+_DOUBT, _DOUBT_AFTER_SHIFT, _KIN_DOUBT = 10.0, 60.0, 5.0
+_KINSHIP, _KIN_EVERY, _KIN_BLOCK, _KIN_AT_FIRST = 0.06, 4, 16, 0.6
 _FAR_BELOW = 5.0
 """a value this far under the course says that the noise is wide, not that something is wrong"""
 _BLOCK, _SETTLED = 16, 64
@@ -54,6 +54,7 @@ class Course:
         self._kin = 0.0
         self._blocks = 0
         self._near = True
+        self._low = False
         self._habit = 0.0
         """single outliers of late"""
         self._doubt = _DOUBT
@@ -76,19 +77,20 @@ class Course:
     def reach(self, z: float) -> float:
         """The distance above the course that counts as `z` normal deviations, for a tail like this one's.
 
-        Early on the scale itself is uncertain, and everything reaches farther; more so after a shift, since the level may
-        still be on its way.
+        Early on the scale itself is uncertain, and everything reaches farther; more so where neighbours are alike and so
+        tell less, and after a shift, since the level may still be on its way.
         """
-        return z * self.scale * (1.0 + self._doubt / max(1, self.count)) * max(1.0, self.tail / NORMAL_TAIL)
+        doubt = self._doubt * (1.0 + _KIN_DOUBT * self._kin * self._kin) / max(1, self.count)
+        return z * self.scale * (1.0 + doubt) * max(1.0, self.tail / NORMAL_TAIL)
 
-    def lowest(self, values: Sequence[float], under: float, kept: float) -> float:
+    def lowest(self, values: Sequence[float], under: float, kept: float, most: float) -> float:
         """How far under the course these values go, remembered: `under`, fading by `kept` with each of them."""
         level, trend, scale = self.level, self.trend, self.scale
         for ahead, value in enumerate(values, len(self._waiting) + 1):
             under *= kept
             z = (value - (level + trend * ahead)) / scale
             if -z > under:
-                under = -z
+                under = min(-z, most)
         return under
 
     def kinship(self) -> float:
@@ -104,7 +106,7 @@ class Course:
 
     def update(self, value: float) -> None:
         """Take in one value, unless it is not finite or beyond arithmetic."""
-        if not abs(value) < _LARGEST:
+        if not abs(value) < LARGEST:
             return
         self._waiting.append(value)
         if self.count < self._start:
@@ -125,6 +127,8 @@ class Course:
         values, self._waiting = self._waiting, []
         count, level, trend, scale, tail = len(values), self.level, self.trend, self.scale, self.tail
         pull, spread, far, near, at = 0.0, 0.0, 0, self._near, level
+        below: list[float] = []
+        low = self._low
         for value in values:
             at += trend
             z = (value - at) / scale
@@ -139,19 +143,27 @@ class Course:
                 pull -= 2.0
                 spread += -z if z > -3.0 else 3.0
                 if z < -_FAR_BELOW:
-                    self.outlier(-z)
+                    if not low:
+                        below.append(-z)
+                    low = True
+                    near = True
+                    continue
             else:
                 pull += z
                 spread += z if z > 0.0 else -z
-            near = True
-        self._near = near
+            near, low = True, False
+        self._near, self._low = near, low
         self._blocks += 1
         if count < _KIN_BLOCK or self._blocks % _KIN_EVERY == 0:
             self._compare(values)
         self._habit *= _HABIT_KEPT**count
         self.tail = min(_WIDEST_TAIL, max(2.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
         mean = pull / count
-        if count >= _BLOCK // 2 and mean < _DROPPED:
+        dropped = count >= _BLOCK // 2 and mean < _DROPPED
+        if not dropped:
+            for z in below:
+                self.outlier(z)
+        if dropped:
             # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
             self.level = sum(values) / count - trend * (count + 1) / 2 + trend * count
         else:
@@ -164,6 +176,8 @@ class Course:
         self.trend *= _DAMPED**count
         if self._falling and self.trend > 0.0:
             self.trend = 0.0
+        if dropped:
+            spread = 0.8 * count  # around the new level it is what it was
         self.scale = max(
             scale * (1.0 + (1.0 - (1.0 - rate) ** count) * (spread / count / 0.8 - 1.0)), _floor(self.level)
         )
@@ -181,18 +195,18 @@ class Course:
         if len(self._sample) < _KIN_BLOCK:
             return
         held, self._sample = self._sample, []
+        self._kindred(held, min(0.25, max(_KINSHIP, len(held) / (self.count + _SETTLED))))
+
+    def _kindred(self, held: list[float], weight: float) -> None:
+        """Move what is known of kinship towards what these deviations in a row say."""
         moves = [b - a for a, b in pairwise(held)]
-        weight = min(0.25, max(_KINSHIP, len(held) / (self.count + _SETTLED)))
         seen = (
             sum(a * b for a, b in pairwise(held)) / len(moves),
-            sum(a * a for a in held) / len(held),
+            max(1e-6, sum(a * a for a in held) / len(held)),
             sum(a * b for a, b in pairwise(moves)) / (len(moves) - 1),
-            sum(a * a for a in moves) / len(moves),
+            max(1e-6, sum(a * a for a in moves) / len(moves)),
         )
-        self._products = tuple(
-            p + weight * (max(q, 1e-6) if n % 2 else q) - weight * p
-            for n, (p, q) in enumerate(zip(self._products, seen, strict=True))
-        )
+        self._products = tuple(p + weight * (q - p) for p, q in zip(self._products, seen, strict=True))
         alike, squares, turns, squared_moves = self._products
         self._kin = max(0.0, min(1.0, 0.5 * (alike / squares + 1.0 + 2.0 * turns / squared_moves)))
 
@@ -224,9 +238,11 @@ class Course:
         near = far[: n - n // 10]
         deviation = math.sqrt(sum(r * r for r in near) / len(near))
         self.scale = max(spread, 0.5 * deviation, _floor(self.level))
+        if n >= 8:
+            self._kindred([max(-2.0, min(2.0, (r - middle) / self.scale)) for r in rest], _KIN_AT_FIRST)
         above = sorted((r - middle) / self.scale for r in rest)
         seen = above[-3] if n >= 8 else 0.0
-        self.tail = min(_WIDEST_TAIL, max(NORMAL_TAIL, 1.2 * seen))
+        self.tail = min(_FIRST_TAIL, max(NORMAL_TAIL, 1.2 * seen))
 
     def restart(self, start: int | None = None) -> None:
         """Forget the course; learn it anew from the next `start` values."""
@@ -249,6 +265,7 @@ class Course:
             "kin": self._kin,
             "blocks": self._blocks,
             "near": self._near,
+            "low": self._low,
             "habit": self._habit,
             "doubt": self._doubt,
         }
@@ -260,7 +277,7 @@ class Course:
         self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
         self.tail, self._products, self._sample = state["tail"], tuple(state["products"]), list(state["sample"])
         self._kin, self._blocks, self._near = state["kin"], state["blocks"], state["near"]
-        self._habit, self._doubt = state["habit"], state["doubt"]
+        self._habit, self._doubt, self._low = state["habit"], state["doubt"], state["low"]
 
 
 def _floor(level: float) -> float:

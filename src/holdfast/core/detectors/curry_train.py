@@ -97,7 +97,7 @@ class CurryTrain:
             evidence={
                 "loss": signal.loss,
                 "lowest": lowest,
-                "ratio": signal.loss / lowest if lowest else None,
+                "ratio": _ratio(signal.loss, lowest),
                 "rollback_to_step": max(0, onset - _BACK),
                 "skip_batches": _SKIP_BATCHES,
             },
@@ -124,3 +124,8 @@ class CurryTrain:
         self._lowest = deque((int(n), float(v)) for n, v in state["lowest"])
         self._count, self._first = state["count"], list(state["first"])
         self._began, self._start, self._said = state["began"], state["start"], state["said"]
+
+
+def _ratio(loss: float, lowest: float) -> float | None:
+    ratio = loss / lowest if lowest else math.inf
+    return ratio if math.isfinite(ratio) else None

@@ -31,15 +31,16 @@ class DeadRun:
         return {}
 
     def observe(self, signal: Signal) -> Finding | None:
-        now = (signal.loss, signal.grad_norm)
+        norm = signal.grad_norm if signal.grad_norm is not None and math.isfinite(signal.grad_norm) else None
+        now = (signal.loss, norm)
         if not math.isfinite(signal.loss) or signal.overflow or signal.flags:
             return None
         if now != self._last:
             self._last, self._count, self._since = now, 1, signal.step
             return None
         self._count += 1
-        zero = signal.loss == 0.0 and signal.grad_norm in (0.0, None)
-        enough = (_ZERO_FOR if zero else _SAME_FOR) * (1 if signal.grad_norm is not None else 2)
+        zero = signal.loss == 0.0 and norm in (0.0, None)
+        enough = (_ZERO_FOR if zero else _SAME_FOR) * (1 if norm is not None else 2)
         if self._count != enough:
             return None
         what = "zero" if zero else f"exactly {signal.loss!r}"

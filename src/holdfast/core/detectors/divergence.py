@@ -37,7 +37,8 @@ class _Scale:
         self.recent: deque[float] = deque(maxlen=_REMEMBERED)
         self.best: float | None = None
         self.best_at = 0
-        self.best_lr: float | None = None
+        self.better = False
+        """whether the last block made a new best level"""
         self.rise = 0.0
         self.forgiven = 0.0
         """the largest rise so far that ended in a new best level: the staircase of epochs, a bump on the way"""
@@ -51,7 +52,7 @@ class _Scale:
 
     def take(self, middle: float, signal: Signal, begin: int, z: float, rise: float) -> tuple[float, float] | None:
         """One more block; where enough of them are above it: the best level and the limit."""
-        limit = math.inf
+        limit, self.better = math.inf, False
         if self.best is not None:
             self.rise = max(self.rise, middle - self.best)
             limit = self.best + max(rise * abs(self.best), _FORGIVEN * self.forgiven)
@@ -69,12 +70,13 @@ class _Scale:
         smooth = middle_of(list(self.recent)[-3:])
         if len(self.recent) >= 2 and (self.best is None or smooth < self.best):
             self.forgiven, self.rise = max(0.9 * self.forgiven, self.rise), 0.0
-            self.best, self.best_at, self.best_lr = smooth, signal.step, signal.lr
+            self.best, self.best_at, self.better = smooth, signal.step, True
         return None
 
     def forget(self) -> None:
         self.recent.clear()
-        self.best, self.best_lr, self.rise, self.above = None, None, 0.0, 0
+        self.part.clear()
+        self.best, self.rise, self.above = None, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "part": list(self.part), "recent": list(self.recent)}
@@ -102,6 +104,8 @@ class Divergence:
         self._said = False
         self._peaks = (0.0, 0.0)
         """the highest learning rate before the last fall, and of all"""
+        self._trough, self._lr, self._rising = math.inf, 0.0, False
+        """the lowest learning rate since it was last at its peak; the last one; whether it has risen since the one before"""
         self._scales = [_Scale(*length) for length in _LENGTHS]
 
     def limits(self) -> dict[str, float]:
@@ -138,29 +142,31 @@ class Divergence:
         found = None
         # Early on a loss may still rise before it falls (warm-up, a contrastive loss): it takes more to be sure.
         rise = self._config.divergence_rise * max(1.0, _EARLY / (self._count * _BLOCK))
+        if self._expected():
+            for scale in self._scales:
+                scale.forget()
         for scale in self._scales:
             scale.part.append(middle)
             if len(scale.part) < scale.joined:
                 continue
             joined, scale.part = middle_of(scale.part), []
             begin = self._begin - (scale.joined - 1) * _BLOCK
-            if self._expected(scale, signal):
-                scale.forget()
             over = scale.take(joined, signal, begin, self._config.divergence_z, rise)
             if over is not None and found is None:
                 found = self._finding(signal, scale, joined, *over)
-        if all(scale.above == 0 for scale in self._scales):
+        if any(scale.better for scale in self._scales) and all(scale.above == 0 for scale in self._scales):
             self._said = False
         return found
 
     def _follow(self, lr: float) -> None:
         before, highest = self._peaks
         self._peaks = (highest, highest) if lr < highest else (before, lr)
+        self._rising, self._lr = lr > self._lr, lr
+        self._trough = lr if lr >= 0.98 * self._peaks[0] and not self._rising else min(self._trough, lr)
 
-    def _expected(self, scale: _Scale, signal: Signal) -> bool:
+    def _expected(self) -> bool:
         """Whether the learning rate is on its way back to where it has been: a cycle, and the loss rises with it."""
-        lr, then = signal.lr, scale.best_lr
-        return lr is not None and then is not None and LR_JUMP * then < lr <= 1.02 * self._peaks[0]
+        return self._rising and LR_JUMP * self._trough < self._lr <= 1.02 * self._peaks[0]
 
     def _finding(self, signal: Signal, scale: _Scale, level: float, best: float, limit: float) -> Finding | None:
         if self._said:
@@ -199,6 +205,7 @@ class Divergence:
             "count": self._count,
             "negative": self._negative,
             "peaks": list(self._peaks),
+            "lr": [self._trough if math.isfinite(self._trough) else None, self._lr, self._rising],
             "said": self._said,
             "scales": [s.state_dict() for s in self._scales],
         }
@@ -206,6 +213,8 @@ class Divergence:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._block, self._begin, self._count = list(state["block"]), state["begin"], state["count"]
         self._negative, self._said, self._peaks = state["negative"], state["said"], tuple(state["peaks"])
+        trough, self._lr, self._rising = state["lr"]
+        self._trough = math.inf if trough is None else trough
         for scale, saved in zip(self._scales, state["scales"], strict=True):
             scale.load_state_dict(saved)
 

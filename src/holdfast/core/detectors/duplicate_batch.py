@@ -42,7 +42,9 @@ class DuplicateBatch:
         distance = 0 if before is None else signal.step - before
         self._recent = [*self._recent, max(0, distance)][-_OFTEN:]
         repeats = [d for d in self._recent if d > 0]
-        if len(repeats) < _ENOUGH or distance <= 0 or distance == self._said:
+        if not repeats:
+            self._said = None
+        if len(repeats) < _ENOUGH or distance <= 0 or self._said is not None:
             return None
         self._said = distance
         return Finding(

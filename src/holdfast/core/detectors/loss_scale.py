@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from holdfast.core.config import Detect
@@ -35,7 +36,11 @@ class LossScale:
 
     def observe(self, signal: Signal) -> Finding | None:
         scale = signal.loss_scale
+        if scale is not None and not math.isfinite(scale):
+            scale = None
         if signal.overflow:
+            if scale is not None and scale != self._last:
+                self._last, self._since = scale, signal.step
             self._same = 0
             return self._overflow(signal)
         self._streak = 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
-from holdfast.core.detectors.course import Course
+from holdfast.core.detectors.course import LARGEST, Course
 from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 
 _REBASELINE = 24
@@ -28,7 +28,7 @@ _OPEN = 2.0
 _KIN_WIDENS = 13.0
 _JUMP, _JUMP_MOST = 4.0, 2.5
 # Losses as far under the course as over it are a noise that has grown wide, and no spike.
-_UNDER, _UNDER_KEPT = 2.4, 0.985
+_UNDER, _UNDER_KEPT, _UNDER_MOST = 2.4, 0.985, 6.0
 
 
 class LossSpike:
@@ -95,7 +95,7 @@ class LossSpike:
         if loss == 0.0 or rise < self._least(self._config.loss_rise_rollback, expected):
             return 0.0
         z = rise / course.reach(1.0)
-        if self._positive and log.ready:
+        if self._positive and log.ready and loss > 0.0:
             unit = min(_LOG_MOST / _UNIT, _LOG_SHARE * log.reach(1.0))
             z = min(z, (math.log(loss) - log.expected(ahead)) / unit)
         return z / max(1.0, self._under / _UNDER) * _UNIT / self._config.loss_z_rollback
@@ -110,6 +110,13 @@ class LossSpike:
     def _calm(self) -> float:
         """Deviations that are taken for chance: more, where neighbouring losses are alike and chance lasts."""
         return _CALM + _KIN_WIDENS * max(0.0, self._course.kinship() - 0.35) ** 2
+
+    def _nothing(self) -> float:
+        """Deviations up to which a loss adds nothing to a score of zero, the extra for a jump included."""
+        kin, calm = self._course.kinship(), self._calm()
+        unit = math.sqrt(1.0 - 0.9 * kin * kin)
+        quiet = calm if calm <= _JUMP * unit else (calm + 0.6 * _JUMP) / (1.0 + 0.6 / unit)
+        return quiet * (1.0 - 1e-9)
 
     def _learn(self, signal: Signal) -> None:
         loss = signal.loss
@@ -133,7 +140,9 @@ class LossSpike:
         high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
         if not self._course.ready:
             return self._while_learning(signal, high, limit)
-        self._under = max(self._under * _UNDER_KEPT, -self._course.ahead(signal.loss, 1))
+        self._under *= _UNDER_KEPT
+        if signal.loss != 0.0 and not signal.flags:
+            self._under = max(self._under, min(_UNDER_MOST, -self._course.ahead(signal.loss, 1)))
         over = self._over(self._deviations(signal.loss)) if not high else _MOST
         if self._score == 0.0:
             self._onset = signal.step
@@ -155,11 +164,15 @@ class LossSpike:
             return 0
         count = min(len(losses), course.room(), self._log.room() if self._positive else len(losses))
         some = losses[:count]
-        limit = self._above(self._calm() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count)
+        limit = self._above(self._nothing() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count)
         if not self._skips_above_calm:
             limit = min(limit, self._above(config.loss_z, config.loss_rise, count))
         lowest = min(some)
-        if (self._positive and not lowest > 0.0) or (lowest <= 0.0 and 0.0 in some):
+        if (
+            not -LARGEST < lowest <= max(some) < LARGEST
+            or (self._positive and not lowest > 0.0)
+            or (lowest <= 0.0 and 0.0 in some)
+        ):
             return 0
         if self._score > 0.0 or max(some) > limit:
             count = self._quiet(some, steps, limit)
@@ -167,7 +180,7 @@ class LossSpike:
             if not count:
                 return 0
         else:
-            self._before, self._under = 0.0, course.lowest(some, self._under, _UNDER_KEPT)
+            self._before, self._under = 0.0, course.lowest(some, self._under, _UNDER_KEPT, _UNDER_MOST)
         course.extend(some)
         if self._positive:
             self._log.extend([math.log(v) for v in some])
@@ -178,7 +191,7 @@ class LossSpike:
         high = self._above(self._config.loss_z, self._config.loss_rise, len(losses))
         for i, loss in enumerate(losses):
             far = self._course.ahead(loss, i + 1)
-            under = max(self._under * _UNDER_KEPT, -far)
+            under = max(self._under * _UNDER_KEPT, min(_UNDER_MOST, -far))
             if self._score == 0.0 and loss <= limit:
                 self._before, self._under = 0.0, under
                 continue

@@ -7,6 +7,7 @@ them in; only what is left is looked at row by row. The findings are the same, o
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, overload
 
@@ -108,10 +109,11 @@ def scan(
     Shifts are recognised as online, and by the learning rate too; `shifts` are rows of the log, declared besides.
     """
     rows = Rows(log)
+    if "loss" not in rows.fields:
+        return []
     chosen = build(config or Detect()) if detectors is None else list(detectors)
-    borders = set(recognised(rows))
-    if declared := set(shifts):
-        borders |= {place for place, row in enumerate(rows.rows) if row in declared}
+    # A shift declared where no loss was logged counts from the next row that has one.
+    borders = {*recognised(rows), *(bisect_left(rows.rows, row) for row in shifts)}
     found = [(i, n, f) for n, d in enumerate(chosen) for i, f in _over(d, rows, sorted(borders))]
     found.sort(key=lambda entry: entry[:2])
     return [(place, finding) for place, _, finding in found] if places else [finding for _, _, finding in found]

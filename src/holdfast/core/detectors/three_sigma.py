@@ -27,26 +27,21 @@ class ThreeSigma:
     def __init__(self, mended: bool = True, sigmas: float = SIGMAS, window: int = WINDOW) -> None:
         self._mended, self._sigmas, self._window = mended, sigmas, window
         self._recent: deque[float] = deque()
-        self._sum = 0.0
-        self._squares = 0.0
         self._open: tuple[int, float, float] | None = None
 
     def limits(self) -> dict[str, float]:
         return {}
 
     def _statistics(self) -> tuple[float, float]:
+        # From the window itself: running sums never get back what they lose beside one large value, or to a NaN.
         n = len(self._recent)
-        mean = self._sum / n
-        return mean, math.sqrt(max(0.0, self._squares / n - mean * mean))
+        mean = sum(self._recent) / n
+        return mean, math.sqrt(sum((v - mean) * (v - mean) for v in self._recent) / n)
 
     def _enter(self, loss: float) -> None:
         self._recent.append(loss)
-        self._sum += loss
-        self._squares += loss * loss
         if len(self._recent) > self._window:
-            oldest = self._recent.popleft()
-            self._sum -= oldest
-            self._squares -= oldest * oldest
+            self._recent.popleft()
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss
@@ -114,14 +109,12 @@ class ThreeSigma:
 
     def rebaseline(self) -> None:
         self._recent.clear()
-        self._sum = self._squares = 0.0
         self._open = None
 
     def state_dict(self) -> dict[str, Any]:
         open_ = None if self._open is None else list(self._open)
-        return {"recent": list(self._recent), "sum": self._sum, "squares": self._squares, "open": open_}
+        return {"recent": list(self._recent), "open": open_}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._recent = deque(state["recent"])
-        self._sum, self._squares = state["sum"], state["squares"]
         self._open = None if state["open"] is None else tuple(state["open"])

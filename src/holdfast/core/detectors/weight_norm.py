@@ -37,7 +37,7 @@ class WeightNorm:
             recent.popleft()
         since, before = recent[0]
         change = norm / before
-        if max(change, 1.0 / change) < self._ratio:
+        if max(norm, before) / min(norm, before) < self._ratio:
             self._said = False
             return None
         if self._said:
@@ -51,7 +51,12 @@ class WeightNorm:
             onset=since,
             detector=self.name,
             message=f"the norm of the weights {way} from {before:.6g} to {norm:.6g} in {signal.step - since} steps",
-            evidence={"weight_norm": norm, "before": before, "ratio": change, "steps": signal.step - since},
+            evidence={
+                "weight_norm": norm,
+                "before": before,
+                "ratio": change if math.isfinite(change) else None,
+                "steps": signal.step - since,
+            },
         )
 
     def rebaseline(self) -> None:

@@ -39,6 +39,7 @@ from holdfast.diagnosis.importers import (
     wandb_history,
 )
 from holdfast.diagnosis.importers.jsonlines import looks_like as json_lines
+from holdfast.diagnosis.importers.names import NoSuchColumn
 from holdfast.diagnosis.importers.source import Source
 from holdfast.diagnosis.importers.textformat import TextFormat, nothing
 from holdfast.diagnosis.importers.textlog import TextLog
@@ -97,20 +98,25 @@ def read(
     if format is not None and format not in FORMATS:
         raise LogRefused(str(path), f"there is no format {format!r}; there are: {', '.join(FORMATS)}")
     place = Path(path)
-    if _is_folder(place):
-        tables = _read_folder(place, mapping, format)
-    else:
-        source = Source(path)
-        name = format or _sniff(source, mapping)
-        if name == rundir.NAME:
-            tables = rundir.read(place.parent)
-        elif name in TEXT:
-            tables = text_format(name, mapping).read(source)
-        else:
-            tables = _FILES[name][1](source, mapping)
-    for table in tables:
-        _rename(table, mapping)
+    try:
+        tables = _read_folder(place, mapping, format) if _is_folder(place) else _read_file(place, mapping, format)
+        for table in tables:
+            _rename(table, mapping)
+    except NoSuchColumn as error:
+        raise LogRefused(str(path), str(error)) from None
     return tables
+
+
+def _read_file(path: Path, mapping: Mapping[str, str] | None, format: str | None) -> list[Table]:
+    source = Source(path)
+    name = format or _sniff(source, mapping)
+    if name == rundir.NAME:
+        if not rundir.is_run(path.parent):
+            raise LogRefused(str(path), "is not in a run directory: no metrics.jsonl or journal.jsonl beside it")
+        return rundir.read(path.parent)
+    if name in TEXT:
+        return text_format(name, mapping).read(source)
+    return _FILES[name][1](source, mapping)
 
 
 def sniff(path: str | os.PathLike[str]) -> str:
@@ -187,10 +193,13 @@ def _kind_of_folder(folder: Path) -> tuple[str, list[Path]]:
         return rundir.NAME, []
     states, events, others = [], [], []
     try:
+        os.scandir(folder).close()  # os.walk passes over what it may not read
         for count, (root, folders, files) in enumerate(os.walk(folder)):
             folders.sort()
             if count > MOST_FILES:
                 break
+            if root == str(folder):
+                others += [run for run in (folder / name for name in folders[:MOST_TRIED]) if rundir.is_run(run)]
             for name in sorted(files):
                 file = Path(root, name)
                 if name == "trainer_state.json":
@@ -236,3 +245,5 @@ def _rename(table: Table, mapping: Mapping[str, str] | None) -> None:
         if ours != "step" and theirs in table.columns and theirs != ours:
             table.columns[ours] = table.columns.pop(theirs)
             table.present[ours] = table.present.pop(theirs)
+        elif ours != "step" and ours not in table.columns and theirs != ours and table.columns:
+            raise NoSuchColumn(ours, theirs, table.columns)

@@ -10,12 +10,13 @@ import numpy as np
 
 from holdfast.core.errors import LogRefused
 from holdfast.diagnosis.importers.finish import limit
-from holdfast.diagnosis.importers.names import Columns
+from holdfast.diagnosis.importers.names import Columns, column, is_step, loss_rank
 from holdfast.diagnosis.importers.records import Records, as_number
+from holdfast.diagnosis.importers.rows import MOST_COLUMNS as MOST_KEPT
 from holdfast.diagnosis.importers.source import Source, decode
 from holdfast.diagnosis.table import Table
 
-MOST_COLUMNS = 4096
+MOST_COLUMNS = 65536
 _TOGETHER = 0.8
 """two columns belong to one record if the second is there in this part of the rows that have the first"""
 
@@ -92,21 +93,38 @@ def looks_like(sample: bytes) -> list[str]:
     return []
 
 
-def collect(source: Source, form: str) -> Records:
+def collect(source: Source, form: str, mapping: Mapping[str, str] | None = None) -> Records:
     """Every cell that is a number. A blank cell is no value; whether it hides one is for `hidden_nan` to say."""
     file = CsvFile(source)
     if not file.header:
         raise LogRefused(source.name, "no header line of comma-separated names")
     names = file.header
     records = Records(source.name, form)
+    kept = _kept(names, mapping)
+    records.columns_lost = {name[:200] for name in names} - {names[i][:200] for i in kept}
     for row in file:
         cells: dict[str, Any] = {}
-        for name, cell in zip(names, row, strict=False):
-            if cell:
-                cells[name] = cell
+        for i in kept:
+            if i >= len(row):
+                break
+            if row[i]:
+                cells[names[i]] = row[i]
         records.add(cells)
     records.broken = file.broken
     return records
+
+
+def _kept(names: list[str], mapping: Mapping[str, str] | None) -> list[int]:
+    """The places of the columns to keep: all, or of too many those whose names say something, and the first."""
+    if len(names) <= MOST_KEPT:
+        return list(range(len(names)))
+    asked = set((mapping or {}).values())
+    known = [
+        i
+        for i, name in enumerate(names)
+        if name in asked or is_step(name) or loss_rank(name) is not None or column(name)[0] != name
+    ]
+    return sorted(list(dict.fromkeys([*known, *range(len(names))]))[:MOST_KEPT])
 
 
 def hidden_nan(records: Records, columns: Columns) -> dict[str, int]:
@@ -148,7 +166,7 @@ def hidden_nan(records: Records, columns: Columns) -> dict[str, int]:
 
 def build(source: Source, form: str, mapping: Mapping[str, str] | None, *, nan: bool) -> Table:
     """The table of a file; `nan`: whether blank cells may hide NaN."""
-    records = collect(source, form)
+    records = collect(source, form, mapping)
     columns = Columns(records.names, mapping)
     hidden = hidden_nan(records, columns) if nan else {}
     if not records.names or set(records.names) <= {columns.step}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from itertools import islice
 
 STEP = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
@@ -119,12 +120,27 @@ def pick_step(names: Iterable[str]) -> str | None:
     return None
 
 
-class Columns:
-    """Where each column of a log goes: the step, a training column, or an evaluation. `mapping` has the last word."""
+class NoSuchColumn(ValueError):
+    """The user maps a signal to a column that the log does not have."""
 
-    def __init__(self, names: Iterable[str], mapping: Mapping[str, str] | None = None) -> None:
+    def __init__(self, ours: str, theirs: str, names: Iterable[str]) -> None:
+        some = ", ".join(name[:80] for name in islice(names, 20)) or "none"
+        super().__init__(f"--map {ours}={theirs}: the log has no column {theirs!r}; its columns: {some}")
+
+
+class Columns:
+    """Where each column of a log goes: the step, a training column, or an evaluation. `mapping` has the last word.
+
+    `strict`: a mapping to a column that is not there raises NoSuchColumn.
+    """
+
+    def __init__(self, names: Iterable[str], mapping: Mapping[str, str] | None = None, *, strict: bool = True) -> None:
         names = list(names)
         mapping = dict(mapping or {})
+        if strict and names:
+            for ours, theirs in mapping.items():
+                if theirs not in names:
+                    raise NoSuchColumn(ours, theirs, names)
         wanted = {theirs: ours for ours, theirs in mapping.items()}
         self.step = mapping.get("step") or pick_step(name for name in names if name not in wanted)
         self.loss = mapping.get("loss") or pick_loss(name for name in names if name not in wanted)

@@ -153,7 +153,8 @@ class Source:
             part = Source(self.path, start=at, end=at + length)
             lines = b"\n".join(part.chunks()).split(b"\n")
             pieces += lines[1 if at else 0 : -1]
-        return b"\n".join(pieces)
+        # A file of one long line has no whole line in any of these: its beginning must do.
+        return b"\n".join(pieces) or b"\n".join(Source(self.path, end=4 * PIECE).chunks())
 
     def head(self, count: int) -> bytes:
         """The first bytes, unpacked."""

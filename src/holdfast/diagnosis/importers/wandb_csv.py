@@ -69,7 +69,7 @@ def _run(
             mine.add(rows[row])
     if not mine.length:
         return None
-    columns = Columns(mine.names, mapping)
+    columns = Columns(mine.names, mapping, strict=False)
     columns.step = "step" if step is not None else None
     table = mine.table(columns=columns)
     table.facts["run"] = run

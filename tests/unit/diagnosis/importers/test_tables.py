@@ -333,9 +333,7 @@ def test_run_directory_without_metrics_still_tells_its_events(tmp_path):
 @pytest.mark.parametrize("blank", ["", " ", "  "])
 def test_run_directory_reads_nan_and_infinity_however_they_are_spaced(tmp_path, blank):
     words = {3: "NaN", 4: "Infinity", 5: "-Infinity"}
-    rows = [
-        f'{{"step":{blank}{i},{blank}"loss":{blank}{words.get(i, "2.5")},"status":"committed"}}' for i in range(30)
-    ]
+    rows = [f'{{"step":{blank}{i},{blank}"loss":{blank}{words.get(i, "2.5")},"status":"committed"}}' for i in range(30)]
     table = one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
     assert table.format == "rundir"
     loss = values(table, "loss")

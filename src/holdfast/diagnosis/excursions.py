@@ -22,6 +22,7 @@ _SAMPLED = 10
 _ALONE_RATIO, _ALONE_SHARE = 3.0, 0.3
 _START_RATIO = 2.0
 _USUAL, _SIGNED = 3, 15.0
+_LEAVES = ("divergence", "silent_divergence")
 _RUNS_AWAY, _ENDS_ABOVE, _RISES, _LONG = 3.0, 1.3, 2.5, 40
 
 
@@ -46,8 +47,12 @@ def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
         episode = _follow(losses, stretch)
         if episode is not None and not any(_overlap(other, episode) for other in found):
             found.append(episode)
-    for episode in [*_into_nan(losses), *_at_the_end(losses)]:
-        if not any(_covers(other, episode) for other in found if other.kind in ("divergence", "silent_divergence")):
+    for episode in _into_nan(losses):
+        if not any(_covers(other, episode) for other in found if other.kind in _LEAVES):
+            found = [other for other in found if not _within(other, episode)]
+            found.append(episode)
+    for episode in _at_the_end(losses):
+        if not any(_overlap(other, episode) for other in found if other.kind in _LEAVES):
             found.append(episode)
     return _joined(found), notes
 
@@ -58,6 +63,11 @@ def _covers(other: Episode, episode: Episode) -> bool:
 
 def _overlap(other: Episode, episode: Episode) -> bool:
     return other.kind != "nan" and other.first <= episode.last and episode.first <= other.last
+
+
+def _within(other: Episode, episode: Episode) -> bool:
+    """A spike that is the beginning of what became a divergence."""
+    return other.kind in ("spike", "spike_recovered") and episode.first <= other.first <= other.last <= episode.last
 
 
 # ---- NaN and Inf
@@ -77,7 +87,8 @@ def _nonfinite(losses: Losses) -> list[Episode]:
 def _restarts(losses: Losses) -> list[Note]:
     notes = []
     for place in losses.shifts:
-        before, after = losses.before(place), losses.loss[place : place + _AFTER]
+        before = losses.loss[max(losses.since_shift(place - 1), place - BEFORE) : place]
+        before, after = before[np.isfinite(before)], losses.loss[place : place + _AFTER]
         if not len(before) or not len(after) or not np.isfinite(after).all():
             continue
         jump = float(np.median(after)) - float(np.median(before))
@@ -106,6 +117,9 @@ def _at_the_start(losses: Losses) -> list[Stretch]:
     enough = 1 if losses.table.interval() >= _SAMPLED else 2
     if len(out) < enough or float(head[out].max()) < _START_RATIO * float(head[0]):
         return []
+    high = loss[early:] > _START_RATIO * float(head[0])
+    if int((high[1:] & ~high[:-1]).sum()) > 2 * _USUAL:
+        return []  # it leaps all the time
     return [Stretch(int(out[0]), int(out[enough - 1]), [])]
 
 
@@ -166,7 +180,9 @@ def _at_the_end(losses: Losses) -> list[Episode]:
         return []
     if rest[len(rest) // 2 :].min() < 1.1 * smooth[best] or mann_kendall(_thinned(rest)) < _RISES:
         return []
-    first = since + best * max(1, window // 2) + window // 2
+    level = float(smooth[best]) + max(3.0 * noise, 0.05 * (last - float(smooth[best])))
+    leaves = best + int(np.flatnonzero(rest <= level)[-1])
+    first = since + leaves * max(1, window // 2) + window // 2
     numbers = {"level": float(smooth[best]), "peak": float(rest.max()), "ratio": last / float(smooth[best])}
     return [_episode(losses, "divergence", first, since + len(loss) - 1, 0.75, numbers, [])]
 

@@ -155,12 +155,13 @@ def _cut(table: Table, rows: NDArray[np.intp]) -> Table:
 
 def _medians(values: Floats, joined: int) -> Floats:
     """The median of every few, those that are not finite left out; NaN where all are."""
-    whole = len(values) // joined * joined
-    with np.errstate(all="ignore"):
-        block = np.where(np.isfinite(values), values, np.nan)
-        middles = np.median(block[:whole].reshape(-1, joined), axis=1)
-        rest = block[whole:]
-    return np.append(middles, np.median(rest)) if len(rest) else middles
+    block = np.full(-(-len(values) // joined) * joined, np.nan)
+    block[: len(values)] = np.where(np.isfinite(values), values, np.nan)
+    rows = block.reshape(-1, joined)
+    middles: Floats = np.median(rows, axis=1)
+    some = np.flatnonzero(np.isnan(middles) & ~np.isnan(rows).all(axis=1))
+    middles[some] = np.nanmedian(rows[some], axis=1)
+    return middles
 
 
 def _outliers(values: Floats) -> NDArray[np.intp]:

@@ -18,8 +18,11 @@ def find(losses: Losses, found: list[Episode]) -> tuple[list[Episode], list[Note
     for place, finding in losses.findings:
         if finding.kind in _EPISODES:
             episode = _episode(losses, place, finding)
-            if finding.kind != Kind.DEAD_RUN or _to_the_end(table, episode):
-                episodes.append(episode)
+            if finding.kind == Kind.DEAD_RUN:
+                if not _to_the_end(table, episode):
+                    continue
+                episode.last, episode.end = int(losses.rows[-1]), float(losses.step[-1])
+            episodes.append(episode)
         elif finding.kind in _NOTES and not _inside(finding, found):
             notes.append(
                 Note(kind=finding.kind, start=float(finding.onset), end=float(finding.step), text=finding.message)

@@ -51,7 +51,6 @@ def test_data_so_small_that_an_epoch_is_remembered_is_noted_once():
     assert [f.evidence["distance"] for f in found] == [100]
 
 
-@pytest.mark.xfail(strict=True, reason="every new distance is said")
 def test_small_data_whose_batches_are_shuffled_whole_are_not_noted_again_and_again():
     order, random = list(range(100)), Random(0)
     batches = []

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from random import Random
 from statistics import median
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,12 +28,6 @@ CONFIGS = st.builds(
 )
 SEEDS = st.integers(0, 30)
 NAMES = list(MADE)
-ZERO = {"weight_norm": "a change beyond arithmetic is a division by zero"}
-
-
-def names(known: dict[str, str]) -> list[Any]:
-    """Every detector, and which of them are known to fail, and why."""
-    return [pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=known[n])) if n in known else n for n in NAMES]
 
 
 def again(kind, config, detector):
@@ -44,7 +37,7 @@ def again(kind, config, detector):
     return back
 
 
-@pytest.mark.parametrize("name", names(ZERO))
+@pytest.mark.parametrize("name", NAMES)
 @SOME
 @given(SEEDS, CONFIGS)
 def test_state_through_json_text_at_every_step_gives_the_same_findings_and_limits(name, seed, config):
@@ -69,7 +62,7 @@ def test_state_of_a_rule_as_written_goes_through_json_text_at_every_step(name, s
         assert same(play(broken, event), play(whole, event))
 
 
-@pytest.mark.parametrize("name", names(ZERO))
+@pytest.mark.parametrize("name", NAMES)
 @SOME
 @given(SEEDS, CONFIGS)
 def test_limits_are_never_nan_and_state_and_evidence_are_plain_json_after_anything(name, seed, config):
@@ -85,9 +78,7 @@ def test_limits_are_never_nan_and_state_and_evidence_are_plain_json_after_anythi
     json.dumps(detector.state_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    "name", names({"divergence": "the rate of the best level may be NaN, and then excuses no cycle"})
-)
+@pytest.mark.parametrize("name", NAMES)
 @SOME
 @given(SEEDS)
 def test_number_that_is_none_never_enters_nor_shows_in_the_evidence(name, seed):
@@ -100,7 +91,7 @@ def test_number_that_is_none_never_enters_nor_shows_in_the_evidence(name, seed):
             assert finite(numbers)
 
 
-@pytest.mark.parametrize("name", names(ZERO))
+@pytest.mark.parametrize("name", NAMES)
 @SOME
 @given(SEEDS)
 def test_evidence_is_finite_wherever_the_values_are(name, seed):
@@ -110,7 +101,7 @@ def test_evidence_is_finite_wherever_the_values_are(name, seed):
         assert found is None or finite(found.evidence)
 
 
-@pytest.mark.parametrize("name", names(ZERO))
+@pytest.mark.parametrize("name", NAMES)
 @SOME
 @given(SEEDS, CONFIGS)
 def test_asking_for_limits_or_state_changes_nothing(name, seed, config):
@@ -122,7 +113,7 @@ def test_asking_for_limits_or_state_changes_nothing(name, seed, config):
     assert same(asked.state_dict(), silent.state_dict())
 
 
-@pytest.mark.parametrize("name", names(ZERO))
+@pytest.mark.parametrize("name", NAMES)
 @SOME
 @given(SEEDS, CONFIGS)
 def test_state_that_was_taken_stays_as_it_was_while_the_run_goes_on(name, seed, config):

@@ -47,13 +47,16 @@ class DuplicateBatch:
         if len(repeats) < _ENOUGH or distance <= 0 or self._said is not None:
             return None
         self._said = distance
+        message = f"{len(repeats)} of the last {len(self._recent)} batches are repeats, this one of {distance} steps ago"
+        if distance >= _OFTEN:
+            message += "; an epoch of that length in the same order would look like this"
         return Finding(
             kind=Kind.DUPLICATE_BATCH,
             severity=Severity.NOTE,
             step=signal.step,
             onset=signal.step - distance,
             detector=self.name,
-            message=f"{len(repeats)} of the last {len(self._recent)} batches are repeats, this one of {distance} steps ago",
+            message=message,
             evidence={"distance": distance, "repeats": len(repeats), "batch": signal.batch},
         )
 

@@ -20,7 +20,7 @@ _AFTER = 5
 _GAP = 3
 _SAMPLED = 10
 _ALONE_RATIO, _ALONE_SHARE = 3.0, 0.3
-_START_RATIO = 2.0
+_START_RATIO, _ROUGH = 2.0, 6.0
 _USUAL, _SIGNED = 3, 15.0
 _LEAVES = ("divergence", "silent_divergence")
 _RUNS_AWAY, _ENDS_ABOVE, _RISES, _LONG = 3.0, 1.3, 2.5, 40
@@ -118,7 +118,8 @@ def _at_the_start(losses: Losses) -> list[Stretch]:
     if len(out) < enough or float(head[out].max()) < _START_RATIO * float(head[0]):
         return []
     high = loss[early:] > _START_RATIO * float(head[0])
-    if int((high[1:] & ~high[:-1]).sum()) > 2 * _USUAL:
+    rough = 1.4826 * float(np.nanmedian(np.abs(np.diff(np.where(losses.finite, loss, np.nan))))) / math.sqrt(2.0)
+    if int((high[1:] & ~high[:-1]).sum()) > 2 * _USUAL or float(head[out].max()) - float(head[0]) < _ROUGH * rough:
         return []  # it leaps all the time
     return [Stretch(int(out[0]), int(out[enough - 1]), [])]
 

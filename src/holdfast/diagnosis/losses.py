@@ -1,9 +1,9 @@
 """The losses of a log as the detectors see them: read once, looked at once, for all who ask.
 
 A log of up to a few hundred thousand records goes through the detectors row by row. In a longer one they are shown every
-stretch that could hold an alarm, with enough before it to learn from; a stretch is left out only where no record is four
-deviations above its neighbourhood and no few in a row are two. What is slow by nature (divergence, plateau, a record
-that stands still) is looked for in medians of a few records.
+stretch that could hold an incident, with enough before it to learn from; a stretch is left out where no few records in a
+row are out together and none alone is a quarter above its neighbourhood. What is slow by nature (divergence, plateau, a
+record that stands still) is looked for in medians of a few records.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.config import Detect
 from holdfast.core.detectors import build
+from holdfast.core.detectors.course import NORMAL_TAIL
 from holdfast.core.detectors.scan import Rows, recognised, scan
 from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding
@@ -27,7 +28,7 @@ BEFORE = 30
 _NEW_START = 60
 _WHOLE = 200_000
 _LEARN, _AFTERWARDS = 1500, 200
-_BLOCK, _FEW = 256, 8
+_BLOCK, _FEW = 256, 5
 _THINNED = 100_000
 
 
@@ -91,14 +92,9 @@ class Losses:
         return found
 
     def _out(self) -> NDArray[np.intp]:
-        """The places whose neighbourhood has something far above it."""
-        out = [_outliers(self.loss)]
-        norm = self.table.columns.get("grad_norm")
-        if norm is not None:
-            with np.errstate(all="ignore"):
-                out.append(_outliers(np.log(norm[self.rows])))
+        """The places whose neighbourhood has something far above it, the first ones, and those after a shift."""
         early = np.arange(min(2 * _BLOCK, len(self.loss)))
-        return np.unique(np.concatenate([early, *out, np.asarray(self.shifts, dtype=np.intp)]))
+        return np.unique(np.concatenate([early, _outliers(self.loss), np.asarray(self.shifts, dtype=np.intp)]))
 
     def _slow(self) -> list[Seen]:
         joined = -(-len(self.loss) // _THINNED)
@@ -165,24 +161,31 @@ def _medians(values: Floats, joined: int) -> Floats:
 
 
 def _outliers(values: Floats) -> NDArray[np.intp]:
-    """Places four deviations above the median of their block and the one before, or few in a row two above it."""
+    """Places where a few in a row are out together, or one alone that is a quarter above the rest.
+
+    Out is meant in deviations of the block, for a tail like this log's, and above what a few in a row are by chance.
+    """
     count = -(-len(values) // _BLOCK)
     padded = np.full(count * _BLOCK, np.nan)
     padded[: len(values)] = np.where(np.isfinite(values), values, np.nan)
     block = padded.reshape(count, _BLOCK)
-    empty = np.isnan(block).all(axis=1)
-    block[empty] = 0.0
+    block[np.isnan(block).all(axis=1)] = 0.0
     with np.errstate(all="ignore"):
         middle = np.nanmedian(block, axis=1)
         spread = 1.4826 * np.nanmedian(np.abs(block - middle[:, None]), axis=1) + 1e-3 * np.abs(middle) / 4 + 1e-12
-        lower = np.minimum(middle, np.roll(middle, 1))
-        lower[0] = middle[0]
-        tight = np.minimum(spread, np.roll(spread, 1))
-        tight[0] = spread[0]
-        far = (block - lower[:, None]) / tight[:, None]
-        few = np.convolve(np.nan_to_num(far.ravel(), nan=0.0).clip(-4.0, 4.0), np.ones(_FEW) / _FEW, "same")
-        out = (far.ravel() > 4.0) | (few > 2.0)
+        lower, tight = _with_the_one_before(middle), _with_the_one_before(spread)
+        far = np.nan_to_num(((block - lower[:, None]) / tight[:, None]).ravel(), nan=0.0)
+        tail = max(1.0, float(np.quantile(far, 0.99)) / NORMAL_TAIL)
+        few = np.convolve(far.clip(-6.0 * tail, 6.0 * tail), np.ones(_FEW) / _FEW, "same")
+        chance = 1.4826 * float(np.median(np.abs(few - np.median(few))))
+        alone = (far > 4.0 * tail) & (block > (lower + 0.2 * np.abs(lower))[:, None]).ravel()
+        out = alone | (few > max(2.2 * tail, 5.0 * chance))
     return np.flatnonzero(out[: len(values)])
+
+
+def _with_the_one_before(values: Floats) -> Floats:
+    """The lower of each and the one before it: a block that is out as a whole is measured by its neighbour."""
+    return np.minimum(values, np.append(values[:1], values[:-1]))
 
 
 def _stretches(places: NDArray[np.intp], count: int) -> list[tuple[int, int]]:

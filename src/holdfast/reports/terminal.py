@@ -85,8 +85,8 @@ def _overview(verdicts: list[Verdict], width: int) -> RenderableType:
     """One line for each incident; the cause as far as there is room for it."""
     rows = [("#", "kind", "steps", "sure", "cause")]
     for i, verdict in enumerate(verdicts, 1):
-        steps = span(verdict.step_start, verdict.step_end).split(" ", 1)[1]
-        rows.append((str(i), clean(verdict.kind), steps, f"{verdict.confidence:.2f}", clean(verdict.cause)))
+        where = span(verdict.step_start, verdict.step_end).split(" ", 1)[1]
+        rows.append((str(i), clean(verdict.kind), where, f"{verdict.confidence:.2f}", clean(verdict.cause)))
     number, kind, steps, sure, _ = (max(len(row[k]) for row in rows) for k in range(5))
     room = width - (number + kind + steps + sure + 9)
     text = Text()

@@ -47,7 +47,9 @@ class DuplicateBatch:
         if len(repeats) < _ENOUGH or distance <= 0 or self._said is not None:
             return None
         self._said = distance
-        message = f"{len(repeats)} of the last {len(self._recent)} batches are repeats, this one of {distance} steps ago"
+        message = (
+            f"{len(repeats)} of the last {len(self._recent)} batches are repeats, this one of {distance} steps ago"
+        )
         if distance >= _OFTEN:
             message += "; an epoch of that length in the same order would look like this"
         return Finding(

@@ -38,6 +38,7 @@ from holdfast.diagnosis.importers import (
     wandb_csv,
     wandb_history,
 )
+from holdfast.diagnosis.importers.finish import limit
 from holdfast.diagnosis.importers.jsonlines import looks_like as json_lines
 from holdfast.diagnosis.importers.names import NoSuchColumn
 from holdfast.diagnosis.importers.source import Source
@@ -199,7 +200,7 @@ def _kind_of_folder(folder: Path) -> tuple[str, list[Path]]:
             if count > MOST_FILES:
                 break
             if root == str(folder):
-                others += [run for run in (folder / name for name in folders[:MOST_TRIED]) if rundir.is_run(run)]
+                others += [run for run in (folder / name for name in folders[:MOST_FILES]) if rundir.is_run(run)]
             for name in sorted(files):
                 file = Path(root, name)
                 if name == "trainer_state.json":
@@ -236,6 +237,12 @@ def _read_folder(folder: Path, mapping: Mapping[str, str] | None, format: str | 
             reasons.append(f"{file.name}: {error.reason}")
     if not tables:
         raise LogRefused(str(folder), f"none of its {len(files)} files is a log; {'; '.join(reasons[:3])}"[:800])
+    if len(files) > MOST_TRIED:
+        limit(
+            tables[-1],
+            "files_left",
+            f"of the {len(files)} files in {folder.name} only the first {MOST_TRIED} were read",
+        )
     return tables
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.errors import LogRefused
+from holdfast.diagnosis import importers
 from holdfast.diagnosis.importers import FORMATS, events, read, sniff
 from holdfast.diagnosis.importers import source as source_module
 
@@ -68,6 +69,16 @@ def test_folder_of_plain_logs_gives_each_of_them(tmp_path):
     write(tmp_path, b"nothing here\n", "b.log")
     (table,) = read(tmp_path)
     assert len(table) == 30
+
+
+def test_a_folder_of_too_many_logs_says_how_many_were_read(tmp_path):
+    text = "".join(f"global_step={i} loss={i}.5\n" for i in range(30)).encode()
+    for number in range(importers.MOST_TRIED + 3):
+        write(tmp_path, text, f"{number:03}.log")
+    tables = read(tmp_path)
+    assert len(tables) == importers.MOST_TRIED
+    (said,) = [limit.text for limit in tables[-1].limits if limit.code == "files_left"]
+    assert f"of the {importers.MOST_TRIED + 3} files" in said
 
 
 def test_console_dictionaries_are_not_evaluated(tmp_path):

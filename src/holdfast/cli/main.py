@@ -6,6 +6,7 @@ early and resumable; 78 bad configuration or input; 130 ended by Ctrl-C; 1 anyth
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -83,9 +84,9 @@ def _status(words: list[str]) -> int:
     except typer.Abort:
         return EXIT_INTERRUPTED
     except (HoldfastError, OSError) as error:
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
             raise
-        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        message = f"{error.filename or 'output'}: {error.strerror}" if isinstance(error, OSError) else str(error)
         typer.echo(f"error: {message}", err=True)
         _answer(words, error.errors if isinstance(error, ConfigError) else [message])
         return _status_of(error)

@@ -88,7 +88,8 @@ def _status(words: list[str]) -> int:
             raise
         message = f"{error.filename or 'output'}: {error.strerror}" if isinstance(error, OSError) else str(error)
         typer.echo(f"error: {message}", err=True)
-        _answer(words, error.errors if isinstance(error, ConfigError) else [message])
+        if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
+            _answer(words, error.errors if isinstance(error, ConfigError) else [message])
         return _status_of(error)
     except _UsageError as error:
         error.show()

@@ -129,7 +129,7 @@ DAMAGE: list[Callable[[bytes, random.Random], bytes]] = [
     lambda data, r: data.decode("latin-1").encode("utf-16"),
     lambda data, r: b"\xef\xbb\xbf" + data,
     lambda data, r: data.replace(b"\n", r.choice([b"\r", b"\r\n", b"\n\n", b"\0\n", b""])),
-    lambda data, r: gzip.compress(data)[: r.choice([10_000_000, 40])],
+    lambda data, r: gzip.compress(data, mtime=0)[: r.choice([10_000_000, 40])],
     lambda data, r: data.replace(b"loss", r.choice([b"", b"LOSS", b"los\xff", b"loss loss"])),
     lambda data, r: data.replace(b"0", r.choice([b"", b"e", b"9" * 50, b"-", b"."])),
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.engine import Engine
 from holdfast.core.errors import StepError
 from holdfast.core.ports import Clock
+from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
 from holdfast.runtime import effects, saving
 from holdfast.runtime.buffers import Capture
@@ -39,7 +40,6 @@ from holdfast.runtime.update_size import UpdateSize
 
 log = logging.getLogger("holdfast")
 
-_LR_JUMP = 1.5
 _LOOK_AT_STREAKS = (4, 16)
 _WEIGH_EVERY = 50
 
@@ -433,7 +433,7 @@ class Run:
         before = self.state.interventions.factor()
         self._step_schedulers("step")
         self.state.interventions.commit()
-        if (after := self.state.interventions.factor()) > _LR_JUMP * before:
+        if (after := self.state.interventions.factor()) > LR_JUMP * before:
             self.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", self.step)
         if healthy:
             self.engine.commit(signal)
@@ -471,7 +471,7 @@ class Run:
         before = self.state.optimizers.lr()
         self.state.schedulers.step(interval, metric)
         after = self.state.optimizers.lr()
-        if before > 0 and after > _LR_JUMP * before and self.step > self.config.detect.warmup_steps:
+        if before > 0 and after > LR_JUMP * before and self.step > self.config.detect.warmup_steps:
             self.engine.shift(f"the schedule moved the LR from {before:.4g} to {after:.4g}", self.step)
 
     def report_eval(self, metric: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
-from cases import CASES, FP32, jump
+from leaf_cases import CASES, FP32, jump
 from made import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run, table
 
 from holdfast.diagnosis import diagnose as module

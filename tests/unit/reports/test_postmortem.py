@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis" / "tree"))
-from cases import CASES
+from leaf_cases import CASES
 from made import N, episode, healthy_loss, healthy_norm, put, run
 
 from holdfast.diagnosis import episodes

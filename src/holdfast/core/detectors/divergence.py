@@ -123,10 +123,12 @@ class Divergence:
         return self._closed(signal)
 
     def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these losses only fill the block; its first and its last are for `observe`."""
-        some = losses[: max(0, _BLOCK - 1 - len(self._block))] if self._block else losses[:0]
+        """How many of these losses only fill the block; its last is for `observe`."""
+        some = losses[: _BLOCK - 1 - len(self._block)]
         if not some or 0.0 in some:
             return 0
+        if not self._block:
+            self._begin = int(steps[0])
         self._block.extend(some)
         return len(some)
 

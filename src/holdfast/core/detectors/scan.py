@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from operator import gt
 from typing import Any, Literal, Protocol, overload
 
 from holdfast.core.config import Detect
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import Detector
-from holdfast.core.shifts import Shifts
+from holdfast.core.shifts import LR_JUMP, Shifts
 from holdfast.core.types import Finding, Signal
 
 _FIELDS = {
@@ -123,7 +124,20 @@ def recognised(rows: Rows) -> list[int]:
     """Where the step itself changed: the places, among the rows with a loss, at which the detectors start anew."""
     watch = Shifts(by_lr=True)
     by = {"samples": watch.batch, "length": watch.length, "lr": watch.lr}
-    return [i for name, moved in by.items() for i, v in enumerate(rows.fields.get(name, ())) if moved(v) is not None]
+    return [
+        i
+        for name, moved in by.items()
+        if name in rows.fields and not (name in rows.whole and _smooth(rows.fields[name]))
+        for i, v in enumerate(rows.fields[name])
+        if moved(v) is not None
+    ]
+
+
+def _smooth(values: list[float]) -> bool:
+    """Whether no value is much above the one before, and so none can be a shift of the learning rate or a new size."""
+    if isinstance(values[0], int):
+        return values.count(values[0]) == len(values)
+    return not any(map(gt, values[1:], [LR_JUMP * v for v in values]))
 
 
 def _over(detector: Detector, rows: Rows, borders: list[int]) -> Iterable[tuple[int, Finding]]:

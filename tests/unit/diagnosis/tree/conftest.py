@@ -1,4 +1,4 @@
-"""Lets the tests of the tree share `made` and `cases`."""
+"""Lets the tests of the tree share `made` and `leaf_cases`."""
 
 import sys
 from pathlib import Path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import CASES
+from leaf_cases import CASES
 
 from holdfast.diagnosis.tree import walk
 from holdfast.diagnosis.tree.load import tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cases import CASES
+from leaf_cases import CASES
 
 from holdfast.diagnosis.tree.load import tree
 from holdfast.diagnosis.tree.page import coverage, page

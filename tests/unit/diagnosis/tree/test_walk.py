@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cases import CASES, jump
+from leaf_cases import CASES, jump
 from made import N, cosine, episode, healthy_loss, healthy_norm, put, run
 
 from holdfast.diagnosis.table import Limit

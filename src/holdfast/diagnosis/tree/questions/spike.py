@@ -86,7 +86,7 @@ def grad_norm_far_above(table: Table, episode: Episode | None, t: Thresholds) ->
 
 @question("records")
 def spike_lasts(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
-    """How many records stand above a quarter of the excursion's height."""
+    """How many records stand above a quarter of the excursion's height, or half as much again as before it."""
     if episode is None:
         return unknown("asked of an incident only")
     losses = window.during(table, episode, "loss")
@@ -95,7 +95,8 @@ def spike_lasts(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     if not len(losses) or not len(earlier):
         return unknown("there are not enough finite losses to measure it")
     base, peak = float(np.median(earlier)), float(losses.max())
-    high = int((losses >= base + 0.25 * (peak - base)).sum()) if peak > base else 0
+    up = min(0.25 * (peak - base), 0.5 * abs(base)) if base else 0.25 * (peak - base)
+    high = int((losses >= base + up).sum()) if peak > base else 0
     return decide(
         high >= t["records"],
         f"the loss is far up for {high} records",

@@ -87,7 +87,7 @@ def walk(tree: Tree, table: Table, episode: Episode) -> Walked:
         place = getattr(node, trail[-1].answer)
     walked = _weigh(asking, place, trail)
     _wording(asking, walked)
-    walked.rivals = _rivals(asking, episode.kind, place)
+    walked.rivals = _rivals(asking, episode.kind, place, walked.confidence)
     return walked
 
 
@@ -104,8 +104,8 @@ def check(tree: Tree, table: Table) -> list[Walked]:
     return found
 
 
-def _rivals(asking: Asking, kind: str, taken: str) -> list[Rival]:
-    """Other leaves of this kind that no decisive answer speaks against."""
+def _rivals(asking: Asking, kind: str, taken: str, most: float) -> list[Rival]:
+    """Other leaves of this kind that no decisive answer speaks against; none is likelier than the one taken, `most`."""
     tree, found = asking.tree, []
     for name, leaf in tree.leaf.items():
         if name == taken or leaf.abstains or not leaf.incident or kind not in leaf.kinds:
@@ -116,10 +116,10 @@ def _rivals(asking: Asking, kind: str, taken: str) -> list[Rival]:
             continue
         walked = _weigh(asking, name, [])
         # What could not be asked leaves a rival standing, and weak.
-        doubt = tree.confidence.untested ** decisive.count("unknown")
-        found.append(
-            Rival(leaf=name, cause=leaf.cause, status=leaf.status, confidence=round(walked.confidence * doubt, 3))
-        )
+        untested = decisive.count("unknown")
+        confidence = min(most, walked.confidence * tree.confidence.untested**untested)
+        status = "hypothesis" if untested else leaf.status
+        found.append(Rival(leaf=name, cause=leaf.cause, status=status, confidence=round(confidence, 3)))
     return sorted(found, key=lambda rival: -rival.confidence)[:_MOST_RIVALS]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.config import Detect
 from holdfast.core.detectors import LossSpike, build
+from holdfast.core.detectors import scan as scanning
 from holdfast.core.detectors.scan import scan
 from holdfast.core.shifts import Shifts
 from holdfast.core.types import Finding, Kind, Severity, Signal
@@ -252,3 +254,24 @@ def test_only_the_detectors_that_were_given_are_asked():
     rows = [{"loss": loss} for loss in noisy(200)] + [{"loss": 9.0}, {"loss": math.nan}]
     assert {f.detector for f in scan(log_of(rows))} == {"loss_spike", "nonfinite"}
     assert {f.detector for f in scan(log_of(rows), detectors=[LossSpike(Detect())])} == {"loss_spike"}
+
+
+def test_scan_of_a_long_log_finds_the_same_with_a_second_process(monkeypatch):
+    rows = random_rows(11, 1500)
+    alone = scan(log_of(rows))
+    monkeypatch.setattr(scanning, "_LONG", 100)
+    monkeypatch.setattr(scanning, "_may_fork", lambda: True)
+    assert [repr(f) for f in scan(log_of(rows))] == [repr(f) for f in alone]
+    assert alone
+
+
+def test_scan_does_the_work_itself_where_the_second_process_dies(monkeypatch):
+    here = os.getpid()
+
+    def work():
+        if os.getpid() != here:
+            os._exit(1)
+        return [(1, 2, None)]
+
+    with scanning._apart(work) as answer:
+        assert answer() == [(1, 2, None)]

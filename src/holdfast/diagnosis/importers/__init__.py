@@ -227,7 +227,14 @@ def _read_folder(folder: Path, mapping: Mapping[str, str] | None, format: str | 
     if kind == hf_trainer_state.NAME and format in (None, kind):
         return hf_trainer_state.read_folder(folder, files, mapping)
     if kind == tensorboard.NAME and format in (None, kind):
-        return tensorboard.read_folder(folder, files, mapping)
+        try:
+            return tensorboard.read_folder(folder, files, mapping)
+        except LogRefused:
+            # Event files without a scalar beside a log that has them.
+            beside = [p for p in sorted(folder.iterdir()) if p.is_file() and p not in files and p.name[:1] != "."]
+            if not beside:
+                raise
+            files = beside
     tables: list[Table] = []
     reasons: list[str] = []
     for file in files[:MOST_TRIED]:

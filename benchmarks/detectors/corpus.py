@@ -73,10 +73,10 @@ def rows(contenders: Iterable[Contender]) -> tuple[Rows, dict[str, Any]]:
 
 def load(place: Path, read: Callable[[Path], Any]) -> tuple[list[Case], list[str]]:
     """Every labelled run that can be read, once; and the files that cannot, with the reason."""
-    index = {entry["file"]: entry for entry in _lines(place / "INDEX.jsonl")}
+    index = {entry["file"]: entry for entry in lines(place / "INDEX.jsonl")}
     seen: set[str] = set()
     cases, unread = [], []
-    for label in _lines(place / "LABELS.jsonl"):
+    for label in lines(place / "LABELS.jsonl"):
         entry = index.get(label["file"], {})
         group = entry.get("run_group") or label["file"]
         if label["label_confidence"] < CONFIDENT or group in seen:
@@ -179,5 +179,5 @@ def _message(text: str) -> tuple[Rows, dict[str, Any]]:
     return {text: {}}, {"message": text}
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.detectors.corpus import CONFIDENT, folder, lines
 from holdfast.core.errors import LogRefused
 from holdfast.diagnosis.diagnose import Report, diagnose
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.table import Table
 
-CONFIDENT = 0.6
 SORTS = {
     "nan": {"nan"},
     "spike": {"spike", "spike_recovered"},
@@ -46,17 +45,6 @@ class Case(NamedTuple):
     report: Report
     interval: float
     length: float
-
-
-def corpus() -> Path | None:
-    """HOLDFAST_CORPUS, or beside the checkout; None where it is not."""
-    named = os.environ.get("HOLDFAST_CORPUS")
-    place = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "corpus"
-    return place if (place / "LABELS.jsonl").is_file() else None
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
 def cases(place: Path) -> list[Case]:
@@ -131,7 +119,7 @@ def main() -> int:
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--all", action="store_true", help="print every verdict of every file")
     options = parser.parse_args()
-    place = corpus()
+    place = folder()
     if place is None:
         print("corpus not found; set HOLDFAST_CORPUS")
         return 1

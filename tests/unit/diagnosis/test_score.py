@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from benchmarks.diagnosis import score as module
-from benchmarks.diagnosis.score import LEAST, Case, corpus, events, longest, met, score
+from benchmarks.diagnosis.score import LEAST, Case, events, folder, longest, met, score
 from made import healthy_loss, table
 
 from holdfast.diagnosis.diagnose import Report, Verdict
@@ -131,12 +131,12 @@ def test_labels_under_the_line_and_refused_files_are_left_out(tmp_path):
 
 def test_a_corpus_that_is_not_there_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_CORPUS", str(tmp_path))
-    assert corpus() is None
+    assert folder() is None
 
 
-@pytest.mark.skipif(corpus() is None, reason="the corpus of real logs is not here; set HOLDFAST_CORPUS to its folder")
+@pytest.mark.skipif(folder() is None, reason="the corpus of real logs is not here; set HOLDFAST_CORPUS to its folder")
 def test_real_logs_are_diagnosed_as_they_are_labelled():
-    result = score(module.cases(corpus()))
+    result = score(module.cases(folder()))
     assert result["events"] >= 50 and result["quiet"] >= 30
     assert result["share"] >= LEAST["events"] >= 0.85, result["missed"]
     assert result["quiet_share"] >= LEAST["quiet"] >= 0.95, result["loud"]

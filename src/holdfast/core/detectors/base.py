@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from holdfast.core.types import Finding, Signal
@@ -23,3 +24,18 @@ class Detector(Protocol):
     def rebaseline(self) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Reader(Detector, Protocol):
+    """A detector that can vouch for several values of a log at once.
+
+    `calm` takes in as many of the values, at most `stretch` of them, as it is certain to find nothing wrong with, and says
+    how many. `field` is the field of the signal they are of; `with_loss`: rows without a finite loss are not for it.
+    """
+
+    field: str
+    with_loss: bool
+    stretch: int
+
+    def calm(self, values: Sequence[float], steps: Sequence[float], /) -> int: ...

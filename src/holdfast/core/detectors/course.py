@@ -2,8 +2,8 @@
 
 A Holt filter with Huberised updates. The trend may fall and never rises, so that a divergence is not learned as normal;
 a value far out moves it no more than one two deviations out; non-finite values never enter, nor those beyond all
-arithmetic, nor what its detector has found to be out. Once it has settled it
-takes values in blocks: the thresholds for a block come from what was before it, online and over a log alike.
+arithmetic, nor what its detector has found to be out. Once it has settled it takes values in blocks: the thresholds for
+a block come from what was before it, online and over a log alike.
 
 The tail says how far out healthy values come: about their 99th percentile, in deviations. Losses whose single batches
 jump (heavy tails, two kinds of batches) so raise their own thresholds, and no others.

@@ -18,7 +18,9 @@ from typing import Any, Literal, Protocol, overload
 
 from holdfast.core.config import Detect
 from holdfast.core.detectors import build
-from holdfast.core.detectors.base import Detector
+from holdfast.core.detectors.base import Detector, Reader
+from holdfast.core.detectors.loss_spike import LossSpike
+from holdfast.core.detectors.nonfinite import NonFinite
 from holdfast.core.shifts import LR_JUMP, Shifts
 from holdfast.core.types import Finding, Signal
 
@@ -129,7 +131,7 @@ def scan(
 
 def _found(chosen: list[tuple[int, Detector]], rows: Rows, borders: list[int]) -> list[Entry]:
     """What these detectors find; in a long log the slowest has a process of its own."""
-    slowest = [pair for pair in chosen if pair[1].name == "loss_spike"]
+    slowest = [pair for pair in chosen if isinstance(pair[1], LossSpike)]
     if len(rows) < _LONG or not slowest or len(chosen) == 1 or not _may_fork():
         return [(i, n, f) for n, d in chosen for i, f in _over(d, rows, borders)]
     with _apart(lambda: _found(slowest, rows, borders)) as answer:
@@ -192,14 +194,15 @@ def _over(detector: Detector, rows: Rows, borders: list[int]) -> Iterable[tuple[
         return
     places, values = _places(detector, rows)
     steps = rows.step if isinstance(places, range) else [rows.step[i] for i in places]
+    reader = detector if isinstance(detector, Reader) else None
     at, ends = 0, [*_ends(places, borders), len(places)]
     for n, end in enumerate(ends):
         if n:
             detector.rebaseline()
         while at < end:
-            if values is not None:
-                until = min(end, at + detector.stretch)  # type: ignore[attr-defined]
-                if calm := detector.calm(values[at:until], steps[at:until]):  # type: ignore[attr-defined]
+            if reader is not None and values is not None:
+                until = min(end, at + reader.stretch)
+                if calm := reader.calm(values[at:until], steps[at:until]):
                     at += calm
                     continue
             finding = detector.observe(rows.signal(places[at]))
@@ -220,7 +223,7 @@ def _ends(places: Sequence[int], borders: list[int]) -> list[int]:
 
 def _places(detector: Detector, rows: Rows) -> tuple[Sequence[int], list[Any] | None]:
     """The rows a detector has to see, and their values where it can vouch for several at once."""
-    if detector.name == "nonfinite":
+    if isinstance(detector, NonFinite):
         if {"loss", "grad_norm"} & set(rows.fields) <= rows.whole:
             return [], None
         norms = rows.fields.get("grad_norm") or [None] * len(rows)
@@ -228,11 +231,10 @@ def _places(detector: Detector, rows: Rows) -> tuple[Sequence[int], list[Any] | 
         return [
             i for i, (a, b) in enumerate(both) if not math.isfinite(a) or (b is not None and not math.isfinite(b))
         ], None
-    field = getattr(detector, "field", None)
-    if field is None or not hasattr(detector, "calm"):
+    if not isinstance(detector, Reader):
         return range(len(rows)), None
+    field, with_loss = detector.field, detector.with_loss
     values, losses = rows.fields[field], rows.fields["loss"]
-    with_loss: bool = detector.with_loss  # type: ignore[attr-defined]
     if {field, *(["loss"] if with_loss else [])} <= rows.whole:
         return range(len(rows)), values
     if not with_loss:

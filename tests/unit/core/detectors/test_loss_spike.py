@@ -356,10 +356,12 @@ def test_loss_that_crosses_zero_slowly_alarms_nobody():
 
 def test_loss_that_crosses_zero_fast_does_not_break_it():
     """The course is already under zero while no loss has been, and then comes the first that is, above the course."""
-    watch(LossSpike(Detect(warmup_steps=33)), [10 - 0.3 * n for n in range(33)] + [0.05, -0.1])
+    detector = LossSpike(Detect(warmup_steps=33))
+    watch(detector, [10 - 0.3 * n for n in range(33)] + [0.05, -0.1])
+    assert math.isfinite(only(detector.limits()))
     for seed in range(100):
         noise = np.random.default_rng(seed).normal(size=120)
-        watch(LossSpike(Detect()), 3 - 0.06 * np.arange(120) + 0.05 * noise)
+        assert costly(watch(LossSpike(Detect()), 3 - 0.06 * np.arange(120) + 0.05 * noise)) == []
 
 
 @pytest.mark.parametrize("level", [1.5, 0.0, -3.0, 1e-8, 1e8])

@@ -283,7 +283,8 @@ def test_curry_train_mended_has_only_finite_numbers_in_its_evidence():
     losses = [2.0] * 200
     losses[150] = 5e-324
     (found,) = watch(CurryTrain(True, sustain=3), losses)
-    json.dumps(found.evidence, allow_nan=False)
+    assert found.evidence["ratio"] is None
+    assert json.dumps(found.evidence, allow_nan=False)
 
 
 @pytest.mark.parametrize("kind", [CurryTrain, ThreeSigma, Monotone])

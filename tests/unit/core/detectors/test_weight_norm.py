@@ -63,7 +63,8 @@ def test_norm_that_is_none_is_passed_over(junk):
 @pytest.mark.parametrize("norms", [[1e300, 1e-300], [1e-300, 1e300], [5e-324, 1.0]])
 def test_change_beyond_arithmetic_is_noted_and_breaks_nothing(norms):
     (found,) = watch_weights(norms, first=100)
-    json.dumps(found.evidence, allow_nan=False)
+    assert (found.evidence["before"], found.evidence["weight_norm"]) == tuple(norms)
+    assert json.dumps(found.evidence, allow_nan=False)
 
 
 def test_declared_shift_forgets_the_norms():

@@ -50,6 +50,20 @@ def family(kind: str) -> str:
     return _FAMILIES.get(kind, kind)  # type: ignore[call-overload,no-any-return]
 
 
+class Health(StrEnum):
+    """How far a saved state can be trusted, in memory or on disk. Only a good one is restored."""
+
+    ASSEMBLING = "assembling"
+    """not whole yet"""
+    CANDIDATE = "candidate"
+    """whole; too few healthy steps have followed it"""
+    GOOD = "good"
+    BAD = "bad"
+    """not finite, or not what was saved"""
+    QUARANTINED = "quarantined"
+    """on a branch that a recovery left, or under suspicion"""
+
+
 class Severity(IntEnum):
     """How costly a remedy the finding justifies."""
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from holdfast.core.config import SnapshotSection
 from holdfast.runtime.snapshots.copier import Copy
 from holdfast.runtime.snapshots.ring import Ring
-from holdfast.runtime.snapshots.snapshot import Health, Snapshot
+from holdfast.core.types import Health
+from holdfast.runtime.snapshots.snapshot import Snapshot
 
 
 def snapshot(step: int, health: Health = Health.GOOD, initial: bool = False) -> Snapshot:

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast.core.config import SnapshotSection
+from holdfast.core.types import Health
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.rng import Rng, RngState
 from holdfast.runtime.snapshots.certify import checksums, first_nonfinite, nbytes
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.ring import Ring
-from holdfast.runtime.snapshots.snapshot import Health, Snapshot
+from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state import RunState
 
 

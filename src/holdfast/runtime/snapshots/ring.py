@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator
 
 from holdfast.core.config import SnapshotSection
+from holdfast.core.types import Health
 from holdfast.runtime.snapshots.memory import available_bytes
-from holdfast.runtime.snapshots.snapshot import Health, Snapshot
+from holdfast.runtime.snapshots.snapshot import Snapshot
 
 
 class Ring:

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
 
+from holdfast.core.types import Health
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.rng import RngState
 from holdfast.runtime.snapshots.certify import nbytes
 from holdfast.runtime.snapshots.copier import Copy
-
-
-class Health(StrEnum):
-    """Only a good one is ever restored."""
-
-    ASSEMBLING = "assembling"
-    CANDIDATE = "candidate"
-    GOOD = "good"
-    BAD = "bad"
 
 
 class Snapshot:

@@ -1,0 +1,37 @@
+"""Which saved states a run has come through, and which it left behind.
+
+A run is one branch until it goes back: a rollback, or a restart from an older state, begins a new branch at that step.
+Step numbers say nothing then: step 950 of the branch that was left is not the step 950 that is trained again.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Fork(msgspec.Struct, frozen=True, array_like=True):
+    """Branch `branch` began with the state after step `step` of the branch before it in the lineage."""
+
+    branch: int
+    step: int
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """The branches a state has come through, first to last. The first begins at step 0."""
+
+    forks: tuple[Fork, ...] = (Fork(0, 0),)
+
+    @property
+    def branch(self) -> int:
+        return self.forks[-1].branch
+
+    def holds(self, branch: int, step: int) -> bool:
+        """Whether the state after `step` of `branch` is one that this lineage has come through."""
+        for fork, following in zip(self.forks, (*self.forks[1:], None), strict=True):
+            if fork.branch == branch:
+                return fork.step <= step and (following is None or step <= following.step)
+        return False
+
+    def forked(self, branch: int, step: int) -> Lineage:
+        """The lineage of a new branch that goes on from this state, which is the one after `step`."""
+        return Lineage((*self.forks, Fork(branch, step)))

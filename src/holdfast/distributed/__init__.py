@@ -1,0 +1,1 @@
+"""Communicates: what needs torch.distributed, and the checkpoints on disk."""

@@ -50,7 +50,7 @@ from holdfast.core.types import (
 from holdfast.core.version import __version__
 
 if TYPE_CHECKING:
-    from holdfast.runtime.guard import Guard
+    from holdfast.compose import Guard
 
 __all__ = [
     "Config",
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
                 f"holdfast.Guard needs torch, which cannot be imported ({error}); "
                 "install it with: pip install 'holdfast[torch]'"
             ) from None
-        from holdfast.runtime.guard import Guard
+        from holdfast.compose import Guard
 
         return Guard
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -58,7 +58,14 @@ COMMANDS = {
     "ack": (["run"], {"--note", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
     "diff": (["first", "second"], {"--json"}),
-}
+    "plan": (
+        ["run"],
+        {
+            "--save-cost", "--write-time", "--step-time", "--mtbf", "--node-mtbf", "--failures-per-day", "--nodes",
+            "--world", "--restart", "--certify-after", "--every", "--json",
+        },
+    ),
+}  # fmt: skip
 
 
 TRAINERS = {

@@ -194,12 +194,24 @@ def test_no_snapshot_is_good_before_enough_healthy_steps(tmp_path):
 
 def test_without_a_certified_snapshot_the_run_stops_instead_of_restoring(tmp_path):
     config = quick(max_consecutive=1)
-    config["snapshot"] = {"enabled": False}
+    config["snapshot"] = config["checkpoint"] = {"enabled": False}
     case = Case(shuffle="unique", epochs=2, config=config)
     case.faults = at(case, 9, 10)
     with pytest.raises(holdfast.PolicyStop, match="no certified snapshot") as stop:
         case.guarded(tmp_path / "run")
     assert stop.value.code == 70
+
+
+def test_without_a_snapshot_in_memory_a_checkpoint_on_disk_is_returned_to(tmp_path):
+    config = quick(max_consecutive=1)
+    config["snapshot"] = {"enabled": False}
+    config["checkpoint"] = {"every_steps": 2, "certify_after": 2}
+    case = Case(shuffle="unique", epochs=2, config=config)
+    case.faults = at(case, 9, 10)
+    run = case.guarded(tmp_path / "run")
+    back = next(e for e in run.journal() if e.get("action") == "rollback")
+    assert back["restored"] == "step_00000006", "the newest that two healthy steps had followed"
+    assert_same(run, case.reference(run))
 
 
 def test_the_initial_state_counts_as_certified(tmp_path):

@@ -117,9 +117,7 @@ def test_resumed_the_windows_go_on_and_nothing_is_shifted(tmp_path):
     first = Small(tmp_path / "parts")
     with first.guard:
         first.train(first.loader(), max_steps=70)
-        first.guard.save(tmp_path / "file.pt")
     second = Small(tmp_path / "parts")
-    second.guard.load(tmp_path / "file.pt")
     with second.guard:
         second.train(second.loader(), max_steps=140)
     assert windows(second.guard) == windows(whole.guard)
@@ -127,13 +125,11 @@ def test_resumed_the_windows_go_on_and_nothing_is_shifted(tmp_path):
     assert events(second.path, "finding") == events(whole.path, "finding") == []
 
 
-def test_resumed_with_a_detector_the_file_does_not_know_only_that_one_begins_anew(tmp_path):
+def test_resumed_with_a_detector_the_checkpoint_does_not_know_only_that_one_begins_anew(tmp_path):
     first = Small(tmp_path / "parts", config={"detect": {"divergence": False}})
     with first.guard:
         first.train(first.loader(), max_steps=70)
-        first.guard.save(tmp_path / "file.pt")
     second = Small(tmp_path / "parts")
-    second.guard.load(tmp_path / "file.pt")
     with second.guard:
         second.train(second.loader(), max_steps=140)
     found = events(second.path, "shift")
@@ -141,9 +137,9 @@ def test_resumed_with_a_detector_the_file_does_not_know_only_that_one_begins_ane
     assert events(second.path, "finding") == []
 
 
-def test_restarted_without_a_file_detectors_begin_anew_and_find_nothing(tmp_path):
+def test_restarted_without_a_checkpoint_detectors_begin_anew_and_find_nothing(tmp_path):
     for level in (1.0, 30.0):
-        run = Small(tmp_path / "run")
+        run = Small(tmp_path / "run", config={"checkpoint": {"enabled": False}})
         run.x = run.x + level
         with run.guard:
             run.train(run.loader(), max_steps=100)

@@ -450,7 +450,8 @@ def test_frozen_weights_are_stored_once_and_shared_by_every_snapshot(tmp_path):
 
 
 def test_a_flipped_bit_in_the_shared_copy_of_a_frozen_weight_is_never_restored(tmp_path):
-    r = Recipe(adapters, Case(shuffle="unique", count=64, epochs=4, config=quick(max_consecutive=2)))
+    config = {**quick(max_consecutive=2), "checkpoint": {"enabled": False}}
+    r = Recipe(adapters, Case(shuffle="unique", count=64, epochs=4, config=config))
     r.case.faults = at(r.case, 21, 22, 23)
 
     def flip(step, parts, guard):

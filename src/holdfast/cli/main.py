@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, demo, diagnose, diff, init, prepare, train
+from holdfast.cli import ack, check, demo, diagnose, diff, init, plan, prepare, train
 from holdfast.cli.output import emit
 from holdfast.core.errors import ConfigError, HoldfastError, PolicyStop
 
@@ -35,6 +35,7 @@ app.command(context_settings=check.CONTEXT_SETTINGS, options_metavar=check.OPTIO
 app.command()(ack.ack)
 app.command()(diagnose.diagnose)
 app.command()(diff.diff)
+app.command()(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,6 +63,7 @@ def _holdfast(
       holdfast ack runs/a              a person has looked: budgets start anew
       holdfast diagnose runs/a         what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      what differs between two runs, ranked as suspects
+      holdfast plan runs/a             how often to save, and the goodput to expect
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +21,12 @@ EXIT_NOT_RESUMABLE = 1
 def train(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The trainer's configuration file.")],
-    resume: Annotated[str | None, typer.Option("--resume", metavar="FILE", help="Go on from a snapshot file.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", metavar="PATH", help="Go on from this checkpoint, or from the newest good one of this run."
+        ),
+    ] = None,
     stop_at: Annotated[
         int | None, typer.Option("--stop-at", metavar="STEP", min=1, help="Stop after this step, resumable.")
     ] = None,
@@ -30,24 +34,25 @@ def train(
 ) -> None:
     """Train a small transformer on token files, or on the embedded data set, guarded.
 
-    Any key can be overridden with --section.key=value. The first Ctrl-C ends the run after the current step and leaves
-    snapshot.pt in the run directory to --resume from.
+    Any key can be overridden with --section.key=value. A run directory that has checkpoints is gone on from, exactly, by
+    the same command; the first Ctrl-C ends the run after the current step and leaves one to go on from.
     Exit status: 0 done, 75 stopped early and resumable, 70 stopped by policy, 78 bad configuration or input.
 
     \b
     Examples:
       holdfast train configs/tiny.toml
       holdfast train configs/tiny.toml --train.steps=1000 --optimizer.lr=1e-3
-      holdfast train configs/tiny.toml --resume runs/tiny/snapshot.pt
+      holdfast train configs/tiny.toml --resume runs/tiny/checkpoints/step_00000200
+      holdfast train configs/tiny.toml --checkpoint.resume=never
     """
     checked = _load([config, *context.args])
     result = _train(checked, resume, stop_at, quiet=as_json)
     if as_json:
         emit({"ok": True, **msgspec.to_builtins(result)})
     if result.stopped is not None:
-        cure = f"go on with --resume {result.snapshot}" if result.snapshot else "HOLDFAST_OFF leaves nothing to resume"
+        cure = "the same command goes on from there" if result.checkpoint else "no checkpoint was left to go on from"
         typer.echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
-        raise typer.Exit(EXIT_RESUME if result.snapshot else EXIT_NOT_RESUMABLE)
+        raise typer.Exit(EXIT_RESUME if result.checkpoint else EXIT_NOT_RESUMABLE)
 
 
 def _load(words: list[str]) -> TrainConfig:
@@ -72,12 +77,6 @@ def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: 
             f"holdfast train needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
         ) from None
     check_run_dir(config.train.run_dir)
-    if resume is None and (Path(config.train.run_dir) / "journal.jsonl").exists():
-        typer.echo(
-            f"note: {config.train.run_dir} holds an earlier run; its journal, budgets and quarantine go on in this one. "
-            "For a fresh start name another --train.run_dir",
-            err=True,
-        )
     trainer = build(config)
     view = None if quiet else Show()
     try:

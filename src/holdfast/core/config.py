@@ -135,6 +135,27 @@ class SnapshotSection(Section, frozen=True):
     memory_gb: Annotated[NonNegative, says("host memory for them; 0: a quarter of what is free")] = 0.0
 
 
+class CheckpointSection(Section, frozen=True):
+    """Copies of the run on disk, to go on from in another process. They need a run_dir."""
+
+    enabled: Annotated[bool, says("without them a run that dies begins anew")] = True
+    every_steps: Annotated[
+        CountOrZero, says("committed steps between them; 0: only at the start, at the end and when asked")
+    ] = 1000
+    at_start: Annotated[bool, says("the state the run begins with, so that there is always one to go on from")] = True
+    at_end: Annotated[bool, says("the state an orderly end leaves, to go on from exactly there")] = True
+    certify_after: Annotated[Count, says("healthy steps that must follow before one counts as good")] = 10
+    keep_last: Annotated[Count, says("good ones that are kept; the newest good one is never deleted")] = 3
+    keep_every: Annotated[CountOrZero, says("keep every good one whose step is a multiple of this; 0: none")] = 0
+    keep_powers: Annotated[bool, says("and one for every power of two of the cadence behind the newest")] = False
+    keep_bad: Annotated[CountOrZero, says("bad or suspect ones kept for a look at them")] = 1
+    resume: Annotated[
+        Literal["auto", "never"], says("auto: a run_dir that has checkpoints goes on from the newest good one")
+    ] = "auto"
+    load_path: Annotated[str, says("go on from this checkpoint instead, whatever the run_dir holds")] = ""
+    patience_seconds: Annotated[Positive, says("how long ranks wait for each other's part of one")] = 600.0
+
+
 class Quarantine(Section, frozen=True):
     """Data that is never drawn again."""
 
@@ -162,6 +183,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     detect: Detect = Detect()
     recover: Recover = Recover()
     snapshot: SnapshotSection = SnapshotSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     quarantine: Quarantine = Quarantine()
     metrics: Metrics = Metrics()
     journal: JournalSection = JournalSection()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.core import durable
 from holdfast.core.errors import RunDirError
 from holdfast.core.plain import plain, text
 from holdfast.core.ports import Clock, SystemClock
@@ -109,7 +110,7 @@ class Lines:
         self.taken = 0
         try:
             while view:
-                view = view[os.write(self._descriptor, view) :]
+                view = view[durable.write_some(self._descriptor, view) :]
                 self.taken = max(0, len(data) - len(view))
             self._half_written = False
         except OSError as error:
@@ -120,7 +121,7 @@ class Lines:
         if self._descriptor < 0:
             return
         try:
-            os.fsync(self._descriptor)
+            durable.again(os.fsync, self._descriptor)
         except OSError as error:
             raise RunDirError(
                 f"{self.path} cannot be forced to disk: {error.strerror}; nothing more was done"

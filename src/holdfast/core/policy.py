@@ -259,21 +259,50 @@ class Policy:
         self.state = msgspec.convert(state, State)
 
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
-        """Return to what the journal of an earlier life of this run last said."""
+        """Return to what the journal of an earlier life of this run last said.
+
+        A plan that the life ended before it could carry out is taken back: the step comes again and the same is found, and
+        it must not count twice. Only once: a run that dies of its own plan would go on for ever.
+        """
+        before: State | None = None
+        taken_back = False
         for number, event in enumerate(events, 1):
             if isinstance(event.get("policy"), dict):
-                try:
-                    self.load_state_dict(event["policy"])
-                except msgspec.ValidationError as error:
-                    raise RunDirError(
-                        f"the policy state in event {number} of the journal ({event.get('event')!r} at step "
-                        f"{event.get('step')}) cannot be read: {error}; go on with the version of Holdfast that wrote it, "
-                        "or start anew in another run_dir"
-                    ) from None
+                if _is_open(event):
+                    before = copy.deepcopy(self.state) if not taken_back else None
+                    taken_back = True
+                else:
+                    before, taken_back = None, False
+                self._load(event, number)
+            elif event.get("event") in ("action", "outcome"):
+                before, taken_back = None, False
+                if event.get("action") == "rollback" and isinstance(event.get("to_step"), int):
+                    self.landed(event["to_step"])  # known only after the plan, with which the state was written
             elif event.get("event") == "ack":
+                before, taken_back = None, False
                 self.acknowledge()
-            elif event.get("action") == "rollback" and isinstance(event.get("to_step"), int):
-                self.landed(event["to_step"])  # known only after the plan, with which the state was written
+            elif event.get("event") == "restart" and before is not None:
+                self.state, before = before, None
+        if before is not None:
+            self.state = before
+
+    def _load(self, event: dict[str, Any], number: int) -> None:
+        try:
+            self.load_state_dict(event["policy"])
+        except msgspec.ValidationError as error:
+            raise RunDirError(
+                f"the policy state in event {number} of the journal ({event.get('event')!r} at step "
+                f"{event.get('step')}) cannot be read: {error}; go on with the version of Holdfast that wrote it, "
+                "or start anew in another run_dir"
+            ) from None
+
+
+def _is_open(event: dict[str, Any]) -> bool:
+    """A plan that something is to be done by, and that is no stop: a stop holds from the moment it is written."""
+    actions = event.get("actions")
+    if event.get("event") != "plan" or not isinstance(actions, list) or not actions:
+        return False
+    return not any(isinstance(a, dict) and a.get("action") == "stop" for a in actions)
 
 
 def _would(plan: Plan) -> str:

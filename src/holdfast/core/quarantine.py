@@ -80,6 +80,38 @@ class Quarantine:
             self._samples.update(added)
         return added
 
+    def complete(self, events: Iterable[dict[str, Any]]) -> None:
+        """What the journal says is excluded and the file does not: it is lost, or a life ended between the two writes."""
+        added, window = len(self._entries), None
+        for event in events:
+            for entry in _entries_of(event):
+                self._add_quietly({**entry, "reason": str(event.get("reason"))})
+            if event.get("event") == "action" and event.get("action") == "rollback":
+                window = event
+            elif event.get("event") == "outcome":
+                window = None
+        if window is not None and isinstance(
+            window.get("window"), dict
+        ):  # it was to be excluded, and may not have been
+            ahead = [int(window["window"][key]) for key in ("epoch", "first", "batches")]
+            self._add_quietly({"ahead": ahead, "reason": str(window.get("reason"))})
+        if len(self._entries) > added:
+            self.save()
+
+    def _add_quietly(self, entry: dict[str, Any]) -> None:
+        spans = [s for s in _spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
+        samples = [i for i in map(int, entry.get("samples", ())) if i not in self._samples]
+        ahead = entry.get("ahead")
+        if ahead is not None and not any(e.get("ahead") == ahead for e in self._entries):
+            self._ahead.append(entry)
+        elif spans or samples:
+            for span in spans:
+                self._merge(span)
+            self._samples.update(samples)
+        else:
+            return
+        self._entries.append(entry)
+
     def _merge(self, span: Span) -> None:
         """Insert and join with what it overlaps or touches."""
         start, stop = span.start, span.stop
@@ -118,10 +150,23 @@ class Quarantine:
             self._entries = list(entries)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             raise RunDirError(
-                f"{path} is damaged ({error}); repair it from the journal beside it, or remove it to draw all again"
+                f"{path} is damaged ({error}); move it away, and it is made again from the journal beside it"
             ) from None
 
 
 def _plain(index: Any) -> Any:
     """An index as a key: tensors and numpy integers compare equal to the int they hold, but hash differently."""
     return index if type(index) is int else int(index) if hasattr(index, "__index__") else index
+
+
+def _entries_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an event excludes; a skip says it itself, before anything else does."""
+    if event.get("event") == "quarantine":
+        return [{k: event[k] for k in ("spans", "samples") if event.get(k)}]
+    if event.get("event") == "action" and event.get("action") == "skip":
+        return [{"spans": event.get("data") or []}, {"samples": event.get("samples") or []}]
+    return []
+
+
+def _spans(value: Any) -> list[Span]:
+    return [Span(*map(int, span)) for span in value or ()]

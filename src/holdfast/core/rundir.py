@@ -11,22 +11,19 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+from holdfast.core import durable
 from holdfast.core.errors import RunDirError
 from holdfast.core.plain import plain, text
 
 
 def write_atomically(path: Path, content: str) -> None:
-    """Replace `path` with `content`: after a crash at any instant it is the old file or the new one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace `path` with `content`: after a crash at any instant it is the old file or the new one.
+
+    When this returns it is the new one, even after a power loss.
+    """
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        durable.replace_file(path, content.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
 
 

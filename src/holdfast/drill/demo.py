@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from holdfast.compose import Guard
 from holdfast.core.errors import ConfigError
 from holdfast.core.types import Outcome
 from holdfast.drill.storm import Storm, demo_storm
 from holdfast.reference.config import TrainConfig, parse
 from holdfast.reference.trainer import INTERRUPTED, Result, Trainer, build, check_run_dir
-from holdfast.runtime.guard import Guard
 
 STEPS = 1200
 _DEAD_AFTER = 25

@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
+from holdfast.compose import Guard
 from holdfast.core.errors import ConfigError, DataError, RunDirError, SetupError
 from holdfast.core.tally import Summary
 from holdfast.core.types import Outcome
@@ -25,10 +26,9 @@ from holdfast.reference.config import TrainConfig
 from holdfast.reference.mixture import BLOCK, Drawn, Mixture, Weights, quotas
 from holdfast.reference.model import Transformer, flops_per_token, next_token_loss
 from holdfast.reference.tokens import Tokens, embedded, open_tokens
-from holdfast.runtime.guard import Guard
+from holdfast.runtime.checkpoints import END
 from holdfast.runtime.step import Step
 
-SNAPSHOT = "snapshot.pt"
 INTERRUPTED = "interrupted"
 
 
@@ -60,8 +60,8 @@ class Result(msgspec.Struct, kw_only=True):
     mfu: float | None
     stopped: str | None
     """why it ended before its last step, or None"""
-    snapshot: str | None = None
-    """the file to go on from, where it was stopped"""
+    checkpoint: str | None = None
+    """what the next life goes on from"""
     run_dir: str
     summary: Summary
 
@@ -105,7 +105,8 @@ class Trainer:
         resume: str | None = None,
         stop_at: int | None = None,
     ) -> Result:
-        """Train to the end, or to step `stop_at`. An interrupted run leaves a snapshot file to `resume` from."""
+        """Train to the end, or to step `stop_at`. A run directory that has checkpoints is gone on from by itself;
+        `resume` names another checkpoint."""
         config, train = self.config, self.config.train
         watch = _Watch(self, view, stop_at)
         guard = Guard(
@@ -124,7 +125,7 @@ class Trainer:
         if resume is not None:
             if guard.summary().status == "off":
                 raise ConfigError(
-                    [f"--resume {resume}: HOLDFAST_OFF is set, which reads no snapshot; unset it"], "train"
+                    [f"--resume {resume}: HOLDFAST_OFF is set, which reads no checkpoint; unset it"], "train"
                 )
             guard.load(resume)
         if view is not None:
@@ -140,22 +141,15 @@ class Trainer:
                 with step:
                     for batch in step.microbatches():
                         step.backward(self.loss(batch, config.model.z_loss))
-            snapshot = self._save(guard) if guard.step < train.steps else None
+            saved = guard.checkpoint(END)
             result = watch.result(guard.summary())
             final = self.evaluate()
             guard.record(step=guard.step, eval={"eval_loss": final}, tokens_per_source=watch.tokens_per_source())
-        result = msgspec.structs.replace(result, eval_loss=final, snapshot=snapshot)
+        result = msgspec.structs.replace(result, eval_loss=final, checkpoint=saved)
         if view is not None:
             view.evaluated(guard.step, final)
             view.end(result)
         return result
-
-    def _save(self, guard: Guard) -> str | None:
-        if guard.summary().status == "off":
-            return None
-        place = Path(self.config.train.run_dir) / SNAPSHOT
-        guard.save(place)
-        return str(place)
 
     def loss(self, batch: dict[str, Any], z_loss: float = 0.0) -> torch.Tensor:
         tokens = batch["tokens"].to(self.device, non_blocking=True)

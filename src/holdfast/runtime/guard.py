@@ -16,7 +16,6 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.errors import HoldfastError, SetupError, StepError
 from holdfast.core.ports import Clock, SystemClock
 from holdfast.core.tally import Summary
-from holdfast.runtime import saving
 from holdfast.runtime.environment import described, loop_of
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.loop import Steps
@@ -24,7 +23,7 @@ from holdfast.runtime.off import OffRun
 from holdfast.runtime.records import Records
 from holdfast.runtime.run import Run
 from holdfast.runtime.setup import build_state
-from holdfast.runtime.snapshots import file as snapshot_file
+from holdfast.runtime.snapshots.tier import Tier
 
 
 class Guard:
@@ -90,12 +89,17 @@ class Guard:
                 detectors=detectors,
                 records=Records(run_dir, checked, self._clock),
                 clock=self._clock,
+                tier=None if run_dir is None else self._tier(run_dir, checked),
             )
         self._facts = dict(about or {})
         several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
         self._schedulers = [s for s in several if s is not None]
         self._clip = clip_grad_norm
         self._phase = "new"
+
+    def _tier(self, run_dir: str | os.PathLike[str], config: Config) -> Tier | None:
+        """Where checkpoints go: `holdfast.Guard` knows."""
+        return None
 
     # ---- life
 
@@ -156,8 +160,8 @@ class Guard:
         if max_steps is None and epochs is None:
             raise StepError("steps(): say how long to train, with max_steps= or epochs=")
         self._open()
-        self._run.attach(loader, epochs)
         self.record(loop=loop_of(loader, accumulate))
+        self._run.attach(loader, epochs)
         return Steps(self._run, accumulate, max_steps)
 
     def fit(
@@ -242,17 +246,22 @@ class Guard:
         """Settle the last step now, so that the model is what it will be. Waits for the device."""
         self._run.flush()
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Everything the run is, into one file, to go on from with `load` in another process."""
-        if isinstance(self._run, Run):
-            saving.save(self._run, path)
+    def checkpoint(self, reason: str = "asked for") -> str | None:
+        """Write the run to disk as it stands, between two steps, and wait until it is there: its path.
+
+        None where it could not be written (the journal says why), or where the run keeps no checkpoints.
+        """
+        return self._run.checkpoints.now(reason) if isinstance(self._run, Run) else None
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a file of `save`: call it before `steps`, with the same model, optimizer and loader."""
+        """Go on from this checkpoint, whatever the run directory holds: the same as `[checkpoint] load_path`.
+
+        Call it before `steps`, with the same model and optimizer. A run directory stands for its newest good one.
+        """
         if isinstance(self._run, Run):
-            if self._run.step:
-                raise StepError("load(): call it before the first step")
-            self._run.resumed = snapshot_file.load(path)
+            if self._run.source is not None:
+                raise StepError("load(): call it before guard.steps()")
+            self._run.checkpoints.load_path(os.fspath(path))
 
     def quarantine(self, samples: Iterable[int], reason: str) -> None:
         """Never draw these sample ids again, in this run or after a restart of it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,10 @@ from holdfast.core import facts
 from holdfast.core.config import Config
 from holdfast.core.engine import Engine
 from holdfast.core.errors import PolicyStop, RunDirError
+from holdfast.core.history import History
 from holdfast.core.incidents import IncidentFiles
 from holdfast.core.journal import Journal, MetricsFile, Silent, read
+from holdfast.core.plain import plain
 from holdfast.core.ports import Clock
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.rundir import RunDir, to_json, write_atomically
@@ -32,10 +35,14 @@ class Records:
         self._journal: Journal = Silent()
         self._metrics: MetricsFile | None = None
         self._open = False
+        self.identity = ""
+        """which run it is, over all its lives"""
+        self.restarted = False
+        self._found: dict[str, Any] = {}
         self._said: list[tuple[int | None, Mapping[str, Any]]] = []
         """facts recorded before there was a folder to write them to"""
 
-    def open(self, engine: Engine, about: dict[str, Any]) -> None:
+    def open(self, engine: Engine, about: dict[str, Any], history: History) -> None:
         """Take hold of the folder and go on from what it says. PolicyStop if an earlier life was stopped for good."""
         if self.rundir is None:
             engine.open(self._journal, IncidentFiles(None))
@@ -46,6 +53,8 @@ class Records:
             self.quarantine = Quarantine(self.rundir.quarantine)
             self._journal = Journal(self.rundir.journal, fsync=self._config.journal.fsync, clock=self._clock)
             engine.open(self._journal, IncidentFiles(self.rundir), past)
+            history.rebuild(past)
+            self.quarantine.complete(past)
             latched = engine.policy.state.latched
             if latched is not None:
                 message = (
@@ -54,7 +63,9 @@ class Records:
                 )
                 log.error("%s", message)
                 raise PolicyStop(message)
-            found = environment(self._config, about)
+            self.identity = _identity(self.rundir, past) or secrets.token_hex(16)
+            self.restarted = bool(past)
+            self._found = found = {"run": self.identity, **environment(self._config, about)}
             if past:
                 self._keep_run_json(found, past)
                 engine.write("restart", durable=True, environment=found)
@@ -80,6 +91,21 @@ class Records:
         except RunDirError as error:
             log.warning("%s; it is made anew from the journal", str(error).split(";")[0])
         write_atomically(self.rundir.run, to_json({**found, "facts": facts.rebuilt(past)}))
+
+    @property
+    def place(self) -> str:
+        return "" if self.rundir is None else str(self.rundir.path)
+
+    def about(self) -> dict[str, Any]:
+        """What is compared when a run is gone on from: what was found at the start, what the loop has said of itself."""
+        said: dict[str, Any] = {}
+        if self.rundir is not None:
+            said = (facts.read(self.rundir.run) or {}).get("facts") or {}
+        facts_now = {k: v for k, v in said.items() if k not in ("eval", "tokens_per_source")}
+        return plain({**self._found, "facts": facts_now})  # type: ignore[no-any-return]
+
+    def versions(self) -> dict[str, str]:
+        return {k: str(v) for k, v in (self._found.get("packages") or {}).items()}
 
     def record(self, engine: Engine, said: Mapping[str, Any], step: int | None) -> None:
         """Checked facts into journal and run.json: now, or when the folder is opened. Nowhere without a folder."""
@@ -109,3 +135,14 @@ class Records:
         self._open = False
         if self.rundir is not None:
             self.rundir.release()
+
+
+def _identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:
+    """From run.json, or from the journal where that is lost."""
+    try:
+        known = (facts.read(rundir.run) or {}).get("run")
+    except RunDirError:
+        known = None
+    begun = next((e.get("environment") for e in past if e.get("event") in ("run_begin", "restart")), None)
+    known = known or (begun.get("run") if isinstance(begun, dict) else None)
+    return known if isinstance(known, str) and known else None

@@ -29,6 +29,25 @@ class RngState(NamedTuple):
             and all(map(torch.equal, self.generators, other.generators))
         )
 
+    def plain(self) -> dict[str, Any]:
+        """As plain values and tensors, for a file."""
+        numpy = self.numpy
+        if numpy is not None:
+            inner = numpy["state"]
+            numpy = {
+                **numpy,
+                "state": {"key": torch.from_numpy(inner["key"].astype("int64")), "pos": int(inner["pos"])},
+            }
+        return {**self._asdict(), "numpy": numpy}
+
+    @staticmethod
+    def of(plain: dict[str, Any]) -> RngState:
+        """What `plain` gave."""
+        numpy = plain["numpy"]
+        if numpy is not None:
+            numpy = {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].numpy().astype("uint32")}}
+        return RngState(**{**plain, "numpy": numpy})
+
 
 class Rng:
     """The global generators of Python, NumPy and torch (CPU and the model's CUDA devices), and the loader's own."""

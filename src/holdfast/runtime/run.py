@@ -18,11 +18,13 @@ from holdfast.core.config import Config
 from holdfast.core.detectors.base import Detector
 from holdfast.core.engine import Engine
 from holdfast.core.errors import StepError
+from holdfast.core.history import History
 from holdfast.core.ports import Clock
 from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
-from holdfast.runtime import effects, saving
+from holdfast.runtime import effects
 from holdfast.runtime.buffers import Capture
+from holdfast.runtime.checkpoints import END, Checkpoints
 from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position, Source
@@ -34,6 +36,7 @@ from holdfast.runtime.rng import Rng
 from holdfast.runtime.sensing import Reading, gradient_norm, sense, weight_norm
 from holdfast.runtime.setup import devices_of
 from holdfast.runtime.snapshots.keeper import Keeper
+from holdfast.runtime.snapshots.tier import Tier
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
 from holdfast.runtime.update_size import UpdateSize
@@ -57,6 +60,7 @@ class Run:
         detectors: Sequence[Detector],
         records: Records,
         clock: Clock,
+        tier: Tier | None = None,
     ) -> None:
         self.state, self.config, self.clock = state, config, clock
         self.hooks, self.records = hooks, records
@@ -66,7 +70,9 @@ class Run:
         self.armed = config.recover.mode == "heal"
         on_cuda = any(d.type == "cuda" for d in devices)
         self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda)
-        self.keeper = Keeper(config.snapshot, state, self.rng)
+        self.history = History()
+        self.checkpoints = Checkpoints(self, tier)
+        self.keeper = Keeper(config.snapshot, state, self.rng, self.checkpoints)
         self.source: Source | None = None
         self.step = 0
         """steps committed"""
@@ -85,13 +91,16 @@ class Run:
         self._ended_epochs = 0
         self._overflows = 0
         self._ours = False
-        self.resumed: tuple[dict[str, Any], dict[str, Tensor]] | None = None
-        """a snapshot file to go on from, once the loader is there"""
 
     # ---- beginning and end
 
     def open(self, about: dict[str, Any]) -> None:
-        self.records.open(self.engine, about)
+        self.records.open(self.engine, about, self.history)
+        try:
+            self.checkpoints.open(self.records.identity)
+        except BaseException:
+            self.records.close()
+            raise
         self.state.optimizers.forbid_foreign_steps(lambda: self._ours, self._foreign_step)
 
     def attach(self, loader: Iterable[Any], epochs: int | None) -> None:
@@ -101,17 +110,18 @@ class Run:
         if self.source is not None and loader is self._loader:
             self.source.extend(epochs)
             return
-        first = 0 if self.source is None else self.source.next_epoch
+        epoch = 0 if self.source is None else self.source.next_epoch
         source = open_source(
             loader,
             rng=self.rng,
             quarantine=self.records.quarantine,
             epochs=epochs,
-            first_epoch=first,
+            first_epoch=epoch,
             on_epoch_end=self._epoch_ended,
             before_iter=self.keeper.idle,
             on_exclusion=self._excluded,
         )
+        first = self.source is None
         if self.source is not None:
             self.source.close()
             self.engine.shift("another loader", self.step)
@@ -121,10 +131,10 @@ class Run:
             )
         self.source, self._loader = source, loader
         self.positions.clear()
-        if self.resumed is not None:
-            saving.go_on(self, *self.resumed)
-            self.resumed = None
-        self._tell(self.keeper.begin(self.step))
+        if first:
+            self.checkpoints.resume()
+            effects.interventions.again(self)
+        self.tell(self.keeper.begin(self.step))
 
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""
@@ -132,9 +142,11 @@ class Run:
         self.current = None
         try:
             self.flush()
+            self._last_save(error)
         except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
             trouble = problem
         self.state.optimizers.release()
+        self.checkpoints.close()
         self.keeper.close()
         if self.source is not None:
             self.source.close()
@@ -152,6 +164,11 @@ class Run:
         self.records.close()
         if trouble is not None and error is None:
             raise trouble
+
+    def _last_save(self, error: BaseException | None) -> None:
+        """At an orderly end the run is whole: another life goes on exactly here."""
+        if error is None and self.config.checkpoint.at_end and self.step > 0:
+            self.checkpoints.now(END)
 
     # ---- serving
 
@@ -190,8 +207,7 @@ class Run:
         """What a snapshot of the step before still lacks, and the buffers to come back to."""
         assert self.source is not None
         buffers = self.state.buffers.capture()
-        position = self.source.position
-        self._tell(self.keeper.next_begins(self.rng.capture, buffers, position, self.engine.state_dict))
+        self.tell(self.keeper.next_begins(self.rng.capture, buffers, self.source, self.engine.state_dict))
         self._ended_epochs = 0
         return buffers
 
@@ -267,7 +283,7 @@ class Run:
         self.pending = step
         if self.gate.on_device:
             if not self.hooks.in_time:
-                self._tell(self.keeper.updated(step.number))
+                self.tell(self.keeper.updated(step.number))
         else:
             self.settle(None)
 
@@ -371,6 +387,7 @@ class Run:
             self.stands(step, signal, healthy=plan is None or plan.by != "observe")
             return True
         self.keeper.unhealthy()
+        self.checkpoints.unhealthy()
         return effects.carry_out(self, step, following, signal, plan, vetoed)
 
     def stands(self, step: Step, signal: Signal, healthy: bool = True) -> None:
@@ -435,9 +452,12 @@ class Run:
         self.state.interventions.commit()
         if (after := self.state.interventions.factor()) > LR_JUMP * before:
             self.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", self.step)
+        if len(self.history.turns) > self.state.interventions.turns:
+            effects.interventions.again(self)
         if healthy:
             self.engine.commit(signal)
             self.keeper.healthy(self.step)
+            self.checkpoints.healthy(self.step)
         step.result = Outcome(status=Status.COMMITTED, signal=signal)
         self.records.metrics(step.result)
         self.hooks.call("on_step_end", step.result)
@@ -503,7 +523,7 @@ class Run:
     def _excluded(self, span: Span, batches: int, reason: str) -> None:
         self.engine.write("quarantine", durable=True, spans=[span], batches=batches, reason=reason)
 
-    def _tell(self, message: str | None) -> None:
+    def tell(self, message: str | None) -> None:
         """Something works less well than asked: on record and in the log."""
         if message is not None:
             self.engine.write("note", step=self.step, message=message)

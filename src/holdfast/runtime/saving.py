@@ -1,50 +1,108 @@
-"""A run into one file, and on from one: everything it is, between two steps."""
+"""A run apart for another process, and back: everything it is, between two steps."""
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
-
-from holdfast.core.errors import SetupError, StepError
-from holdfast.runtime.snapshots import file as snapshot_file
+from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.errors import SetupError
+from holdfast.runtime.data.source import Position
+from holdfast.runtime.rng import RngState
+from holdfast.runtime.snapshots.encoding import PART
+from holdfast.runtime.snapshots.snapshot import Snapshot
+from holdfast.runtime.snapshots.tier import Frame, Restored
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
+    from holdfast.runtime.state import RunState
 
 
-def save(run: Run, path: str | os.PathLike[str]) -> None:
-    """Everything the run is, as of now."""
-    run.flush()
-    if run.source is None:
-        raise StepError("save(): there is nothing to save before guard.steps() has been called")
-    light, tensors = run.state.light()
-    buffers = {f"buffer.{n}": b for n, b in run.state.buffers.named().items()}
+class Found(NamedTuple):
+    """A state to return to, wherever it was kept."""
+
+    step: int
+    lineage: Lineage
+    turns: int
+    detectors: dict[str, Any]
+    where: str
+    """memory, or the name of a checkpoint"""
+    position: Position
+    """where its data stood"""
+    put_back: Callable[[], None]
+    """everything but the detectors, the data too"""
+
+
+def frame_of(snapshot: Snapshot, state: RunState) -> Frame:
+    """What a whole snapshot is on disk. Nothing is copied: its memory is read until `written` is set."""
+    assert snapshot.light is not None and snapshot.rng is not None
     parts = {
-        "step": run.step,
-        "light": light,
-        "detectors": run.engine.state_dict(),
-        "rng": snapshot_file.pack_rng(run.rng.capture()),
-        "position": run.source.position,
-        "last_ids": run.source.last_ids(),
+        "step": snapshot.step,
+        "light": snapshot.light,
+        "detectors": snapshot.detectors,
+        "rng": snapshot.rng.plain(),
+        "data": snapshot.data,
     }
-    run.keeper.before_update()
-    snapshot_file.save(path, parts, {**run.state.heavy(), **tensors, **buffers, **run.state.frozen()})
-    run.engine.write("snapshot_saved", step=run.step, path=str(path))
+    snapshot.written.clear()
+    return Frame(
+        snapshot.step,
+        snapshot.lineage,
+        parts,
+        snapshot.tensors(),
+        snapshot.examine,
+        lambda name: name.startswith(("buffer.", PART)) or state.private(name),
+        snapshot.written.set,
+    )
 
 
-def go_on(run: Run, parts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Put the run where the file was written. Its loader must be there, and nothing trained yet."""
-    assert run.source is not None
+def in_memory(run: Run, snapshot: Snapshot) -> Found:
+    """A snapshot of this process's own."""
+    position = snapshot.position
+    assert run.source is not None and position is not None
+    source = run.source
+
+    def put_back() -> None:
+        run.keeper.restore(snapshot)
+        source.seek(position)
+
+    return Found(snapshot.step, snapshot.lineage, snapshot.turns, snapshot.detectors, "memory", position, put_back)
+
+
+def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
+    """A state that was read back; SetupError where it is not one of this run's model and optimizer.
+
+    fresh: nothing was drawn yet in this process. Otherwise what the source has on record of its order serves better than
+    asking the sampler again: one that is no function of seed and epoch would give another.
+    """
+    parts, tensors = saved.parts, saved.tensors
     why = run.state.fits(parts["light"], tensors)
     if why is not None:
-        raise SetupError(f"the snapshot file does not fit this run: {why}")
-    run.state.join(parts["light"], tensors)
-    named = {n.removeprefix("buffer."): t for n, t in tensors.items() if n.startswith("buffer.")}
-    run.state.buffers.restore(run.state.buffers.from_named(named))
-    run.source.resume(parts["position"], parts["last_ids"])
-    run.rng.restore(snapshot_file.unpack_rng(parts["rng"]))
-    run.step = parts["step"]
-    run.engine.write("resumed", durable=True, step=run.step, position=parts["position"])
-    run.engine.resume(parts["detectors"], run.step)
+        raise SetupError(
+            f"checkpoint {saved.manifest.name} does not fit this run: {why}; name another run_dir for another run, or set "
+            '[checkpoint] resume = "never"'
+        )
+
+    position = Position(*(int(parts["data"][key]) for key in Position._fields))
+
+    def put_back() -> None:
+        assert run.source is not None
+        notes: list[str] = []
+        if fresh or not run.source.remembers(position):
+            notes = run.source.resume(parts["data"])
+        else:
+            run.source.seek(position)
+        run.keeper.put_back(
+            saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.own else None
+        )
+        for note in notes:
+            run.tell(note)
+
+    return Found(
+        saved.manifest.step,
+        saved.manifest.lineage,
+        int(parts["light"]["interventions"]["turns"]),
+        parts["detectors"],
+        saved.manifest.name,
+        position,
+        put_back,
+    )

@@ -89,6 +89,8 @@ class Interventions(msgspec.Struct):
     ramp: Ramp | None = None
     clip: float | None = None
     clip_left: int = 0
+    turns: int = 0
+    """how many interventions the state holds, of those on the way to it"""
 
     def commit(self) -> None:
         """A step was committed: everything is one step nearer to normal."""
@@ -116,6 +118,7 @@ class Interventions(msgspec.Struct):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loaded = msgspec.convert(state, Interventions)
         self.ramp, self.clip, self.clip_left = loaded.ramp, loaded.clip, loaded.clip_left
+        self.turns = loaded.turns
 
 
 @contextmanager

@@ -75,6 +75,12 @@ class RunState:
         self._split_registered([name], tensors)
         self._intend(tensors)
 
+    def private(self, name: str) -> bool:
+        """Whether each rank has its own value of a tensor: what is registered and no module may differ among them."""
+        kind, _, rest = name.partition(".")
+        owner = next((n for n in self._registered if kind == "registered" and (rest + ".").startswith(f"{n}.")), None)
+        return owner is not None and not isinstance(self._registered[owner], nn.Module)
+
     def trained(self) -> list[Tensor]:
         """The parameters the optimizers update, in the model's own order."""
         chosen = {id(p) for p in self.optimizers.parameters()}

@@ -423,6 +423,7 @@ def test_journal_on_disk_rebuilds_the_policy_as_it_was(folder):
 def test_incident_goes_on_in_the_next_life_with_its_number_its_budget_and_its_file(folder):
     first = live(folder, [], BAD, probation_steps=5)
     first.judge(signal(5))
+    first.write("action", action="rollback", step=5)
     assert incident_file(folder, 1)["state"] == "open"
     second = live(folder, journal.read(folder.journal).events, BAD, BAD, probation_steps=5)
     plan = second.judge(signal(5))
@@ -439,6 +440,7 @@ def test_incident_goes_on_in_the_next_life_with_its_number_its_budget_and_its_fi
 def test_incident_whose_file_is_missing_or_damaged_goes_on_in_a_new_one(folder, content):
     first = live(folder, [], NAN)
     first.judge(bad(5))
+    first.write("action", action="skip", step=5)
     path = folder.incident(1) / "incident.json"
     if content is None:
         path.unlink()

@@ -376,6 +376,8 @@ def test_state_rebuilt_from_the_journal_is_the_live_one_after_every_plan_landing
         script.script = [finding(event.kind, event.severity, step + 1, step + 1 - lag, event.new)]
         answer[:] = [event.hook]
         plan = engine.judge(signal(step + 1, flags=int(event.vetoed)))
+        if plan.actions and plan.first(Stop) is None:
+            engine.write("action", action="begun", step=step)
         check_rebuilt(engine, memory, config)
         if plan.first(Stop) is None and (back := plan.first(Rollback)) is not None:
             step = max(0, min(step, back.at_latest) - event.lands)
@@ -391,6 +393,25 @@ def check_rebuilt(engine: Engine, memory: Memory, config: Recover, only_if_after
         again = Policy(config)
         again.rebuild(memory.events)
         assert again.state == engine.policy.state
+
+
+def test_plan_a_life_ended_before_is_taken_back_once_and_counts_when_it_happens_again():
+    live = Policy(Recover())
+    live.adopt(live.propose(verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, 50, 50)))
+    plan = {"event": "plan", "actions": [{"action": "rollback"}], "policy": live.state_dict()}
+    restart = {"event": "restart"}
+    for events, rollbacks in (
+        ([plan], 0),
+        ([plan, restart], 0),
+        ([plan, {"event": "action", "action": "rollback", "to_step": 40}], 1),
+        ([plan, restart, plan], 1),
+        ([plan, restart, plan, restart], 1),
+        ([{**plan, "actions": [{"action": "stop"}]}], 1),
+        ([plan, restart, {"event": "progress", "policy": live.state_dict()}], 1),
+    ):
+        rebuilt = Policy(Recover())
+        rebuilt.rebuild(events)
+        assert len(rebuilt.state.rollbacks) == rollbacks, events
 
 
 @SOMETIMES

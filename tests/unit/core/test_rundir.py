@@ -216,7 +216,7 @@ def test_content_is_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: (order.append("sync"), real_sync(fd)))
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("name"), real_replace(a, b)))
     write_atomically(tmp_path / "state.json", "new")
-    assert order == ["sync", "name"]
+    assert order == ["sync", "name", "sync"]  # the content, its name, and the folder that holds the name
     assert (tmp_path / "state.json").read_text() == "new"
 
 

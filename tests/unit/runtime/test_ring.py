@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.config import SnapshotSection
+from holdfast.core.types import Health
 from holdfast.runtime.snapshots.copier import Copy
 from holdfast.runtime.snapshots.ring import Ring
-from holdfast.core.types import Health
 from holdfast.runtime.snapshots.snapshot import Snapshot
 
 

@@ -21,6 +21,14 @@ class Lineage(msgspec.Struct, frozen=True):
 
     forks: tuple[Fork, ...] = (Fork(0, 0),)
 
+    def __post_init__(self) -> None:
+        branches, steps = [fork.branch for fork in self.forks], [fork.step for fork in self.forks]
+        if not self.forks or steps[0] != 0 or sorted(steps) != steps or len(set(branches)) != len(branches):
+            raise ValueError(
+                f"forks {self.forks!r:.200}: a lineage begins at step 0, never goes back, and names a branch once; "
+                "fork the lineage of the state that is restored, not the run's"
+            )
+
     @property
     def branch(self) -> int:
         return self.forks[-1].branch

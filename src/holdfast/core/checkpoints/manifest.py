@@ -7,6 +7,7 @@ other file, and the health names the manifest it belongs to.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from typing import Any
@@ -42,8 +43,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """its last branch is the one the state was saved on"""
     reason: str
     """scheduled, start, end, stop, or what was asked for"""
-    handover: bool = False
-    """saved at an orderly stop with no incident open: the next life goes on from here"""
     world_size: int = 1
     time: float
     versions: dict[str, str] = {}
@@ -66,6 +65,8 @@ class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format: int = FORMAT
     health: Health
     why: str = ""
+    handover: bool = False
+    """saved at an orderly stop with no incident open: the next life goes on from here"""
     manifest: str
     """the checksum of the manifest that this belongs to"""
     time: float
@@ -87,9 +88,9 @@ def is_file_name(text: str) -> bool:
 
 def seal(record: Manifest | HealthRecord) -> tuple[bytes, str]:
     """The file's content, and the checksum in it. NaN and Infinity are written as such."""
-    body = msgspec.to_builtins(record)
+    body = msgspec.to_builtins(record, str_keys=True)  # as it reads back: 10 is sorted before 9 once it is text
     digest = _digest(body)
-    return json.dumps({**body, "sha256": digest}, indent=1).encode() + b"\n", digest
+    return _written({**body, "sha256": digest}), digest
 
 
 def unseal_manifest(content: bytes) -> tuple[Manifest, str]:
@@ -99,17 +100,32 @@ def unseal_manifest(content: bytes) -> tuple[Manifest, str]:
     strange = next((n for n in manifest.files if not is_file_name(n)), None)
     if strange is not None:
         raise RunDirError(f"{MANIFEST} names a file outside its folder, or a hidden one: {strange[:80]!r}")
+    if not _is_course(manifest.lineage, manifest.step):
+        raise RunDirError(f"{MANIFEST} has a lineage that no run can have come through: {str(manifest.lineage)[:200]}")
     return manifest, digest
 
 
+def _is_course(lineage: Lineage, step: int) -> bool:
+    """Whether it begins at step 0, goes from branch to later branch and never back in steps, and ends by `step`."""
+    forks = lineage.forks
+    return (
+        bool(forks)
+        and forks[0].step == 0
+        and forks[0].branch >= 0
+        and all(a.branch < b.branch and a.step <= b.step for a, b in itertools.pairwise(forks))
+        and forks[-1].step <= step
+    )
+
+
 def unseal_health(content: bytes) -> HealthRecord:
-    return _convert(_open(content, HEALTH)[0], HealthRecord, HEALTH)
+    record: HealthRecord = _convert(_open(content, HEALTH)[0], HealthRecord, HEALTH)
+    return record
 
 
 def _convert(body: dict[str, Any], kind: Any, name: str) -> Any:
     try:
         record = msgspec.convert(body, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, ValueError) as error:  # ValueError: text that is no Unicode
         raise RunDirError(f"{name} is not one of ours: {error}") from None
     if record.format != FORMAT:
         raise RunDirError(f"{name} is of format {record.format}; this version reads format {FORMAT}")
@@ -119,14 +135,22 @@ def _convert(body: dict[str, Any], kind: Any, name: str) -> Any:
 def _open(content: bytes, name: str) -> tuple[dict[str, Any], str]:
     try:
         body = json.loads(content)
+        if not isinstance(body, dict):
+            raise ValueError
+        said = body.pop("sha256", None)
+        right = isinstance(said, str) and said == _digest(body)
+        exact = right and content == _written({**body, "sha256": said})
     except (ValueError, RecursionError):
-        body = None
-    if not isinstance(body, dict):
-        raise RunDirError(f"{name} is not a JSON object: it is damaged")
-    said = body.pop("sha256", None)
-    if said != _digest(body):
+        raise RunDirError(f"{name} is not a JSON object: it is damaged") from None
+    if not right:
         raise RunDirError(f"{name} does not match its own checksum: it was edited or is damaged")
+    if not exact:  # 1E-05 for 1e-05: one bit, and the same number
+        raise RunDirError(f"{name} is not written as Holdfast writes it: it was edited or is damaged")
     return body, said
+
+
+def _written(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, indent=1).encode() + b"\n"
 
 
 def _digest(body: dict[str, Any]) -> str:

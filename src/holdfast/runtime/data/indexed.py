@@ -14,87 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
 from holdfast.core.errors import DataError
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.types import Span
 from holdfast.runtime.data.epochs import epoch_setters, samplers, standing_epoch
+from holdfast.runtime.data.order import Asked, Feed, Order
+from holdfast.runtime.data.resume import VERSION, Here, changes, left_of, refuse_foreign, resume_order, settle_ahead
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
 from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.rng import Rng, RngState
 
 OnExclusion = Callable[[Span, int, str], None]
-
-
-class Order:
-    """One epoch's stream of index batches, as far as the sampler has been asked for it.
-
-    A sampler may draw from a generator of the user's whenever it is asked, at its end too (RandomSampler does). What was
-    drawn for a batch is remembered, so that reading the record again moves the generator as asking did.
-    """
-
-    def __init__(self, epoch: int, sampler: Any, single: bool, rng: Rng) -> None:
-        self.epoch = epoch
-        self._rng = rng
-        self._drawn: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        self._sampler = sampler
-        self._single = single
-        self._inner: Iterator[Any] | None = None
-        self._batches: list[Any] = []
-        self._starts = [0]
-        self._forgotten = 0
-        self._complete = False
-
-    @property
-    def begun(self) -> bool:
-        """Whether the sampler has been asked: doing so may draw from generators."""
-        return self._inner is not None
-
-    def get(self, k: int) -> Any | None:
-        """The k-th batch of indices, or None past the end. Asks the sampler only for what it was not asked before."""
-        while not self._complete and k >= self._forgotten + len(self._batches):
-            before = self._rng.own()
-            if self._inner is None:
-                self._inner = iter(self._sampler)
-            try:
-                batch = next(self._inner)
-                self._batches.append(batch)
-                self._starts.append(self._starts[-1] + (1 if self._single else len(batch)))
-            except StopIteration:
-                self._complete = True
-            after = self._rng.own()
-            if not all(map(torch.equal, before, after)):
-                self._drawn[self._forgotten + len(self._batches) - (not self._complete)] = (before, after)
-        i = k - self._forgotten
-        return self._batches[i] if 0 <= i < len(self._batches) else None
-
-    @property
-    def empty(self) -> bool:
-        """Whether the sampler has ended without having given anything."""
-        return self._complete and self._forgotten + len(self._batches) == 0
-
-    def catch_up(self) -> None:
-        """Move the user's generators to where they were last asked: after going back they stand at an earlier place, and
-        asking for more from there would give again what is on record."""
-        for k in sorted(self._drawn):
-            self._rng.move_own(*self._drawn[k])
-
-    def draw_again(self, k: int) -> None:
-        """Move the user's generators as asking for the k-th batch did, if they stand where they stood then."""
-        if k in self._drawn:
-            self._rng.move_own(*self._drawn[k])
-
-    def span(self, k: int) -> Span:
-        i = k - self._forgotten
-        return Span(self.epoch, self._starts[i], self._starts[i + 1])
-
-    def forget_before(self, k: int) -> None:
-        count = k - self._forgotten
-        if count > 0:
-            del self._batches[:count], self._starts[:count]
-            self._forgotten = k
 
 
 class _Issued(NamedTuple):
@@ -104,23 +36,6 @@ class _Issued(NamedTuple):
     span: Span
     ids: list[Any]
     rng: RngState | None
-
-
-class _Feed:
-    """What stands in the loader's place of a batch sampler."""
-
-    def __init__(self, inner: Any, start: Callable[[], Iterator[Any]]) -> None:
-        self._inner = inner
-        self._start = start
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._start()
-
-    def __len__(self) -> int:
-        return len(self._inner)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class IndexedSource:
@@ -144,20 +59,23 @@ class IndexedSource:
         self._last = None if epochs is None else first_epoch + epochs
         self._on_epoch_end = on_epoch_end
         self._before_iter, self._on_exclusion = before_iter, on_exclusion
-        self._single = loader.batch_sampler is None
-        self._sampler: Any = loader.sampler if self._single else loader.batch_sampler
+        self._asked = Asked(loader)
+        self._single = self._asked.single
         self._setters, self._base_epoch = epoch_setters(loader), standing_epoch(loader)
-        for holder in (loader, *samplers(loader)):
-            rng.include(getattr(holder, "generator", None))
+        found = [getattr(holder, "generator", None) for holder in (loader, *samplers(loader))]
+        own = {id(g): g for g in found if isinstance(g, torch.Generator)}
+        self._here = Here(self._asked, rng, list(own.values()))
+        for generator in own.values():
+            rng.include(generator)
         # A shallow copy: the loader's own attribute is locked, and the user's object stays as it was.
         self._loader: Any = copy.copy(loader)
-        self._loader.__dict__["sampler" if self._single else "batch_sampler"] = _Feed(self._sampler, self._feed)
+        self._loader.__dict__["sampler" if self._single else "batch_sampler"] = Feed(self._asked.top, self._feed)
         self._in_process = loader.num_workers == 0
         # Workers that persist from a loop before ask that loop's sampler. Ours are new; to start them draws nothing.
         self._used_before = self._quietly = loader._iterator is not None
         self._loader._iterator = None
         self._kept: RngState | None = None
-        self._first_epoch = first_epoch
+        self._first_epoch = self._begins = first_epoch
         self._order = self._new_order(first_epoch)
         self._orders = {first_epoch: self._order}
         self._at = self._beginning = Position(first_epoch - 1, 0, 0)
@@ -170,8 +88,12 @@ class IndexedSource:
         """epochs that have ended and have to be told of again; going back makes them end again"""
 
     def extend(self, epochs: int | None) -> None:
-        """Allow this many further epochs from the one it stands in, or no end."""
-        self._last = None if epochs is None else self.next_epoch + epochs
+        """Allow this many further epochs from the one it stands in, or no end.
+
+        A resumed run whose loop asks for one epoch at a time is first asked for those that an earlier life has had.
+        """
+        stands = self.next_epoch if self._last is None else min(self._last, self.next_epoch)
+        self._last = None if epochs is None else stands + epochs
 
     @property
     def next_epoch(self) -> int:
@@ -183,7 +105,7 @@ class IndexedSource:
         return self._at
 
     def _new_order(self, epoch: int) -> Order:
-        return Order(epoch, self._sampler, self._single, self._rng)
+        return Order(epoch, self._asked, self._rng, self._here.states)
 
     # ---- forward
 
@@ -207,8 +129,8 @@ class IndexedSource:
             k += 1
             if self._quarantine.covers(*span):
                 continue
-            given = [batch] if self._single else batch
-            ids = self._quarantine.keep(given)
+            given = order.ids(batch)
+            ids = self._quarantine.keep(left_of(given, span, order.stride, self._quarantine.spans()))
             if not ids:
                 continue
             rng = self._rng.capture() if self._in_process else None
@@ -237,6 +159,7 @@ class IndexedSource:
             issued = self._queue.popleft()
             at, self._at = self._at, Position(self._order.epoch, issued.k + 1, issued.span.stop)
             begin = Position(self._order.epoch, issued.k, issued.span.start)
+            self._order.reached(issued.k + 1)
             self._empty_epochs = 0
             self.tell()
             samples = count_samples(batch) or 1 if self._single else len(issued.ids)
@@ -281,55 +204,90 @@ class IndexedSource:
         """Where the random streams stood right before the batch was loaded."""
         return draw.rng
 
+    def remembers(self, position: Position) -> bool:
+        """Whether `seek` can go there by what is on record."""
+        epoch, batch = self.place(position)
+        order = self._orders.get(epoch)
+        return position == self._beginning or (order is not None and order.remembers(batch))
+
     def seek(self, position: Position) -> None:
         """Stand at `position`, which must not be older than what `forget_before` was told."""
         if position == self._beginning:
-            self._orders = {self._first_epoch: self._new_order(self._first_epoch)}
+            self._orders = {self._begins: self._new_order(self._begins)}
             # Persistent workers are started anew too: starting them draws their seed.
             self._loader._iterator, self._quietly = None, self._used_before
-        order = self._orders.get(max(self._first_epoch, position.epoch))
+        epoch, cursor = self.place(position)
+        order = self._orders.get(epoch)
         if order is None:
             raise DataError(f"cannot go back to epoch {position.epoch}: its order is no longer on record")
         self._iterator = None
         self._queue.clear()
         for epoch in [e for e in self._orders if e > order.epoch]:
             del self._orders[epoch]
-        self._order, self._cursor, self._at = order, position.batch, position
+        self._order, self._cursor, self._at = order, cursor, position
         self._again, self._untold = order.begun, 0
 
-    def last_ids(self) -> list[Any] | None:
-        """The indices of the batch before the position, by which a resumed order is known again."""
-        order = self._orders.get(self._at.epoch)
-        batch = None if order is None or self._at.batch == 0 else order.get(self._at.batch - 1)
-        return None if batch is None else [int(i) for i in ([batch] if self._single else batch)]
+    def place(self, position: Position) -> tuple[int, int]:
+        """The epoch and the batch that come after a position."""
+        return (self._begins, 0) if position == self._beginning else (position.epoch, position.batch)
 
-    def resume(self, position: Position, last: list[Any] | None) -> None:
-        """Stand where an earlier process stood: the sampler is asked again, nothing is loaded, nothing stays drawn."""
-        if position == self._beginning:
-            return
-        kept = self._rng.capture()
-        self._order = order = self._new_order(position.epoch)
-        self._orders = {position.epoch: order}
-        for set_epoch in self._setters:
-            set_epoch(self._base_epoch + position.epoch - self._first_epoch)
-        for k in range(position.batch):
-            order.get(k)
-        self._rng.restore(kept)
-        self._cursor, self._at, self._again = position.batch, position, True
-        if self.last_ids() != last:
-            raise DataError(
-                f"cannot resume at sample {position.sample} of epoch {position.epoch}: the sampler gives another order or "
-                "another batch size than before; its order must be a function of seed and epoch"
-            )
+    # ---- in another process
+
+    def save(self) -> dict[str, Any]:
+        """Where it stands, for a file: plain values and tensors that nobody changes afterwards. Draws and loads nothing."""
+        order = self._orders.get(self._at.epoch)
+        ended = self._order.epoch > max(self._at.epoch, self._first_epoch) and not self._untold
+        return {
+            "version": VERSION,
+            "kind": "indexed",
+            **self._at._asdict(),
+            "first_epoch": self._first_epoch,
+            "base_epoch": self._base_epoch,
+            "begins": self._order.epoch if ended else None,
+            "batch_samples": self._asked.stride(),
+            "length": self._asked.length(),
+            "workers": self._loader.num_workers,
+            "order": None if order is None or ended else order.save(self._at.batch),
+        }
+
+    def resume(self, saved: dict[str, Any]) -> list[str]:
+        """Stand where an earlier process stood: nothing is loaded, nothing stays drawn. Notes to put on record."""
+        refuse_foreign(saved, "indexed")
+        shift = saved["first_epoch"] - self._first_epoch
+        self._last = None if self._last is None else self._last + shift
+        self._first_epoch, self._base_epoch = saved["first_epoch"], saved["base_epoch"]
+        self._at = position = Position(saved["epoch"], saved["batch"], saved["sample"])
+        notes: list[str] = []
+        if saved["order"] is None:
+            self._stand_before(self._first_epoch if saved["begins"] is None else saved["begins"])
+        else:
+            self._beginning = Position(self._first_epoch - 1, 0, 0)
+            for set_epoch in self._setters:
+                set_epoch(self._base_epoch + position.epoch - self._first_epoch)
+            self._order, notes = resume_order(saved["order"], position, self._here)
+            self._orders = {position.epoch: self._order}
+            self._cursor, self._again = position.batch, True
+        was = saved["batch_samples"]
+        settle_ahead(self._quarantine, was, self._asked.stride(), saved["length"], self._on_exclusion)
+        return notes + changes(saved, self._asked, self._loader.num_workers)
+
+    def _stand_before(self, epoch: int) -> None:
+        """Nothing of an epoch is left to come: what it was made of does not matter any more."""
+        self._beginning, self._begins = self._at, epoch
+        self._order = self._new_order(epoch)
+        self._orders = {epoch: self._order}
+        # Workers that persist would have been there already: to start them draws what they would not have drawn.
+        if epoch > self._first_epoch:
+            self._used_before = self._quietly = self._loader.persistent_workers
 
     def exclude(self, start: Position, batches: int, reason: str) -> None:
         """Quarantine `batches` batches from `start` on, into epochs that have not begun if need be."""
-        epoch = max(self._first_epoch, start.epoch)
+        epoch, first = self.place(start)
         order = self._orders.get(epoch)
         if order is None or not order.begun:
-            self._quarantine.add_ahead(epoch, start.batch, batches, reason)
+            self._quarantine.add_ahead(epoch, first, batches, reason)
         else:
-            self._exclude(order, start.batch, batches, reason)
+            self._exclude(order, first, batches, reason)
 
     def _exclude(self, order: Order, first: int, count: int, reason: str) -> None:
         k = first

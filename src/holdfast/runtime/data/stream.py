@@ -13,8 +13,11 @@ from holdfast.core.errors import DataError
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.types import Span
 from holdfast.runtime.data.indexed import OnExclusion
+from holdfast.runtime.data.packing import pack_streams
+from holdfast.runtime.data.resume import VERSION, refuse_foreign
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
 from holdfast.runtime.data.split import count_samples, marks
+from holdfast.runtime.data.stateful import Begun, Stateful, print_of, redraw, refuse_changed
 from holdfast.runtime.rng import Rng, RngState
 
 
@@ -43,7 +46,10 @@ class StreamSource:
         self._last = None if epochs is None else first_epoch + epochs
         self._on_epoch_end = on_epoch_end
         self._before_iter, self._on_exclusion = before_iter, on_exclusion
-        rng.include(getattr(loader, "generator", None))
+        found = getattr(loader, "generator", None)
+        self._own = [found] if isinstance(found, torch.Generator) else []
+        rng.include(found)
+        self._first_epoch = first_epoch
         self._epoch = self._told = self._seeded = first_epoch
         # _told: the epoch the run knows it is in; _seeded: the last one whose beginning has drawn from the generators, as
         # they stand now; _opaque: the last batch before which the stream drew what cannot be drawn again.
@@ -56,10 +62,18 @@ class StreamSource:
         self._to_drop = 0
         self._drop_reason = ""
         self._drawn_this_epoch = 0
+        self._stateful = Stateful(loader)
+        self._begun: Begun | None = None
+        """how the epoch it draws from began"""
+        self._latest: Draw | None = None
 
     def extend(self, epochs: int | None) -> None:
-        """Allow this many further epochs from the one it stands in, or no end."""
-        self._last = None if epochs is None else self.next_epoch + epochs
+        """Allow this many further epochs from the one it stands in, or no end.
+
+        A resumed run whose loop asks for one epoch at a time is first asked for those that an earlier life has had.
+        """
+        stands = self.next_epoch if self._last is None else min(self._last, self.next_epoch)
+        self._last = None if epochs is None else stands + epochs
 
     @property
     def next_epoch(self) -> int:
@@ -107,6 +121,8 @@ class StreamSource:
         self._before_iter()
         self._seed_again(self._epoch - 1)
         before = self._rng.capture()
+        self._begun = Begun(self._at.batch, pack_streams(before, [g.get_state() for g in self._own]))
+        self._stateful.begin_anew()
         self._iterator = iter(self._loader)
         self._drawn_this_epoch, self._seeded = 0, self._epoch
         if not isinstance(self._loader, DataLoader) and not before.same(self._rng.capture()):
@@ -145,14 +161,19 @@ class StreamSource:
                 continue
             if not (same := before.same(self._rng.capture())):
                 self._opaque = self._at.batch
-            count = count_samples(batch)
-            start = self._at.sample if self._at.epoch == self._epoch else 0
-            begin = Position(self._epoch, self._at.batch, start)
-            at, self._at = self._at, Position(self._epoch, self._at.batch + 1, start + (count or 1))
-            self._drawn_this_epoch += 1
-            span = Span(self._epoch, start, self._at.sample)
-            self._given.append((begin.batch, span))
-            return Draw(batch, span, None, count, at, begin, before if same else None, marks(batch))
+            return self._taken(batch, before if same else None)
+
+    def _taken(self, batch: Any, rng: RngState | None) -> Draw:
+        """A batch has come out of the stream: the position moves past it."""
+        count = count_samples(batch)
+        start = self._at.sample if self._at.epoch == self._epoch else 0
+        begin = Position(self._epoch, self._at.batch, start)
+        at, self._at = self._at, Position(self._epoch, self._at.batch + 1, start + (count or 1))
+        self._drawn_this_epoch += 1
+        span = Span(self._epoch, start, self._at.sample)
+        self._given.append((begin.batch, span))
+        self._latest = Draw(batch, span, None, count, at, begin, rng, marks(batch))
+        return self._latest
 
     def _end_epoch(self) -> None:
         if self._drawn_this_epoch == 0:
@@ -170,18 +191,87 @@ class StreamSource:
         self._held.extendleft(reversed(draws))
         return None
 
+    def remembers(self, position: Position) -> bool:
+        """Always: it does not go back, whatever the position."""
+        return True
+
     def seek(self, position: Position) -> None:
         """A stream does not go back: what it has given since is gone, and the epochs that ended since have ended."""
         self._held.clear()
         self._told = min(self._told, max(position.epoch, self._beginning.epoch + 1))
         self._seeded = self._epoch
 
-    def last_ids(self) -> list[Any] | None:
-        return None
+    # ---- in another process
 
-    def resume(self, position: Position, last: list[Any] | None) -> None:
-        if position != self._beginning:
-            raise DataError("a stream has no position to resume at; pass a DataLoader over a map-style dataset")
+    def save(self) -> dict[str, Any]:
+        """Where it stands, for a file, and what it takes to get there: the loader's own state, or the epoch's beginning.
+
+        Batches that were drawn and are to be served again count as drawn: they will be drawn, and held, again.
+        """
+        ended = self._iterator is None and self._epoch > max(self._at.epoch, self._first_epoch) and not self._held
+        again = sum(draw.span.epoch == self._epoch for draw in self._held)
+        return {
+            "version": VERSION,
+            "kind": "stream",
+            **self.position._asdict(),
+            "first_epoch": self._first_epoch,
+            "begins": self._epoch if ended and self._told == self._epoch else None,
+            "latest": list(self._at),
+            "again": again,
+            "lost": len(self._held) - again,
+            "drawn": self._drawn_this_epoch,
+            "drop": [self._to_drop, self._drop_reason],
+            "print": print_of(self._latest),
+            "batch_size": getattr(self._loader, "batch_size", None),
+            "workers": getattr(self._loader, "num_workers", None),
+            "order": self._begun.streams if self._begun is not None else None,
+            **self._stateful.save(
+                self._rng, self._drawn_this_epoch, self._at.sample, fresh=not self._held and not ended
+            ),
+        }
+
+    def resume(self, saved: dict[str, Any]) -> list[str]:
+        """Go to where an earlier process stood, by the loader's own state or by drawing and dropping what came before."""
+        refuse_foreign(saved, "stream")
+        self._last = None if self._last is None else self._last + saved["first_epoch"] - self._first_epoch
+        self._first_epoch = saved["first_epoch"]
+        self._to_drop, self._drop_reason = saved["drop"]
+        latest = Position(*saved["latest"])
+        begins = self._first_epoch if saved["begins"] is None and saved["order"] is None else saved["begins"]
+        if begins is not None:
+            self._at = self._beginning = latest
+            self._epoch = self._told = begins
+            self._seeded = begins - (begins > self._first_epoch)
+            return []
+        refuse_changed(saved, self._loader)
+        self._beginning = Position(self._first_epoch - 1, 0, 0)
+        self._epoch = self._told = self._seeded = latest.epoch
+        first = latest.batch - saved["drawn"]
+        self._begun = Begun(first, saved["order"])
+        after, samples = saved["state_at"] if saved["state"] is not None else (0, 0)
+        self._drawn_this_epoch = after
+        self._at = Position(latest.epoch if after else latest.epoch - 1, first + after, samples)
+        self._before_iter()
+        self._iterator, draws, notes = redraw(
+            saved,
+            self._loader,
+            self._stateful,
+            self._rng,
+            self._own,
+            lambda batch: self._taken(batch, self._rng.capture()),
+        )
+        if self._at != latest:
+            raise DataError(
+                f"cannot resume at sample {latest.sample} of epoch {latest.epoch}: the stream gave {self._at.sample} in as "
+                "many batches; the stream and its batch size must be what they were"
+            )
+        self._held.extend(draws[len(draws) - saved["again"] :])
+        self._given.clear()
+        return notes
+
+    def place(self, position: Position) -> tuple[int, int]:
+        """The epoch, and the batch counted over all epochs, that come after a position."""
+        return position.epoch, position.batch
 
     def exclude(self, start: Position, batches: int, reason: str) -> None:
         """Drop what is left of the window; most of it has been drawn already, and will not be in another life."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.types import CutLR, Plan, Replay, Rollback, Signal, Skip, SkipData, Stop, TightenClip
-from holdfast.runtime.effects import cut_lr, replay, rollback, skip, stop, tighten_clip
+from holdfast.core.types import Plan, Replay, Rollback, Signal, Skip, SkipData, Stop
+from holdfast.runtime.effects import interventions, replay, rollback, skip, stop
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
@@ -36,16 +36,8 @@ def carry_out(run: Run, step: Step, following: Step | None, signal: Signal, plan
     else:
         run.stands(step, signal)
         goes_on = True
-    intervene(run, plan)
+    interventions.intervene(run, plan)
     return goes_on
 
 
-def intervene(run: Run, plan: Plan) -> None:
-    """What a plan lays over the schedule from the next update on."""
-    if (cut := plan.first(CutLR)) is not None:
-        cut_lr.perform(run, plan, cut)
-    if (tighten := plan.first(TightenClip)) is not None:
-        tighten_clip.perform(run, plan, tighten)
-
-
-__all__ = ["carry_out", "replay", "rollback", "skip", "stop"]
+__all__ = ["carry_out", "interventions", "replay", "rollback", "skip", "stop"]

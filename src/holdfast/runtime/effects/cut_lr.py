@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.types import CutLR, Plan
+from holdfast.core.history import Turn
 from holdfast.runtime.schedule import Ramp
 
 if TYPE_CHECKING:
+    from holdfast.core.types import CutLR
     from holdfast.runtime.run import Run
 
 
-def perform(run: Run, plan: Plan, action: CutLR) -> None:
-    """From the next committed step on: factor, factor + (1 - factor) / ramp, ..., 1."""
+def perform(run: Run, turn: Turn, action: CutLR, *, part: bool, again: bool = False) -> None:
+    """From the next committed step on: factor, factor + (1 - factor) / ramp, ..., 1.
+
+    `part`: a rollback's own event has it on record already. `again`: an earlier life did it, at this step.
+    """
     scheduled = run.state.optimizers.lr()
     run.engine.write(
-        "action",
+        "note" if again else "action",
         durable=True,
         action="cut_lr",
-        incident=plan.incident,
+        message="an earlier life of the run cut the LR here" if again else None,
+        incident=turn.incident,
         step=run.step,
         factor=action.factor,
         ramp_steps=action.ramp_steps,
         lr_from=scheduled * run.state.interventions.factor(),
         lr_to=scheduled * action.factor,
-        reason=plan.reason,
+        reason=turn.reason,
+        turn=turn,
+        part=part or None,
     )
     run.state.interventions.ramp = Ramp(action.factor, action.ramp_steps)
+    run.state.interventions.turns += 1

@@ -1,12 +1,17 @@
-"""Roll back: everything returns to a certified snapshot; then data, LR and clip as the plan says."""
+"""Roll back: everything returns to a certified state; then data, LR and clip as the plan says.
+
+All of it is in one event, forced to disk before anything takes effect: a life that ends in between is followed by one that
+finds the data excluded and makes the same interventions at the same step.
+"""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.types import CutLR, Outcome, Plan, Rollback, Signal, SkipData, Status, Stop, TightenClip
-from holdfast.runtime.effects import cut_lr, skip_data, stop, tighten_clip
+from holdfast.core.types import Outcome, Plan, Rollback, Signal, SkipData, Status, Stop
+from holdfast.runtime.effects import interventions, skip_data, stop
+from holdfast.runtime.saving import Found, in_memory
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
@@ -19,48 +24,66 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
     """The run stands at the snapshot when this returns, or is stopped where there is none to trust. Always False."""
     assert run.source is not None
     began = run.clock.monotonic()
-    snapshot, passed = run.keeper.find(action.before, action.at_latest)
-    told: list[dict[str, Any]] = [{"step": p.step, "why": p.why} for p in passed]
-    if snapshot is None or snapshot.position is None:
+    found, told = _find(run, action)
+    if found is None:
         run.engine.write("note", step=signal.step, message="no snapshot to return to", passed_over=told)
         why = f"no certified snapshot at or before step {action.at_latest} to return to"
         late = run.engine.impossible(plan, why)
         stop.perform(run, step, signal, late, late.first(Stop))
-    assert snapshot is not None and snapshot.position is not None
+    assert found is not None
+    undone, positions = run.step, dict(run.positions)
+    positions.setdefault(signal.step, step.draws[0].begin)
+    data: SkipData | None = plan.first(SkipData)
+    window = None if data is None else skip_data.window(run, data, positions, found.position)
+    then = interventions.turns_of(plan, found.step)
+    branch = run.checkpoints.go_back(found)
     run.engine.write(
         "action",
         durable=True,
         action="rollback",
         incident=plan.incident,
         step=signal.step,
-        from_step=run.step,
-        to_step=snapshot.step,
+        from_step=undone,
+        to_step=found.step,
         reason=plan.reason,
         by=plan.by,
         passed_over=told or None,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "before": action.before},
+        restored=found.where,
+        branch=branch,
+        lineage=run.checkpoints.lineage,
+        turns=found.turns,
+        then=then,
+        window=None if window is None else window._asdict(),
     )
-    undone, positions = run.step, dict(run.positions)
-    positions.setdefault(signal.step, step.draws[0].begin)
-    lost = (undone - snapshot.step) * (signal.seconds or 0.0)
-    run.keeper.restore(snapshot)
-    run.engine.load_state_dict(snapshot.detectors)
-    if not run.source.exact and run.source.position != snapshot.position:
-        gone = run.source.position.batch - snapshot.position.batch
-        message = f"the loader does not go back: {gone} batches drawn since step {snapshot.step} are not served again"
+    run.history.turned_back(found.turns, then)
+    run.checkpoints.leave_behind(f"left by the rollback to step {found.step}: {plan.reason}")
+    lost = (undone - found.step) * (signal.seconds or 0.0)
+    before = run.source.position
+    found.put_back()
+    run.engine.load_state_dict(found.detectors)
+    if not run.source.exact and before != found.position:
+        gone = before.batch - found.position.batch
+        message = f"the loader does not go back: {gone} batches drawn since step {found.step} are not served again"
         run.engine.write("note", step=signal.step, message=message, batches=gone)
-    run.source.seek(snapshot.position)
-    run.returned_to(snapshot.step)
-    run.engine.policy.landed(snapshot.step)
-    if (data := plan.first(SkipData)) is not None:
-        skip_data.perform(run, plan, data, positions, snapshot.position)
-    if (cut := plan.first(CutLR)) is not None:
-        cut_lr.perform(run, plan, cut)
-    if (tighten := plan.first(TightenClip)) is not None:
-        tighten_clip.perform(run, plan, tighten)
+    run.returned_to(found.step)
+    run.engine.policy.landed(found.step)
+    if window is not None:
+        skip_data.perform(run, plan, window)
+    interventions.with_rollback(run, then)
     outcome = Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan)
     lost += run.clock.monotonic() - began
-    run.not_committed(step, outcome, from_step=undone, to_step=snapshot.step, seconds_lost=lost)
-    log.warning("step %d: %s: rolled back to step %d", signal.step, plan.reason, snapshot.step)
+    run.not_committed(step, outcome, from_step=undone, to_step=found.step, seconds_lost=lost)
+    log.warning("step %d: %s: rolled back to step %d", signal.step, plan.reason, found.step)
     run.hooks.call("on_recovery", outcome)
     return False
+
+
+def _find(run: Run, action: Rollback) -> tuple[Found | None, list[dict[str, Any]]]:
+    """Memory before disk, newest first; and every one that was passed over, with the reason."""
+    snapshot, passed = run.keeper.find(action.before, action.at_latest)
+    told: list[dict[str, Any]] = [{"step": p.step, "why": p.why} for p in passed]
+    if snapshot is not None and snapshot.position is not None:
+        return in_memory(run, snapshot), told
+    found, over = run.checkpoints.find(action.before, action.at_latest)
+    return found, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]

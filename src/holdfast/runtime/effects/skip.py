@@ -20,6 +20,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     assert run.source is not None
     reason = "vetoed" if plan is None else plan.reason
     incident = None if plan is None else plan.incident
+    rows = _bad_rows(run, step, signal)
     run.engine.write(
         "action",
         durable=True,
@@ -29,13 +30,14 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
         attempt=signal.attempt,
         reason=reason,
         data=signal.data,
+        samples=rows or None,
         batches=len(step.draws),
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
     if family(reason) == "nonfinite" and run.config.recover.nan_action != "skip":
         log.warning("step %d skipped: loss %s, gradient norm %s", signal.step, signal.loss, signal.grad_norm)
     run.keeper.not_committed()
-    leave_out(run, step, signal, reason, incident)
+    leave_out(run, step, signal, rows, reason, incident)
     run.rewind(step)
     crossed = len({d.span.epoch for d in step.draws}) > 1
     goes_on = following is None and not crossed
@@ -47,15 +49,20 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     return goes_on
 
 
-def leave_out(run: Run, step: Step, signal: Signal, reason: str, incident: int | None) -> None:
-    """Quarantine the step's stretch of data, and the ids of rows that are themselves broken."""
+def _bad_rows(run: Run, step: Step, signal: Signal) -> list[int]:
+    """The ids of rows that are themselves broken, where they are to be remembered."""
+    broken = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
+    return bad_samples(step.draws) if broken and run.config.quarantine.samples else []
+
+
+def leave_out(run: Run, step: Step, signal: Signal, rows: list[int], reason: str, incident: int | None) -> None:
+    """Quarantine the step's stretch of data, and the ids of its broken rows. The skip's own event has both."""
     quarantine = run.records.quarantine
     quarantine.add_spans(signal.data, reason, step=signal.step, incident=incident)
     run.engine.write("quarantine", spans=signal.data, batches=len(step.draws), reason=reason, incident=incident)
-    if run.config.quarantine.samples and signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE):
-        added = quarantine.add_samples(bad_samples(step.draws), "the row holds NaN or Inf", incident=incident)
-        if added:
-            run.engine.write("quarantine", samples=added, reason="the row holds NaN or Inf", incident=incident)
+    added = quarantine.add_samples(rows, "the row holds NaN or Inf", incident=incident)
+    if added:
+        run.engine.write("quarantine", samples=added, reason="the row holds NaN or Inf", incident=incident)
 
 
 def put_back(run: Run, step: Step, following: Step | None) -> None:

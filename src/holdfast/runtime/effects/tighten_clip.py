@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.types import Plan, TightenClip
+from holdfast.core.history import Turn
 
 if TYPE_CHECKING:
+    from holdfast.core.types import TightenClip
     from holdfast.runtime.run import Run
 
 
-def perform(run: Run, plan: Plan, action: TightenClip) -> None:
+def perform(run: Run, turn: Turn, action: TightenClip, *, part: bool, again: bool = False) -> None:
+    """`part`: a rollback's own event has it on record already. `again`: an earlier life did it, at this step."""
     run.engine.write(
-        "action",
+        "note" if again else "action",
         durable=True,
         action="tighten_clip",
-        incident=plan.incident,
+        message="an earlier life of the run tightened the clip here" if again else None,
+        incident=turn.incident,
         step=run.step,
         max_norm=action.max_norm,
         steps=action.steps,
-        reason=plan.reason,
+        reason=turn.reason,
+        turn=turn,
+        part=part or None,
     )
     run.state.interventions.clip = action.max_norm
     run.state.interventions.clip_left = action.steps
+    run.state.interventions.turns += 1

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from torch import Tensor
+
+from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.config import SnapshotSection
 from holdfast.core.types import Health
 from holdfast.runtime.buffers import Capture
-from holdfast.runtime.data.source import Position
+from holdfast.runtime.data.source import Position, Source
 from holdfast.runtime.rng import Rng, RngState
 from holdfast.runtime.snapshots.certify import checksums, first_nonfinite, nbytes
 from holdfast.runtime.snapshots.copier import Copier
@@ -31,17 +35,30 @@ class Passed(NamedTuple):
     why: str
 
 
+class Beyond(Protocol):
+    """Who takes snapshots further, to where they outlive the process."""
+
+    lineage: Lineage
+
+    def due(self, step: int, *, initial: bool = False) -> str | None: ...
+    def take(self, snapshot: Snapshot) -> None: ...
+
+
 class Keeper:
     """One at a time is being assembled; the others are in the ring."""
 
-    def __init__(self, config: SnapshotSection, state: RunState, rng: Rng) -> None:
-        self._config, self._state, self._rng = config, state, rng
+    def __init__(self, config: SnapshotSection, state: RunState, rng: Rng, beyond: Beyond) -> None:
+        self._config, self._state, self._rng, self._beyond = config, state, rng, beyond
         self.ring = Ring(config)
         self._copier = Copier(state.intended)
         self._making: Snapshot | None = None
         self._wanted: int | None = None
         """the committed step after which one is to be taken, when the next step begins"""
         self._initial = False
+        self._leaving: list[Snapshot] = []
+        """out of the ring, and still being written to disk"""
+        self.stalled = 0.0
+        """seconds that the training thread has spent on snapshots"""
         self._alarm: Alarm | None = None
         self._condemned: list[Passed] = []
 
@@ -54,7 +71,8 @@ class Keeper:
             self._gone(old)
         self._making = None
         said = self.ring.budget(*self._size()) if self.ring.enabled else None
-        self._wanted, self._initial = (step if self.ring.enabled else None), True
+        wanted = self.ring.enabled or self._beyond.due(step, initial=True) is not None
+        self._wanted, self._initial = (step if wanted else None), True
         return said
 
     def _size(self) -> tuple[int, int]:
@@ -68,7 +86,10 @@ class Keeper:
 
     def updated(self, step: int) -> str | None:
         """An update is on its way on the device: begin copying what it leaves, if a snapshot is due after it."""
-        return self._start(step) if self.ring.due(step) else None
+        return self._start(step) if self._due(step) else None
+
+    def _due(self, step: int) -> bool:
+        return self.ring.due(step) or self._beyond.due(step) is not None
 
     def committed(self, step: int, detectors: Callable[[], dict[str, Any]]) -> None:
         """The step has settled as committed. Where the next one has begun already, what is small is added now; else all
@@ -76,7 +97,7 @@ class Keeper:
         first of them."""
         if self._making is not None and self._making.position is not None:
             self._add_light(detectors())
-        elif self.ring.due(step):
+        elif self._due(step):
             self.not_committed()
             self._wanted, self._initial = step, False
 
@@ -90,7 +111,7 @@ class Keeper:
         self,
         rng: Callable[[], RngState],
         buffers: Capture,
-        position: Position,
+        source: Source,
         detectors: Callable[[], dict[str, Any]],
     ) -> str | None:
         """The next step begins: all that has settled, random streams, buffers and data stand where the snapshot's own
@@ -102,22 +123,44 @@ class Keeper:
         snapshot = self._making
         if snapshot is None or snapshot.position is not None:
             return said
-        snapshot.rng, snapshot.position = rng(), position
-        named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
-        snapshot.buffers = self._copier.start(named, live=False)
+        self._add_place(snapshot, rng(), buffers, source)
         if wanted is not None:
             self._add_light(detectors())
         return said
 
-    def _start(self, step: int, initial: bool = False) -> str | None:
+    def now(
+        self, step: int, reason: str, buffers: Capture, source: Source, detectors: Callable[[], dict[str, Any]]
+    ) -> Snapshot:
+        """One of this very moment, between two steps, for the disk alone."""
+        self.not_committed()
+        self._start(step, reason=reason)
+        snapshot = self._making
+        assert snapshot is not None
+        self._add_place(snapshot, self._rng.capture(), buffers, source)
+        self._add_light(detectors())
+        return snapshot
+
+    def _start(self, step: int, initial: bool = False, reason: str | None = None) -> str | None:
+        began = time.perf_counter()
         tensors = self._state.heavy()
         said = None
-        if not initial and any(n.startswith("optimizer.") for n in tensors):
+        if not initial and self.ring.enabled and any(n.startswith("optimizer.") for n in tensors):
             said = self.ring.budget(*self._size())
-            if not self.ring.enabled or not self.ring.due(step):
-                return said
-        self._making = Snapshot(step, self._copier.start(tensors, live=True), initial=initial)
+        reason = reason or self._beyond.due(step, initial=initial)
+        if reason is None and not (initial and self.ring.enabled) and not self.ring.due(step):
+            return said
+        self._let_go()
+        copy = self._copier.start(tensors, live=True)
+        self._making = Snapshot(step, copy, lineage=self._beyond.lineage, initial=initial, reason=reason)
+        self.stalled += time.perf_counter() - began
         return said
+
+    def _add_place(self, snapshot: Snapshot, rng: RngState, buffers: Capture, source: Source) -> None:
+        snapshot.rng, snapshot.position = rng, source.position
+        if snapshot.reason is not None:
+            snapshot.data = source.save()
+        named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
+        snapshot.buffers = self._copier.start(named, live=False)
 
     def _add_light(self, detectors: dict[str, Any]) -> None:
         snapshot = self._making
@@ -132,11 +175,23 @@ class Keeper:
         snapshot.settle()
         if snapshot.health is Health.CANDIDATE:
             self._making = None
-            for gone in self.ring.add(snapshot):
-                self._gone(gone)
+            if snapshot.reason is not None:
+                self._beyond.take(snapshot)
+            if self.ring.enabled and (snapshot.initial or self.ring.due(snapshot.step)):
+                for gone in self.ring.add(snapshot):
+                    self._gone(gone)
+            else:
+                self._gone(snapshot)
 
     def _gone(self, snapshot: Snapshot) -> None:
-        self._copier.reclaim(snapshot.copy)
+        """Its memory serves the next one, as soon as nobody reads it any more."""
+        self._leaving.append(snapshot)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for snapshot in [s for s in self._leaving if s.written.is_set()]:
+            self._leaving.remove(snapshot)
+            self._copier.reclaim(snapshot.copy)
 
     # ---- certifying
 
@@ -225,23 +280,34 @@ class Keeper:
     def restore(self, snapshot: Snapshot) -> None:
         """Put the run's state, random streams and buffers back to it; what is younger is forgotten."""
         assert snapshot.light is not None and snapshot.rng is not None
+        self.put_back(snapshot.step, snapshot.light, snapshot.tensors(), snapshot.rng)
+
+    def put_back(self, step: int, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
+        """The same from parts that another process may have saved; without random streams they stay where they are."""
         self._copier.wait()
-        tensors = snapshot.tensors()
-        self._state.join(snapshot.light, tensors)
+        self._state.join(light, tensors)
         prefix = "buffer."
         named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         self._state.buffers.restore(self._state.buffers.from_named(named))
-        self._rng.restore(snapshot.rng)
+        if rng is not None:
+            self._rng.restore(rng)
         self._making = self._wanted = None
-        self._condemned = [p for p in self._condemned if p.step <= snapshot.step]
-        for gone in self.ring.drop_after(snapshot.step):
+        self._condemned = [p for p in self._condemned if p.step <= step]
+        for gone in self.ring.drop_after(step):
             self._gone(gone)
 
     # ---- the rest
 
     def before_update(self) -> None:
         """Whatever is being copied must be out of the update's way."""
+        began = time.perf_counter()
         self._copier.wait()
+        self.stalled += time.perf_counter() - began
+
+    def alarm(self, step: int, tensor: str) -> None:
+        """A save found the state broken."""
+        if self._alarm is None:
+            self._alarm = Alarm(step, tensor)
 
     def idle(self) -> None:
         """Nothing runs on the copying thread, so that a process may be forked."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import Tensor
 
+from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.types import Health
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.rng import RngState
 from holdfast.runtime.snapshots.certify import nbytes
-from holdfast.runtime.snapshots.copier import Copy
+from holdfast.runtime.snapshots.copier import Copy, Examined
 
 
 class Snapshot:
@@ -21,9 +23,17 @@ class Snapshot:
     was out, and `light` and `detectors` follow when the step settles.
     """
 
-    def __init__(self, step: int, copy: Copy, *, initial: bool = False) -> None:
+    def __init__(
+        self, step: int, copy: Copy, *, lineage: Lineage | None = None, initial: bool = False, reason: str | None = None
+    ) -> None:
         self.step = step
+        self.lineage = lineage or Lineage()
         self.initial = initial
+        self.reason = reason
+        """why it is to be written to disk, too, or None"""
+        self.written = threading.Event()
+        """set when nobody reads its memory to write it"""
+        self.written.set()
         self.copy = copy
         self.light: dict[str, Any] | None = None
         self.light_copy: Copy | None = None
@@ -32,6 +42,8 @@ class Snapshot:
         self.rng: RngState | None = None
         self.buffers: Copy | None = None
         self.position: Position | None = None
+        self.data: dict[str, Any] = {}
+        """where the data stands, for another process"""
         self.healthy = 0
         self.health = Health.ASSEMBLING
         self.why = ""
@@ -52,6 +64,20 @@ class Snapshot:
         for copy in self.copies:
             merged.update(copy.tensors)
         return merged
+
+    @property
+    def turns(self) -> int:
+        """How many interventions the state holds."""
+        return 0 if self.light is None else int(self.light["interventions"]["turns"])
+
+    def examine(self) -> Examined:
+        """What a look at every copy found, waited for."""
+        looks = [copy.result() for copy in self.copies]
+        return Examined(
+            {name: value for look in looks for name, value in look.sums.items()},
+            next((look.nonfinite for look in looks if look.nonfinite is not None), None),
+            any(look.torn for look in looks),
+        )
 
     def condemn(self, why: str) -> None:
         self.health, self.why = Health.BAD, why

@@ -1,0 +1,76 @@
+"""What recoveries have laid over the schedule of a run, in order, so that a restart from before them does it again.
+
+A rollback that cut the LR is part of the run from then on. A later life that goes on from a checkpoint older than the cut
+comes to the same step again, and there the same cut must be made, or it would be another run. The saved state counts how
+many it holds (`Interventions.turns`); the journal has them all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.types import CutLR, TightenClip
+
+Intervention = CutLR | TightenClip
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One intervention, made when `step` steps were committed."""
+
+    step: int
+    action: Intervention
+    incident: int | None = None
+    reason: str = ""
+
+
+class History:
+    """The interventions on the way to where the run stands."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.branches = 0
+        """the highest number a branch has been given"""
+        self.lineage: Lineage | None = None
+        """the branches the run has come through, where it ever went back"""
+
+    def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
+        """From the journal of earlier lives."""
+        for event in events:
+            self.branches = max(self.branches, _whole(event.get("branch")))
+            if event.get("lineage") is not None:
+                with contextlib.suppress(msgspec.ValidationError):
+                    self.lineage = msgspec.convert(event["lineage"], Lineage)
+            if event.get("event") == "begun_anew":
+                self.turns.clear()
+            elif event.get("event") == "action" and event.get("action") == "rollback":
+                self.turned_back(_whole(event.get("turns")), _turns(event.get("then"), event))
+            elif event.get("event") == "action" and event.get("action") in ("cut_lr", "tighten_clip"):
+                if not event.get("part"):
+                    self.turns.extend(_turns([event.get("turn")], event))
+
+    def turned_back(self, kept: int, then: Sequence[Turn]) -> None:
+        """A rollback: the state it returned to holds the first `kept`; `then` are those that came with it."""
+        self.turns = [*self.turns[:kept], *then]
+
+    def due(self, held: int, step: int) -> list[Turn]:
+        """Those that the state does not hold although the run has come to their step."""
+        return [t for t in self.turns[held:] if t.step <= step]
+
+
+def _turns(values: Any, event: dict[str, Any]) -> list[Turn]:
+    found = []
+    for value in values if isinstance(values, list) else []:
+        try:
+            found.append(msgspec.convert(value, Turn))
+        except msgspec.ValidationError:  # written by another version: then it is not done again, and only that
+            continue
+    return found
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,0 +1,119 @@
+"""The ranks of a run: how many there are, which one this is, and plain values told from one to the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.core.errors import HoldfastError
+
+
+class World:
+    """The ranks that run together. What is told is JSON, never a pickle; NaN and Infinity pass.
+
+    Every rank must make the same calls in the same order, and on one group from one thread only: a thread beside the
+    training one takes a world of its own (`apart`). Where a rank does not come, the others get a HoldfastError, after
+    `seconds` where they are given, otherwise after the group's own timeout. The group is not to be used after that.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    @classmethod
+    def current(cls) -> World:
+        """The ranks of torch.distributed's default group if it is initialised, else one rank."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls()
+
+    def apart(self, seconds: float = 600) -> World:
+        """The same ranks on a gloo group of their own, for calls from another thread. Every rank must call it."""
+        if self.size == 1:
+            return World()
+        group = self._bounded(
+            "make a group", lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+        )
+        return World(self.rank, self.size, group)
+
+    def share(self, value: Any, seconds: float | None = None) -> Any:
+        """Rank 0's value, on every rank. What the others pass is not looked at."""
+        if self.size == 1:
+            return json.loads(json.dumps(value))
+        told = _encode(value) if self.rank == 0 else None
+        length = self._tensor([0 if told is None else len(told)], torch.int64)
+        self._wait("share", lambda: dist.broadcast(length, 0, group=self._group, async_op=True), seconds)
+        content = torch.empty(int(length), dtype=torch.uint8) if told is None else _bytes(told)
+        content = content.to(self._device)
+        self._wait("share", lambda: dist.broadcast(content, 0, group=self._group, async_op=True), seconds)
+        return _decode(content)
+
+    def gather(self, value: Any, seconds: float | None = None) -> list[Any]:
+        """The values of all ranks, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [json.loads(json.dumps(value))]
+        told = _encode(value)
+        lengths = [self._tensor([0], torch.int64) for _ in range(self.size)]
+        mine = self._tensor([len(told)], torch.int64)
+        self._wait("gather", lambda: dist.all_gather(lengths, mine, group=self._group, async_op=True), seconds)
+        longest = max(int(n) for n in lengths)
+        padded = _bytes(told + bytes(longest - len(told))).to(self._device)
+        values = [torch.empty_like(padded) for _ in range(self.size)]
+        self._wait("gather", lambda: dist.all_gather(values, padded, group=self._group, async_op=True), seconds)
+        return [_decode(content[: int(n)]) for content, n in zip(values, lengths, strict=True)]
+
+    def barrier(self, seconds: float) -> None:
+        """Returns when every rank has come here; HoldfastError where one has not after `seconds`."""
+        if self.size == 1:
+            return
+        within = timedelta(seconds=seconds)
+        if dist.get_backend(self._group) == "gloo":  # it says which rank is missing
+            self._bounded("meet", lambda: dist.monitored_barrier(self._group, within, wait_all_ranks=True))
+        else:
+            self._wait("meet", lambda: dist.barrier(group=self._group, async_op=True), seconds)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the group's collectives want their tensors."""
+        if "nccl" in dist.get_backend(self._group):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self._device)
+
+    def _wait(self, doing: str, begin: Callable[[], Any], seconds: float | None) -> None:
+        def whole() -> None:
+            work = begin()
+            work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
+
+        self._bounded(doing, whole)
+
+    def _bounded(self, doing: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            why = (str(error).splitlines() or ["no reason given"])[0][:300]
+            raise HoldfastError(
+                f"rank {self.rank} of {self.size} could not {doing} with the others: {why}; "
+                "see the log of the rank that is missing"
+            ) from error
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _decode(content: Tensor) -> Any:
+    return json.loads(bytes(content.cpu().numpy()))

@@ -1,0 +1,79 @@
+"""Tensors of every kind, and a checkpoint of them written by as many ranks as asked for, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.checkpoints.manifest import FileSum, Manifest
+from holdfast.distributed.checkpoint.index import DTYPES
+from holdfast.distributed.checkpoint.writing import write_rank
+from holdfast.runtime.snapshots.certify import checksums
+
+
+def of_every_dtype(seed: int = 0) -> dict[str, Tensor]:
+    """Random bits, so that NaNs with payloads, denormals and negative zeros are among them; booleans are 0 or 1."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, dtype in DTYPES.items():
+        high = 2 if dtype is torch.bool else 256
+        bits = torch.randint(0, high, (7 * 5 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+        found[name] = bits.view(dtype).view(7, 5)
+    return found
+
+
+def of_every_shape() -> dict[str, Tensor]:
+    base = torch.arange(240, dtype=torch.float32).view(4, 5, 12)
+    return {
+        "scalar": torch.tensor(1.5),
+        "empty": torch.empty(0, 3),
+        "one": torch.ones(1, dtype=torch.int8),
+        "transposed": base.transpose(0, 2),
+        "strided": base[::2, 1:, ::3],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "offset": base.view(-1)[7:],
+        "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "conjugated": torch.randn(3, 2, dtype=torch.complex64).conj(),
+        "negated": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "parameter": torch.nn.Parameter(torch.randn(3, 3)),
+        "large": torch.randn(600_000),
+    }
+
+
+def private(name: str) -> bool:
+    return name.startswith("own.")
+
+
+def save(folder: Path, ranks: list[Mapping[str, Tensor]], parts: str = "{}", **options: object) -> Manifest:
+    """A checkpoint of as many ranks as there are mappings."""
+    folder.mkdir(exist_ok=True)
+    files: dict[str, FileSum] = {}
+    for rank, tensors in enumerate(ranks):
+        files |= write_rank(
+            folder,
+            tensors,
+            parts,
+            rank=rank,
+            size=len(ranks),
+            sums=checksums({n: t.detach().resolve_conj().resolve_neg() for n, t in tensors.items()}),
+            private=private,
+        )
+    return manifest_of(files, len(ranks))
+
+
+def manifest_of(files: dict[str, FileSum], world: int) -> Manifest:
+    return Manifest(run="r", step=1, lineage=Lineage(), reason="scheduled", time=0.0, world_size=world, files=files)
+
+
+def bits(value: Tensor) -> bytes:
+    dense = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return dense.view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """The same dtype, shape and bits."""
+    return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)

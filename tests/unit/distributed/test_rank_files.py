@@ -1,0 +1,234 @@
+"""What is written comes back bit for bit, whatever it is; what cannot be written is refused by name."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import zlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from saved import bits, of_every_dtype, of_every_shape, private, same, save
+
+from holdfast.core.errors import RunDirError
+from holdfast.distributed.checkpoint import files, writing
+from holdfast.distributed.checkpoint.reading import Reader, metadata, read_parts, read_tensors, world_size
+from holdfast.distributed.checkpoint.writing import write_rank
+
+
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
+    tensors = of_every_dtype() | of_every_shape()
+    manifest = save(tmp_path, [tensors])
+    back = read_tensors(tmp_path, manifest, tensors, rank=0, size=1)
+    assert list(back) == list(tensors)
+    assert [n for n in tensors if not same(tensors[n], back[n])] == []
+    assert all(t.is_contiguous() and t.device.type == "cpu" for t in back.values())
+
+
+def test_what_comes_back_shares_no_memory_with_anything(tmp_path):
+    tensors = {"a": torch.zeros(100), "b": torch.zeros(100)}
+    manifest = save(tmp_path, [tensors])
+    back = read_tensors(tmp_path, manifest, {}, rank=0, size=1)
+    back["a"].fill_(1)
+    assert back["b"].sum() == 0
+    assert read_tensors(tmp_path, manifest, {}, rank=0, size=1)["a"].sum() == 0
+
+
+def test_sums_of_the_files_are_those_of_what_is_on_disk(tmp_path):
+    manifest = save(tmp_path, [of_every_dtype() | of_every_shape()])
+    data, index = (tmp_path / "rank_00000.bin").read_bytes(), (tmp_path / "rank_00000.json").read_bytes()
+    assert manifest.files["rank_00000.bin"].sum == f"crc32:{zlib.crc32(data):08x}"
+    assert manifest.files["rank_00000.bin"].bytes == len(data)
+    assert manifest.files["rank_00000.json"].sum == f"sha256:{hashlib.sha256(index).hexdigest()}"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank_00000.bin", "rank_00000.json"]
+
+
+def test_every_tensor_lies_at_a_multiple_of_64_with_its_own_bytes(tmp_path):
+    tensors = of_every_dtype() | of_every_shape()
+    save(tmp_path, [tensors])
+    data = (tmp_path / "rank_00000.bin").read_bytes()
+    for entry in json.loads((tmp_path / "rank_00000.json").read_text())["tensors"]:
+        assert entry["at"] % 64 == 0
+        assert data[entry["at"] : entry["at"] + entry["bytes"]] == bits(tensors[entry["name"]])
+
+
+def test_slices_that_do_not_divide_a_tensor_make_the_same_file(tmp_path, monkeypatch):
+    tensors = {"a": torch.randn(100_003), "b": torch.randn(17), "c": torch.randn(50_001)}
+    plain = save(tmp_path / "plain", [tensors])
+    monkeypatch.setattr(writing, "SLICE", 4099)
+    monkeypatch.setattr(writing, "SMALL", 100)
+    monkeypatch.setattr(writing, "EARLY", 10_000)
+    monkeypatch.setattr(files, "SLICE", 1013)
+    sliced = save(tmp_path / "sliced", [tensors])
+    assert sliced.files == plain.files
+    back = read_tensors(tmp_path / "sliced", sliced, {}, rank=0, size=1)
+    assert all(same(tensors[n], back[n]) for n in tensors)
+
+
+def test_parts_are_kept_verbatim_for_each_rank(tmp_path):
+    text = '{"a": [1,  NaN, "\\u00e9 \\ud800 \\""], "b":1e400}\n'
+    save(tmp_path, [{}, {}], parts=text)
+    assert [read_parts(tmp_path, rank) for rank in (0, 1)] == [text, text]
+    assert world_size(tmp_path) == 2
+    with pytest.raises(RunDirError, match="rank_00002.json cannot be read"):
+        read_parts(tmp_path, 2)
+
+
+def test_checkpoint_without_tensors_is_one(tmp_path):
+    manifest = save(tmp_path, [{}], parts="[]")
+    assert read_tensors(tmp_path, manifest, {}, rank=0, size=1) == {}
+
+
+def test_progress_rises_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(writing, "SLICE", 1 << 20)
+    told = []
+    write_rank(
+        tmp_path,
+        {"a": torch.zeros(1 << 20)},
+        "{}",
+        rank=0,
+        size=1,
+        sums={},
+        private=private,
+        progress=lambda done, whole: told.append((done, whole)),
+    )
+    assert told == [(n << 20, 4 << 20) for n in (1, 2, 3, 4)]
+
+
+# ---- several ranks
+
+
+def test_replicated_tensors_are_written_once_and_evenly(tmp_path):
+    sizes = [10_000, 9_000, 8_000, 5_000, 4_000, 3_000, 100, 50, 1, 0]
+    tensors = {f"t{i}": torch.randn(n) for i, n in enumerate(sizes)}
+    manifest = save(tmp_path, [tensors] * 3)
+    names = [e["name"] for r in range(3) for e in json.loads((tmp_path / f"rank_0000{r}.json").read_text())["tensors"]]
+    assert sorted(names) == sorted(tensors)
+    written = [manifest.files[f"rank_0000{r}.bin"].bytes for r in range(3)]
+    assert max(written) - min(written) < 4 * 1_500
+    for rank, size in ((0, 1), (0, 2), (4, 5)):
+        back = read_tensors(tmp_path, manifest, {}, rank=rank, size=size)
+        assert all(same(tensors[n], back[n]) for n in tensors)
+
+
+def test_private_tensors_are_each_ranks_own_and_new_ranks_get_none(tmp_path):
+    ranks = [{"own.rng": torch.full((5,), float(r)), "w": torch.ones(3)} for r in range(2)]
+    manifest = save(tmp_path, ranks)
+    back = [read_tensors(tmp_path, manifest, {}, rank=r, size=3) for r in range(3)]
+    assert [b["own.rng"].tolist() if "own.rng" in b else None for b in back] == [[0.0] * 5, [1.0] * 5, None]
+    assert all(same(b["w"], torch.ones(3)) for b in back)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_tensors_go_into_torchs_own_load_without_a_run(tmp_path):
+    tensors = {"w": torch.randn(4, 6), "b": torch.randn(6), "own.mean": torch.randn(2)}
+    save(tmp_path, [tensors, tensors])
+    into = {"w": torch.zeros(4, 6), "b": torch.zeros(6, dtype=torch.float64), "own.mean": torch.zeros(2)}
+    dcp.load(into, storage_reader=Reader(tmp_path), no_dist=True)
+    assert same(into["w"], tensors["w"])
+    assert same(into["own.mean"], tensors["own.mean"])
+    assert torch.equal(into["b"], tensors["b"].double())
+    assert set(metadata(tmp_path).state_dict_metadata) == set(tensors)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_nothing_is_ever_unpickled(tmp_path, monkeypatch):
+    tensors = of_every_dtype()
+    manifest = save(tmp_path, [tensors])
+
+    def fail(*_, **__):
+        raise AssertionError("unpickled")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, fail)
+    read_tensors(tmp_path, manifest, {}, rank=0, size=1)
+    dcp.load({"float32": torch.zeros(7, 5)}, storage_reader=Reader(tmp_path, manifest=manifest), no_dist=True)
+
+
+# ---- what cannot be written
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(4).to_sparse_csr(),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        lambda: torch.empty(3, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    ],
+    ids=["coo", "csr", "nested", "meta", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_strange_tensor_is_refused_by_name_and_nothing_is_written(tmp_path, make):
+    value = make()
+    with pytest.raises(RunDirError, match="model.strange"):
+        write_rank(tmp_path, {"model.strange": value}, "", rank=0, size=1, sums={}, private=private)
+    assert list(tmp_path.iterdir()) == []
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+class Failing:
+    """A function of `os` whose n-th call fails. A descriptor that could not be closed is gone all the same."""
+
+    def __init__(self, name: str, nth: int, code: int) -> None:
+        self._name, self._nth, self._code = name, nth, code
+        self._real = getattr(os, name)
+        self.calls = 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls != self._nth:
+            return self._real(*args, **kwargs)
+        if self._name == "close":
+            self._real(*args, **kwargs)
+        raise OSError(self._code, os.strerror(self._code))
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "fdatasync", "close"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_failing_call_is_told_with_path_and_cure_and_leaves_nothing_open(tmp_path, monkeypatch, name, code):
+    """Every call of that kind fails in turn, until there is none left to fail."""
+    monkeypatch.setattr(writing, "EARLY", 100_000)
+    monkeypatch.setattr(writing, "SLICE", 60_000)
+    monkeypatch.setattr(writing, "SMALL", 1_000)
+    tensors = {"a": torch.randn(100_000), "b": torch.randn(3)}
+    before = descriptors()
+    for nth in range(1, 100):
+        failing, told = Failing(name, nth, code), ""
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing)
+            try:
+                write_rank(tmp_path, tensors, "{}", rank=0, size=1, sums={}, private=private)
+            except RunDirError as error:
+                told = str(error)
+        assert descriptors() == before
+        if failing.calls < nth:
+            break
+        assert "rank_00000." in told and f"{os.strerror(code)}; " in told
+    assert nth > (2 if name != "fdatasync" else 1)
+
+
+def test_interrupted_and_short_calls_change_nothing(tmp_path, monkeypatch):
+    tensors = {"a": torch.randn(100_000)}
+    plain = save(tmp_path / "plain", [tensors])
+    write, preadv, turn = os.write, os.preadv, [0]
+
+    def short(call, descriptor, data, *rest):
+        turn[0] += 1
+        if turn[0] % 2:
+            raise InterruptedError
+        return call(descriptor, data, *rest)
+
+    monkeypatch.setattr(os, "write", lambda fd, data: short(write, fd, memoryview(data)[:7919]))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: short(preadv, fd, [into[0][:7919]], at))
+    manifest = save(tmp_path / "short", [tensors])
+    assert manifest.files == plain.files
+    assert same(read_tensors(tmp_path / "short", manifest, {}, rank=0, size=1)["a"], tensors["a"])

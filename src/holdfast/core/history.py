@@ -45,13 +45,15 @@ class History:
             if event.get("lineage") is not None:
                 with contextlib.suppress(msgspec.ValidationError):
                     self.lineage = msgspec.convert(event["lineage"], Lineage)
-            if event.get("event") == "begun_anew":
+            kind, action = event.get("event"), event.get("action")
+            if kind == "begun_anew":
                 self.turns.clear()
-            elif event.get("event") == "action" and event.get("action") == "rollback":
-                self.turned_back(_whole(event.get("turns")), _turns(event.get("then"), event))
-            elif event.get("event") == "action" and event.get("action") in ("cut_lr", "tighten_clip"):
-                if not event.get("part"):
-                    self.turns.extend(_turns([event.get("turn")], event))
+            elif kind == "resumed" and event.get("turns") is not None:
+                self.turned_back(_whole(event["turns"]), ())
+            elif kind == "action" and action == "rollback":
+                self.turned_back(_whole(event.get("turns")), _turns(event.get("then")))
+            elif kind == "action" and action in ("cut_lr", "tighten_clip") and not event.get("part"):
+                self.turns.extend(_turns([event.get("turn")]))
 
     def turned_back(self, kept: int, then: Sequence[Turn]) -> None:
         """A rollback: the state it returned to holds the first `kept`; `then` are those that came with it."""
@@ -62,7 +64,7 @@ class History:
         return [t for t in self.turns[held:] if t.step <= step]
 
 
-def _turns(values: Any, event: dict[str, Any]) -> list[Turn]:
+def _turns(values: Any) -> list[Turn]:
     found = []
     for value in values if isinstance(values, list) else []:
         try:

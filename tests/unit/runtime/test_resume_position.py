@@ -373,6 +373,38 @@ def _timed(call: Any, time: Any) -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.parametrize("kind", ["shuffle", "a generator", "with replacement, from a generator"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_source_in_use_goes_back_to_what_was_saved(kind, workers):
+    """As when a run returns to a checkpoint that its memory no longer reaches."""
+    about = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
+    make = lambda: LOADERS[kind](14, **about)  # noqa: E731
+    course = [batch for batch, _ in whole_course(make)]
+    seeded()
+    life = Life(make())
+    saved = {}
+    for cut in range(len(course)):
+        saved[cut] = life.save()
+        life.source.draw()
+        torch.rand(3), random.random(), np.random.rand()
+    for cut in (len(course) - 1, 5, 3, 4, 1, 0):
+        life.source.resume(saved[cut][0])
+        life.rng.restore(saved[cut][1])
+        assert life.draws(3 if cut + 3 <= len(course) else 1) == course[cut : cut + 3]
+    life.source.close()
+
+
+def test_a_window_that_was_to_be_excluded_in_a_life_that_ended_first_is_left_out_of_the_epoch_it_stands_in():
+    life = Life(DataLoader(Numbers(40), batch_size=4), epochs=1)
+    life.draws(3)
+    quarantine = Quarantine()
+    quarantine.add_ahead(0, 2, 3, "from the journal")
+    rest = Life.resumed(life.save(), DataLoader(Numbers(40), batch_size=4), epochs=1, quarantine=quarantine)
+    assert flat(rest.rest()) == list(range(20, 40))
+    assert quarantine.spans() == [Span(0, 12, 20)]
+    assert quarantine.ahead(0) == quarantine.ahead(1) == []
+
+
 # ---- refused
 
 
@@ -458,22 +490,27 @@ def test_another_batch_size_goes_on_at_the_exact_next_sample(kind, after):
 
 
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
-def test_another_number_of_workers_changes_no_sample(workers):
-    def make(n):
-        return DataLoader(
-            Numbers(30), batch_size=4, shuffle=True, num_workers=n, multiprocessing_context="fork" if n else None
-        )
+@pytest.mark.parametrize("after", [4, 7])
+@pytest.mark.parametrize("cut", [0, 3, 8, 11, 16])
+def test_another_number_of_workers_changes_no_sample(workers, after, cut):
+    def make(size, n):
+        context = "fork" if n else None
+        return DataLoader(Numbers(30), batch_size=size, shuffle=True, num_workers=n, multiprocessing_context=context)
 
-    course = [batch for batch, _ in whole_course(lambda: make(0), epochs=1)]
+    order = flat([batch for batch, _ in whole_course(lambda: make(4, 0), epochs=2)])
     seeded()
-    life = Life(make(workers[0]), epochs=1)
-    had = life.draws(3)
+    life = Life(make(4, workers[0]), epochs=2)
+    had = flat(life.draws(cut))
     saved = life.save()
     life.source.close()
-    rest = Life.resumed(saved, make(workers[1]), epochs=1)
-    assert had + rest.rest() == course
+    rest = Life.resumed(saved, make(after, workers[1]), epochs=2)
+    had += flat(rest.rest())
     rest.source.close()
-    assert f"num_workers was {workers[0]}, it is {workers[1]}" in rest.notes[0]
+    # This epoch to its end; the next has the same order too where training drew as much in between.
+    end = 30 if cut <= 8 and after != 4 else 60
+    assert had[:end] == order[:end]
+    assert Counter(had) == Counter(order)
+    assert f"num_workers was {workers[0]}, it is {workers[1]}" in rest.notes[-1]
 
 
 # ---- other ranks

@@ -84,6 +84,9 @@ class IndexedSource:
         self._again = False
         self._queue: deque[_Issued] = deque()
         self._empty_epochs = 0
+        self._resumed = False
+        self._spans: list[Span] = []
+        self._spans_of = (-1, 0)
         self._untold = 0
         """epochs that have ended and have to be told of again; going back makes them end again"""
 
@@ -116,10 +119,10 @@ class IndexedSource:
             self._rng.restore(self._kept)
             self._kept = None
         order, k = self._order, self._cursor
-        if k == 0:
-            for first, count in self._quarantine.ahead(order.epoch):
-                self._exclude(order, first, count, "the rest of an excluded window")
-            self._quarantine.resolve_ahead(order.epoch)
+        # At its beginning, or in the middle where a life before ended between the word and the deed.
+        for first, count in self._quarantine.ahead(order.epoch):
+            self._exclude(order, first, count, "the rest of an excluded window")
+        self._quarantine.resolve_ahead(order.epoch)
         while True:
             batch = order.get(k)
             order.draw_again(k)
@@ -130,12 +133,19 @@ class IndexedSource:
             if self._quarantine.covers(*span):
                 continue
             given = order.ids(batch)
-            ids = self._quarantine.keep(left_of(given, span, order.stride, self._quarantine.spans()))
+            ids = self._quarantine.keep(left_of(given, span, order.stride, self._excluded_in(order.epoch)))
             if not ids:
                 continue
             rng = self._rng.capture() if self._in_process else None
             self._queue.append(_Issued(k - 1, span, list(ids), rng))
             yield batch if ids is given else ids
+
+    def _excluded_in(self, epoch: int) -> list[Span]:
+        """The stretches excluded in an epoch, looked up again when there are more."""
+        known = epoch, len(self._quarantine.entries)
+        if known != self._spans_of:
+            self._spans_of, self._spans = known, [s for s in self._quarantine.spans() if s.epoch == epoch]
+        return self._spans
 
     def draw(self) -> Draw:
         """The next batch; StopIteration after the last epoch."""
@@ -251,8 +261,11 @@ class IndexedSource:
         }
 
     def resume(self, saved: dict[str, Any]) -> list[str]:
-        """Stand where an earlier process stood: nothing is loaded, nothing stays drawn. Notes to put on record."""
+        """Stand where it was saved, in this process or an earlier one: nothing is loaded, nothing stays drawn."""
         refuse_foreign(saved, "indexed")
+        self._iterator = self._loader._iterator = self._kept = None
+        self._queue.clear()
+        self._cursor, self._again, self._untold, self._empty_epochs = 0, False, 0, 0
         shift = saved["first_epoch"] - self._first_epoch
         self._last = None if self._last is None else self._last + shift
         self._first_epoch, self._base_epoch = saved["first_epoch"], saved["base_epoch"]
@@ -267,8 +280,10 @@ class IndexedSource:
             self._order, notes = resume_order(saved["order"], position, self._here)
             self._orders = {position.epoch: self._order}
             self._cursor, self._again = position.batch, True
-        was = saved["batch_samples"]
-        settle_ahead(self._quarantine, was, self._asked.stride(), saved["length"], self._on_exclusion)
+        if not self._resumed:  # what is on record of windows ahead since then is in batches of this process
+            was, now = saved["batch_samples"], self._asked.stride()
+            settle_ahead(self._quarantine, was, now, saved["length"], self._on_exclusion)
+        self._resumed = True
         return notes + changes(saved, self._asked, self._loader.num_workers)
 
     def _stand_before(self, epoch: int) -> None:
@@ -290,7 +305,9 @@ class IndexedSource:
             self._exclude(order, first, batches, reason)
 
     def _exclude(self, order: Order, first: int, count: int, reason: str) -> None:
-        k = first
+        gone = max(0, order.oldest - first)
+        k = first = first + gone
+        count -= gone
         order.catch_up()
         while k < first + count and order.get(k) is not None:
             k += 1

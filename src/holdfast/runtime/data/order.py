@@ -109,6 +109,11 @@ class Order:
         """How far one sample here moves the position in the global order."""
         return self._asked.share.world
 
+    @property
+    def oldest(self) -> int:
+        """The first batch that is on record, or will be."""
+        return self._forgotten
+
     def get(self, k: int) -> Any | None:
         """The k-th batch of indices, or None past the end. Asks the sampler only for what it was not asked before."""
         while not self._complete and k >= self._forgotten + len(self._batches):

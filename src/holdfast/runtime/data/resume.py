@@ -226,11 +226,11 @@ def settle_ahead(
 
 
 def left_of(given: Any, span: Span, stride: int, spans: list[Span]) -> Any:
-    """What of a batch is not excluded, sample by sample: its borders may be others than when a stretch was excluded.
+    """What of a batch is in none of its epoch's excluded `spans`: its borders may be others than when they were excluded.
 
     On several ranks whole rows go, so that all of them are left with equally many. The batch itself where nothing is cut.
     """
-    cuts = [s for s in spans if s.epoch == span.epoch and s.start < span.stop and span.start < s.stop]
+    cuts = [s for s in spans if s.start < span.stop and span.start < s.stop]
     if not cuts:
         return given
     starts = range(span.start, span.stop, stride)

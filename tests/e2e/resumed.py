@@ -1,0 +1,274 @@
+"""Lives of a run: made anew in fresh objects, ended at any instant, and compared with a run that was never ended.
+
+A run's directory copied between two steps, while nothing is being written, is what a kill at that instant leaves. So one
+uninterrupted run gives the reference and any number of runs that died on the way.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases import Case, Points, Run, Seeded
+from parts import Parts, Recipe, assert_equal, everything
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+import holdfast
+from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.folder import Folder
+from holdfast.core.journal import read
+
+FORK = multiprocessing.get_context("fork")
+
+
+def config_of(gate: str = "host", checkpoint: dict[str, Any] | None = None, **recover: Any) -> dict[str, Any]:
+    """Saved often, certified soon; a rollback goes a few steps back."""
+    saved = {"every_steps": 3, "certify_after": 2, "keep_last": 3} | (checkpoint or {})
+    back = {"rollback_margin": 2, "skip_batches": 3, "lr_ramp_steps": 5, "probation_steps": 6, "max_consecutive": 2}
+    return {
+        "checkpoint": saved,
+        "snapshot": {"every_steps": 4, "certify_after": 3},
+        "recover": back | recover,
+        "detect": {"gate": gate, "warmup_steps": 6},
+        "quarantine": {"samples": False},
+        "journal": {"fsync": False},
+        "metrics": {"flush_seconds": 0.0},
+    }
+
+
+@dataclass
+class Loaded(Case):
+    """A case whose loader is made as people make theirs."""
+
+    way: str = ""
+    drop_last: bool = False
+    persistent: bool = False
+
+    def loader(self, excluded: Any = None, faults: bool = True) -> DataLoader:
+        if not self.way:
+            return super().loader(excluded, faults)
+        data = Points(self.count, self.augment, self.faults if faults else None)
+        more: dict[str, Any] = {"num_workers": self.workers, "persistent_workers": self.persistent}
+        more |= {"multiprocessing_context": "fork"} if self.workers else {}
+        if self.way == "batch_sampler":
+            return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), self.batch, self.drop_last), **more)
+        more |= {"batch_size": self.batch, "drop_last": self.drop_last}
+        if self.way == "generator":
+            return DataLoader(data, shuffle=True, generator=torch.Generator().manual_seed(11), **more)
+        samplers: dict[str, Callable[[], Any]] = {
+            "sequential": lambda: SequentialSampler(data),
+            "seeded": lambda: Seeded(self.count),
+            "distributed": lambda: DistributedSampler(data, num_replicas=1, rank=0, seed=5),
+        }
+        if self.way in samplers:
+            return DataLoader(data, sampler=samplers[self.way](), **more)
+        return DataLoader(data, shuffle=True, **more)
+
+
+@dataclass
+class Life:
+    """One process's worth of a run."""
+
+    parts: Parts
+    guard: Any
+    path: Path
+    fed: dict[int, list[tuple[bytes, float]]] = field(default_factory=dict)
+    """the data and the losses of every step, as it was at last"""
+    began: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def journal(self) -> list[dict[str, Any]]:
+        return events_of(self.path)
+
+    def actions(self) -> list[str]:
+        return [e["action"] for e in self.journal() if e["event"] == "action"]
+
+    def resumed(self) -> dict[str, Any]:
+        """What is on record of how this life began."""
+        return [e for e in self.journal() if e["event"] == "resumed"][-1]
+
+    def notes(self) -> list[str]:
+        return [str(e.get("message")) for e in self.journal() if e["event"] == "note"]
+
+
+Between = Callable[[Any, Parts, Any], None]
+
+
+def live(
+    recipe: Recipe,
+    path: Path,
+    *,
+    between: Between | None = None,
+    before: Between | None = None,
+    begun: Callable[[Any, Parts], None] | None = None,
+    hooks: Iterable[Any] = (),
+    config: dict[str, Any] | None = None,
+    evaluate: bool = True,
+    **more: Any,
+) -> Life:
+    """Train to the end. `between(guard, parts, step)` stands after every step, `before` at the top of the loop."""
+    case, parts = recipe.case, recipe.make()
+    mine = [_Committed(parts)] if parts.committed else []
+    guard = holdfast.Guard(
+        parts.model,
+        parts.optimizers if len(parts.optimizers) > 1 else parts.optimizers[0],
+        scheduler=parts.schedulers or None,
+        scheduler_interval=parts.intervals or None,
+        scaler=parts.scaler,
+        clip_grad_norm=case.clip,
+        run_dir=path,
+        config=case.config if config is None else config,
+        hooks=[*mine, *hooks],
+        **more,
+    )
+    for hook in hooks:
+        if hasattr(hook, "guard"):
+            hook.guard = guard
+    for name, thing in parts.registered.items():
+        guard.register(name, thing)
+    if begun is not None:
+        begun(guard, parts)
+    life = Life(parts, guard, Path(path))
+    with guard:
+        steps = guard.steps(case.loader(), accumulate=case.accumulate, epochs=case.epochs, max_steps=case.max_steps)
+        life.began = guard.step
+        for step in steps:
+            if before is not None:
+                before(guard, parts, step)
+            fed = []
+            with step:
+                for batch in step.microbatches():
+                    loss = parts.loss(batch)
+                    fed.append((batch[0].numpy().tobytes(), loss.item()))
+                    step.backward(loss)
+            life.fed[step.number] = fed
+            if evaluate and parts.metric is not None and step.number % parts.eval_every == 0:
+                if step.outcome.status == "committed":
+                    guard.report_eval(parts.metric())
+            if between is not None:
+                between(guard, parts, step)
+        life.state = state_of(life)
+    return life
+
+
+class _Committed:
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def on_step_end(self, outcome: Any) -> None:
+        assert self.parts.committed is not None
+        self.parts.committed(outcome.step)
+
+
+def state_of(life: Life) -> dict[str, Any]:
+    """Everything the run is at its end, the guard's own part too."""
+    run = life.guard._run
+    run.flush()
+    position = run.source.position
+    return copy.deepcopy(
+        {
+            **everything(life.parts),
+            "detectors": run.engine.state_dict(),
+            "interventions": run.state.interventions.state_dict(),
+            "committed": run.step,
+            "position": tuple(position),
+            "data's own": [g.get_state() for g in run.source._here.own],
+        }
+    )
+
+
+def assert_continued(life: Life, whole: Life) -> None:
+    """The life ended as the uninterrupted run did, and was fed what that was fed from where it began."""
+    last = max(whole.fed)
+    fed = {n: f for n, f in life.fed.items() if life.began < n <= last}
+    assert fed.keys() == {n for n in whole.fed if n > life.began}, f"steps {sorted(fed)} after {life.began}"
+    for number, given in fed.items():
+        assert [x for x, _ in given] == [x for x, _ in whole.fed[number]], f"step {number} had other data"
+        assert [v for _, v in given] == [v for _, v in whole.fed[number]], f"step {number} had another loss"
+    assert_equal(life.state, whole.state)
+
+
+# ---- lives that end
+
+
+def idle(guard: Any) -> None:
+    """Nothing is being written."""
+    guard._run.checkpoints.tier.wait()
+
+
+class Dies:
+    """Copies the run's directory after these steps, as a kill there would leave it."""
+
+    def __init__(self, path: Path, *at: int) -> None:
+        self.path, self.at = path, set(at)
+        self.died: dict[int, Path] = {}
+
+    def __call__(self, guard: Any, parts: Parts, step: Any) -> None:
+        number = step.number
+        if number in self.at and number not in self.died:
+            self.died[number] = self.leave(guard, f"after{number}")
+
+    def leave(self, guard: Any, name: str) -> Path:
+        idle(guard)
+        to = self.path / name
+        shutil.copytree(guard._run.records.place, to, symlinks=True)
+        return to
+
+
+def killed(recipe: Recipe, path: Path, when: Callable[[Any, Parts, Any], bool], **more: Any) -> None:
+    """A process of its own, ended by SIGKILL the first time `when` holds after a step. What it wrote is on disk or not."""
+
+    def target() -> None:
+        def between(guard: Any, parts: Parts, step: Any) -> None:
+            if when(guard, parts, step):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.set_num_threads(1)
+        live(recipe, path, between=between, **more)
+
+    child = FORK.Process(target=target)
+    child.start()
+    child.join(60)
+    assert child.exitcode == -signal.SIGKILL, f"the process ended with {child.exitcode}"
+
+
+def copied(path: Path, to: Path) -> Path:
+    shutil.copytree(path, to, symlinks=True)
+    return to
+
+
+# ---- what is on disk
+
+
+def entries_of(path: Path) -> dict[str, Entry]:
+    return {e.name: e for e in Folder(path / "checkpoints").entries()}
+
+
+def health_of(path: Path) -> dict[str, str]:
+    return {name: str(e.health) for name, e in entries_of(path).items()}
+
+
+def good_of(path: Path) -> list[Entry]:
+    """The good ones, newest first."""
+    return sorted((e for e in entries_of(path).values() if e.health == "good"), key=lambda e: (e.step, e.branch))[::-1]
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    record = read(path / "journal.jsonl")
+    assert record.torn == []
+    return record.events
+
+
+def reference_of(recipe: Recipe, life: Life) -> Any:
+    """The plain run that the journal of a life says it must equal."""
+    written = Run.__new__(Run)
+    written.path = life.path
+    return recipe.reference(written)  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from holdfast.core.checkpoints.resume import resolve_resume_path
 from holdfast.core.config import Config
 from holdfast.core.errors import (
     ConfigError,
@@ -84,6 +85,7 @@ __all__ = [
     "__version__",
     "fingerprint",
     "record",
+    "resolve_resume_path",
 ]
 
 

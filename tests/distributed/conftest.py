@@ -20,7 +20,8 @@ WAIT_SECONDS = 120
 def run(tmp_path: Path) -> Callable[..., None]:
     """run("program:size", ...): jobs one after the other in the test's folder, to their end.
 
-    A job is one process a rank, each in `programs.<program>(folder, rank, size)`. All are a process group of their own:
+    A job is one process a rank, each in `programs.<program>(folder, rank, size)`, or in `worlds`; "part/program" has a
+    folder of its own in there. All are a process group of their own:
     where one fails or the time is up, those that still wait for it are ended.
     """
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import programs
 import torch
+import worlds
 import torch.distributed as dist
 
 
@@ -21,7 +22,8 @@ def rank_main(program: str, rank: int, size: int, folder: Path, meeting: Path) -
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
-    getattr(programs, program)(folder, rank, size)
+    place, _, name = program.rpartition("/")
+    (getattr(programs, name, None) or getattr(worlds, name))(folder / place, rank, size)
     dist.destroy_process_group()
 
 

@@ -53,7 +53,7 @@ KINDS = {
 class Training:
     """A run over a stream: the model after it, the random streams, and which batches were computed, in order."""
 
-    def __init__(self, loader, run_dir=None, gate="host", epochs=3, accumulate=1, loss=None, **recover):
+    def __init__(self, loader, run_dir=None, gate="host", epochs=3, accumulate=1, loss=None, anew=False, **recover):
         torch.manual_seed(3)
         np.random.seed(3)
         random.seed(3)
@@ -66,7 +66,7 @@ class Training:
         if run_dir is None:
             self.plain(loader)
         else:
-            self.guarded(loader, quick(gate, **recover))
+            self.guarded(loader, {**quick(gate, **recover), "checkpoint": {"resume": "never" if anew else "auto"}})
         self.random = (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist())
 
     def loss(self, batch):
@@ -314,7 +314,7 @@ def test_the_window_of_a_rollback_is_not_served_in_the_next_life_either(tmp_path
             return super().__iter__()
 
     def live(run_dir):
-        return Training(Endless(Late(whole=True)), run_dir, epochs=4, max_consecutive=2, skip_batches=6)
+        return Training(Endless(Late(whole=True)), run_dir, epochs=4, anew=True, max_consecutive=2, skip_batches=6)
 
     first = live(tmp_path / "run")
     assert "rollback" in first.actions()

@@ -1,7 +1,8 @@
 """The `holdfast` command: puts the commands together, and turns errors into messages and exit statuses.
 
-Exit statuses: 0 done; 2 the command line is wrong; 3 `diagnose --fail-on` found it; 70 stopped by policy; 75 stopped
-early and resumable; 78 bad configuration or input; 130 ended by Ctrl-C; 1 anything else.
+Exit statuses: 0 done; 2 the command line is wrong, or a person would have to be asked; 3 `diagnose --fail-on` found it, or
+there is no checkpoint for `checkpoints resume-path` or `verify`; 70 stopped by policy; 75 stopped early and resumable; 78 bad
+configuration or input; 130 ended by Ctrl-C; 1 anything else, a damaged checkpoint too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, demo, diagnose, diff, init, plan, prepare, train
+from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, plan, prepare, train
 from holdfast.cli.output import emit
 from holdfast.core.errors import ConfigError, HoldfastError, PolicyStop
 
@@ -36,6 +37,7 @@ app.command()(ack.ack)
 app.command()(diagnose.diagnose)
 app.command()(diff.diff)
 app.command()(plan.plan)
+app.add_typer(checkpoints.app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,6 +66,7 @@ def _holdfast(
       holdfast diagnose runs/a         what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      what differs between two runs, ranked as suspects
       holdfast plan runs/a             how often to save, and the goodput to expect
+      holdfast checkpoints ls runs/a   what was saved, and what a resume would take
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -55,6 +55,18 @@ class History:
             elif kind == "action" and action in ("cut_lr", "tighten_clip") and not event.get("part"):
                 self.turns.extend(_turns([event.get("turn")]))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "turns": msgspec.to_builtins(self.turns),
+            "branches": self.branches,
+            "lineage": msgspec.to_builtins(self.lineage),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.turns = msgspec.convert(state["turns"], list[Turn])
+        self.branches = state["branches"]
+        self.lineage = msgspec.convert(state["lineage"], Lineage | None)
+
     def turned_back(self, kept: int, then: Sequence[Turn]) -> None:
         """A rollback: the state it returned to holds the first `kept`; `then` are those that came with it."""
         self.turns = [*self.turns[:kept], *then]

@@ -136,18 +136,21 @@ class Quarantine:
         if self._path is not None:
             write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
 
+    def adopt(self, entries: list[dict[str, Any]]) -> None:
+        """What another rank has read from the file."""
+        for entry in entries:
+            for epoch, start, stop in entry.get("spans", ()):
+                self._merge(Span(int(epoch), int(start), int(stop)))
+            self._samples.update(int(i) for i in entry.get("samples", ()))
+            if "ahead" in entry and not entry.get("resolved"):
+                epoch, first, batches = map(int, entry["ahead"])
+                entry["ahead"] = [epoch, first, batches]
+                self._ahead.append(entry)
+        self._entries = list(entries)
+
     def _load(self, path: Path) -> None:
         try:
-            entries = json.loads(path.read_text(encoding="utf-8"))["entries"]
-            for entry in entries:
-                for epoch, start, stop in entry.get("spans", ()):
-                    self._merge(Span(int(epoch), int(start), int(stop)))
-                self._samples.update(int(i) for i in entry.get("samples", ()))
-                if "ahead" in entry and not entry.get("resolved"):
-                    epoch, first, batches = map(int, entry["ahead"])
-                    entry["ahead"] = [epoch, first, batches]
-                    self._ahead.append(entry)
-            self._entries = list(entries)
+            self.adopt(json.loads(path.read_text(encoding="utf-8"))["entries"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             raise RunDirError(
                 f"{path} is damaged ({error}); move it away, and it is made again from the journal beside it"

@@ -242,6 +242,7 @@ class Checkpoints:
                     f"[checkpoint] load_path = {self._load_path!r}: it needs a run_dir, and [checkpoint] enabled = true"
                 )
             return
+        identity = self._agree_on_the_past(identity)
         self.tier.open(identity)
         entries = self.tier.entries()
         self._refuse_foreign(entries, identity)
@@ -253,6 +254,26 @@ class Checkpoints:
         if self.run.history.lineage is not None:
             self.lineage = self.run.history.lineage
             self.leave_behind("left by the run, which ended before it could be said here")
+
+    def _agree_on_the_past(self, identity: str) -> str:
+        """The first rank has read run.json, journal and quarantine; what they say holds on every rank."""
+        assert self.tier is not None
+        run = self.run
+        said = self.tier.share(
+            {
+                "identity": identity,
+                "restarted": run.records.restarted,
+                "history": run.history.state_dict(),
+                "policy": run.engine.policy.state_dict(),
+                "quarantine": run.records.quarantine.entries,
+            }
+        )
+        if not self.tier.first:
+            run.records.identity, run.records.restarted = said["identity"], said["restarted"]
+            run.history.load_state_dict(said["history"])
+            run.engine.policy.load_state_dict(said["policy"])
+            run.records.quarantine.adopt(said["quarantine"])
+        return str(said["identity"])
 
     def _refuse_foreign(self, entries: list[Entry], identity: str) -> None:
         """Checkpoints of another run alone: its folder was taken for this one's, or what says whose it is was lost."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,14 @@ from holdfast.runtime.records import Records
 from holdfast.runtime.run import Run
 from holdfast.runtime.setup import build_state
 from holdfast.runtime.snapshots.tier import Tier
+
+
+class Wired(NamedTuple):
+    """Where a run writes on this rank, by what policy, and where its checkpoints go."""
+
+    run_dir: str | os.PathLike[str] | None
+    config: Config
+    tier: Tier | None
 
 
 class Guard:
@@ -81,15 +89,16 @@ class Guard:
         if os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
             self._run = OffRun(state, clip=clip_grad_norm, hooks=self._hooks, clock=self._clock)
         else:
+            wired = self._wire(run_dir, checked)
             self._run = Run(
                 state,
-                checked,
+                wired.config,
                 clip=clip_grad_norm,
                 hooks=self._hooks,
                 detectors=detectors,
-                records=Records(run_dir, checked, self._clock),
+                records=Records(wired.run_dir, wired.config, self._clock),
                 clock=self._clock,
-                tier=None if run_dir is None else self._tier(run_dir, checked),
+                tier=wired.tier,
             )
         self._facts = dict(about or {})
         several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
@@ -97,9 +106,9 @@ class Guard:
         self._clip = clip_grad_norm
         self._phase = "new"
 
-    def _tier(self, run_dir: str | os.PathLike[str], config: Config) -> Tier | None:
-        """Where checkpoints go: `holdfast.Guard` knows."""
-        return None
+    def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
+        """What belongs to layers above: `holdfast.Guard` knows of disks and of other ranks, this one of neither."""
+        return Wired(run_dir, config, None)
 
     # ---- life
 
@@ -175,7 +184,7 @@ class Guard:
         microbatches: int = 1,
     ) -> Summary:
         """The loop in one call. `loss_fn(model, batch)` returns the mean loss of the batch."""
-        modules = self._run.state.modules
+        modules = self._run.state.given
         model = modules[0][1] if len(modules) == 1 else dict(modules)
         owns = self._phase == "new"
         self._open()

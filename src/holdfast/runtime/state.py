@@ -39,7 +39,9 @@ class RunState:
         schedulers: Schedulers,
         scaler: Scaler | None,
     ) -> None:
-        self.modules = list(modules)
+        self.given = list(modules)
+        self.modules = [(name, bare(module)) for name, module in modules]
+        """without what wraps them, so that names are the same with and without"""
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.scaler = scaler
@@ -231,6 +233,14 @@ class RunState:
         """
         named = {f"buffer.{n}": b for n, b in self.buffers.as_named(buffers).items()}
         return first_nonfinite({**self.heavy(), **named}, self.intended)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel and torch.compile."""
+    wrappers = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
+    while (inner := getattr(module, wrappers.get(type(module).__name__, ""), None)) is not None:
+        module = inner
+    return module
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,8 @@
-"""Which checkpoint a run goes on from: the newest that is good, on the run's lineage, and verifies."""
+"""Which checkpoint a run goes on from: the newest that is good, on the run's lineage, and verifies.
+
+The lineage is that of the state saved last. Where the journal knows of a branch begun since, a rollback or a resume that
+nothing was saved after, what was left there counts as quarantined, as the next life of the run will mark it.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.core import facts
+from holdfast.core import facts, journal
 from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.verify import verify as verify_bytes
 from holdfast.core.errors import RunDirError
+from holdfast.core.history import History
 from holdfast.core.types import Health
 
 log = logging.getLogger("holdfast")
 
 Check = Callable[[Entry], str | None]
 CHECKPOINTS = "checkpoints"
+JOURNAL = "journal.jsonl"
+_LEFT = "the journal says that the run left its branch"
 
 
 class Passed(NamedTuple):
@@ -136,26 +143,82 @@ def _otherwise(run_dir: Path) -> str:
     return str(path) if path is not None else "nothing: the run would have begun anew"
 
 
+class Survey(NamedTuple):
+    """The checkpoints of a run directory as a start of the run would see them, and what it would do."""
+
+    entries: list[Entry]
+    """by step and then branch; what the journal says was left is quarantined here, whatever is on disk"""
+    run: str | None
+    """whose they must be; None where that is not on record, and none is of another run than the others"""
+    lineage: Lineage | None
+    """the branches the run has come through, by the journal and by what was saved last; None where neither says"""
+    taken: Entry | None
+    passed: list[Passed]
+    refusal: str | None
+    """why the run can neither go on nor begin"""
+
+
+def survey(run_dir: Path, check: Check = verify_bytes) -> Survey:
+    """See resolve_resume_path; nothing is raised for checkpoints that cannot be gone on from, and nothing is logged."""
+    folder = Folder(run_dir / CHECKPOINTS)
+    noted = journal_lineage(run_dir)
+    entries = [_as_noted(e, noted) for e in folder.entries()]
+    if not entries:
+        return Survey([], None, noted, None, [], None)
+    try:
+        run = _identity(run_dir, entries)
+    except RunDirError as error:
+        return Survey(entries, None, noted, None, [], str(error))
+    followed = _followed(entries, run)
+    lineage = followed if noted is None or (followed is not None and followed.branch > noted.branch) else noted
+    taken, passed = pick(entries, run, check)
+    refusal = None
+    if taken is None and any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in entries):
+        refusal = (
+            f"{folder.path}: none of {len(entries)} checkpoints can be gone on from; put a copy of a good one back, name "
+            f"another with load_path, or choose another run_dir to begin anew{_listed('', passed)}"
+        )
+    return Survey(entries, run, lineage, taken, passed, refusal)
+
+
+def journal_lineage(run_dir: Path) -> Lineage | None:
+    """The branches the run has come through, by its journal; None where that does not say, or cannot be read."""
+    history = History()
+    try:
+        history.rebuild(journal.read(run_dir / JOURNAL).events)
+    except OSError:
+        return None
+    return history.lineage
+
+
+def is_left(lineage: Lineage | None, branch: int, step: int) -> bool:
+    """Whether the run had left that state when it came to this lineage.
+
+    Branches are numbered as they begin: one with a higher number than any here began later, and is not judged by it.
+    """
+    return lineage is not None and branch <= lineage.branch and not lineage.holds(branch, step)
+
+
+def _as_noted(entry: Entry, noted: Lineage | None) -> Entry:
+    trusted = entry.damage is None and entry.health in (Health.GOOD, Health.CANDIDATE)
+    if trusted and is_left(noted, entry.branch, entry.step):
+        return entry._replace(health=Health.QUARANTINED, why=_LEFT, handover=False)
+    return entry
+
+
 def _newest(run_dir: Path, check: Check, *, quiet: bool = False) -> Path | None:
     """The newest good one of a run directory; None where there is none yet."""
-    folder = Folder(run_dir / CHECKPOINTS)
-    entries = folder.entries()
-    if not entries:
-        return None
-    run = _identity(run_dir, entries)
-    entry, passed = pick(entries, run, check)
-    if entry is not None:
+    found = survey(run_dir, check)
+    if found.refusal is not None:
+        raise RunDirError(found.refusal)
+    if found.taken is not None:
         if not quiet:
-            log.info("resuming from %s%s", entry.path, _listed("; passed over", passed))
-        return entry.path
-    if all(e.damage is None and e.health in (Health.CANDIDATE, Health.QUARANTINED) for e in entries):
-        if not quiet:
-            log.warning("%s has no checkpoint to go on from: the run begins%s", folder.path, _listed("", passed))
-        return None
-    raise RunDirError(
-        f"{folder.path}: none of {len(entries)} checkpoints can be gone on from; put a copy of a good one back, name "
-        f"another with load_path, or choose another run_dir to begin anew{_listed('', passed)}"
-    )
+            log.info("resuming from %s%s", found.taken.path, _listed("; passed over", found.passed))
+        return found.taken.path
+    if found.entries and not quiet:
+        place = run_dir / CHECKPOINTS
+        log.warning("%s has no checkpoint to go on from: the run begins%s", place, _listed("", found.passed))
+    return None
 
 
 def _listed(head: str, passed: Sequence[Passed]) -> str:

@@ -48,6 +48,7 @@ class DiskTier:
         self._home = Path(run_dir).resolve()
         self._folder = Folder(self._home / CHECKPOINTS)
         self._world, self._patience = world, patience
+        self.first = world.rank == 0
         self._run = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
         self._asked: list[Future[None]] = []
@@ -56,7 +57,7 @@ class DiskTier:
     def open(self, run: str) -> None:
         """The run directory is held: what a killed process left half done is removed before anybody writes."""
         self._run = run
-        if self._world.rank == 0:
+        if self.first:
             try:
                 self._folder.sweep()
             except RunDirError as error:
@@ -73,13 +74,13 @@ class DiskTier:
         self._ask(lambda: self._save(frame, label))
 
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None:
-        if self._world.rank == 0:
+        if self.first:
             self._ask(lambda: self._mark(name, health, why, handover))
         else:
             self._tell(name, str(health), why)
 
     def remove(self, names: Sequence[str]) -> None:
-        for name in names if self._world.rank == 0 else ():
+        for name in names if self.first else ():
             self._ask(lambda name=name: self._remove(name))  # type: ignore[misc]
 
     def _ask(self, work: Callable[[], None]) -> None:
@@ -248,7 +249,7 @@ class DiskTier:
         """By their small files alone: `load` compares every byte. What is `doubted` is passed over."""
         self.wait()
         said: Any = None
-        if self._world.rank == 0:
+        if self.first:
             entry, passed = choose(self._folder, self._run, check=lambda e: doubted(e) or verify(e, contents=False))
             said = [None if entry is None else entry.name, [list(p) for p in passed]]
         name, told = self._world.share(said)

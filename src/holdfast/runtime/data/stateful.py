@@ -33,11 +33,11 @@ class Stateful:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._holder: Any = None
-        if _has_state(loader):
-            self._holder = loader
-        elif isinstance(loader, DataLoader) and loader.num_workers == 0 and _has_state(loader.dataset):
-            self._holder = loader.dataset
+        here = getattr(loader, "dataset", None) if getattr(loader, "num_workers", 1) == 0 else None
+        self._dataset: Any = here if _has_state(here) else None
+        self._holder: Any = loader if _has_state(loader) else self._dataset
+        if self._holder is loader and not isinstance(loader, DataLoader):
+            self._dataset = loader
         self._kept: tuple[Any, int, int] | None = None
         """the last state that was taken, and how many batches and samples of the epoch came before it"""
         self._fresh: Any = None
@@ -65,8 +65,8 @@ class Stateful:
             raise DataError(
                 "the loader that was saved had a state_dict, this one has none that is used; pass the same kind of loader"
             )
-        if not isinstance(self._holder, DataLoader):
-            self._fresh = self._holder.state_dict()
+        if self._dataset is not None:
+            self._fresh = self._dataset.state_dict()
         try:
             self._holder.load_state_dict(unpack_state(state))
         except Exception as error:
@@ -79,7 +79,7 @@ class Stateful:
         """Another epoch begins. A dataset may go on loading the state it was resumed with, epoch after epoch."""
         self._kept = None
         if self._fresh is not None:
-            self._holder.load_state_dict(self._fresh)
+            self._dataset.load_state_dict(self._fresh)
             self._fresh = None
 
 

@@ -70,7 +70,13 @@ class Restored(NamedTuple):
 
 
 class Tier(Protocol):
-    """One place. Its entries are listed with their health; only verified bytes come back from `load`."""
+    """One place. Its entries are listed with their health; only verified bytes come back from `load`.
+
+    Of several ranks, the `first` holds the run directory and says to the others what it knows: `share` gives every rank
+    the first one's value.
+    """
+
+    first: bool
 
     def open(self, run: str) -> None: ...
     def share(self, value: Any) -> Any: ...

@@ -1,0 +1,233 @@
+"""What `holdfast checkpoints ls` answers with: the tree of what was saved, and what a resume would make of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cli.places import counted, size_of
+from holdfast.cli.planned import spoken
+from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.checkpoints.resume import Survey
+from holdfast.core.types import Health
+from holdfast.reports.clean import clean
+
+SCHEMA = "holdfast.checkpoints/1"
+MARKS = {
+    Health.GOOD: ("✓", "green"),
+    Health.CANDIDATE: ("…", "yellow"),
+    Health.BAD: ("✗", "red"),
+    Health.QUARANTINED: ("⊘", "magenta"),
+}
+_WIDE = 110
+"""columns from which there is room for every field in the table"""
+
+
+class Row(NamedTuple):
+    """A line of the tree: a checkpoint, or where a branch was left."""
+
+    lanes: str
+    entry: Entry | None
+    note: str = ""
+    left: bool = False
+
+
+def rows(survey: Survey) -> list[Row]:
+    """Newest first along the run's lineage; what lies on a branch that was left stands above the place where it was."""
+    newest = sorted(survey.entries, key=lambda e: (e.step, e.branch), reverse=True)
+    lineage = survey.lineage
+    if lineage is None or len({fork.branch for fork in lineage.forks} | {e.branch for e in newest}) == 1:
+        return [Row("", e) for e in newest]
+    own = {e.name for e in newest if _is_own(e, survey)}
+    groups: dict[int, list[Entry]] = {}
+    known = {e.branch: e.manifest.lineage for e in newest if e.manifest is not None and e.name in own}
+    for entry in newest:
+        if entry.name in own and not lineage.holds(entry.branch, entry.step):
+            groups.setdefault(_left_at(entry, lineage, known), []).append(entry)
+    along = [e for e in newest if e.name not in own or lineage.holds(e.branch, e.step)]
+    return list(_woven(along, groups, own))
+
+
+def _is_own(entry: Entry, survey: Survey) -> bool:
+    return entry.manifest is None or survey.run is None or entry.manifest.run == survey.run
+
+
+def _woven(along: list[Entry], groups: dict[int, list[Entry]], own: set[str]) -> Iterator[Row]:
+    waiting = sorted(groups, reverse=True)
+    for entry in along:
+        while waiting and waiting[0] >= entry.step:
+            yield from _side(waiting[0], groups[waiting.pop(0)])
+        yield Row("●" if entry.name in own else "│ ?", entry)
+    for step in waiting:
+        yield from _side(step, groups[step])
+
+
+def _side(step: int, entries: list[Entry]) -> Iterator[Row]:
+    for entry in entries:
+        yield Row("│ ○", entry, left=True)
+    yield Row("├─╯", None, f"left at step {step}", left=True)
+
+
+def _left_at(entry: Entry, lineage: Lineage, known: Mapping[int, Lineage]) -> int:
+    """The step after which the way to this state and the run's lineage part."""
+    own = entry.manifest.lineage if entry.manifest is not None else known.get(entry.branch)
+    if own is None:
+        return entry.step
+    for a, b in zip(own.forks, lineage.forks, strict=False):
+        if a != b:
+            return min(a.step, b.step)
+    shorter, longer = sorted((own.forks, lineage.forks), key=len)
+    return longer[len(shorter)].step if len(longer) > len(shorter) else entry.step
+
+
+# ---- for a person
+
+
+def tell(console: Console, survey: Survey, run: Path, settings: Mapping[str, Any], making: list[str]) -> None:
+    if not survey.entries:
+        console.print(Text(f"{clean(str(run))} has no checkpoints yet"), soft_wrap=True)
+    else:
+        console.print(_table(survey, wide=console.width >= _WIDE))
+        console.print()
+    for line in _verdict(survey):
+        console.print(line, soft_wrap=True)
+    _tell_whys(console, survey, wide=console.width >= _WIDE)
+    if survey.entries:
+        total = sum(size_of(e.path) for e in survey.entries)
+        cure = f"holdfast checkpoints verify {clean(str(run))}"
+        console.print()
+        console.print(
+            Text(f"{counted(len(survey.entries), 'checkpoint')}, {decimal(total)}; to read every byte: {cure}"),
+            soft_wrap=True,
+        )
+    for name in making:
+        console.print(Text(f"{clean(name)}: in the making, or left by a process that was killed"), soft_wrap=True)
+    for line in _overridden(settings):
+        console.print(Text(line, style="yellow"), soft_wrap=True)
+
+
+def _table(survey: Survey, *, wide: bool) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    shown = rows(survey)
+    table.add_column("", no_wrap=True)
+    for name in ("name", *(("step", "branch") if wide else ()), "health", "size", "age", "ranks", "reason"):
+        right = name in ("step", "branch", "size", "age", "ranks")
+        table.add_column(name, no_wrap=name != "reason", overflow="fold", justify="right" if right else "left")
+    if wide:
+        table.add_column("why", overflow="fold", ratio=1)
+    now = time.time()
+    for row in shown:
+        gutter = Text("→ " if row.entry is not None and row.entry == survey.taken else "  ", style="bold green")
+        gutter.append(row.lanes, style="dim" if row.left else "cyan")
+        cells = [Text(row.note)] if row.entry is None else _cells(row.entry, now, wide)
+        table.add_row(gutter, *cells, style="dim" if row.left else None)
+    return table
+
+
+def _cells(entry: Entry, now: float, wide: bool) -> list[Text]:
+    manifest = entry.manifest
+    mark, colour = MARKS[entry.health]
+    health = "damaged" if entry.damage is not None else str(entry.health)
+    numbers = [f"{entry.step:,}", str(entry.branch)] if wide else []
+    age = "?" if manifest is None else spoken(max(0.0, now - manifest.time))
+    ranks = "?" if manifest is None else str(manifest.world_size)
+    reason = "?" if manifest is None else clean(manifest.reason)
+    texts = [
+        Text(entry.name), *map(Text, numbers), Text(f"{mark} {health}", style=colour), Text(decimal(size_of(entry.path))),
+        Text(age), Text(ranks), Text(reason),
+    ]  # fmt: skip
+    return [*texts, Text(_why(entry))] if wide else texts
+
+
+def _why(entry: Entry) -> str:
+    said = "saved at an orderly stop, to go on from" if entry.handover and not entry.why else entry.why
+    return clean(said)
+
+
+def _verdict(survey: Survey) -> Iterator[Text]:
+    taken = survey.taken
+    if taken is not None:
+        why = f"{taken.health}{': ' if _why(taken) else ''}{_why(taken)}"
+        yield Text(f"→ a resume would take {taken.name} ({why})", style="bold green")
+    elif survey.refusal is not None:
+        yield Text(
+            f"a start of the run would be refused: {clean(survey.refusal.partition(chr(10))[0])}", style="bold red"
+        )
+    else:
+        yield Text("there is nothing to resume from: the run would begin", style="bold yellow")
+
+
+def _tell_whys(console: Console, survey: Survey, *, wide: bool) -> None:
+    """Why each newer one would be passed over; where the table has no room, what is wrong with older ones too."""
+    over = {p.name: p.why for p in survey.passed}
+    others = (
+        {} if wide else {e.name: _why(e) for e in reversed(survey.entries) if _is_doubted(e) and e.name not in over}
+    )
+    for title, lines in (("passed over, newest first", over), ("older ones in doubt", others)):
+        if lines:
+            console.print(Text(title, style="bold"))
+            for name, why in lines.items():
+                console.print(Text(f"  {name}: {clean(why)}"), soft_wrap=True)
+
+
+def _is_doubted(entry: Entry) -> bool:
+    return entry.damage is not None or entry.health in (Health.BAD, Health.QUARANTINED)
+
+
+def _overridden(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings.get("load_path"):
+        yield f"the latest start of the run had [checkpoint] load_path = {clean(str(settings['load_path']))!r}, which wins"
+    elif settings.get("resume") == "never":
+        yield 'the latest start of the run had [checkpoint] resume = "never": as long as that stands, none is taken'
+
+
+# ---- for a program
+
+
+def answer(survey: Survey, run: Path, making: list[str]) -> dict[str, Any]:
+    taken, now = survey.taken, time.time()
+    return {
+        "schema": SCHEMA,
+        "ok": True,
+        "path": str(run),
+        "run": survey.run,
+        "lineage": None if survey.lineage is None else [[f.branch, f.step] for f in survey.lineage.forks],
+        "resume": {
+            "name": None if taken is None else taken.name,
+            "path": None if taken is None else str(taken.path),
+            "refusal": survey.refusal,
+            "passed_over": [p._asdict() for p in survey.passed],
+        },
+        "checkpoints": [_plain(e, survey, now) for e in reversed(survey.entries)],
+        "bytes": sum(size_of(e.path) for e in survey.entries),
+        "in_the_making": making,
+    }
+
+
+def _plain(entry: Entry, survey: Survey, now: float) -> dict[str, Any]:
+    manifest, lineage = entry.manifest, survey.lineage
+    return {
+        "name": entry.name,
+        "path": str(entry.path),
+        "step": entry.step,
+        "branch": entry.branch,
+        "on_lineage": lineage is not None and _is_own(entry, survey) and lineage.holds(entry.branch, entry.step),
+        "health": str(entry.health),
+        "why": entry.why,
+        "damage": entry.damage,
+        "handover": entry.handover,
+        "bytes": size_of(entry.path),
+        "time": None if manifest is None else manifest.time,
+        "age_seconds": None if manifest is None else max(0.0, now - manifest.time),
+        "ranks": None if manifest is None else manifest.world_size,
+        "reason": None if manifest is None else manifest.reason,
+        "run": None if manifest is None else manifest.run,
+    }

@@ -1,0 +1,115 @@
+"""What must hold of a run directory after any death, and of a run that came to its end in many lives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from crash_server import Ended, Server
+
+from holdfast.core.checkpoints.folder import Folder
+from holdfast.core.checkpoints.resume import resolve_resume_path
+from holdfast.core.checkpoints.verify import verify
+from holdfast.core.journal import read
+from holdfast.core.quarantine import Quarantine
+from holdfast.core.types import Health
+
+
+class Reference:
+    """Uninterrupted runs, made when they are first asked for, and made twice: they must be the same."""
+
+    def __init__(self, lives: Server, folder: Path) -> None:
+        self._lives, self._folder = lives, folder
+        self._known: dict[str, Ended] = {}
+
+    def __call__(self, variant: str) -> Ended:
+        if variant not in self._known:
+            first, second = (self._lives.live(self._folder / variant / str(n), variant) for n in range(2))
+            assert (first.signal, first.kind) == (0, ""), first.text
+            assert first.result == second.result
+            check_rich(self._folder / variant / "0")
+            self._known[variant] = second
+        return self._known[variant]
+
+
+def check_rich(run_dir: Path) -> None:
+    """The run has in it what the test is about."""
+    events = read(run_dir / "journal.jsonl").events
+    acted = [e["action"] for e in events if e["event"] == "action"]
+    became = [e["status"] for e in events if e["event"] == "checkpoint"]
+    assert acted.count("skip") >= 2 and acted.count("rollback") >= 3, acted
+    assert "skip_data" in acted and "cut_lr" in acted
+    assert min(became.count(s) for s in ("saved", "good", "pruned", "quarantined")) >= 1, became
+
+
+class Directory:
+    """A run directory, looked at after every life in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._events = self._opened = self._lives = 0
+        self._had_good = False
+
+    def check(self, ended: Ended) -> Path | None:
+        """All that holds whatever happened; the checkpoint that the next life goes on from."""
+        self._lives += 1
+        self._opened += ended.opened
+        if not self.path.exists():
+            assert not ended.opened
+            return None
+        events = self._journal()
+        self._small_files()
+        return self._checkpoints(events)
+
+    def _journal(self) -> list[dict[str, Any]]:
+        path = self.path / "journal.jsonl"
+        if not path.exists():
+            assert self._opened == 0
+            return []
+        record = read(path)
+        last = len(path.read_bytes().split(b"\n"))
+        for torn in record.torn:
+            explained = any(e["event"] == "torn" and e["offset"] == torn.offset for e in record.events)
+            assert explained or torn.line == last, f"line {torn.line} of {last} is torn: {torn.data[:80]!r}"
+        assert len(record.events) >= self._events, "events have been lost"
+        self._events = len(record.events)
+        begun = sum(e["event"] in ("run_begin", "restart") for e in record.events)
+        assert self._opened <= begun <= self._lives, "the journal tells of every life that came to hold the directory"
+        return record.events
+
+    def _small_files(self) -> None:
+        if (self.path / "quarantine.json").exists():
+            Quarantine(self.path / "quarantine.json")
+        for name in ("run.json", "incidents/*/incident.json"):
+            for path in self.path.glob(name):
+                json.loads(path.read_text())
+
+    def _checkpoints(self, events: list[dict[str, Any]]) -> Path | None:
+        entries = Folder(self.path / "checkpoints").entries()
+        for entry in entries:
+            why = verify(entry)
+            assert why is None or entry.health is Health.BAD, f"{entry.name} is {entry.health}, and {why}"
+        good = [e.name for e in entries if e.health is Health.GOOD]
+        self._had_good = self._had_good or bool(good)
+        assert good or not self._had_good, f"there was a good one, and of {entries} none is"
+        offered = resolve_resume_path(self.path)
+        if offered is None:
+            assert not good, f"{good} are good, and none is offered"
+        else:
+            assert offered.name in {e.name for e in entries} and verify(offered) is None
+        return offered
+
+    def went_on_from(self) -> str | None:
+        """The checkpoint the last life went on from, by the journal; None where it began, or came to neither."""
+        events = read(self.path / "journal.jsonl").events
+        begun = max(i for i, e in enumerate(events) if e["event"] in ("run_begin", "restart"))
+        return next((e["checkpoint"] for e in events[begun:] if e["event"] == "resumed"), None)
+
+
+def same(ended: Ended, reference: Ended) -> None:
+    """Bit for bit what an uninterrupted run ends as."""
+    assert (ended.signal, ended.kind) == (0, ""), ended.text
+    assert ended.result is not None and reference.result is not None
+    other = [part for part, value in reference.result.items() if ended.result[part] != value]
+    assert not other, f"not as in an uninterrupted run: {', '.join(other)}"

@@ -1,0 +1,202 @@
+"""Starts lives in milliseconds: one process that has imported everything and has no threads, and forks.
+
+Run as a program it reads orders, one JSON object a line, and answers each with one line when that life has ended.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+MOST_SECONDS = 60.0
+"""no life takes this long: one that does hangs"""
+_PHASES = ("", "startup", "step", "closing", "resuming", "rollback", "saving", "marking", "pruning", "over")
+_ROOM = 4096
+
+
+class Ended(NamedTuple):
+    """How a life ended."""
+
+    signal: int
+    """the one that ended it, or 0"""
+    kind: str
+    """"" where it came to its end; else the class of the error it ended with"""
+    holdfast: bool
+    """whether that was an error of Holdfast's"""
+    text: str
+    result: dict[str, str] | None
+    opened: bool
+    """whether it came to hold the run directory"""
+    phase: str
+    calls: int
+    hit: str
+    """the call that was made to fail"""
+    seconds: float
+    hung: bool
+
+
+class Server:
+    """The forking process, from this side."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._answer() == {"ready": True}
+
+    def live(self, run_dir: Path, variant: str, **how: Any) -> Ended:
+        """One life to its end. after: seconds until it is killed; at, how: see crash_calls."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"run_dir": str(run_dir), "variant": variant, **how}) + "\n")
+        self._process.stdin.flush()
+        return Ended(**self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], 3 * MOST_SECONDS)
+        assert ready, "the server of lives does not answer"
+        line = self._process.stdout.readline()
+        assert line, f"the server of lives has ended: {self._process.poll()}"
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(MOST_SECONDS)
+        self._process.stdout.close()
+
+
+class Board:
+    """Memory shared with a life: what it is doing at this instant, readable after it is dead."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _ROOM)
+
+    def put(self, slot: int, phase: str) -> None:
+        self._memory[slot] = _PHASES.index(phase)
+
+    def opened(self) -> None:
+        self._memory[2] = 1
+
+    def call(self, count: int, hit: str) -> None:
+        self._memory[8:16] = count.to_bytes(8, "little")
+        if hit:
+            text = hit.encode()[: _ROOM - 16]
+            self._memory[16 : 16 + len(text)] = text
+
+    def read(self) -> dict[str, Any]:
+        """What the training thread does, but for plain steps, says more than what is written behind them."""
+        front, behind = _PHASES[self._memory[0]], _PHASES[self._memory[1]]
+        return {
+            "phase": behind if front == "step" and behind else front,
+            "opened": bool(self._memory[2]),
+            "calls": int.from_bytes(self._memory[8:16], "little"),
+            "hit": self._memory[16:].rstrip(b"\0").decode(errors="replace"),
+        }
+
+
+def serve() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    import crash_workload
+    import torch._dynamo  # optimizers import it when they are first made
+
+    assert crash_workload.Life is not None
+    logging.getLogger("holdfast").setLevel(logging.CRITICAL)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_one(json.loads(line))), flush=True)
+
+
+def _one(order: dict[str, Any]) -> dict[str, Any]:
+    board, began = Board(), time.monotonic()
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(here)
+        _child(order, board, there)
+    os.close(there)
+    hung = False
+    if not select.select([here], [], [], order.get("after") or MOST_SECONDS)[0]:
+        hung = not order.get("after")
+        if hung:
+            os.kill(child, signal.SIGABRT)  # faulthandler shows where it hangs
+            select.select([here], [], [], 5.0)
+        os.kill(child, signal.SIGKILL)
+    said = b"".join(iter(lambda: os.read(here, 65536), b""))
+    os.close(here)
+    _, status = os.waitpid(child, 0)
+    told = json.loads(said) if said else {"kind": "nothing was said", "holdfast": False, "text": "", "result": None}
+    ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    return {**told, **board.read(), "signal": ended, "seconds": time.monotonic() - began, "hung": hung}
+
+
+def _child(order: dict[str, Any], board: Board, there: int) -> None:
+    """The life; it never returns."""
+    faulthandler.enable()
+    told: dict[str, Any] = {"kind": "", "holdfast": False, "text": "", "result": None}
+    try:
+        told["result"] = _live(order, board)
+    except BaseException as error:
+        import holdfast
+
+        told |= {"kind": type(error).__name__, "holdfast": isinstance(error, holdfast.HoldfastError)}
+        told["text"] = "".join(traceback.format_exception(error))[-6000:]
+    board.put(0, "over")
+    os.write(there, json.dumps(told).encode())
+    os._exit(0)
+
+
+def _live(order: dict[str, Any], board: Board) -> dict[str, str]:
+    from crash_calls import Calls
+    from crash_workload import Life
+
+    board.put(0, "startup")
+    _watch(board)
+    run_dir = Path(order["run_dir"])
+    calls = Calls(run_dir, board.call, order.get("at", 0), order.get("how", ""))
+    calls.install()
+    return Life(run_dir, order["variant"]).train(lambda phase: board.put(0, phase), board.opened)
+
+
+def _watch(board: Board) -> None:
+    """Around what is done now and then, say so on the board."""
+    from holdfast.distributed.checkpoint.tier import DiskTier
+    from holdfast.runtime.checkpoints import Checkpoints
+    from holdfast.runtime.effects import rollback
+
+    for owner, name, slot, phase, then in (
+        (DiskTier, "_save", 1, "saving", ""),
+        (DiskTier, "_mark", 1, "marking", ""),
+        (DiskTier, "_remove", 1, "pruning", ""),
+        (Checkpoints, "resume", 0, "resuming", "startup"),
+        (rollback, "perform", 0, "rollback", "step"),
+    ):
+        setattr(owner, name, _told(board, getattr(owner, name), slot, phase, then))
+
+
+def _told(board: Board, call: Any, slot: int, phase: str, then: str) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        board.put(slot, phase)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            board.put(slot, then)
+
+    return wrapper
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    serve()

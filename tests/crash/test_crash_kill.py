@@ -1,0 +1,86 @@
+"""SIGKILL at random instants, by the clock and at file-system calls: nothing is ever half there, and in the end the run
+is bit for bit the one that was never interrupted."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import WHOLE
+from crash_checks import Directory, Reference, same
+from crash_server import Ended, Server
+from crash_workload import VARIANTS
+
+KILLS = {"by the clock": 150 if WHOLE else 16, "at a call": 150 if WHOLE else 16}
+"""for each variant half of them"""
+
+
+class Tally:
+    """How many were killed, and what was under way."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self.kills, self.lives, self.runs = 0, 0, 0
+        self.under_way: Counter[str] = Counter()
+
+    def count(self, ended: Ended) -> None:
+        self.lives += 1
+        if ended.signal == signal.SIGKILL:
+            self.kills += 1
+            self.under_way[ended.phase or "startup"] += 1
+        if WHOLE and self.lives % 25 == 0:
+            print(f"\n{self._what}: {self.lives} lives, {self.kills} killed, {self.runs} runs done", end="", flush=True)
+
+    def show(self) -> None:
+        spread = ", ".join(f"{n} {phase}" for phase, n in self.under_way.most_common())
+        print(f"\n{self._what}: {self.kills} killed in {self.lives} lives of {self.runs} runs: {spread}")
+
+
+def when(dice: random.Random, how: str, reference: Ended) -> dict[str, Any]:
+    """An instant in the life to come; some lie after its end."""
+    if how == "by the clock":
+        return {"after": dice.uniform(0.0, 1.1) * reference.seconds}
+    return {"at": dice.randint(1, int(reference.calls * 1.05)), "how": dice.choice(["KILL", "KILL_AFTER", "KILL_HALF"])}
+
+
+def run_to_its_end(
+    lives: Server, path: Path, variant: str, how: str, dice: random.Random, reference: Ended, tally: Tally
+) -> None:
+    """One run in as many lives as it takes, each killed at an instant of its own, until one comes to its end."""
+    directory, offered = Directory(path), None
+    while True:
+        chosen = when(dice, how, reference)
+        ended = lives.live(path, variant, **chosen)
+        tally.count(ended)
+        about = f"{variant} {path.name}, life {tally.lives}, {chosen}, killed while {ended.phase} {ended.hit}"
+        assert not ended.hung, about + ended.text
+        assert ended.signal == signal.SIGKILL or ended.kind == "", about + ended.text
+        try:
+            before, offered = offered, directory.check(ended)
+            if ended.phase not in ("startup", "resuming"):
+                assert directory.went_on_from() == (None if before is None else before.name)
+            if ended.signal == 0:
+                same(ended, reference)
+                tally.runs += 1
+                return
+        except AssertionError as error:
+            raise AssertionError(f"{about}: {error}") from error
+
+
+@pytest.mark.timeout(3600 if WHOLE else 240)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("how", KILLS)
+def test_a_run_killed_at_random_instants_ends_as_if_it_never_was(
+    how: str, variant: str, lives: Server, references: Reference, tmp_path: Path
+) -> None:
+    dice = random.Random(f"{how} {variant}")
+    reference, tally = references(variant), Tally(f"{variant}, {how}")
+    while tally.kills < KILLS[how] // 2:
+        run_to_its_end(lives, tmp_path / f"run_{tally.runs}", variant, how, dice, reference, tally)
+    if WHOLE:
+        tally.show()
+    assert len(tally.under_way) >= 2, tally.under_way

@@ -1,0 +1,72 @@
+"""A run that goes on with other ranks, batches and workers continues at the exact next sample."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from worlds import SAMPLES
+
+from holdfast.core import journal
+from holdfast.core.checkpoints.verify import verify
+
+
+def travel(run: Any, folder: Path, *legs: dict[str, int]) -> None:
+    (folder / "legs.json").write_text(json.dumps(legs))
+    run(*(f"leg:{plan['ranks']}" for plan in legs))
+
+
+def resumed(folder: Path) -> list[int]:
+    events = journal.read(folder / "run" / "journal.jsonl").events
+    return [e["step"] for e in events if e["event"] == "resumed"]
+
+
+def identities(folder: Path, legs: int) -> Counter[int]:
+    """How often each sample was trained on, of the steps that the run came through in the end."""
+    went_on = [*resumed(folder), 10**9]
+    counted: Counter[int] = Counter()
+    for number in range(legs):
+        for said in sorted(folder.glob(f"leg-{number}-*.json")):
+            for step, ids in json.loads(said.read_text())["served"]:
+                counted.update(ids if step <= went_on[number] else ())
+    return counted
+
+
+def test_other_world_size_batch_size_and_workers_go_on_at_the_exact_next_sample(run, tmp_path):
+    legs = [
+        {"ranks": 2, "batch": 4, "workers": 0, "stop": 5},
+        {"ranks": 3, "batch": 2, "workers": 2, "stop": 9},
+        {"ranks": 1, "batch": 7, "workers": 0, "stop": 13},
+        {"ranks": 4, "batch": 3, "workers": 0},
+    ]
+    travel(run, tmp_path, *legs)
+    assert resumed(tmp_path) == [5, 9, 13]
+    assert identities(tmp_path, 4) == {i: 2 for i in range(SAMPLES)}, "each sample once in each of two epochs"
+
+
+def test_ranks_that_die_at_once_go_on_from_the_newest_good_checkpoint_with_others(run, tmp_path):
+    legs = [
+        {"ranks": 2, "batch": 4, "workers": 0, "crash": 8},
+        {"ranks": 4, "batch": 3, "workers": 0, "crash": 13},
+        {"ranks": 2, "batch": 5, "workers": 0},
+    ]
+    travel(run, tmp_path, *legs)
+    assert identities(tmp_path, 3) == {i: 2 for i in range(SAMPLES)}
+    assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))
+
+
+def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder, legs in ((whole, [{}]), (parts, [{"stop": 7}, {"stop": 16}, {}])):
+        folder.mkdir()
+        (folder / "legs.json").write_text(json.dumps([{"batch": 4, "workers": 0, **plan} for plan in legs]))
+    run("whole/leg:2", "parts/leg:2", "parts/leg:2", "parts/leg:2")
+    for rank in (0, 1):
+        last = [json.loads((f / f"leg-{n}-{rank}.json").read_text()) for f, n in ((whole, 0), (parts, 2))]
+        assert last[0]["parameters"] == last[1]["parameters"]
+        assert last[0]["served"][-len(last[1]["served"]) :] == last[1]["served"]
+    for checkpoint in (parts / "run" / "checkpoints").iterdir():
+        assert verify(checkpoint) is None
+        assert len(list(checkpoint.glob("rank_*.bin"))) == 2

@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 import holdfast
-from holdfast.cli import main, train
+from holdfast.cli import main, prune, train, verify
 from holdfast.core.config import sections_of
 from holdfast.reference.config import OWN_SECTIONS, TrainConfig
 
@@ -47,6 +49,7 @@ PUBLIC = [
     "__version__",
     "fingerprint",
     "record",
+    "resolve_resume_path",
 ]
 
 COMMANDS = {
@@ -65,6 +68,17 @@ COMMANDS = {
             "--world", "--restart", "--certify-after", "--every", "--json",
         },
     ),
+    "checkpoints": ([], set()),
+    "checkpoints ls": (["run"], {"--json"}),
+    "checkpoints verify": (["paths"], {"--all", "--mark", "--json"}),
+    "checkpoints prune": (
+        ["run"],
+        {
+            "--keep-last", "--keep-every", "--powers", "--no-powers", "--keep-bad", "--no-verify", "--dry-run", "--yes",
+            "--json",
+        },
+    ),
+    "checkpoints resume-path": (["run"], {"--load-path", "--no-verify", "--json"}),
 }  # fmt: skip
 
 
@@ -115,10 +129,17 @@ def test_version_is_the_one_of_the_package():
     assert holdfast.__version__ == project["version"]
 
 
+def commands(group: Any, above: str = "") -> Iterator[tuple[str, Any]]:
+    """Every command, those of groups under both names."""
+    for name, command in group.commands.items():
+        yield above + name, command
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{above}{name} ")
+
+
 def test_commands_and_their_options_are_these():
-    commands = typer.main.get_command(main.app).commands  # type: ignore[attr-defined]
     surface = {}
-    for name, command in commands.items():
+    for name, command in commands(typer.main.get_command(main.app)):
         arguments = [p.name for p in command.params if p.param_type_name == "argument"]
         options = {opt for p in command.params if p.param_type_name == "option" for opt in p.opts + p.secondary_opts}
         surface[name] = (arguments, options - {"--help"})
@@ -140,4 +161,5 @@ def test_program_has_no_other_option_than_version():
 def test_exit_statuses_are_these():
     assert (main.EXIT_ERROR, main.EXIT_BAD_CONFIG, main.EXIT_INTERRUPTED) == (1, 78, 130)
     assert train.EXIT_RESUME == 75
+    assert (verify.EXIT_DAMAGED, verify.EXIT_NOTHING, prune.EXIT_NOT_DONE, prune.EXIT_UNASKED) == (1, 3, 1, 2)
     assert holdfast.PolicyStop("stopped").code == 70

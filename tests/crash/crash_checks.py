@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from holdfast.core.journal import read
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.types import Health
 
+HALF = 20
+"""the sync of the journal that a life killed in the middle does not come to"""
+
 
 class Reference:
     """Uninterrupted runs, made when they are first asked for, and made twice: they must be the same."""
@@ -22,6 +27,26 @@ class Reference:
     def __init__(self, lives: Server, folder: Path) -> None:
         self._lives, self._folder = lives, folder
         self._known: dict[str, Ended] = {}
+        self._later: dict[str, Ended] = {}
+
+    def half(self, variant: str) -> Path:
+        """A run directory whose life was killed in the middle, with rollbacks behind it and before it."""
+        path = self._folder / variant / "half"
+        if not path.exists():
+            ended = self._lives.live(path, variant, how="KILL", site="fsync /journal.jsonl", nth=HALF)
+            assert ended.signal == signal.SIGKILL
+        return path
+
+    def sites(self, variant: str) -> list[tuple[bool, str, int]]:
+        """Every site there is: whether in a later life or in a first one, and how often it comes there."""
+        again = self._folder / variant / "again"
+        if not again.exists():
+            shutil.copytree(self.half(variant), again)
+            later = self._lives.live(again, variant)
+            same(later, self(variant))
+            self._later[variant] = later
+        lives = ((False, self(variant)), (True, self._later[variant]))
+        return [(late, site, count) for late, life in lives for site, count in sorted((life.sites or {}).items())]
 
     def __call__(self, variant: str) -> Ended:
         if variant not in self._known:
@@ -46,9 +71,9 @@ def check_rich(run_dir: Path) -> None:
 class Directory:
     """A run directory, looked at after every life in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, lives: int = 0, opened: int = 0) -> None:
         self.path = path
-        self._events = self._opened = self._lives = 0
+        self._lives, self._opened, self._events = lives, opened, 0
         self._had_good = False
 
     def check(self, ended: Ended) -> Path | None:

@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -23,6 +24,8 @@ MOST_SECONDS = 60.0
 """no life takes this long: one that does hangs"""
 _PHASES = ("", "startup", "step", "closing", "resuming", "rollback", "saving", "marking", "pruning", "over")
 _ROOM = 4096
+_CHOSEN = ("how", "site", "nth", "every")
+_NOTHING: dict[str, Any] = {"kind": "", "holdfast": False, "text": "", "result": None, "sites": None}
 
 
 class Ended(NamedTuple):
@@ -39,9 +42,12 @@ class Ended(NamedTuple):
     opened: bool
     """whether it came to hold the run directory"""
     phase: str
-    calls: int
+    sites: dict[str, int] | None
+    """the file-system calls of a life that came to an end of its own"""
+    hits: int
+    """how many of them were made to fail"""
     hit: str
-    """the call that was made to fail"""
+    """the last of these"""
     seconds: float
     hung: bool
 
@@ -55,7 +61,7 @@ class Server:
         assert self._answer() == {"ready": True}
 
     def live(self, run_dir: Path, variant: str, **how: Any) -> Ended:
-        """One life to its end. after: seconds until it is killed; at, how: see crash_calls."""
+        """One life to its end. after: seconds until it is killed; how, site, nth, every: see crash_calls."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"run_dir": str(run_dir), "variant": variant, **how}) + "\n")
         self._process.stdin.flush()
@@ -88,11 +94,12 @@ class Board:
     def opened(self) -> None:
         self._memory[2] = 1
 
-    def call(self, count: int, hit: str) -> None:
-        self._memory[8:16] = count.to_bytes(8, "little")
-        if hit:
-            text = hit.encode()[: _ROOM - 16]
-            self._memory[16 : 16 + len(text)] = text
+    def hit(self, call: str) -> None:
+        self._memory[8:16] = (self._hits() + 1).to_bytes(8, "little")
+        self._memory[16:_ROOM] = call.encode()[: _ROOM - 16].ljust(_ROOM - 16, b"\0")
+
+    def _hits(self) -> int:
+        return int.from_bytes(self._memory[8:16], "little")
 
     def read(self) -> dict[str, Any]:
         """What the training thread does, but for plain steps, says more than what is written behind them."""
@@ -100,7 +107,7 @@ class Board:
         return {
             "phase": behind if front == "step" and behind else front,
             "opened": bool(self._memory[2]),
-            "calls": int.from_bytes(self._memory[8:16], "little"),
+            "hits": self._hits(),
             "hit": self._memory[16:].rstrip(b"\0").decode(errors="replace"),
         }
 
@@ -137,7 +144,7 @@ def _one(order: dict[str, Any]) -> dict[str, Any]:
     said = b"".join(iter(lambda: os.read(here, 65536), b""))
     os.close(here)
     _, status = os.waitpid(child, 0)
-    told = json.loads(said) if said else {"kind": "nothing was said", "holdfast": False, "text": "", "result": None}
+    told = json.loads(said) if said else {**_NOTHING, "kind": "it died"}
     ended = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     return {**told, **board.read(), "signal": ended, "seconds": time.monotonic() - began, "hung": hung}
 
@@ -145,29 +152,32 @@ def _one(order: dict[str, Any]) -> dict[str, Any]:
 def _child(order: dict[str, Any], board: Board, there: int) -> None:
     """The life; it never returns."""
     faulthandler.enable()
-    told: dict[str, Any] = {"kind": "", "holdfast": False, "text": "", "result": None}
+    told = dict(_NOTHING)
     try:
-        told["result"] = _live(order, board)
+        told |= _live(order, board)
     except BaseException as error:
         import holdfast
 
         told |= {"kind": type(error).__name__, "holdfast": isinstance(error, holdfast.HoldfastError)}
         told["text"] = "".join(traceback.format_exception(error))[-6000:]
     board.put(0, "over")
+    threading._shutdown()  # type: ignore[attr-defined]  # as at the end of a program: threads left running would hang it
     os.write(there, json.dumps(told).encode())
     os._exit(0)
 
 
-def _live(order: dict[str, Any], board: Board) -> dict[str, str]:
+def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
     from crash_calls import Calls
     from crash_workload import Life
 
     board.put(0, "startup")
     _watch(board)
     run_dir = Path(order["run_dir"])
-    calls = Calls(run_dir, board.call, order.get("at", 0), order.get("how", ""))
+    chosen = {"how": "", "site": "", "nth": 1, "every": 0} | {k: order[k] for k in _CHOSEN if k in order}
+    calls = Calls(run_dir, board.hit, **chosen)
     calls.install()
-    return Life(run_dir, order["variant"]).train(lambda phase: board.put(0, phase), board.opened)
+    result = Life(run_dir, order["variant"]).train(lambda phase: board.put(0, phase), board.opened)
+    return {"result": result, "sites": dict(calls.sites)}
 
 
 def _watch(board: Board) -> None:

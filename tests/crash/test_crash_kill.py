@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import WHOLE
+from crash_calls import applies
 from crash_checks import Directory, Reference, same
 from crash_server import Ended, Server
 from crash_workload import VARIANTS
@@ -40,20 +41,23 @@ class Tally:
         print(f"\n{self._what}: {self.kills} killed in {self.lives} lives of {self.runs} runs: {spread}")
 
 
-def when(dice: random.Random, how: str, reference: Ended) -> dict[str, Any]:
+def when(dice: random.Random, how: str, reference: Ended, sites: list[tuple[bool, str, int]]) -> dict[str, Any]:
     """An instant in the life to come; some lie after its end."""
     if how == "by the clock":
         return {"after": dice.uniform(0.0, 1.1) * reference.seconds}
-    return {"at": dice.randint(1, int(reference.calls * 1.05)), "how": dice.choice(["KILL", "KILL_AFTER", "KILL_HALF"])}
+    _, site, often = dice.choice(sites)
+    how = dice.choice([h for h in ("KILL", "KILL_AFTER", "KILL_HALF") if applies(h, site)])
+    return {"how": how, "site": site, "nth": dice.randint(1, often)}
 
 
 def run_to_its_end(
-    lives: Server, path: Path, variant: str, how: str, dice: random.Random, reference: Ended, tally: Tally
+    lives: Server, path: Path, variant: str, how: str, dice: random.Random, references: Reference, tally: Tally
 ) -> None:
     """One run in as many lives as it takes, each killed at an instant of its own, until one comes to its end."""
+    reference, sites = references(variant), references.sites(variant)
     directory, offered = Directory(path), None
     while True:
-        chosen = when(dice, how, reference)
+        chosen = when(dice, how, reference, sites)
         ended = lives.live(path, variant, **chosen)
         tally.count(ended)
         about = f"{variant} {path.name}, life {tally.lives}, {chosen}, killed while {ended.phase} {ended.hit}"
@@ -61,7 +65,7 @@ def run_to_its_end(
         assert ended.signal == signal.SIGKILL or ended.kind == "", about + ended.text
         try:
             before, offered = offered, directory.check(ended)
-            if ended.phase not in ("startup", "resuming"):
+            if ended.phase not in ("", "startup", "resuming"):
                 assert directory.went_on_from() == (None if before is None else before.name)
             if ended.signal == 0:
                 same(ended, reference)
@@ -78,9 +82,9 @@ def test_a_run_killed_at_random_instants_ends_as_if_it_never_was(
     how: str, variant: str, lives: Server, references: Reference, tmp_path: Path
 ) -> None:
     dice = random.Random(f"{how} {variant}")
-    reference, tally = references(variant), Tally(f"{variant}, {how}")
+    tally = Tally(f"{variant}, {how}")
     while tally.kills < KILLS[how] // 2:
-        run_to_its_end(lives, tmp_path / f"run_{tally.runs}", variant, how, dice, reference, tally)
+        run_to_its_end(lives, tmp_path / f"run_{tally.runs}", variant, how, dice, references, tally)
     if WHOLE:
         tally.show()
     assert len(tally.under_way) >= 2, tally.under_way

@@ -148,9 +148,11 @@ def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_pa
     parted = configuration(tmp_path / "parted", **sections)
     first = Done(parted, tamper=faults(), stop_at=9)
     assert (first.result.steps, first.result.stopped) == (9, "asked to stop at step 9")
-    assert first.result.snapshot == str(tmp_path / "parted" / "snapshot.pt")
-    second = Done(parted, tamper=faults_after(), resume=first.result.snapshot)
-    assert second.result.stopped is None and second.result.snapshot is None
+    assert first.result.checkpoint == str(tmp_path / "parted" / "checkpoints" / "step_00000009")
+    second = Done(parted, tamper=faults_after())
+    assert second.result.stopped is None
+    (resumed,) = events(tmp_path / "parted", "resumed")
+    assert (resumed["step"], resumed["checkpoint"]) == (9, "step_00000009")
     assert_same(second.state, whole.state)
     assert first.losses + second.losses == whole.losses
     assert second.result.eval_loss == whole.result.eval_loss
@@ -164,16 +166,16 @@ def test_stopping_is_not_what_makes_them_equal(tmp_path):
     whole = Done(configuration(tmp_path / "whole"))
     parted = configuration(tmp_path / "parted")
     first = Done(parted, stop_at=9)
-    other = Done(configuration(tmp_path / "parted", train={"seed": 8}), resume=first.result.snapshot)
+    other = Done(configuration(tmp_path / "parted", train={"seed": 8}))
     assert first.losses + other.losses != whole.losses
 
 
-def test_snapshot_of_a_run_stopped_twice_goes_on_from_the_second_stop(tmp_path):
+def test_run_stopped_twice_goes_on_from_the_second_stop(tmp_path):
     whole = Done(configuration(tmp_path / "whole"))
     config = configuration(tmp_path / "parted")
     parts = [Done(config, stop_at=5)]
-    parts.append(Done(config, resume=parts[0].result.snapshot, stop_at=12))
-    parts.append(Done(config, resume=parts[1].result.snapshot))
+    parts.append(Done(config, stop_at=12))
+    parts.append(Done(config))
     assert [p.result.steps for p in parts] == [5, 12, STEPS]
     assert_same(parts[-1].state, whole.state)
 
@@ -309,7 +311,7 @@ def test_run_json_tells_this_run_from_another(tmp_path):
 def test_result_counts_what_this_life_did(tmp_path):
     config = configuration(tmp_path, train={"accumulate": 2})
     first = Done(config, stop_at=8).result
-    second = Done(config, resume=first.snapshot).result
+    second = Done(config).result
     assert (first.tokens, second.tokens) == (8 * 2 * 4 * 16, 12 * 2 * 4 * 16)
     assert second.run_dir == str(tmp_path)
     assert second.tokens_per_second > 0
@@ -321,23 +323,25 @@ def test_result_counts_what_this_life_did(tmp_path):
 
 def test_run_asked_to_stop_at_its_last_step_is_complete(tmp_path):
     result = Done(configuration(tmp_path), stop_at=STEPS).result
-    assert (result.steps, result.stopped, result.snapshot) == (STEPS, None, None)
-    assert not (tmp_path / "snapshot.pt").exists()
+    assert (result.steps, result.stopped) == (STEPS, None)
+    again = Done(configuration(tmp_path)).result
+    assert (again.steps, again.stopped, again.tokens) == (STEPS, None, 0)
+    assert again.eval_loss == result.eval_loss
 
 
 def test_unguarded_run_that_is_stopped_has_nothing_to_go_on_from(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     result = Done(configuration(tmp_path), stop_at=4).result
-    assert (result.steps, result.snapshot) == (4, None)
+    assert (result.steps, result.checkpoint) == (4, None)
     assert result.stopped == "asked to stop at step 4"
 
 
 def test_unguarded_run_refuses_to_resume_instead_of_beginning_anew(tmp_path, monkeypatch):
     config = configuration(tmp_path)
-    snapshot = Done(config, stop_at=4).result.snapshot
+    checkpoint = Done(config, stop_at=4).result.checkpoint
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     with pytest.raises(ConfigError, match="HOLDFAST_OFF"):
-        Done(config, resume=snapshot)
+        Done(config, resume=checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -349,24 +353,27 @@ def test_unguarded_run_refuses_to_resume_instead_of_beginning_anew(tmp_path, mon
     ],
     ids=["layers", "width", "precision"],
 )
-def test_snapshot_of_another_model_is_refused(tmp_path, sections):
-    snapshot = Done(configuration(tmp_path / "a"), stop_at=4).result.snapshot
-    with pytest.raises(SetupError, match="does not fit"):
-        Done(configuration(tmp_path / "b", **sections), resume=snapshot)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_checkpoint_of_another_model_is_refused(tmp_path, sections, by_name):
+    checkpoint = Done(configuration(tmp_path / "a"), stop_at=4).result.checkpoint
+    with pytest.raises(SetupError, match="another run than this one"):
+        Done(configuration(tmp_path / ("b" if by_name else "a"), **sections), resume=checkpoint if by_name else None)
 
 
-def test_snapshot_of_another_batch_size_is_refused(tmp_path):
-    snapshot = Done(configuration(tmp_path / "a"), stop_at=4).result.snapshot
-    with pytest.raises(DataError, match="another batch size"):
-        Done(configuration(tmp_path / "b", train={"batch_size": 8}), resume=snapshot)
+def test_another_batch_size_goes_on_at_the_exact_next_sample_and_says_so(tmp_path):
+    Done(configuration(tmp_path), stop_at=4)
+    Done(configuration(tmp_path, train={"batch_size": 8}), stop_at=6)
+    last = [row["data"] for row in metrics(tmp_path)][-3:]
+    assert last == [[[0, 12, 16]], [[0, 16, 24]], [[0, 24, 32]]]
+    assert any("sample 16" in e["message"] for e in events(tmp_path, "note"))
 
 
-def test_missing_or_foreign_snapshot_is_refused(tmp_path):
-    with pytest.raises(RunDirError, match="no such snapshot file"):
-        Done(configuration(tmp_path), resume=str(tmp_path / "none.pt"))
-    (tmp_path / "text.pt").write_text("not a snapshot")
-    with pytest.raises(RunDirError, match="text.pt is not a snapshot"):
-        Done(configuration(tmp_path), resume=str(tmp_path / "text.pt"))
+def test_missing_or_foreign_checkpoint_is_refused(tmp_path):
+    with pytest.raises(RunDirError, match="no such folder"):
+        Done(configuration(tmp_path), resume=str(tmp_path / "none"))
+    (tmp_path / "text").mkdir()
+    with pytest.raises(RunDirError, match="neither a checkpoint nor a run directory"):
+        Done(configuration(tmp_path), resume=str(tmp_path / "text"))
 
 
 def test_source_that_does_not_fit_the_model_is_one_error(tmp_path):
@@ -419,8 +426,7 @@ def test_interrupted_program_leaves_a_readable_run_and_goes_on_to_the_end(tmp_pa
     ended = first.end()
     assert ended.status == 75, ended.err
     assert "Traceback" not in ended.err
-    assert f"--resume {run / 'snapshot.pt'}" in ended.err.splitlines()[-1]
-    assert (run / "snapshot.pt").is_file()
+    assert "the same command goes on from there" in ended.err.splitlines()[-1]
     (stop,) = events(run, "stop_requested")
     assert stop["reason"] == "interrupted"
     (end,) = events(run, "run_end")
@@ -429,7 +435,7 @@ def test_interrupted_program_leaves_a_readable_run_and_goes_on_to_the_end(tmp_pa
     assert 10 <= reached < 600
     assert [row["step"] for row in metrics(run)] == list(range(1, reached + 1))
 
-    second = program(*words, "--resume", run / "snapshot.pt").end()
+    second = program(*words).end()
     assert second.status == 0, second.err
     assert [row["step"] for row in metrics(run)] == list(range(1, 601))
     assert events(run, "resumed")[0]["step"] == reached

@@ -47,45 +47,57 @@ def rows(survey: Survey) -> list[Row]:
     if lineage is None or len({fork.branch for fork in lineage.forks} | {e.branch for e in newest}) == 1:
         return [Row("", e) for e in newest]
     own = {e.name for e in newest if _is_own(e, survey)}
-    groups: dict[int, list[Entry]] = {}
     known = {e.branch: e.manifest.lineage for e in newest if e.manifest is not None and e.name in own}
+    sides: dict[_Parting, list[Entry]] = {}
+    along: list[Entry] = []
     for entry in newest:
         if entry.name in own and not lineage.holds(entry.branch, entry.step):
-            groups.setdefault(_left_at(entry, lineage, known), []).append(entry)
-    along = [e for e in newest if e.name not in own or lineage.holds(e.branch, e.step)]
-    return list(_woven(along, groups, own))
+            sides.setdefault(_parting(entry, lineage, known), []).append(entry)
+        else:
+            along.append(entry)
+    return list(_woven(along, sides, own, {fork.branch: n for n, fork in enumerate(lineage.forks)}))
 
 
 def _is_own(entry: Entry, survey: Survey) -> bool:
     return entry.manifest is None or survey.run is None or entry.manifest.run == survey.run
 
 
-def _woven(along: list[Entry], groups: dict[int, list[Entry]], own: set[str]) -> Iterator[Row]:
-    waiting = sorted(groups, reverse=True)
+class _Parting(NamedTuple):
+    """Where the way to a state and the run's lineage part: after this step, the lineage going on with this fork."""
+
+    step: int
+    fork: int
+
+
+def _woven(
+    along: list[Entry], sides: dict[_Parting, list[Entry]], own: set[str], places: dict[int, int]
+) -> Iterator[Row]:
+    waiting = sorted(sides, reverse=True)
     for entry in along:
-        while waiting and waiting[0] >= entry.step:
-            yield from _side(waiting[0], groups[waiting.pop(0)])
+        while waiting and entry.step <= waiting[0].step and places.get(entry.branch, -1) < waiting[0].fork:
+            yield from _side(waiting[0].step, sides[waiting.pop(0)])
         yield Row("●" if entry.name in own else "│ ?", entry)
-    for step in waiting:
-        yield from _side(step, groups[step])
+    for parting in waiting:
+        yield from _side(parting.step, sides[parting])
 
 
 def _side(step: int, entries: list[Entry]) -> Iterator[Row]:
     for entry in entries:
         yield Row("│ ○", entry, left=True)
-    yield Row("├─╯", None, f"left at step {step}", left=True)
+    yield Row("├─╯", None, f"left at step {step:,}", left=True)
 
 
-def _left_at(entry: Entry, lineage: Lineage, known: Mapping[int, Lineage]) -> int:
-    """The step after which the way to this state and the run's lineage part."""
+def _parting(entry: Entry, lineage: Lineage, known: Mapping[int, Lineage]) -> _Parting:
     own = entry.manifest.lineage if entry.manifest is not None else known.get(entry.branch)
-    if own is None:
-        return entry.step
-    for a, b in zip(own.forks, lineage.forks, strict=False):
-        if a != b:
-            return min(a.step, b.step)
-    shorter, longer = sorted((own.forks, lineage.forks), key=len)
-    return longer[len(shorter)].step if len(longer) > len(shorter) else entry.step
+    forks = lineage.forks
+    if own is None:  # damaged, and nothing else was saved on its branch
+        return _Parting(entry.step, len(forks))
+    same = next((n for n, (a, b) in enumerate(zip(own.forks, forks, strict=False)) if a != b), None)
+    if same is not None:
+        return _Parting(min(own.forks[same].step, forks[same].step), same)
+    if len(own.forks) < len(forks):
+        return _Parting(forks[len(own.forks)].step, len(own.forks))
+    return _Parting(own.forks[len(forks)].step if len(own.forks) > len(forks) else entry.step, len(forks))
 
 
 # ---- for a person
@@ -100,9 +112,10 @@ def tell(console: Console, survey: Survey, run: Path, settings: Mapping[str, Any
     for line in _verdict(survey):
         console.print(line, soft_wrap=True)
     _tell_whys(console, survey, wide=console.width >= _WIDE)
+    place = clean(str(run))
     if survey.entries:
         total = sum(size_of(e.path) for e in survey.entries)
-        cure = f"holdfast checkpoints verify {clean(str(run))}"
+        cure = f"holdfast checkpoints verify {place}"
         console.print()
         console.print(
             Text(f"{counted(len(survey.entries), 'checkpoint')}, {decimal(total)}; to read every byte: {cure}"),
@@ -110,12 +123,12 @@ def tell(console: Console, survey: Survey, run: Path, settings: Mapping[str, Any
         )
     for name in making:
         console.print(Text(f"{clean(name)}: in the making, or left by a process that was killed"), soft_wrap=True)
-    for line in _overridden(settings):
-        console.print(Text(line, style="yellow"), soft_wrap=True)
+    for said in _overridden(settings):
+        console.print(Text(said, style="yellow"), soft_wrap=True)
 
 
 def _table(survey: Survey, *, wide: bool) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
+    table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0) if wide else (0, 1))
     shown = rows(survey)
     table.add_column("", no_wrap=True)
     for name in ("name", *(("step", "branch") if wide else ()), "health", "size", "age", "ranks", "reason"):
@@ -137,7 +150,7 @@ def _cells(entry: Entry, now: float, wide: bool) -> list[Text]:
     mark, colour = MARKS[entry.health]
     health = "damaged" if entry.damage is not None else str(entry.health)
     numbers = [f"{entry.step:,}", str(entry.branch)] if wide else []
-    age = "?" if manifest is None else spoken(max(0.0, now - manifest.time))
+    age = "?" if manifest is None else _age(now - manifest.time)
     ranks = "?" if manifest is None else str(manifest.world_size)
     reason = "?" if manifest is None else clean(manifest.reason)
     texts = [
@@ -145,6 +158,10 @@ def _cells(entry: Entry, now: float, wide: bool) -> list[Text]:
         Text(age), Text(ranks), Text(reason),
     ]  # fmt: skip
     return [*texts, Text(_why(entry))] if wide else texts
+
+
+def _age(seconds: float) -> str:
+    return spoken(float(max(0, round(seconds)))) if seconds < 120 else spoken(seconds)
 
 
 def _why(entry: Entry) -> str:

@@ -1,7 +1,7 @@
 """The `holdfast` command: puts the commands together, and turns errors into messages and exit statuses.
 
-Exit statuses: 0 done; 2 the command line is wrong, or a person would have to be asked; 3 `diagnose --fail-on` found it, or
-there is no checkpoint for `checkpoints resume-path` or `verify`; 70 stopped by policy; 75 stopped early and resumable; 78 bad
+Exit statuses: 0 done; 2 the command line is wrong, or a person would have to be asked; 3 `diagnose --fail-on` found it,
+or there is no checkpoint (`checkpoints resume-path`, `verify`); 70 stopped by policy; 75 stopped early and resumable; 78 bad
 configuration or input; 130 ended by Ctrl-C; 1 anything else, a damaged checkpoint too.
 """
 

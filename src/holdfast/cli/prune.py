@@ -105,7 +105,7 @@ def _rules(
     default = CheckpointSection()
 
     def rule(typed: int | None, name: str) -> Any:
-        known = config.get(name)
+        known: Any = config.get(name)
         fits = type(known) is type(getattr(default, name)) and known >= 0
         return typed if typed is not None else known if fits else getattr(default, name)
 

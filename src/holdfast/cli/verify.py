@@ -164,29 +164,27 @@ def _marked(result: Result, homes: dict[Path, RunDir]) -> Result:
 def _tell(results: list[Result], skipped: int) -> None:
     out = console()
     several = len({r.path.parent for r in results}) > 1
-    for result in results:
+    names = [clean(str(r.path) if several else r.path.name) for r in results]
+    width = max(map(len, names), default=0)
+    for name, result in zip(names, results, strict=True):
         good = result.wrong is None
         line = Text("✓ " if good else "✗ ", style="green" if good else "red")
-        name = clean(str(result.path) if several else result.path.name)
-        said = "ok" if good else clean(result.wrong or "")
-        line.append(
-            f"{name}  {decimal(result.bytes)}  {said}{' (marked bad)' if result.marked else ''}", style="default"
-        )
+        said = "ok" if good else clean(result.wrong or "") + (" (marked bad)" if result.marked else "")
+        line.append(f"{name:<{width}}  {decimal(result.bytes):>8}  {said}", style="default")
         out.print(line, soft_wrap=True)
+    out.print(_sum(results, skipped), soft_wrap=True)
+
+
+def _sum(results: list[Result], skipped: int) -> Text:
     damaged = sum(r.wrong is not None for r in results)
     left = f"; {counted(skipped, 'other')} marked bad or quarantined not read: see --all" if skipped else ""
+    number = counted(len(results), "checkpoint")
     if not results:
-        out.print(Text(f"nothing to verify: no checkpoints{left}", style="yellow"), soft_wrap=True)
-    elif damaged:
-        out.print(
-            Text(f"{damaged} of {counted(len(results), 'checkpoint')} damaged{left}", style="bold red"), soft_wrap=True
-        )
-    else:
-        total = decimal(sum(r.bytes for r in results))
-        whole = "it is whole" if len(results) == 1 else "all are whole"
-        out.print(
-            Text(f"{counted(len(results), 'checkpoint')}, {total}: {whole}{left}", style="bold green"), soft_wrap=True
-        )
+        return Text(f"nothing to verify: no checkpoints{left}", style="yellow")
+    if damaged:
+        return Text(f"{damaged:,} of {number} damaged{left}", style="bold red")
+    whole = "it is whole" if len(results) == 1 else "all are whole"
+    return Text(f"{number}, {decimal(sum(r.bytes for r in results))}: {whole}{left}", style="bold green")
 
 
 def _answer(results: list[Result], skipped: int) -> dict[str, Any]:

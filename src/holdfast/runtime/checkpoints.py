@@ -90,7 +90,7 @@ class Checkpoints:
         self.tier.wait()  # one at a time: a disk slower than the cadence holds the run up, and the journal says so
         known = Known(snapshot.step, snapshot.lineage.branch, Health.CANDIDATE)
         known.reason = snapshot.reason
-        known.handover = snapshot.reason == END and self._quiet()
+        known.handover = snapshot.reason == END
         if snapshot.reason == START:
             known.health = Health.GOOD
         self.known[known.name] = known
@@ -113,7 +113,7 @@ class Checkpoints:
         known = self.known.get(name_of(run.step, self.lineage.branch))
         if known is None or not self._unchanged():
             run.keeper.now(run.step, reason, run.state.buffers.capture(), run.source, run.engine.state_dict)
-        elif reason == END and known.health is Health.CANDIDATE and self._quiet():
+        elif reason == END and known.health is Health.CANDIDATE:
             known.handover = True
             self.mark(known, Health.CANDIDATE, "the state an orderly end left")
         name = name_of(run.step, self.lineage.branch)
@@ -125,9 +125,6 @@ class Checkpoints:
     def _unchanged(self) -> bool:
         """Whether the run stands where it stood when it was last saved."""
         return self._last is not None and self._last.same(_place_of(self.run))
-
-    def _quiet(self) -> bool:
-        return self.run.engine.policy.state.incident is None
 
     def poll(self) -> list[News]:
         """What has become of what was handed over, on record."""
@@ -292,10 +289,15 @@ class Checkpoints:
         self.tier.find(path)
         self._load_path = path
 
-    def resume(self) -> None:
-        """Put the run where it is to go on from, if there is such a place. Its loader must be there, and nothing trained."""
-        if self.tier is not None and resuming.resume(self, self.tier, self._load_path):
-            self._fresh = False
+    def resume(self) -> bool:
+        """Put the run where it is to go on from, if there is such a place. Its loader must be there, and nothing trained.
+
+        Returns whether the state it begins with may be returned to at once. What an orderly end left may be gone on from,
+        as if there had been no end; but it is no more than a candidate until it has been followed by healthy steps.
+        """
+        found = None if self.tier is None else resuming.resume(self, self.tier, self._load_path)
+        self._fresh = self._fresh and found is None
+        return found is None or found.health is Health.GOOD
 
     def find(self, before: int, at_latest: int) -> tuple[Found | None, list[Passed]]:
         """Where memory has nothing to return to: the newest good one on the run's lineage, verified."""

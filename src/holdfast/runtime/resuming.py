@@ -22,29 +22,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 
 
-def resume(book: Checkpoints, tier: Tier, load_path: str) -> bool:
-    """Put the run where it is to go on from. False where it begins."""
+def resume(book: Checkpoints, tier: Tier, load_path: str) -> Entry | None:
+    """Put the run where it is to go on from: what that was. None where the run begins."""
     began = time.perf_counter()
-    saved, passed = (_named(book, tier, load_path), []) if load_path else _newest(book, tier)
-    if saved is None:
+    chosen, passed = (_named(book, tier, load_path), []) if load_path else _newest(book, tier)
+    if chosen is None:
         _begin(book, tier, passed)
-        return False
+        return None
+    entry, saved = chosen
     _compare(book.run, saved)
     _go_on(book, on_disk(book.run, saved, fresh=True), saved, passed, began, explicit=bool(load_path))
-    return True
+    return entry
 
 
-def _named(book: Checkpoints, tier: Tier, load_path: str) -> Restored:
+def _named(book: Checkpoints, tier: Tier, load_path: str) -> tuple[Entry, Restored]:
     """The one a person asked for: it wins over what would have been taken, and says so."""
     named = tier.find(load_path)
     would, _ = tier.choose(lambda e: _left(book.run, e)) if book.config.resume == "auto" else (None, [])
     other = "nothing" if would is None else would.name
     if would is None or would.path != named.path:
         book.run.tell(f"load_path = {named.path} is gone on from; automatic resume would have taken {other}")
-    return tier.load(named)
+    return named, tier.load(named)
 
 
-def _newest(book: Checkpoints, tier: Tier) -> tuple[Restored | None, list[Passed]]:
+def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | None, list[Passed]]:
     """The newest that is good and verifies; each that does not is condemned on the way."""
     if book.config.resume == "never":
         return None, []
@@ -54,7 +55,7 @@ def _newest(book: Checkpoints, tier: Tier) -> tuple[Restored | None, list[Passed
         if entry is None:
             return None, passed
         try:
-            return tier.load(entry), passed
+            return (entry, tier.load(entry)), passed
         except RunDirError as error:
             spoilt[entry.name] = str(error)
             log.warning("checkpoint %s cannot be used: %s", entry.name, error)

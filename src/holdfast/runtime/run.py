@@ -131,10 +131,11 @@ class Run:
             )
         self.source, self._loader = source, loader
         self.positions.clear()
+        trusted = True
         if first:
-            self.checkpoints.resume()
+            trusted = self.checkpoints.resume()
             effects.interventions.again(self)
-        self.tell(self.keeper.begin(self.step))
+        self.tell(self.keeper.begin(self.step, trusted=trusted))
 
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""

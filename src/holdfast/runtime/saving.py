@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.errors import SetupError
+from holdfast.core.errors import DataError, SetupError
 from holdfast.runtime.data.source import Position
+from holdfast.runtime.data.world import why_not_moved
 from holdfast.runtime.rng import RngState
 from holdfast.runtime.snapshots.encoding import PART
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -49,6 +50,7 @@ def frame_of(snapshot: Snapshot, state: RunState) -> Frame:
         snapshot.lineage,
         parts,
         snapshot.tensors(),
+        snapshot.wait,
         snapshot.examine,
         lambda name: name.startswith(("buffer.", PART)) or state.private(name),
         snapshot.written.set,
@@ -82,6 +84,9 @@ def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
             '[checkpoint] resume = "never"'
         )
 
+    why = why_not_moved(parts["data"], then=saved.manifest.world_size, now=saved.world) if fresh else None
+    if why is not None:
+        raise DataError(f"checkpoint {saved.manifest.name}: {why}")
     position = Position(*(int(parts["data"][key]) for key in Position._fields))
 
     def put_back() -> None:

@@ -161,25 +161,41 @@ def test_gpu_that_is_not_there_is_told_with_what_to_set_instead(holdfast, file):
     assert "no GPU" in message and '"cpu"' in message
 
 
-def test_missing_and_foreign_snapshots_are_refused(holdfast, file, tmp_path):
-    assert "no such snapshot file" in refused(holdfast("train", file, "--resume", "none.pt"))
+def test_missing_and_foreign_checkpoints_are_refused(holdfast, file, tmp_path):
+    assert "no such folder" in refused(holdfast("train", file, "--resume", "none"))
     (tmp_path / "a.pt").write_text("text")
     message = holdfast("train", file, "--resume", "a.pt")
     assert message.status == 78 and "Traceback" not in message.err
 
 
-def test_snapshot_of_another_model_is_refused(holdfast, file):
+def test_run_directory_of_another_model_is_refused_with_what_differs(holdfast, file):
     assert holdfast("train", file, "--stop-at", 3).status == 75
-    answer = holdfast("train", file, "--model.layers=2", "--resume", "runs/train/snapshot.pt", "--json")
+    answer = holdfast("train", file, "--model.layers=2", "--json")
     assert answer.status == 78
-    assert "does not fit" in answer.json["errors"][0]
+    assert "another run than this one" in answer.json["errors"][0]
+    assert "parameters" in answer.json["errors"][0]
 
 
-def test_snapshot_of_another_batch_size_is_refused(holdfast, file):
+def notes(folder) -> str:
+    """What the run said of itself, in the journal and in the log alike."""
+    events = journal.read(folder / "runs/train/journal.jsonl").events
+    return "; ".join(e["message"] for e in events if e["event"] == "note")
+
+
+def test_another_batch_size_goes_on_and_says_so(holdfast, file, tmp_path):
     assert holdfast("train", file, "--stop-at", 3).status == 75
-    answer = holdfast("train", file, "--train.batch_size=3", "--resume", "runs/train/snapshot.pt", "--json")
-    assert answer.status == 78
-    assert "batch size" in answer.json["errors"][0]
+    answer = holdfast("train", file, "--train.batch_size=3")
+    assert answer.status == 0
+    assert "at the exact next one" in notes(tmp_path)
+
+
+def test_named_checkpoint_wins_over_the_newest_and_says_so(holdfast, file, tmp_path):
+    assert holdfast("train", file, "--stop-at", 3).status == 75
+    assert holdfast("train", file, "--stop-at", 6).status == 75
+    for words in (["--resume", "runs/train/checkpoints/step_00000003"], ["--checkpoint.load_path=runs/train"]):
+        answer = holdfast("train", file, "--stop-at", 7, *words)
+        assert answer.status == 75
+    assert "step_00000003 is gone on from; automatic resume would have taken step_00000006" in notes(tmp_path)
 
 
 def test_errors_are_json_when_asked_for(holdfast, file):
@@ -226,18 +242,19 @@ def test_json_answer_is_one_object_and_nothing_else(holdfast, file):
     assert answer.status == 0
     assert answer.err == ""
     assert answer.json["ok"] is True
-    assert (answer.json["steps"], answer.json["stopped"], answer.json["snapshot"]) == (12, None, None)
+    assert (answer.json["steps"], answer.json["stopped"]) == (12, None)
+    assert answer.json["checkpoint"].endswith("checkpoints/step_00000012")
     assert answer.json["tokens"] == 12 * 2 * 16
     assert 0 < answer.json["eval_loss"] < 10
     assert answer.json["summary"]["status"] == "clean"
 
 
-def test_stopped_run_is_status_75_and_names_what_to_type(holdfast, file, tmp_path):
+def test_stopped_run_is_status_75_and_the_same_command_goes_on(holdfast, file, tmp_path):
     answer = holdfast("train", file, "--stop-at", 6, "--json")
     assert answer.status == 75
-    assert answer.json["snapshot"] == "runs/train/snapshot.pt"
-    assert answer.err.splitlines()[-1].endswith("go on with --resume runs/train/snapshot.pt")
-    resumed = holdfast("train", file, "--resume", "runs/train/snapshot.pt", "--json")
+    assert answer.json["checkpoint"].endswith("runs/train/checkpoints/step_00000006")
+    assert answer.err.splitlines()[-1].endswith("the same command goes on from there")
+    resumed = holdfast("train", file, "--json")
     assert (resumed.status, resumed.json["steps"]) == (0, 12)
     whole = holdfast("train", file, "--train.run_dir=whole", "--json")
     assert resumed.json["eval_loss"] == whole.json["eval_loss"]
@@ -251,13 +268,13 @@ def test_run_stopped_at_its_last_step_is_done(holdfast, file):
     assert "--resume" not in answer.err
 
 
-def test_unguarded_run_that_is_stopped_promises_no_snapshot(holdfast, file, monkeypatch):
+def test_unguarded_run_that_is_stopped_promises_no_checkpoint(holdfast, file, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     answer = holdfast("train", file, "--stop-at", 6)
     assert answer.status == 1
     assert "--resume" not in answer.err
     assert "the record is in" not in answer.err
-    assert "HOLDFAST_OFF" in answer.err
+    assert "no checkpoint was left" in answer.err
     assert "HOLDFAST_OFF" in refused(holdfast("train", file, "--resume", "any.pt"))
 
 

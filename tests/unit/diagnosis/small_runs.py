@@ -46,7 +46,6 @@ def train(
     tamper: Any = None,
     weights: Any = (0.7, 0.3),
     stop_at: int | None = None,
-    resume: str | None = None,
     **sections: Any,
 ) -> Path:
     """A run in `folder`/`name`; its directory."""
@@ -62,5 +61,5 @@ def train(
         "detect": {"loss_spike": False, "grad_spike": False},
     }  # fmt: skip
     merged = {key: {**small.get(key, {}), **sections.get(key, {})} for key in {**small, **sections}}
-    reference.build(parse(merged, "test"), tamper=tamper).run(stop_at=stop_at, resume=resume)
+    reference.build(parse(merged, "test"), tamper=tamper).run(stop_at=stop_at)
     return folder / name

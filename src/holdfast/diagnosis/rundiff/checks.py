@@ -36,7 +36,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "housekeeping", "logging and housekeeping", 0.01,
         r"(^|[._])(log_every|log_interval|logging_\w+|save_\w+|eval_steps|eval_interval|threads|(num_)?workers|"
-        r"dataloader_\w+|flush_seconds|verbose)$|^eval\.every$",
+        r"dataloader_\w+|flush_seconds|verbose)$|^eval\.every$|^checkpoint\.\w+$",
         "nothing that is trained",
         "leave it",
     ),

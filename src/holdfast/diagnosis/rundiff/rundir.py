@@ -18,7 +18,7 @@ from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten, number
 _READ = ("loss", "grad_norm", "lr")
 _LOST = ("lines_lost", "torn")
 # Said elsewhere in a better form: the facts have the data and the weights, the LR curve has the LR.
-_LEFT_OUT = ("config", "facts", "data", "precision", "tokens_per_step", "device", "seed", "dtypes", "started")
+_LEFT_OUT = ("run", "config", "facts", "data", "precision", "tokens_per_step", "device", "seed", "dtypes", "started")
 _EVENTS = (b'"facts"', b'"action"', b'"quarantine"', b'"restart"', b'"run_end"', b'"run_begin"')
 
 

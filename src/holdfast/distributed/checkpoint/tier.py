@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -119,13 +119,12 @@ class DiskTier:
     def _save(self, frame: Frame, label: Label) -> None:
         name, began = name_of(frame.step, frame.lineage.branch), time.perf_counter()
         try:
-            refusal, sums, tensors, text = self._examined(frame)
-            if self._world.size > 1:
-                entry, nbytes = self._save_together(frame, label, refusal, sums, tensors, text)
-            elif refusal is None:
-                entry, nbytes = self._save_alone(frame, label, sums, tensors, text)
-            else:
-                raise _Refused(refusal)
+            frame.copied()
+            small: dict[str, Tensor] = {}
+            text = encode(frame.parts, small)
+            share = _Share(text, {**frame.tensors, **small}, lambda: {**_examined(frame), **checksums(small)})
+            save = self._save_together if self._world.size > 1 else self._save_alone
+            entry, nbytes = save(frame, label, share)
         except _Refused as error:
             self._tell(name, "refused", str(error))
         except Exception as error:  # a full disk, no memory, a state JSON cannot hold: no reason to end the run
@@ -135,21 +134,10 @@ class DiskTier:
         finally:
             frame.release()
 
-    def _examined(self, frame: Frame) -> tuple[str | None, dict[str, int], dict[str, Tensor], str]:
-        look = frame.examine()
-        if look.torn:
-            raise RunDirError("a parameter changed while it was copied")
-        refusal = None if look.nonfinite is None else f"{look.nonfinite} holds NaN or Inf"
-        small: dict[str, Tensor] = {}
-        text = encode(frame.parts, small)
-        return refusal, {**look.sums, **checksums(small)}, {**frame.tensors, **small}, text
-
-    def _save_alone(
-        self, frame: Frame, label: Label, sums: dict[str, int], tensors: dict[str, Tensor], text: str
-    ) -> tuple[Path, int]:
+    def _save_alone(self, frame: Frame, label: Label, share: _Share) -> tuple[Path, int]:
         staging = self._folder.staging(name_of(frame.step, frame.lineage.branch))
         try:
-            files = write_rank(staging, tensors, text, rank=0, size=1, sums=sums, private=frame.private)
+            files = share.write(staging, 0, 1, frame)
         except BaseException:
             with contextlib.suppress(OSError):
                 durable.remove_tree(staging)
@@ -174,28 +162,18 @@ class DiskTier:
 
     # ---- of several ranks
 
-    def _save_together(
-        self,
-        frame: Frame,
-        label: Label,
-        refusal: str | None,
-        sums: dict[str, int],
-        tensors: dict[str, Tensor],
-        text: str,
-    ) -> tuple[Path, int]:
+    def _save_together(self, frame: Frame, label: Label, share: _Share) -> tuple[Path, int]:
         """Each rank its share. A rank that cannot says so in its note, and nothing is published."""
         world, name = self._world, name_of(frame.step, frame.lineage.branch)
         final = self._folder.path / name
         staging = self._folder.staging(name) if world.rank == 0 else self._folder.path / f".tmp-{name}"
         self._until(staging.is_dir, f"the first rank has not made {staging}")
         files: dict[str, FileSum] = {}
-        if refusal is None:
-            try:
-                files = write_rank(
-                    staging, tensors, text, rank=world.rank, size=world.size, sums=sums, private=frame.private
-                )
-            except (RunDirError, OSError) as error:
-                refusal = f"rank {world.rank}: {error}"
+        refusal: str | None = None
+        try:
+            files = share.write(staging, world.rank, world.size, frame)
+        except (RunDirError, OSError, _Refused) as error:
+            refusal = f"rank {world.rank}: {error}"
         note = {"files": {n: msgspec.to_builtins(s) for n, s in files.items()}, "why": refusal}
         durable.write_file(staging / _note(world.rank), json.dumps(note).encode())
         if world.rank != 0:
@@ -280,11 +258,32 @@ class DiskTier:
             why = str(error)
         if any(troubles := self._world.gather(why)):
             raise RunDirError(next(t for t in troubles if t))
-        return Restored(manifest, parts, tensors, own)
+        return Restored(manifest, parts, tensors, self._world.size, own)
 
     def close(self) -> None:
         self.wait()
         self._worker.shutdown(wait=True)
+
+
+class _Share(NamedTuple):
+    """What this rank writes. The look at its tensors goes on while they are written, and is waited for after that."""
+
+    text: str
+    tensors: dict[str, Tensor]
+    sums: Callable[[], dict[str, int]]
+
+    def write(self, staging: Path, rank: int, size: int, frame: Frame) -> dict[str, FileSum]:
+        return write_rank(staging, self.tensors, self.text, rank=rank, size=size, sums=self.sums, private=frame.private)
+
+
+def _examined(frame: Frame) -> dict[str, int]:
+    """The sums of what was copied; refused where it is not to be saved."""
+    look = frame.examine()
+    if look.torn:
+        raise RunDirError("a parameter changed while it was copied")
+    if look.nonfinite is not None:
+        raise _Refused(f"{look.nonfinite} holds NaN or Inf")
+    return look.sums
 
 
 class _Refused(Exception):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from holdfast.core.checkpoints.manifest import FileSum
@@ -44,7 +45,7 @@ def write_rank(
     *,
     rank: int,
     size: int,
-    sums: Mapping[str, int],
+    sums: Mapping[str, int] | Callable[[], Mapping[str, int]],
     private: Private,
     progress: Progress | None = None,
 ) -> dict[str, FileSum]:
@@ -52,7 +53,8 @@ def write_rank(
 
     `tensors` are on the host; of a DTensor the local shard is. Their names, shapes, dtypes and placements, and what is
     `private`, must be the same on every rank, and so must the values of plain tensors that are not private: one rank
-    writes them for all. `sums[name]` belongs to what this rank has of the tensor: its shard of a DTensor.
+    writes them for all. `sums[name]` belongs to what this rank has of the tensor: its shard of a DTensor. They may be asked
+    for, once the tensors are written: who is still summing goes on meanwhile.
     Nothing may change the tensors until this returns. All torch operators run before the first byte is written.
     RunDirError if anything fails; the folder is then to be thrown away.
     """
@@ -60,13 +62,15 @@ def write_rank(
     chunks = [
         chunk._replace(data=dense(chunk.name, chunk.data)) for chunk in to_write(tensors, private, rank=rank, size=size)
     ]
-    entries = _lay_out(chunks, sums)
+    entries = _lay_out(chunks)
     length = entries[-1].at + entries[-1].bytes if entries else 0
-    content = encode(Index(rank=rank, world=size, bytes=length, tensors=tuple(entries), parts=parts))
     pieces = _pieces(entries, [raw(chunk.data) for chunk in chunks])
     path = folder / bin_name(rank)
     try:
         crc = _write(path, pieces, length, progress)
+        known = sums() if callable(sums) else sums
+        summed = tuple(msgspec.structs.replace(entry, sum=known.get(entry.name)) for entry in entries)
+        content = encode(Index(rank=rank, world=size, bytes=length, tensors=summed, parts=parts))
         path = folder / index_name(rank)
         write_file(path, content)
     except OSError as error:
@@ -77,7 +81,7 @@ def write_rank(
     }
 
 
-def _lay_out(chunks: list[Chunk], sums: Mapping[str, int]) -> list[Entry]:
+def _lay_out(chunks: list[Chunk]) -> list[Entry]:
     entries, at = [], 0
     for chunk in chunks:
         at = aligned(at)
@@ -90,7 +94,7 @@ def _lay_out(chunks: list[Chunk], sums: Mapping[str, int]) -> list[Entry]:
                 sizes=tuple(chunk.data.shape),
                 at=at,
                 bytes=chunk.data.nbytes,
-                sum=sums.get(chunk.name),
+                sum=None,
                 private=chunk.private,
             )
         )

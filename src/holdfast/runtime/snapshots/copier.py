@@ -53,6 +53,12 @@ class Copy:
         else:
             self.copied.wait()
 
+    def finished(self) -> None:
+        """Until the host tensors hold what was copied."""
+        self.copied.wait()
+        for event in self._events:
+            event.synchronize()
+
     def result(self) -> Examined:
         """The examination, waited for."""
         return self.examined.result()

@@ -54,7 +54,7 @@ class Keeper:
         self._making: Snapshot | None = None
         self._wanted: int | None = None
         """the committed step after which one is to be taken, when the next step begins"""
-        self._initial = False
+        self._initial, self._trusted = False, True
         self._leaving: list[Snapshot] = []
         """out of the ring, and still being written to disk"""
         self.stalled = 0.0
@@ -64,9 +64,10 @@ class Keeper:
 
     # ---- taking one
 
-    def begin(self, step: int) -> str | None:
-        """The state a run starts from, certified as soon as it is seen to be finite. What is older belongs to another
-        stream of data and is dropped."""
+    def begin(self, step: int, *, trusted: bool = True) -> str | None:
+        """The state a run starts from: certified as soon as it is seen to be finite, where it is `trusted`. What is older
+        belongs to another stream of data and is dropped."""
+        self._trusted = trusted
         for old in self.ring.drop_after(-1):
             self._gone(old)
         self._making = None
@@ -152,6 +153,7 @@ class Keeper:
         self._let_go()
         copy = self._copier.start(tensors, live=True)
         self._making = Snapshot(step, copy, lineage=self._beyond.lineage, initial=initial, reason=reason)
+        self._making.trusted = initial and self._trusted
         self.stalled += time.perf_counter() - began
         return said
 
@@ -200,13 +202,13 @@ class Keeper:
         for snapshot in list(self.ring):
             if snapshot.health is Health.CANDIDATE and snapshot.step < step:
                 snapshot.healthy += 1
-                if snapshot.initial or snapshot.healthy >= self._config.certify_after:
+                if snapshot.trusted or snapshot.healthy >= self._config.certify_after:
                     self._certify(snapshot)
 
     def unhealthy(self) -> None:
         """Something was found: candidates start counting anew."""
         for snapshot in self.ring:
-            if snapshot.health is Health.CANDIDATE and not snapshot.initial:
+            if snapshot.health is Health.CANDIDATE and not snapshot.trusted:
                 snapshot.healthy = 0
 
     def _certify(self, snapshot: Snapshot) -> None:
@@ -244,7 +246,7 @@ class Keeper:
         were passed over on the way."""
         self.not_committed()
         for snapshot in list(self.ring):
-            if snapshot.initial and snapshot.health is Health.CANDIDATE:
+            if snapshot.trusted and snapshot.health is Health.CANDIDATE:
                 self._certify(snapshot)
         passed = [p for p in self._condemned if p.step <= at_latest]
         for snapshot in self.ring:

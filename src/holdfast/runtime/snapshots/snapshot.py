@@ -29,6 +29,8 @@ class Snapshot:
         self.step = step
         self.lineage = lineage or Lineage()
         self.initial = initial
+        self.trusted = initial
+        """nothing led to it that could have gone wrong: it need not be followed by healthy steps"""
         self.reason = reason
         """why it is to be written to disk, too, or None"""
         self.written = threading.Event()
@@ -69,6 +71,11 @@ class Snapshot:
     def turns(self) -> int:
         """How many interventions the state holds."""
         return 0 if self.light is None else int(self.light["interventions"]["turns"])
+
+    def wait(self) -> None:
+        """Until every copy is made."""
+        for copy in self.copies:
+            copy.finished()
 
     def examine(self) -> Examined:
         """What a look at every copy found, waited for."""

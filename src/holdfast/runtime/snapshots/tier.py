@@ -28,8 +28,10 @@ class Frame(NamedTuple):
     parts: dict[str, Any]
     """all that is no tensor, by name; tensors among it are small"""
     tensors: dict[str, Tensor]
+    copied: Callable[[], None]
+    """waits until everything is there"""
     examine: Callable[[], Examined]
-    """waits until everything is copied and looked at"""
+    """waits until everything has been looked at"""
     private: Callable[[str], bool]
     """whether a tensor is a rank's own, and not the same on every rank"""
     release: Callable[[], None]
@@ -65,6 +67,8 @@ class Restored(NamedTuple):
     manifest: Manifest
     parts: dict[str, Any]
     tensors: dict[str, Tensor]
+    world: int
+    """how many ranks there are now"""
     own: bool
     """whether the random streams in it were this rank's; a rank that was not there then has none"""
 

@@ -1,0 +1,120 @@
+"""Each file-system call in turn fails: the run goes on, or ends with an error that says why; and the next life, on a sound
+disk, ends bit for bit as the run that nothing happened to."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from conftest import WHOLE
+from crash_calls import applies
+from crash_checks import Directory, Reference, same
+from crash_server import Ended, Server
+
+from holdfast.core.journal import read
+
+CALLS = 300 if WHOLE else 40
+FULL = 12 if WHOLE else 2
+VARIANT = "host"
+
+
+class Case(NamedTuple):
+    """The `nth` call at a site meets with `how`, in a first life or in one that goes on."""
+
+    how: str
+    late: bool
+    site: str
+    nth: int
+
+    def __str__(self) -> str:
+        return f"{self.how} at {self.site}, number {self.nth} of a {'later' if self.late else 'first'} life"
+
+
+def cases(references: Reference, hows: tuple[str, ...], count: int) -> list[Case]:
+    """Every site in turn, each with another error, as often as it takes."""
+    dice = random.Random(f"{hows} {count}")
+    found: list[Case] = []
+    while len(found) < count:
+        for late, site, often in references.sites(VARIANT):
+            fitting = [how for how in hows if applies(how, site)]
+            if fitting:
+                found.append(Case(dice.choice(fitting), late, site, dice.randint(1, often)))
+    return dice.sample(found, count) if count < len(found) else found[:count]
+
+
+def begin(references: Reference, path: Path, late: bool) -> Directory:
+    if late:
+        shutil.copytree(references.half(VARIANT), path)
+    return Directory(path, lives=int(late), opened=int(late))
+
+
+def go_on(lives: Server, directory: Directory, reference: Ended) -> None:
+    """A life without faults: it ends as the reference did, and nothing is left in the making."""
+    ended = lives.live(directory.path, VARIANT)
+    directory.check(ended)
+    same(ended, reference)
+    left = [n for n in os.listdir(directory.path / "checkpoints") if n.startswith(".")]
+    assert not left, left
+
+
+def meet(lives: Server, references: Reference, case: Case, path: Path) -> str:
+    """One call fails. What became of the life: it went on, or the class of the error it ended with."""
+    reference, directory = references(VARIANT), begin(references, path, case.late)
+    ended = lives.live(path, VARIANT, how=case.how, site=case.site, nth=case.nth)
+    try:
+        assert not ended.hung and ended.signal == 0, ended.text
+        assert ended.kind == "" or (ended.holdfast and ended.kind != "PolicyStop"), ended.text
+        directory.check(ended)
+        if ended.kind == "":
+            same(ended, reference)
+        go_on(lives, directory, reference)
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from error
+    shutil.rmtree(path)
+    return ended.kind or "went on"
+
+
+@pytest.mark.timeout(3600 if WHOLE else 240)
+def test_a_call_that_fails_costs_a_checkpoint_or_ends_the_life_and_never_the_run(
+    lives: Server, references: Reference, tmp_path: Path
+) -> None:
+    became: Counter[str] = Counter()
+    for number, case in enumerate(cases(references, ("ENOSPC", "EIO"), CALLS), 1):
+        became[meet(lives, references, case, tmp_path / "run")] += 1
+        if WHOLE and number % 25 == 0:
+            print(f"\n{number} calls made to fail: {dict(became)}", end="", flush=True)
+
+
+@pytest.mark.parametrize("how", ["EINTR", "SHORT"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("every", [2, 3, 5, 7] if WHOLE else [3])
+def test_interrupted_calls_and_short_writes_make_no_difference(
+    how: str, late: bool, every: int, lives: Server, references: Reference, tmp_path: Path
+) -> None:
+    directory = begin(references, tmp_path / "run", late)
+    ended = lives.live(directory.path, VARIANT, how=how, every=every)
+    assert ended.hits >= 30
+    same(ended, references(VARIANT))
+    directory.check(ended)
+    go_on(lives, directory, references(VARIANT))
+
+
+@pytest.mark.parametrize("part", range(FULL))
+def test_on_a_full_disk_training_goes_on_and_earlier_checkpoints_stay(
+    part: int, lives: Server, references: Reference, tmp_path: Path
+) -> None:
+    reference, path = references(VARIANT), tmp_path / "run"
+    nth = sum((reference.sites or {}).values()) * (2 * part + 1) // (2 * FULL)
+    ended = lives.live(path, VARIANT, how="FULL", nth=nth)
+    assert not ended.hung
+    same(ended, reference)
+    directory = Directory(path)
+    directory.check(ended)
+    failed = [e for e in read(path / "journal.jsonl").events if e["event"] == "checkpoint" and e["status"] == "failed"]
+    assert failed and all("No space left" in e["why"] for e in failed)
+    go_on(lives, directory, reference)

@@ -1,0 +1,105 @@
+"""Run directories with checkpoints in them, made by real Guards; as a program, a run that is killed at a chosen moment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.runtime.checkpoints import Checkpoints
+
+BATCH = 4
+
+
+class Back:
+    """Rolls back to a given step at the first trouble, and ends the run there."""
+
+    def __init__(self, to: int, *, stop: bool = True) -> None:
+        self._to, self._stop = to, stop
+        self._guard: Any = None
+
+    def on_train_begin(self, guard: Any) -> None:
+        self._guard = guard
+
+    def on_instability(self, incident: Any) -> holdfast.Plan:
+        return holdfast.Plan(actions=(holdfast.Rollback(before=self._to, at_latest=self._to),))
+
+    def on_recovery(self, outcome: Any) -> None:
+        if self._stop:
+            self._guard.stop("a person wants to look")
+
+
+def train(
+    run_dir: Path, steps: int, *, bad_step: int | None = None, hooks: tuple[Any, ...] = (), **checkpoint: Any
+) -> None:
+    """A small model, a checkpoint every ten steps, good after two. The batch of `bad_step` is NaN."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(BATCH * 200, 8, generator=generator)
+    y = x.sum(1, keepdim=True).sin()
+    if bad_step is not None:
+        x[BATCH * (bad_step - 1) : BATCH * bad_step] = float("nan")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    config = {
+        "checkpoint": {"every_steps": 10, "certify_after": 2, "keep_last": 20, **checkpoint},
+        "snapshot": {"every_steps": 5, "certify_after": 2},
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", holdfast.HoldfastWarning)
+        guard = holdfast.Guard(
+            model, torch.optim.AdamW(model.parameters(), 1e-3), run_dir=run_dir, config=config, hooks=list(hooks)
+        )
+        with guard:
+            for step in guard.steps(DataLoader(TensorDataset(x, y), BATCH), max_steps=steps):
+                with step:
+                    for batch, target in step.microbatches():
+                        step.backward(torch.nn.functional.mse_loss(model(batch), target))
+                for hook in hooks:
+                    getattr(hook, "between", lambda step: None)(step.number)
+                _settle(guard)
+
+
+def _settle(guard: Any) -> None:
+    """The disk keeps up with the run, so that what is good when does not depend on the machine."""
+    book = guard._run.checkpoints
+    if book.tier is not None:
+        book.tier.wait()
+        book.poll()
+
+
+def straight(run_dir: Path) -> None:
+    """One branch: steps 0, 10, 20 and 30 good, 35 left by an orderly end."""
+    train(run_dir, 35)
+
+
+def forked(run_dir: Path) -> None:
+    """Two lives; the second went on from 35, came to 65 and went back to 40: 50.b1 and 60.b1 are left."""
+    train(run_dir, 35)
+    train(run_dir, 100, bad_step=66, hooks=(Back(45),), at_end=False)
+
+
+def killed_in_rollback(run_dir: Path) -> None:
+    """As `forked`, but the process dies when the rollback is in the journal and nothing else of it is done."""
+
+    def die(self: Checkpoints, why: str) -> None:
+        if "rollback" in why:
+            os.kill(os.getpid(), signal.SIGKILL)
+        leave_behind(self, why)
+
+    train(run_dir, 35)
+    leave_behind = Checkpoints.leave_behind
+    Checkpoints.leave_behind = die  # type: ignore[method-assign]
+    train(run_dir, 100, bad_step=66, hooks=(Back(45),), at_end=False)
+
+
+if __name__ == "__main__":
+    logging.disable()
+    {"straight": straight, "forked": forked, "killed": killed_in_rollback}[sys.argv[1]](Path(sys.argv[2]))

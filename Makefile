@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check demo bench-detectors bench-diagnosis clean
+.PHONY: test check demo bench-detectors bench-diagnosis bench-checkpoint clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -27,6 +27,10 @@ bench-diagnosis: $(READY)
 	$(BIN)/python -m benchmarks.diagnosis.score
 	$(BIN)/python -m benchmarks.diagnosis.big_log
 	$(BIN)/python -m benchmarks.diagnosis.fuzz
+
+# Checkpoints beside torch.save, DCP save and DCP async_save, interleaved; docs/checkpoints.md has its table.
+bench-checkpoint: $(READY)
+	$(BIN)/python -m benchmarks.checkpoint --check --json build/checkpoint.json
 
 demo: $(READY)
 	$(BIN)/holdfast demo

@@ -230,7 +230,8 @@ def run(gb: float, rounds: int, device: str, folder: Path, say: Callable[[str], 
 def table(result: dict[str, Any]) -> str:
     gb = result["bytes"] / 1e9
     lines = [
-        f"{gb:.2f} GB of model and AdamW state on {result['device']}, torch {result['torch']}, medians of {result['rounds']}",
+        f"{gb:.2f} GB of model and AdamW state on {result['device']}, torch {result['torch']}, "
+        f"medians of {result['rounds']} rounds",
         f"{'':20}{'stall':>10}{'of DCP':>9}{'slower':>10}{'total':>9}{'GB/s':>8}{'restore':>10}",
     ]
     dcp_stall = result["median"]["DCP save"]["stall"]
@@ -271,6 +272,7 @@ def main() -> int:
         )
     print(table(result))
     if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=1))
     wrong = failures(result)
     for line in wrong:

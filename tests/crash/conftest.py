@@ -1,4 +1,3 @@
-import os
 import sys
 from pathlib import Path
 
@@ -7,8 +6,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from crash_server import Server
-
-WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,9 @@ def serve() -> None:
     import crash_workload
     import torch._dynamo  # optimizers import it when they are first made
 
-    assert crash_workload.Life is not None
+    import holdfast
+
+    assert crash_workload.Life and holdfast.Guard  # which is imported when it is first asked for
     logging.getLogger("holdfast").setLevel(logging.CRITICAL)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

@@ -29,22 +29,24 @@ from holdfast.core.types import family
 WIDTH = 6
 ROWS = 96
 BATCH, ACCUMULATE, EPOCHS = 4, 2, 3
-NAN_ROWS, FAR_ROWS = (17, 40), (45, 86)
-VARIANTS = {
-    "host": {"fused": False, "gate": "host"},
-    "device": {"fused": True, "gate": "device"},
+NAN_ROWS = (17, 40)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "host": {"fused": False, "gate": "host", "far": (45, 86)},
+    "device": {"fused": True, "gate": "device", "far": (45, 86)},
+    "again": {"fused": False, "gate": "host", "far": (48, 70)},
 }
+"""again: a second spike soon after the first rollback, which has to go back further than that one did"""
 
 
 class Rows(Dataset):
     """Row i is a function of i, plus noise from the three global generators; some rows are bad."""
 
-    def __init__(self) -> None:
+    def __init__(self, far: tuple[int, ...]) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(ROWS, WIDTH, generator=generator)
         self.y = self.x.sum(1, keepdim=True).sin()
         self.x[list(NAN_ROWS)] = float("nan")
-        self.y[list(FAR_ROWS)] = 1e4
+        self.y[list(far)] = 1e4
 
     def __len__(self) -> int:
         return ROWS
@@ -141,7 +143,7 @@ class Life:
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=options["fused"])
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 60)
-        self.loader = DataLoader(Rows(), batch_size=BATCH, shuffle=True)
+        self.loader = DataLoader(Rows(options["far"]), batch_size=BATCH, shuffle=True)
         self.average, self.diary = Average(self.model), Diary()
         self.guard = holdfast.Guard(
             self.model,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import WHOLE
 from crash_calls import applies
-from crash_checks import Directory, Reference, same
+from crash_checks import WHOLE, Directory, Reference, same
 from crash_server import Ended, Server
 from crash_workload import VARIANTS
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import programs
 import torch
-import worlds
 import torch.distributed as dist
+import worlds
 
 
 def rank_main(program: str, rank: int, size: int, folder: Path, meeting: Path) -> None:

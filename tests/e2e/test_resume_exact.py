@@ -4,8 +4,27 @@ from __future__ import annotations
 
 import pytest
 import test_parts as made
-from resumed import Dies, Loaded, Recipe, actions_of, assert_as_written, assert_continued, config_of, live, relay
+from parts import assert_equal
+from resumed import (
+    Dies,
+    Loaded,
+    Recipe,
+    actions_of,
+    assert_as_written,
+    assert_continued,
+    config_of,
+    entries_of,
+    events_of,
+    idle,
+    killed,
+    live,
+    relay,
+)
 from test_exact import at
+
+import holdfast
+from holdfast.core.checkpoints.manifest import name_of
+from holdfast.core.types import CutLR, Skip, TightenClip
 
 
 def simple(gate="host", make=None, config=None, **case) -> Recipe:
@@ -133,3 +152,205 @@ def test_a_crash_at_every_step_around_a_recovery(what, gate, tmp_path):
     for n, path in dies.died.items():
         print(n)
         check_the_rest_of(r, whole, path)
+
+
+def test_real_kills_right_after_a_rollback_and_in_its_ramp(tmp_path):
+    r = faulty("host", FAULTS["a rollback"])
+    whole = live(r, tmp_path / "whole")
+    path = tmp_path / "run"
+    killed(r, path, lambda guard, parts, step: step.outcome.status == "rolled_back")
+    assert actions_of(path).count("rollback") == 1
+    killed(r, path, lambda guard, parts, step: guard._run.state.interventions.ramp is not None)
+    assert sum(e.get("action") == "cut_lr" for e in events_of(path)) >= 2, "made again by the second life"
+    killed(r, path, lambda guard, parts, step: guard.step == 30)
+    life = live(r, path)
+    assert life.actions().count("rollback") == 1
+    assert_as_written(r, life)
+    assert_continued(life, whole, seen=False)
+
+
+def test_real_kills_inside_an_epoch_at_its_end_and_at_once(tmp_path):
+    r = simple("device", way="shuffle")
+    whole = live(r, tmp_path / "whole")
+    for at_step in (1, 5, 8, 8, 15):
+        killed(r, tmp_path / "run", lambda guard, parts, step, n=at_step: step.number >= n)
+    assert_continued(live(r, tmp_path / "run"), whole)
+
+
+# ---- a hook's plan
+
+
+class Cuts:
+    """Answers a skip with an LR cut, or a tighter clip, of its own."""
+
+    def __init__(self, *actions) -> None:
+        self.actions = actions
+
+    def on_instability(self, incident):
+        return holdfast.Plan(actions=(Skip(), *self.actions), reason="mine")
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("action", [CutLR(0.3, 6), TightenClip(0.02, 5)])
+def test_a_cut_without_a_rollback_is_made_again_where_it_was_made(action, gate, tmp_path):
+    r = faulty(gate, [9])
+    dies = Dies(tmp_path, 10, 13, 18)
+    whole = live(r, tmp_path / "whole", between=dies, hooks=[Cuts(action)])
+    assert len(whole.actions()) == 2
+    for path in dies.died.values():
+        life = live(r, path, hooks=[Cuts(action)])
+        assert_as_written(r, life)
+        assert_continued(life, whole, seen=False)
+
+
+@pytest.mark.parametrize("way", ["seeded", "generator", "shuffle"])
+def test_quarantined_rows_are_left_out_of_the_next_epoch_in_every_life(way, tmp_path):
+    config = config_of()
+    config["quarantine"]["samples"] = True
+    r = simple(way=way, config=config, epochs=4)
+    r.case.faults = {10: lambda x: x * float("nan")}
+    dies = Dies(tmp_path, 6, 12)
+    whole = live(r, tmp_path / "whole", between=dies)
+    assert whole.guard.summary().samples_quarantined == 1 and whole.actions() == ["skip"]
+    for path in dies.died.values():
+        life = live(r, path)
+        assert_continued(life, whole, seen=False)
+
+
+# ---- several saves of one step
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("first", ["scheduled", "emergency"])
+def test_a_scheduled_and_an_emergency_save_at_the_same_step(first, gate, tmp_path):
+    """Both of step 6, in either order, and again after an evaluation has moved the schedule."""
+    r = simple(gate, make=made.plateau)
+    plain = live(r, tmp_path / "plain")
+    dies = Dies(tmp_path, 6, 9)
+
+    def between(guard, parts, step):
+        if step.number in (6, 7) and first == "emergency":
+            assert guard.checkpoint("asked for") is not None
+        if step.number == 10:
+            assert guard.checkpoint("asked for") is not None
+        idle(guard)
+        dies(guard, parts, step)
+
+    def before(guard, parts, step):
+        if step.number == 7 and first == "scheduled":
+            idle(guard)
+            guard.flush()
+
+    whole = live(r, tmp_path / "whole", between=between, before=before)
+    assert_equal(whole.state, plain.state)
+    assert [n for n in entries_of(tmp_path / "whole") if n.startswith(name_of(6, 0))] in ([name_of(6, 0)], [])
+    for path in dies.died.values():
+        life = live(r, path)
+        assert_continued(life, whole)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+def test_an_evaluation_between_a_save_and_the_next_step_is_in_the_one_gone_on_from(gate, tmp_path):
+    """An emergency save at step 6, then the schedule moves, then the scheduled save of step 6: the later one counts."""
+    r = simple(gate, make=made.plateau)
+
+    def between(guard, parts, step):
+        if step.number % 3 == 0:
+            guard.checkpoint("asked for")
+            guard.report_eval(parts.metric())
+            guard.checkpoint("and again")
+        idle(guard)
+        dies(guard, parts, step)
+
+    dies = Dies(tmp_path, 6, 9, 11)
+    whole = live(r, tmp_path / "whole", between=between, evaluate=False)
+    for path in dies.died.values():
+        life = live(r, path, between=between, evaluate=False)
+        assert_continued(life, whole)
+    moved = {e["name"] for e in whole.journal() if e["event"] == "checkpoint" and e["step"] == 6}
+    assert len(moved) == 2, "the same step twice, on two branches"
+
+
+def test_a_checkpoint_in_a_hook_at_the_end_of_a_step(tmp_path):
+    class Saves:
+        guard = None
+
+        def on_step_end(self, outcome):
+            if outcome.step in (4, 6, 7):
+                self.guard.checkpoint("from a hook")
+
+    r = simple("device", way="shuffle")
+    whole = live(r, tmp_path / "whole")
+    dies = Dies(tmp_path, 9)
+    life = live(r, tmp_path / "run", hooks=[Saves()], between=lambda g, p, s: (idle(g), dies(g, p, s)))
+    assert_equal(life.state, whole.state)
+    life = live(r, dies.died[9])
+    assert life.began == 7
+    assert_continued(life, whole)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+def test_a_checkpoint_asked_for_when_the_next_step_is_served_already(gate, tmp_path):
+    """At the top of the loop, before `with step:`: its data is drawn. It must not be lost to a life that goes on."""
+    r = simple(gate, way="shuffle")
+    whole = live(r, tmp_path / "whole")
+
+    def before(guard, parts, step):
+        if step.number == 8:
+            guard.checkpoint("too late")
+
+    dies = Dies(tmp_path, 11)
+    try:
+        life = live(r, tmp_path / "run", before=before, between=lambda g, p, s: (idle(g), dies(g, p, s)))
+    except holdfast.StepError:
+        return
+    assert_equal(life.state, whole.state)
+    saved = dies.died[11] / "checkpoints" / name_of(7, 0)
+    life = live(r, dies.died[11], begun=lambda guard, parts: guard.load(saved))
+    assert life.began == 7
+    assert_continued(life, whole)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+def test_a_checkpoint_asked_for_inside_a_step_is_refused_or_exact(gate, tmp_path):
+    r = simple(gate, way="shuffle")
+    made_parts = r.make()
+    guard = holdfast.Guard(
+        made_parts.model, made_parts.optimizers[0], scheduler=made_parts.schedulers, run_dir=tmp_path / "run",
+        config=r.case.config, clip_grad_norm=r.case.clip,
+    )  # fmt: skip
+    with pytest.raises(holdfast.StepError, match="inside step|between two steps"), guard:
+        for step in guard.steps(r.case.loader(), max_steps=4):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(made_parts.loss(batch))
+                    if step.number == 3:
+                        guard.checkpoint("amid")
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("at_step", [6, 8])
+def test_a_loop_left_when_the_next_step_is_served_already(at_step, gate, tmp_path):
+    """`break` at the top of the loop, where a step has been served: its data must come again in the next life."""
+    r = simple(gate, way="shuffle")
+    whole = live(r, tmp_path / "whole")
+    parts = r.make()
+    guard = holdfast.Guard(
+        parts.model,
+        parts.optimizers[0],
+        scheduler=parts.schedulers,
+        scheduler_interval=parts.intervals,
+        run_dir=tmp_path / "run",
+        config=r.case.config,
+        clip_grad_norm=r.case.clip,
+    )
+    with guard:
+        for step in guard.steps(r.case.loader(), epochs=r.case.epochs):
+            if step.number == at_step:
+                break
+            with step:
+                for batch in step.microbatches():
+                    step.backward(parts.loss(batch))
+    life = live(r, tmp_path / "run")
+    assert life.began == at_step - 1
+    assert_continued(life, whole)

@@ -110,6 +110,8 @@ class Checkpoints:
         run.flush()
         if self.tier is None or run.source is None:
             return None
+        self.tier.wait()  # what is being written of this very step can be marked only when it is there
+        self.poll()
         known = self.known.get(name_of(run.step, self.lineage.branch))
         if known is None or not self._unchanged():
             run.keeper.now(run.step, reason, run.state.buffers.capture(), run.source, run.engine.state_dict)

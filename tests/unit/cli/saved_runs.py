@@ -37,6 +37,23 @@ class Back:
             self._guard.stop("a person wants to look")
 
 
+class SaveTwice:
+    """Saves after a step, draws from the random stream, and saves again: one step, two states."""
+
+    def __init__(self, at: int) -> None:
+        self._at = at
+        self._guard: Any = None
+
+    def on_train_begin(self, guard: Any) -> None:
+        self._guard = guard
+
+    def between(self, step: int) -> None:
+        if step == self._at:
+            self._guard.checkpoint("before")
+            torch.rand(1)
+            self._guard.checkpoint("after")
+
+
 def train(
     run_dir: Path, steps: int, *, bad_step: int | None = None, hooks: tuple[Any, ...] = (), **checkpoint: Any
 ) -> None:

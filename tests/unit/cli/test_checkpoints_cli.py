@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from holdfast.core.checkpoints.lineage import Fork, Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.measured import measure
 from holdfast.core.checkpoints.resume import Survey, resolve_resume_path
+from holdfast.core.config import template
 from holdfast.core.types import Health
 
 HOLD = """
@@ -715,3 +717,43 @@ def test_terminal_has_a_bar_and_colours_and_a_pipe_has_neither(installed, straig
     assert status == 0 and "━" in shown and "\x1b[" in shown
     piped = installed("checkpoints", "verify", straight, env={"PYTHONUTF8": "1"})
     assert piped.err == "" and "\x1b" not in piped.out and "━" not in piped.out
+
+
+# ---- the page
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+
+
+def leveled(text: str) -> list[str]:
+    """The lines of an answer without what is the machine's: sizes, ages, checksums, and blanks between columns."""
+    for pattern, put in (
+        (r"[\d.]+ kB", "N kB"),
+        (r"\b\d+ s\b", "N s"),
+        (r"crc32:[0-9a-f]{8}", "crc32:N"),
+        (r" +", " "),
+    ):
+        text = re.sub(pattern, put, text)
+    return [line.strip() for line in text.splitlines()]
+
+
+def test_page_shows_what_the_commands_print(installed, forked):
+    folder = forked.rename(forked.parent / "a").parent
+    options = {"cwd": folder.parent, "env": {"COLUMNS": "80", "PYTHONUTF8": "1"}}
+    folder = folder.rename(folder.parent / "runs")
+    shown = [line for line in leveled(PAGE) if line]
+    commands = ["ls", "verify", "prune"]
+    for command in commands:
+        if command == "verify":
+            flip(folder / "a" / "checkpoints" / "step_00000040.b1" / "rank_00000.bin", 5000)
+        words = ["--keep-last", "2", "--dry-run"] if command == "prune" else []
+        answer = installed("checkpoints", command, "runs/a", *words, **options)
+        start = shown.index(" ".join(["$ holdfast checkpoints", command, "runs/a", *words])) + 1
+        lines = [line for line in leveled(answer.out) if line]
+        assert shown[start : start + len(lines)] == lines
+
+
+def test_page_has_every_setting_as_init_writes_it():
+    written = template()
+    begin = written.index("[checkpoint]")
+    assert written[begin : written.index("\n\n", begin)] in PAGE

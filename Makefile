@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check demo bench-detectors bench-diagnosis bench-checkpoint clean
+.PHONY: test check soak demo bench-detectors bench-diagnosis bench-checkpoint clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -17,6 +17,10 @@ check: $(READY)
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+# The crash test whole: 300 lives ended by SIGKILL, 300 by a file-system call that fails; `make test` has a tenth of it.
+soak: $(READY)
+	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -s tests/crash
 
 # The detectors against the frozen test seeds, real logs (HOLDFAST_CORPUS) and controlled runs; docs/detectors.md has its table.
 bench-detectors: $(READY)

@@ -5,7 +5,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from crash_checks import SUMMARY, WHOLE, Reference
 from crash_server import Server
+
+
+def pytest_terminal_summary(terminalreporter):
+    if WHOLE and SUMMARY:
+        terminalreporter.section("killed, and made to fail")
+        for line in SUMMARY:
+            terminalreporter.line(line)
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +27,4 @@ def lives():
 @pytest.fixture(scope="session")
 def references(lives, tmp_path_factory):
     """What a life that nothing happens to ends as, by variant: its digests, its seconds and its number of calls."""
-    from crash_checks import Reference
-
     return Reference(lives, tmp_path_factory.mktemp("references"))

@@ -20,6 +20,8 @@ from holdfast.core.types import Health
 
 WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 """all of it: `make soak`; else what fits among the other tests"""
+SUMMARY: list[str] = []
+"""what is shown at the end of the whole test"""
 HALF = 20
 """the sync of the journal that a life killed in the middle does not come to"""
 

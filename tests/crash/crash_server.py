@@ -61,7 +61,10 @@ class Server:
         assert self._answer() == {"ready": True}
 
     def live(self, run_dir: Path, variant: str, **how: Any) -> Ended:
-        """One life to its end. after: seconds until it is killed; how, site, nth, every: see crash_calls."""
+        """One life to its end. after: seconds until it is killed; how, site, nth, every: see crash_calls.
+
+        before_step: it waits for the disk before every step, and dies before this one.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"run_dir": str(run_dir), "variant": variant, **how}) + "\n")
         self._process.stdin.flush()
@@ -173,17 +176,26 @@ def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
     from crash_workload import Life
 
     board.put(0, "startup")
-    _watch(board)
+    tiers = _watch(board)
     run_dir = Path(order["run_dir"])
     chosen = {"how": "", "site": "", "nth": 1, "every": 0} | {k: order[k] for k in _CHOSEN if k in order}
     calls = Calls(run_dir, board.hit, **chosen)
     calls.install()
-    result = Life(run_dir, order["variant"]).train(lambda phase: board.put(0, phase), board.opened)
-    return {"result": result, "sites": dict(calls.sites)}
+    life = Life(run_dir, order["variant"])
+
+    def at(phase: str) -> None:
+        board.put(0, phase)
+        if order.get("before_step"):
+            for tier in tiers:
+                tier.wait()
+            if life.guard.step + 1 == order["before_step"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return {"result": life.train(at, board.opened), "sites": dict(calls.sites)}
 
 
-def _watch(board: Board) -> None:
-    """Around what is done now and then, say so on the board."""
+def _watch(board: Board) -> list[Any]:
+    """Around what is done now and then, say so on the board. The tiers that are opened are listed."""
     from holdfast.distributed.checkpoint.tier import DiskTier
     from holdfast.runtime.checkpoints import Checkpoints
     from holdfast.runtime.effects import rollback
@@ -196,6 +208,10 @@ def _watch(board: Board) -> None:
         (rollback, "perform", 0, "rollback", "step"),
     ):
         setattr(owner, name, _told(board, getattr(owner, name), slot, phase, then))
+    tiers: list[Any] = []
+    opens = DiskTier.open
+    DiskTier.open = lambda tier, run: (tiers.append(tier), opens(tier, run))[1]  # type: ignore[method-assign]
+    return tiers
 
 
 def _told(board: Board, call: Any, slot: int, phase: str, then: str) -> Any:

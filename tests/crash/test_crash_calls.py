@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 from crash_calls import applies
-from crash_checks import WHOLE, Directory, Reference, same
+from crash_checks import SUMMARY, WHOLE, Directory, Reference, same
 from crash_server import Ended, Server
 
 from holdfast.core.journal import read
@@ -95,6 +95,7 @@ def test_a_call_that_fails_costs_a_checkpoint_or_ends_the_life_and_never_the_run
         became[meet(lives, references, case, tmp_path / "run")] += 1
         if WHOLE and number % 25 == 0:
             print(f"\n{number} calls made to fail: {dict(became)}", end="", flush=True)
+    SUMMARY.append(f"{CALLS} calls that failed, ENOSPC or EIO, one in each life; it then: {dict(became)}")
 
 
 @pytest.mark.xfail(reason="an OSError comes out as it is, not as a HoldfastError", strict=True)
@@ -125,6 +126,9 @@ def test_interrupted_calls_and_short_writes_make_no_difference(
     same(ended, references(VARIANT))
     directory.check(ended)
     go_on(lives, directory, references(VARIANT))
+    SUMMARY.append(
+        f"{ended.hits} of {sum((ended.sites or {}).values())} calls of one life met with {how}: no difference"
+    )
 
 
 @pytest.mark.parametrize("part", range(FULL))

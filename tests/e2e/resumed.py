@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import test_parts as made
 import torch
 from cases import Case, Points, Run, Seeded
 from parts import Parts, Recipe, assert_equal, everything
@@ -71,6 +72,12 @@ class Loaded(Case):
         if self.way in samplers:
             return DataLoader(data, sampler=samplers[self.way](), **more)
         return DataLoader(data, shuffle=True, **more)
+
+
+def simple(gate: str = "host", make: Any = made.param_groups, **case: Any) -> Recipe:
+    """Five batches an epoch, the last of them short; augmented, so that every sample draws."""
+    case = {"way": "shuffle", "count": 37, "epochs": 4, "augment": True, "config": config_of(gate)} | case
+    return Recipe(make if make in made.HOST else lambda: make(fused=gate == "device"), Loaded(**case))
 
 
 @dataclass
@@ -151,9 +158,9 @@ def live(
                     fed.append((batch[0].numpy().tobytes(), loss.item()))
                     step.backward(loss)
             taken.append((step, fed))
-            if evaluate and parts.metric is not None and step.number % parts.eval_every == 0:
-                if step.outcome.status == "committed":
-                    guard.report_eval(parts.metric())
+            due = evaluate and parts.metric is not None and step.number % parts.eval_every == 0
+            if due and step.outcome.status == "committed":
+                guard.report_eval(parts.metric())
             if between is not None:
                 between(guard, parts, step)
         life.state = state_of(life)

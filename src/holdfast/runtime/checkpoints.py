@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.core.checkpoints.resume import Passed
+from holdfast.core.checkpoints.resume import Passed, is_left
 from holdfast.core.checkpoints.retention import Rules, Saved, doomed
 from holdfast.core.errors import RunDirError, SetupError
 from holdfast.core.types import Health
@@ -250,9 +250,10 @@ class Checkpoints:
                 known = Known(entry.step, entry.branch, entry.health, entry.handover)
                 known.on_disk = True
                 self.known[known.name] = known
-        if self.run.history.lineage is not None:
-            self.lineage = self.run.history.lineage
-            self.leave_behind("left by the run, which ended before it could be said here")
+        noted = self.run.history.lineage
+        for known in self.known.values():
+            if is_left(noted, known.branch, known.step) and known.health in (Health.CANDIDATE, Health.GOOD):
+                self.mark(known, Health.QUARANTINED, "left by the run, which ended before it could be said here")
 
     def _agree_on_the_past(self, identity: str) -> str:
         """The first rank has read run.json, journal and quarantine; what they say holds on every rank."""

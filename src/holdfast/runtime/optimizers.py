@@ -127,10 +127,12 @@ class Optimizers:
             known = {id(parameters[k]) if isinstance(k, int) else k for k in state}
             for key in [k for k in optimizer.state if (id(k) if isinstance(k, Tensor) else k) not in known]:
                 del optimizer.state[key]
+            counted = _counted_on_device(optimizer)
             for index, skeleton in state.items():
                 owner: Any = parameters[index] if isinstance(index, int) else index
                 device = owner.device if isinstance(owner, Tensor) else None
-                optimizer.state[owner] = join(skeleton, tensors, optimizer.state.get(owner), device)
+                scalars = device if id(owner) in counted else None
+                optimizer.state[owner] = join(skeleton, tensors, optimizer.state.get(owner), device, scalars)
         self.join_groups(groups, tensors)
 
     def join_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
@@ -167,6 +169,12 @@ def _is_plain(value: Any, trained: set[int]) -> bool:
     if isinstance(value, Tensor):
         return id(value) not in trained
     return value is None or isinstance(value, bool | int | float | str)
+
+
+def _counted_on_device(optimizer: Optimizer) -> set[int]:
+    """The parameters whose step counts must lie beside them: fused and capturable optimizers read them on the device."""
+    groups = [g for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
+    return {id(p) for group in groups for p in group["params"]}
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

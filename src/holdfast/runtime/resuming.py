@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from holdfast.core.checkpoints import fit
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.checkpoints.resume import Passed
+from holdfast.core.checkpoints.resume import Passed, is_left
 from holdfast.core.errors import RunDirError, SetupError
 from holdfast.core.types import Health
 from holdfast.runtime.saving import Found, on_disk
@@ -64,8 +64,7 @@ def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | Non
 
 
 def _left(run: Run, entry: Entry) -> str | None:
-    lineage = run.history.lineage
-    left = lineage is not None and not lineage.holds(entry.branch, entry.step)
+    left = is_left(run.history.lineage, entry.branch, entry.step)
     return "it is on a branch that the run has left" if left else None
 
 

@@ -30,24 +30,31 @@ def split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 @torch.no_grad()
-def join(skeleton: Any, tensors: dict[str, Tensor], current: Any, device: torch.device | None) -> Any:
+def join(
+    skeleton: Any,
+    tensors: dict[str, Tensor],
+    current: Any,
+    device: torch.device | None,
+    scalars: torch.device | None = None,
+) -> Any:
     """The value a skeleton stands for. A tensor of `current` in the same place is written in place and kept.
 
-    In place matters: optimizers and captured graphs hold on to the tensor, and load_state_dict casts.
+    In place matters: optimizers and captured graphs hold on to the tensor, and load_state_dict casts. What is not there yet
+    is made on `device`, a number without a dimension on `scalars`, or on the host.
     """
     if isinstance(skeleton, Slot):
         saved = tensors[skeleton.name]
         if isinstance(current, Tensor) and current.shape == saved.shape and current.dtype == saved.dtype:
             current.detach().copy_(saved)
             return current
-        home = current.device if isinstance(current, Tensor) else device if saved.dim() else None
+        home = current.device if isinstance(current, Tensor) else device if saved.dim() else scalars
         return saved.to(home, copy=True) if home is not None else saved.clone()
     if isinstance(skeleton, dict):
         old = current if isinstance(current, dict) else {}
-        return {k: join(v, tensors, old.get(k), device) for k, v in skeleton.items()}
+        return {k: join(v, tensors, old.get(k), device, scalars) for k, v in skeleton.items()}
     if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
         items = current if isinstance(current, list | tuple) else ()
         return type(skeleton)(
-            join(v, tensors, items[i] if i < len(items) else None, device) for i, v in enumerate(skeleton)
+            join(v, tensors, items[i] if i < len(items) else None, device, scalars) for i, v in enumerate(skeleton)
         )
     return skeleton.clone() if isinstance(skeleton, Tensor) else copy.deepcopy(skeleton)

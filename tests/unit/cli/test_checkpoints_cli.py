@@ -451,7 +451,6 @@ def test_one_that_cannot_be_removed_is_said_and_the_others_go(holdfast, forked, 
     assert "step_00000050.b1" in names(forked) and "step_00000060.b1" not in names(forked)
 
 
-@pytest.mark.xfail(strict=True, reason="measured._lives takes what `ack` and `checkpoints` write for a sign of life")
 def test_prune_long_after_a_failure_does_not_lengthen_the_life_that_failed(tmp_path):
     record = [("run_begin", 0.0, {}), ("note", 100.0, {}), ("checkpoint", 9000.0, {"by": "holdfast checkpoints"})]
     record += [("restart", 9010.0, {}), ("note", 9110.0, {})]
@@ -477,9 +476,6 @@ def test_resume_path_of_a_run_killed_in_a_rollback_is_what_its_next_life_takes(h
     assert resumed[-1]["checkpoint"] == Path(found).name
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what was saved on a branch without an event in the journal is quarantined at open"
-)
 def test_run_begun_anew_after_a_resume_goes_on_from_its_new_checkpoints(holdfast, straight):
     saved_runs.train(straight, 45)
     saved_runs.train(straight, 25, resume="never")
@@ -490,9 +486,6 @@ def test_run_begun_anew_after_a_resume_goes_on_from_its_new_checkpoints(holdfast
     assert resumed[-1]["checkpoint"] == Path(found).name
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what was saved on a branch without an event in the journal is quarantined at open"
-)
 def test_step_saved_twice_after_a_resume_does_not_cost_what_was_saved_after_it(holdfast, straight):
     saved_runs.train(straight, 65, hooks=(saved_runs.SaveTwice(43),))
     found = holdfast("checkpoints", "resume-path", straight).out.strip()
@@ -737,15 +730,13 @@ def leveled(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
-def test_page_shows_what_the_commands_print(installed, forked):
-    folder = forked.rename(forked.parent / "a").parent
-    options = {"cwd": folder.parent, "env": {"COLUMNS": "80", "PYTHONUTF8": "1"}}
-    folder = folder.rename(folder.parent / "runs")
+def test_page_shows_what_the_commands_print(installed, forked, tmp_path):
+    run = Path(shutil.copytree(forked, tmp_path / "runs" / "a"))
+    options = {"cwd": tmp_path, "env": {"COLUMNS": "80", "PYTHONUTF8": "1"}}
     shown = [line for line in leveled(PAGE) if line]
-    commands = ["ls", "verify", "prune"]
-    for command in commands:
+    for command in ("ls", "verify", "prune"):
         if command == "verify":
-            flip(folder / "a" / "checkpoints" / "step_00000040.b1" / "rank_00000.bin", 5000)
+            flip(at(run, "step_00000040.b1") / "rank_00000.bin", 5000)
         words = ["--keep-last", "2", "--dry-run"] if command == "prune" else []
         answer = installed("checkpoints", command, "runs/a", *words, **options)
         start = shown.index(" ".join(["$ holdfast checkpoints", command, "runs/a", *words])) + 1

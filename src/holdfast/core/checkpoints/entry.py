@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     why: str
     damage: str | None = None
     handover: bool = False
-    """saved at an orderly stop with no incident open: the next life goes on from here, a candidate as it is"""
+    """saved at an orderly stop: the next life goes on from here, a candidate as it is"""
 
     @property
     def step(self) -> int:

@@ -66,7 +66,7 @@ class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     health: Health
     why: str = ""
     handover: bool = False
-    """saved at an orderly stop with no incident open: the next life goes on from here"""
+    """saved at an orderly stop: the next life goes on from here"""
     manifest: str
     """the checksum of the manifest that this belongs to"""
     time: float

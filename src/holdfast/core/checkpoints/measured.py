@@ -116,7 +116,7 @@ def _lives(events: Iterable[dict[str, Any]]) -> Iterator[_Life]:
     life: _Life | None = None
     for event in events:
         kind, time = event.get("event"), _number(event.get("time"))
-        if time is None:
+        if time is None or kind == "ack" or event.get("by") == "holdfast checkpoints":  # no sign of life
             continue
         if kind in ("run_begin", "restart") or life is None:
             if life is not None:

@@ -1,0 +1,111 @@
+"""Checkpoints from a GPU: written beside training, gone on from bit for bit. Skipped where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.core.checkpoints.verify import verify
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+STEPS = 40
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Life:
+    """One process's worth of a run: everything made anew from the seed, then trained as far as it is let."""
+
+    def __init__(self, folder: Path, *, fused: bool, precision: str, stop: int = STEPS, copy_at: int = 0) -> None:
+        torch.manual_seed(5)
+        self.model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 1)).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+        scaler = torch.amp.GradScaler("cuda", init_scale=256.0) if precision == "fp16" else None
+        dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(precision)
+        data = TensorDataset(torch.randn(200, 32), torch.randn(200, 1))
+        self.guard = holdfast.Guard(
+            self.model,
+            self.optimizer,
+            scheduler=scheduler,
+            scaler=scaler,
+            clip_grad_norm=1.0,
+            run_dir=folder,
+            config={"checkpoint": {"every_steps": 3, "certify_after": 2}},
+        )
+        with self.guard:
+            for step in self.guard.steps(DataLoader(data, batch_size=16, shuffle=True), max_steps=stop):
+                if copy_at and step.number == copy_at:
+                    self.guard.flush()
+                    self.guard._run.checkpoints.tier.wait()
+                    shutil.copytree(folder, folder.with_name("copy"))
+                with step:
+                    for x, y in step.microbatches():
+                        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+                            loss = nn.functional.mse_loss(self.model(x.cuda()).float(), y.cuda())
+                        step.backward(loss)
+
+    def state(self) -> list[torch.Tensor]:
+        moments = [v for s in self.optimizer.state.values() for v in s.values()]
+        return [*self.model.state_dict().values(), *moments, torch.cuda.get_rng_state(), torch.get_rng_state()]
+
+
+def assert_same(one: Life, other: Life) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(one.state(), other.state(), strict=True))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_stopped_and_gone_on_is_the_run_that_was_not(fused, precision, tmp_path):
+    whole = Life(tmp_path / "whole", fused=fused, precision=precision)
+    for stop in (7, 8, 26, STEPS):
+        parted = Life(tmp_path / "parted", fused=fused, precision=precision, stop=stop)
+    assert_same(parted, whole)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("at", [3, 20, 33])
+def test_gone_on_from_what_a_life_had_left_at_any_instant(fused, at, tmp_path):
+    whole = Life(tmp_path / "run", fused=fused, precision="fp16", copy_at=at)
+    assert_same(Life(tmp_path / "copy", fused=fused, precision="fp16"), whole)
+    assert all(verify(path) is None for path in (tmp_path / "copy" / "checkpoints").iterdir())
+
+
+def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path):
+    saved = Life(tmp_path / "run", fused=True, precision="fp32", stop=9)
+    restored = Life(tmp_path / "run", fused=False, precision="fp32", stop=9)
+    for a, b in zip(saved.model.parameters(), restored.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_scheduled_save_adds_no_synchronisation(tmp_path):
+    """The copy runs on a side stream, the writing on a thread; only the hand-over is on the training thread."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    loader = DataLoader(TensorDataset(torch.randn(400, 64)), batch_size=4)
+    config = {"checkpoint": {"every_steps": 5, "certify_after": 2}, "metrics": {"enabled": False}}
+    guard = holdfast.Guard(model, optimizer, run_dir=tmp_path / "run", config=config)
+    with guard:
+        for step in guard.steps(loader, max_steps=60):
+            with step:
+                for (x,) in step.microbatches():
+                    loss = model(x.cuda(non_blocking=True)).square().mean()
+                    step.backward(loss)
+                if step.number > 20:
+                    torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) >= 3

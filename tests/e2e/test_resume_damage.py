@@ -111,7 +111,6 @@ def test_any_file_damaged_in_any_way(how, file, dead, tmp_path, caplog):
     assert not (path / "unpickled").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="what `choose` finds damaged is called quarantined, and the reason is lost")
 @pytest.mark.parametrize("how", ["half", "missing", "for all to write"])
 def test_what_was_found_damaged_is_marked_bad_with_the_reason(how, dead, tmp_path):
     path = copied(dead.path, tmp_path / "run")

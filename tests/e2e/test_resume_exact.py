@@ -45,18 +45,12 @@ def test_resume_at_step_0_inside_an_epoch_and_at_its_end(loader, gate, tmp_path)
         assert_continued(life, whole)
 
 
-THAWED = pytest.mark.xfail(
-    strict=True, reason="a checkpoint holds the shared copy of weights that are taken for frozen and have moved since"
-)
-
-
 def ways():
     """Every recipe, by turns under the one gate and the other."""
     for make in made.HOST:
         yield pytest.param(make, "host", id=make.__name__)
     for make, gate in zip(made.EITHER, itertools.cycle(["host", "device"]), strict=False):
-        marks = [THAWED] if make is made.teacher_inside_the_model else []
-        yield pytest.param(make, gate, id=f"{make.__name__}-{gate}", marks=marks)
+        yield pytest.param(make, gate, id=f"{make.__name__}-{gate}")
 
 
 @pytest.mark.parametrize(("make", "gate"), list(ways()))
@@ -150,9 +144,6 @@ def test_a_checkpoint_in_a_hook_at_the_end_of_a_step(tmp_path):
     assert_continued(life, whole)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what was drawn for a step that is served and not entered is lost to the next life"
-)
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_checkpoint_asked_for_when_the_next_step_is_served_already(gate, tmp_path):
     """At the top of the loop, before `with step:`: its data is drawn. It must not be lost to a life that goes on."""
@@ -172,10 +163,7 @@ def test_a_checkpoint_asked_for_when_the_next_step_is_served_already(gate, tmp_p
     assert_continued(life, whole)
 
 
-HOST_SAVES = pytest.mark.xfail(strict=True, reason="the host gate has nothing pending, and saves half a step")
-
-
-@pytest.mark.parametrize("gate", [pytest.param("host", marks=HOST_SAVES), "device"])
+@pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_checkpoint_asked_for_inside_a_step_is_refused(gate, tmp_path):
     r = simple(gate)
     parts = r.make()
@@ -189,9 +177,6 @@ def test_a_checkpoint_asked_for_inside_a_step_is_refused(gate, tmp_path):
                         guard.checkpoint("amid")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what was drawn for a step that is served and not entered is lost to the next life"
-)
 @pytest.mark.parametrize(("gate", "at_step"), [("host", 6), ("device", 8)])
 def test_a_loop_left_when_the_next_step_is_served_already(at_step, gate, tmp_path):
     """`break` at the top of the loop, where a step has been served: its data must come again in the next life."""

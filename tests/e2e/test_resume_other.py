@@ -136,7 +136,6 @@ def test_other_code_goes_on_and_is_on_record(dead, tmp_path):
     assert_continued(life, dead.whole)
 
 
-@pytest.mark.xfail(strict=True, reason="differences of the weight `note` are compared and then dropped")
 def test_other_code_is_said(dead, tmp_path):
     path = copied(dead.path, tmp_path / "run")
     live(often(), path, about={**dead.about, "code": {"revision": "def"}})
@@ -198,9 +197,6 @@ def test_load_path_of_another_run_begins_there_with_budgets_of_its_own(dead, tmp
     assert again.began == 15
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a run that began from another's checkpoint has none of its own until one is certified"
-)
 def test_a_kill_right_after_load_path_of_another_run_does_not_begin_from_nothing(dead, tmp_path):
     dies = Dies(tmp_path, 10)
     live(often(), tmp_path / "new", begun=lambda g, p: g.load(dead.path), between=dies, about=dead.about)
@@ -270,7 +266,6 @@ def test_checkpoints_switched_off_over_a_directory_that_has_some(dead, tmp_path,
     assert life.began == 0 and tree(path) == before
 
 
-@pytest.mark.xfail(strict=True, reason="a run begins at step 0 beside checkpoints of its own without a word")
 def test_checkpoints_switched_off_over_a_directory_that_has_some_is_said(dead, tmp_path, caplog):
     live(often(checkpoint={"enabled": False}), copied(dead.path, tmp_path / "run"), about=dead.about)
     assert "checkpoint" in caplog.text

@@ -64,7 +64,10 @@ class Show:
     def end(self, result: Result) -> None:
         self.close()
         mfu = f", {100 * result.mfu:.1f}% MFU" if result.mfu is not None else ""
-        self._say(f"{result.steps} steps in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tok/s{mfu}")
+        resumed = "" if result.steps_now == result.steps else f", {result.steps_now} of them in this life,"
+        self._say(
+            f"{result.steps} steps{resumed} in {result.seconds:.1f} s, {result.tokens_per_second:,.0f} tok/s{mfu}"
+        )
         self._say(str(result.summary))
         record = (
             "HOLDFAST_OFF keeps no record" if result.summary.status == "off" else f"the record is in {result.run_dir}"

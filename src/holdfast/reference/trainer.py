@@ -54,6 +54,9 @@ class Result(msgspec.Struct, kw_only=True):
 
     eval_loss: float
     steps: int
+    """committed, over all lives of the run"""
+    steps_now: int = 0
+    """of these, in this life"""
     tokens: int
     seconds: float
     tokens_per_second: float
@@ -380,6 +383,7 @@ class _Watch:
         return Result(
             eval_loss=math.nan,
             steps=summary.committed,
+            steps_now=self._steps,
             tokens=self._steps * trainer.tokens_per_step,
             seconds=now - self._began,
             tokens_per_second=speed,

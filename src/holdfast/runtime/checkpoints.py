@@ -18,10 +18,11 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.resume import Passed, is_left
 from holdfast.core.checkpoints.retention import Rules, Saved, doomed
-from holdfast.core.errors import RunDirError, SetupError
+from holdfast.core.errors import RunDirError, SetupError, StepError
 from holdfast.core.types import Health
 from holdfast.runtime import resuming
-from holdfast.runtime.data.source import Position
+from holdfast.runtime.data.source import Position, Source
+from holdfast.runtime.environment import with_added_groups
 from holdfast.runtime.rng import RngState
 from holdfast.runtime.saving import Found, frame_of, on_disk
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -61,6 +62,9 @@ class Checkpoints:
         self.known: dict[str, Known] = {}
         self._fresh = True
         """nothing was trained yet, and nothing gone on from"""
+        self.foreign = False
+        """gone on from another run's: there is nothing of its own to return to yet"""
+        self._unused = None if config.enabled else tier
         self._load_path = config.load_path
         self._rules = Rules(config.keep_last, config.keep_every, config.keep_powers, config.keep_bad)
         self._stalled = 0.0
@@ -95,9 +99,8 @@ class Checkpoints:
             known.health = Health.GOOD
         self.known[known.name] = known
         why = "the state the run began with" if snapshot.reason == START else ""
-        label = Label(
-            snapshot.reason, known.handover, known.health, why, self.run.records.about(), self.run.records.versions()
-        )
+        about = with_added_groups(self.run.records.about(), self.run.state)
+        label = Label(snapshot.reason, known.handover, known.health, why, about, self.run.records.versions())
         self.tier.save(frame_of(snapshot, self.run.state), label)
         known.stall = time.perf_counter() - began + self.run.keeper.stalled - self._stalled
         self._stalled = self.run.keeper.stalled
@@ -107,22 +110,37 @@ class Checkpoints:
     def now(self, reason: str) -> str | None:
         """Write the state of this moment and wait until it is there: its path, or None where it could not be."""
         run = self.run
+        served = run.current
+        if served is not None and served.is_open:
+            raise StepError(
+                f"checkpoint(): step {served.number} is under way, and half a step cannot be saved: call it between two "
+                "steps, or in on_step_end"
+            )
         run.flush()
         if self.tier is None or run.source is None:
             return None
-        self.tier.wait()  # what is being written of this very step can be marked only when it is there
+        taken_back = run.unserve(served)
+        try:
+            return self._now(self.tier, run.source, reason)
+        finally:
+            if taken_back and served is not None:
+                run.serve_again(served)
+
+    def _now(self, tier: Tier, source: Source, reason: str) -> str | None:
+        run = self.run
+        tier.wait()  # what is being written of this very step can be marked only when it is there
         self.poll()
         known = self.known.get(name_of(run.step, self.lineage.branch))
         if known is None or not self._unchanged():
-            run.keeper.now(run.step, reason, run.state.buffers.capture(), run.source, run.engine.state_dict)
+            run.keeper.now(run.step, reason, run.state.buffers.capture(), source, run.engine.state_dict)
         elif reason == END and known.health is Health.CANDIDATE:
             known.handover = True
             self.mark(known, Health.CANDIDATE, "the state an orderly end left")
         name = name_of(run.step, self.lineage.branch)
-        self.tier.wait()
+        tier.wait()
         told = self.poll()
         path = next((str(n.path) for n in told if n.name == name and n.path is not None), None)
-        return path or next((str(e.path) for e in self.tier.entries() if e.name == name), None)
+        return path or next((str(e.path) for e in tier.entries() if e.name == name), None)
 
     def _unchanged(self) -> bool:
         """Whether the run stands where it stood when it was last saved."""
@@ -240,6 +258,10 @@ class Checkpoints:
                 raise SetupError(
                     f"[checkpoint] load_path = {self._load_path!r}: it needs a run_dir, and [checkpoint] enabled = true"
                 )
+            if self._unused is not None and (found := self._unused.entries()):
+                self.run.tell(
+                    f"[checkpoint] enabled = false: the {len(found)} checkpoints of this run_dir are not gone on from"
+                )
             return
         identity = self._agree_on_the_past(identity)
         self.tier.open(identity)
@@ -299,7 +321,7 @@ class Checkpoints:
         as if there had been no end; but it is no more than a candidate until it has been followed by healthy steps.
         """
         found = None if self.tier is None else resuming.resume(self, self.tier, self._load_path)
-        self._fresh = self._fresh and found is None
+        self._fresh = self._fresh and (found is None or self.foreign)
         return found is None or found.health is Health.GOOD
 
     def find(self, before: int, at_latest: int) -> tuple[Found | None, list[Passed]]:

@@ -115,6 +115,18 @@ def described(state: RunState, schedulers: Sequence[Any], clip: float | None) ->
     }
 
 
+def with_added_groups(about: dict[str, Any], state: RunState) -> dict[str, Any]:
+    """The same of a run whose optimizers were given more groups on the way (gradual unfreezing)."""
+    said = [list(groups) for groups in about.get("optimizer_groups", ())]
+    added = False
+    for groups, optimizer in zip(said, state.optimizers.all, strict=False):
+        more = [_group(g) for g in optimizer.param_groups[len(groups) :]]
+        groups.extend(more)
+        added = added or bool(more)
+    trained = sum(p.numel() for p in state.trained())
+    return {**about, "optimizer_groups": said, "trained": trained} if added else about
+
+
 def _device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 

@@ -52,6 +52,10 @@ def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | Non
     spoilt: dict[str, str] = {}
     while True:
         entry, passed = tier.choose(lambda e: spoilt.get(e.name) or _left(book.run, e))
+        for over in passed:
+            if over.damaged and over.name in book.known and book.known[over.name].health is not Health.BAD:
+                log.warning("checkpoint %s cannot be used: %s", over.name, over.why)
+                book.mark(book.known[over.name], Health.BAD, over.why)
         if entry is None:
             return None, passed
         try:
@@ -95,6 +99,8 @@ def _compare(run: Run, saved: Restored) -> None:
         raise SetupError(f"checkpoint {saved.manifest.name}: {why}")
     for line in fit.describe([d for d in differences if d.weight != "note"]):
         run.tell(f"going on from {saved.manifest.name}, {line}")
+    for line in fit.describe([d for d in differences if d.weight == "note"]):
+        run.engine.write("note", step=saved.manifest.step, message=f"going on from {saved.manifest.name}, {line}")
 
 
 def _go_on(
@@ -105,6 +111,12 @@ def _go_on(
     found.put_back()
     run.step = found.step
     book.fork(Lineage() if foreign else manifest.lineage, found.step)
+    book.foreign = foreign
+    if not foreign and not run.records.restarted:
+        run.tell(
+            "the journal of this run is lost: its budgets begin anew, and what recoveries excluded or laid over the "
+            "schedule after this state is not known"
+        )
     if foreign:
         run.tell(f"{manifest.name} is of another run ({manifest.run[:8]}): its quarantine and budgets stay with it")
         run.state.interventions.turns = 0

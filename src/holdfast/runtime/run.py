@@ -140,9 +140,10 @@ class Run:
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""
         trouble: BaseException | None = None
-        self.current = None
+        served, self.current = self.current, None
         try:
-            self.flush()
+            if self.flush():
+                self.unserve(served)
             self._last_save(error)
         except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
             trouble = problem
@@ -222,6 +223,21 @@ class Run:
             step.draws, step.data_ended = [], True
         step.number, step.attempt, step.epochs_before = self.step + 1, self._attempt, 0
         self._step_epochs(self._ended_epochs)
+
+    def unserve(self, step: Step | None) -> bool:
+        """A step that was served and never entered gives its data back: the run stands right before it."""
+        assert self.source is not None or step is None
+        if step is None or step.entered or not step.draws or not self.source.exact:  # type: ignore[union-attr]
+            return False
+        self._step_epochs(step.epochs_before)
+        step.epochs_before = 0
+        self.rewind(step)
+        self.source.seek(step.draws[0].begin)  # type: ignore[union-attr]
+        return True
+
+    def serve_again(self, step: Step) -> None:
+        """What `unserve` has taken back is drawn anew."""
+        self._serve_anew(step)
 
     def _follow_groups(self) -> None:
         """A group added on the way (gradual unfreezing): its gradients are clipped and cleared like the others."""

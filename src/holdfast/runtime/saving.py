@@ -99,6 +99,8 @@ def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
         run.keeper.put_back(
             saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.own else None
         )
+        if gone := sorted(set(parts["light"]["registered"]) - run.state.registered):
+            notes.append(f"registered when it was saved and not now, so not restored: {', '.join(gone)}")
         for note in notes:
             run.tell(note)
 

@@ -77,6 +77,10 @@ class RunState:
         self._split_registered([name], tensors)
         self._intend(tensors)
 
+    @property
+    def registered(self) -> set[str]:
+        return set(self._registered)
+
     def private(self, name: str) -> bool:
         """Whether each rank has its own value of a tensor: what is registered and no module may differ among them."""
         kind, _, rest = name.partition(".")
@@ -155,9 +159,24 @@ class RunState:
 
         A write through `.data` leaves no other trace. Such a weight is kept like a trained one from then on.
         """
-        moved = [n for n, own in self._prints.items() if int(tensors.get(f"print.{n}", own)) != own]
+        names = [n for n in self._prints if f"print.{n}" in tensors]
+        if not names:
+            return None
+        # One transfer from each device, however many there are.
+        found: dict[str, int] = {}
+        for device in {tensors[f"print.{n}"].device for n in names}:
+            here = [n for n in names if tensors[f"print.{n}"].device == device]
+            found.update(zip(here, torch.stack([tensors[f"print.{n}"] for n in here]).tolist(), strict=True))
+        moved = [n for n in names if found[n] != self._prints[n]]
         self._moving.update(moved)
         return moved[0] if moved else None
+
+    def moved(self, prints: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights that are taken for frozen and are not what the shared copy holds, copied as they are now."""
+        if self.thawed(prints) is None:
+            return {}
+        moving = self._parameters(trained=True).items()
+        return {f"model.{name}": value.clone() for name, value in moving if f"print.{name}" in prints}
 
     def spoilt(self, frozen: dict[str, Tensor]) -> str | None:
         """The first of the shared copies that does not hold what it held when it was made, or None."""

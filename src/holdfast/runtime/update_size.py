@@ -42,10 +42,14 @@ class UpdateSize:
         self._optimizers = optimizers
         self._chosen: dict[int, list[_Sample]] = {}
         """by the optimizer's place; empty for one that has state but no second moment"""
+        self._states: dict[int, int] = {}
+        """how many parameters had state when they were chosen: one that gets its moment later is chosen too, so that
+        the choice depends on the state alone and not on when the process began"""
 
     def forget(self) -> None:
         """Param groups have changed: choose again."""
         self._chosen.clear()
+        self._states.clear()
 
     @torch.no_grad()
     def sense(self, home: torch.device) -> Tensor | None:
@@ -54,7 +58,8 @@ class UpdateSize:
         for n, optimizer in enumerate(self._optimizers.all):
             if not optimizer.state:
                 continue
-            if n not in self._chosen:
+            if self._states.get(n) != len(optimizer.state):
+                self._states[n] = len(optimizer.state)
                 self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
             size = _of(optimizer, self._chosen[n], home) if self._chosen[n] else None
             if size is not None:

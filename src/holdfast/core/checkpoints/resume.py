@@ -36,6 +36,8 @@ class Passed(NamedTuple):
     name: str
     step: int
     why: str
+    damaged: bool = False
+    """it is not what was saved, or cannot be trusted"""
 
 
 def choose(

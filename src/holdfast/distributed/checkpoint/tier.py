@@ -228,8 +228,16 @@ class DiskTier:
         self.wait()
         said: Any = None
         if self.first:
-            entry, passed = choose(self._folder, self._run, check=lambda e: doubted(e) or verify(e, contents=False))
-            said = [None if entry is None else entry.name, [list(p) for p in passed]]
+            strange: set[str] = set()
+
+            def check(e: Entry) -> str | None:
+                if (why := doubted(e)) is None and (why := verify(e, contents=False)) is not None:
+                    strange.add(e.name)
+                return why
+
+            entry, passed = choose(self._folder, self._run, check=check)
+            over = [list(p._replace(damaged=p.name in strange)) for p in passed]
+            said = [None if entry is None else entry.name, over]
         name, told = self._world.share(said)
         return (None if name is None else self._folder.entry(name)), [Passed(*p) for p in told]
 

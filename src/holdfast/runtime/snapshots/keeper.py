@@ -168,6 +168,8 @@ class Keeper:
         snapshot = self._making
         assert snapshot is not None
         snapshot.light, tensors = self._state.light()
+        if snapshot.reason is not None:  # it outlives the process, and is not looked at again before it is restored
+            tensors |= self._state.moved(tensors)
         snapshot.light_copy = self._copier.start(tensors, live=False)
         snapshot.frozen = self._state.frozen()
         snapshot.detectors = detectors

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.errors import DataError, SetupError
+from holdfast.runtime import given
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.data.world import why_not_moved
 from holdfast.runtime.rng import RngState
@@ -99,6 +100,9 @@ def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
         run.keeper.put_back(
             saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.own else None
         )
+        names = given.hold(run.state, saved.manifest.about, run.records.about())
+        if names:
+            notes.append(f"changed since it was saved, and the new settings hold from here: {', '.join(names)}")
         if gone := sorted(set(parts["light"]["registered"]) - run.state.registered):
             notes.append(f"registered when it was saved and not now, so not restored: {', '.join(gone)}")
         for note in notes:

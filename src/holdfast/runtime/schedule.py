@@ -44,6 +44,14 @@ class Schedulers:
                 scheduler.step(metric)
             else:
                 scheduler.step()
+        self.stand()
+
+    @property
+    def all(self) -> list[Any]:
+        return [scheduler for scheduler, _ in self._pairs]
+
+    def stand(self) -> None:
+        """The guard itself has changed them."""
         self._stands = [_stand(s) for s, _ in self._pairs]
 
     def has(self, interval: Interval) -> bool:
@@ -65,7 +73,7 @@ class Schedulers:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for (scheduler, _), state in zip(self._pairs, states, strict=True):
             scheduler.load_state_dict(copy.deepcopy(state))
-        self._stands = [_stand(s) for s, _ in self._pairs]
+        self.stand()
 
 
 def _stand(scheduler: Any) -> Any:

@@ -74,7 +74,7 @@ def run_to_its_end(
 
 
 @pytest.mark.timeout(3600 if WHOLE else 240)
-@pytest.mark.parametrize("variant", ["host", "device"])
+@pytest.mark.parametrize("variant", ["host", "device", "again"])
 @pytest.mark.parametrize("how", KILLS)
 def test_a_run_killed_at_random_instants_ends_as_if_it_never_was(
     how: str, variant: str, lives: Server, references: Reference, tmp_path: Path

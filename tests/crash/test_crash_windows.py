@@ -17,9 +17,6 @@ import holdfast
 from holdfast import RunDirError
 
 
-@pytest.mark.xfail(
-    reason="a rollback takes what memory has, though it is younger than the margin asks for", strict=True
-)
 def test_a_life_that_has_just_begun_rolls_back_as_far_as_the_one_before_would_have(
     lives: Server, references: Reference, tmp_path: Path
 ) -> None:
@@ -41,7 +38,6 @@ def only_the_first_checkpoint(lives: Server, path: Path) -> Directory:
     return directory
 
 
-@pytest.mark.xfail(reason="what the disk would not give once is marked bad for ever", strict=True)
 @pytest.mark.parametrize(
     ("site", "nth"),
     [
@@ -87,14 +83,12 @@ def _fails(descriptor: int) -> None:
     raise OSError(5, "Input/output error")
 
 
-@pytest.mark.xfail(reason="the end that cannot be written keeps the folder from being let go", strict=True)
 def test_a_guard_that_cannot_write_its_end_lets_the_run_directory_go(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RunDirError, match="cannot be forced to disk"):
         train(tmp_path / "run", at_end=patch)
     assert train(tmp_path / "run") == 4
 
 
-@pytest.mark.xfail(reason="the error of writing the end takes the place of the loop's own", strict=True)
 def test_an_end_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
         train(tmp_path / "run", at_end=patch, error=ZeroDivisionError("the loop's own"))

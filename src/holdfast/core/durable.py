@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeAlias, TypeVar
 
-from holdfast.core.errors import RunDirError
+from holdfast.core.errors import RunDirError, Unreadable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,6 +24,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 _ASIDE = re.compile(r"\..+\.[0-9a-f]{8}\.aside")
 _STALE_SECONDS = 600
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC
 CHUNK = 4 << 20
 
@@ -41,6 +42,19 @@ def close(descriptor: int) -> None:
     """Never made again: after EINTR the descriptor is gone, and its number may be another thread's by now."""
     with contextlib.suppress(InterruptedError):
         os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """The folder, and those above it, where they are not there yet."""
+    try:
+        again(os.mkdir, path)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            again(os.mkdir, path)
+    except FileExistsError:
+        if not stat.S_ISDIR(again(os.stat, path).st_mode):
+            raise
 
 
 def write_some(descriptor: int, data: Bytes) -> int:
@@ -190,7 +204,8 @@ def _remove(name: Path | str, within: int | None) -> None:
 
 def refused(path: Path, doing: str, error: OSError) -> RunDirError:
     """What a person is told: the path, what could not be done with it, why, and the cure."""
-    return RunDirError(f"{path} cannot be {doing}: {error.strerror or type(error).__name__}; {_cure(path, error)}")
+    said = f"{path} cannot be {doing}: {error.strerror or type(error).__name__}; {_cure(path, error)}"
+    return Unreadable(said) if doing == "read" and error.errno not in _DAMAGE else RunDirError(said)
 
 
 def _cure(path: Path, error: OSError) -> str:

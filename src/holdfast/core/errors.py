@@ -46,6 +46,10 @@ class SetupError(HoldfastError):
     """What was handed to the guard cannot be guarded as it is."""
 
 
+class Unreadable(RunDirError):
+    """The disk would not give a file that is there. Nothing is known of its content: another time it may."""
+
+
 class StepError(HoldfastError):
     """A step was used in a way that would train wrongly."""
 

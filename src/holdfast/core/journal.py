@@ -86,7 +86,12 @@ class Lines:
         self._half_written = False
         self.taken = 0
         """how many bytes of the last append are in the file"""
-        self.torn_at = self._end_torn_line()
+        try:
+            self.torn_at = self._end_torn_line()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                durable.close(self._descriptor)
+            raise RunDirError(f"{path} cannot be read: {error.strerror}; choose another run_dir") from None
 
     def _end_torn_line(self) -> int | None:
         size = os.fstat(self._descriptor).st_size
@@ -128,9 +133,12 @@ class Lines:
             ) from None
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            try:
+                durable.close(descriptor)
+            except OSError as error:
+                raise RunDirError(f"{self.path} cannot be closed: {error.strerror}; its end may be lost") from None
 
 
 class Journal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,8 +22,9 @@ class Quarantine:
         self._samples: set[int] = set()
         self._ahead: list[dict[str, Any]] = []
         self._entries: list[dict[str, Any]] = []
-        if path is not None and path.exists():
-            self._load(path)
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._load(path)
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -151,6 +153,8 @@ class Quarantine:
     def _load(self, path: Path) -> None:
         try:
             self.adopt(json.loads(path.read_text(encoding="utf-8"))["entries"])
+        except FileNotFoundError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             raise RunDirError(
                 f"{path} is damaged ({error}); move it away, and it is made again from the journal beside it"

@@ -60,8 +60,8 @@ class RunDir:
                     f"{self.path} is in use by another Guard of this process; close that one, or choose another run_dir"
                 )
             try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                durable.make_folder(self.path)
+                descriptor = durable.again(os.open, self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             except (FileExistsError, NotADirectoryError):
                 raise RunDirError(f"{self.path} is, or lies under, a file; run_dir must be a folder") from None
             except OSError as error:
@@ -97,5 +97,8 @@ class RunDir:
 
     def incident(self, number: int) -> Path:
         folder = self.incidents / f"{number:04d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            durable.make_folder(folder)
+        except OSError as error:
+            raise durable.refused(folder, "made", error) from None
         return folder

@@ -18,7 +18,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.resume import Passed, is_left
 from holdfast.core.checkpoints.retention import Rules, Saved, doomed
-from holdfast.core.errors import RunDirError, SetupError, StepError
+from holdfast.core.errors import RunDirError, SetupError, StepError, Unreadable
 from holdfast.core.types import Health
 from holdfast.runtime import resuming
 from holdfast.runtime.data.source import Position, Source
@@ -324,15 +324,17 @@ class Checkpoints:
         self._fresh = self._fresh and (found is None or self.foreign)
         return found is None or found.health is Health.GOOD
 
-    def find(self, before: int, at_latest: int) -> tuple[Found | None, list[Passed]]:
-        """Where memory has nothing to return to: the newest good one on the run's lineage, verified."""
+    def find(self, before: int, at_latest: int, oldest: int = 0) -> tuple[Found | None, list[Passed]]:
+        """Where memory has nothing to return to: the newest good one on the run's lineage, not before step `oldest`,
+        verified."""
         if self.tier is None:
             return None, []
         self.tier.wait()
         self.poll()
         passed: list[Passed] = []
         entries = {e.name: e for e in self.tier.entries()}
-        mine = [k for k in self.known.values() if k.health is Health.GOOD and self.lineage.holds(k.branch, k.step)]
+        good = [k for k in self.known.values() if k.health is Health.GOOD and k.step >= oldest]
+        mine = [k for k in good if self.lineage.holds(k.branch, k.step)]
         for limit in (before, at_latest):
             for known in sorted((k for k in mine if k.step <= limit), key=lambda k: (k.step, k.branch), reverse=True):
                 if any(p.name == known.name for p in passed):
@@ -341,7 +343,8 @@ class Checkpoints:
                     return on_disk(self.run, self.tier.load(entries[known.name]), fresh=False), passed
                 except (RunDirError, SetupError, KeyError) as error:
                     passed.append(Passed(known.name, known.step, str(error)))
-                    self.mark(known, Health.BAD, str(error))
+                    if not isinstance(error, Unreadable):
+                        self.mark(known, Health.BAD, str(error))
         return None, passed
 
     def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.core import facts
+from holdfast.core import durable, facts
 from holdfast.core.config import Config
 from holdfast.core.engine import Engine
 from holdfast.core.errors import PolicyStop, RunDirError
@@ -49,7 +50,7 @@ class Records:
             return
         self.rundir.acquire()
         try:
-            past = read(self.rundir.journal).events if self.rundir.journal.exists() else []
+            past = _past(self.rundir)
             self.quarantine = Quarantine(self.rundir.quarantine)
             self._journal = Journal(self.rundir.journal, fsync=self._config.journal.fsync, clock=self._clock)
             engine.open(self._journal, IncidentFiles(self.rundir), past)
@@ -127,14 +128,26 @@ class Records:
             self._metrics.flush()
 
     def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
-        self._journal.close()
-        self._journal = Silent()
+        """Let everything go, whatever of it fails; what failed is raised then."""
+        metrics, self._metrics = self._metrics, None
+        journal, self._journal = self._journal, Silent()
         self._open = False
-        if self.rundir is not None:
-            self.rundir.release()
+        with contextlib.ExitStack() as closing:
+            if self.rundir is not None:
+                closing.callback(self.rundir.release)
+            closing.callback(journal.close)
+            if metrics is not None:
+                closing.callback(metrics.close)
+
+
+def _past(rundir: RunDir) -> list[dict[str, Any]]:
+    """What earlier lives wrote; nothing in the first one."""
+    try:
+        return read(rundir.journal).events
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise durable.refused(rundir.journal, "read", error) from None
 
 
 def _identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:

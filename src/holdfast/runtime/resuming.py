@@ -10,7 +10,7 @@ from holdfast.core.checkpoints import fit
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import Passed, is_left
-from holdfast.core.errors import RunDirError, SetupError
+from holdfast.core.errors import RunDirError, SetupError, Unreadable
 from holdfast.core.types import Health
 from holdfast.runtime.saving import Found, on_disk
 from holdfast.runtime.snapshots.tier import Restored, Tier
@@ -63,7 +63,7 @@ def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | Non
         except RunDirError as error:
             spoilt[entry.name] = str(error)
             log.warning("checkpoint %s cannot be used: %s", entry.name, error)
-            if entry.name in book.known:
+            if entry.name in book.known and not isinstance(error, Unreadable):
                 book.mark(book.known[entry.name], Health.BAD, str(error))
 
 

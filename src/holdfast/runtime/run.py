@@ -8,7 +8,7 @@ has only just enqueued; where the host decides, it settles at once. All that is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,13 +147,28 @@ class Run:
             self._last_save(error)
         except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
             trouble = problem
-        self.state.optimizers.release()
-        self.checkpoints.close()
-        self.keeper.close()
+        parts: tuple[Callable[[], None], ...] = (
+            self.state.optimizers.release,
+            self.checkpoints.close,
+            self.keeper.close,
+            self._close_source,
+            lambda: self._write_end(error or trouble),
+            self.records.close,
+        )
+        for part in parts:
+            try:
+                part()
+            except Exception as problem:  # a disk that fails: the rest is let go all the same
+                trouble = trouble or problem
+        if trouble is not None and error is None:
+            raise trouble
+
+    def _close_source(self) -> None:
+        self._loader = None
         if self.source is not None:
             self.source.close()
-        self._loader = None
-        cause = error or trouble
+
+    def _write_end(self, cause: BaseException | None) -> None:
         self.engine.write(
             "run_end",
             durable=True,
@@ -163,9 +178,6 @@ class Run:
             stopped=self.stopping,
             summary=self.engine.summary(self.step),
         )
-        self.records.close()
-        if trouble is not None and error is None:
-            raise trouble
 
     def _last_save(self, error: BaseException | None) -> None:
         """At an orderly end the run is whole: another life goes on exactly here."""

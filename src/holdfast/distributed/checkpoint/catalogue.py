@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from holdfast.core.checkpoints.manifest import Manifest
-from holdfast.core.durable import read_file, refused
+from holdfast.core.durable import again, read_file, refused
 from holdfast.core.errors import RunDirError
 from holdfast.distributed.checkpoint.index import Entry, Index, bin_name, box, decode, index_name
 
@@ -129,7 +129,7 @@ def _check_lengths(catalogue: Catalogue, manifest: Manifest | None) -> None:
     for index in catalogue.indices:
         path = catalogue.folder / bin_name(index.rank)
         try:
-            length = os.lstat(path).st_size
+            length = again(os.lstat, path).st_size
         except OSError as error:
             raise refused(path, "read", error) from None
         said = index.bytes

@@ -26,8 +26,8 @@ from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.manifest import FileSum, Manifest, name_of
 from holdfast.core.checkpoints.resume import CHECKPOINTS, Passed, choose, resolve_resume_path
-from holdfast.core.checkpoints.verify import verify
-from holdfast.core.errors import RunDirError
+from holdfast.core.checkpoints.verify import look, verify
+from holdfast.core.errors import RunDirError, Unreadable
 from holdfast.core.types import Health
 from holdfast.distributed.checkpoint.reading import read_parts, read_tensors
 from holdfast.distributed.checkpoint.writing import write_rank
@@ -256,16 +256,20 @@ class DiskTier:
             raise RunDirError(entry.damage or "manifest.json is missing")
         own = self._world.rank < manifest.world_size
         rank = self._world.rank if own else 0
-        why, parts, tensors = "", {}, {}
+        why, damaged, parts, tensors = "", False, {}, {}
         try:
-            if (strange := verify(entry, contents=False)) is not None:
+            if (strange := look(entry)) is not None:
                 raise RunDirError(strange)
             tensors = read_tensors(entry.path, manifest, {}, rank=rank, size=self._world.size)
             parts = decode(read_parts(entry.path, rank), tensors)
         except RunDirError as error:
-            why = str(error)
-        if any(troubles := self._world.gather(why)):
-            raise RunDirError(next(t for t in troubles if t))
+            why, damaged = str(error), not isinstance(error, Unreadable)
+        except OSError as error:
+            why = str(durable.refused(entry.path, "read", error))
+        troubles = [t for t in self._world.gather([why, damaged]) if t[0]]
+        if troubles:
+            worst = next((t for t in troubles if t[1]), troubles[0])
+            raise (RunDirError if worst[1] else Unreadable)(worst[0])
         return Restored(manifest, parts, tensors, self._world.size, own)
 
     def close(self) -> None:

@@ -80,10 +80,19 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
 
 
 def _find(run: Run, action: Rollback) -> tuple[Found | None, list[dict[str, Any]]]:
-    """Memory before disk, newest first; and every one that was passed over, with the reason."""
+    """Memory before disk, newest first; and every one that was passed over, with the reason.
+
+    One that is old enough on disk comes before one in memory that is not, if it lies where a full ring would have had one:
+    a life that has just begun remembers nothing older than where it began, and is to land where the life before it would
+    have landed. One that is much older would cost more than it is worth.
+    """
     snapshot, passed = run.keeper.find(action.before, action.at_latest)
     told: list[dict[str, Any]] = [{"step": p.step, "why": p.why} for p in passed]
-    if snapshot is not None and snapshot.position is not None:
-        return in_memory(run, snapshot), told
-    found, over = run.checkpoints.find(action.before, action.at_latest)
-    return found, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]
+    memory = None if snapshot is None or snapshot.position is None else in_memory(run, snapshot)
+    if memory is not None and memory.step <= action.before:
+        return memory, told
+    oldest, latest = 0, action.at_latest
+    if memory is not None:
+        oldest, latest = run.step - 4 * (run.step - action.before) - 2 * run.keeper.ring.every, action.before
+    found, over = run.checkpoints.find(action.before, latest, oldest)
+    return found or memory, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]

@@ -17,7 +17,7 @@ from crash_server import Ended, Server
 
 from holdfast.core.journal import read
 
-CALLS = 300 if WHOLE else 14
+CALLS = 300 if WHOLE else 8
 FULL = 12 if WHOLE else 2
 VARIANT = "host"
 OPENING = (

@@ -298,7 +298,7 @@ def test_a_stream_drawn_from_the_global_generator_never_gives_the_same_bad_batch
 def test_stretches_quarantined_in_one_life_are_not_served_in_the_next(tmp_path):
     first = Training(KINDS["list"](bad=[2, 5]), tmp_path / "run", epochs=2)
     assert first.guard.summary().skipped == 4
-    second = Training(KINDS["list"](bad=[2, 5]), tmp_path / "run", epochs=3)
+    second = Training(KINDS["list"](bad=[2, 5]), tmp_path / "run", epochs=3, anew=True)
     # Known in the first two epochs, found again in the third.
     assert Counter(second.served) == {k: 1 if k in (2, 5) else 3 for k in range(BATCHES)}
     assert second.guard.summary().restarts == 1

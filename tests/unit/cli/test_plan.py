@@ -304,9 +304,7 @@ def test_run_without_metrics_asks_for_the_step_time(holdfast, run):
 NONSENSE = [None, True, -5.0, 0, "x", [], {}, float("nan"), float("inf"), 1e308, 10**400]
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_record_is_a_traceback(tmp_path, capsys, data):
     """Events with fields of any kind, lines that are not events, a configuration of any shape."""
@@ -331,9 +329,7 @@ def test_no_record_is_a_traceback(tmp_path, capsys, data):
     capsys.readouterr()
 
 
-@settings(
-    max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e-6, 1e11) | st.sampled_from([1e-6, 1e11]), min_size=5, max_size=5), st.integers(1, 10**9))
 def test_no_costs_are_a_traceback(capsys, times, nodes):
     words = ["--save-cost", "--step-time", "--node-mtbf", "--restart", "--write-time"]

@@ -241,8 +241,9 @@ def whole_course(make: Any, epochs: int = 3) -> list[tuple[list[int], RngState]]
 # ---- the same program again
 
 
-@pytest.mark.parametrize("kind", sorted(LOADERS))
-@pytest.mark.parametrize("count", [12, 14])
+@pytest.mark.parametrize(
+    ("kind", "count"), [*((kind, 14) for kind in sorted(LOADERS)), ("shuffle", 12), ("distributed", 12)]
+)
 def test_resumed_anywhere_every_batch_and_every_stream_is_as_if_never_interrupted(kind, count):
     make = lambda: LOADERS[kind](count)  # noqa: E731
     course = whole_course(make)

@@ -9,17 +9,26 @@ from __future__ import annotations
 import copy
 import heapq
 import math
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.core.errors import RunDirError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
 Private = Callable[[str], bool]
+
+
+def is_dtensor(value: Any) -> TypeGuard[DTensor]:
+    """Without importing what takes a second to import: where nobody has, there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
 
 
 class Chunk(NamedTuple):
@@ -51,7 +60,7 @@ def to_write(tensors: Mapping[str, Tensor], private: Private, *, rank: int, size
 def chunk_of(name: str, value: Tensor) -> Chunk | None:
     """This rank's part of a tensor: all of a plain one; None where it has nothing of a DTensor."""
     shape = tuple(value.shape)
-    if not isinstance(value, DTensor):
+    if not is_dtensor(value):
         return Chunk(name, shape, (0,) * len(shape), value.detach())
     if value.numel() == 0:
         return Chunk(name, shape, (0,) * len(shape), value.to_local().detach().new_empty(shape))
@@ -75,12 +84,12 @@ def around(target: DTensor, local: Tensor) -> DTensor:
     if spec.tensor_meta.dtype != local.dtype:
         spec = copy.copy(spec)
         spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return type(target)(local, spec, requires_grad=False)
 
 
 def _writers(tensors: Mapping[str, Tensor], private: Private, size: int) -> dict[str, frozenset[int]]:
     """The ranks that write each tensor that is not private; greedy, the largest first, onto those with the least."""
-    shared = [name for name, value in tensors.items() if isinstance(value, DTensor) or not private(name)]
+    shared = [name for name, value in tensors.items() if is_dtensor(value) or not private(name)]
     order = sorted(shared, key=lambda name: (-_bytes(tensors[name]), name))
     sharded = [name for name in order if _is_sharded(tensors[name])]
     loads = np.zeros(size, dtype=np.int64)
@@ -102,7 +111,7 @@ def _writers(tensors: Mapping[str, Tensor], private: Private, size: int) -> dict
 
 def _is_sharded(value: Tensor) -> bool:
     """Whether there are shards to write: a DTensor with nothing in it is one empty tensor, written by one rank."""
-    return isinstance(value, DTensor) and value.numel() > 0
+    return is_dtensor(value) and value.numel() > 0
 
 
 def _replicas(name: str, value: Any, size: int) -> np.ndarray:
@@ -112,7 +121,7 @@ def _replicas(name: str, value: Any, size: int) -> np.ndarray:
         raise RunDirError(
             f"{name} lies on rank {int(ranks.max())} of its mesh, and the world has {size}: name the world's size"
         )
-    copies = [dim for dim, placement in enumerate(value.placements) if isinstance(placement, Replicate)]
+    copies = [dim for dim, placement in enumerate(value.placements) if placement.is_replicate()]
     count = math.prod(ranks.shape[dim] for dim in copies)
     rows: np.ndarray = np.moveaxis(ranks, copies, range(len(copies))).reshape(count, -1)
     return rows
@@ -133,7 +142,7 @@ def _refuse_strange(name: str, value: Tensor) -> None:
 def _refuse_placement(name: str, value: DTensor) -> None:
     """A shard must be one box of the tensor. A strided one is, where the later mesh dimensions undo its stride."""
     for dim, placement in enumerate(value.placements):
-        if isinstance(placement, Replicate):
+        if placement.is_replicate():
             continue
         factor = getattr(placement, "split_factor", 1)
         later = [
@@ -141,7 +150,7 @@ def _refuse_placement(name: str, value: DTensor) -> None:
             for d, other in enumerate(value.placements)
             if d > dim and getattr(other, "dim", None) == getattr(placement, "dim", None)
         ]
-        known = isinstance(placement, Shard) or hasattr(placement, "split_factor")
+        known = placement.is_shard() or hasattr(placement, "split_factor")
         if not known or factor not in (1, math.prod(later)):
             raise RunDirError(
                 f"{name} is placed as {placement}, which is no box of the tensor on each rank: "

@@ -29,7 +29,6 @@ from holdfast.core.checkpoints.resume import CHECKPOINTS, Passed, choose, resolv
 from holdfast.core.checkpoints.verify import look, verify
 from holdfast.core.errors import RunDirError, Unreadable
 from holdfast.core.types import Health
-from holdfast.distributed.checkpoint.reading import read_parts, read_tensors
 from holdfast.distributed.checkpoint.writing import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.snapshots.certify import checksums
@@ -251,6 +250,9 @@ class DiskTier:
 
     def load(self, entry: Entry) -> Restored:
         """Everything in it, every byte compared. RunDirError on every rank where one of them cannot trust it."""
+        # Its planners take a second to import, and a run that only saves does not need them.
+        from holdfast.distributed.checkpoint.reading import read_parts, read_tensors
+
         manifest = entry.manifest
         if manifest is None:
             raise RunDirError(entry.damage or "manifest.json is missing")

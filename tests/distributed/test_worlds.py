@@ -49,22 +49,21 @@ def test_other_world_size_batch_size_and_workers_go_on_at_the_exact_next_sample(
 def test_ranks_that_die_at_once_go_on_from_the_newest_good_checkpoint_with_others(run, tmp_path):
     legs = [
         {"ranks": 2, "batch": 4, "workers": 0, "crash": 8},
-        {"ranks": 4, "batch": 3, "workers": 0, "crash": 13},
-        {"ranks": 2, "batch": 5, "workers": 0},
+        {"ranks": 4, "batch": 5, "workers": 0},
     ]
     travel(run, tmp_path, *legs)
-    assert identities(tmp_path, 3) == dict.fromkeys(range(SAMPLES), 2)
+    assert identities(tmp_path, 2) == dict.fromkeys(range(SAMPLES), 2)
     assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))
 
 
 def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, legs in ((whole, [{}]), (parts, [{"stop": 7}, {"stop": 16}, {}])):
+    for folder, legs in ((whole, [{}]), (parts, [{"stop": 7}, {}])):
         folder.mkdir()
         (folder / "legs.json").write_text(json.dumps([{"batch": 4, "workers": 0, **plan} for plan in legs]))
-    run("whole/leg:2", "parts/leg:2", "parts/leg:2", "parts/leg:2")
+    run("whole/leg:2", "parts/leg:2", "parts/leg:2")
     for rank in (0, 1):
-        last = [json.loads((f / f"leg-{n}-{rank}.json").read_text()) for f, n in ((whole, 0), (parts, 2))]
+        last = [json.loads((f / f"leg-{n}-{rank}.json").read_text()) for f, n in ((whole, 0), (parts, 1))]
         assert last[0]["parameters"] == last[1]["parameters"]
         assert last[0]["served"][-len(last[1]["served"]) :] == last[1]["served"]
     for checkpoint in (parts / "run" / "checkpoints").iterdir():

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.core.journal import read
 from holdfast.core.quarantine import Quarantine
 
-LIVES = 100
+LIVES = 40
 LANES = 4
 SPAWN = multiprocessing.get_context("fork")
 
@@ -110,5 +110,5 @@ def _check_restartable(run_dir: Path) -> None:
     model = torch.nn.Linear(2, 1)
     guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=run_dir)
     with guard:
-        assert guard.summary().restarts > 5
+        assert guard.summary().restarts > 2
         assert guard.summary().status == "recovered"

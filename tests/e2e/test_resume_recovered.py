@@ -64,11 +64,11 @@ def check_the_rest_of(r: Recipe, whole, path) -> None:
 
 
 LINES = [
-    ("a skip", "host", 2),
-    ("a skip at an epoch's end", "device", 2),
-    ("a rollback", "host", 2),
-    ("a rollback over an epoch border", "device", 3),
-    ("two rollbacks", "device", 6),
+    ("a skip", "host", 3),
+    ("a skip at an epoch's end", "device", 4),
+    ("a rollback", "host", 4),
+    ("a rollback over an epoch border", "device", 5),
+    ("two rollbacks", "device", 9),
 ]
 
 

@@ -202,7 +202,7 @@ def live(events: Iterable[tuple[str, int]]) -> Iterator[tuple[Life, Saved | None
         yield life, chosen
 
 
-@settings(max_examples=600)
+@settings(max_examples=250)
 @given(st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 1000)), max_size=60))
 def test_newest_restorable_state_of_the_current_lineage_is_chosen_in_every_short_life(events):
     for _ in live(events):

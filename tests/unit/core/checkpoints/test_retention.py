@@ -15,7 +15,7 @@ from holdfast.core.types import Health
 
 GOOD, BAD, CANDIDATE, QUARANTINED = Health.GOOD, Health.BAD, Health.CANDIDATE, Health.QUARANTINED
 SPARSE = Rules(keep_last=1, keep_every=0, powers=False, keep_bad=0)
-OFTEN = settings(max_examples=400, deadline=None, derandomize=True)
+OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def at(step, health=GOOD, branch=0, handover=False):

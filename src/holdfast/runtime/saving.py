@@ -51,7 +51,7 @@ def frame_of(snapshot: Snapshot, state: RunState) -> Frame:
         snapshot.lineage,
         parts,
         snapshot.tensors(),
-        snapshot.wait,
+        snapshot.wait_for,
         snapshot.examine,
         lambda name: name.startswith(("buffer.", PART)) or state.private(name),
         snapshot.written.set,

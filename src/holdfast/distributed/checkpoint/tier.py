@@ -118,7 +118,6 @@ class DiskTier:
     def _save(self, frame: Frame, label: Label) -> None:
         name, began = name_of(frame.step, frame.lineage.branch), time.perf_counter()
         try:
-            frame.copied()
             small: dict[str, Tensor] = {}
             text = encode(frame.parts, small)
             share = _Share(text, {**frame.tensors, **small}, lambda: {**_examined(frame), **checksums(small)})
@@ -287,7 +286,16 @@ class _Share(NamedTuple):
     sums: Callable[[], dict[str, int]]
 
     def write(self, staging: Path, rank: int, size: int, frame: Frame) -> dict[str, FileSum]:
-        return write_rank(staging, self.tensors, self.text, rank=rank, size=size, sums=self.sums, private=frame.private)
+        return write_rank(
+            staging,
+            self.tensors,
+            self.text,
+            rank=rank,
+            size=size,
+            sums=self.sums,
+            private=frame.private,
+            ready=frame.ready,
+        )
 
 
 def _examined(frame: Frame) -> dict[str, int]:

@@ -48,6 +48,7 @@ def write_rank(
     sums: Mapping[str, int] | Callable[[], Mapping[str, int]],
     private: Private,
     progress: Progress | None = None,
+    ready: Callable[[str], None] = lambda name: None,
 ) -> dict[str, FileSum]:
     """Write this rank's share into `folder`, which exists; both files are whole and on disk when this returns.
 
@@ -55,16 +56,19 @@ def write_rank(
     `private`, must be the same on every rank, and so must the values of plain tensors that are not private: one rank
     writes them for all. `sums[name]` belongs to what this rank has of the tensor: its shard of a DTensor. They may be asked
     for, once the tensors are written: who is still summing goes on meanwhile.
-    Nothing may change the tensors until this returns. All torch operators run before the first byte is written.
+    `ready` waits until a tensor holds what it is to hold, so that the first ones are written while the last are copied; from
+    then on nothing may change it until this returns. All torch operators run before the first byte is written.
     RunDirError if anything fails; the folder is then to be thrown away.
     """
     check_byte_order()
-    chunks = [
-        chunk._replace(data=dense(chunk.name, chunk.data)) for chunk in to_write(tensors, private, rank=rank, size=size)
-    ]
+    chunks = []
+    for chunk in to_write(tensors, private, rank=rank, size=size):
+        if not chunk.data.is_contiguous() or chunk.data.is_conj() or chunk.data.is_neg():
+            ready(chunk.name)  # it is laid out anew, now
+        chunks.append(chunk._replace(data=dense(chunk.name, chunk.data)))
     entries = _lay_out(chunks)
     length = entries[-1].at + entries[-1].bytes if entries else 0
-    pieces = _pieces(entries, [raw(chunk.data) for chunk in chunks])
+    pieces = _pieces(entries, [raw(chunk.data) for chunk in chunks], ready)
     path = folder / bin_name(rank)
     try:
         crc = _write(path, pieces, length, progress)
@@ -102,11 +106,12 @@ def _lay_out(chunks: list[Chunk]) -> list[Entry]:
     return entries
 
 
-def _pieces(entries: list[Entry], memory: list[memoryview]) -> Iterator[memoryview]:
+def _pieces(entries: list[Entry], memory: list[memoryview], ready: Callable[[str], None]) -> Iterator[memoryview]:
     """The file from its first byte to its last: slices of the tensors' own memory, small ones and padding gathered."""
     gathered = bytearray()
     end = 0
     for entry, view in zip(entries, memory, strict=True):
+        ready(entry.name)
         gathered += bytes(entry.at - end)
         end = entry.at + entry.bytes
         if len(view) < SMALL:

@@ -42,6 +42,8 @@ class Copy:
     def __init__(self, tensors: dict[str, Tensor], events: list[torch.cuda.Event]) -> None:
         self.tensors = tensors
         self.copied = threading.Event()
+        self._news = threading.Condition()
+        self._there: set[str] = set()
         self.examined: Future[Examined] = Future()
         self._events = events
 
@@ -53,11 +55,24 @@ class Copy:
         else:
             self.copied.wait()
 
-    def finished(self) -> None:
-        """Until the host tensors hold what was copied."""
-        self.copied.wait()
-        for event in self._events:
-            event.synchronize()
+    def wait_for(self, name: str) -> None:
+        """Until the host tensor of that name holds what was copied, or nothing more is copied."""
+        if self._events:
+            self.copied.wait()
+            for event in self._events:
+                event.synchronize()
+        else:
+            with self._news:
+                self._news.wait_for(lambda: name in self._there or self.copied.is_set())
+
+    def arrived(self, name: str | None) -> None:
+        """That tensor is copied; None: nothing more is."""
+        with self._news:
+            if name is None:
+                self.copied.set()
+            else:
+                self._there.add(name)
+            self._news.notify_all()
 
     def result(self) -> Examined:
         """The examination, waited for."""
@@ -126,13 +141,14 @@ class Copier:
             if not events:
                 for name, value in sources.items():
                     copy.tensors[name].copy_(value)
+                    copy.arrived(name)
             # A parameter written to while it was read: the model's forward changes it. Not a state that ever was.
             torn = any(sources[name]._version != version for name, version in versions.items())
             self._examining.submit(self._examine, copy, events, looks, torn)
         except BaseException as error:
             copy.examined.set_exception(error)
         finally:
-            copy.copied.set()
+            copy.arrived(None)
 
     @torch.no_grad()
     def _examine(self, copy: Copy, events: list[torch.cuda.Event], looks: list[Look], torn: bool) -> None:

@@ -72,10 +72,11 @@ class Snapshot:
         """How many interventions the state holds."""
         return 0 if self.light is None else int(self.light["interventions"]["turns"])
 
-    def wait(self) -> None:
-        """Until every copy is made."""
+    def wait_for(self, name: str) -> None:
+        """Until that tensor is copied, so that it can be written while the next one is."""
         for copy in self.copies:
-            copy.finished()
+            if name in copy.tensors:
+                copy.wait_for(name)
 
     def examine(self) -> Examined:
         """What a look at every copy found, waited for."""

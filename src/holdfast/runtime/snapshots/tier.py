@@ -28,8 +28,8 @@ class Frame(NamedTuple):
     parts: dict[str, Any]
     """all that is no tensor, by name; tensors among it are small"""
     tensors: dict[str, Tensor]
-    copied: Callable[[], None]
-    """waits until everything is there"""
+    ready: Callable[[str], None]
+    """waits until the tensor of that name is there"""
     examine: Callable[[], Examined]
     """waits until everything has been looked at"""
     private: Callable[[str], bool]

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from worlds import SAMPLES
 
 from holdfast.core import journal
@@ -69,3 +70,12 @@ def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run,
     for checkpoint in (parts / "run" / "checkpoints").iterdir():
         assert verify(checkpoint) is None
         assert len(list(checkpoint.glob("rank_*.bin"))) == 2
+
+
+def test_a_learning_rate_changed_between_two_lives_holds_on_every_rank(run, tmp_path):
+    legs = [{"batch": 4, "workers": 0, "stop": 7}, {"batch": 4, "workers": 0, "stop": 12, "lr": 2e-3}]
+    (tmp_path / "legs.json").write_text(json.dumps(legs))
+    run("leg:2", "leg:2")
+    last = [json.loads((tmp_path / f"leg-1-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [said["lr"] for said in last] == [pytest.approx(2e-3)] * 2
+    assert last[0]["parameters"] == last[1]["parameters"]

@@ -49,7 +49,7 @@ def leg(folder: Path, rank: int, size: int) -> None:
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
     wrapped = DistributedDataParallel(model) if size > 1 else model
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=plan.get("lr", 1e-2))
     data = Numbered()
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
     loader = DataLoader(data, batch_size=plan["batch"], sampler=sampler, num_workers=plan["workers"])
@@ -69,7 +69,8 @@ def leg(folder: Path, rank: int, size: int) -> None:
                 _say(folder, number, rank, served)
                 dist.barrier()
                 os._exit(0)
-    _say(folder, number, rank, served, parameters=[p.tolist() for p in model.parameters()])
+    lr = optimizer.param_groups[0]["lr"]
+    _say(folder, number, rank, served, parameters=[p.tolist() for p in model.parameters()], lr=lr)
 
 
 def _say(folder: Path, number: int, rank: int, served: list, **more: object) -> None:

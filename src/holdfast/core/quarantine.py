@@ -92,10 +92,9 @@ class Quarantine:
                 window = event
             elif event.get("event") == "outcome":
                 window = None
-        if window is not None and isinstance(
-            window.get("window"), dict
-        ):  # it was to be excluded, and may not have been
-            ahead = [int(window["window"][key]) for key in ("epoch", "first", "batches")]
+        stretch = None if window is None else window.get("window")
+        if window is not None and isinstance(stretch, dict):  # it was to be excluded, and may not have been
+            ahead = [int(stretch[key]) for key in ("epoch", "first", "batches")]
             self._add_quietly({"ahead": ahead, "reason": str(window.get("reason"))})
         if len(self._entries) > added:
             self.save()

@@ -105,7 +105,7 @@ class Checkpoints:
         known.stall = time.perf_counter() - began + self.run.keeper.stalled - self._stalled
         self._stalled = self.run.keeper.stalled
         self._fresh = False
-        self._last = _place_of(self.run)
+        self._last = _saved_at(snapshot)
 
     def now(self, reason: str) -> str | None:
         """Write the state of this moment and wait until it is there: its path, or None where it could not be."""
@@ -144,7 +144,7 @@ class Checkpoints:
 
     def _unchanged(self) -> bool:
         """Whether the run stands where it stood when it was last saved."""
-        return self._last is not None and self._last.same(_place_of(self.run))
+        return self._last is not None and self._last.step == self.run.step and self._last.same(_place_of(self.run))
 
     def poll(self) -> list[News]:
         """What has become of what was handed over, on record."""
@@ -165,7 +165,7 @@ class Checkpoints:
             known.marking, known.healthy = False, 0
         elif news.status == "kept":
             log.warning("checkpoint %s: %s", news.name, news.why)
-        elif news.status == Health.GOOD and known is not None:
+        elif news.status == Health.GOOD and known is not None and known.health is Health.CANDIDATE:
             known.health = Health.GOOD
             self._say(known, news.status, news.why)
             self.prune()  # only now: what it takes the place of must not go before it is on disk that this one is good
@@ -200,6 +200,7 @@ class Checkpoints:
 
     def healthy(self, step: int) -> None:
         """A healthy step was committed."""
+        self._last = None  # the run stands elsewhere now
         self.poll()
         for known in self.known.values():
             if known.health is Health.CANDIDATE and known.step < step and self.lineage.holds(known.branch, known.step):
@@ -288,10 +289,12 @@ class Checkpoints:
                 "history": run.history.state_dict(),
                 "policy": run.engine.policy.state_dict(),
                 "quarantine": run.records.quarantine.entries,
+                "facts": run.records.facts,
             }
         )
         if not self.tier.first:
             run.records.identity, run.records.restarted = said["identity"], said["restarted"]
+            run.records.facts = said["facts"]
             run.history.load_state_dict(said["history"])
             run.engine.policy.load_state_dict(said["policy"])
             run.records.quarantine.adopt(said["quarantine"])
@@ -369,12 +372,20 @@ class _Place(NamedTuple):
             (self.step, self.position, self.light, self.detectors)
             == (other.step, other.position, other.light, other.detectors)
             and self.rng.same(other.rng)
-            and all(torch.equal(value, other.tensors[name]) for name, value in self.tensors.items())
+            and all(n in self.tensors and torch.equal(self.tensors[n], v.cpu()) for n, v in other.tensors.items())
         )
 
 
+def _saved_at(snapshot: Snapshot) -> _Place:
+    """Where the run stood when the snapshot was taken: its own copies, on the host."""
+    assert snapshot.light is not None and snapshot.rng is not None and snapshot.position is not None
+    tensors = {name: value for copy in snapshot.copies[1:] for name, value in copy.tensors.items()}
+    return _Place(snapshot.step, snapshot.light, tensors, snapshot.rng, snapshot.position, snapshot.detectors)
+
+
 def _place_of(run: Run) -> _Place:
+    """Where it stands now."""
     assert run.source is not None
     light, tensors = run.state.light()
-    tensors |= {f"buffer.{n}": b.detach().clone() for n, b in run.state.buffers.named().items()}
+    tensors |= {f"buffer.{n}": b.detach() for n, b in run.state.buffers.named().items()}
     return _Place(run.step, light, tensors, run.rng.capture(), run.source.position, run.engine.state_dict())

@@ -39,12 +39,16 @@ class Records:
         self.identity = ""
         """which run it is, over all its lives"""
         self.restarted = False
+        self._given: dict[str, Any] = {}
         self._found: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        """what the loop has said of itself, as run.json has it"""
         self._said: list[tuple[int | None, Mapping[str, Any]]] = []
         """facts recorded before there was a folder to write them to"""
 
     def open(self, engine: Engine, about: dict[str, Any], history: History) -> None:
         """Take hold of the folder and go on from what it says. PolicyStop if an earlier life was stopped for good."""
+        self._given = about
         if self.rundir is None:
             engine.open(self._journal, IncidentFiles(None))
             return
@@ -77,6 +81,7 @@ class Records:
             for step, said in self._said:
                 facts.put(self.rundir, engine.write, said, step)
             self._said.clear()
+            self._read_facts()
             if self._config.metrics.enabled:
                 self._metrics = MetricsFile(self.rundir.metrics, self._config.metrics.flush_seconds, self._clock)
         except BaseException:
@@ -99,11 +104,17 @@ class Records:
 
     def about(self) -> dict[str, Any]:
         """What is compared when a run is gone on from: what was found at the start, what the loop has said of itself."""
-        said: dict[str, Any] = {}
-        if self.rundir is not None:
-            said = (facts.read(self.rundir.run) or {}).get("facts") or {}
-        facts_now = {k: v for k, v in said.items() if k not in ("eval", "tokens_per_source")}
-        return plain({**self._found, "facts": facts_now})  # type: ignore[no-any-return]
+        if not self._found:  # another rank holds the folder
+            self._found = {"run": self.identity, **environment(self._config, self._given)}
+        said = {k: v for k, v in self.facts.items() if k not in ("eval", "tokens_per_source")}
+        return plain({**self._found, "facts": said})  # type: ignore[no-any-return]
+
+    def _read_facts(self) -> None:
+        assert self.rundir is not None
+        try:
+            self.facts = (facts.read(self.rundir.run) or {}).get("facts") or {}
+        except RunDirError as error:  # somebody has damaged it meanwhile: no reason to end the run
+            log.warning("%s", error)
 
     def versions(self) -> dict[str, str]:
         return {k: str(v) for k, v in (self._found.get("packages") or {}).items()}
@@ -114,6 +125,7 @@ class Records:
             return
         if self._open:
             facts.put(self.rundir, engine.write, said, step)
+            self._read_facts()
         else:
             self._said.append((step, said))
 
@@ -156,6 +168,6 @@ def _identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:
         known = (facts.read(rundir.run) or {}).get("run")
     except RunDirError:
         known = None
-    begun = next((e.get("environment") for e in past if e.get("event") in ("run_begin", "restart")), None)
-    known = known or (begun.get("run") if isinstance(begun, dict) else None)
-    return known if isinstance(known, str) and known else None
+    begun = [e.get("environment") for e in past if e.get("event") in ("run_begin", "restart")]
+    names = [known, *(about.get("run") for about in begun if isinstance(about, dict))]
+    return next((name for name in names if isinstance(name, str) and name), None)

@@ -156,6 +156,33 @@ class CheckpointSection(Section, frozen=True):
     patience_seconds: Annotated[Positive, says("how long ranks wait for each other's part of one")] = 600.0
 
 
+class Integrity(Section, frozen=True):
+    """Silent corruption: whether the state is what the updates made it."""
+
+    replicas_every: Annotated[
+        CountOrZero,
+        says("compare a checksum of the state among the ranks that hold the same, every so many steps; 0: never"),
+    ] = 100
+    window_every: Annotated[
+        CountOrZero,
+        says("compare the state at the end of an update with the start of the next, every so many steps; 0: never"),
+    ] = 100
+    optimizer: Annotated[bool, says("the optimizer's state too, not the parameters alone")] = True
+
+
+class Liveness(Section, frozen=True):
+    """Ranks that wait for each other."""
+
+    every_steps: Annotated[
+        CountOrZero, says("a small collective with a bound on its time, every so many steps; 0: never")
+    ] = 100
+    timeout_seconds: Annotated[Positive, says("how long a rank may keep the others waiting in it")] = 300.0
+    poll_seconds: Annotated[Positive, says("how often a rank asks whether another one has failed")] = 0.2
+    grace_seconds: Annotated[Positive, says("how long a rank that has failed, or is told so, has to end by itself")] = (
+        3.0
+    )
+
+
 class Quarantine(Section, frozen=True):
     """Data that is never drawn again."""
 
@@ -184,6 +211,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     recover: Recover = Recover()
     snapshot: SnapshotSection = SnapshotSection()
     checkpoint: CheckpointSection = CheckpointSection()
+    integrity: Integrity = Integrity()
+    liveness: Liveness = Liveness()
     quarantine: Quarantine = Quarantine()
     metrics: Metrics = Metrics()
     journal: JournalSection = JournalSection()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import os
-
-import msgspec
+import secrets
+import socket
 
 from holdfast.core.config import Config
+from holdfast.core.rank_records import RankRecords
 from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.norms import MeshNorms
+from holdfast.distributed.replicas import MeshReplicas
+from holdfast.distributed.watch import StoreWatch
 from holdfast.distributed.world import World
 from holdfast.runtime.guard import Guard as _Guard
 from holdfast.runtime.guard import Wired
-
-log = logging.getLogger("holdfast")
+from holdfast.runtime.ranks import Watch
+from holdfast.runtime.run import Company
 
 
 class Guard(_Guard):
@@ -21,8 +24,22 @@ class Guard(_Guard):
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         world = World.current()
-        if world.size > 1 and config.recover.mode == "heal":
-            log.warning("%d ranks cannot agree on a recovery yet: findings are recorded, nothing is done", world.size)
-            config = msgspec.structs.replace(config, recover=msgspec.structs.replace(config.recover, mode="observe"))
         tier = None if run_dir is None else DiskTier(run_dir, world, config.checkpoint.patience_seconds)
-        return Wired(run_dir if world.rank == 0 else None, config, tier)
+        if world.size == 1:
+            return Wired(run_dir, tier, Company())
+        hosts = world.gather(socket.gethostname())
+        company = Company(
+            world,
+            MeshNorms(world.size),
+            MeshReplicas(world.size),
+            lambda: _watch(run_dir, config, world),
+            neighbours=hosts.count(hosts[world.rank]),
+        )
+        return Wired(run_dir if world.rank == 0 else None, tier, company)
+
+
+def _watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> Watch:
+    session = world.share(secrets.token_hex(8))
+    records = None if run_dir is None else RankRecords(run_dir, world.rank)
+    record = (lambda *_, **__: None) if records is None else records.write
+    return StoreWatch(world.rank, world.size, config.liveness, record=record, session=session)

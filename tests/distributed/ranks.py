@@ -5,6 +5,7 @@ Ends with status 1 as soon as a rank fails, whatever the others of its job wait 
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
@@ -23,7 +24,9 @@ def rank_main(program: str, rank: int, size: int, folder: Path, meeting: Path) -
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     place, _, name = program.rpartition("/")
-    (getattr(programs, name, None) or getattr(worlds, name))(folder / place, rank, size)
+    module, _, function = name.rpartition(".")
+    known = importlib.import_module(module) if module else programs if hasattr(programs, name) else worlds
+    getattr(known, function)(folder / place, rank, size)
     dist.destroy_process_group()
 
 
@@ -42,6 +45,9 @@ def start(program: str, rank: int, size: int, folder: Path, meeting: Path) -> No
 
 
 def job(program: str, size: int, folder: Path, meeting: Path) -> bool:
+    module = program.rpartition("/")[2].rpartition(".")[0]
+    if module:
+        importlib.import_module(module)  # once, and not in every child
     for rank in range(size):
         start(program, rank, size, folder, meeting)
     return all(os.waitstatus_to_exitcode(os.wait()[1]) == 0 for _ in range(size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any
 
 import msgspec
@@ -36,6 +37,7 @@ def train(
 
     Any key can be overridden with --section.key=value. A run directory that has checkpoints is gone on from, exactly, by
     the same command; the first Ctrl-C ends the run after the current step and leaves one to go on from.
+    Under torchrun the ranks it starts share the run as [distributed] says; the loss does not depend on their number.
     Exit status: 0 done, 75 stopped early and resumable, 70 stopped by policy, 78 bad configuration or input.
 
     \b
@@ -44,14 +46,16 @@ def train(
       holdfast train configs/tiny.toml --train.steps=1000 --optimizer.lr=1e-3
       holdfast train configs/tiny.toml --resume runs/tiny/checkpoints/step_00000200
       holdfast train configs/tiny.toml --checkpoint.resume=never
+      torchrun --nproc-per-node 4 -m holdfast train configs/tiny.toml --distributed.shard=2
     """
     checked = _load([config, *context.args])
-    result = _train(checked, resume, stop_at, quiet=as_json)
-    if as_json:
+    result, first = _train(checked, resume, stop_at, quiet=as_json)
+    if as_json and first:
         emit({"ok": True, **msgspec.to_builtins(result)})
     if result.stopped is not None:
         cure = "the same command goes on from there" if result.checkpoint else "no checkpoint was left to go on from"
-        typer.echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
+        if first:
+            typer.echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
         raise typer.Exit(EXIT_RESUME if result.checkpoint else EXIT_NOT_RESUMABLE)
 
 
@@ -68,8 +72,10 @@ def _load(words: list[str]) -> TrainConfig:
     return checked
 
 
-def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: bool) -> Any:
+def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: bool) -> tuple[Any, bool]:
+    """What the run came to, and whether this is the first of its ranks, which speaks for all."""
     try:
+        from holdfast.reference import ranks
         from holdfast.reference.progress import Show
         from holdfast.reference.trainer import build, check_run_dir
     except ImportError as error:
@@ -77,12 +83,16 @@ def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: 
             f"holdfast train needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
         ) from None
     check_run_dir(config.train.run_dir)
-    trainer = build(config)
-    view = None if quiet else Show()
-    try:
-        return trainer.run(view=view, resume=resume, stop_at=stop_at)
-    except (DataError, RunDirError, SetupError) as error:
-        raise ConfigError([str(error)], "train") from None
-    finally:
-        if view is not None:
-            view.close()
+    with ranks.joined(config.train.device):
+        trainer = build(config)
+        first = trainer.layout.rank == 0
+        if not first:
+            logging.getLogger("holdfast").setLevel(logging.ERROR)
+        view = None if quiet or not first else Show()
+        try:
+            return trainer.run(view=view, resume=resume, stop_at=stop_at), first
+        except (DataError, RunDirError, SetupError) as error:
+            raise ConfigError([str(error)], "train") from None
+        finally:
+            if view is not None:
+                view.close()

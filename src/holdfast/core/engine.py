@@ -21,7 +21,6 @@ from holdfast.core.incidents import IncidentFiles
 from holdfast.core.journal import Journal
 from holdfast.core.plain import plain
 from holdfast.core.policy import Policy
-from holdfast.core.ports import Agreement, Alone
 from holdfast.core.shifts import Shifts
 from holdfast.core.tally import Summary, Tally
 from holdfast.core.types import Finding, Incident, Kind, Outcome, Plan, Severity, Signal, Status, Stop, Verdict
@@ -51,7 +50,6 @@ class Engine:
         config: Config,
         *,
         detectors: Sequence[Detector] = (),
-        agreement: Agreement | None = None,
         on_instability: Callable[[Incident], Plan | None] | None = None,
     ) -> None:
         self.config = config
@@ -60,7 +58,6 @@ class Engine:
         names = [_SHIFTS, *(d.name for d in self.detectors)]
         if (twice := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {twice!r}, and their states would be mixed up; rename one")
-        self._agreement = agreement or Alone()
         self._on_instability = on_instability or (lambda incident: None)
         self._shifts = Shifts()
         self._tally = Tally()
@@ -104,17 +101,17 @@ class Engine:
                     tightest[name] = min(value, tightest.get(name, value))
         return Limits(tightest.get("loss"), tightest.get("grad_norm"))
 
-    def judge(self, signal: Signal, more: Sequence[Finding] = ()) -> Plan | None:
+    def judge(self, signal: Signal, more: Sequence[Finding] = (), origin: dict[str, Any] | None = None) -> Plan | None:
         """What is to be done about this attempt; None where nothing was found.
 
-        `more` are findings the sensors made themselves (non-finite state). The plan is in the journal when
-        this returns.
+        `more` are findings the sensors made themselves (non-finite state); `origin` says which ranks and samples a vetoed
+        step came from. The plan is in the journal when this returns. Of several ranks each judges the same signal, and
+        comes to the same.
         """
-        signal = self._agreement.signal(signal)
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
         found = [f for d in self.detectors if (f := d.observe(signal)) is not None]
-        findings = self._agreement.findings([*more, *found])
+        findings = (*more, *(found if origin is None else [_from(f, origin) for f in found]))
         self._recent.append(signal)
         verdict = merge(signal, findings)
         if verdict is None:
@@ -207,8 +204,8 @@ class Engine:
         if outcome.status is Status.STOPPED:
             self._files.closed("stopped")
 
-    def commit(self, signal: Signal) -> None:
-        """The attempt's update landed and stays."""
+    def commit(self, signal: Signal) -> int | None:
+        """The attempt's update landed and stays. The number of the incident that it closed, if it closed one."""
         closed = self.policy.commit()
         if closed is not None:
             self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
@@ -216,6 +213,7 @@ class Engine:
             self._incident = None
         if self.policy.state.clock % _PROGRESS_EVERY == 0:
             self.write("progress", step=signal.step, policy=self.policy.state_dict())
+        return closed
 
     def shift(self, reason: str, step: int) -> None:
         """An expected shift: detectors learn the new level; non-finite and gross alarms stay."""
@@ -262,6 +260,17 @@ def _load(name: str, owner: Any, state: Any) -> bool:
         owner.load_state_dict(before)
         return False
     return True
+
+
+def _from(finding: Finding, origin: dict[str, Any]) -> Finding:
+    """With the ranks it came from, where it is about the step itself."""
+    if finding.severity == Severity.NOTE:
+        return finding
+    ranks = origin.get("ranks")
+    where = f"; from rank {', '.join(map(str, ranks))}" if ranks else ""
+    return msgspec.structs.replace(
+        finding, message=finding.message + where, evidence={**finding.evidence, "origin": origin}
+    )
 
 
 def _say(finding: Finding) -> None:

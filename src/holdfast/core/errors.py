@@ -9,6 +9,7 @@
     ├── DataError                    the loader cannot give what was asked of it
     ├── MissingDependency            an optional package is not installed
     ├── LogRefused                   a log holds no curve that could be read; says what it holds instead
+    ├── RanksDisagree                two ranks of a run are not at the same place; raised on every rank
     ├── InstabilityError             `nan_action = "raise"`: the run is unstable, nothing was applied
     └── PolicyStop (also SystemExit) the policy ended the run; a person must look; exit status 70
 
@@ -72,6 +73,10 @@ class LogRefused(HoldfastError):
     def __init__(self, path: str, reason: str) -> None:
         self.path, self.reason = path, reason
         super().__init__(f"{path}: {reason}")
+
+
+class RanksDisagree(HoldfastError):
+    """Two ranks are not at the same place. Found on every rank at the same step."""
 
 
 class InstabilityError(HoldfastError):

@@ -173,10 +173,14 @@ class Policy:
     def _rung(self, verdict: Verdict, incident: Open, kin: str) -> tuple[str, str]:
         """The rung a finding stands on, and why."""
         config = self._config
+        if verdict.severity >= Severity.STOP:
+            return "stop", next(f.message for f in verdict.findings if f.severity == verdict.severity)
         if verdict.severity >= Severity.ROLLBACK:
             want, reason = "rollback", f"{verdict.kind}: the state itself is suspect"
         elif not verdict.vetoed:
             want, reason = "rollback", f"{verdict.kind}: found after the update had landed, too late to skip"
+        elif kin == "corruption":
+            want, reason = "replay", f"{verdict.kind}: the data is innocent"
         elif kin in incident.rolled:
             want, reason = "rollback", f"{verdict.kind} again, on probation after a rollback"
         elif self.state.consecutive >= config.max_consecutive:
@@ -205,8 +209,9 @@ class Policy:
             latest = min(latest, incident.target)
             before = min(before, incident.target - 1)
         actions: list[Action] = [Rollback(before=max(0, before), at_latest=latest)]
-        # Non-finite state under finite losses is not the data's doing: the first return to it changes nothing else.
-        innocent = kin == "state" and depth == 0
+        # Non-finite state under finite losses is not the data's doing: the first return to it changes nothing else. Silent
+        # corruption never is, and whether it comes back on the same data says what it was.
+        innocent = kin == "corruption" or (kin == "state" and depth == 0)
         if config.skip_batches and not innocent:
             actions.append(SkipData(batches=config.skip_batches * 2**depth, around=onset))
         if config.lr_factor < 1 and not innocent:

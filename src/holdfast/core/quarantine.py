@@ -47,6 +47,18 @@ class Quarantine:
             return ids
         return [i for i in ids if _plain(i) not in self._samples]
 
+    def stand_in(self, ids: list[Any], length: int) -> list[Any]:
+        """As many ids as there are, each that may not be drawn replaced by the next one of `length` that may. For ranks that
+        step together: a batch that is smaller on one of them, or missing, would leave the others waiting."""
+        if self.keep(ids) is ids or len(self._samples) >= length:
+            return ids
+        return [self._next(int(i), length) if _plain(i) in self._samples else i for i in ids]
+
+    def _next(self, sample: int, length: int) -> int:
+        while sample in self._samples:
+            sample = (sample + 1) % length
+        return sample
+
     def add_spans(self, spans: Iterable[Span], reason: str, **about: Any) -> None:
         added = [s for s in spans if s.stop > s.start and not self.covers(*s)]
         if not added:

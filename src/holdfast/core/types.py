@@ -32,6 +32,8 @@ class Kind(StrEnum):
     DUPLICATE_BATCH = "duplicate_batch"
     WEIGHT_NORM = "weight_norm"
     DEAD_RUN = "dead_run"
+    DESYNC = "desync"
+    SILENT_CORRUPTION = "silent_corruption"
 
 
 _FAMILIES = {
@@ -42,6 +44,8 @@ _FAMILIES = {
     Kind.LOSS_SPIKE: "spike",
     Kind.GRAD_SPIKE: "spike",
     Kind.DIVERGENCE: "divergence",
+    Kind.DESYNC: "corruption",
+    Kind.SILENT_CORRUPTION: "corruption",
 }
 
 
@@ -73,6 +77,8 @@ class Severity(IntEnum):
     """this step's update should not land"""
     ROLLBACK = 2
     """the state itself is suspect"""
+    STOP = 3
+    """going back does not help"""
 
 
 class Flag(IntFlag):
@@ -82,6 +88,8 @@ class Flag(IntFlag):
     GRAD_NONFINITE = 2
     LOSS_HIGH = 4
     GRAD_HIGH = 8
+    GRAD_DIFFERS = 16
+    """ranks that should have the same gradient do not"""
 
 
 class Span(NamedTuple):

@@ -69,6 +69,16 @@ class World:
         self._wait("gather", lambda: dist.all_gather(values, padded, group=self._group, async_op=True), seconds)
         return [_decode(content[: int(n)]) for content, n in zip(values, lengths, strict=True)]
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether the group's collectives take tensors that lie there."""
+        return self.size == 1 or self._device.type == device.type or device.type in _devices(self._group)
+
+    def rows(self, row: Tensor) -> Tensor:
+        """One row of every rank, in the order of ranks: (size, len(row)), bit for bit, where `row` lies."""
+        found = torch.empty(self.size * len(row), dtype=row.dtype, device=row.device)
+        self._bounded("agree", lambda: _gather_rows(found, row, group=self._group))
+        return found.view(self.size, -1)
+
     def barrier(self, seconds: float) -> None:
         """Returns when every rank has come here; HoldfastError where one has not after `seconds`."""
         if self.size == 1:
@@ -105,6 +115,16 @@ class World:
                 f"rank {self.rank} of {self.size} could not {doing} with the others: {why}; "
                 "see the log of the rank that is missing"
             ) from error
+
+
+_gather_rows: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""one name of it in older versions of torch, another in newer ones"""
+
+
+def _devices(group: Any) -> list[str]:
+    """The kinds of devices a group has a backend for: "cpu:gloo,cuda:nccl" has two."""
+    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+    return [device.type for device in chosen._device_types]
 
 
 def _encode(value: Any) -> bytes:

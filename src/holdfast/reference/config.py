@@ -40,6 +40,10 @@ class Model(Section, frozen=True):
     z_loss: Annotated[NonNegative, says("weight of the squared log-partition in the loss; 1e-4 is usual")] = 0.0
     tie_embeddings: Annotated[bool, says("one matrix for input and output")] = True
 
+    @property
+    def hidden_width(self) -> int:
+        return self.hidden or math.ceil(8 * self.width / 3 / 64) * 64
+
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One source of tokens."""
@@ -69,7 +73,7 @@ class Train(Section, frozen=True):
 
     run_dir: Annotated[str, says("the run's folder")] = "runs/train"
     steps: Annotated[Count, says("committed steps")] = 400
-    batch_size: Annotated[Count, says("sequences in a batch")] = 16
+    batch_size: Annotated[Count, says("sequences in a batch, of all ranks together")] = 16
     accumulate: Annotated[Count, says("batches in a step")] = 1
     precision: Annotated[Literal["fp32", "bf16", "fp16"], says("of forward and backward; weights are fp32")] = "fp32"
     compile: Annotated[bool, says("torch.compile the model")] = False
@@ -107,9 +111,11 @@ class Eval(Section, frozen=True):
 
 
 class Distributed(Section, frozen=True):
-    """One process for now."""
+    """How the ranks that torchrun starts share the run. The three multiplied are their number."""
 
-    data: Annotated[Annotated[int, msgspec.Meta(ge=1, le=1)], says("data-parallel ranks")] = 1
+    data: Annotated[CountOrZero, says("copies of the model; 0: what is left of the ranks")] = 0
+    shard: Annotated[Count, says("ranks that a copy is sharded over (FSDP2)")] = 1
+    tensor: Annotated[Count, says("ranks that every matrix is cut among; it divides heads and hidden")] = 1
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
@@ -229,8 +235,33 @@ def _across(config: TrainConfig) -> Iterator[tuple[str, ...]]:
             "scheduler.warmup_steps",
             "train.steps",
         )
+    yield from _cut(config)
     if config.train.precision == "fp16" and config.train.device == "cpu" and config.train.compile:
         yield ("[train] fp16 with compile needs a GPU", "train.precision", "train.compile")
+
+
+def _cut(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """What cannot be shared out evenly, whatever the number of ranks."""
+    model, wanted, batch = config.model, config.distributed, config.train.batch_size
+    for key, value in {"heads": model.heads, "hidden": model.hidden_width}.items():
+        if value % wanted.tensor:
+            yield (
+                f"[distributed] tensor = {wanted.tensor} does not divide [model] {key} = {value}: every rank needs as many "
+                "of them as the others",
+                "distributed.tensor",
+                f"model.{key}",
+                "model.width",
+            )
+    shares = wanted.shard * (wanted.data or 1)
+    if batch % shares:
+        copies = f"data = {wanted.data} x " if wanted.data else ""
+        yield (
+            f"[train] batch_size = {batch} cannot be dealt out evenly to [distributed] {copies}shard = {wanted.shard}: make "
+            f"it a multiple of {shares}",
+            "train.batch_size",
+            "distributed.data",
+            "distributed.shard",
+        )
 
 
 def with_train(config: TrainConfig, **changes: Any) -> TrainConfig:

@@ -11,6 +11,13 @@ from torch.nn import functional as F
 from holdfast.reference.config import Model as ModelConfig
 
 
+class Mix(nn.Module):
+    """Attention of each head on its own: a rank may have some of the heads only. A module, so that it can be told so."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -20,13 +27,14 @@ class Attention(nn.Module):
         size = config.width // config.heads
         self.q_norm = nn.RMSNorm(size) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size) if config.qk_norm else nn.Identity()
+        self.mix = Mix()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, width = x.shape
+        batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+        mixed = self.mix(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,7 +46,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        hidden = config.hidden or math.ceil(8 * config.width / 3 / 64) * 64
+        hidden = config.hidden_width
         self.gate_up = nn.Linear(config.width, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, config.width, bias=False)
 

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 
 from holdfast.core.types import Outcome
 from holdfast.reference.config import TrainConfig
-from holdfast.reference.trainer import Result
+from holdfast.reference.watch import Result
 
 
 class Show:
@@ -28,7 +28,8 @@ class Show:
         self._every, self._steps = config.train.log_every, config.train.steps
         self._tokens = about["tokens_per_step"]
         sources = ", ".join(f"{s['name']} ({s['tokens']:,} tokens)" for s in about["data"])
-        self._say(f"{about['parameters']:,} parameters, {about['precision']}, on {about['device']}; {sources}")
+        several = f"{about['ranks']} ranks ({about['layout']}) of " if about.get("ranks", 1) > 1 else ""
+        self._say(f"{about['parameters']:,} parameters, {about['precision']}, on {several}{about['device']}; {sources}")
         if self._console.is_terminal:
             self._bar = Progress(*_columns(self._console.width), console=self._console)
             self._task = self._bar.add_task("train", total=self._steps, loss="", speed="", time="")

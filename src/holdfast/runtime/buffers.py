@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from holdfast.runtime.sharded import around, is_sharded, local
 from holdfast.runtime.snapshots.certify import nbytes
 
 _SMALL = 64 * 1024
@@ -37,10 +38,14 @@ class Buffers:
         # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are used again.
         self._seen: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._places)
 
-    def named(self) -> dict[str, Tensor]:
-        """The buffers as they are, by full name."""
+    def whole(self) -> dict[str, Tensor]:
+        """The buffers themselves, by full name, sharded ones as such."""
         found = ((name, module._buffers.get(key)) for name, module, key in self._places)
         return {name: value for name, value in found if value is not None}
+
+    def named(self) -> dict[str, Tensor]:
+        """What this rank has of the buffers as they are, by full name."""
+        return {name: local(value) for name, value in self.whole().items()}
 
     @torch.no_grad()
     def capture(self) -> Capture:
@@ -50,11 +55,12 @@ class Buffers:
             if value is None:
                 self._copies[i], self._seen[i] = None, None
                 continue
-            version = 0 if value.is_inference() else value._version
+            mine = local(value)
+            version = 0 if mine.is_inference() else mine._version
             seen = self._seen[i]
             same = seen is not None and seen[0]() is value and seen[1] == version
-            if self._copies[i] is None or not same or nbytes(value) <= _SMALL:
-                self._copies[i] = value.detach().clone()
+            if self._copies[i] is None or not same or nbytes(mine) <= _SMALL:
+                self._copies[i] = mine.clone()
                 self._seen[i] = (weakref.ref(value), version)
         return list(self._copies)
 
@@ -63,10 +69,13 @@ class Buffers:
         """Put every buffer back to what it was at `capture`."""
         for (_, module, key), saved in zip(self._places, capture, strict=True):
             value = module._buffers.get(key)
+            mine = None if value is None else local(value)
             if saved is None:
                 module._buffers[key] = None
-            elif value is not None and value.shape == saved.shape and value.dtype == saved.dtype:
-                value.copy_(saved)
+            elif mine is not None and mine.shape == saved.shape and mine.dtype == saved.dtype:
+                mine.copy_(saved)
+            elif is_sharded(value):
+                module._buffers[key] = around(value, saved.clone())
             else:
                 module._buffers[key] = saved.clone()
         self._seen = [None] * len(self._places)

@@ -337,9 +337,12 @@ class Checkpoints:
         passed: list[Passed] = []
         entries = {e.name: e for e in self.tier.entries()}
         good = [k for k in self.known.values() if k.health is Health.GOOD and k.step >= oldest]
-        mine = [k for k in good if self.lineage.holds(k.branch, k.step)]
+        mine = [k.name for k in good if self.lineage.holds(k.branch, k.step)]
+        # Ranks hear at different times what has become of a checkpoint: the first one's word holds.
+        candidates = [self.known[name] for name in self.tier.share(mine) if name in self.known]
         for limit in (before, at_latest):
-            for known in sorted((k for k in mine if k.step <= limit), key=lambda k: (k.step, k.branch), reverse=True):
+            older = sorted((k for k in candidates if k.step <= limit), key=lambda k: (k.step, k.branch), reverse=True)
+            for known in older:
                 if any(p.name == known.name for p in passed):
                     continue
                 try:
@@ -349,6 +352,11 @@ class Checkpoints:
                     if not isinstance(error, Unreadable):
                         self.mark(known, Health.BAD, str(error))
         return None, passed
+
+    def abort(self) -> None:
+        """This rank cannot go on: nobody's part of a checkpoint is waited for any more."""
+        if self.tier is not None:
+            self.tier.abort()
 
     def close(self) -> None:
         if self.tier is not None:

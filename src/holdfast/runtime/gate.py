@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.core.errors import SetupError
+from holdfast.runtime.norms import LocalNorms, NormAndClip
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import scaled
-from holdfast.runtime.sensing import Packed, Reading, Sensed, clip
+from holdfast.runtime.sensing import Packed, Reading, Sensed
 
 
 class Passage:
@@ -50,7 +51,16 @@ class Passage:
 class Gate:
     """Lets an update through, or not. `armed` is False in observe mode: it sees everything and stops nothing."""
 
-    def __init__(self, optimizers: Optimizers, scaler: Scaler | None, where: str, armed: bool, on_cuda: bool) -> None:
+    def __init__(
+        self,
+        optimizers: Optimizers,
+        scaler: Scaler | None,
+        where: str,
+        armed: bool,
+        on_cuda: bool,
+        *,
+        norms: NormAndClip | None = None,
+    ) -> None:
         if where == "device" and not optimizers.fused:
             names = ", ".join(type(o).__name__ for o in optimizers)
             raise SetupError(
@@ -59,6 +69,7 @@ class Gate:
             )
         self.on_device = where == "device" or (where == "auto" and on_cuda and optimizers.fused)
         self._optimizers, self._scaler, self._armed = optimizers, scaler, armed
+        self._norms = norms or LocalNorms()
 
     @torch.no_grad()
     def apply(
@@ -68,19 +79,24 @@ class Gate:
         found: dict[int, Tensor],
         max_norm: float | None,
         lr_factor: float,
+        *,
+        own: Tensor | None = None,
     ) -> Passage:
-        """Clip and step, unless a flag says no. `found` is what the scaler found, per optimizer."""
+        """Clip and step, unless a flag says no. `found` is what the scaler found, per optimizer; `own` the gradient norm
+        as this rank has it, where `sensed` holds the one that all agreed on."""
+        own = sensed.norm if own is None else own
         passage = Passage(Packed(sensed), self._fresh() if self.on_device else (), found)
         if self.on_device:
-            self._on_device(sensed, parameters, found, max_norm, lr_factor)
+            self._on_device(sensed, own, parameters, found, max_norm, lr_factor)
         else:
-            self._on_host(passage.read(), sensed, parameters, found, max_norm, lr_factor)
+            self._on_host(passage.read(), sensed, own, parameters, found, max_norm, lr_factor)
         return passage
 
     def _on_host(
         self,
         reading: Reading,
         sensed: Sensed,
+        own: Tensor,
         parameters: Sequence[Tensor],
         found: dict[int, Tensor],
         max_norm: float | None,
@@ -91,7 +107,7 @@ class Gate:
                 self._scaler.leave()
             return
         if max_norm is not None:
-            clip(parameters, max_norm, sensed.norm)
+            self._norms.clip(parameters, max_norm, own, sensed.norm)
         with scaled(self._optimizers.groups(), lr_factor):
             for optimizer in self._optimizers:
                 flag = found.get(id(optimizer))
@@ -103,6 +119,7 @@ class Gate:
     def _on_device(
         self,
         sensed: Sensed,
+        own: Tensor,
         parameters: Sequence[Tensor],
         found: dict[int, Tensor],
         max_norm: float | None,
@@ -110,7 +127,7 @@ class Gate:
     ) -> None:
         vetoed = (sensed.flags != 0) if self._armed else torch.zeros_like(sensed.overflow)
         if max_norm is not None:
-            clip(parameters, max_norm, sensed.norm)
+            self._norms.clip(parameters, max_norm, own, sensed.norm)
         with scaled(self._optimizers.groups(), lr_factor):
             for optimizer in self._optimizers:
                 flag = found.get(id(optimizer))

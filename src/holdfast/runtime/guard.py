@@ -21,17 +21,17 @@ from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.loop import Steps
 from holdfast.runtime.off import OffRun
 from holdfast.runtime.records import Records
-from holdfast.runtime.run import Run
+from holdfast.runtime.run import Company, Run
 from holdfast.runtime.setup import build_state
 from holdfast.runtime.snapshots.tier import Tier
 
 
 class Wired(NamedTuple):
-    """Where a run writes on this rank, by what policy, and where its checkpoints go."""
+    """Where a run writes on this rank, where its checkpoints go, and whom it trains with."""
 
     run_dir: str | os.PathLike[str] | None
-    config: Config
     tier: Tier | None
+    company: Company
 
 
 class Guard:
@@ -86,19 +86,20 @@ class Guard:
         self._hooks = Hooks(hooks)
         self._clock = clock or SystemClock()
         self._run: Run | OffRun
+        wired = self._wire(run_dir, checked)
         if os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
-            self._run = OffRun(state, clip=clip_grad_norm, hooks=self._hooks, clock=self._clock)
+            self._run = OffRun(state, clip=clip_grad_norm, hooks=self._hooks, clock=self._clock, company=wired.company)
         else:
-            wired = self._wire(run_dir, checked)
             self._run = Run(
                 state,
-                wired.config,
+                checked,
                 clip=clip_grad_norm,
                 hooks=self._hooks,
                 detectors=detectors,
-                records=Records(wired.run_dir, wired.config, self._clock),
+                records=Records(wired.run_dir, checked, self._clock),
                 clock=self._clock,
                 tier=wired.tier,
+                company=wired.company,
             )
         self._facts = dict(about or {})
         several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
@@ -108,7 +109,7 @@ class Guard:
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         """What belongs to layers above: `holdfast.Guard` knows of disks and of other ranks, this one of neither."""
-        return Wired(run_dir, config, None)
+        return Wired(run_dir, None, Company())
 
     # ---- life
 
@@ -170,7 +171,7 @@ class Guard:
             raise StepError("steps(): say how long to train, with max_steps= or epochs=")
         self._open()
         self.record(loop=loop_of(loader, accumulate))
-        self._run.attach(loader, epochs)
+        self._run.attach(loader, epochs, accumulate, max_steps)
         return Steps(self._run, accumulate, max_steps)
 
     def fit(
@@ -217,16 +218,17 @@ class Guard:
         self._run.state.register(name, thing)
 
     def expect_shift(self, reason: str) -> None:
-        """The loss is about to change level on purpose: detectors learn the new one instead of alarming."""
+        """The loss is about to change level on purpose: detectors learn the new one instead of alarming.
+
+        Of several ranks any may say so: it holds on all of them from the next step on."""
         if isinstance(self._run, Run):
             self._run.flush()
-            self._run.engine.shift(reason, self._run.step)
+            self._run.expect_shift(reason)
 
     def stop(self, reason: str = "guard.stop()") -> None:
-        """End the loop after the current step, cleanly."""
-        self._run.stopping = reason
-        if isinstance(self._run, Run):
-            self._run.engine.write("stop_requested", step=self._run.step, reason=reason)
+        """End the loop after the current step, cleanly. Of several ranks any may say so: all end after the same step,
+        which is the next one where this one is over."""
+        self._run.stop(reason)
 
     def report_eval(self, metric: float) -> None:
         """An evaluation result: drives schedulers with scheduler_interval='eval' (ReduceLROnPlateau)."""
@@ -276,8 +278,7 @@ class Guard:
         """Never draw these sample ids again, in this run or after a restart of it."""
         if isinstance(self._run, Run):
             self._open()
-            added = self._run.records.quarantine.add_samples(samples, reason)
-            self._run.engine.write("quarantine", durable=True, samples=added, reason=reason)
+            self._run.quarantine(samples, reason)
 
     # ---- what it knows
 

@@ -40,6 +40,8 @@ class Hooks:
         self._hooks = list(hooks)
         self.in_time = any(callable(getattr(h, "on_step_end", None)) and not getattr(h, "late", False) for h in hooks)
         """whether one of them may look at the run, or change it, at the end of a step"""
+        self.plans = any(callable(getattr(h, "on_instability", None)) for h in hooks)
+        """whether one of them may decide what is done"""
 
     def call(self, name: str, argument: Any) -> None:
         for hook in self._hooks:

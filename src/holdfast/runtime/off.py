@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from holdfast.core.engine import Limits
 from holdfast.core.ports import Clock
@@ -14,28 +17,36 @@ from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.gate import Gate
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.optimizers import clear_gradients
-from holdfast.runtime.sensing import gradient_norm, sense
+from holdfast.runtime.sensing import sense
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
+from holdfast.runtime.sync import GradientSync
+from holdfast.runtime.witness import Witness
+
+if TYPE_CHECKING:
+    from holdfast.runtime.run import Company
 
 
 class OffRun:
     """Serves steps over the bare loader and applies every update."""
 
-    def __init__(self, state: RunState, *, clip: float | None, hooks: Hooks, clock: Clock) -> None:
+    def __init__(self, state: RunState, *, clip: float | None, hooks: Hooks, clock: Clock, company: Company) -> None:
         self.state, self.hooks, self.clock = state, hooks, clock
+        self.ranks, self._norms = company.ranks, company.norms
+        self.sync = GradientSync(state.given)
+        self.witness = Witness((), enabled=False)
         self.step = 0
         self.stopping: str | None = None
         self.exhausted = False
         self.pending: Step | None = None
         self._clip = clip
-        self._gate = Gate(state.optimizers, state.scaler, "host", armed=False, on_cuda=False)
+        self._gate = Gate(state.optimizers, state.scaler, "host", armed=False, on_cuda=False, norms=self._norms)
         self._loader: Iterable[Any] | None = None
         self._left: int | None = None
         self._epoch = 0
         self._batches: Iterator[Any] | None = None
 
-    def attach(self, loader: Iterable[Any], epochs: int | None) -> None:
+    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
         if loader is not self._loader:
             self._loader, self._batches, self._epoch = loader, None, standing_epoch(loader)
         self._left = None if epochs is None else epochs + (self._batches is not None)
@@ -43,6 +54,12 @@ class OffRun:
 
     def in_time(self) -> None:
         pass
+
+    def entered(self, step: Step) -> None:
+        pass
+
+    def stop(self, reason: str) -> None:
+        self.stopping = reason
 
     def serve(self, accumulate: int) -> Step | None:
         first = self._draw()
@@ -87,7 +104,13 @@ class OffRun:
         found = {} if scaler is None else scaler.unscale(self.state.optimizers.outer)
         loss = step.mean_loss()
         assert loss is not None
-        sensed = sense(loss, gradient_norm(parameters), Limits(None, None), None, None)
+        if (unit := step.unit_total()) is not None and self.ranks.size > 1:
+            total = sum(self.ranks.gather(step.weight))
+            discount(parameters, torch.tensor(unit * self.ranks.size / total, dtype=torch.float64).to(loss))
+            self.state.interventions.unit = 2.0 ** round(math.log2(total / (self.ranks.size * step.parts)))
+        clipping = self._clip is not None
+        norm = self._norms.of_gradients(parameters, to_clip=clipping).value if clipping else loss
+        sensed = sense(loss, norm, Limits(None, None), None, None)
         self._gate.apply(sensed, parameters, found, self._clip, 1.0)
         clear_gradients(parameters)
         if any(float(f) for f in found.values()):
@@ -98,7 +121,7 @@ class OffRun:
         step.result = Outcome(status=Status.COMMITTED, signal=Signal(step=self.step, loss=step.loss))
         self.hooks.call("on_step_end", step.result)
 
-    def abandon(self, step: Step) -> None:
+    def abandon(self, step: Step, error: BaseException | None = None) -> None:
         clear_gradients(self.state.trained())
         if self.state.scaler is not None:
             self.state.scaler.leave()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from holdfast.runtime.sharded import local
 from holdfast.runtime.tree import join, split
 
 
@@ -88,7 +89,7 @@ class Optimizers:
     # ---- state apart and back
 
     def split_state(self, tensors: dict[str, Tensor]) -> list[dict[Any, Any]]:
-        """State tensors into `tensors`; returns the rest, per optimizer, by parameter index."""
+        """State tensors into `tensors`, sharded ones as such; returns the rest, per optimizer, by parameter index."""
         rest = []
         for i, optimizer in enumerate(self.all):
             index = {id(p): n for n, p in enumerate(_parameters(optimizer))}
@@ -111,8 +112,16 @@ class Optimizers:
             ]
             for i, optimizer in enumerate(self.all)
         ]
-        tensors.update({name: value.clone() for name, value in found.items()})
+        tensors.update({name: local(value).clone() for name, value in found.items()})
         return rest
+
+    def owner(self, name: str) -> Tensor | None:
+        """The parameter whose state a tensor is, by the name that `split_state` gives it; None where there is none."""
+        kind, i, n, *_ = (*name.split("."), "", "", "")
+        if kind != "optimizer" or not (i.isdecimal() and n.isdecimal()) or int(i) >= len(self.all):
+            return None
+        parameters = _parameters(self.all[int(i)])
+        return parameters[int(n)] if int(n) < len(parameters) else None
 
     def fits(self, groups: list[list[dict[str, Any]]]) -> bool:
         """Whether the saved options were taken with the param groups there are now."""
@@ -125,14 +134,15 @@ class Optimizers:
         for optimizer, state in zip(self.all, states, strict=True):
             parameters = _parameters(optimizer)
             known = {id(parameters[k]) if isinstance(k, int) else k for k in state}
-            for key in [k for k in optimizer.state if (id(k) if isinstance(k, Tensor) else k) not in known]:
-                del optimizer.state[key]
+            for gone in [k for k in optimizer.state if (id(k) if isinstance(k, Tensor) else k) not in known]:
+                del optimizer.state[gone]
             counted = _counted_on_device(optimizer)
             for index, skeleton in state.items():
-                owner: Any = parameters[index] if isinstance(index, int) else index
-                device = owner.device if isinstance(owner, Tensor) else None
-                scalars = device if id(owner) in counted else None
-                optimizer.state[owner] = join(skeleton, tensors, optimizer.state.get(owner), device, scalars)
+                key: Any = parameters[index] if isinstance(index, int) else index
+                owner = key if isinstance(key, Tensor) else None
+                device = None if owner is None else owner.device
+                scalars = device if id(key) in counted else None
+                optimizer.state[key] = join(skeleton, tensors, optimizer.state.get(key), device, scalars, owner)
         self.join_groups(groups, tensors)
 
     def join_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
@@ -142,11 +152,8 @@ class Optimizers:
                 group.update(join(options, tensors, group, None))
 
     def split_own(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """What an optimizer keeps as plain attributes of its own (counts, slow weights), copied."""
-        found: dict[str, Tensor] = {}
-        rest = [split(self._own(o), f"own.{i}", found) for i, o in enumerate(self.all)]
-        tensors.update({name: value.clone() for name, value in found.items()})
-        return rest
+        """What an optimizer keeps as plain attributes of its own (counts, slow weights), not copied."""
+        return [split(self._own(o), f"own.{i}", tensors) for i, o in enumerate(self.all)]
 
     def join_own(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         for optimizer, values in zip(self.all, saved, strict=True):

@@ -10,41 +10,60 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from holdfast.core.config import Config
 from holdfast.core.detectors.base import Detector
 from holdfast.core.engine import Engine
-from holdfast.core.errors import StepError
+from holdfast.core.errors import InstabilityError, PolicyStop, RanksDisagree, SetupError, StepError
 from holdfast.core.history import History
 from holdfast.core.ports import Clock
 from holdfast.core.shifts import LR_JUMP
-from holdfast.core.types import Finding, Flag, Kind, Outcome, Severity, Signal, Skip, Span, Status
+from holdfast.core.types import Finding, Flag, Incident, Outcome, Plan, Signal, Skip, Span, Status
 from holdfast.runtime import effects
 from holdfast.runtime.buffers import Capture
+from holdfast.runtime.checking import Checking
 from holdfast.runtime.checkpoints import END, Checkpoints
 from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position, Source
+from holdfast.runtime.data.world import share_of
 from holdfast.runtime.gate import Gate
 from holdfast.runtime.hooks import Hooks
+from holdfast.runtime.integrity import Replicas, Single
+from holdfast.runtime.meeting import Meeting
+from holdfast.runtime.norms import LocalNorms, Norm, NormAndClip
 from holdfast.runtime.optimizers import clear_gradients
+from holdfast.runtime.ranks import Alone, Ranks, Unwatched, Watch
 from holdfast.runtime.records import Records
 from holdfast.runtime.rng import Rng
-from holdfast.runtime.sensing import Reading, gradient_norm, sense, weight_norm
+from holdfast.runtime.sensing import Reading, sense
 from holdfast.runtime.setup import devices_of
 from holdfast.runtime.snapshots.keeper import Keeper
 from holdfast.runtime.snapshots.tier import Tier
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
+from holdfast.runtime.sync import GradientSync
 from holdfast.runtime.update_size import UpdateSize
+from holdfast.runtime.witness import Witness
 
 log = logging.getLogger("holdfast")
 
 _LOOK_AT_STREAKS = (4, 16)
 _WEIGH_EVERY = 50
+
+
+class Company(NamedTuple):
+    """Whom a run trains with, and how it deals with them."""
+
+    ranks: Ranks = Alone()
+    norms: NormAndClip = LocalNorms()
+    replicas: Replicas = Single()
+    watch: Callable[[], Watch] = Unwatched
+    neighbours: int = 1
+    """how many ranks share this host's memory"""
 
 
 class Run:
@@ -61,18 +80,29 @@ class Run:
         records: Records,
         clock: Clock,
         tier: Tier | None = None,
+        company: Company | None = None,
     ) -> None:
         self.state, self.config, self.clock = state, config, clock
         self.hooks, self.records = hooks, records
-        self.engine = Engine(config, detectors=detectors, on_instability=hooks.plan)
+        company = company or Company()
+        self.ranks, self.norms = company.ranks, company.norms
+        self.meeting = Meeting(self, company.ranks)
+        self._make_watch = company.watch
+        self.watch: Watch = Unwatched()
+        self.engine = Engine(config, detectors=detectors, on_instability=self._consult)
         devices = devices_of(state.modules)
         self.rng = Rng(devices)
         self.armed = config.recover.mode == "heal"
-        on_cuda = any(d.type == "cuda" for d in devices)
-        self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda)
+        on_cuda = any(d.type == "cuda" for d in devices) and all(map(company.ranks.carries, devices))
+        self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda, norms=self.norms)
         self.history = History()
         self.checkpoints = Checkpoints(self, tier)
-        self.keeper = Keeper(config.snapshot, state, self.rng, self.checkpoints)
+        self.keeper = Keeper(
+            config.snapshot, state, self.rng, self.checkpoints, company.ranks, neighbours=company.neighbours
+        )
+        self.checking = Checking(self, company.replicas)
+        self.sync = GradientSync(state.given)
+        self.witness = Witness(state.modules, enabled=self.meeting.several)
         self.source: Source | None = None
         self.step = 0
         """steps committed"""
@@ -91,21 +121,31 @@ class Run:
         self._ended_epochs = 0
         self._overflows = 0
         self._ours = False
+        self._told: BaseException | None = None
+        """the error that the other ranks have been told of"""
 
     # ---- beginning and end
 
     def open(self, about: dict[str, Any]) -> None:
-        self.records.open(self.engine, about, self.history)
+        self.watch = self._make_watch()
+        self.watch.begin()
         try:
-            self.checkpoints.open(self.records.identity)
-        except BaseException:
-            self.records.close()
+            self.records.open(self.engine, about, self.history)
+            try:
+                self.checkpoints.open(self.records.identity)
+            except BaseException:
+                self.records.close()
+                raise
+        except BaseException as error:
+            self.fail(error, "opening the run directory")
+            self.watch.close()
             raise
         self.state.optimizers.forbid_foreign_steps(lambda: self._ours, self._foreign_step)
 
-    def attach(self, loader: Iterable[Any], epochs: int | None) -> None:
+    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
         """Take batches from `loader` from here on. The same loader again goes on where it stands."""
         self.flush()
+        self._same_loop(loader, epochs, accumulate, max_steps)
         self.exhausted = False
         if self.source is not None and loader is self._loader:
             self.source.extend(epochs)
@@ -120,6 +160,7 @@ class Run:
             on_epoch_end=self._epoch_ended,
             before_iter=self.keeper.idle,
             on_exclusion=self._excluded,
+            in_step=self.meeting.several,
         )
         first = self.source is None
         if self.source is not None:
@@ -137,23 +178,63 @@ class Run:
             effects.interventions.again(self)
         self.tell(self.keeper.begin(self.step, trusted=trusted))
 
+    def _same_loop(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
+        """Ranks that take a different number of steps would wait for each other at the end: refused at the beginning."""
+        if not self.meeting.several:
+            return
+        try:
+            batches: int | None = len(loader)  # type: ignore[arg-type]
+        except Exception:  # an iterable has no length, or one that is not known
+            batches = None
+        share = share_of(getattr(loader, "sampler", None))
+        about = {"accumulate": accumulate, "max_steps": max_steps, "epochs": epochs, "batches of the loader": batches}
+        why = self.meeting.same_loop({**about, "share": list(share)})
+        if why is not None:
+            raise SetupError(
+                f"steps(): the ranks' loops differ: {why}; ranks step together, so give each the same, with a "
+                "DistributedSampler (which deals out equally many samples to each) for the data"
+            )
+
+    def _consult(self, incident: Incident) -> Plan | None:
+        """The user's hooks; of several ranks, the first one's."""
+        own = self.hooks.plan(incident)
+        return self.meeting.share_plan(incident, own) if self.hooks.plans else None
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """This rank cannot go on while the others may be waiting for it: they are told. What all ranks come to at the same
+        step is no failure of one."""
+        agreed = isinstance(error, PolicyStop | InstabilityError | RanksDisagree)
+        if self.meeting.several and self._told is None and not agreed:
+            self._told = error
+            number = self.step + 1 if self.current is None else self.current.number
+            self.checkpoints.abort()
+            self.watch.failed(error, number, where)
+
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""
         trouble: BaseException | None = None
+        if error is not None:
+            self.fail(error, "between two steps")
         served, self.current = self.current, None
         try:
-            if self.flush():
-                self.unserve(served)
-            self._last_save(error)
+            if self._told is None:  # with ranks that are going down nothing more can be settled
+                if self.flush():
+                    self.unserve(served)
+                self.watch.ended(self.step)
+                self._last_save(error)
         except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
             trouble = problem
+            self.fail(problem, "at the end of the run")
         parts: tuple[Callable[[], None], ...] = (
+            lambda: self.sync.before_forward(last=True),
+            self.witness.close,
             self.state.optimizers.release,
             self.checkpoints.close,
             self.keeper.close,
             self._close_source,
             lambda: self._write_end(error or trouble),
             self.records.close,
+            self.watch.close,
         )
         for part in parts:
             try:
@@ -278,14 +359,27 @@ class Run:
 
     # ---- leaving
 
+    def entered(self, step: Step) -> None:
+        """The user's forward and backward begin: the other ranks' collectives are in them."""
+        self.watch.in_step(step.number)
+
     def leave(self, step: Step) -> None:
         """A complete step: measure it, settle the one before, let its update land or not."""
+        try:
+            self._leave(step)
+        except BaseException as error:
+            self.fail(error, "the update")
+            raise
+        self.watch.in_step(None)
+
+    def _leave(self, step: Step) -> None:
         self._follow_groups()
-        parameters, scaler = self._parameters, self.state.scaler
+        parameters, scaler, optimizers = self._parameters, self.state.scaler, self.state.optimizers
         if (factor := step.correction()) != 1.0:
             discount(parameters, factor)
-        found = {} if scaler is None else scaler.unscale(self.state.optimizers.outer)
-        norm = gradient_norm(parameters)
+        found = {} if scaler is None else scaler.unscale(optimizers.outer)
+        clipping = self.state.interventions.max_norm(self._clip) is not None
+        norm = self.norms.of_gradients(parameters, to_clip=clipping)
         loss = step.mean_loss()
         assert loss is not None, "a complete step has a loss"
         if self.pending is not None and not self.settle(step):
@@ -298,16 +392,32 @@ class Run:
             step.schedule = self.state.schedule()
             self._step_epochs(step.ended_epochs)
         step.number, step.attempt = self.step + 1, self._attempt
+        self.watch.ping(step.number)
         limits = self.engine.limits()
-        sensed = sense(loss, norm, limits, _any(found), None if scaler is None else scaler.tensor())
-        sensed = sensed._replace(update=self._sense_update(loss), weights=self._sense_weights(step, loss))
+        checks = self.checking.before_update(step.number)
+        flags = [found.get(id(o), loss.new_zeros(())) for o in optimizers.outer] if scaler is not None else []
+        agreed = self.meeting.agree(step, loss, norm, flags, limits, checks)
+        edges, own = agreed.limits, norm.value if norm.whole else agreed.norm
+        if self.meeting.several and not self.gate.on_device and self.meeting.read(step, _to_host(agreed.extra)):
+            edges = limits = self.engine.limits()
+        if self.meeting.several and scaler is not None:
+            found = {id(o): flag for o, flag in zip(optimizers.outer, agreed.found, strict=True) if id(o) in found}
+            scaler.agree(found)
+        if (unit := step.unit_total()) is not None and agreed.weight is not None:
+            share = unit * self.ranks.size / agreed.weight
+            discount(parameters, share.to(loss.dtype))
+            agreed, own = agreed._replace(norm=agreed.norm * share), own * share.to(own.dtype)
+        scale = None if scaler is None else scaler.tensor()
+        sensed = sense(agreed.loss, agreed.norm, edges, _any(agreed.found), scale, agreed.differs)
+        sensed = sensed._replace(update=agreed.update, weights=agreed.weights, extra=agreed.extra)
         step.loss_limit, step.grad_limit = limits
         step.clip = self.state.interventions.max_norm(self._clip)
         factor = self.state.interventions.factor()
-        step.lr = self.state.optimizers.lr() * factor
+        step.lr = optimizers.lr() * factor
         self.keeper.before_update()
         with self.updating():
-            step.passage = self.gate.apply(sensed, parameters, found, step.clip, factor)
+            step.passage = self.gate.apply(sensed, parameters, found, step.clip, factor, own=own)
+        self.checking.after_update(step.number)
         clear_gradients(parameters)
         self.pending = step
         if self.gate.on_device:
@@ -316,13 +426,22 @@ class Run:
         else:
             self.settle(None)
 
-    def _sense_update(self, loss: Tensor) -> Tensor | None:
+    @property
+    def scaled_optimizers(self) -> int:
+        """How many optimizers a loss scaler looks at."""
+        return 0 if self.state.scaler is None else len(self.state.optimizers.outer)
+
+    def sense_update(self, loss: Tensor) -> Tensor | None:
         return self._update_size.sense(loss.device) if self.config.detect.update_spike else None
 
-    def _sense_weights(self, step: Step, loss: Tensor) -> Tensor | None:
+    def sense_update_share(self, loss: Tensor) -> tuple[Tensor, float] | None:
+        """This rank's part of the update's size. The optimizer's state comes into being on all ranks at once."""
+        return self._update_size.shares(loss.device) if self.config.detect.update_spike else None
+
+    def sense_weights(self, step: Step, loss: Tensor) -> Norm | None:
         """Now and then: the weights as the step found them."""
         due = self.config.detect.watch and step.number % _WEIGH_EVERY == 0
-        return weight_norm(self._parameters, loss.device) if due else None
+        return self.norms.of_weights(self._parameters, loss.device) if due else None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -340,8 +459,10 @@ class Run:
             "scaler= and scheduler= are arguments of Guard)"
         )
 
-    def abandon(self, step: Step) -> None:
+    def abandon(self, step: Step, error: BaseException) -> None:
         """An error came out of the step: nothing of it is applied, and its data is gone."""
+        self.fail(error, step.where)
+        self.watch.in_step(None)
         self._drop_gradients()
         self.current = None
         assert self.source is not None
@@ -405,11 +526,18 @@ class Run:
         step, self.pending = self.pending, None
         assert step is not None and step.passage is not None
         reading = step.passage.read()
-        signal = self._signal(step, reading)
+        self.meeting.read(step, reading.extra)
+        signal = self.meeting.over_all(self._signal(step, reading), step)
         vetoed = bool(reading.flags) and self.armed
         if vetoed or signal.overflow:
             step.passage.undo_first_touch(overflow=not vetoed)
-        plan = self.engine.judge(signal, self._look_deeper(step, signal))
+            self.checking.forget()
+        step.origin = self.meeting.blame(step, signal)
+        origin = None if step.origin is None else step.origin.evidence
+        plan = self.engine.judge(
+            signal, [*self._look_deeper(step, signal), *self.checking.findings(step, signal)], origin
+        )
+        self.meeting.decided(signal, plan)
         if plan is None or not plan.actions:
             if vetoed:
                 return effects.skip.perform(self, step, following, signal, plan, Skip())
@@ -452,24 +580,14 @@ class Run:
         """Is it the batch, or was the state broken before it? Asked only when something is wrong already."""
         self._overflows = self._overflows + 1 if signal.overflow else 0
         nonfinite = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
-        name, onset, how = None, signal.step - 1, "found when the step was not finite"
-        if self.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS):
-            name = self.state.nonfinite(step.buffers)
-        if name is None and (alarm := self.keeper.take_alarm()) is not None:
+        asked = self.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS)
+        name = self.state.nonfinite(step.buffers) if asked else None
+        onset, how = signal.step - 1, "found when the step was not finite"
+        if name is None and not self.meeting.several and (alarm := self.keeper.take_alarm()) is not None:
             name, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
-        if name is None:
+        if name is None and not self.meeting.alarmed and not (asked and self.meeting.several):
             return []
-        return [
-            Finding(
-                kind=Kind.NONFINITE_STATE,
-                severity=Severity.ROLLBACK,
-                step=signal.step,
-                onset=max(1, onset),
-                detector="state",
-                message=f"{name} holds NaN or Inf",
-                evidence={"tensor": name, "how": how, "loss": signal.loss},
-            )
-        ]
+        return self.meeting.broken_state(name, onset, how, signal)
 
     def _commit(self, step: Step, signal: Signal, healthy: bool) -> None:
         self.step += 1
@@ -479,12 +597,14 @@ class Run:
         before = self.state.interventions.factor()
         self._step_schedulers("step")
         self.state.interventions.commit()
+        self.meeting.weigh(step)
         if (after := self.state.interventions.factor()) > LR_JUMP * before:
             self.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", self.step)
         if len(self.history.turns) > self.state.interventions.turns:
             effects.interventions.again(self)
         if healthy:
-            self.engine.commit(signal)
+            if self.engine.commit(signal) is not None:
+                self.checking.incident_closed()
             self.keeper.healthy(self.step)
             self.checkpoints.healthy(self.step)
         step.result = Outcome(status=Status.COMMITTED, signal=signal)
@@ -525,6 +645,7 @@ class Run:
 
     def report_eval(self, metric: float) -> None:
         self.flush()
+        metric = self.meeting.share_metric(metric)
         self._step_schedulers("eval", metric)
         self.hooks.call("on_eval_end", metric)
 
@@ -543,9 +664,36 @@ class Run:
     def returned_to(self, step: int) -> None:
         """A snapshot has been put back: what was counted since is undone."""
         self.step, self._attempt, self._overflows = step, 1, 0
+        self.checking.returned_to(step)
         for number in [n for n in self.positions if n > step]:
             del self.positions[number]
         clear_gradients(self._parameters)
+
+    # ---- what the loop asks for
+
+    def stop(self, reason: str) -> None:
+        """One process stops; of several, all do, at the step at which they hear of it."""
+        if self.meeting.several:
+            self.meeting.ask("stop", reason)
+        else:
+            self.stopping = reason
+            self.engine.write("stop_requested", step=self.step, reason=reason)
+
+    def expect_shift(self, reason: str) -> None:
+        if self.meeting.several:
+            self.meeting.ask("shift", reason)
+        else:
+            self.engine.shift(reason, self.step)
+
+    def quarantine(self, samples: Iterable[int], reason: str) -> None:
+        if self.meeting.several:
+            self.meeting.ask("quarantine", {"samples": [int(i) for i in samples], "reason": reason})
+        else:
+            self.leave_samples_out(samples, reason)
+
+    def leave_samples_out(self, samples: Iterable[int], reason: str, rank: int | None = None) -> None:
+        added = self.records.quarantine.add_samples(samples, reason)
+        self.engine.write("quarantine", durable=True, samples=added, reason=reason, rank=rank)
 
     # ---- telling
 
@@ -570,9 +718,13 @@ def _spans(step: Step) -> tuple[Span, ...]:
     return tuple(joined)
 
 
-def _any(found: dict[int, Tensor]) -> Tensor | None:
+def _to_host(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.cpu()
+
+
+def _any(found: Sequence[Tensor]) -> Tensor | None:
     """Whether the scaler found Inf or NaN for any optimizer; None without a scaler."""
     total: Tensor | None = None
-    for flag in found.values():
+    for flag in found:
         total = flag if total is None else total + flag
     return total

@@ -11,6 +11,7 @@ from holdfast.runtime import given
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.data.world import why_not_moved
 from holdfast.runtime.rng import RngState
+from holdfast.runtime.sharded import around, local
 from holdfast.runtime.snapshots.encoding import PART
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.snapshots.tier import Frame, Restored
@@ -45,12 +46,14 @@ def frame_of(snapshot: Snapshot, state: RunState) -> Frame:
         "rng": snapshot.rng.plain(),
         "data": snapshot.data,
     }
+    spread = state.spread()
+    tensors = {n: around(spread[n], t) if n in spread else t for n, t in snapshot.tensors().items()}
     snapshot.written.clear()
     return Frame(
         snapshot.step,
         snapshot.lineage,
         parts,
-        snapshot.tensors(),
+        tensors,
         snapshot.wait_for,
         snapshot.examine,
         lambda name: name.startswith(("buffer.", PART)) or state.private(name),
@@ -77,14 +80,15 @@ def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
     fresh: nothing was drawn yet in this process. Otherwise what the source has on record of its order serves better than
     asking the sampler again: one that is no function of seed and epoch would give another.
     """
-    parts, tensors = saved.parts, saved.tensors
-    why = run.state.fits(parts["light"], tensors)
+    parts = saved.parts
+    why = run.state.fits(parts["light"], saved.tensors, whole=True)
     if why is not None:
         raise SetupError(
             f"checkpoint {saved.manifest.name} does not fit this run: {why}; name another run_dir for another run, or set "
             '[checkpoint] resume = "never"'
         )
 
+    tensors = {name: local(value) for name, value in saved.tensors.items()}
     why = why_not_moved(parts["data"], then=saved.manifest.world_size, now=saved.world) if fresh else None
     if why is not None:
         raise DataError(f"checkpoint {saved.manifest.name}: {why}")

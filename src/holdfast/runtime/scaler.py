@@ -45,6 +45,17 @@ class Scaler:
             found[id(optimizer)] = total
         return found
 
+    @torch.no_grad()
+    def agree(self, found: dict[int, Tensor]) -> None:
+        """What all ranks found, by optimizer as `unscale` says it, takes the place of what this one did: `update` goes by
+        it. An optimizer that had no gradients here has them elsewhere."""
+        for key, agreed in found.items():
+            flags = self._scaler._per_optimizer_states[key]["found_inf_per_device"]
+            if not flags:
+                flags[self._scaler._scale.device] = torch.zeros_like(self._scaler._scale)
+            for flag in flags.values():
+                flag.copy_(agreed)
+
     def update(self) -> None:
         """As torch does it: back off after an overflow, grow after enough steps without."""
         if any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()):

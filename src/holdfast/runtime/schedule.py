@@ -99,6 +99,9 @@ class Interventions(msgspec.Struct):
     clip_left: int = 0
     turns: int = 0
     """how many interventions the state holds, of those on the way to it"""
+    unit: float = 1.0
+    """what several ranks weigh their parts by: about what the parts of the last step weighed, a power of two, so that it
+    changes no bit of the result"""
 
     def commit(self) -> None:
         """A step was committed: everything is one step nearer to normal."""
@@ -126,7 +129,7 @@ class Interventions(msgspec.Struct):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loaded = msgspec.convert(state, Interventions)
         self.ramp, self.clip, self.clip_left = loaded.ramp, loaded.clip, loaded.clip_left
-        self.turns = loaded.turns
+        self.turns, self.unit = loaded.turns, loaded.unit
 
 
 @contextmanager

@@ -6,15 +6,16 @@ limits that come from earlier steps: what they say is the truth, on every device
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from holdfast.core.engine import Limits
 from holdfast.core.types import Flag
+
+Edge = Tensor | float | None
+Edges = tuple[Edge, Edge]
+"""what the loss and the gradient norm are compared with, where there is something to compare with"""
 
 
 class Reading(NamedTuple):
@@ -27,6 +28,7 @@ class Reading(NamedTuple):
     loss_scale: float | None
     update_rms: float | None = None
     weight_norm: float | None = None
+    extra: Tensor | None = None
 
 
 class Sensed(NamedTuple):
@@ -39,46 +41,30 @@ class Sensed(NamedTuple):
     scale: Tensor | None
     update: Tensor | None = None
     weights: Tensor | None = None
+    extra: Tensor | None = None
+    """further values of float64, in a row, that travel with them"""
 
 
 @torch.no_grad()
-def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """The total norm, exactly as `clip_grad_norm_` computes it."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not any(g.is_sparse for g in gradients):
-        return get_total_norm(gradients)
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-    return get_total_norm(dense)
-
-
-@torch.no_grad()
-def weight_norm(parameters: Sequence[Tensor], home: torch.device) -> Tensor | None:
-    """The norm of all of them together, on `home`; None where there are none."""
-    return get_total_norm(parameters).to(home) if parameters else None
-
-
-@torch.no_grad()
-def clip(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
-    """The second half of `clip_grad_norm_`, with the norm that was sensed."""
-    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for p in parameters:
-            if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.device))
-    else:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-
-
-@torch.no_grad()
-def sense(loss: Tensor, norm: Tensor, limits: Limits, found_inf: Tensor | None, scale: Tensor | None) -> Sensed:
+def sense(
+    loss: Tensor,
+    norm: Tensor,
+    limits: Edges,
+    found_inf: Tensor | None,
+    scale: Tensor | None,
+    differs: Tensor | None = None,
+) -> Sensed:
     """Flags from the numbers. Under a loss scaler, a non-finite gradient with an ordinary loss is its overflow."""
     loss, norm = loss.float(), norm.float().to(loss.device)
+    most_loss, most_norm = limits
     flags = (~torch.isfinite(loss)).int() * int(Flag.LOSS_NONFINITE)
     flags = flags + (~torch.isfinite(norm)).int() * int(Flag.GRAD_NONFINITE)
-    if limits.loss is not None:
-        flags = flags + (loss > limits.loss).int() * int(Flag.LOSS_HIGH)
-    if limits.grad_norm is not None:
-        flags = flags + (norm > limits.grad_norm).int() * int(Flag.GRAD_HIGH)
+    if most_loss is not None:
+        flags = flags + (loss > most_loss).int() * int(Flag.LOSS_HIGH)
+    if most_norm is not None:
+        flags = flags + (norm > most_norm).int() * int(Flag.GRAD_HIGH)
+    if differs is not None:
+        flags = flags + differs.int() * int(Flag.GRAD_DIFFERS)
     overflow = torch.zeros_like(flags, dtype=torch.bool)
     if found_inf is not None:
         by_loss = int(Flag.LOSS_NONFINITE | Flag.LOSS_HIGH)
@@ -97,6 +83,9 @@ class Packed:
         self._others = [name for name, part in others.items() if part is not None]
         parts += [part for part in others.values() if part is not None]
         packed = torch.stack([p.double().reshape(()) for p in parts])
+        self._own = len(parts)
+        if sensed.extra is not None:
+            packed = torch.cat([packed, sensed.extra])
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
             self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -109,6 +98,7 @@ class Packed:
     def read(self) -> Reading:
         if self._event is not None:
             self._event.synchronize()
-        values = self._host.tolist()
-        others = {"loss_scale": None, **dict(zip(self._others, values[4:], strict=True))}
-        return Reading(values[0], values[1], int(values[2]), bool(values[3]), **others)
+        values = self._host[: self._own].tolist()
+        others: dict[str, float | None] = {"loss_scale": None, **dict(zip(self._others, values[4:], strict=True))}
+        extra = self._host[self._own :] if len(self._host) > self._own else None
+        return Reading(values[0], values[1], int(values[2]), bool(values[3]), **others, extra=extra)

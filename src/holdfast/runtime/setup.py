@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.errors import HoldfastWarning, SetupError
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import Interval, Schedulers
+from holdfast.runtime.sharded import is_sharded, local
 from holdfast.runtime.state import RunState
 
 _REFUSED_MODULES = {
@@ -112,10 +113,12 @@ def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimize
     strangers = [p for p in updated if id(p) not in owned]
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        gathered = any(is_sharded(p) for _, m in modules for p in m.parameters())
         raise SetupError(
             f"the optimizer updates {len(strangers)} parameters that are not the model's (shapes {shapes}): they would be "
             "left out of every snapshot; build the optimizer from model.parameters(), or pass every module it trains as "
             "Guard([model, other], ...)"
+            + ("; after a forward under FSDP2, call reshard() on its modules before that" if gathered else "")
         )
     if not any(p.requires_grad for p in updated):
         raise SetupError("the optimizer has no parameter that requires a gradient: nothing would be trained")
@@ -129,8 +132,15 @@ def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimize
             HoldfastWarning,
             stacklevel=4,
         )
+    for optimizer in optimizers.outer:
+        fused = [p for g in optimizer.param_groups if g.get("fused") for p in g["params"]]
+        if isinstance(optimizer, SGD | Adagrad) and any(is_sharded(p) for p in fused):
+            raise SetupError(
+                f"Guard(optimizer={type(optimizer).__name__}): torch's fused kernel for it takes no sharded parameters; "
+                "pass fused=False (foreach=True is nearly as fast), or use Adam or AdamW, whose does"
+            )
     for p in updated:
-        if p.is_floating_point() and not bool(torch.isfinite(p).all()):
+        if p.is_floating_point() and not bool(torch.isfinite(local(p)).all()):
             raise SetupError(
                 f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load or initialise it anew"
             )

@@ -6,7 +6,7 @@ random streams belong here too but change within a forward: `Buffers` and `Rng` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,11 @@ from holdfast.runtime.buffers import Buffers, Capture
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import Interventions, Schedulers
+from holdfast.runtime.sharded import Followed, is_sharded, local, reshard
 from holdfast.runtime.snapshots.certify import fingerprint, first_nonfinite, nbytes, nonfinite
+from holdfast.runtime.snapshots.tier import Target
 from holdfast.runtime.tree import join, split
+from holdfast.runtime.wrappers import bare, hands_out, set_hands_out
 
 
 class Schedule(NamedTuple):
@@ -30,7 +33,10 @@ class Schedule(NamedTuple):
 
 
 class RunState:
-    """The parts, by name. `split` takes them apart, `join` puts them back bit for bit."""
+    """The parts, by name. `heavy` and `light` take them apart, `join` puts them back bit for bit.
+
+    Of what is sharded, this rank's part is all that is ever looked at, copied or written to: no rank waits for another.
+    """
 
     def __init__(
         self,
@@ -47,7 +53,9 @@ class RunState:
         self.scaler = scaler
         self.interventions = Interventions()
         self.buffers = Buffers(self.modules)
+        self._followed = [(name, Followed(module)) for name, module in self.modules]
         self._registered: dict[str, Any] = {}
+        self._followed_registered: dict[str, Followed] = {}
         self._moving: set[str] = set()
         """weights that no optimizer has, found to change all the same (a teacher that follows the model)"""
         self._frozen: dict[str, Tensor] = {}
@@ -73,6 +81,8 @@ class RunState:
         if name in self._registered:
             raise SetupError(f"register({name!r}, ...): that name is taken; choose another")
         self._registered[name] = thing
+        if isinstance(thing, nn.Module):
+            self._followed_registered[name] = Followed(thing)
         tensors: dict[str, Tensor] = {}
         self._split_registered([name], tensors)
         self._intend(tensors)
@@ -90,25 +100,25 @@ class RunState:
     def trained(self) -> list[Tensor]:
         """The parameters the optimizers update, in the model's own order."""
         chosen = {id(p) for p in self.optimizers.parameters()}
-        seen: dict[int, Tensor] = {}
-        for _, module in self.modules:
-            for p in module.parameters():
-                if id(p) in chosen:
-                    seen.setdefault(id(p), p)
-        return list(seen.values())
+        return [p for _, p in self._named(chosen) if id(p) in chosen]
+
+    def _named(self, chosen: set[int]) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of all modules, sharded ones as such, each once."""
+        seen: set[int] = set()
+        for prefix, followed in self._followed:
+            for name, p in followed.named(chosen):
+                if id(p) not in seen:
+                    seen.add(id(p))
+                    yield (f"{prefix}.{name}" if prefix else name), p
 
     def _parameters(self, *, trained: bool) -> dict[str, Tensor]:
-        """Parameters by name: those that may change, or the frozen ones."""
+        """What this rank has of the parameters, by name: of those that may change, or of the frozen ones."""
         chosen = {id(p) for p in self.optimizers.parameters()}
-        found: dict[str, Tensor] = {}
-        seen: set[int] = set()
-        for prefix, module in self.modules:
-            for name, p in module.named_parameters():
-                name = f"{prefix}.{name}" if prefix else name
-                if id(p) not in seen and (p.requires_grad or id(p) in chosen or name in self._moving) == trained:
-                    seen.add(id(p))
-                    found[name] = p.detach()
-        return found
+        return {
+            name: local(p)
+            for name, p in self._named(chosen)
+            if (p.requires_grad or id(p) in chosen or name in self._moving) == trained
+        }
 
     # ---- apart and back
 
@@ -116,7 +126,7 @@ class RunState:
         """The tensors that change only in an update: they can be copied beside the next forward and backward."""
         tensors = {f"model.{name}": p for name, p in self._parameters(trained=True).items()}
         self.optimizers.split_state(tensors)
-        return tensors
+        return {name: local(value) for name, value in tensors.items()}
 
     def light(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
@@ -126,12 +136,13 @@ class RunState:
             "optimizer_groups": self.optimizers.split_groups(tensors),
             "schedulers": self.schedulers.state_dict(),
             "interventions": self.interventions.state_dict(),
+            "wrapped": [hands_out(module) for _, module in self.given],
             "scaler": None if self.scaler is None else self.scaler.split(tensors),
         }
         found: dict[str, Tensor] = {}
         rest["registered"] = self._split_registered(self._registered, found)
-        tensors.update({name: value.clone() for name, value in found.items()})
-        rest["optimizer_own"] = self.optimizers.split_own(tensors)
+        rest["optimizer_own"] = self.optimizers.split_own(found)
+        tensors.update({name: local(value).clone() for name, value in found.items()})
         for name, value in self._parameters(trained=False).items():
             tensors[f"print.{name}"] = fingerprint(value)
         return rest, tensors
@@ -141,16 +152,43 @@ class RunState:
         rest: dict[str, Any] = {}
         for name in names:
             thing = self._registered[name]
-            state = _tensors(thing) if isinstance(thing, nn.Module) else thing.state_dict()
+            state = self._tensors(name, thing) if isinstance(thing, nn.Module) else thing.state_dict()
             rest[name] = split(state, f"registered.{name}", tensors)
         return rest
+
+    def _tensors(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        """The tensors of a registered module."""
+        return dict((*self._followed_registered[name].named(), *module.named_buffers()))
+
+    def spread(self) -> dict[str, Tensor]:
+        """The sharded tensors of the run, by the names that a snapshot has for this rank's parts of them."""
+        found: dict[str, Tensor] = {}
+        for name, p in self._named({id(p) for p in self.optimizers.parameters()}):
+            found[f"model.{name}"] = found[f"frozen.{name}"] = p
+        self.optimizers.split_state(found)
+        self.optimizers.split_own(found)
+        self._split_registered(self._registered, found)
+        found |= {f"buffer.{name}": value for name, value in self.buffers.whole().items()}
+        return {name: value for name, value in found.items() if is_sharded(value)}
+
+    def target(self) -> Target:
+        """What a saved tensor is to be spread like, so that this rank reads its own part alone. Optimizer state that is not
+        there yet will be spread like its parameter."""
+        spread = self.spread()
+
+        def find(name: str, shape: tuple[int, ...]) -> Tensor | None:
+            live = spread.get(name)
+            live = self.optimizers.owner(name) if live is None else live
+            return live if live is not None and is_sharded(live) and tuple(live.shape) == shape else None
+
+        return find
 
     def frozen(self) -> dict[str, Tensor]:
         """Host copies of the weights that are not trained: made once, shared by every snapshot."""
         current = self._parameters(trained=False)
         for name, value in current.items():
             if name not in self._frozen:
-                self._frozen[name] = value.detach().to("cpu", copy=True)
+                self._frozen[name] = value.to("cpu", copy=True)
                 self._prints[name] = int(fingerprint(self._frozen[name]))
         return {f"frozen.{name}": self._frozen[name] for name in current}
 
@@ -193,7 +231,7 @@ class RunState:
 
     @torch.no_grad()
     def join(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Back to what was taken apart, in place."""
+        """Back to what was taken apart, in place. FSDP2 is to forget what it has gathered of what was."""
         for name, p in (*self._parameters(trained=True).items(), *self._parameters(trained=False).items()):
             p.copy_(tensors.get(f"model.{name}", tensors.get(f"frozen.{name}")))  # type: ignore[arg-type]
         self.optimizers.join(rest["optimizer_state"], rest["optimizer_groups"], tensors)
@@ -204,18 +242,25 @@ class RunState:
         self.optimizers.join_own(rest["optimizer_own"], tensors)
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
-                current = _tensors(thing)
+                current = self._tensors(name, thing)
                 for key, value in join(rest["registered"][name], tensors, current, None).items():
                     if value is not current[key]:
-                        current[key].copy_(value)
+                        local(current[key]).copy_(local(value))
+                reshard(thing)
             else:
                 thing.load_state_dict(join(rest["registered"][name], tensors, thing.state_dict(), None))
+        for _, module in self.modules:
+            reshard(module)
+        for (_, module), flag in zip(self.given, rest.get("wrapped", ()), strict=False):
+            set_hands_out(module, flag)
 
-    def fits(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> str | None:
-        """Why a snapshot cannot be put back into the run as it is now, or None."""
+    def fits(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
+        """Why a snapshot cannot be put back into the run as it is now, or None. `whole`: sharded tensors are there as such,
+        and not only this rank's parts."""
         if not self.optimizers.fits(rest["optimizer_groups"]):
             return "the optimizer's param groups have changed since"
-        for name, p in (*self._parameters(trained=True).items(), *self._parameters(trained=False).items()):
+        for name, parameter in self._named({id(p) for p in self.optimizers.parameters()}):
+            p = parameter if whole else local(parameter)
             saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
             if saved is None:
                 return f"parameter {name} was not there then"
@@ -252,15 +297,3 @@ class RunState:
         """
         named = {f"buffer.{n}": b for n, b in self.buffers.as_named(buffers).items()}
         return first_nonfinite({**self.heavy(), **named}, self.intended)
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """The user's own module inside DistributedDataParallel and torch.compile."""
-    wrappers = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-    while (inner := getattr(module, wrappers.get(type(module).__name__, ""), None)) is not None:
-        module = inner
-    return module
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {n: t.detach() for n, t in (*module.named_parameters(), *module.named_buffers())}

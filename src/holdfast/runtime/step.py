@@ -10,6 +10,7 @@ from torch import Tensor
 
 from holdfast.core.errors import StepError, StepIncomplete
 from holdfast.core.types import Outcome
+from holdfast.runtime.agreement import Rows
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.source import Draw
@@ -17,6 +18,7 @@ from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.gate import Passage
 
 if TYPE_CHECKING:
+    from holdfast.runtime.attribution import Blame
     from holdfast.runtime.run import Run
     from holdfast.runtime.state import Schedule
 
@@ -49,13 +51,23 @@ class Step:
         self.look: Look | None = None
         """what its batches looked like when they were handed out; None where nobody asks"""
         self.result: Outcome | None = None
+        self.rows: Rows | None = None
+        """what every rank brought, once the host has read it"""
+        self.origin: Blame | None = None
+        """where it came from, if it was vetoed and there are several ranks"""
+        self.losses: list[Tensor] = []
+        """the mean loss of each part that counts"""
+        self.where = "forward"
+        """what the user's code is at, for when it fails there"""
         self._state = "new"
-        self._parts: int | None = None
+        self.parts: int | None = None
         self._yielded = 0
         self._backwards = 0
         self._weights: list[float] = []
         self._current: float | None = None
         self._reference: float | None = None
+        self.weighted = False
+        """whether the loop has said what its parts weigh"""
         self._loss: Tensor | None = None
         self._nothing: Tensor | None = None
         self._began = 0.0
@@ -70,19 +82,21 @@ class Step:
             )
         self._state = "open"
         self._began = self._run.clock.monotonic()
+        self._run.entered(self)
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> Literal[False]:
         self._state = "left"
         if kind is not None:
-            self._run.abandon(self)
+            self._run.abandon(self, error)
             return False
         if self.data_ended and self._yielded == self._backwards:
             self._run.discard_remainder(self)
             return False
         if (missing := self._missing()) is not None:
-            self._run.abandon(self)
-            raise StepIncomplete(missing)
+            incomplete = StepIncomplete(missing)
+            self._run.abandon(self, incomplete)
+            raise incomplete
         self.seconds = self._run.clock.monotonic() - self._began
         self._run.leave(self)
         return False
@@ -90,11 +104,11 @@ class Step:
     def microbatches(self, parts: int = 1, *, splitter: Splitter | None = None) -> Iterator[Any]:
         """The step's batches, each cut into `parts` (1: the batch object itself). Once per step."""
         self._must_be_open("microbatches()")
-        if self._parts is not None:
+        if self.parts is not None:
             raise StepError("microbatches() was called twice in one step: loop over it once")
         if not isinstance(parts, int) or parts < 1:
             raise StepError(f"microbatches({parts!r}): the number of parts is a whole number from 1")
-        self._parts = parts * self.accumulate
+        self.parts = parts * self.accumulate
         return _Microbatches(self, parts, splitter)
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
@@ -104,7 +118,7 @@ class Step:
         """
         self._must_be_open("backward()")
         self._check_loss(loss)
-        if self._parts is None or self._backwards >= self._yielded:
+        if self.parts is None or self._backwards >= self._yielded:
             raise StepError(
                 f"backward() was called {self._backwards + 1} times for {self._yielded} parts: call it once for each "
                 "batch of step.microbatches()"
@@ -113,24 +127,38 @@ class Step:
         own = 1.0 if own is None else own
         if not own >= 0 or own == float("inf"):
             raise StepError(f"backward(weight={weight!r}): a weight is a finite number, not negative")
+        several = self._run.ranks.size > 1
+        self.weighted = self.weighted or weight is not None
         self._backwards += 1
+        value = loss if loss.dim() == 0 else loss.reshape(())
         if own == 0:  # nothing in it counts (every label ignored): left out, for its loss may be NaN
-            self._nothing = loss.detach().float().reshape(()) * float("nan")
+            self._nothing = value.detach().float() * float("nan")
+            if several:  # the others wait for this rank's gradients: none
+                self._backward(value * 0.0)
             return
         if self._reference is None:
-            self._reference = own
+            # Several ranks must weigh by the same unit: their gradients are added up before anybody knows the sum.
+            self._reference = self._unit if several and weight is not None else own
         share = own / self._reference
         self._weights.append(share)
-        value = loss if loss.dim() == 0 else loss.reshape(())
         mean = value.detach().float()
+        self.losses.append(mean)
         mean = mean if share == 1.0 else mean * share
         self._loss = mean if self._loss is None else self._loss + mean
-        scaler = self._run.state.scaler
+        if several and weight is None:
+            share = 1.0  # each part counts alike, as it does where ranks average their gradients
         if share != 1.0:
-            value = value * (share / self._parts)
-        elif self._parts != 1:
-            value = value / self._parts
+            value = value * (share / self.parts)
+        elif self.parts != 1:
+            value = value / self.parts
+        self._backward(value)
+
+    def _backward(self, value: Tensor) -> None:
+        scaler = self._run.state.scaler
+        self.where = "backward"
         (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
+        self._run.witness.collect()
+        self.where = "forward"
 
     @property
     def outcome(self) -> Outcome:
@@ -164,10 +192,25 @@ class Step:
         return self._nothing if self._loss is None else self._loss / sum(self._weights)
 
     def correction(self) -> float:
-        """What the gradients are to be multiplied by, once the weights of all parts are known; 1 where all were equal."""
+        """What the gradients are to be multiplied by, once the weights of all parts are known; 1 where all were equal.
+        Of several ranks none knows it alone: `unit_total`."""
         total = sum(self._weights)
-        assert self._parts is not None
-        return 1.0 if total == self._parts or not total else self._parts / total
+        assert self.parts is not None
+        return 1.0 if total == self.parts or not total or self._run.ranks.size > 1 else self.parts / total
+
+    @property
+    def weight(self) -> float:
+        """What all its parts weigh together; 0 where none of them counts."""
+        return sum(self._weights) * (self._reference or 0.0)
+
+    @property
+    def _unit(self) -> float:
+        return self._run.state.interventions.unit
+
+    def unit_total(self) -> float | None:
+        """What all parts of this rank would weigh if each weighed the unit; None where the loop says nothing of weights."""
+        assert self.parts is not None
+        return self.parts * (self._reference or self._unit) if self.weighted else None
 
     @property
     def samples(self) -> int | None:
@@ -175,14 +218,14 @@ class Step:
         return None if any(c is None for c in counts) else sum(c for c in counts if c is not None)
 
     def _missing(self) -> str | None:
-        if self._parts is None:
+        if self.parts is None:
             return (
                 f"step {self.number} was left without step.microbatches(): draw its batches with "
                 "`for batch in step.microbatches():` and call step.backward(loss) for each; nothing was applied"
             )
         if self._backwards < self._yielded or not self._drained():
             return (
-                f"step {self.number} was left after {self._backwards} of {self._parts} backwards: `break` or `continue` "
+                f"step {self.number} was left after {self._backwards} of {self.parts} backwards: `break` or `continue` "
                 "in the micro-batch loop leaves a part of the batch out; call step.backward(loss) for every part, and "
                 "use guard.stop() to end the run; nothing was applied"
             )
@@ -222,7 +265,7 @@ class _Microbatches:
     """Batches are drawn one by one, when they are asked for, as a plain loop over the loader would."""
 
     def __init__(self, step: Step, parts: int, splitter: Splitter | None) -> None:
-        self._step, self._parts, self._splitter = step, parts, splitter
+        self._step, self.parts, self._splitter = step, parts, splitter
         self._taken = 0
         self._pieces: list[tuple[Any, int | None]] = []
 
@@ -249,19 +292,22 @@ class _Microbatches:
             self._pieces = self._cut(draw)
         piece, weight = self._pieces.pop(0)
         step._note_piece(weight, len(self._pieces))
+        step._run.sync.before_forward(last=self._taken == step.accumulate and not self._pieces)
         return piece
 
     def _cut(self, draw: Draw) -> list[tuple[Any, int | None]]:
-        if self._parts == 1:
+        if self.parts == 1:
             return [(draw.batch, draw.samples)]
-        pieces = list((self._splitter or split)(draw.batch, self._parts))
-        if self._splitter is not None and len(pieces) != self._parts:
-            raise StepError(f"splitter returned {len(pieces)} parts instead of {self._parts}")
+        pieces = list((self._splitter or split)(draw.batch, self.parts))
+        if self._splitter is not None and len(pieces) != self.parts:
+            raise StepError(f"splitter returned {len(pieces)} parts instead of {self.parts}")
         return [(piece, count_samples(piece)) for piece in pieces]
 
 
-def discount(parameters: list[Tensor], factor: float) -> None:
-    """Multiply every gradient by `factor`."""
+@torch.no_grad()
+def discount(parameters: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply every gradient by `factor`; of a sharded one, the shard that is here."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    here = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    if here:
+        torch._foreach_mul_(here, factor)

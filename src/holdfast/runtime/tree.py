@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.runtime.sharded import around, is_sharded, local
+
 
 class Slot(NamedTuple):
     """Where a tensor stood in a skeleton."""
@@ -16,9 +18,10 @@ class Slot(NamedTuple):
 
 
 def split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The skeleton of `value`: every dense tensor goes to `tensors` under its path, all else is copied."""
+    """The skeleton of `value`: every dense tensor goes to `tensors` under its path, a sharded one as such; all else is
+    copied."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
-        tensors[name] = value.detach()
+        tensors[name] = value if is_sharded(value) else value.detach()
         return Slot(name)
     if isinstance(value, Tensor):
         return value.detach().clone()
@@ -36,25 +39,33 @@ def join(
     current: Any,
     device: torch.device | None,
     scalars: torch.device | None = None,
+    owner: Tensor | None = None,
 ) -> Any:
-    """The value a skeleton stands for. A tensor of `current` in the same place is written in place and kept.
+    """The value a skeleton stands for. A tensor of `current` in the same place is written in place and kept; of a sharded
+    one, this rank's part.
 
     In place matters: optimizers and captured graphs hold on to the tensor, and load_state_dict casts. What is not there yet
-    is made on `device`, a number without a dimension on `scalars`, or on the host.
+    is made on `device`, a number without a dimension on `scalars`, or on the host; spread like its `owner` is, where it has
+    the shape of this rank's part of that.
     """
     if isinstance(skeleton, Slot):
         saved = tensors[skeleton.name]
-        if isinstance(current, Tensor) and current.shape == saved.shape and current.dtype == saved.dtype:
-            current.detach().copy_(saved)
+        mine = local(current) if isinstance(current, Tensor) else None
+        if mine is not None and mine.shape == saved.shape and mine.dtype == saved.dtype:
+            mine.copy_(saved)
             return current
-        home = current.device if isinstance(current, Tensor) else device if saved.dim() else scalars
-        return saved.to(home, copy=True) if home is not None else saved.clone()
+        home = mine.device if mine is not None else device if saved.dim() else scalars
+        made = saved.to(home, copy=True) if home is not None else saved.clone()
+        if owner is not None and is_sharded(owner) and saved.dim() and saved.shape == local(owner).shape:
+            return around(owner, made)
+        return made
     if isinstance(skeleton, dict):
         old = current if isinstance(current, dict) else {}
-        return {k: join(v, tensors, old.get(k), device, scalars) for k, v in skeleton.items()}
+        return {k: join(v, tensors, old.get(k), device, scalars, owner) for k, v in skeleton.items()}
     if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
         items = current if isinstance(current, list | tuple) else ()
         return type(skeleton)(
-            join(v, tensors, items[i] if i < len(items) else None, device, scalars) for i, v in enumerate(skeleton)
+            join(v, tensors, items[i] if i < len(items) else None, device, scalars, owner)
+            for i, v in enumerate(skeleton)
         )
     return skeleton.clone() if isinstance(skeleton, Tensor) else copy.deepcopy(skeleton)

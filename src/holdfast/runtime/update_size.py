@@ -2,7 +2,8 @@
 
 The root mean square of g / sqrt(v) over a sample of elements, always the same ones, computed where they are: a handful
 of small kernels, nothing waited for, nothing drawn, nothing changed. v is the moment before the update, corrected for its
-bias as the optimizer does it. Optimizers without such a moment have no update size.
+bias as the optimizer does it. Optimizers without such a moment have no update size. Of what is sharded, this rank looks at
+its own part.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.runtime.optimizers import Optimizers
+from holdfast.runtime.sharded import local
 
 _TENSORS, _RUNS, _WIDTH = 8, 64, 64
 """parameters looked at; runs of neighbouring elements in each, evenly spread, and how long a run is"""
@@ -36,7 +38,7 @@ class _Sample(NamedTuple):
 
 
 class UpdateSize:
-    """`sense` once a step, with the gradients unscaled and not yet clipped."""
+    """`sense` once a step, or `shares` where several ranks sense, with the gradients unscaled and not yet clipped."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
@@ -56,32 +58,47 @@ class UpdateSize:
         """The update size of the optimizer where it is largest, on `home`; None while no second moment is known."""
         worst: Tensor | None = None
         for n, optimizer in enumerate(self._optimizers.all):
-            if not optimizer.state:
-                continue
-            if self._states.get(n) != len(optimizer.state):
-                self._states[n] = len(optimizer.state)
-                self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
-            size = _of(optimizer, self._chosen[n], home) if self._chosen[n] else None
-            if size is not None:
+            squares, count = self._of(n, optimizer, home)
+            if squares is not None:
+                size = (squares / count).sqrt()
                 worst = size if worst is None else torch.maximum(worst, size)
         return worst
+
+    @torch.no_grad()
+    def shares(self, home: torch.device) -> tuple[Tensor, float] | None:
+        """The sum of squares, on `home`, and of how many elements, of the first optimizer that has a second moment: the
+        update size over several ranks is the root of the sums of both, divided. A rank that holds nothing of what is
+        looked at gives zeros; None while no second moment is known, on any rank."""
+        for n, optimizer in enumerate(self._optimizers.all):
+            if any(_moment(optimizer, p) is not None for p in optimizer.state if isinstance(p, Tensor)):
+                squares, count = self._of(n, optimizer, home)
+                return (torch.zeros((), device=home) if squares is None else squares), float(count)
+        return None
+
+    def _of(self, n: int, optimizer: Optimizer, home: torch.device) -> tuple[Tensor | None, int]:
+        if not optimizer.state:
+            return None, 0
+        if self._states.get(n) != len(optimizer.state):
+            self._states[n] = len(optimizer.state)
+            self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
+        return _of(optimizer, self._chosen[n], home)
 
 
 def _choose(optimizer: Optimizer, most: int) -> list[_Sample]:
     """The largest parameters that have a second moment, and every so-manieth element of each."""
     owned = [
-        (p, group)
+        (p, group, local(p).numel())
         for group in optimizer.param_groups
         for p in group["params"]
         if p.is_floating_point() and _moment(optimizer, p) is not None
     ]
-    owned.sort(key=lambda pair: -pair[0].numel())
-    width = min(_WIDTH, owned[0][0].numel()) if owned else 0
+    owned.sort(key=lambda of: -of[2])
+    width = min(_WIDTH, owned[0][2]) if owned else 0
     found = []
-    for p, group in owned[:most]:
-        if 0 < width <= p.numel():
-            runs = min(_RUNS, p.numel() // width)
-            found.append(_Sample(p, group, (runs, width), (p.numel() // runs, 1)))
+    for p, group, numel in owned[:most]:
+        if 0 < width <= numel:
+            runs = min(_RUNS, numel // width)
+            found.append(_Sample(p, group, (runs, width), (numel // runs, 1)))
     return found
 
 
@@ -93,11 +110,15 @@ def _moment(optimizer: Optimizer, p: Tensor) -> Tensor | None:
     return found if found is not None and found.shape == p.shape else None
 
 
-def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) -> Tensor | None:
+def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) -> tuple[Tensor | None, int]:
+    """The sum of squares over the samples, and how many elements they are."""
     by_group: dict[tuple[int, torch.device], list[_Seen]] = {}
     for sample in samples:
         g, v = sample.parameter.grad, _moment(optimizer, sample.parameter)
-        if g is None or v is None or type(g) is not Tensor or g.layout is not torch.strided or type(v) is not Tensor:
+        if g is None or v is None or getattr(g, "placements", None) != getattr(v, "placements", None):
+            continue
+        g, v = local(g), local(v)
+        if type(g) is not Tensor or g.layout is not torch.strided or type(v) is not Tensor:
             continue
         # Elements are matched by their place in memory, so both must lie in it alike.
         if g.stride() != v.stride() or g.device != v.device or not _dense(g):
@@ -109,7 +130,7 @@ def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) ->
         own = _squares(seen_here).to(home)
         squares = own if squares is None else squares + own
     count = sum(s.g.numel() for seen_here in by_group.values() for s in seen_here)
-    return None if squares is None else (squares / count).sqrt()
+    return squares, count
 
 
 class _Seen(NamedTuple):

@@ -8,7 +8,7 @@ Which slices a rank needs is worked out by the planners of torch.distributed.che
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from holdfast.core.errors import RunDirError
 from holdfast.distributed.checkpoint.catalogue import Catalogue, Place, metadata_of, read_catalogue, read_index
 from holdfast.distributed.checkpoint.files import Wanted, read_wanted
 from holdfast.distributed.checkpoint.index import bin_name
-from holdfast.distributed.checkpoint.shards import around, chunk_of
+from holdfast.distributed.checkpoint.shards import chunk_of
+from holdfast.runtime.sharded import around, local
 
 
 def read_parts(folder: Path, rank: int, manifest: Manifest | None = None) -> str:
@@ -47,7 +48,7 @@ def metadata(folder: Path, rank: int = 0) -> Metadata:
 def read_tensors(
     folder: Path,
     manifest: Manifest,
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor] | Callable[[str, tuple[int, ...]], Tensor | None],
     *,
     rank: int,
     size: int,
@@ -56,8 +57,8 @@ def read_tensors(
     """Every tensor of the checkpoint that this rank needs, on the host, in memory of its own.
 
     A name whose target is a DTensor comes as a DTensor of the same mesh and placements, and only its slices are read. All
-    others come whole, whatever `targets` says of them. Dtypes are as saved. What was each rank's own is this rank's; a
-    rank that was not there when it was saved gets none.
+    others come whole, whatever `targets` says of them; it may also be a function, asked by name and saved shape. Dtypes are
+    as saved. What was each rank's own is this rank's; a rank that was not there when it was saved gets none.
     check: indices must match the manifest, and so must every file that is read in full; every chunk that is read in full
     must have the bits it had where it lived. Each file is read in full by one rank at least (by rank `n % size` for that
     of rank n), so that together, and one rank alone, the ranks compare every byte. Without it only slices are read.
@@ -66,7 +67,8 @@ def read_tensors(
         raise RunDirError(f"rank {rank} of {size} cannot be: ranks count from 0")
     catalogue = read_catalogue(folder, manifest if check else None)
     places = catalogue.of(rank)
-    found = {name: _made(name, chunks[0], targets.get(name)) for name, chunks in places.items()}
+    target = targets if callable(targets) else lambda name, shape: targets.get(name)
+    found = {name: _made(name, c[0], target(name, c[0].entry.shape)) for name, c in places.items()}
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(found, metadata_of(places), is_coordinator=rank == 0)
     full = range(rank, catalogue.world, size) if check else ()
@@ -131,9 +133,8 @@ def _made(name: str, place: Place, target: Tensor | None) -> Tensor:
             "make the model as it was, or begin from another checkpoint"
         )
     chunk_of(name, target)  # refuses what cannot be placed
-    with torch.no_grad():
-        local = target.to_local()
-    return around(target, torch.empty(local.shape, dtype=entry.torch_dtype))
+    made: Tensor = around(target, torch.empty(local(target).shape, dtype=entry.torch_dtype))
+    return made
 
 
 def _read(

@@ -6,7 +6,6 @@ where a mesh dimension replicates it, by one of the replicas. Who it is, is chos
 
 from __future__ import annotations
 
-import copy
 import heapq
 import math
 import sys
@@ -75,16 +74,6 @@ def chunk_of(name: str, value: Tensor) -> Chunk | None:
             f"{tuple(place.sizes)} here, and the one here is {tuple(local.shape)}: shard it evenly to have it saved"
         )
     return Chunk(name, shape, tuple(place.offsets), local) if local.numel() else None
-
-
-def around(target: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the mesh, placements and shape of `target` around other local memory, which may be on the host while
-    the mesh is of devices (`from_local` would move it there)."""
-    spec: Any = target._spec
-    if spec.tensor_meta.dtype != local.dtype:
-        spec = copy.copy(spec)
-        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return type(target)(local, spec, requires_grad=False)
 
 
 def _writers(tensors: Mapping[str, Tensor], private: Private, size: int) -> dict[str, frozenset[int]]:

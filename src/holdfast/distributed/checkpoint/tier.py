@@ -33,7 +33,7 @@ from holdfast.distributed.checkpoint.writing import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.snapshots.certify import checksums
 from holdfast.runtime.snapshots.encoding import decode, encode
-from holdfast.runtime.snapshots.tier import Frame, Label, News, Restored
+from holdfast.runtime.snapshots.tier import Frame, Label, News, Restored, Target
 
 log = logging.getLogger("holdfast")
 
@@ -51,6 +51,7 @@ class DiskTier:
         self._run = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
         self._asked: list[Future[None]] = []
+        self._aborted = False
         self._news: deque[News] = deque()
 
     def open(self, run: str) -> None:
@@ -91,6 +92,10 @@ class DiskTier:
         for asked in self._asked:
             asked.result()
         self._asked.clear()
+
+    def abort(self) -> None:
+        """No other rank is waited for from here on; what needs them fails at once."""
+        self._aborted = True
 
     def news(self) -> list[News]:
         told = []
@@ -210,6 +215,8 @@ class DiskTier:
         """Wait for the file system to show what another rank has done, as long as patience lasts."""
         ends = time.monotonic() + self._patience
         while not holds():
+            if self._aborted:
+                raise RunDirError("the run is ending")
             if time.monotonic() > ends:
                 said = otherwise if isinstance(otherwise, str) else otherwise()
                 raise RunDirError(f"{said} after {self._patience:g} s ([checkpoint] patience_seconds)")
@@ -247,7 +254,7 @@ class DiskTier:
             raise RunDirError(f"load_path {path}: no such checkpoint")
         return entry
 
-    def load(self, entry: Entry) -> Restored:
+    def load(self, entry: Entry, target: Target | None = None) -> Restored:
         """Everything in it, every byte compared. RunDirError on every rank where one of them cannot trust it."""
         # Its planners take a second to import, and a run that only saves does not need them.
         from holdfast.distributed.checkpoint.reading import read_parts, read_tensors
@@ -261,7 +268,7 @@ class DiskTier:
         try:
             if (strange := look(entry)) is not None:
                 raise RunDirError(strange)
-            tensors = read_tensors(entry.path, manifest, {}, rank=rank, size=self._world.size)
+            tensors = read_tensors(entry.path, manifest, target or {}, rank=rank, size=self._world.size)
             parts = decode(read_parts(entry.path, rank), tensors)
         except RunDirError as error:
             why, damaged = str(error), not isinstance(error, Unreadable)

@@ -54,7 +54,9 @@ class IndexedSource:
         on_epoch_end: EpochEnd,
         before_iter: Callable[[], None],
         on_exclusion: OnExclusion,
+        in_step: bool = False,
     ) -> None:
+        self._together = len(loader.dataset) if in_step else None  # type: ignore[arg-type]
         self._rng, self._quarantine = rng, quarantine
         self._last = None if epochs is None else first_epoch + epochs
         self._on_epoch_end = on_epoch_end
@@ -133,7 +135,11 @@ class IndexedSource:
             if self._quarantine.covers(*span):
                 continue
             given = order.ids(batch)
-            ids = self._quarantine.keep(left_of(given, span, order.stride, self._excluded_in(order.epoch)))
+            ids = left_of(given, span, order.stride, self._excluded_in(order.epoch))
+            if self._together is None:
+                ids = self._quarantine.keep(ids)
+            else:
+                ids = self._quarantine.stand_in(ids, self._together)
             if not ids:
                 continue
             rng = self._rng.capture() if self._in_process else None

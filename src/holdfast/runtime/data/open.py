@@ -28,8 +28,9 @@ def open_source(
     on_epoch_end: EpochEnd,
     before_iter: Callable[[], None],
     on_exclusion: OnExclusion,
+    in_step: bool = False,
 ) -> Source:
-    """The source for a loader. Draws nothing."""
+    """The source for a loader. Draws nothing. in_step: other ranks draw as many batches of as many samples."""
     if isinstance(loader, Iterator):
         raise DataError(
             f"steps({type(loader).__name__} object): an iterator can be read only once, so it has no position to return "
@@ -59,4 +60,5 @@ def open_source(
         on_epoch_end=on_epoch_end,
         before_iter=before_iter,
         on_exclusion=on_exclusion,
+        in_step=in_step,
     )

@@ -41,6 +41,7 @@ class StreamSource:
         on_epoch_end: EpochEnd,
         before_iter: Callable[[], None],
         on_exclusion: OnExclusion,
+        in_step: bool = False,
     ) -> None:
         self._loader, self._rng, self._quarantine = loader, rng, quarantine
         self._last = None if epochs is None else first_epoch + epochs

@@ -16,7 +16,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     """The step is served again next; `following` is void. A stream that cannot give it again drops it instead."""
     assert run.source is not None
     draws = [*step.draws, *(following.draws if following is not None else ())]
-    why = run.source.serve_again(draws)
+    why = run.meeting.reason(run.source.serve_again(draws))
     if why is not None:
         run.engine.write("note", step=signal.step, message=why, data=signal.data)
         return skip.perform(run, step, following, signal, plan, Skip())

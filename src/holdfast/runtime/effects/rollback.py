@@ -50,6 +50,8 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
         passed_over=told or None,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "before": action.before},
         restored=found.where,
+        ranks=None if step.origin is None else step.origin.ranks,
+        suspects=None if step.origin is None else step.origin.evidence["suspects"],
         branch=branch,
         lineage=run.checkpoints.lineage,
         turns=found.turns,
@@ -93,6 +95,7 @@ def _find(run: Run, action: Rollback) -> tuple[Found | None, list[dict[str, Any]
         return memory, told
     oldest, latest = 0, action.at_latest
     if memory is not None:
-        oldest, latest = run.step - 4 * (run.step - action.before) - 2 * run.keeper.ring.every, action.before
+        every = run.ranks.share(run.keeper.ring.every)
+        oldest, latest = run.step - 4 * (run.step - action.before) - 2 * every, action.before
     found, over = run.checkpoints.find(action.before, latest, oldest)
     return found or memory, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]

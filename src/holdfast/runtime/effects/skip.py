@@ -31,6 +31,8 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
         reason=reason,
         data=signal.data,
         samples=rows or None,
+        ranks=None if step.origin is None else step.origin.ranks,
+        suspects=None if step.origin is None else step.origin.evidence["suspects"],
         batches=len(step.draws),
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
@@ -50,7 +52,9 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
 
 
 def _bad_rows(run: Run, step: Step, signal: Signal) -> list[int]:
-    """The ids of rows that are themselves broken, where they are to be remembered."""
+    """The ids of rows that are themselves broken, where they are to be remembered; on any rank."""
+    if step.origin is not None:
+        return step.origin.samples
     broken = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
     return bad_samples(step.draws) if broken and run.config.quarantine.samples else []
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from holdfast.runtime.sharded import local
+
 Sums = dict[str, int]
 Intended = Callable[[str], Tensor | None]
 _COMPARED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -46,8 +48,8 @@ def _sum(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def first_nonfinite(tensors: dict[str, Tensor], intended: Intended) -> str | None:
-    """The first tensor that holds NaN or Inf where it should not."""
-    for name, value in tensors.items():
+    """The first tensor whose part here holds NaN or Inf where it should not."""
+    for name, value in ((name, local(value)) for name, value in tensors.items()):
         if _sound(value):
             continue
         bad = nonfinite(value)
@@ -79,7 +81,8 @@ def nonfinite(value: Tensor) -> Tensor | None:
 
 
 def strided(value: Tensor) -> list[Tensor]:
-    """The dense tensors that a tensor of any layout is made of, the values last."""
+    """The dense tensors that this rank's part of a tensor of any layout is made of, the values last."""
+    value = local(value)
     if value.layout is torch.strided:
         return [value]
     if value.layout is torch.sparse_coo:

@@ -13,6 +13,7 @@ from holdfast.core.config import SnapshotSection
 from holdfast.core.types import Health
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.source import Position, Source
+from holdfast.runtime.ranks import Alone, Ranks
 from holdfast.runtime.rng import Rng, RngState
 from holdfast.runtime.snapshots.certify import checksums, first_nonfinite, nbytes
 from holdfast.runtime.snapshots.copier import Copier
@@ -47,9 +48,18 @@ class Beyond(Protocol):
 class Keeper:
     """One at a time is being assembled; the others are in the ring."""
 
-    def __init__(self, config: SnapshotSection, state: RunState, rng: Rng, beyond: Beyond) -> None:
+    def __init__(
+        self,
+        config: SnapshotSection,
+        state: RunState,
+        rng: Rng,
+        beyond: Beyond,
+        ranks: Ranks | None = None,
+        neighbours: int = 1,
+    ) -> None:
         self._config, self._state, self._rng, self._beyond = config, state, rng, beyond
-        self.ring = Ring(config)
+        self._ranks = ranks or Alone()
+        self.ring = Ring(config, neighbours)
         self._copier = Copier(state.intended)
         self._making: Snapshot | None = None
         self._wanted: int | None = None
@@ -245,7 +255,7 @@ class Keeper:
 
     def find(self, before: int, at_latest: int) -> tuple[Snapshot | None, list[Passed]]:
         """The newest certified snapshot at or before `before`, else at or before `at_latest`, verified; and those that
-        were passed over on the way."""
+        were passed over on the way. Of several ranks each must have it, and trust its own part of it."""
         self.not_committed()
         for snapshot in list(self.ring):
             if snapshot.trusted and snapshot.health is Health.CANDIDATE:
@@ -254,14 +264,20 @@ class Keeper:
         for snapshot in self.ring:
             if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
                 passed.append(Passed(snapshot.step, "not certified yet"))
-        for limit in (before, at_latest):
-            for snapshot in self.ring.good_at_or_before(limit):
-                why = self._verify(snapshot)
-                if why is None:
-                    return snapshot, passed
-                passed.append(Passed(snapshot.step, why))
-                snapshot.condemn(why)
-                self.ring.drop(snapshot)
+        mine = {s.step: s for s in self.ring.good_at_or_before(at_latest)}
+        everyones = set.intersection(*(set(steps) for steps in self._ranks.gather(sorted(mine))))
+        passed += [
+            Passed(s, "another rank has none of this step that is certified") for s in sorted(set(mine) - everyones)
+        ]
+        for step in sorted(everyones, key=lambda s: (s <= before, s), reverse=True):
+            snapshot = mine[step]
+            told = self._ranks.gather(self._verify(snapshot))
+            why = next((w if self._ranks.size == 1 else f"rank {r}: {w}" for r, w in enumerate(told) if w), None)
+            if why is None:
+                return snapshot, passed
+            passed.append(Passed(step, why))
+            snapshot.condemn(why)
+            self.ring.drop(snapshot)
         return None, passed
 
     def _verify(self, snapshot: Snapshot) -> str | None:

@@ -18,12 +18,12 @@ from holdfast.runtime.snapshots.snapshot import Snapshot
 class Ring:
     """The snapshots there are, oldest first."""
 
-    def __init__(self, config: SnapshotSection) -> None:
+    def __init__(self, config: SnapshotSection, neighbours: int = 1) -> None:
         self._config = config
         self.every = config.every_steps
         self.enabled = config.enabled
         self._kept: list[Snapshot] = []
-        self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else available_bytes() // 4
+        self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else available_bytes() // 4 // neighbours
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self._kept)

@@ -19,6 +19,9 @@ from holdfast.core.checkpoints.resume import Passed
 from holdfast.core.types import Health
 from holdfast.runtime.snapshots.copier import Examined
 
+Target = Callable[[str, tuple[int, ...]], Tensor | None]
+"""the tensor of this run that a saved one, of that name and shape, is to be spread like; None: all of it is needed here"""
+
 
 class Frame(NamedTuple):
     """A run between two steps, on the host, being copied or whole."""
@@ -28,6 +31,7 @@ class Frame(NamedTuple):
     parts: dict[str, Any]
     """all that is no tensor, by name; tensors among it are small"""
     tensors: dict[str, Tensor]
+    """sharded ones as such, around what this rank has of them"""
     ready: Callable[[str], None]
     """waits until the tensor of that name is there"""
     examine: Callable[[], Examined]
@@ -67,6 +71,7 @@ class Restored(NamedTuple):
     manifest: Manifest
     parts: dict[str, Any]
     tensors: dict[str, Tensor]
+    """those that had a target, sharded like it; on the host"""
     world: int
     """how many ranks there are now"""
     own: bool
@@ -88,9 +93,10 @@ class Tier(Protocol):
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None: ...
     def remove(self, names: Sequence[str]) -> None: ...
     def wait(self) -> None: ...
+    def abort(self) -> None: ...
     def news(self) -> list[News]: ...
     def entries(self) -> list[Entry]: ...
     def choose(self, doubted: Callable[[Entry], str | None]) -> tuple[Entry | None, list[Passed]]: ...
     def find(self, path: str) -> Entry: ...
-    def load(self, entry: Entry) -> Restored: ...
+    def load(self, entry: Entry, target: Target | None = None) -> Restored: ...
     def close(self) -> None: ...

@@ -1,0 +1,227 @@
+"""One step as all ranks see it: what each of them measured, in one row a rank, and what follows from all rows.
+
+The rows are gathered bit for bit and every rank computes the same from them in the same order, so no two can come to
+different numbers. A value that is not finite stays in its own row: it spoils no sum, and says who brought it. One process
+alone gathers nothing, and its numbers are what they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from holdfast.core.engine import Limits
+from holdfast.core.errors import RanksDisagree
+from holdfast.runtime.norms import Norm
+from holdfast.runtime.ranks import Ranks
+from holdfast.runtime.sensing import Edges
+
+
+class Column(IntEnum):
+    """What stands where in a row. The host knows the first ones; the others come from where the step ran."""
+
+    STEP = 0
+    ATTEMPT = 1
+    HISTORY = 2
+    """a checksum of all that was decided so far"""
+    ASKS = 3
+    """whether the rank has something to say, which takes a second round"""
+    SECONDS = 4
+    BATCH = 5
+    SAMPLES = 6
+    LENGTH = 7
+    WEIGHT = 8
+    LOSS_LIMIT = 9
+    GRAD_LIMIT = 10
+    UPDATE_COUNT = 11
+    WEIGHTED = 12
+    """whether the loop says what its parts weigh"""
+    LOSS = 13
+    NORM = 14
+    SCALE = 15
+    UPDATE = 16
+    WEIGHTS = 17
+    WITNESS = 18
+    """the norm of the gradients that a few parameters had on this rank, before they were averaged over all"""
+
+
+_FIXED = len(Column)
+_ALIKE = 1e-3
+
+
+class Host(NamedTuple):
+    """What the host knows of the step on this rank."""
+
+    step: int
+    attempt: int
+    history: int
+    asks: bool
+    seconds: float
+    batch: int | None
+    samples: int | None
+    length: int | None
+    weight: float
+    weighted: bool
+    limits: Limits
+
+
+class Measured(NamedTuple):
+    """What the step left on this rank, where it ran."""
+
+    loss: Tensor
+    norm: Norm
+    scale: Tensor | None
+    found: Sequence[Tensor]
+    """what the loss scaler found, an optimizer each"""
+    update: tuple[Tensor, float] | None
+    """the sum of squares of the sampled update, and how many elements it is of"""
+    weights: Norm | None
+    witness: Tensor | None
+    checks: Tensor | None
+    """whole numbers of eight bytes that are to be compared among ranks"""
+
+
+class Agreed(NamedTuple):
+    """What all ranks together measured, on the device; the same on each of them."""
+
+    loss: Tensor
+    norm: Tensor
+    limits: Edges
+    found: Sequence[Tensor]
+    update: Tensor | None
+    weights: Tensor | None
+    weight: Tensor | None
+    """the sum over all ranks; None for one process"""
+    differs: Tensor | None
+    """whether ranks that should have the same gradient do not"""
+    extra: Tensor | None
+    """the rows, flat, for the host to read when it reads the step"""
+
+
+@torch.no_grad()
+def agree(ranks: Ranks, host: Host, own: Measured) -> Agreed:
+    """The step's numbers over all ranks, by one collective."""
+    if ranks.size == 1:
+        return _alone(host, own)
+    home = own.loss.device
+    row = _row(host, own, home)
+    there = home if ranks.carries(home) else torch.device("cpu")
+    rows = ranks.rows(row.to(there)).to(home)
+    columns = rows.unbind(1)
+    loss = _mean(columns[Column.LOSS], columns[Column.WEIGHT])
+    found = [columns[_FIXED + n].amax().float() for n in range(len(own.found))]
+    update = weights = None
+    if own.update is not None:
+        update = (columns[Column.UPDATE].sum() / columns[Column.UPDATE_COUNT].sum().clamp(min=1.0)).sqrt()
+    if own.weights is not None:
+        weights = _norm(columns[Column.WEIGHTS], own.weights.whole)
+    limits = columns[Column.LOSS_LIMIT].amin(), columns[Column.GRAD_LIMIT].amin()
+    return Agreed(
+        loss,
+        _norm(columns[Column.NORM], own.norm.whole),
+        limits,
+        found,
+        update,
+        weights,
+        columns[Column.WEIGHT].sum(),
+        _differ(columns[Column.NORM]) if own.norm.whole else None,
+        rows.reshape(-1),
+    )
+
+
+def _alone(host: Host, own: Measured) -> Agreed:
+    assert own.norm.whole, "one process has no share in a norm"
+    weights = None if own.weights is None else own.weights.value
+    extra = None if own.checks is None else own.checks.view(torch.float64)
+    return Agreed(own.loss, own.norm.value, (*host.limits,), own.found, None, weights, None, None, extra)
+
+
+def _row(host: Host, own: Measured, home: torch.device) -> Tensor:
+    count = 0.0 if own.update is None else own.update[1]
+    limits = [math.inf if limit is None else limit for limit in host.limits]
+    known = [
+        *(host.step, host.attempt, host.history, host.asks, host.seconds),
+        *(-1.0 if value is None else value for value in (host.batch, host.samples, host.length)),
+        *(host.weight, *limits, count, host.weighted),
+    ]
+    first = torch.tensor([float(v) for v in known], dtype=torch.float64, pin_memory=home.type == "cuda")
+    nothing = own.loss.new_zeros((), dtype=torch.float64)
+    parts = [
+        own.loss,
+        own.norm.value,
+        own.scale,
+        None if own.update is None else own.update[0],
+        None if own.weights is None else own.weights.value,
+        own.witness,
+        *own.found,
+    ]
+    rest = torch.stack([nothing if p is None else p.detach().to(home).double().reshape(()) for p in parts])
+    row = torch.cat([first.to(home, non_blocking=True), rest])
+    return row if own.checks is None else torch.cat([row, own.checks.to(home).view(torch.float64)])
+
+
+def _mean(losses: Tensor, weights: Tensor) -> Tensor:
+    """By weight; NaN where a loss that counts is not finite, or where none counts."""
+    counts = weights > 0
+    finite = torch.isfinite(losses)
+    total = (torch.where(counts & finite, losses, 0.0) * weights).sum()
+    mean = total / weights.sum()
+    return torch.where((counts & ~finite).any(), math.nan, mean)
+
+
+def _norm(values: Tensor, whole: bool) -> Tensor:
+    """Each rank has the whole norm, or a share of its square. Not finite where one of them is not."""
+    return values.amax() if whole else values.sum().sqrt()
+
+
+def _differ(norms: Tensor) -> Tensor:
+    """Every rank has measured the same gradient. On several meshes they may differ in the last bits; not by this much."""
+    return norms.amax() - norms.amin() > _ALIKE * norms.amax()
+
+
+class Rows:
+    """The rows of all ranks on the host."""
+
+    def __init__(self, extra: Tensor | None, size: int, found: int = 0) -> None:
+        self.size = size
+        self._table = torch.empty(0) if extra is None else extra.view(size, -1)
+        width = _FIXED + found if size > 1 else 0
+        self.checks: list[list[int]] = []
+        if extra is not None and self._table.shape[1] > width:
+            self.checks = self._table[:, width:].contiguous().view(torch.int64).tolist()
+        self._values = self._table[:, :width].tolist() if size > 1 else []
+
+    def of(self, column: Column) -> list[float]:
+        """One value a rank."""
+        return [row[column] for row in self._values]
+
+    def one(self, column: Column) -> int | None:
+        """The value that all ranks have, or None: there is none, or they differ."""
+        values = set(self.of(column))
+        value = values.pop()
+        return None if values or value < 0 else int(value)
+
+    def asking(self) -> bool:
+        return any(self.of(Column.ASKS))
+
+    def check_lockstep(self) -> None:
+        """RanksDisagree where two ranks are at different steps, have decided differently before, or weigh differently."""
+        for column, what in (
+            (Column.STEP, "are at steps"),
+            (Column.ATTEMPT, "are at attempts"),
+            (Column.HISTORY, "have decided differently before (checksums"),
+            (Column.WEIGHTED, "do not all pass weight= to step.backward (1 does, 0 does not"),
+        ):
+            values = [int(v) for v in self.of(column)]
+            if len(set(values)) > 1:
+                told = ", ".join(map(str, values[:16])) + (", ..." if len(values) > 16 else "")
+                raise RanksDisagree(
+                    f"the ranks {what} {told}{')' if column >= Column.HISTORY else ''} in the order of ranks: every rank "
+                    "must run the same loop with the same policy, detectors and hooks; the run ends here, on all of them, and "
+                    "goes on from its last good checkpoint when it is started again"
+                )

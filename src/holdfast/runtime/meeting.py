@@ -1,0 +1,217 @@
+"""What this rank brings to the others at every step, and what it takes from them. One process meets nobody.
+
+A healthy step takes one collective. What a rank alone has to say (stop, a shift to expect, samples to leave out, broken
+state) is announced by a flag in that step's row, and told in a second round on every rank; it holds from then on, on all
+alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from torch import Tensor
+
+from holdfast.core.engine import Limits
+from holdfast.core.types import Finding, Flag, Incident, Kind, Plan, Severity, Signal
+from holdfast.runtime import attribution
+from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree
+from holdfast.runtime.norms import Norm
+from holdfast.runtime.ranks import Ranks
+from holdfast.runtime.snapshots.keeper import Alarm
+
+if TYPE_CHECKING:
+    from holdfast.runtime.run import Run
+    from holdfast.runtime.step import Step
+
+
+class Meeting:
+    """One run's dealings with the ranks it trains with."""
+
+    def __init__(self, run: Run, ranks: Ranks) -> None:
+        self._run, self.ranks = run, ranks
+        self.several = ranks.size > 1
+        self._asks: list[dict[str, Any]] = []
+        self._history = 0
+        self._alarms: list[tuple[int, Alarm]] = []
+        self._replicas = 1
+        """how many ranks read the same data (tensor parallel ranks do)"""
+
+    # ---- at every step
+
+    def agree(
+        self, step: Step, loss: Tensor, norm: Norm, found: Sequence[Tensor], limits: Limits, checks: Tensor | None
+    ) -> Agreed:
+        """The step's numbers, over all ranks."""
+        run, several = self._run, self.several
+        look, scaler = step.look, run.state.scaler
+        self._raise_alarm()
+        host = Host(
+            step.number,
+            step.attempt,
+            self._history,
+            bool(self._asks),
+            step.seconds,
+            None if look is None else look.batch,
+            step.samples,
+            None if look is None else look.length,
+            step.weight,
+            step.weighted,
+            limits,
+        )
+        own = Measured(
+            loss,
+            norm,
+            None if scaler is None else scaler.tensor(),
+            found,
+            run.sense_update_share(loss) if several else None,
+            run.sense_weights(step, loss),
+            run.witness.take() if several else None,
+            checks,
+        )
+        agreed = agree(self.ranks, host, own)
+        return agreed if several else agreed._replace(update=run.sense_update(loss))
+
+    def _raise_alarm(self) -> None:
+        """What a snapshot of this rank alone was found to hold, the others do not know yet."""
+        if self.several and (alarm := self._run.keeper.take_alarm()) is not None:
+            self.ask("alarm", alarm._asdict())
+
+    def read(self, step: Step, extra: Tensor | None) -> bool:
+        """The rows are on the host: see that all ranks are in step, and hear what they ask for. Returns whether the level of
+        the loss is to be learned anew. Once a step."""
+        if step.rows is not None:
+            return False
+        step.rows = Rows(extra, self.ranks.size, found=self._run.scaled_optimizers)
+        if not self.several:
+            return False
+        step.rows.check_lockstep()
+        return self._hear(step) if step.rows.asking() else False
+
+    def over_all(self, signal: Signal, step: Step) -> Signal:
+        """The signal's other numbers, over all ranks."""
+        rows = step.rows
+        if not self.several or rows is None:
+            return signal
+        samples = rows.of(Column.SAMPLES)
+        limits = [min(rows.of(c)) for c in (Column.LOSS_LIMIT, Column.GRAD_LIMIT)]
+        batches = rows.of(Column.BATCH)
+        return msgspec.structs.replace(
+            signal,
+            batch=None if min(batches) < 0 else zlib.crc32(json.dumps(batches).encode()),
+            samples=None if min(samples) < 0 else int(sum(samples)) // self._replicas,
+            length=rows.one(Column.LENGTH),
+            seconds=max(rows.of(Column.SECONDS)),
+            loss_limit=limits[0] if limits[0] < float("inf") else None,
+            grad_limit=limits[1] if limits[1] < float("inf") else None,
+        )
+
+    def weigh(self, step: Step) -> None:
+        """The step stands: what its parts weighed on average is what the next one's are weighed by."""
+        if self.several and step.weighted and step.rows is not None:
+            mean = sum(step.rows.of(Column.WEIGHT)) / (self.ranks.size * max(1, step.parts))
+            if mean > 0 and math.isfinite(mean):
+                self._run.state.interventions.unit = 2.0 ** round(math.log2(mean))
+
+    def decided(self, signal: Signal, plan: Plan | None) -> None:
+        """What was decided goes into the checksum that the ranks compare at the next step."""
+        if self.several and plan is not None:
+            told = msgspec.json.encode([signal.step, signal.attempt, plan.actions, plan.incident])
+            self._history = zlib.crc32(told, self._history)
+
+    # ---- what one rank alone has to say
+
+    def ask(self, what: str, value: Any) -> None:
+        self._asks.append({"what": what, "value": value})
+
+    def _hear(self, step: Step) -> bool:
+        asked, self._asks = self._asks, []
+        told = [(rank, ask) for rank, asks in enumerate(self.ranks.gather(asked)) for ask in asks]
+        run, shifts = self._run, []
+        for rank, ask in told:
+            what, value = ask["what"], ask["value"]
+            if what == "stop" and run.stopping is None:
+                run.stopping = value
+                run.engine.write("stop_requested", step=step.number, reason=value, rank=rank)
+            elif what == "shift" and value not in shifts:
+                shifts.append(value)
+                run.engine.shift(value, step.number - 1)
+            elif what == "quarantine":
+                run.leave_samples_out(value["samples"], value["reason"], rank=rank)
+            elif what == "alarm":
+                self._alarms.append((rank, Alarm(**value)))
+        return bool(shifts)
+
+    def share_plan(self, incident: Incident, own: Plan | None) -> Plan | None:
+        """The first rank's hook decides for all."""
+        if not self.several:
+            return own
+        said = self.ranks.share(None if own is None else msgspec.to_builtins(own))
+        return None if said is None else msgspec.convert(said, Plan)
+
+    def share_metric(self, metric: float) -> float:
+        """An evaluation's result over all ranks: the one that all have, or their mean."""
+        if not self.several:
+            return metric
+        metrics = [float(m) for m in self.ranks.gather(metric)]
+        return metrics[0] if len(set(metrics)) == 1 else sum(metrics) / len(metrics)
+
+    def reason(self, why: str | None) -> str | None:
+        """Why something cannot be done on one of the ranks: then none does it."""
+        if not self.several:
+            return why
+        return next((f"rank {r}: {w}" for r, w in enumerate(self.ranks.gather(why)) if w is not None), None)
+
+    def same_loop(self, about: dict[str, Any]) -> str | None:
+        """What of two ranks' loops differs, in words; None where all are alike."""
+        told = self.ranks.gather(about) if self.several else [about]
+        for key in sorted(about.keys() - {"share"}):
+            values = [t.get(key) for t in told]
+            if any(v != values[0] for v in values):
+                return f"{key} is {', '.join(map(str, values[:16]))} in the order of ranks"
+        if self.several:
+            self._replicas = max(1, self.ranks.size // max(int(t["share"][0]) for t in told))
+        return None
+
+    # ---- when something is wrong
+
+    def broken_state(self, name: str | None, onset: int, how: str, signal: Signal) -> list[Finding]:
+        """Non-finite state on any rank, found now or told of."""
+        names = [(rank, found) for rank, found in enumerate(self.ranks.gather(name)) if found is not None]
+        found = [(rank, Alarm(onset, tensor), how) for rank, tensor in names]
+        found += [(rank, alarm, "found in a snapshot") for rank, alarm in self._alarms]
+        self._alarms = []
+        if not found:
+            return []
+        rank, alarm, how = found[0]
+        where = f" on rank {rank}" if self.several else ""
+        evidence: dict[str, Any] = {"tensor": alarm.tensor, "how": how, "loss": signal.loss}
+        if self.several:
+            evidence["ranks"] = sorted({r for r, _, _ in found})
+        return [
+            Finding(
+                kind=Kind.NONFINITE_STATE,
+                severity=Severity.ROLLBACK,
+                step=signal.step,
+                onset=max(1, alarm.step),
+                detector="state",
+                message=f"{alarm.tensor} holds NaN or Inf{where}",
+                evidence=evidence,
+            )
+        ]
+
+    @property
+    def alarmed(self) -> bool:
+        return bool(self._alarms)
+
+    def blame(self, step: Step, signal: Signal) -> attribution.Blame | None:
+        """Whose doing a vetoed step was; None for one process, and for a step that passed."""
+        if not self.several or not signal.flags or step.rows is None:
+            return None
+        broken = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
+        accounts = self.ranks.gather(attribution.account(step, rows=broken and self._run.config.quarantine.samples))
+        return attribution.blame(step.rows, accounts, signal.flags, signal.loss_limit)

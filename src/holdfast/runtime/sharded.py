@@ -1,0 +1,74 @@
+"""Tensors that are spread over ranks (DTensor), as one rank sees them: its own part, no other rank asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether this rank holds only its part of it, or a replica that others hold too."""
+    return callable(getattr(value, "to_local", None))
+
+
+@torch.no_grad()
+def local(value: Tensor) -> Tensor:
+    """This rank's part of a tensor, the very memory; all of a plain one."""
+    to_local = getattr(value, "to_local", None)
+    mine: Tensor = value if to_local is None else to_local()
+    return mine.detach()
+
+
+def around(target: Any, part: Tensor) -> Any:
+    """A tensor spread like `target` around other local memory, which may be on the host while the mesh is of devices
+    (`from_local` would move it there)."""
+    spec: Any = target._spec
+    if spec.tensor_meta.dtype != part.dtype:
+        spec = copy.copy(spec)
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return type(target)(part, spec, requires_grad=False)
+
+
+def reshard(module: nn.Module) -> None:
+    """FSDP2 keeps what it has gathered: the root after an evaluation, all of it where it was told to. It is to let go of
+    that and gather anew."""
+    for part in module.modules():
+        if callable(getattr(part, "reshard", None)) and callable(getattr(part, "unshard", None)):
+            part.reshard()  # type: ignore[operator]
+
+
+def drop_gradients(module: nn.Module) -> None:
+    """What FSDP2 has summed up over the first parts of a step, gathered and not yet averaged, where there is to be no last
+    part. `p.grad` does not show it, and nothing public clears it."""
+    for part in module.modules():
+        state = getattr(part, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for held in (p for group in groups if group is not None for p in group.fsdp_params):
+            held.unsharded_accumulated_grad = None
+            if (gathered := getattr(held, "_unsharded_param", None)) is not None:
+                gathered.grad = None
+
+
+class Followed:
+    """A module's parameters by name.
+
+    While FSDP2 has gathered some, others stand in their places; the optimizer, and we, mean those that were there first.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        reshard(module)
+        self._sharded = {name: p for name, p in module.named_parameters() if is_sharded(p)}
+
+    def named(self, updated: Container[int] = ()) -> Iterator[tuple[str, Tensor]]:
+        """`updated`: the ids of what optimizers update, which is never what was gathered; a new one takes its place."""
+        for name, p in self._module.named_parameters():
+            if id(p) in updated:
+                self._sharded.pop(name, None)
+                if is_sharded(p):
+                    self._sharded[name] = p
+            yield name, self._sharded.get(name, p)

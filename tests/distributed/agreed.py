@@ -1,0 +1,102 @@
+"""One rank meets something, all ranks do the same about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from layouts import GLOBAL, Guarded, Layout, on_all, plain, same
+
+KINDS = {"ddp": "ddp", "fsdp": "fsdp", "tp": "tp", "fsdp_tp": "fsdp_tp"}
+WHEN = 15
+"""the step whose data is bad"""
+
+
+def _bad(rank: int, layout: Layout, fault: str) -> dict[int, str]:
+    """A bad sample in step WHEN, dealt out to data-parallel rank 1 where there is one."""
+    world = layout.data[0]
+    return {(WHEN - 1) * GLOBAL + world + (1 if world > 1 else 0): fault}
+
+
+def _culprits(layout: Layout) -> list[int]:
+    if layout.kind == "tp":
+        return list(range(layout.size))
+    return [2, 3] if layout.kind == "fsdp_tp" else [1]
+
+
+def _config(gate: str) -> dict[str, Any]:
+    return {"detect": {"gate": gate, "warmup_steps": 8}}
+
+
+def harmless(kind: str, folder: Path, rank: int, size: int) -> None:
+    for optimizer, gate in (("adamw", "host"), ("adamw_fused", "device"), ("sgd", "host")):
+        for clip in (0.05, None):
+            run = Guarded(
+                Layout(kind, rank, size, optimizer), folder / f"h-{optimizer}-{clip}", clip=clip, config=_config(gate)
+            )
+            assert run.guard.step == len(run.outcomes) == 20, run.outcomes
+            same(run.layout.state(), plain(Layout(kind, rank, size, optimizer), clip, set()))
+
+
+def exact(kind: str, folder: Path, rank: int, size: int) -> None:
+    for fault in ("nan", "spike", "explosion"):
+        for optimizer, gate in (("adamw", "host"), ("adamw_fused", "device")):
+            layout = Layout(kind, rank, size, optimizer)
+            place = folder / f"e-{fault}-{gate}"
+            run = Guarded(layout, place, faults=_bad(rank, layout, fault), config=_config(gate))
+            assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
+            assert (WHEN, 1, "skipped") in run.outcomes, (fault, run.outcomes)
+            dist.barrier()
+            without = run.excluded()
+            assert WHEN in without and len(without) < 4, without
+            same(layout.state(), plain(Layout(kind, rank, size, optimizer), 1.0, without))
+            if rank == 0:
+                (action,) = run.events("action")
+                assert action["action"] == "skip" and action["ranks"] == _culprits(layout), (
+                    action,
+                    run.events("finding"),
+                )
+                bad = next(iter(_bad(rank, layout, fault)))
+                assert all(bad in s["samples"] for s in action["suspects"]), action["suspects"]
+                finding = next(e for e in run.events("finding") if e["severity"] != "note")
+                assert finding["evidence"]["origin"]["ranks"] == _culprits(layout), finding
+
+
+def rolled_back(kind: str, folder: Path, rank: int, size: int) -> None:
+    """The ladder has no skip: the run goes back, on all ranks to the same step, and passes the data over."""
+    for optimizer, gate in (("adamw", "host"), ("adamw_fused", "device")):
+        layout = Layout(kind, rank, size, optimizer)
+        place = folder / f"r-{gate}"
+        recover = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "skip_batches": 2, "lr_factor": 1.0}
+        config = {**_config(gate), "recover": {**recover, "probation_steps": 6}}
+        run = Guarded(layout, place, faults=_bad(rank, layout, "nan"), config=config)
+        assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
+        assert (WHEN, 1, "rolled_back") in run.outcomes, run.outcomes
+        dist.barrier()
+        without = run.excluded()
+        assert WHEN in without and len(without) == 2, without
+        same(layout.state(), plain(Layout(kind, rank, size, optimizer), 1.0, without))
+
+
+def stopped(kind: str, folder: Path, rank: int, size: int) -> None:
+    """guard.stop() on the last rank alone, inside a step and between two: all end after the same step."""
+    for gate, optimizer in (("host", "adamw"), ("device", "adamw_fused")):
+
+        def stop(guard: Any, step: Any) -> None:
+            if step.number == 7 and rank == size - 1:
+                guard.stop("enough")
+
+        layout = Layout(kind, rank, size, optimizer)
+        run = Guarded(layout, folder / f"s-{gate}", config=_config(gate), each=stop)
+        assert on_all(run.guard.step) == [7 if gate == "host" else 8] * size
+        assert run.guard.stopping == "enough"
+        if rank == 0:
+            (asked,) = run.events("stop_requested")
+            assert asked["rank"] == size - 1
+
+
+def everything(folder: Path, rank: int, size: int) -> None:
+    kind = folder.name
+    for part in (harmless, exact, rolled_back, stopped):
+        part(kind, folder, rank, size)

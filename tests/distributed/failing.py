@@ -1,0 +1,78 @@
+"""A rank that raises where the others wait for it: run under torchrun, which starts all of them anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts import Layout, loss_of
+
+import holdfast
+
+WHEN = 6
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("broken in backward")
+
+
+def main(folder: Path, kind: str, where: str, culprit: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    layout = Layout(kind, rank, size)
+    breaks = attempt == 0 and rank == culprit
+
+    def update(*_: Any) -> None:
+        if breaks and guard.step == WHEN - 1:
+            moment(folder)
+            raise ValueError("broken in the update")
+
+    if where == "update":
+        layout.optimizer.register_step_pre_hook(update)
+    config = {
+        "checkpoint": {"every_steps": 2, "certify_after": 1, "patience_seconds": 30},
+        "liveness": {"poll_seconds": 0.1},
+    }
+    guard = holdfast.Guard(layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=folder / "run", config=config)
+    with guard:
+        for step in guard.steps(layout.loader(), epochs=1):
+            bad = breaks and step.number == WHEN
+            with step:
+                for batch in step.microbatches():
+                    if bad and where == "forward":
+                        moment(folder)
+                        raise ValueError("broken in forward")
+                    loss = loss_of(layout.model, batch)
+                    if bad and where == "backward":
+                        moment(folder)
+                        loss = Raises.apply(loss)
+                    step.backward(loss)
+            if bad and where == "between":
+                moment(folder)
+                raise ValueError("broken between two steps")
+    state = [t.tolist() for t in layout.state()]
+    (folder / f"end-{rank}.json").write_text(json.dumps({"attempt": attempt, "step": guard.step, "state": state}))
+    dist.destroy_process_group()
+
+
+def moment(folder: Path) -> None:
+    (folder / "raised").write_text(str(time.time()))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))

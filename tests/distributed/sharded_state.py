@@ -1,0 +1,295 @@
+"""What ranks do with state that is spread over them: take it apart, put it back, save it and read it on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_models import OPTIMIZERS, alike, backward, bits, build, collectives, full, line, mine, no_collective
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.engine import Limits
+from holdfast.core.errors import SetupError
+from holdfast.core.types import Health
+from holdfast.distributed.checkpoint.catalogue import read_catalogue
+from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.world import World
+from holdfast.runtime.data.source import Position
+from holdfast.runtime.gate import Gate
+from holdfast.runtime.rng import Rng
+from holdfast.runtime.saving import frame_of
+from holdfast.runtime.scaler import Scaler
+from holdfast.runtime.sensing import sense
+from holdfast.runtime.setup import build_state
+from holdfast.runtime.sharded import drop_gradients, local
+from holdfast.runtime.snapshots.copier import Copier
+from holdfast.runtime.snapshots.snapshot import Snapshot
+from holdfast.runtime.snapshots.tier import Label
+from holdfast.runtime.state import RunState
+from holdfast.runtime.update_size import UpdateSize
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, rank: int, steps: range) -> None:
+    for step in steps:
+        backward(model, kind, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluate(model: nn.Module) -> float:
+    model.eval()
+    with torch.no_grad():
+        out = model(torch.ones(2, 6)).sum()
+    model.train()
+    return float(full(out))
+
+
+def taken(state: RunState) -> Snapshot:
+    """A snapshot as the keeper takes it."""
+    copier = Copier(state.intended)
+    snapshot = Snapshot(3, copier.start(state.heavy(), live=True), reason="test")
+    snapshot.light, tensors = state.light()
+    snapshot.light_copy = copier.start(tensors, live=False)
+    named = {f"buffer.{n}": b for n, b in state.buffers.as_named(state.buffers.capture()).items()}
+    snapshot.buffers = copier.start(named, live=False)
+    snapshot.frozen, snapshot.rng, snapshot.position = state.frozen(), Rng([]).capture(), Position(0, 0, 0)
+    copier.wait()
+    look = snapshot.examine()
+    assert look.nonfinite is None and not look.torn
+    copier.close()
+    return snapshot
+
+
+def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    state.join(light, tensors)
+    named = {n.removeprefix("buffer."): t for n, t in tensors.items() if n.startswith("buffer.")}
+    state.buffers.restore(state.buffers.from_named(named))
+
+
+# ---- programs
+
+
+def there_and_back(kind: str, optimizer_name: str, rank: int, size: int) -> None:
+    """Snapshot, train on, go back, train on again: the same bits twice, and no rank asked another for anything."""
+    model = build(kind, size)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    state = build_state(model, optimizer, None, None, None)
+    train(model, optimizer, kind, rank, range(2))
+    before, counted = bits(model, optimizer), collectives()
+    with no_collective():
+        snapshot = taken(state)
+        assert all(type(t) is Tensor for t in snapshot.tensors().values())
+    assert alike(before, bits(model, optimizer))
+    train(model, optimizer, kind, rank, range(2, 4))
+    assert collectives() > counted, "the count of collectives counts"
+    after, said = bits(model, optimizer), evaluate(model)
+    assert not alike(before, after)
+    with no_collective():
+        assert snapshot.light is not None
+        assert state.fits(snapshot.light, snapshot.tensors()) is None
+        put_back(state, snapshot.light, snapshot.tensors())
+        assert state.nonfinite(state.buffers.capture()) is None
+    assert alike(before, bits(model, optimizer)), (kind, optimizer_name)
+    # Not through DDP: an evaluation has a say in when it hands out buffers.
+    assert evaluate(getattr(model, "module", model)) != said, "what was gathered before is not what is computed with"
+    train(model, optimizer, kind, rank, range(2, 4))
+    assert alike(after, bits(model, optimizer)), (kind, optimizer_name)
+    assert evaluate(model) == said
+
+
+def followed(rank: int, size: int) -> None:
+    """Parameters are found by name while FSDP2 has others in their places, and so is what is added later."""
+    model = build("kept", size)
+    optimizer = OPTIMIZERS["adamw"](model.up.parameters())
+    optimizer.add_param_group({"params": list(model.down.parameters())})
+    model.last.requires_grad_(False)
+    evaluate(model)  # all of it stays gathered
+    with pytest.raises(SetupError, match="reshard"):
+        build_state(model, OPTIMIZERS["adamw"](model.parameters()), None, None, None)
+    evaluate(model)
+    state = build_state(model, optimizer, None, None, None)
+    names = set(state.heavy()) | set(state.frozen())
+    assert {"model.up.weight", "frozen.last.weight"} <= names
+    held = {name: value.data_ptr() for name, value in state.heavy().items()}
+    trained = state.trained()
+    out = model(torch.ones(2, 6))
+    assert not isinstance(model.up.weight, DTensor), "it is gathered now"
+    assert {name: value.data_ptr() for name, value in state.heavy().items()} == held
+    assert [id(p) for p in state.trained()] == [id(p) for p in trained]
+    out.square().mean().backward()
+    optimizer.step()
+    model.extra = fully_shard(nn.Linear(6, 6), mesh=line(size))
+    optimizer.add_param_group({"params": list(model.extra.parameters())})
+    assert "model.extra.weight" in state.heavy() and len(state.trained()) == len(trained) + 2
+    assert state.heavy()["model.extra.weight"].shape == (6 // size, 6)
+
+
+def dropped(rank: int, size: int) -> None:
+    """Gradients of parts that were not averaged yet do not come back in a later step."""
+    found = []
+    for first, drop in ((False, False), (True, True), (True, False)):
+        model = build("fsdp", size).eval()
+        if first:
+            model.set_requires_gradient_sync(False)
+            backward(model, "fsdp", rank, 1)
+            model.zero_grad()
+            model.set_requires_gradient_sync(True)
+            if drop:
+                drop_gradients(model)
+        backward(model, "fsdp", rank, 2)
+        found.append([mine(p.grad) for p in model.parameters()])
+    assert alike(found[0], found[1])
+    assert not alike(found[0], found[2]), "they come back where nobody drops them"
+
+
+def vetoed_on_the_device(rank: int, size: int) -> None:
+    model = build("fsdp", size).eval()
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    state = build_state(model, optimizer, None, None, None)
+    gate = Gate(state.optimizers, None, "device", armed=True, on_cuda=False)
+    before = bits(model, optimizer)
+    for norm, lands in ((float("nan"), False), (1.0, True), (float("inf"), False)):
+        backward(model, "fsdp", rank, 1)
+        sensed = sense(torch.tensor(1.0), torch.tensor(norm), Limits(None, None), None, None)
+        passage = gate.apply(sensed, state.trained(), {}, None, 1.0)
+        if not lands:
+            passage.undo_first_touch(overflow=False)
+        optimizer.zero_grad()
+        assert alike(before, bits(model, optimizer)) != lands
+        before = bits(model, optimizer)
+    with pytest.raises(SetupError, match="fused=False"):
+        fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        build_state(model, fused, None, None, None)
+
+
+def overflow_is_agreed_on(rank: int, size: int) -> None:
+    """What one rank found, all act on."""
+    for kind in ("fsdp", "ddp"):
+        model = build(kind, size)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        own = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = Scaler(own)
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        if rank == 1 and kind == "ddp":
+            next(model.parameters()).grad[0, 0] = torch.inf
+        found = scaler.unscale([optimizer])
+        assert all(type(flag) is Tensor for flag in found.values())
+        assert float(found[id(optimizer)]) == float(rank == 1 and kind == "ddp")
+        scaler.agree({id(optimizer): torch.tensor(1.0)})
+        scaler.update()
+        assert scaler.value() == 4.0
+        scaler.scale(torch.tensor(1.0))
+        scaler.agree({id(optimizer): torch.tensor(1.0)})  # it had no gradients on this rank
+        scaler.update()
+        assert scaler.value() == 2.0
+
+
+def update_size_in_shares(rank: int, size: int) -> None:
+    """Over all ranks it is what one would find: every element of these is sampled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.Tanh(), nn.Linear(64, 16, bias=False), nn.LayerNorm(16))
+    for layer in (model[0], model[2], model[3]):
+        fully_shard(layer, mesh=line(size))
+    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+    sizes = UpdateSize(build_state(model, optimizer, None, None, None).optimizers)
+    assert sizes.shares(torch.device("cpu")) is None
+    for step in range(3):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum(-1).sqrt().mean().backward()
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    with no_collective():
+        found = sizes.shares(torch.device("cpu"))
+    assert found is not None
+    told = torch.tensor([float(found[0]), found[1]], dtype=torch.float64)
+    dist.all_reduce(told)
+    expected: list[Tensor] = []
+    for p in optimizer.param_groups[0]["params"]:
+        v = full(optimizer.state[p]["exp_avg_sq"]).double() / (1 - 0.999 ** float(optimizer.state[p]["step"]))
+        expected.append((full(p.grad).double().square() / v.clamp(min=1e-16)).flatten())
+    assert float(told[1]) == sum(map(len, expected))
+    assert float((told[0] / told[1]).sqrt()) == pytest.approx(float(torch.cat(expected).mean().sqrt()), rel=1e-4)
+
+
+def state_of_two(folder: Path, rank: int, size: int) -> None:
+    for kind in ("ddp", "fsdp", "kept", "tp"):
+        for optimizer in OPTIMIZERS:
+            there_and_back(kind, optimizer, rank, size)
+    followed(rank, size)
+    dropped(rank, size)
+    vetoed_on_the_device(rank, size)
+    overflow_is_agreed_on(rank, size)
+    update_size_in_shares(rank, size)
+
+
+def state_of_four(folder: Path, rank: int, size: int) -> None:
+    for optimizer in OPTIMIZERS:
+        there_and_back("both", optimizer, rank, size)
+
+
+# ---- on disk
+
+
+def together(state: RunState) -> dict[str, Tensor]:
+    """Parameters and optimizer state, each put together from all ranks."""
+    spread = state.spread()
+    return {n: full(spread.get(n, t)).clone() for n, t in state.heavy().items()}
+
+
+def save_sharded(folder: Path, rank: int, size: int) -> None:
+    model = build("fsdp", size, width=32)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    state = build_state(model, optimizer, None, None, None)
+    train(model, optimizer, "fsdp", rank, range(2))
+    tier = DiskTier(folder / "run", World.current(), 30)
+    tier.open("the-run")
+    with no_collective():
+        frame = frame_of(taken(state), state)._replace(lineage=Lineage())
+        tier.save(frame, Label("test", False, Health.GOOD, "", {}, {}))
+        tier.wait()
+    (news,) = tier.news()
+    assert news.status == "saved" and news.path is not None, news
+    tier.close()
+    whole = together(state)
+    chunks = read_catalogue(news.path).shared()
+    assert {n: sum(c.entry.bytes for c in chunks[n]) for n in whole} == {n: t.nbytes for n, t in whole.items()}
+    assert len(chunks["model.up.weight"]) == len(chunks["optimizer.0.0.exp_avg"]) == size
+    if rank == 0:
+        torch.save(whole, folder / "whole.pt")
+
+
+def load_sharded(folder: Path, rank: int, size: int) -> None:
+    """Into a run whose optimizer has no state yet, on as many ranks as there are."""
+    kind = {1: "plain", 2: "fsdp", 4: "both"}[size]
+    model = build(kind, size, width=32)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    state = build_state(model, optimizer, None, None, None)
+    tier = DiskTier(folder / "run", World.current(), 30)
+    tier.open("the-run")
+    entry, _ = tier.choose(lambda e: None)
+    assert entry is not None
+    saved = tier.load(entry, state.target())
+    assert isinstance(saved.tensors["model.up.weight"], DTensor) == (size > 1)
+    assert isinstance(saved.tensors["optimizer.0.0.exp_avg"], DTensor) == (size > 1)
+    assert local(saved.tensors["model.up.weight"]).numel() == mine(model.up.weight).numel()
+    assert state.fits(saved.parts["light"], saved.tensors, whole=True) is None
+    put_back(state, saved.parts["light"], {n: local(t) for n, t in saved.tensors.items()})
+    expected = torch.load(folder / "whole.pt", weights_only=True)
+    found = together(state)
+    assert set(found) == set(expected)
+    assert all(found[name].equal(value) for name, value in expected.items())
+    train(model, optimizer, kind, rank, range(2, 3))
+    # Of twice as many rows, two ranks have shards as large as the saved tensor: it does not fit all the same.
+    larger = build(kind, size, width=64)
+    other = build_state(larger, OPTIMIZERS["adamw"](larger.parameters()), None, None, None)
+    saved = tier.load(entry, other.target())
+    why = other.fits(saved.parts["light"], saved.tensors, whole=True)
+    assert why is not None and "up.weight" in why
+    tier.close()

@@ -1,0 +1,95 @@
+"""The gate clips through the port it was given; update sizes in shares are those of one rank."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from holdfast.core.engine import Limits
+from holdfast.runtime.gate import Gate
+from holdfast.runtime.norms import LocalNorms
+from holdfast.runtime.optimizers import Optimizers
+from holdfast.runtime.scaler import Scaler
+from holdfast.runtime.sensing import sense
+from holdfast.runtime.update_size import UpdateSize
+
+CPU = torch.device("cpu")
+
+
+class Asked(LocalNorms):
+    def __init__(self) -> None:
+        self.clips: list[tuple[float, float, float]] = []
+
+    def clip(self, parameters, max_norm, own, agreed) -> None:
+        self.clips.append((max_norm, float(own), float(agreed)))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        if step < steps - 1:
+            optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_gate_clips_through_its_port_by_what_this_rank_and_all_ranks_measured(where):
+    model, norms = nn.Linear(6, 3), Asked()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    gate = Gate(Optimizers([optimizer]), None, where, armed=True, on_cuda=False, norms=norms)
+    trained(model, optimizer, 1)
+    sensed = sense(torch.tensor(1.0), torch.tensor(2.0), Limits(None, None), None, None)
+    gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0, own=torch.tensor(3.0))
+    gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0)
+    gate.apply(sensed, list(model.parameters()), {}, None, 1.0, own=torch.tensor(3.0))
+    assert norms.clips == [(0.5, 3.0, 2.0), (0.5, 2.0, 2.0)]
+
+
+def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sizes = UpdateSize(Optimizers([optimizer]))
+    assert sizes.shares(CPU) is None and sizes.sense(CPU) is None
+    trained(model, optimizer, 3)
+    shares, size = sizes.shares(CPU), sizes.sense(CPU)
+    assert shares is not None and size is not None
+    squares, count = shares
+    assert count > 0 and math.sqrt(float(squares) / count) == pytest.approx(float(size), rel=1e-6)
+
+
+def test_shares_are_those_of_the_first_optimizer_that_has_a_second_moment():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 6))
+    plain = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    adam = torch.optim.AdamW(model[1].parameters())
+    both = UpdateSize(Optimizers([plain, adam]))
+    for step in range(3):
+        for optimizer in (plain, adam):
+            optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        if step < 2:
+            plain.step()
+            adam.step()
+    alone = UpdateSize(Optimizers([adam])).sense(CPU)
+    shares = both.shares(CPU)
+    assert shares is not None and alone is not None
+    assert math.sqrt(float(shares[0]) / shares[1]) == pytest.approx(float(alone), rel=1e-6)
+
+
+def test_scaler_goes_by_what_was_agreed_on_and_not_by_what_this_rank_found():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = Scaler(torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
+    for poison, agreed, becomes in ((False, 1.0, 4.0), (True, 0.0, 8.0), (False, 0.0, 16.0)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        if poison:
+            model.weight.grad[0, 0] = torch.inf
+        assert float(scaler.unscale([optimizer])[id(optimizer)]) == poison
+        scaler.agree({id(optimizer): torch.tensor(agreed)})
+        scaler.update()
+        assert scaler.value() == becomes

@@ -1,0 +1,242 @@
+"""A thousand schedules of faults by rank and step, over an in-process fake of the collective: ranks never disagree.
+
+Every rank is a thread with a guard of its own; what they exchange goes through one table. Gradients are averaged by hand, as
+DistributedDataParallel would.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from holdfast.core.integrity import Class
+from holdfast.runtime.guard import Guard, Wired
+from holdfast.runtime.run import Company
+
+STEPS = 9
+WAIT_SECONDS = 20
+FAULTS = (
+    "nan_data",
+    "spike_data",
+    "explosion",
+    "inf_gradient",
+    "own_gradient",
+    "no_weight",
+    "nan_state",
+    "flipped_bit",
+    "spoilt_snapshots",
+    "stop",
+    "shift",
+    "quarantine",
+)
+
+
+class Table:
+    """Where the ranks of one job meet. A rank that does not come ends the job for all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._slots: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size)
+
+    def meet(self, rank: int, value: Any) -> list[Any]:
+        self._slots[rank] = value
+        self._barrier.wait(WAIT_SECONDS)
+        found = list(self._slots)
+        self._barrier.wait(WAIT_SECONDS)
+        return found
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+
+class Fake:
+    """The `Ranks` of one thread. What is told goes through JSON, as it would between processes."""
+
+    def __init__(self, table: Table, rank: int) -> None:
+        self._table, self.rank, self.size = table, rank, table.size
+
+    def carries(self, device: torch.device) -> bool:
+        return True
+
+    def rows(self, row: Tensor) -> Tensor:
+        rows = self._table.meet(self.rank, row.clone())
+        assert len({len(r) for r in rows}) == 1, "rows of different lengths"
+        return torch.stack(rows)
+
+    def gather(self, value: Any) -> list[Any]:
+        told = self._table.meet(self.rank, json.dumps(value))
+        return [json.loads(t) for t in told]
+
+    def share(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+class Replicated:
+    def __init__(self, size: int) -> None:
+        self._everyone = (tuple(range(size)),)
+
+    def classes(self, tensors: Any) -> list[Class]:
+        return [Class(tuple(tensors), self._everyone)]
+
+
+class RankGuard(Guard):
+    """A guard that trains with others in the same process."""
+
+    def __init__(self, company: Company, *args: Any, **options: Any) -> None:
+        self._company = company
+        super().__init__(*args, **options)
+
+    def _wire(self, run_dir: Any, config: Any) -> Wired:
+        return Wired(None, None, self._company)
+
+
+@dataclass
+class Rank:
+    """One rank's run, and what became of it."""
+
+    rank: int
+    table: Table
+    faults: dict[int, list[str]]
+    config: dict[str, Any]
+    outcomes: list[tuple[int, int, str]] = field(default_factory=list)
+    ended: str = ""
+    weights: list[float] = field(default_factory=list)
+    late = True
+
+    def on_step_end(self, outcome: Any) -> None:
+        self.outcomes.append((outcome.step, outcome.signal.attempt, str(outcome.status)))
+
+    on_recovery = on_step_end
+
+    def run(self) -> None:
+        try:
+            self._train()
+            self.ended = "done"
+        except threading.BrokenBarrierError:
+            self.ended = "left waiting"
+        except BaseException as error:  # a stop is one, and all must come to the same
+            self.ended = f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            if not self.ended.startswith(("done", "PolicyStop")):
+                self.table.leave()
+
+    def _train(self) -> None:
+        model = nn.Linear(3, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
+            model.bias.zero_()
+        fused = self.config["detect"]["gate"] == "device"
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        data = [(torch.tensor([i % 3, i % 5, 1.0]) / 5, torch.tensor([0.1 * (i % 4)])) for i in range(4 * STEPS)]
+        self.model, self.optimizer, self._struck = model, optimizer, set()
+        ranks = Fake(self.table, self.rank)
+        company = Company(ranks, replicas=Replicated(ranks.size))
+        self.guard = RankGuard(company, model, optimizer, clip_grad_norm=1.0, config=self.config, hooks=[self])
+        with self.guard:
+            for step in self.guard.steps(DataLoader(data, batch_size=2), max_steps=STEPS, epochs=2):
+                with step:
+                    for x, y in step.microbatches():
+                        self._one(step, x, y)
+        self.weights = [v for p in model.parameters() for v in p.detach().flatten().tolist()]
+
+    def _one(self, step: Any, x: Tensor, y: Tensor) -> None:
+        now = self._due(step.number)
+        if "nan_data" in now:
+            x = x * float("nan")
+        if "spike_data" in now:
+            y = y + 1000.0
+        self._before(now)
+        loss = (self.model(x) - y).square().mean()
+        step.backward(loss, weight=0.0 if "no_weight" in now else 3.0)
+        gradients = torch.cat([p.grad.flatten() for p in self.model.parameters()])
+        if "explosion" in now:
+            gradients = gradients * 1e8
+        if "inf_gradient" in now:
+            gradients[0] = float("inf")
+        mean = torch.stack(self.table.meet(self.rank, gradients.clone())).mean(0)
+        if "own_gradient" in now:  # after the average: on this rank alone
+            mean = mean * 1e8
+        weight, bias = self.model.parameters()
+        weight.grad, bias.grad = mean[:3].reshape(1, 3).clone(), mean[3:].clone()
+
+    def _before(self, now: set[str]) -> None:
+        guard = self.guard
+        if "stop" in now:
+            guard.stop("enough")
+        if "shift" in now:
+            guard._run.expect_shift("a new stage")  # inside a step, as a callback of the user's might
+        if "quarantine" in now:
+            guard.quarantine([5, 6], "a person says so")
+        if "nan_state" in now:
+            self.model.weight.data[0, 0] = float("nan")
+        if "flipped_bit" in now:
+            self.model.weight.data.view(torch.int32)[0, 1] ^= 1 << 19
+        if "spoilt_snapshots" in now:
+            for snapshot in guard._run.keeper.ring:
+                snapshot.copy.copied.wait(WAIT_SECONDS)
+                next(iter(snapshot.copy.tensors.values())).add_(1.0)
+
+    def _due(self, number: int) -> set[str]:
+        """A fault of the data is there whenever its step is served; one of the machine strikes once."""
+        due = set()
+        for fault in self.faults.get(number, []):
+            if fault.endswith("_data") or (number, fault) not in self._struck:
+                self._struck.add((number, fault))
+                due.add(fault)
+        return due
+
+
+RECOVER = {"probation_steps": 3, "max_consecutive": 2, "rollback_margin": 0, "skip_batches": 2, "lr_ramp_steps": 3}
+LADDERS = (["skip", "replay", "rollback", "stop"], ["skip", "rollback", "stop"], ["rollback", "stop"], ["stop"])
+schedules = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(1, STEPS), st.sampled_from(FAULTS)), min_size=1, max_size=5
+)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size):
+    left: list[str] = []
+
+    @settings(max_examples=260, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @given(schedule=schedules, ladder=st.sampled_from(LADDERS))
+    def agree(schedule: list[tuple[int, int, str]], ladder: list[str]) -> None:
+        table = Table(size)
+        faults: list[dict[int, list[str]]] = [{} for _ in range(size)]
+        for rank, step, fault in schedule:
+            # What differs from the first comparison on is taken for intended, and what differs after the last is not seen.
+            step = 3 + step % 4 if fault == "flipped_bit" else step
+            faults[rank % size].setdefault(step, []).append(fault)
+        config = {
+            "detect": {"gate": gate, "warmup_steps": 2},
+            "recover": {**RECOVER, "ladder": ladder},
+            "snapshot": {"every_steps": 2, "certify_after": 1},
+            "integrity": {"replicas_every": 2, "window_every": 3},
+        }
+        ranks = [Rank(r, table, faults[r], config) for r in range(size)]
+        threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * WAIT_SECONDS)
+        assert not any(thread.is_alive() for thread in threads), "a rank was left waiting"
+        first = ranks[0]
+        for other in ranks[1:]:
+            assert other.ended == first.ended, [r.ended for r in ranks]
+            assert other.outcomes == first.outcomes
+            assert other.weights == first.weights
+        assert first.ended == "done" or first.ended.startswith("PolicyStop"), first.ended
+        left.append(first.ended)
+
+    agree()
+    assert len(left) > 250 and any(e == "done" for e in left) and any(e != "done" for e in left)

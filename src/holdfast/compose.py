@@ -13,10 +13,10 @@ from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.watch import StoreWatch
 from holdfast.distributed.world import World
+from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Guard as _Guard
 from holdfast.runtime.guard import Wired
 from holdfast.runtime.ranks import Watch
-from holdfast.runtime.run import Company
 
 
 class Guard(_Guard):
@@ -25,8 +25,8 @@ class Guard(_Guard):
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         world = World.current()
         tier = None if run_dir is None else DiskTier(run_dir, world, config.checkpoint.patience_seconds)
-        if world.size == 1:
-            return Wired(run_dir, tier, Company())
+        if world.size == 1:  # of one rank tensors may be sharded all the same
+            return Wired(run_dir, tier, Company(norms=MeshNorms(1)) if World.is_joined() else Company())
         hosts = world.gather(socket.gethostname())
         company = Company(
             world,

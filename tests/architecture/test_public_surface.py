@@ -33,6 +33,7 @@ PUBLIC = [
     "Outcome",
     "Plan",
     "PolicyStop",
+    "RanksDisagree",
     "Replay",
     "Rollback",
     "RunDirError",
@@ -94,7 +95,7 @@ TRAINERS = {
     "optimizer": ["lr", "beta1", "beta2", "eps", "weight_decay"],
     "scheduler": ["kind", "warmup_steps", "decay_share", "floor"],
     "eval": ["every", "batches"],
-    "distributed": ["data"],
+    "distributed": ["data", "shard", "tensor"],
 }  # fmt: skip
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from layouts import GLOBAL, Guarded, Layout, on_all, plain, same
 
-KINDS = {"ddp": "ddp", "fsdp": "fsdp", "tp": "tp", "fsdp_tp": "fsdp_tp"}
+import holdfast
+
 WHEN = 15
 """the step whose data is bad"""
 
@@ -100,3 +102,28 @@ def everything(folder: Path, rank: int, size: int) -> None:
     kind = folder.name
     for part in (harmless, exact, rolled_back, stopped):
         part(kind, folder, rank, size)
+    if kind == "ddp":
+        latched(folder, rank, size)
+
+
+def latched(folder: Path, rank: int, size: int) -> None:
+    """A run that was stopped stays stopped on every rank; so does one whose folder cannot be opened on the first."""
+    place = folder / "latched"
+
+    def explode(guard: Any, step: Any) -> None:
+        for p in layout.model.parameters():
+            p.grad.fill_(float("nan"))
+
+    layout = Layout("ddp", rank, size)
+    config = {"recover": {"ladder": ["stop"]}}
+    with pytest.raises(holdfast.PolicyStop):
+        Guarded(layout, place, config=config, each=explode)
+    dist.barrier()
+    with pytest.raises(holdfast.PolicyStop, match="holdfast ack"):
+        Guarded(Layout("ddp", rank, size), place, config=config)
+    (folder / "a file").touch()
+    with pytest.raises(holdfast.HoldfastError, match="a file"):
+        Guarded(Layout("ddp", rank, size), folder / "a file")
+    dist.barrier()
+    with pytest.raises(holdfast.RanksDisagree, match="max_steps is 5, 6"):
+        Guarded(Layout("ddp", rank, size), folder / "differ", max_steps=5 + rank)

@@ -63,8 +63,8 @@ def leg(folder: Path, rank: int, size: int) -> None:
                 for x, ids in step.microbatches():
                     served.append((number_now, ids.tolist()))
                     step.backward(wrapped(x).square().mean())
-            if number_now == plan.get("stop"):
-                guard.stop("the leg ends")
+                if number_now == plan.get("stop"):
+                    guard.stop("the leg ends")
             if number_now == plan.get("crash"):
                 _say(folder, number, rank, served)
                 dist.barrier()

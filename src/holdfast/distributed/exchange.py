@@ -100,6 +100,11 @@ class Exchange:
             time.sleep(0.02)
             known = self._try(lambda: self._reach().out_count())
 
+    def clear_the_way(self) -> None:
+        """For the next life, where a launcher's store outlives this one."""
+        if _launched():
+            self._try(lambda: self._reach().forget_addresses())
+
     def close(self) -> None:
         self._line.close()
 
@@ -132,4 +137,9 @@ class Exchange:
 
 
 def _host() -> str:
-    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "the process of rank 0"
+    return "the launcher" if _launched() else "the process of rank 0"
+
+
+def _launched() -> bool:
+    """Whether torchrun hosts the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -20,6 +20,8 @@ LOST = (RuntimeError, OSError)
 """what a call raises when nobody answers any more: torch's DistNetworkError is a RuntimeError"""
 _CONNECT_SECONDS = 1.0
 _LARGEST = 64 << 10
+_GROUP = "default_pg/"
+"""what torch's own keys for process groups begin with"""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +112,15 @@ class Board:
 
     def out_count(self) -> int:
         return int(self._store.add(self._key("out"), 0))
+
+    def forget_addresses(self) -> None:
+        """A launcher that starts all ranks anew may keep this store, and torch reads there where the ranks of the last life
+        listened: connections refused, or a wait for ever. No rank of this life needs them any more."""
+        known = getattr(self._store, "list_keys", None)
+        names = known() if known is not None else [f"{_GROUP}0//cpu//0/{rank}" for rank in range(self._size)]
+        for name in names:
+            if name.startswith(_GROUP):
+                self._store.delete_key(name)
 
     def post_ping(self, rank: int, count: int) -> None:
         self._store.set(self._key(f"ping/{rank}"), str(count))

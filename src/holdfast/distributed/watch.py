@@ -232,6 +232,7 @@ class StoreWatch:
         if event != "peer_failed":
             self._exchange.post_failure(failure)
         self._exchange.sign_out(_STAY_SECONDS)
+        self._exchange.clear_the_way()
         if self._mine is None:
             self._end(EXIT_RESTART)
         else:  # it has failed meanwhile: its own error is on its way out
@@ -245,6 +246,7 @@ class StoreWatch:
                 self._record("peer_failed", first)
                 self._say(_cause(first, self._rank))
             self._exchange.sign_out(_STAY_SECONDS)
+            self._exchange.clear_the_way()
             self._grace()
         elif self._lived >= self._deadline:
             self._say(

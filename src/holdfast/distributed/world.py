@@ -27,10 +27,15 @@ class World:
         self.size = size
         self._group = group
 
+    @staticmethod
+    def is_joined() -> bool:
+        """Whether this process has joined a group, be it of one."""
+        return dist.is_available() and dist.is_initialized()
+
     @classmethod
     def current(cls) -> World:
         """The ranks of torch.distributed's default group if it is initialised, else one rank."""
-        if dist.is_available() and dist.is_initialized():
+        if cls.is_joined():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls()
 
@@ -70,8 +75,12 @@ class World:
         return [_decode(content[: int(n)]) for content, n in zip(values, lengths, strict=True)]
 
     def carries(self, device: torch.device) -> bool:
-        """Whether the group's collectives take tensors that lie there."""
-        return self.size == 1 or self._device.type == device.type or device.type in _devices(self._group)
+        """Whether the group's collectives take tensors that lie there, and leave the host free: gloo takes a GPU's too, but
+        over the host, which waits."""
+        if self.size == 1:
+            return True
+        backend = _backends(self._group).get(device.type)
+        return backend is not None and (device.type == "cpu" or backend != "gloo")
 
     def rows(self, row: Tensor) -> Tensor:
         """One row of every rank, in the order of ranks: (size, len(row)), bit for bit, where `row` lies."""
@@ -121,10 +130,9 @@ _gather_rows: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_
 """one name of it in older versions of torch, another in newer ones"""
 
 
-def _devices(group: Any) -> list[str]:
-    """The kinds of devices a group has a backend for: "cpu:gloo,cuda:nccl" has two."""
-    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
-    return [device.type for device in chosen._device_types]
+def _backends(group: Any) -> dict[str, str]:
+    """Which backend a group has for each kind of device, as in "cpu:gloo,cuda:nccl"."""
+    return dict(each.split(":", 1) for each in dist.get_backend_config(group).split(","))
 
 
 def _encode(value: Any) -> bytes:

@@ -135,10 +135,10 @@ def agree(ranks: Ranks, host: Host, own: Measured) -> Agreed:
 
 
 def _alone(host: Host, own: Measured) -> Agreed:
-    assert own.norm.whole, "one process has no share in a norm"
-    weights = None if own.weights is None else own.weights.value
+    norm = own.norm.value if own.norm.whole else own.norm.value.sqrt()
+    weights = None if own.weights is None else _norm(own.weights.value.reshape(1), own.weights.whole)
     extra = None if own.checks is None else own.checks.view(torch.float64)
-    return Agreed(own.loss, own.norm.value, (*host.limits,), own.found, None, weights, None, None, extra)
+    return Agreed(own.loss, norm, (*host.limits,), own.found, None, weights, None, None, extra)
 
 
 def _row(host: Host, own: Measured, home: torch.device) -> Tensor:
@@ -222,6 +222,6 @@ class Rows:
                 told = ", ".join(map(str, values[:16])) + (", ..." if len(values) > 16 else "")
                 raise RanksDisagree(
                     f"the ranks {what} {told}{')' if column >= Column.HISTORY else ''} in the order of ranks: every rank "
-                    "must run the same loop with the same policy, detectors and hooks; the run ends here, on all of them, and "
-                    "goes on from its last good checkpoint when it is started again"
+                    "must run the same loop with the same policy, detectors and hooks; the run ends here, on all of them, "
+                    "and goes on from its last good checkpoint when it is started again"
                 )

@@ -119,12 +119,12 @@ class Checkpoints:
         run.flush()
         if self.tier is None or run.source is None:
             return None
-        taken_back = run.unserve(served)
+        taken_back = run.serving.unserve(served)
         try:
             return self._now(self.tier, run.source, reason)
         finally:
             if taken_back and served is not None:
-                run.serve_again(served)
+                run.serving.serve_anew(served)
 
     def _now(self, tier: Tier, source: Source, reason: str) -> str | None:
         run = self.run
@@ -346,7 +346,9 @@ class Checkpoints:
                 if any(p.name == known.name for p in passed):
                     continue
                 try:
-                    return on_disk(self.run, self.tier.load(entries[known.name]), fresh=False), passed
+                    return on_disk(
+                        self.run, self.tier.load(entries[known.name], self.run.state.target()), fresh=False
+                    ), passed
                 except (RunDirError, SetupError, KeyError) as error:
                     passed.append(Passed(known.name, known.step, str(error)))
                     if not isinstance(error, Unreadable):

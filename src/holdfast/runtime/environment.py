@@ -100,7 +100,7 @@ def described(state: RunState, schedulers: Sequence[Any], clip: float | None) ->
     for p in parameters:
         dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()
     return {
-        "model": [type(m).__name__ for _, m in state.modules],
+        "model": [_kind(m).__name__ for _, m in state.modules],
         "parameters": sum(p.numel() for p in parameters),
         "trained": sum(p.numel() for p in state.trained()),
         "dtypes": dict(dtypes),
@@ -113,6 +113,12 @@ def described(state: RunState, schedulers: Sequence[Any], clip: float | None) ->
         "world_size": _world_size(),
         "seed": torch.initial_seed(),
     }
+
+
+def _kind(module: Any) -> type:
+    """The user's own class: fully_shard puts one before it that is named after it."""
+    kind = type(module)
+    return kind.__bases__[-1] if any(base.__name__ == "FSDPModule" for base in kind.__bases__) else kind
 
 
 def with_added_groups(about: dict[str, Any], state: RunState) -> dict[str, Any]:

@@ -16,12 +16,13 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.errors import HoldfastError, SetupError, StepError
 from holdfast.core.ports import Clock, SystemClock
 from holdfast.core.tally import Summary
+from holdfast.runtime.company import Company
 from holdfast.runtime.environment import described, loop_of
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.loop import Steps
 from holdfast.runtime.off import OffRun
 from holdfast.runtime.records import Records
-from holdfast.runtime.run import Company, Run
+from holdfast.runtime.run import Run
 from holdfast.runtime.setup import build_state
 from holdfast.runtime.snapshots.tier import Tier
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from torch import Tensor
 
 from holdfast.core.engine import Limits
+from holdfast.core.errors import PolicyStop, RanksDisagree
 from holdfast.core.types import Finding, Flag, Incident, Kind, Plan, Severity, Signal
 from holdfast.runtime import attribution
 from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree
@@ -68,13 +69,13 @@ class Meeting:
             norm,
             None if scaler is None else scaler.tensor(),
             found,
-            run.sense_update_share(loss) if several else None,
-            run.sense_weights(step, loss),
+            run.leaving.sense_update_share(loss) if several else None,
+            run.leaving.sense_weights(step, loss),
             run.witness.take() if several else None,
             checks,
         )
         agreed = agree(self.ranks, host, own)
-        return agreed if several else agreed._replace(update=run.sense_update(loss))
+        return agreed if several else agreed._replace(update=run.leaving.sense_update(loss))
 
     def _raise_alarm(self) -> None:
         """What a snapshot of this rank alone was found to hold, the others do not know yet."""
@@ -86,7 +87,7 @@ class Meeting:
         the loss is to be learned anew. Once a step."""
         if step.rows is not None:
             return False
-        step.rows = Rows(extra, self.ranks.size, found=self._run.scaled_optimizers)
+        step.rows = Rows(extra, self.ranks.size, found=self._run.leaving.scaled_optimizers)
         if not self.several:
             return False
         step.rows.check_lockstep()
@@ -113,9 +114,9 @@ class Meeting:
     def weigh(self, step: Step) -> None:
         """The step stands: what its parts weighed on average is what the next one's are weighed by."""
         if self.several and step.weighted and step.rows is not None:
-            mean = sum(step.rows.of(Column.WEIGHT)) / (self.ranks.size * max(1, step.parts))
+            mean = sum(step.rows.of(Column.WEIGHT)) / (self.ranks.size * (step.parts or 1))
             if mean > 0 and math.isfinite(mean):
-                self._run.state.interventions.unit = 2.0 ** round(math.log2(mean))
+                self._run.state.interventions.unit = math.ldexp(1.0, round(math.log2(mean)))
 
     def decided(self, signal: Signal, plan: Plan | None) -> None:
         """What was decided goes into the checksum that the ranks compare at the next step."""
@@ -165,6 +166,25 @@ class Meeting:
         if not self.several:
             return why
         return next((f"rank {r}: {w}" for r, w in enumerate(self.ranks.gather(why)) if w is not None), None)
+
+    def together(self, do: Callable[[], None]) -> None:
+        """Something that every rank does, and that may be refused on one of them: then it is on all."""
+        if not self.several:
+            do()
+            return
+        mine: BaseException | None = None
+        try:
+            do()
+        except Exception as error:
+            mine = error
+        code = mine.code if isinstance(mine, PolicyStop) else None
+        told = self.ranks.gather(None if mine is None else [f"{type(mine).__name__}: {mine}", code])
+        if mine is not None:
+            raise mine
+        for rank, said in enumerate(told):
+            if said is not None:
+                why = f"rank {rank}: {said[0]}"
+                raise RanksDisagree(why) if said[1] is None else PolicyStop(why, said[1])
 
     def same_loop(self, about: dict[str, Any]) -> str | None:
         """What of two ranks' loops differs, in words; None where all are alike."""

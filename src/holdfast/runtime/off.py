@@ -18,13 +18,14 @@ from holdfast.runtime.gate import Gate
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.optimizers import clear_gradients
 from holdfast.runtime.sensing import sense
+from holdfast.runtime.sharded import drop_gradients
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
 from holdfast.runtime.sync import GradientSync
 from holdfast.runtime.witness import Witness
 
 if TYPE_CHECKING:
-    from holdfast.runtime.run import Company
+    from holdfast.runtime.company import Company
 
 
 class OffRun:
@@ -107,11 +108,13 @@ class OffRun:
         if (unit := step.unit_total()) is not None and self.ranks.size > 1:
             total = sum(self.ranks.gather(step.weight))
             discount(parameters, torch.tensor(unit * self.ranks.size / total, dtype=torch.float64).to(loss))
-            self.state.interventions.unit = 2.0 ** round(math.log2(total / (self.ranks.size * step.parts)))
+            self.state.interventions.unit = math.ldexp(
+                1.0, round(math.log2(total / (self.ranks.size * (step.parts or 1))))
+            )
         clipping = self._clip is not None
         norm = self._norms.of_gradients(parameters, to_clip=clipping).value if clipping else loss
         sensed = sense(loss, norm, Limits(None, None), None, None)
-        self._gate.apply(sensed, parameters, found, self._clip, 1.0)
+        self._gate.apply(sensed, parameters, found, self._clip, 1.0, own=norm)
         clear_gradients(parameters)
         if any(float(f) for f in found.values()):
             step.result = Outcome(status=Status.OVERFLOWED, signal=Signal(step=self.step + 1, loss=step.loss))
@@ -123,6 +126,8 @@ class OffRun:
 
     def abandon(self, step: Step, error: BaseException | None = None) -> None:
         clear_gradients(self.state.trained())
+        for _, module in self.state.modules:
+            drop_gradients(module)
         if self.state.scaler is not None:
             self.state.scaler.leave()
 

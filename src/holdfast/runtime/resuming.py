@@ -42,7 +42,7 @@ def _named(book: Checkpoints, tier: Tier, load_path: str) -> tuple[Entry, Restor
     other = "nothing" if would is None else would.name
     if would is None or would.path != named.path:
         book.run.tell(f"load_path = {named.path} is gone on from; automatic resume would have taken {other}")
-    return named, tier.load(named)
+    return named, tier.load(named, book.run.state.target())
 
 
 def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | None, list[Passed]]:
@@ -59,7 +59,7 @@ def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | Non
         if entry is None:
             return None, passed
         try:
-            return (entry, tier.load(entry)), passed
+            return (entry, tier.load(entry, book.run.state.target())), passed
         except RunDirError as error:
             spoilt[entry.name] = str(error)
             log.warning("checkpoint %s cannot be used: %s", entry.name, error)

@@ -36,9 +36,13 @@ def around(target: Any, part: Tensor) -> Any:
 def reshard(module: nn.Module) -> None:
     """FSDP2 keeps what it has gathered: the root after an evaluation, all of it where it was told to. It is to let go of
     that and gather anew."""
-    for part in module.modules():
-        if callable(getattr(part, "reshard", None)) and callable(getattr(part, "unshard", None)):
-            part.reshard()  # type: ignore[operator]
+    for part in gathering(module):
+        part.reshard()
+
+
+def gathering(module: nn.Module) -> list[Any]:
+    """The parts of a module that FSDP2 gathers, each at once."""
+    return [m for m in module.modules() if all(callable(getattr(m, n, None)) for n in ("reshard", "unshard"))]
 
 
 def drop_gradients(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from holdfast.runtime.buffers import Buffers, Capture
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import Interventions, Schedulers
-from holdfast.runtime.sharded import Followed, is_sharded, local, reshard
+from holdfast.runtime.sharded import Followed, gathering, is_sharded, local, reshard
 from holdfast.runtime.snapshots.certify import fingerprint, first_nonfinite, nbytes, nonfinite
 from holdfast.runtime.snapshots.tier import Target
 from holdfast.runtime.tree import join, split
@@ -48,6 +48,7 @@ class RunState:
         self.given = list(modules)
         self.modules = [(name, bare(module)) for name, module in modules]
         """without what wraps them, so that names are the same with and without"""
+        self._gathering = [part for _, module in self.modules for part in gathering(module)]
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.scaler = scaler
@@ -249,10 +250,14 @@ class RunState:
                 reshard(thing)
             else:
                 thing.load_state_dict(join(rest["registered"][name], tensors, thing.state_dict(), None))
-        for _, module in self.modules:
-            reshard(module)
+        self.let_go()
         for (_, module), flag in zip(self.given, rest.get("wrapped", ()), strict=False):
             set_hands_out(module, flag)
+
+    def let_go(self) -> None:
+        """FSDP2 is to forget what it has gathered: an update is about to change it."""
+        for part in self._gathering:
+            part.reshard()
 
     def fits(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
         """Why a snapshot cannot be put back into the run as it is now, or None. `whole`: sharded tensors are there as such,

@@ -132,7 +132,7 @@ class Step:
         self._backwards += 1
         value = loss if loss.dim() == 0 else loss.reshape(())
         if own == 0:  # nothing in it counts (every label ignored): left out, for its loss may be NaN
-            self._nothing = value.detach().float() * float("nan")
+            self._nothing = _here(value.detach()).float() * float("nan")
             if several:  # the others wait for this rank's gradients: none
                 self._backward(value * 0.0)
             return
@@ -141,7 +141,7 @@ class Step:
             self._reference = self._unit if several and weight is not None else own
         share = own / self._reference
         self._weights.append(share)
-        mean = value.detach().float()
+        mean = _here(value.detach()).float()
         self.losses.append(mean)
         mean = mean if share == 1.0 else mean * share
         self._loss = mean if self._loss is None else self._loss + mean
@@ -302,6 +302,12 @@ class _Microbatches:
         if self._splitter is not None and len(pieces) != self.parts:
             raise StepError(f"splitter returned {len(pieces)} parts instead of {self.parts}")
         return [(piece, count_samples(piece)) for piece in pieces]
+
+
+def _here(value: Tensor) -> Tensor:
+    """A loss that is spread over ranks (loss_parallel), as each of them knows it."""
+    whole = getattr(value, "full_tensor", None)
+    return value if whole is None else whole()
 
 
 @torch.no_grad()

@@ -151,17 +151,14 @@ def test_worst_finding_leads_and_all_of_them_are_on_record():
     assert memory.names().count("finding") == 2
 
 
-def test_what_other_ranks_agreed_on_is_what_is_judged():
-    class Elsewhere:
-        def signal(self, signal: Signal) -> Signal:
-            return bad(signal.step)
-
-        def findings(self, findings: Any) -> tuple[Finding, ...]:
-            return (*findings, NAN)
-
-    detector = Scripted()
-    engine = Engine(only_policy(), detectors=[detector], agreement=Elsewhere())
-    assert engine.judge(signal(5)).actions == (Skip(),)
+def test_where_it_came_from_is_in_the_finding_and_not_in_a_note():
+    engine, memory = make(NAN)
+    engine.judge(bad(5), more=[NOTE], origin={"ranks": [2], "by": "loss"})
+    findings = [e for e in memory.events if e["event"] == "finding"]
+    assert [("origin" in f["evidence"], "from rank 2" in f["message"]) for f in findings] == [
+        (False, False),
+        (True, True),
+    ]
 
 
 def test_engine_without_a_journal_judges_all_the_same():

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from holdfast.core.integrity import Class
+from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Guard, Wired
-from holdfast.runtime.run import Company
 
 STEPS = 9
 WAIT_SECONDS = 20

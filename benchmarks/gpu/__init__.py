@@ -1,0 +1,1 @@
+"""The invariants on a GPU: `python -m benchmarks.gpu.smoke`."""

@@ -1,0 +1,190 @@
+"""The invariants on a GPU: one rank on NCCL with FSDP2, and two ranks on gloo with DDP on the same GPU.
+
+    PYTHONPATH=src python -m benchmarks.gpu.smoke [--json FILE] [--quick]
+
+A transformer of a few million parameters, fp32 and bf16, a fused AdamW whose updates the device gates and a foreach one
+where the host does. Every check trains for real and compares with a loop that has no guard, bit for bit. NCCL refuses two
+processes on one GPU, so agreement is checked twice: on NCCL with a rank that mirrors the first, and between two processes
+on gloo. `--device cpu` tries the script out on a smaller model.
+Prints a table; ends with status 1 where a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu import checks
+from benchmarks.gpu.recipe import Setting, Training
+
+PATIENCE = 240
+"""seconds for the two processes"""
+Check = tuple[str, Callable[[Path], str]]
+
+
+def on_one_rank(device: str, quick: bool) -> list[Check]:
+    found: list[Check] = []
+    if device == "cuda":
+        setting = Setting(device, fused=True)
+        found.append(("World.rows on NCCL", lambda at: checks.rows_on_nccl(at, setting)))
+    for precision in ("fp32",) if device == "cpu" else ("bf16",) if quick else ("fp32", "bf16"):
+        for fused in (True,) if quick else (True, False):
+            found += _of(Setting(device, precision, fused=fused))
+    return found
+
+
+def _of(setting: Setting) -> list[Check]:
+    found: list[Check] = [
+        (f"harmless, {setting}", lambda at: checks.harmless(at, setting)),
+        (f"bad data skipped, {setting}", lambda at: checks.skipped(at, setting)),
+        (f"rolled back, {setting}", lambda at: checks.rolled_back(at, setting)),
+        (f"flipped bit, {setting}", lambda at: checks.bit_flip(at, setting)),
+        (f"resumed, {setting}", lambda at: checks.resumed(at, setting)),
+        (f"harmless, mirrored, {setting}", lambda at: checks.harmless(at, setting, mirrored=True)),
+        (f"bad data skipped, mirrored, {setting}", lambda at: checks.skipped(at, setting, mirrored=True)),
+        (f"rolled back, mirrored, {setting}", lambda at: checks.rolled_back(at, setting, mirrored=True)),
+    ]
+    if setting.device == "cuda":
+        found += [
+            (f"synchronisations, {setting}", lambda at: checks.synchronisations(at, setting)),
+            (f"synchronisations, mirrored, {setting}", lambda at: checks.synchronisations(at, setting, mirrored=True)),
+        ]
+    return found
+
+
+def on_two_ranks(device: str) -> list[Check]:
+    setting = Setting(device, fused=True, layout="ddp", gate="auto")
+    found: list[Check] = [
+        (f"harmless, two ranks, {setting}", lambda at: checks.harmless(at, setting)),
+        (f"bad data skipped, two ranks, {setting}", lambda at: checks.skipped(at, setting)),
+        (f"rolled back, two ranks, {setting}", lambda at: checks.rolled_back(at, setting)),
+        (f"flipped bit, two ranks, {setting}", lambda at: checks.bit_flip(at, setting, replicas=True)),
+        (f"resumed, two ranks, {setting}", lambda at: checks.resumed(at, setting)),
+    ]
+    if device == "cuda":
+        found.insert(0, ("gloo does not carry a GPU's rows", lambda at: checks.gloo_does_not_carry(at, setting)))
+    return found
+
+
+def carry_out(todo: list[Check], folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for number, (name, check) in enumerate(todo):
+        began = time.perf_counter()
+        try:
+            said, passed = check(folder / f"{number:02d}"), True
+        except Exception as error:
+            traceback.print_exc()
+            said, passed = f"{type(error).__name__}: {error}"[:500], False
+        found.append({"check": name, "passed": passed, "said": said, "seconds": round(time.perf_counter() - began, 2)})
+        if not passed and dist.get_world_size() > 1:
+            break  # the ranks may no longer be at the same place
+    return found
+
+
+def join(backend: str, meeting: Path, rank: int, size: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+
+
+def one_of_two(device: str, folder: Path, rank: int) -> None:
+    """This process is one of the two; what it found is in a file of its own."""
+    join("gloo", folder / "meeting", rank, 2)
+    found = carry_out(on_two_ranks(device), folder)
+    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def two_processes(device: str, folder: Path) -> list[dict[str, Any]]:
+    """Both ranks' findings; a check has passed where it has on both."""
+    folder.mkdir()
+    words = [sys.executable, "-m", "benchmarks.gpu.smoke", "--device", device, "--folder", str(folder), "--rank"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen([*words, str(rank)], env=environment) for rank in (0, 1)]
+    until = time.monotonic() + PATIENCE
+    try:
+        codes = [rank.wait(max(1.0, until - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        codes = [1, 1]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    if any(codes):
+        return [{"check": "two ranks", "passed": False, "said": f"ended with {codes}", "seconds": 0.0}]
+    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1))
+    return [
+        a if not a["passed"] else {**a, "passed": b["passed"], "said": b["said"] if not b["passed"] else a["said"]}
+        for a, b in zip(first, second, strict=False)
+    ]
+
+
+def about(device: str) -> dict[str, Any]:
+    on_gpu = device == "cuda"
+    return {
+        "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda if on_gpu else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    known = " · ".join(f"{name} {value}" for name, value in result["about"].items() if value is not None)
+    lines = [f"{known} · {result['parameters'] / 1e6:.1f}M parameters"]
+    width = max(len(r["check"]) for r in result["checks"])
+    lines += [f"{'pass' if r['passed'] else 'FAIL'}  {r['check']:{width}}  {r['said']}" for r in result["checks"]]
+    failed = sum(not r["passed"] for r in result["checks"])
+    return "\n".join([*lines, f"{len(result['checks']) - failed} passed, {failed} failed"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default=None)
+    parser.add_argument("--quick", action="store_true", help="bf16 and the device gate only")
+    parser.add_argument("--device", default="cuda", help="cpu: gloo in place of NCCL")
+    parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here", file=sys.stderr)
+        return 2
+    if options.rank is not None:
+        one_of_two(options.device, Path(options.folder), options.rank)
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        join("nccl" if options.device == "cuda" else "gloo", folder / "meeting", 0, 1)
+        parameters = Training(Setting(options.device, fused=False)).parameters
+        found = carry_out(on_one_rank(options.device, options.quick), folder)
+        dist.destroy_process_group()
+        found += two_processes(options.device, folder / "two")
+    result = {"about": about(options.device), "parameters": parameters, "checks": found}
+    print(table(result))
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(result, indent=1))
+    return 0 if all(r["passed"] for r in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

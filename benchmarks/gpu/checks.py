@@ -94,7 +94,7 @@ def synchronisations(folder: Path, setting: Setting, mirrored: bool = False) -> 
     most = bare.count + (0 if setting.gate == "device" else 2 * (STEPS - SETTLED))
     assert ours.count <= most, f"{ours.count} guarded, {bare.count} bare: {ours.said}"
     per = STEPS - SETTLED
-    return f"{ours.count} in {per} steps, bare {bare.count}"
+    return f"{ours.count} in {per} steps, bare {bare.count}" + (f", at {', '.join(ours.said)}" if ours.said else "")
 
 
 class counted:
@@ -102,8 +102,13 @@ class counted:
 
     def __enter__(self) -> counted:
         self._caught = warnings.catch_warnings(record=True)
-        self._seen = self._caught.__enter__() or []
+        self._seen: Any = self._caught.__enter__()
         warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        torch.ones((), device="cuda").item()
+        torch.cuda.set_sync_debug_mode("default")
+        assert self._found(), "the counter sees nothing"
+        self._seen.clear()
         return self
 
     def after(self, number: int) -> None:
@@ -115,8 +120,10 @@ class counted:
     def __exit__(self, *error: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
         self._caught.__exit__(None, None, None)
-        self.said = sorted({f"{w.filename}:{w.lineno}" for w in self._seen if "synchronizing" in str(w.message)})
-        self.count = sum("synchronizing" in str(w.message) for w in self._seen)
+        self.said, self.count = sorted(set(self._found())), len(self._found())
+
+    def _found(self) -> list[str]:
+        return [f"{Path(w.filename).name}:{w.lineno}" for w in self._seen if "synchronizing" in str(w.message)]
 
 
 def rows_on_nccl(folder: Path, setting: Setting) -> str:

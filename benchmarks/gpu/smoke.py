@@ -161,6 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", default=None)
     parser.add_argument("--quick", action="store_true", help="bf16 and the device gate only")
+    parser.add_argument("--only", default="", help="the checks with this in their name")
     parser.add_argument("--device", default="cuda", help="cpu: gloo in place of NCCL")
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
@@ -175,9 +176,11 @@ def main() -> int:
         folder = Path(name)
         join("nccl" if options.device == "cuda" else "gloo", folder / "meeting", 0, 1)
         parameters = Training(Setting(options.device, fused=False)).parameters
-        found = carry_out(on_one_rank(options.device, options.quick), folder)
+        todo = [check for check in on_one_rank(options.device, options.quick) if options.only in check[0]]
+        found = carry_out(todo, folder)
         dist.destroy_process_group()
-        found += two_processes(options.device, folder / "two")
+        if not options.only:
+            found += two_processes(options.device, folder / "two")
     result = {"about": about(options.device), "parameters": parameters, "checks": found}
     print(table(result))
     if options.json:

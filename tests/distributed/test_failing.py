@@ -17,8 +17,6 @@ CASES = [
     ("ddp", "forward", 1),
     ("ddp", "backward", 0),
     ("ddp", "update", 1),
-    ("ddp", "between", 0),
-    ("fsdp", "forward", 0),
     ("fsdp", "backward", 1),
 ]
 
@@ -41,9 +39,7 @@ def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 1) -> tupl
 def test_rank_that_raises_takes_all_out_at_once_and_the_restart_goes_on(tmp_path, kind, where, culprit):
     status, log = launch(tmp_path, kind, where, str(culprit))
     assert status == 0, log
-    broken = {"forward": "in forward", "backward": "in backward", "update": "in the update"}.get(
-        where, "between two steps"
-    )
+    broken = {"forward": "in forward", "backward": "in backward", "update": "in the update"}[where]
     raised = float((tmp_path / "raised").read_text())
     own = [json.loads(line) for line in (tmp_path / f"run/ranks/rank_0000{culprit}.jsonl").read_text().splitlines()]
     other = [
@@ -59,5 +55,3 @@ def test_rank_that_raises_takes_all_out_at_once_and_the_restart_goes_on(tmp_path
     events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
     (resumed,) = [e for e in events if e["event"] == "resumed"]
     assert 0 < resumed["step"] < 6
-    begun = next(e["time"] for e in events if e["event"] == "restart")
-    assert begun - raised < 15  # torchrun's own restart, with imports, is in it

@@ -152,8 +152,12 @@ class Integrity:
         self._passed["window"].update(check.compared)
 
     def returned_to(self, step: int) -> None:
-        """The run has gone back to the end of that step."""
+        """The run has gone back to the end of that step. What was taken for the program's own doing may be what it went
+        back from: it is looked at again, as when the run began."""
         self.last_good = min(self.last_good, step)
+        self._first = None
+        for names in self._left_out.values():
+            names.clear()
         self._checks = {number: check for number, check in self._checks.items() if number <= step}
         self.forget()
 

@@ -66,6 +66,7 @@ class Step:
         self._weights: list[float] = []
         self._current: float | None = None
         self._reference: float | None = None
+        self._unit = 1.0
         self.weighted = False
         """whether the loop has said what its parts weigh"""
         self._loss: Tensor | None = None
@@ -81,6 +82,9 @@ class Step:
                 "`for step in guard.steps(...)`"
             )
         self._state = "open"
+        self._unit = (
+            self._run.state.interventions.unit
+        )  # as it is now: the step before may settle, and change it, meanwhile
         self._began = self._run.clock.monotonic()
         self._run.entered(self)
         return self
@@ -202,10 +206,6 @@ class Step:
     def weight(self) -> float:
         """What all its parts weigh together; 0 where none of them counts."""
         return sum(self._weights) * (self._reference or 0.0)
-
-    @property
-    def _unit(self) -> float:
-        return self._run.state.interventions.unit
 
     def unit_total(self) -> float | None:
         """What all parts of this rank would weigh if each weighed the unit; None where the loop says nothing of weights."""

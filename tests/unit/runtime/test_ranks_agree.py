@@ -7,6 +7,7 @@ DistributedDataParallel would.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from holdfast.core.integrity import Class
 from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Guard, Wired
 
-STEPS = 9
+STEPS = 6
 WAIT_SECONDS = 20
 FAULTS = (
     "nan_data",
@@ -137,7 +138,7 @@ class Rank:
             model.bias.zero_()
         fused = self.config["detect"]["gate"] == "device"
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        data = [(torch.tensor([i % 3, i % 5, 1.0]) / 5, torch.tensor([0.1 * (i % 4)])) for i in range(4 * STEPS)]
+        data = [(i, torch.tensor([i % 3, i % 5, 1.0]) / 5, torch.tensor([0.1 * (i % 4)])) for i in range(4 * STEPS)]
         self.model, self.optimizer, self._struck = model, optimizer, set()
         ranks = Fake(self.table, self.rank)
         company = Company(ranks, replicas=Replicated(ranks.size))
@@ -145,12 +146,12 @@ class Rank:
         with self.guard:
             for step in self.guard.steps(DataLoader(data, batch_size=2), max_steps=STEPS, epochs=2):
                 with step:
-                    for x, y in step.microbatches():
-                        self._one(step, x, y)
+                    for ids, x, y in step.microbatches():
+                        self._one(step, int(ids[0]) // 2 + 1, x, y)
         self.weights = [v for p in model.parameters() for v in p.detach().flatten().tolist()]
 
-    def _one(self, step: Any, x: Tensor, y: Tensor) -> None:
-        now = self._due(step.number)
+    def _one(self, step: Any, batch: int, x: Tensor, y: Tensor) -> None:
+        now = self._due(step.number, batch)
         if "nan_data" in now:
             x = x * float("nan")
         if "spike_data" in now:
@@ -186,11 +187,11 @@ class Rank:
                 snapshot.copy.copied.wait(WAIT_SECONDS)
                 next(iter(snapshot.copy.tensors.values())).add_(1.0)
 
-    def _due(self, number: int) -> set[str]:
-        """A fault of the data is there whenever its step is served; one of the machine strikes once."""
-        due = set()
+    def _due(self, number: int, batch: int) -> set[str]:
+        """A fault of the data is there whenever its batch is served; one of the machine strikes once."""
+        due = {fault for fault in self.faults.get(batch, []) if fault.endswith("_data")}
         for fault in self.faults.get(number, []):
-            if fault.endswith("_data") or (number, fault) not in self._struck:
+            if not fault.endswith("_data") and (number, fault) not in self._struck:
                 self._struck.add((number, fault))
                 due.add(fault)
         return due
@@ -203,19 +204,34 @@ schedules = st.lists(
 )
 
 
-@pytest.mark.parametrize("gate", ["host", "device"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size):
+@pytest.fixture(autouse=True)
+def silence():
+    """A thousand runs have a lot to say."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("gate", "size", "schedules_of"), [("host", 2, 300), ("device", 2, 300), ("host", 3, 200), ("device", 3, 200)]
+)
+def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, schedules_of):
     left: list[str] = []
 
-    @settings(max_examples=260, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=schedules_of,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(schedule=schedules, ladder=st.sampled_from(LADDERS))
     def agree(schedule: list[tuple[int, int, str]], ladder: list[str]) -> None:
         table = Table(size)
         faults: list[dict[int, list[str]]] = [{} for _ in range(size)]
         for rank, step, fault in schedule:
             # What differs from the first comparison on is taken for intended, and what differs after the last is not seen.
-            step = 3 + step % 4 if fault == "flipped_bit" else step
+            step = 3 + step % 2 if fault == "flipped_bit" else step
             faults[rank % size].setdefault(step, []).append(fault)
         config = {
             "detect": {"gate": gate, "warmup_steps": 2},
@@ -239,4 +255,4 @@ def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size):
         left.append(first.ended)
 
     agree()
-    assert len(left) > 250 and any(e == "done" for e in left) and any(e != "done" for e in left)
+    assert len(left) >= schedules_of and any(e == "done" for e in left) and any(e != "done" for e in left)

@@ -114,7 +114,7 @@ class Guarded(Loop):
         self.guard = holdfast.Guard(
             self.model, self.optimizer, clip_grad_norm=self.clip, run_dir=self._folder, config=QUIET
         )
-        ranks: Any = getattr(self.guard._run, "ranks")  # noqa: B009
+        ranks: Any = self.guard._run.ranks
         ranks.rows = self._timed(ranks.rows)
         for step in self.guard.steps(self.loader, max_steps=10**9):
             with step:

@@ -91,7 +91,7 @@ def synchronisations(folder: Path, setting: Setting, mirrored: bool = False) -> 
         Training(setting).bare(each=bare.after)
     with counted() as ours:
         Training(setting).guarded(folder, each=ours.after, mirrored=mirrored)
-    most = bare.count + (0 if setting.gate == "device" else 2 * (STEPS - SETTLED))
+    most = bare.count + (0 if setting.gate == "device" else STEPS - SETTLED)
     assert ours.count <= most, f"{ours.count} guarded, {bare.count} bare: {ours.said}"
     per = STEPS - SETTLED
     return f"{ours.count} in {per} steps, bare {bare.count}" + (f", at {', '.join(ours.said)}" if ours.said else "")

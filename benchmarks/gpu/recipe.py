@@ -20,8 +20,8 @@ from holdfast.distributed.checkpoint.tier import DiskTier
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
+from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Wired
-from holdfast.runtime.run import Company
 
 VOCABULARY, LENGTH, HEADS = 1024, 64, 4
 SIZES = {"cuda": (256, 4), "cpu": (32, 2)}
@@ -53,7 +53,8 @@ class Block(nn.Module):
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         seen = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
         x = x + self.dropout(self.join(seen.transpose(1, 2).reshape(rows, length, -1)))
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.between(x)))))
+        x = x + self.dropout(self.down(nn.functional.gelu(self.up(self.between(x)))))
+        return x
 
 
 class Transformer(nn.Module):
@@ -67,7 +68,8 @@ class Transformer(nn.Module):
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).float()
+        scores: Tensor = self.head(self.norm(x)).float()
+        return scores
 
 
 class Text(Dataset[dict[str, Any]]):
@@ -118,19 +120,20 @@ class Training:
             policy = lower if setting.precision == "bf16" else MixedPrecisionPolicy()
             for part in (*model.blocks, model):
                 fully_shard(part, mesh=mesh, mp_policy=policy)
-        how = {"fused": True} if setting.fused else {"foreach": True}
+        how: Any = {"fused": True} if setting.fused else {"foreach": True}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, **how)
 
     def loader(self, faults: dict[int, str] | None = None) -> DataLoader[dict[str, Any]]:
         text, ranks = Text(faults or {}), dist.get_world_size()
-        sampler = DistributedSampler(text, num_replicas=ranks, rank=dist.get_rank(), shuffle=False)
+        sampler: Any = DistributedSampler(text, num_replicas=ranks, rank=dist.get_rank(), shuffle=False)
         return DataLoader(text, batch_size=GLOBAL // ranks, sampler=sampler, pin_memory=self.setting.device == "cuda")
 
     def loss(self, batch: dict[str, Any]) -> Tensor:
         tokens = batch["tokens"].to(self.setting.device, non_blocking=True)
         factor = batch["factor"].to(self.setting.device, non_blocking=True).float()
         scores = self.model(tokens[:, :-1]).transpose(1, 2)
-        return (nn.functional.cross_entropy(scores, tokens[:, 1:], reduction="none").mean(1) * factor).mean()
+        each = nn.functional.cross_entropy(scores, tokens[:, 1:], reduction="none").mean(1)
+        return (each * factor).mean()
 
     def bare(
         self, clip: float | None = 1.0, without: set[int] | None = None, each: Callable[[int], None] | None = None
@@ -139,7 +142,7 @@ class Training:
         for number, batch in enumerate(self.loader(), 1):
             if number in (without or ()):
                 continue
-            self.loss(batch).backward()
+            self.loss(batch).backward()  # type: ignore[no-untyped-call]
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             self.optimizer.step()

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from layouts import GLOBAL, Guarded, Layout, on_all, plain, same
+from layouts import GLOBAL, QUICK, Guarded, Layout, on_all, plain, same
 
 import holdfast
 
@@ -103,7 +104,36 @@ def everything(folder: Path, rank: int, size: int) -> None:
     for part in (harmless, exact, rolled_back, stopped):
         part(kind, folder, rank, size)
     if kind == "ddp":
+        weighted(folder, rank, size)
         latched(folder, rank, size)
+
+
+def weighted(folder: Path, rank: int, size: int) -> None:
+    """Tokens that differ by rank and part: the update is that of the mean over all of them, on every rank to the bit."""
+
+    def weight(batch: Any) -> float:
+        return float((batch["id"] % 5).sum())  # 0 for some parts
+
+    def mean(model: Any, batch: Any) -> torch.Tensor:
+        each = (model(batch["x"]) - batch["y"]).square().mean(1) * (batch["id"] % 5)
+        return each.sum() / max(weight(batch), 1.0)
+
+    layout = Layout("ddp", rank, size, "sgd")
+    with holdfast.Guard(layout.model, layout.optimizer, config=QUICK) as guard:
+        for step in guard.steps(layout.loader(), epochs=1, accumulate=2):
+            with step:
+                for batch in step.microbatches(2):
+                    step.backward(mean(layout.model, batch), weight=weight(batch))
+    one = Layout("alone", 0, 1, "sgd")
+    batches = list(one.loader())
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        total = weight(first) + weight(second)
+        sum(mean(one.model, b) * (weight(b) / total) for b in (first, second)).backward()
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    for ours, theirs in zip(layout.state(), one.state(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(ours, other) for other in on_all(ours))
 
 
 def latched(folder: Path, rank: int, size: int) -> None:

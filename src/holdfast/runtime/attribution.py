@@ -78,9 +78,6 @@ def blame(rows: Rows, accounts: Sequence[dict[str, Any]], flags: int, limit: flo
 
 def _culprits(rows: Rows, accounts: Sequence[dict[str, Any]], flags: int, limit: float | None) -> tuple[list[int], str]:
     losses, weights = rows.of(Column.LOSS), rows.of(Column.WEIGHT)
-    readers = _readers(rows)
-    if len(readers) == 1:
-        return list(range(len(losses))), "all ranks read the same data"
     if flags & Flag.LOSS_NONFINITE:
         found = [r for r, loss in enumerate(losses) if weights[r] > 0 and not math.isfinite(loss)]
         if found:
@@ -93,21 +90,24 @@ def _culprits(rows: Rows, accounts: Sequence[dict[str, Any]], flags: int, limit:
         found = [r for r, told in enumerate(accounts) if told["broken"]]
         if found:
             return found, "data"
+    groups = readers(rows)
+    if len(groups) == 1:
+        return list(range(len(losses))), "all ranks read the same data"
     if flags & Flag.LOSS_HIGH:
-        found = _outstanding(losses, readers)
+        found = _outstanding(losses, groups)
         over = [r for r, loss in enumerate(losses) if limit is not None and loss > limit]
         if found or (over and len(over) < len(losses)):
             return found or over, "loss"
     if flags & (Flag.GRAD_HIGH | Flag.GRAD_NONFINITE):
         for column in (Column.WITNESS, Column.NORM):
-            if found := _outstanding(rows.of(column), readers):
+            if found := _outstanding(rows.of(column), groups):
                 return found, "gradient"
-        if found := _outstanding(losses, readers):
+        if found := _outstanding(losses, groups):
             return found, "loss"
     return [], ""
 
 
-def _readers(rows: Rows) -> list[list[int]]:
+def readers(rows: Rows) -> list[list[int]]:
     """The ranks, those together that read the same data (tensor parallel ranks do), where it could be looked at."""
     batches = rows.of(Column.BATCH)
     found: dict[float, list[int]] = {}
@@ -116,14 +116,14 @@ def _readers(rows: Rows) -> list[list[int]]:
     return list(found.values())
 
 
-def _outstanding(values: Sequence[float], readers: Sequence[Sequence[int]]) -> list[int]:
+def _outstanding(values: Sequence[float], groups: Sequence[Sequence[int]]) -> list[int]:
     """Those that stand out above the others; none where all are alike."""
     strange = [r for r, v in enumerate(values) if not math.isfinite(v)]
     if strange:
         return strange if len(strange) < len(values) else []
-    worst = [max(values[r] for r in group) for group in readers]
+    worst = [max(values[r] for r in group) for group in groups]
     found: list[int] = []
-    for n, group in enumerate(readers):
+    for n, group in enumerate(groups):
         others = statistics.median(v for m, v in enumerate(worst) if m != n)
         if worst[n] > _STANDS_OUT * max(others, 0.0) and worst[n] > 0:
             found += group

@@ -39,8 +39,6 @@ class Meeting:
         self._asks: list[dict[str, Any]] = []
         self._history = 0
         self._alarms: list[tuple[int, Alarm]] = []
-        self._replicas = 1
-        """how many ranks read the same data (tensor parallel ranks do)"""
 
     # ---- at every step
 
@@ -104,7 +102,7 @@ class Meeting:
         return msgspec.structs.replace(
             signal,
             batch=None if min(batches) < 0 else zlib.crc32(json.dumps(batches).encode()),
-            samples=None if min(samples) < 0 else int(sum(samples)) // self._replicas,
+            samples=None if min(samples) < 0 else int(sum(samples[group[0]] for group in attribution.readers(rows))),
             length=rows.one(Column.LENGTH),
             seconds=max(rows.of(Column.SECONDS)),
             loss_limit=limits[0] if limits[0] < float("inf") else None,
@@ -189,12 +187,10 @@ class Meeting:
     def same_loop(self, about: dict[str, Any]) -> str | None:
         """What of two ranks' loops differs, in words; None where all are alike."""
         told = self.ranks.gather(about) if self.several else [about]
-        for key in sorted(about.keys() - {"share"}):
+        for key in about:
             values = [t.get(key) for t in told]
             if any(v != values[0] for v in values):
                 return f"{key} is {', '.join(map(str, values[:16]))} in the order of ranks"
-        if self.several:
-            self._replicas = max(1, self.ranks.size // max(int(t["share"][0]) for t in told))
         return None
 
     # ---- when something is wrong

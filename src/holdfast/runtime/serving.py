@@ -10,7 +10,6 @@ from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Source
-from holdfast.runtime.data.world import share_of
 from holdfast.runtime.step import Step
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ class Serving:
         except Exception:  # an iterable has no length, or one that is not known
             batches = None
         about = {"accumulate": accumulate, "max_steps": max_steps, "epochs": epochs, "batches of the loader": batches}
-        share = share_of(getattr(loader, "sampler", None))
-        why = self._run.meeting.same_loop({**about, "share": list(share)})
+        why = self._run.meeting.same_loop(about)
         if why is not None:
             raise RanksDisagree(
                 f"steps(): the ranks' loops differ: {why}; ranks step together, so give each the same, with a "

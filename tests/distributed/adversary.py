@@ -1,0 +1,366 @@
+"""Programs that do on one rank alone what others do not, or put together what is seldom put together."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layouts import GLOBAL, QUICK, Data, Guarded, Layout, Model, loss_of, on_all, plain, same
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import holdfast
+
+WHEN = 15
+"""the step whose data is bad"""
+HOST = {"detect": {"gate": "host", "warmup_steps": 8}}
+DEVICE = {"detect": {"gate": "device", "warmup_steps": 8}}
+BACK = {"recover": {**QUICK["recover"], "ladder": ["rollback", "stop"]}}
+SAVED = {"checkpoint": {"every_steps": 4, "certify_after": 1, "patience_seconds": 20}}
+
+
+@contextmanager
+def bounded(seconds: float = 8.0) -> Iterator[None]:
+    """A rank that hangs ends here with a dump of where it is, and takes the others along."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def bad(layout: Layout, when: int = WHEN) -> dict[int, str]:
+    """A sample of step `when`, dealt out to data-parallel rank 1."""
+    return {(when - 1) * GLOBAL + layout.data[0] + 1: "nan"}
+
+
+def train(
+    layout: Layout,
+    place: Path | None,
+    config: dict[str, Any],
+    *,
+    faults: dict[int, str] | None = None,
+    loader: Any = None,
+    after: Callable[[Any, Any], None] = lambda guard, step: None,
+    each: Callable[[Any, Any], None] = lambda guard, step: None,
+    before: Callable[[Any], None] = lambda guard: None,
+    parts: int = 1,
+    accumulate: int = 1,
+    epochs: int = 1,
+    **options: Any,
+) -> holdfast.Guard:
+    """A guarded loop to its end. each: inside a step; after: between two."""
+    guard = holdfast.Guard(
+        layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=place, config={**QUICK, **config}, **options
+    )
+    with guard:
+        before(guard)
+        loader = layout.loader(faults) if loader is None else loader
+        for step in guard.steps(loader, epochs=epochs, accumulate=accumulate):
+            with step:
+                for batch in step.microbatches(parts):
+                    step.backward(loss_of(layout.model, batch))
+                each(guard, step)
+            after(guard, step)
+    return guard
+
+
+def left_out(place: Path) -> set[int]:
+    """The steps of the epoch whose data is quarantined."""
+    dist.barrier()
+    run = Guarded.__new__(Guarded)
+    run.run_dir = place
+    return run.excluded()
+
+
+class Logs:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_end(self, outcome: Any) -> None:
+        self.seen.append(outcome.step)
+
+
+class Plans:
+    def on_instability(self, incident: Any) -> None:
+        return None
+
+
+# ---- what was found broken
+
+
+def resumes_and_returns_on_slices_of_a_mesh(folder: Path, rank: int, size: int) -> None:
+    """FSDP2 x TP: what is not parallelised lies on slices of the mesh. Saved, gone on from, and returned to on disk."""
+    with bounded(30):
+        layout = Layout("fsdp_tp", rank, size)
+
+        def stop(guard: Any, step: Any) -> None:
+            if rank == size - 1 and step.number == 9:
+                guard.stop("enough")
+
+        train(layout, folder / "run", {**HOST, **SAVED}, each=stop)
+
+        def forget(guard: Any, step: Any) -> None:
+            if rank == 1 and step.number == WHEN - 1:
+                for snapshot in list(guard._run.keeper.ring):
+                    guard._run.keeper.ring.drop(snapshot)
+
+        layout = Layout("fsdp_tp", rank, size)
+        guard = train(layout, folder / "run", {**HOST, **SAVED, **BACK}, faults=bad(layout), each=forget)
+        assert guard.summary().status == "recovered"
+        same(layout.state(), plain(Layout("fsdp_tp", rank, size), 1.0, left_out(folder / "run")))
+
+
+def hooks_of_one_rank(folder: Path, rank: int, size: int) -> None:
+    with bounded():
+        for n, (hook, owner) in enumerate(((Logs, 0), (Logs, 1), (Plans, 0), (Plans, 1))):
+            layout = Layout("ddp", rank, size, "adamw_fused")
+            hooks = [hook()] if rank == owner else []
+            train(layout, folder / f"{n}", DEVICE, faults=bad(layout), hooks=hooks)
+            same(layout.state(), plain(Layout("ddp", rank, size, "adamw_fused"), 1.0, {WHEN}))
+
+
+def draws_before_the_end(folder: Path, rank: int, size: int) -> None:
+    """The last step is saved on schedule; then the first rank alone draws a random number, as an evaluation would."""
+    with bounded():
+        layout = Layout("ddp", rank, size)
+        guard = holdfast.Guard(
+            layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST, **SAVED}
+        )
+        with guard:
+            for step in guard.steps(layout.loader(), epochs=1):
+                with step:
+                    for batch in step.microbatches():
+                        step.backward(loss_of(layout.model, batch))
+            if rank == 0:
+                torch.rand(1)
+
+
+def evaluates_alone(folder: Path, rank: int, size: int) -> None:
+    def after(guard: Any, step: Any) -> None:
+        if rank == 0 and step.number == 5:
+            guard.report_eval(1.0)
+
+    with bounded():
+        train(Layout("ddp", rank, size), folder / "run", HOST, after=after)
+
+
+def looks_alone(folder: Path, rank: int, size: int) -> None:
+    """Reading step.outcome settles the step; of a bad one, that takes all ranks."""
+
+    def after(guard: Any, step: Any) -> None:
+        if rank == 0:
+            assert step.outcome.step
+
+    with bounded():
+        layout = Layout("ddp", rank, size, "adamw_fused")
+        train(layout, folder / "run", DEVICE, faults=bad(layout), after=after)
+
+
+def guard_made_before_the_group(folder: Path, rank: int, size: int) -> None:
+    dist.destroy_process_group()
+    with bounded():
+        torch.manual_seed(5)
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        guard = holdfast.Guard(model, optimizer, run_dir=folder / f"run-{rank}", config=QUICK)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/again", rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        )
+        parallel, loader = DistributedDataParallel(model), Layout("ddp", rank, size).loader()
+        with pytest.raises(holdfast.HoldfastError, match="init_process_group"):
+            guard.fit(lambda _, batch: loss_of(parallel, batch), loader, epochs=1)
+
+
+def mean_over_nothing(folder: Path, rank: int, size: int) -> None:
+    """A rank none of whose tokens count has a NaN for a mean, and NaN gradients: they count for nothing."""
+    with bounded():
+        for kind in ("ddp", "fsdp"):
+            states = []
+            for least in (0.0, 1.0):
+                layout = Layout(kind, rank, size)
+                guard = holdfast.Guard(layout.model, layout.optimizer, clip_grad_norm=1.0, config={**QUICK, **HOST})
+                with guard:
+                    for step in guard.steps(layout.loader(), epochs=1):
+                        with step:
+                            for batch in step.microbatches(2):
+                                nothing = rank == 1 and step.number in (1, 7) and step.attempt == 1
+                                mask = torch.full((2,), 0.0 if nothing else 1.0)
+                                losses = (layout.model(batch["x"]) - batch["y"]).square().mean(1) * mask
+                                step.backward(losses.sum() / mask.sum().clamp(min=least), weight=float(mask.sum()))
+                assert guard.step == 20 and guard.summary().status == "clean", guard.summary()
+                states.append(layout.state())
+            same(*states)
+
+
+def asks_of_one_rank(folder: Path, rank: int, size: int) -> None:
+    """A shift declared right after a bad step; samples left out before the first step, and after the last."""
+    with bounded():
+        layout = Layout("ddp", rank, size, "adamw_fused")
+
+        def shift(guard: Any, step: Any) -> None:
+            if rank == 1 and step.number == WHEN and step.attempt == 1:
+                guard.expect_shift("another stage")
+
+        train(layout, folder / "shift", DEVICE, faults=bad(layout), after=shift)
+        same(layout.state(), plain(Layout("ddp", rank, size, "adamw_fused"), 1.0, {WHEN}))
+
+        seen: list[int] = []
+        layout = Layout("ddp", rank, size)
+        guard = holdfast.Guard(layout.model, layout.optimizer, run_dir=folder / "samples", config={**QUICK, **HOST})
+        with guard:
+            if rank == 1:
+                guard.quarantine([0, 1], "known to be bad")
+            for step in guard.steps(layout.loader(), max_steps=4):
+                with step:
+                    for batch in step.microbatches():
+                        seen += batch["id"].tolist()
+                        step.backward(loss_of(layout.model, batch))
+            if rank == 1:
+                guard.quarantine([77], "found to be bad")
+        assert not {0, 1} & set(seen), seen
+        dist.barrier()
+        assert "77" in (folder / "samples" / "quarantine.json").read_text()
+
+
+def heard_of_earlier(folder: Path, rank: int, size: int) -> None:
+    """One rank has heard sooner that a younger checkpoint is good, and given up the one that the first rank names."""
+    with bounded():
+        layout = Layout("ddp", rank, size)
+
+        def each(guard: Any, step: Any) -> None:
+            if step.number == WHEN and step.attempt == 1:
+                run = guard._run
+                for snapshot in list(run.keeper.ring):
+                    run.keeper.ring.drop(snapshot)
+                if rank == 1:
+                    good = [k for k in run.checkpoints.known.values() if str(k.health) == "good"]
+                    del run.checkpoints.known[max(good, key=lambda k: k.step).name]
+
+        train(layout, folder / "run", {**HOST, **SAVED, **BACK}, faults=bad(layout), each=each)
+        same(layout.state(), plain(Layout("ddp", rank, size), 1.0, left_out(folder / "run")))
+
+
+def loader_raises_without_with(folder: Path, rank: int, size: int) -> None:
+    """No `with guard:`, and a program that does something else after the error: the others are told all the same."""
+
+    class Broken(Data):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            if rank == 1 and i > 80:
+                raise ValueError("the disk is gone")
+            return super().__getitem__(i)
+
+    with bounded():
+        layout, data = Layout("ddp", rank, size), Broken({})
+        sampler = DistributedSampler(data, size, rank, shuffle=False)
+        guard = holdfast.Guard(layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST})
+        try:
+            for step in guard.steps(DataLoader(data, batch_size=4, sampler=sampler), epochs=1):
+                with step:
+                    for batch in step.microbatches():
+                        step.backward(loss_of(layout.model, batch))
+        except ValueError:
+            time.sleep(60)
+
+
+# ---- what held
+
+
+def two_that_hold(folder: Path, rank: int, size: int) -> None:
+    with bounded(60):
+        for kind, optimizer, gate, more in (
+            ("fsdp", "adamw_fused", DEVICE, {"parts": 2, "accumulate": 2}),
+            ("ddp", "adamw", HOST, {"parts": 2}),
+        ):
+            layout = Layout(kind, rank, size, optimizer)
+            place = folder / f"evaluates-{kind}"
+            faults = bad(layout) | bad(layout, 4) | bad(layout, 20)
+            train(layout, place, {**gate, **SAVED, **BACK}, faults=faults, hooks=[_Evaluates(layout)], **more)
+            states = on_all([float(t.double().sum()) for t in layout.state()])
+            assert kind == "fsdp" or states[0] == states[1]
+        _overflows(folder, rank, size)
+        _workers(folder, rank, size)
+        _single_rows(folder, rank, size)
+
+
+class _Evaluates:
+    """In time: FSDP2 keeps what it gathered for it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._model = layout.model
+
+    def on_step_end(self, outcome: Any) -> None:
+        with torch.no_grad():
+            self._model(torch.ones(2, 8))
+
+
+def _overflows(folder: Path, rank: int, size: int) -> None:
+    """fp16's loss scaler: what overflows on the shard of one rank overflows on all, as in a loop without a guard."""
+    for kind in ("ddp", "fsdp"):
+        pair = []
+        for guarded in (True, False):
+            layout = Layout(kind, rank, size, "sgd")
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
+            if guarded:
+                guard = holdfast.Guard(
+                    layout.model, layout.optimizer, scaler=scaler, clip_grad_norm=1.0, config={**QUICK, **HOST}
+                )
+                guard.fit(lambda model, batch: loss_of(model, batch) * 8, layout.loader(), epochs=1)
+                assert 10 < guard.step < 20, guard.step
+            else:
+                for batch in layout.loader():
+                    scaler.scale(loss_of(layout.model, batch) * 8).backward()
+                    scaler.unscale_(layout.optimizer)
+                    layout.clip(1.0)
+                    scaler.step(layout.optimizer)
+                    scaler.update()
+                    layout.optimizer.zero_grad()
+            pair.append((layout.state(), scaler.state_dict()))
+        same(pair[0][0], pair[1][0])
+        assert pair[0][1] == pair[1][1]
+
+
+def _workers(folder: Path, rank: int, size: int) -> None:
+    layout = Layout("fsdp", rank, size, "adamw_fused")
+    data = Data(bad(layout))
+    sampler = DistributedSampler(data, size, rank, shuffle=False)
+    loader = DataLoader(data, GLOBAL // size, sampler=sampler, num_workers=1, persistent_workers=True)
+    train(layout, folder / "workers", {**DEVICE, **BACK}, loader=loader)
+    same(layout.state(), plain(Layout("fsdp", rank, size, "adamw_fused"), 1.0, left_out(folder / "workers")))
+
+
+def _single_rows(folder: Path, rank: int, size: int) -> None:
+    """Batches of one row: a rank whose row is never drawn again still comes to as many steps as the others."""
+
+    class Few(Data):
+        def __len__(self) -> int:
+            return 20
+
+    layout, data = Layout("ddp", rank, size), Few({7: "nan", 11: "nan"})
+    loader = DataLoader(data, sampler=DistributedSampler(data, size, rank, shuffle=True))
+    guard = train(layout, folder / "rows", {**HOST, "quarantine": {"samples": True}}, loader=loader, epochs=3)
+    assert on_all(guard.step) == [28, 28], on_all(guard.step)
+    states = on_all([float(t.double().sum()) for t in layout.state()])
+    assert states[0] == states[1]
+
+
+def four_that_hold(folder: Path, rank: int, size: int) -> None:
+    """Several culprits at once are all named, and no other."""
+    with bounded(60):
+        first = (WHEN - 1) * GLOBAL
+        for name, faults, who in (
+            ("spikes", {first + 6: "spike", first + 3: "spike"}, [2, 3]),
+            ("explosions", {first: "explosion", first + 3: "explosion"}, [0, 3]),
+            ("mixed", {first + 1: "nan", first + 2: "spike"}, [1]),
+        ):
+            run = Guarded(Layout("ddp", rank, size), folder / name, faults=faults, config=HOST)
+            if rank == 0:
+                (action,) = run.events("action")
+                assert action["ranks"] == who, (name, action)

@@ -243,7 +243,7 @@ def table(result: dict[str, Any]) -> str:
         f"gloo, {about['cores']} cores, torch {about['torch']}, Python {about['python']}, {about['date']}: DDP, "
         f"{runs[0]['parameters'] / 1e6:.1f}M parameters; ms a step, medians (quartiles) over "
         f"{len(runs[0]['times']['bare'])} blocks of {about['steps']} steps",
-        "| ranks | bare | guarded | added | ratio | of it inside the gather | gather alone | bytes a rank sends |",
+        "| ranks | bare | guarded | added | ratio | inside the gather | gather alone | bytes a rank sends |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in runs:

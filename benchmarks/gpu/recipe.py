@@ -133,7 +133,8 @@ class Training:
         factor = batch["factor"].to(self.setting.device, non_blocking=True).float()
         scores = self.model(tokens[:, :-1]).transpose(1, 2)
         each = nn.functional.cross_entropy(scores, tokens[:, 1:], reduction="none").mean(1)
-        return (each * factor).mean()
+        loss: Tensor = (each * factor).mean()
+        return loss
 
     def bare(
         self, clip: float | None = 1.0, without: set[int] | None = None, each: Callable[[int], None] | None = None

@@ -138,12 +138,13 @@ def two_processes(device: str, folder: Path) -> list[dict[str, Any]]:
 
 def about(device: str) -> dict[str, Any]:
     on_gpu = device == "cuda"
+    nccl: Any = torch.cuda.nccl
     return {
         "machine": torch.cuda.get_device_name() if on_gpu else f"CPU, {os.cpu_count()} cores",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.version.cuda if on_gpu else None,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
         "date": datetime.now(UTC).date().isoformat(),
     }
 

@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check soak demo bench-detectors bench-diagnosis bench-checkpoint clean
+.PHONY: test check soak demo bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -35,6 +35,14 @@ bench-diagnosis: $(READY)
 # Checkpoints beside torch.save, DCP save and DCP async_save, interleaved; docs/checkpoints.md has its table.
 bench-checkpoint: $(READY)
 	$(BIN)/python -m benchmarks.checkpoint --check --json build/checkpoint.json
+
+# What agreeing costs a step against the number of ranks, on gloo; docs/ranks.md has its table.
+bench-agreement: $(READY)
+	$(BIN)/python -m benchmarks.agreement --rounds 15 --check --json build/agreement.json
+
+# The invariants on a GPU: one rank on NCCL with FSDP2, two on gloo; docs/ranks.md has its table.
+bench-gpu: $(READY)
+	$(BIN)/python -m benchmarks.gpu.smoke --json build/gpu.json
 
 demo: $(READY)
 	$(BIN)/holdfast demo

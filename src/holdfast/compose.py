@@ -7,6 +7,7 @@ import secrets
 import socket
 
 from holdfast.core.config import Config
+from holdfast.core.errors import SetupError
 from holdfast.core.rank_records import RankRecords
 from holdfast.distributed.checkpoint.tier import DiskTier
 from holdfast.distributed.norms import MeshNorms
@@ -16,7 +17,8 @@ from holdfast.distributed.world import World
 from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Guard as _Guard
 from holdfast.runtime.guard import Wired
-from holdfast.runtime.ranks import Watch
+from holdfast.runtime.norms import LocalNorms
+from holdfast.runtime.ranks import Unwatched, Watch
 
 
 class Guard(_Guard):
@@ -26,7 +28,8 @@ class Guard(_Guard):
         world = World.current()
         tier = None if run_dir is None else DiskTier(run_dir, world, config.checkpoint.patience_seconds)
         if world.size == 1:  # of one rank tensors may be sharded all the same
-            return Wired(run_dir, tier, Company(norms=MeshNorms(1)) if World.is_joined() else Company())
+            norms = MeshNorms(1) if World.is_joined() else LocalNorms()
+            return Wired(run_dir, tier, Company(norms=norms, watch=_alone))
         hosts = world.gather(socket.gethostname())
         company = Company(
             world,
@@ -36,6 +39,17 @@ class Guard(_Guard):
             neighbours=hosts.count(hosts[world.rank]),
         )
         return Wired(run_dir if world.rank == 0 else None, tier, company)
+
+
+def _alone() -> Watch:
+    """Made before its process joined the others, a guard would decide alone on every rank."""
+    size = World.current().size
+    if size > 1:
+        raise SetupError(
+            f"the Guard was made before torch.distributed was initialised, and there are {size} ranks now: call "
+            "init_process_group, wrap the model (DistributedDataParallel, fully_shard), and make the Guard after that"
+        )
+    return Unwatched()
 
 
 def _watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> Watch:

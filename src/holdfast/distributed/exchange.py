@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from holdfast.distributed.line import Line, Unanswered
-from holdfast.distributed.store import LOST, Board, Ended, Failure, connect
+from holdfast.distributed.store import LOST, Board, Ended, Failure, Waits, connect
 
 T = TypeVar("T")
 
@@ -24,6 +24,7 @@ class Seen(NamedTuple):
     failure: Failure | None = None
     ended: Ended | None = None
     ended_count: int = 0
+    waits: Waits | None = None
 
 
 class Exchange:
@@ -39,12 +40,14 @@ class Exchange:
         self._answered = 0.0
         self._tries = 0
         self._posted_pings = -1
+        self._posted_waits = 0
         self._is_out = False
         self._stuck = False
         self.posted_end = False
 
-    def look(self, now: float, pings: int, ended_after: int | None) -> Seen:
-        """Post what is new, the count of pings launched and the end of this rank's loop, and see what others have posted."""
+    def look(self, now: float, pings: int, ended_after: int | None, waits: Waits | None = None) -> Seen:
+        """Post what is new, the count of pings launched, the end of this rank's loop, what it waits for, and see what others
+        have posted."""
 
         def converse() -> Seen:
             board = self._reach()
@@ -54,9 +57,13 @@ class Exchange:
             if ended_after is not None and not self.posted_end:
                 board.post_ended(Ended(rank=self._rank, step=ended_after))
                 self.posted_end = True
+            if waits is not None and waits.nth > self._posted_waits:
+                board.post_waits(waits)
+                self._posted_waits = waits.nth
             if not board.news():
                 return Seen()
-            return Seen(board.failure(), board.first_ended(), board.ended_count() if self.posted_end else 0)
+            count = board.ended_count() if self.posted_end else 0
+            return Seen(board.failure(), board.first_ended(), count, board.waits())
 
         try:
             seen = self._ask(converse)

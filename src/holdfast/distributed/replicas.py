@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from holdfast.core.integrity import Class, Groups
-from holdfast.distributed.checkpoint.shards import is_dtensor
+from holdfast.distributed.checkpoint.shards import is_dtensor, slices_of
 
 
 class MeshReplicas:
@@ -31,7 +31,8 @@ class MeshReplicas:
     def _groups(self, value: Any) -> Groups:
         apart = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
         found: list[tuple[int, ...]] = []
-        for ranks in _meshes(value.device_mesh):
+        slices = slices_of(value.device_mesh)
+        for ranks in () if slices is None else slices:
             together = np.moveaxis(ranks, apart, range(len(apart)))
             shards = together.reshape(int(np.prod(together.shape[: len(apart)])), -1)
             found += [tuple(sorted(shard)) for shard in shards.tolist()]
@@ -40,20 +41,3 @@ class MeshReplicas:
     def _alone(self, found: Iterable[tuple[int, ...]]) -> list[tuple[int]]:
         held = {rank for group in found for rank in group}
         return [(rank,) for rank in range(self._size) if rank not in held]
-
-
-def _meshes(mesh: Any) -> list[np.ndarray]:
-    """The mesh as ranks and, where it was sliced out of a larger one, its siblings too: each rank sees its own slice.
-
-    Of a slice whose dimensions the larger one does not know by name (some flattened into one) nothing is claimed.
-    """
-    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
-    own, ranks = np.array(mesh.mesh.tolist()), np.array(root.mesh.tolist())
-    if own.size == ranks.size:
-        return [own]
-    known = root.mesh_dim_names or ()
-    if not names or not set(names) <= set(known):
-        return []
-    kept = [known.index(name) for name in names]
-    slices = np.moveaxis(ranks, kept, range(ranks.ndim - len(kept), ranks.ndim))
-    return list(slices.reshape(-1, *own.shape))

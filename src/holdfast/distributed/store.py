@@ -42,6 +42,15 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     step: int
 
 
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank waits for words of all others: the how-manieth it exchanges, and after how many steps that it has entered."""
+
+    rank: int
+    nth: int
+    entered: int
+    step: int
+
+
 def clip(text: str, most: int = 2000) -> str:
     """The text as it may be posted: no longer than that, and without what JSON cannot hold."""
     text = text.encode(errors="replace").decode()
@@ -74,7 +83,7 @@ class Board:
         self._size = size
 
     def news(self) -> bool:
-        """Whether any rank has failed or ended."""
+        """Whether any rank has failed or ended, or has waited long for words of all others."""
         return bool(self._store.check([self._key("news")]))
 
     def post_failure(self, failure: Failure) -> Failure:
@@ -102,6 +111,15 @@ class Board:
     def first_ended(self) -> Ended | None:
         told = self._read("ended")
         return None if told is None else _decode(told, Ended)
+
+    def post_waits(self, waits: Waits) -> None:
+        """The last one is kept: they all wait for the same."""
+        self._store.set(self._key("waits"), msgspec.json.encode(waits).decode())
+        self._announce()
+
+    def waits(self) -> Waits | None:
+        told = self._read("waits")
+        return None if told is None else _decode(told, Waits)
 
     def ended_count(self) -> int:
         return int(self._store.add(self._key("ended_count"), 0))

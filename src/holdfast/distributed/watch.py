@@ -25,7 +25,7 @@ from holdfast.core.ports import Clock, SystemClock
 from holdfast.distributed.exchange import ANSWER_SECONDS, Exchange
 from holdfast.distributed.line import bounded
 from holdfast.distributed.pings import Pings
-from holdfast.distributed.store import Ended, Failure, clip
+from holdfast.distributed.store import Ended, Failure, Waits, clip
 
 log = logging.getLogger("holdfast")
 
@@ -35,6 +35,8 @@ EXIT_RESTART = 75
 _STAY_SECONDS = 1.5
 """how long a rank that must end stays for the others to learn why"""
 _AHEAD_SECONDS = 1.0
+_LONG_SECONDS = 1.5
+"""a rank that waits for words of all others for that long says so, for them to see whether they can come"""
 _CAUSE_SECONDS = 0.5
 """a collective that breaks is what some failure has led to: for that long, the failure itself may still be posted"""
 _WRITE_SECONDS = 2.0
@@ -73,6 +75,9 @@ class StoreWatch:
 
         # The training thread's; the watching one reads them.
         self._number: int | None = None
+        self._entered = 0
+        self._words = 0
+        self._meets: Waits | None = None
         self._ended: int | None = None
         self._mine: Failure | None = None
         self._pings = Pings(size, liveness.timeout_seconds)
@@ -86,6 +91,7 @@ class StoreWatch:
         self._lived = 0.0
         self._looked = 0.0
         self._ahead_since: float | None = None
+        self._waiting: tuple[int, float] = (0, 0.0)
         self._broken_since: float | None = None
         self._deadline: float | None = None
 
@@ -100,7 +106,13 @@ class StoreWatch:
         self._thread.start()
 
     def in_step(self, number: int | None) -> None:
+        self._entered += number is not None
         self._number = number
+
+    def meets(self, yes: bool) -> None:
+        self._words += yes
+        waits = Waits(rank=self._rank, nth=self._words, entered=self._entered, step=self._number or 0)
+        self._meets = waits if yes else None
 
     def ping(self, number: int) -> None:
         every = self._policy.every_steps
@@ -167,14 +179,15 @@ class StoreWatch:
             return
         # What still has a collective under way has not ended: the others may need this rank to complete it.
         ended = None if self._pings.under_way else self._ended
-        seen = self._exchange.look(self._lived, self._pings.launched, ended)
+        waits = self._waits_long()
+        seen = self._exchange.look(self._lived, self._pings.launched, ended, waits)
         if self._stop.is_set():
             return
         if seen.failure is not None:
             self._bring_down("peer_failed", seen.failure)
         elif (failure := self._cut_off()) is not None:
             self._bring_down("store_gone", failure)
-        elif (failure := self._ahead(seen.ended)) is not None:
+        elif (failure := self._ahead(seen.ended, seen.waits, waits)) is not None:
             self._bring_down("failed", failure)
         elif (failure := self._missed()) is not None:
             self._bring_down("liveness", failure)
@@ -194,22 +207,50 @@ class StoreWatch:
             return None
         return None if why is None else self._failure(self._number, "the store", why)
 
-    def _ahead(self, ended: Ended | None) -> Failure | None:
+    def _waits_long(self) -> Waits | None:
+        """What this rank has been waiting for, if for long."""
+        meets = self._meets
+        if meets is None:
+            return None
+        nth, since = self._waiting
+        if nth != meets.nth:
+            self._waiting = meets.nth, self._lived
+            return None
+        return meets if self._lived - since >= _LONG_SECONDS else None
+
+    def _ahead(self, ended: Ended | None, other: Waits | None, own: Waits | None) -> Failure | None:
         """A rank in a step that another one will never come to waits for it in its next collective."""
-        number = self._number
-        if ended is None or number is None or number <= ended.step:
+        why = self._apart(ended, other, own)
+        if why is None:
             self._ahead_since = None
             return None
         if self._ahead_since is None:
             self._ahead_since = self._lived
         if self._lived - self._ahead_since < _AHEAD_SECONDS:
             return None
-        return self._failure(
-            number,
-            "waiting for others",
-            f"rank {ended.rank} left its loop after step {ended.step}, rank {self._rank} is in step {number}: end loops "
-            "together with guard.stop(), and give every rank the same number of batches",
+        return self._failure(self._number, "waiting for others", why)
+
+    def _apart(self, ended: Ended | None, other: Waits | None, own: Waits | None) -> str | None:
+        number = self._number
+        if ended is not None and number is not None and number > ended.step:
+            return (
+                f"rank {ended.rank} left its loop after step {ended.step}, rank {self._rank} is in step {number}: end loops "
+                "together with guard.stop(), and give every rank the same number of batches"
+            )
+        together = (
+            "report_eval, checkpoint, flush and reading step.outcome are for all ranks at the same place, or for none"
         )
+        if other is not None and number is not None and self._entered > other.entered and self._words < other.nth:
+            return (
+                f"rank {other.rank} waits for words of all ranks between two steps, rank {self._rank} has gone on to step "
+                f"{number}: {together}"
+            )
+        if ended is not None and own is not None and self._ended is None:
+            return (
+                f"rank {ended.rank} left its loop after step {ended.step}, rank {self._rank} waits for words of all ranks: "
+                f"{together}"
+            )
+        return None
 
     def _missed(self) -> Failure | None:
         trouble = self._pings.look(self._lived)

@@ -92,6 +92,8 @@ class Checking:
         decision = self._recurrence.seen(corruption, tensors, fresh)
         if decision.leave_out:
             self._integrity.leave_out(corruption.kind, decision.leave_out)
+            if corruption.kind == "replica":
+                self._run.state.apart.update(decision.leave_out)
         found = finding(corruption, decision, tensors, self._integrity.last_good)
         if decision.heals or decision.leave_out:
             return found

@@ -79,7 +79,7 @@ class Checkpoints:
         if initial:
             return START if self._fresh and self.config.at_start else None
         if self.config.every_steps and step % self.config.every_steps == 0:
-            saved = name_of(step, self.lineage.branch) in self.known and self._unchanged()
+            saved = name_of(step, self.lineage.branch) in self.known and all(self.run.ranks.gather(self._unchanged()))
             return None if saved else SCHEDULED
         return None
 
@@ -131,7 +131,8 @@ class Checkpoints:
         tier.wait()  # what is being written of this very step can be marked only when it is there
         self.poll()
         known = self.known.get(name_of(run.step, self.lineage.branch))
-        if known is None or not self._unchanged():
+        # One rank may have evaluated, and drawn random numbers for it: all write, or none does.
+        if not all(run.ranks.gather(known is not None and self._unchanged())) or known is None:
             run.keeper.now(run.step, reason, run.state.buffers.capture(), source, run.engine.state_dict)
         elif reason == END and known.health is Health.CANDIDATE:
             known.handover = True
@@ -143,7 +144,7 @@ class Checkpoints:
         return path or next((str(e.path) for e in tier.entries() if e.name == name), None)
 
     def _unchanged(self) -> bool:
-        """Whether the run stands where it stood when it was last saved."""
+        """Whether the run, on this rank, stands where it stood when it was last saved."""
         return self._last is not None and self._last.step == self.run.step and self._last.same(_place_of(self.run))
 
     def poll(self) -> list[News]:
@@ -337,9 +338,11 @@ class Checkpoints:
         passed: list[Passed] = []
         entries = {e.name: e for e in self.tier.entries()}
         good = [k for k in self.known.values() if k.health is Health.GOOD and k.step >= oldest]
-        mine = [k.name for k in good if self.lineage.holds(k.branch, k.step)]
-        # Ranks hear at different times what has become of a checkpoint: the first one's word holds.
-        candidates = [self.known[name] for name in self.tier.share(mine) if name in self.known]
+        mine = [[k.step, k.branch] for k in good if self.lineage.holds(k.branch, k.step)]
+        # Ranks hear at different times what has become of a checkpoint, and one may have given up what another has not:
+        # the first one's word holds.
+        told = [Known(step, branch, Health.GOOD) for step, branch in self.tier.share(mine)]
+        candidates = [self.known.get(k.name, k) for k in told]
         for limit in (before, at_latest):
             older = sorted((k for k in candidates if k.step <= limit), key=lambda k: (k.step, k.branch), reverse=True)
             for known in older:

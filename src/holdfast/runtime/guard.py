@@ -223,7 +223,6 @@ class Guard:
 
         Of several ranks any may say so: it holds on all of them from the next step on."""
         if isinstance(self._run, Run):
-            self._run.flush()
             self._run.expect_shift(reason)
 
     def stop(self, reason: str = "guard.stop()") -> None:

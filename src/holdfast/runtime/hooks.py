@@ -42,6 +42,8 @@ class Hooks:
         """whether one of them may look at the run, or change it, at the end of a step"""
         self.plans = any(callable(getattr(h, "on_instability", None)) for h in hooks)
         """whether one of them may decide what is done"""
+        self.plans_asked = self.plans
+        """whether the ranks are to hear what the first one's say"""
 
     def call(self, name: str, argument: Any) -> None:
         for hook in self._hooks:

@@ -60,7 +60,6 @@ class Leaving:
     def update(self, step: Step, left: Left) -> None:
         """Agree on the step, and clip and step the optimizers unless a flag says no."""
         run, state = self._run, self._run.state
-        run.watch.ping(step.number)
         step.loss_limit, step.grad_limit = limits = run.engine.limits()
         checks = run.checking.before_update(step.number)
         agreed = run.meeting.agree(step, left.loss, left.norm, self._flags(left), limits, checks)
@@ -68,6 +67,7 @@ class Leaving:
         if run.meeting.several and not run.gate.on_device and run.meeting.read(step, _to_host(agreed.extra)):
             step.loss_limit, step.grad_limit = limits = run.engine.limits()
             agreed = agreed._replace(limits=limits)
+        run.watch.ping(step.number)  # not before it is known, where the host knows, that all are at the same step
         found = self._agree_on_overflow(left.found, agreed)
         agreed, own = self._weigh(step, agreed, own)
         scale = None if state.scaler is None else state.scaler.tensor()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from torch import Tensor
 
+from holdfast.core.config import Config
 from holdfast.core.engine import Limits
 from holdfast.core.errors import PolicyStop, RanksDisagree
 from holdfast.core.types import Finding, Flag, Incident, Kind, Plan, Severity, Signal
@@ -89,7 +90,7 @@ class Meeting:
         if not self.several:
             return False
         step.rows.check_lockstep()
-        return self._hear(step) if step.rows.asking() else False
+        return self.hear(step.number) if step.rows.asking() else False
 
     def over_all(self, signal: Signal, step: Step) -> Signal:
         """The signal's other numbers, over all ranks."""
@@ -127,7 +128,8 @@ class Meeting:
     def ask(self, what: str, value: Any) -> None:
         self._asks.append({"what": what, "value": value})
 
-    def _hear(self, step: Step) -> bool:
+    def hear(self, number: int) -> bool:
+        """What any rank has asked for since the last time, on all of them alike: it holds from step `number` on."""
         asked, self._asks = self._asks, []
         told = [(rank, ask) for rank, asks in enumerate(self.ranks.gather(asked)) for ask in asks]
         run, shifts = self._run, []
@@ -135,10 +137,10 @@ class Meeting:
             what, value = ask["what"], ask["value"]
             if what == "stop" and run.stopping is None:
                 run.stopping = value
-                run.engine.write("stop_requested", step=step.number, reason=value, rank=rank)
+                run.engine.write("stop_requested", step=number, reason=value, rank=rank)
             elif what == "shift" and value not in shifts:
                 shifts.append(value)
-                run.engine.shift(value, step.number - 1)
+                run.engine.shift(value, number - 1)
             elif what == "quarantine":
                 run.leave_samples_out(value["samples"], value["reason"], rank=rank)
             elif what == "alarm":
@@ -186,11 +188,25 @@ class Meeting:
 
     def same_loop(self, about: dict[str, Any]) -> str | None:
         """What of two ranks' loops differs, in words; None where all are alike."""
-        told = self.ranks.gather(about) if self.several else [about]
+        if not self.several:
+            return None
+        run, hooks = self._run, self._run.hooks
+        about = {**about, "the policy's checksum": _checksum(run.config), "the gate on the device": run.gate.on_device}
+        told = self.ranks.gather([about, hooks.in_time, hooks.plans, bool(self._asks)])
         for key in about:
-            values = [t.get(key) for t in told]
+            values = [t[0].get(key) for t in told]
             if any(v != values[0] for v in values):
                 return f"{key} is {', '.join(map(str, values[:16]))} in the order of ranks"
+        # A hook may be on one rank alone (the first one logs, say); when steps settle, and who is asked, is alike on all.
+        hooks.in_time = any(t[1] for t in told)
+        plans = [t[2] for t in told]
+        if any(plans) and not plans[0] and not hooks.plans_asked:
+            run.tell(
+                "on_instability: the first rank has no such hook, and what those of other ranks answer does not count"
+            )
+        hooks.plans_asked = any(plans)
+        if any(t[3] for t in told):  # before anything is drawn
+            self.hear(run.step + 1)
         return None
 
     # ---- when something is wrong
@@ -231,3 +247,9 @@ class Meeting:
         broken = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
         accounts = self.ranks.gather(attribution.account(step, rows=broken and self._run.config.quarantine.samples))
         return attribution.blame(step.rows, accounts, signal.flags, signal.loss_limit)
+
+
+def _checksum(config: Config) -> int:
+    """Of what ranks must have in common. What they may keep in memory, and write of it, may differ."""
+    common = (config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint)
+    return zlib.crc32(msgspec.json.encode(common))

@@ -7,6 +7,8 @@ plain values (JSON) and are for moments when something is the matter, or has beg
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +58,36 @@ class Alone:
         return json.loads(json.dumps(value))
 
 
+class Watched:
+    """Ranks whose words the watch knows of: one that waits for them while another is in a step that it will never leave is
+    found."""
+
+    def __init__(self, ranks: Ranks, watch: Callable[[], Watch]) -> None:
+        self._ranks, self._watch = ranks, watch
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def carries(self, device: torch.device) -> bool:
+        return self._ranks.carries(device)
+
+    def rows(self, row: Tensor) -> Tensor:
+        return self._ranks.rows(row)
+
+    def gather(self, value: Any) -> list[Any]:
+        with self._meets():
+            return self._ranks.gather(value)
+
+    def share(self, value: Any) -> Any:
+        with self._meets():
+            return self._ranks.share(value)
+
+    @contextmanager
+    def _meets(self) -> Iterator[None]:
+        watch = self._watch()
+        watch.meets(True)
+        yield
+        watch.meets(False)  # not after an error: then it is the error that counts
+
+
 class Watch(Protocol):
     """Sees to it that no rank waits for one that will not come. All of it off the training thread's way."""
 
@@ -65,6 +97,10 @@ class Watch(Protocol):
 
     def in_step(self, number: int | None) -> None:
         """The training thread is inside that step's forward and backward; None: between two steps."""
+        ...
+
+    def meets(self, yes: bool) -> None:
+        """The training thread is exchanging words with all other ranks, which must come to the same; or is done with it."""
         ...
 
     def ping(self, number: int) -> None:
@@ -88,6 +124,7 @@ class Unwatched:
 
     def begin(self) -> None: ...
     def in_step(self, number: int | None) -> None: ...
+    def meets(self, yes: bool) -> None: ...
     def ping(self, number: int) -> None: ...
     def failed(self, error: BaseException, step: int, where: str) -> None: ...
     def ended(self, step: int) -> None: ...

@@ -29,7 +29,7 @@ from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.leaving import Leaving
 from holdfast.runtime.meeting import Meeting
 from holdfast.runtime.optimizers import clear_gradients
-from holdfast.runtime.ranks import Unwatched, Watch
+from holdfast.runtime.ranks import Ranks, Unwatched, Watch, Watched
 from holdfast.runtime.records import Records
 from holdfast.runtime.rng import Rng
 from holdfast.runtime.sensing import Reading
@@ -67,8 +67,9 @@ class Run:
         self.state, self.config, self.clock = state, config, clock
         self.hooks, self.records = hooks, records
         company = company or Company()
-        self.ranks, self.norms = company.ranks, company.norms
-        self.meeting = Meeting(self, company.ranks)
+        self.norms = company.norms
+        self.ranks: Ranks = company.ranks if company.ranks.size == 1 else Watched(company.ranks, lambda: self.watch)
+        self.meeting = Meeting(self, self.ranks)
         self._make_watch = company.watch
         self.watch: Watch = Unwatched()
         self.engine = Engine(config, detectors=detectors, on_instability=self._consult)
@@ -80,7 +81,7 @@ class Run:
         self.history = History()
         self.checkpoints = Checkpoints(self, tier)
         self.keeper = Keeper(
-            config.snapshot, state, self.rng, self.checkpoints, company.ranks, neighbours=company.neighbours
+            config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.neighbours
         )
         self.checking = Checking(self, company.replicas)
         self.sync = GradientSync(state.given)
@@ -143,7 +144,7 @@ class Run:
     def _consult(self, incident: Incident) -> Plan | None:
         """The user's hooks; of several ranks, the first one's."""
         own = self.hooks.plan(incident)
-        return self.meeting.share_plan(incident, own) if self.hooks.plans else None
+        return self.meeting.share_plan(incident, own) if self.hooks.plans_asked else None
 
     def fail(self, error: BaseException, where: str) -> None:
         """This rank cannot go on while the others may be waiting for it: they are told. What all ranks come to at the same
@@ -166,6 +167,7 @@ class Run:
                 if self.flush():
                     self.serving.unserve(served)
                 self.watch.ended(self.step)
+                self.meeting.hear(self.step + 1)
                 self._last_save(error)
         except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
             trouble = problem
@@ -209,7 +211,11 @@ class Run:
 
     def serve(self, accumulate: int) -> Step | None:
         """The next step, or None when the data has ended."""
-        return self.serving.serve(accumulate)
+        try:
+            return self.serving.serve(accumulate)
+        except BaseException as error:
+            self.fail(error, "the loader")
+            raise
 
     def draw_more(self, step: Step) -> bool:
         """One more batch for a step in progress; False where the data has ended inside it."""
@@ -477,6 +483,7 @@ class Run:
         if self.meeting.several:
             self.meeting.ask("shift", reason)
         else:
+            self.flush()
             self.engine.shift(reason, self.step)
 
     def quarantine(self, samples: Iterable[int], reason: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,13 +49,32 @@ def gathering(module: nn.Module) -> list[Any]:
 def drop_gradients(module: nn.Module) -> None:
     """What FSDP2 has summed up over the first parts of a step, gathered and not yet averaged, where there is to be no last
     part. `p.grad` does not show it, and nothing public clears it."""
+    for held in _held(module):
+        held.unsharded_accumulated_grad = None
+        if (gathered := getattr(held, "_unsharded_param", None)) is not None:
+            gathered.grad = None
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    """What FSDP2 keeps for each parameter that it has sharded."""
     for part in module.modules():
         state = getattr(part, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for held in (p for group in groups if group is not None for p in group.fsdp_params):
-            held.unsharded_accumulated_grad = None
-            if (gathered := getattr(held, "_unsharded_param", None)) is not None:
-                gathered.grad = None
+        yield from (p for group in groups if group is not None for p in group.fsdp_params)
+
+
+@contextmanager
+def no_gradients(module: nn.Module) -> Iterator[None]:
+    """A backward inside hands every parameter a gradient of zeros, whatever comes out of it: other ranks wait for this
+    rank's gradients, and 0 times a mean over nothing is NaN."""
+    gathered = [getattr(held, "_unsharded_param", None) for held in _held(module)]
+    parameters = {id(p): p for p in (*module.parameters(), *gathered) if p is not None and p.requires_grad}
+    handles = [p.register_hook(torch.zeros_like) for p in parameters.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Followed:

@@ -56,6 +56,8 @@ class RunState:
         self.buffers = Buffers(self.modules)
         self._followed = [(name, Followed(module)) for name, module in self.modules]
         self._registered: dict[str, Any] = {}
+        self.apart: set[str] = set()
+        """tensors that were found to differ among ranks from the first comparison on: each has its own"""
         self._followed_registered: dict[str, Followed] = {}
         self._moving: set[str] = set()
         """weights that no optimizer has, found to change all the same (a teacher that follows the model)"""
@@ -96,7 +98,7 @@ class RunState:
         """Whether each rank has its own value of a tensor: what is registered and no module may differ among them."""
         kind, _, rest = name.partition(".")
         owner = next((n for n in self._registered if kind == "registered" and (rest + ".").startswith(f"{n}.")), None)
-        return owner is not None and not isinstance(self._registered[owner], nn.Module)
+        return name in self.apart or (owner is not None and not isinstance(self._registered[owner], nn.Module))
 
     def trained(self) -> list[Tensor]:
         """The parameters the optimizers update, in the model's own order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.gate import Passage
+from holdfast.runtime.sharded import no_gradients
 
 if TYPE_CHECKING:
     from holdfast.runtime.attribution import Blame
@@ -138,7 +140,10 @@ class Step:
         if own == 0:  # nothing in it counts (every label ignored): left out, for its loss may be NaN
             self._nothing = _here(value.detach()).float() * float("nan")
             if several:  # the others wait for this rank's gradients: none
-                self._backward(value * 0.0)
+                with ExitStack() as none:
+                    for _, module in self._run.state.modules:
+                        none.enter_context(no_gradients(module))
+                    self._backward(value * 0.0, counts=False)
             return
         if self._reference is None:
             # Several ranks must weigh by the same unit: their gradients are added up before anybody knows the sum.
@@ -157,11 +162,11 @@ class Step:
             value = value / self.parts
         self._backward(value)
 
-    def _backward(self, value: Tensor) -> None:
+    def _backward(self, value: Tensor, counts: bool = True) -> None:
         scaler = self._run.state.scaler
         self.where = "backward"
         (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
-        self._run.witness.collect()
+        self._run.witness.collect(counts)
         self.where = "forward"
 
     @property

@@ -47,6 +47,8 @@ def to_write(tensors: Mapping[str, Tensor], private: Private, *, rank: int, size
     chunks = []
     for name, value in tensors.items():
         _refuse_strange(name, value)
+        if is_dtensor(value) and value.numel():
+            _refuse_placement(name, value)
         if name in writers and rank not in writers[name]:
             continue
         chunk = chunk_of(name, value)
@@ -105,15 +107,34 @@ def _is_sharded(value: Tensor) -> bool:
 
 def _replicas(name: str, value: Any, size: int) -> np.ndarray:
     """One row a replica: the ranks that together hold the whole tensor once."""
-    ranks = np.array(value.device_mesh.mesh.tolist())
+    slices = slices_of(value.device_mesh)
+    ranks = np.array(value.device_mesh.mesh.tolist())[None] if slices is None else slices
     if int(ranks.max()) >= size:
         raise RunDirError(
             f"{name} lies on rank {int(ranks.max())} of its mesh, and the world has {size}: name the world's size"
         )
-    copies = [dim for dim, placement in enumerate(value.placements) if placement.is_replicate()]
+    copies = [0, *(dim for dim, placement in enumerate(value.placements, 1) if placement.is_replicate())]
     count = math.prod(ranks.shape[dim] for dim in copies)
     rows: np.ndarray = np.moveaxis(ranks, copies, range(len(copies))).reshape(count, -1)
     return rows
+
+
+def slices_of(mesh: Any) -> np.ndarray | None:
+    """The ranks of a mesh and, where it was sliced out of a larger one, of its siblings, in which each rank sees its own:
+    (slices, *mesh.shape), the same on every rank. FSDP2 over tensor parallel leaves what is not parallelised on a slice.
+
+    None for a slice whose dimensions the larger one does not know by name (some flattened into one).
+    """
+    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+    own, ranks = np.array(mesh.mesh.tolist()), np.array(root.mesh.tolist())
+    if own.size == ranks.size:
+        return own[None]
+    known = root.mesh_dim_names or ()
+    if not names or not set(names) <= set(known):
+        return None
+    kept = [known.index(name) for name in names]
+    slices = np.moveaxis(ranks, kept, range(ranks.ndim - len(kept), ranks.ndim))
+    return slices.reshape(-1, *own.shape)
 
 
 def _bytes(value: Tensor) -> int:

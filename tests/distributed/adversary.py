@@ -15,6 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import GLOBAL, QUICK, Data, Guarded, Layout, Model, loss_of, on_all, plain, same
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -50,10 +53,10 @@ def train(
     loader: Any = None,
     after: Callable[[Any, Any], None] = lambda guard, step: None,
     each: Callable[[Any, Any], None] = lambda guard, step: None,
-    before: Callable[[Any], None] = lambda guard: None,
     parts: int = 1,
     accumulate: int = 1,
     epochs: int = 1,
+    max_steps: int | None = None,
     **options: Any,
 ) -> holdfast.Guard:
     """A guarded loop to its end. each: inside a step; after: between two."""
@@ -61,9 +64,8 @@ def train(
         layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=place, config={**QUICK, **config}, **options
     )
     with guard:
-        before(guard)
         loader = layout.loader(faults) if loader is None else loader
-        for step in guard.steps(loader, epochs=epochs, accumulate=accumulate):
+        for step in guard.steps(loader, epochs=epochs, accumulate=accumulate, max_steps=max_steps):
             with step:
                 for batch in step.microbatches(parts):
                     step.backward(loss_of(layout.model, batch))
@@ -116,6 +118,30 @@ def resumes_and_returns_on_slices_of_a_mesh(folder: Path, rank: int, size: int) 
         guard = train(layout, folder / "run", {**HOST, **SAVED, **BACK}, faults=bad(layout), each=forget)
         assert guard.summary().status == "recovered"
         same(layout.state(), plain(Layout("fsdp_tp", rank, size), 1.0, left_out(folder / "run")))
+
+
+class Flattened(Layout):
+    """FSDP2 over two dimensions of the mesh flattened into one, and tensor parallel."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        torch.manual_seed(5)
+        model = Model()
+        self.kind, self.rank, self.size, self.data, self.model = "fsdp_tp", rank, size, (2, rank // 2), model
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        flat = mesh["replicate", "shard"]._flatten("dp")
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=flat)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def goes_on_on_flattened_slices(folder: Path, rank: int, size: int) -> None:
+    with bounded(30):
+        train(Flattened(rank, size), folder / "run", {**HOST, **SAVED}, max_steps=6)
+        layout = Flattened(rank, size)
+        guard = train(layout, folder / "run", {**HOST, **SAVED})
+        assert guard.step == 20
+        same(layout.state(), plain(Flattened(rank, size), 1.0, set()))
 
 
 def hooks_of_one_rank(folder: Path, rank: int, size: int) -> None:

@@ -5,28 +5,22 @@ from __future__ import annotations
 import pytest
 
 
-def broken(why):
-    return pytest.mark.xfail(strict=True, reason=why)
-
-
-@broken("what lies on slices of a mesh is written once by every slice, and the checkpoint cannot be read")
 def test_fsdp_over_tensor_parallel_goes_on_from_its_checkpoints_and_returns_to_them(run):
     run("adversary.resumes_and_returns_on_slices_of_a_mesh:4")
 
 
-@broken("hooks.in_time and hooks.plans are each rank's own, and steer collectives")
+def test_run_on_flattened_slices_of_a_mesh_goes_on_from_its_checkpoints(run):
+    run("adversary.goes_on_on_flattened_slices:4")
+
+
 def test_hook_of_one_rank_alone_does_not_part_it_from_the_others(run):
     run("adversary.hooks_of_one_rank:2")
 
 
-@broken(
-    "whether the last save still stands is decided by each rank alone, and the first waits for shares that never come"
-)
 def test_random_number_drawn_on_one_rank_before_the_end_does_not_hold_up_the_last_save(run):
     run("adversary.draws_before_the_end:2")
 
 
-@broken("a rank that waits for words of all ranks while another is in the next step is found by nobody")
 @pytest.mark.parametrize("program", ["evaluates_alone", "looks_alone"])
 def test_call_that_all_ranks_must_make_and_one_makes_ends_all_of_them_and_says_so(run, tmp_path, program):
     with pytest.raises(AssertionError):
@@ -34,27 +28,22 @@ def test_call_that_all_ranks_must_make_and_one_makes_ends_all_of_them_and_says_s
     assert "waits for words of all ranks" in (tmp_path / "log").read_text()
 
 
-@broken("a guard made before init_process_group takes itself for the only one, on every rank")
 def test_guard_made_before_the_process_group_is_refused(run):
     run("adversary.guard_made_before_the_group:2")
 
 
-@broken("backward of 0 times a mean over nothing is NaN, and is averaged with the other ranks' gradients")
 def test_rank_without_a_token_that_counts_does_not_spoil_the_step_of_the_others(run):
     run("adversary.mean_over_nothing:2")
 
 
-@broken("expect_shift settles on one rank alone; what is asked before the first step and after the last is not heard")
 def test_what_one_rank_asks_for_after_a_fault_before_the_first_and_after_the_last_step_is_heard(run):
     run("adversary.asks_of_one_rank:2")
 
 
-@broken("a rank that no longer knows of the checkpoint the first one names returns to another one")
 def test_ranks_that_know_of_different_checkpoints_return_to_the_same(run):
     run("adversary.heard_of_earlier:2")
 
 
-@broken("an error out of the loader is told only by `with guard:`")
 def test_loader_that_raises_on_one_rank_takes_all_out_without_with_guard_too(run, tmp_path):
     with pytest.raises(AssertionError):
         run("adversary.loader_raises_without_with:2")

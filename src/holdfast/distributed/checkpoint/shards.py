@@ -123,8 +123,11 @@ def slices_of(mesh: Any) -> np.ndarray | None:
     """The ranks of a mesh and, where it was sliced out of a larger one, of its siblings, in which each rank sees its own:
     (slices, *mesh.shape), the same on every rank. FSDP2 over tensor parallel leaves what is not parallelised on a slice.
 
-    None for a slice whose dimensions the larger one does not know by name (some flattened into one).
+    None, with an older torch, for a slice whose dimensions the larger one does not know by name (some flattened into one).
     """
+    layout, everyone = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    if layout is not None and everyone is not None:
+        return np.array(layout.remap_to_tensor(everyone).tolist())
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
     own, ranks = np.array(mesh.mesh.tolist()), np.array(root.mesh.tolist())
     if own.size == ranks.size:

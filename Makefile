@@ -18,8 +18,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-# The crash test whole: 300 lives ended by SIGKILL, 300 by a file-system call that fails; `make test` has a tenth of it.
+# Everything `make test` has a part of: 300 lives ended by SIGKILL, 300 by a file-system call that fails; every case of the
+# products in tests/e2e; further attacks on several ranks.
 soak: $(READY)
+	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/e2e tests/unit/runtime tests/distributed
 	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -s tests/crash
 
 # The detectors against the frozen test seeds, real logs (HOLDFAST_CORPUS) and controlled runs; docs/detectors.md has its table.

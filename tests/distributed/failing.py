@@ -29,17 +29,19 @@ class Raises(torch.autograd.Function):
         raise ValueError("broken in backward")
 
 
-def main(folder: Path, kind: str, where: str, culprit: int) -> None:
+def main(folder: Path, kind: str) -> None:
+    """The first life ends in forward on rank 1, the second in backward on rank 0, the third in the update on rank 1."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     layout = Layout(kind, rank, size)
-    breaks = attempt == 0 and rank == culprit
+    where, culprit = {0: ("forward", 1), 1: ("backward", 0), 2: ("update", 1)}.get(attempt, ("nowhere", -1))
+    breaks, when = rank == culprit, WHEN + 4 * attempt
 
     def update(*_: Any) -> None:
-        if breaks and guard.step == WHEN - 1:
-            moment(folder)
+        if breaks and guard.step == when - 1:
+            moment(folder, where)
             raise ValueError("broken in the update")
 
     if where == "update":
@@ -51,15 +53,15 @@ def main(folder: Path, kind: str, where: str, culprit: int) -> None:
     guard = holdfast.Guard(layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=folder / "run", config=config)
     with guard:
         for step in guard.steps(layout.loader(), epochs=1):
-            bad = breaks and step.number == WHEN
+            bad = breaks and step.number == when
             with step:
                 for batch in step.microbatches():
                     if bad and where == "forward":
-                        moment(folder)
+                        moment(folder, where)
                         raise ValueError("broken in forward")
                     loss = loss_of(layout.model, batch)
                     if bad and where == "backward":
-                        moment(folder)
+                        moment(folder, where)
                         loss = Raises.apply(loss)
                     step.backward(loss)
     state = [t.tolist() for t in layout.state()]
@@ -67,9 +69,9 @@ def main(folder: Path, kind: str, where: str, culprit: int) -> None:
     dist.destroy_process_group()
 
 
-def moment(folder: Path) -> None:
-    (folder / "raised").write_text(str(time.time()))
+def moment(folder: Path, where: str) -> None:
+    (folder / f"raised-{where}").write_text(str(time.time()))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -45,6 +45,7 @@ def start(program: str, rank: int, size: int, folder: Path, meeting: Path) -> No
 
 
 def job(program: str, size: int, folder: Path, meeting: Path) -> bool:
+    (folder / program.rpartition("/")[0]).mkdir(exist_ok=True)
     module = program.rpartition("/")[2].rpartition(".")[0]
     if module:
         importlib.import_module(module)  # once, and not in every child

@@ -27,7 +27,7 @@ ALL: Groups = ((0, 1, 2, 3),)
 ROWS: Groups = ((0, 1), (2, 3))
 COLUMNS: Groups = ((0, 2), (1, 3))
 TENSOR_PARALLEL = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-STEPS = 30
+STEPS = 12
 
 
 def ddp(model: nn.Module) -> nn.Module:

@@ -6,6 +6,5 @@ import pytest
 
 
 @pytest.mark.parametrize(("kind", "size"), [("ddp", 2), ("fsdp", 2), ("tp", 2), ("fsdp_tp", 4)])
-def test_guarded_is_bit_identical_and_a_fault_on_one_rank_is_met_alike_by_all(run, tmp_path, kind, size):
-    (tmp_path / kind).mkdir()
+def test_guarded_is_bit_identical_and_a_fault_on_one_rank_is_met_alike_by_all(run, kind, size):
     run(f"{kind}/agreed.everything:{size}")

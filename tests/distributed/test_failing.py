@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-CASES = [
-    ("ddp", "forward", 1),
-    ("ddp", "backward", 0),
-    ("ddp", "update", 1),
-    ("fsdp", "backward", 1),
-]
 
 
-def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 1) -> tuple[int, str]:
+def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 3) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={restarts}", "--monitor-interval=0.2", str(HERE / "failing.py"), str(folder), *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -35,23 +29,25 @@ def launch(folder: Path, *words: str, ranks: int = 2, restarts: int = 1) -> tupl
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("kind", "where", "culprit"), CASES)
-def test_rank_that_raises_takes_all_out_at_once_and_the_restart_goes_on(tmp_path, kind, where, culprit):
-    status, log = launch(tmp_path, kind, where, str(culprit))
+@pytest.mark.parametrize("kind", ["ddp"])
+def test_rank_that_raises_takes_all_out_at_once_and_the_restart_goes_on(tmp_path, kind):
+    """In forward, in backward and in optimizer.step: each life of the run ends in another, under one torchrun."""
+    status, log = launch(tmp_path, kind)
     assert status == 0, log
-    broken = {"forward": "in forward", "backward": "in backward", "update": "in the update"}[where]
-    raised = float((tmp_path / "raised").read_text())
-    own = [json.loads(line) for line in (tmp_path / f"run/ranks/rank_0000{culprit}.jsonl").read_text().splitlines()]
-    other = [
-        json.loads(line) for line in (tmp_path / f"run/ranks/rank_0000{1 - culprit}.jsonl").read_text().splitlines()
-    ]
-    assert f"broken {broken}" in own[0]["error"] and own[0]["event"] == "failed", own
-    told = other[0]
-    assert told["event"] == "peer_failed" and told["rank"] == culprit and f"broken {broken}" in told["error"], other
-    assert told["time"] - raised < 5, told
-    assert f"rank {culprit} has failed" in log
+    told = [lines(tmp_path / f"run/ranks/rank_0000{rank}.jsonl") for rank in range(2)]
+    for life, (where, culprit) in enumerate([("in forward", 1), ("in backward", 0), ("in the update", 1)]):
+        own, other = told[culprit][life], told[1 - culprit][life]
+        assert own["event"] == "failed" and f"broken {where}" in own["error"], own
+        assert other["event"] == "peer_failed" and other["rank"] == culprit, other
+        assert f"broken {where}" in other["error"], other
+        raised = float((tmp_path / f"raised-{where.split()[-1]}").read_text())
+        assert other["time"] - raised < 5, other
+        assert f"rank {culprit} has failed" in log
     ends = [json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in range(2)]
-    assert [(e["attempt"], e["step"]) for e in ends] == [(1, 20), (1, 20)]
-    events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
-    (resumed,) = [e for e in events if e["event"] == "resumed"]
-    assert 0 < resumed["step"] < 6
+    assert [(e["attempt"], e["step"]) for e in ends] == [(3, 20), (3, 20)]
+    resumed = [e["step"] for e in lines(tmp_path / "run/journal.jsonl") if e["event"] == "resumed"]
+    assert len(resumed) == 3 and 0 < resumed[0] < 6 and resumed[0] <= resumed[1] < 10 and resumed[1] <= resumed[2] < 14
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

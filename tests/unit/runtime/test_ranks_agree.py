@@ -23,7 +23,7 @@ from holdfast.core.integrity import Class
 from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Guard, Wired
 
-STEPS = 6
+STEPS = 5
 WAIT_SECONDS = 20
 FAULTS = (
     "nan_data",
@@ -213,7 +213,7 @@ def silence():
 
 
 @pytest.mark.parametrize(
-    ("gate", "size", "schedules_of"), [("host", 2, 300), ("device", 2, 300), ("host", 3, 200), ("device", 3, 200)]
+    ("gate", "size", "schedules_of"), [("host", 2, 450), ("device", 2, 450), ("host", 3, 60), ("device", 3, 60)]
 )
 def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, schedules_of):
     left: list[str] = []
@@ -237,7 +237,7 @@ def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, sc
             "detect": {"gate": gate, "warmup_steps": 2},
             "recover": {**RECOVER, "ladder": ladder},
             "snapshot": {"every_steps": 2, "certify_after": 1},
-            "integrity": {"replicas_every": 2, "window_every": 3},
+            "integrity": {"replicas_every": 2, "window_every": 4},
         }
         ranks = [Rank(r, table, faults[r], config) for r in range(size)]
         threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]

@@ -280,7 +280,7 @@ def test_what_was_measured_is_read_back_by_its_name(scale, update, weights):
             tensor(weights),
         )
     )
-    assert packed.read() == (2.0, 3.0, 4, True, scale, update, weights)
+    assert packed.read() == (2.0, 3.0, 4, True, scale, update, weights, None)
 
 
 # ---- weight norm

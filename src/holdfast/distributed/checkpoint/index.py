@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import zlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -80,6 +81,8 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tensors: tuple[Entry, ...]
     parts: str
     """the rest of this rank's state, JSON, as it was given"""
+    parts_sum: int | None = None
+    """its CRC-32; None in those of an earlier version"""
 
 
 def bin_name(rank: int) -> str:
@@ -125,6 +128,8 @@ def _wrong(index: Index) -> str | None:
     """What in it cannot be, if anything."""
     if not (0 <= index.rank < index.world):
         return f"says rank {index.rank} of {index.world}"
+    if index.parts_sum is not None and zlib.crc32(index.parts.encode()) != index.parts_sum:
+        return "its parts are not what they were"
     at, seen = 0, set()
     for entry in index.tensors:
         if entry.name in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -74,7 +75,8 @@ def write_rank(
         crc = _write(path, pieces, length, progress)
         known = sums() if callable(sums) else sums
         summed = tuple(msgspec.structs.replace(entry, sum=known.get(entry.name)) for entry in entries)
-        content = encode(Index(rank=rank, world=size, bytes=length, tensors=summed, parts=parts))
+        own = zlib.crc32(parts.encode())
+        content = encode(Index(rank=rank, world=size, bytes=length, tensors=summed, parts=parts, parts_sum=own))
         path = folder / index_name(rank)
         write_file(path, content)
     except OSError as error:

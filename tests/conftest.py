@@ -11,7 +11,7 @@ settings.register_profile("fixed", derandomize=True, deadline=None, database=Non
 settings.load_profile("fixed")
 
 WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
-PRODUCTS = ("tests/e2e/", "tests/unit/runtime/test_resume_")
+PRODUCTS = ("tests/e2e/", "tests/e2e_reference/", "tests/unit/runtime/")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(config, items):
     left = []
     for item in items:
         name = item.nodeid.partition("[")[0]
-        share = 3 if count[name] >= 30 else 2 if count[name] >= 15 else 1
+        share = 4 if count[name] >= 30 else 3 if count[name] >= 15 else 2 if count[name] >= 8 else 1
         thin = item.nodeid.startswith(PRODUCTS) and zlib.crc32(item.nodeid.encode()) % share != 0
         if not named and (thin or item.get_closest_marker("soak") is not None):
             left.append(item)

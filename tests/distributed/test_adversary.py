@@ -22,7 +22,7 @@ def test_what_one_of_two_ranks_does_alone_parts_it_from_the_other_in_nothing(run
     )
 
 
-@pytest.mark.parametrize("program", ["evaluates_alone", "looks_alone"])
+@pytest.mark.parametrize("program", ["looks_alone", pytest.param("evaluates_alone", marks=pytest.mark.soak)])
 def test_call_that_all_ranks_must_make_and_one_makes_ends_all_of_them_and_says_so(run, tmp_path, program):
     with pytest.raises(AssertionError):
         run(f"adversary.{program}:2")

@@ -14,10 +14,11 @@ from holdfast.reference.config import parse
 from holdfast.reference.trainer import Trainer, build
 
 STEPS, BATCH = 10, 8
+WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     1: [{}],
     2: [{"data": 2}, {"shard": 2}, {"tensor": 2}],
-    4: [{}, {"data": 2, "shard": 2}, {"shard": 2, "tensor": 2}, {"data": 2, "tensor": 2}],
+    4: [{}, {"data": 2, "shard": 2}, {"shard": 2, "tensor": 2}, *([{"data": 2, "tensor": 2}] if WHOLE else [])],
 }
 """what [distributed] says, by the number of ranks; {}: nothing"""
 

@@ -107,17 +107,19 @@ class Run:
     def open(self, about: dict[str, Any]) -> None:
         self.watch = self._make_watch()
         self.watch.begin()
+        if self.ranks.rank > 0:
+            log.addFilter(_said_by_the_first)
         try:
             self.meeting.together(lambda: self.records.open(self.engine, about, self.history))
         except BaseException:
-            self.watch.close()
+            self._let_go()
             raise
         try:
             self.checkpoints.open(self.records.identity)
         except BaseException as error:
             self.records.close()
             self.fail(error, "opening the run directory")
-            self.watch.close()
+            self._let_go()
             raise
         self.leaving.forbid_foreign_steps()
 
@@ -181,7 +183,7 @@ class Run:
             self.serving.close,
             lambda: self._write_end(error or trouble),
             self.records.close,
-            self.watch.close,
+            self._let_go,
         )
         for part in parts:
             try:
@@ -190,6 +192,10 @@ class Run:
                 trouble = trouble or problem
         if trouble is not None and error is None:
             raise trouble
+
+    def _let_go(self) -> None:
+        self.watch.close()
+        log.removeFilter(_said_by_the_first)
 
     def _write_end(self, cause: BaseException | None) -> None:
         self.engine.write(
@@ -506,6 +512,11 @@ class Run:
         if message is not None:
             self.engine.write("note", step=self.step, message=message)
             log.warning("%s", message)
+
+
+def _said_by_the_first(record: logging.LogRecord) -> bool:
+    """What all ranks have agreed on needs saying once. Errors are each rank's own, and so is everything for a debugger."""
+    return record.levelno >= logging.ERROR or log.isEnabledFor(logging.DEBUG)
 
 
 def _spans(step: Step) -> tuple[Span, ...]:

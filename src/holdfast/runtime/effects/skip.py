@@ -37,7 +37,9 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
     if family(reason) == "nonfinite" and run.config.recover.nan_action != "skip":
-        log.warning("step %d skipped: loss %s, gradient norm %s", signal.step, signal.loss, signal.grad_norm)
+        ranks = [] if step.origin is None else step.origin.ranks
+        whose = f"; from rank {', '.join(map(str, ranks))}" if ranks else ""
+        log.warning("step %d skipped: loss %s, gradient norm %s%s", signal.step, signal.loss, signal.grad_norm, whose)
     run.keeper.not_committed()
     leave_out(run, step, signal, rows, reason, incident)
     run.rewind(step)

@@ -18,10 +18,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-# Everything `make test` has a part of: 300 lives ended by SIGKILL, 300 by a file-system call that fails; every case of the
-# products in tests/e2e; further attacks on several ranks.
+# Everything `make test` has a part of: every case of the large products, further attacks on several ranks, 300 lives ended by
+# SIGKILL, 300 by a file-system call that fails.
 soak: $(READY)
-	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/e2e tests/unit/runtime tests/distributed
+	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/crash
 	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -s tests/crash
 
 # The detectors against the frozen test seeds, real logs (HOLDFAST_CORPUS) and controlled runs; docs/detectors.md has its table.

@@ -11,7 +11,16 @@ settings.register_profile("fixed", derandomize=True, deadline=None, database=Non
 settings.load_profile("fixed")
 
 WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
-PRODUCTS = ("tests/e2e/", "tests/e2e_reference/", "tests/unit/runtime/")
+WHOLE_ALWAYS = ("tests/architecture/", "tests/distributed/", "tests/unit/core/")
+SHARES = {"tests/e2e/": ((30, 6), (15, 5), (8, 4), (4, 2)), "tests/": ((30, 4), (15, 3), (8, 2))}
+"""of so many cases one in so many"""
+
+
+def share_of(name: str, cases: int) -> int:
+    if name.startswith(WHOLE_ALWAYS):
+        return 1
+    shares = next(found for place, found in SHARES.items() if name.startswith(place))
+    return next((share for least, share in shares if cases >= least), 1)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -22,8 +31,7 @@ def pytest_collection_modifyitems(config, items):
     left = []
     for item in items:
         name = item.nodeid.partition("[")[0]
-        share = 4 if count[name] >= 30 else 3 if count[name] >= 15 else 2 if count[name] >= 8 else 1
-        thin = item.nodeid.startswith(PRODUCTS) and zlib.crc32(item.nodeid.encode()) % share != 0
+        thin = zlib.crc32(item.nodeid.encode()) % share_of(name, count[name]) != 0
         if not named and (thin or item.get_closest_marker("soak") is not None):
             left.append(item)
     if left:

@@ -6,7 +6,12 @@ import pytest
 
 
 def test_runs_on_slices_of_a_mesh_go_on_from_their_checkpoints_and_return_to_them(run):
-    run("adversary.resumes_and_returns_on_slices_of_a_mesh:4", "flattened/adversary.goes_on_on_flattened_slices:4")
+    run("adversary.resumes_and_returns_on_slices_of_a_mesh:4")
+
+
+@pytest.mark.soak
+def test_run_on_flattened_slices_of_a_mesh_goes_on_from_its_checkpoints(run):
+    run("adversary.goes_on_on_flattened_slices:4")
 
 
 def test_what_one_of_two_ranks_does_alone_parts_it_from_the_other_in_nothing(run):

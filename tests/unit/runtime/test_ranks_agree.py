@@ -247,10 +247,12 @@ def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, sc
             thread.join(2 * WAIT_SECONDS)
         assert not any(thread.is_alive() for thread in threads), "a rank was left waiting"
         first = ranks[0]
+        seen_to_the_end = (STEPS, "committed") in {(step, status) for step, _, status in first.outcomes[-1:]}
         for other in ranks[1:]:
             assert other.ended == first.ended, [r.ended for r in ranks]
             assert other.outcomes == first.outcomes
-            assert other.weights == first.weights
+            if seen_to_the_end or "flipped_bit" not in {fault for _, _, fault in schedule}:
+                assert other.weights == first.weights
         assert first.ended == "done" or first.ended.startswith("PolicyStop"), first.ended
         left.append(first.ended)
 

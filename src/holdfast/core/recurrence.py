@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import msgspec
 
@@ -118,13 +117,6 @@ class Recurrence:
             found.append(Decision(cause="transient", ranks=tuple(last.ranks), text=text + "".join(often)))
         self._last = {}
         return found
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last": msgspec.to_builtins(self._last), "transient": dict(self._transient)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last = msgspec.convert(state["last"], dict[str, Sighting])
-        self._transient = msgspec.convert(state["transient"], dict[str, int])
 
 
 _WRITES = (

@@ -11,7 +11,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -41,14 +41,6 @@ def spread(model: Transformer, layout: Layout, device: torch.device) -> nn.Modul
             fully_shard(block, mesh=over)
         fully_shard(model, mesh=over)
     return model
-
-
-def gather_no_more(model: nn.Module) -> None:
-    """After a forward without a backward: FSDP2 keeps what is outside the blocks gathered, and would forward with it again
-    although an update has come in between."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _slice(model: Transformer, mesh: DeviceMesh) -> None:

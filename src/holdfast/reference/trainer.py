@@ -22,11 +22,12 @@ from holdfast.reference.interrupts import INTERRUPTED, leave_interrupts_to_the_t
 from holdfast.reference.layout import fit
 from holdfast.reference.mixture import BLOCK, Mixture, Weights, quotas
 from holdfast.reference.model import Transformer, flops_per_token, next_token_loss
-from holdfast.reference.parallel import gather_no_more, spread
+from holdfast.reference.parallel import spread
 from holdfast.reference.stages import Stages
 from holdfast.reference.tokens import Tokens, embedded, open_tokens
 from holdfast.reference.watch import Result, View, Watch
 from holdfast.runtime.checkpoints import END
+from holdfast.runtime.sharded import reshard
 
 
 class Tamper(Protocol):
@@ -146,7 +147,7 @@ class Trainer:
         self.model.eval()
         losses = [self.loss(batch) for batch in self.held_out]
         self.model.train()
-        gather_no_more(self.model)
+        reshard(self.model)  # FSDP2 would forward again with what it has gathered, although an update comes in between
         mean = torch.stack(losses).mean()
         return float(mean if self.layout.size == 1 else ranks.mean(mean))
 

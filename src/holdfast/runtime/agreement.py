@@ -51,7 +51,8 @@ class Column(IntEnum):
 
 
 _FIXED = len(Column)
-_ALIKE = 1e-3
+ALIKE = 1e-3
+"""by what share norms of the same gradient may differ"""
 
 
 class Host(NamedTuple):
@@ -181,7 +182,7 @@ def _norm(values: Tensor, whole: bool) -> Tensor:
 
 def _differ(norms: Tensor) -> Tensor:
     """Every rank has measured the same gradient. On several meshes they may differ in the last bits; not by this much."""
-    return norms.amax() - norms.amin() > _ALIKE * norms.amax()
+    return norms.amax() - norms.amin() > ALIKE * norms.amax()
 
 
 class Rows:

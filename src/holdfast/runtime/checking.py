@@ -12,7 +12,7 @@ from torch import Tensor
 from holdfast.core.integrity import UNSEEN, Corruption, culprits, finding, ranks_text
 from holdfast.core.recurrence import Recurrence
 from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
-from holdfast.runtime.agreement import Column
+from holdfast.runtime.agreement import ALIKE, Column
 from holdfast.runtime.integrity import Integrity, Replicas
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Checking:
         self._run = run
         self._integrity = Integrity(self._tensors, run.config.integrity, replicas, run.ranks)
         self._recurrence = Recurrence(run.ranks.size)
+        self._said = False
 
     def _tensors(self) -> dict[str, Tensor]:
         """What only an update changes, sharded tensors as such."""
@@ -35,7 +36,12 @@ class Checking:
 
     def before_update(self, number: int) -> Tensor | None:
         """What is to be compared among ranks, or with what the last update left."""
-        return self._integrity.before_update(number)
+        row = self._integrity.before_update(number)
+        if self._integrity.unlike and not self._said:
+            self._said = True
+            names = ", ".join(self._integrity.unlike[:8])
+            self._run.tell(f"the ranks do not agree on who holds the same of these, so they are not compared: {names}")
+        return row
 
     def after_update(self, number: int) -> None:
         self._integrity.after_update(number)
@@ -70,7 +76,7 @@ class Checking:
             return []
         norms = step.rows.of(Column.NORM)
         usual = statistics.median(norms)
-        apart = [r for r, norm in enumerate(norms) if not math.isclose(norm, usual, rel_tol=1e-3)]
+        apart = [r for r, norm in enumerate(norms) if not math.isclose(norm, usual, rel_tol=ALIKE)]
         ranks = apart if 2 * len(apart) < len(norms) else list(range(len(norms)))
         who = ranks_text(ranks)
         return [

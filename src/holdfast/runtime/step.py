@@ -17,7 +17,7 @@ from holdfast.runtime.data.fingerprint import Look
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.gate import Passage
-from holdfast.runtime.sharded import no_gradients
+from holdfast.runtime.sharded import local, no_gradients
 
 if TYPE_CHECKING:
     from holdfast.runtime.attribution import Blame
@@ -319,6 +319,6 @@ def _here(value: Tensor) -> Tensor:
 def discount(parameters: list[Tensor], factor: float | Tensor) -> None:
     """Multiply every gradient by `factor`; of a sharded one, the shard that is here."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    here = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    here = [local(g) for g in gradients]
     if here:
         torch._foreach_mul_(here, factor)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from holdfast.runtime.sharded import is_sharded, local
+
 _MOST, _LARGEST = 64, 1 << 16
 """parameters looked at, and elements of one, at the most"""
 
@@ -27,9 +29,7 @@ class Witness:
         self._handles: list[Any] = []
         self._hooked = WeakTensorKeyDictionary()
         for module, name, parameter in _choose(modules) if enabled else ():
-            if hasattr(
-                parameter, "to_local"
-            ):  # sharded: forward and backward work with another tensor, put together for it
+            if is_sharded(parameter):  # forward and backward work with another tensor, put together for it
                 self._handles.append(module.register_forward_pre_hook(self._before_forward(name)))
             self._hook(parameter)
 
@@ -49,7 +49,7 @@ class Witness:
     @torch.no_grad()
     def _saw(self, gradient: Tensor) -> None:
         # Now: its memory is what the average is written to.
-        own = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        own = local(gradient)
         if not own.is_sparse:
             self._seen.append(torch.linalg.vector_norm(own, dtype=torch.float32))
 

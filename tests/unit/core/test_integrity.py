@@ -253,12 +253,8 @@ def test_what_never_was_the_same_is_left_out_without_going_back():
         assert Recurrence(3).seen(kind(1), ["w"], fresh={"w"}).cause == "unknown"  # one rank alone: no design
 
 
-def test_kinds_are_kept_apart_and_state_goes_through_json():
+def test_kinds_are_kept_apart():
     for first, then in itertools.product((replica, window), repeat=2):
         held = Recurrence(4)
         held.seen(first(2), ["w"])
-        other = Recurrence(4)
-        other.load_state_dict(json.loads(json.dumps(held.state_dict())))
-        assert other.state_dict() == held.state_dict()
-        expected = "persistent" if first is then else "unknown"
-        assert other.seen(then(2), ["w"]).cause == expected
+        assert held.seen(then(2), ["w"]).cause == ("persistent" if first is then else "unknown")

@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check soak demo bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu clean
+.PHONY: test check soak demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -23,6 +23,10 @@ check: $(READY)
 soak: $(READY)
 	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/crash
 	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -s tests/crash
+
+# What the guard costs on two cores: a step of about 50 ms and one of about 5 ms; docs/performance.md has its table.
+bench: $(READY)
+	$(BIN)/python -m benchmarks.overhead --json build/overhead.json
 
 # The detectors against the frozen test seeds, real logs (HOLDFAST_CORPUS) and controlled runs; docs/detectors.md has its table.
 bench-detectors: $(READY)
@@ -45,6 +49,11 @@ bench-agreement: $(READY)
 # The invariants on a GPU: one rank on NCCL with FSDP2, two on gloo; docs/ranks.md has its table.
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu.smoke --json build/gpu.json
+
+# What the guard costs on a GPU, beside a bare loop and others, and how it grows; docs/performance.md has its tables.
+bench-gpu-overhead: $(READY)
+	$(BIN)/python -m benchmarks.gpu.overhead --check-equal --check --json build/gpu-overhead.json
+	$(BIN)/python -m benchmarks.gpu.growth --json build/gpu-growth.json
 
 demo: $(READY)
 	$(BIN)/holdfast demo

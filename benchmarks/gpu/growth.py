@@ -1,0 +1,235 @@
+"""How the guard's cost grows: with parameters, with tensors, with steps.
+
+    PYTHONPATH=src:.gpu_libs python -m benchmarks.gpu.growth [--device cuda] [--what parameters tensors steps]
+        [--rounds 7] [--seconds 1.0] [--steps 1000000] [--check] [--json FILE]
+
+The model is nothing but its parameters: one product with the batch and one sum, so that a bare step is as short as it can
+be. Bare and guarded blocks are interleaved as in benchmarks.gpu.overhead; the guard has everything on but copies of the
+run. With `steps`, one guarded run of that many steps with snapshots every 10, on the CPU, in ten windows with a bare one
+beside each: neither the ratio to bare nor the memory of the process may grow. Slopes are Theil-Sen over all windows but
+the first; `--check` ends with status 1 where the ratio grows by more than 5% over the run or memory by more than 1 MB a
+100,000 steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from benchmarks.blocks import about, against, cell, headline, interleave, markdown, say, synchronize, write
+from benchmarks.gpt import loader
+from benchmarks.loops import Case, Guarded, Loop, Subject, let_go
+
+PARAMETERS: dict[str, list[float]] = {"cuda": [1, 10, 100, 1000], "cpu": [0.01, 0.1, 1, 10]}
+"""millions, in TENSORS tensors"""
+TENSORS = 100
+COUNTS = [10, 100, 1000, 10_000]
+SPREAD_OVER = {"cuda": 64, "cpu": 1}
+"""millions of parameters, in so many tensors"""
+WINDOWS, PIECES = 10, 10
+"""of the long run, and pieces of a window: bare and guarded take turns"""
+RATIO_GROWTH, MEMORY_GROWTH = 0.05, 1.0
+
+
+class Flat(nn.Module):
+    """Parameters, and a loss that gives each a gradient."""
+
+    def __init__(self, parameters: int, tensors: int) -> None:
+        super().__init__()
+        each = max(1, parameters // tensors)
+        self.parts = nn.ParameterList(nn.Parameter(torch.rand(each)) for _ in range(tensors))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (torch.cat(list(self.parts)) * (1 + 0.01 * batch.mean())).square().mean()
+
+
+class Parts(Case):
+    def __init__(self, parameters: int, tensors: int, device: str) -> None:
+        super().__init__(f"{parameters:,} in {tensors:,}", device=device, precision="fp32", lr=1e-5)
+        self.parameters, self.tensors = parameters, tensors
+
+    def model(self) -> nn.Module:
+        with torch.device(self.device):
+            return Flat(self.parameters, self.tensors)
+
+    def batches(self) -> DataLoader[Tensor]:
+        numbers = torch.rand(4096, 8, generator=torch.Generator().manual_seed(0))
+        return loader(numbers, 8, pin=self.device == "cuda")
+
+
+def cost(case: Parts, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Bare and guarded, interleaved."""
+    say(str(case))
+    bare, ours = Loop(Subject(case)), Guarded(Subject(case), folder)
+    try:
+        for loop in (bare, ours):
+            loop.warm_up()
+        synchronize(case.device)
+        began = time.perf_counter()
+        bare.block(5)
+        synchronize(case.device)
+        step = (time.perf_counter() - began) / 5
+        steps = 10 if options.quick else max(1, -(-int(options.seconds / step) // 10)) * 10
+        gc.collect()
+        gc.freeze()
+        ways = {"bare": bare.block, "guard": ours.block}
+        times = interleave(ways, steps=steps, rounds=options.rounds, device=case.device)
+    finally:
+        ours.close()
+    result = {"parameters": case.parameters, "tensors": case.tensors, "block_steps": steps, "times": times}
+    result |= {name: against(times["bare"], times[name]) for name in ways}
+    result["problems"] = ours.problems()
+    del bare, ours, ways
+    let_go(case.device)
+    return result
+
+
+def long_run(steps: int, folder: Path) -> dict[str, Any]:
+    """One guarded run in windows, a bare one beside it."""
+    case = Parts(1000, 10, "cpu")
+    bare = Loop(Subject(case))
+    ours = Guarded(Subject(case), folder, {"snapshot": {"every_steps": 10}})
+    windows = []
+    window = steps // WINDOWS // PIECES
+    beside = max(1, window // 4)
+    try:
+        for number in range(WINDOWS):
+            took = {"bare": 0.0, "guard": 0.0}
+            for _ in range(PIECES):
+                for name, loop, count in (("bare", bare, beside), ("guard", ours, window)):
+                    began = time.perf_counter()
+                    loop.block(count)
+                    took[name] += (time.perf_counter() - began) / count / PIECES * 1e3
+            windows.append({"steps": (number + 1) * window * PIECES, **took, "rss_mb": resident_mb()})
+            say(f"{windows[-1]}")
+    finally:
+        ours.close()
+    return {"steps": steps, "windows": windows, "problems": ours.problems(), **growth(windows)}
+
+
+def growth(windows: list[dict[str, Any]]) -> dict[str, float]:
+    """By the median of the slopes between all pairs of windows but the first: the ratio's share over the whole run, and
+    memory in MB a 100,000 steps."""
+    later = windows[1:]
+    ratios = [w["guard"] / w["bare"] for w in later]
+    places = [w["steps"] / 1e5 for w in later]
+    slope = theil_sen(places, ratios)
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_growth": slope * windows[-1]["steps"] / 1e5 / statistics.median(ratios),
+        "memory_growth": theil_sen(places, [w["rss_mb"] for w in later]),
+    }
+
+
+def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
+    pairs = [(i, j) for i in range(len(x)) for j in range(i)]
+    return statistics.median((y[i] - y[j]) / (x[i] - x[j]) for i, j in pairs)
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [headline(result["about"])]
+    if result["costs"]:
+        head = ["parameters", "tensors", "bare ms", "guard ms", "added ms", "ratio", "overall", "blocks x steps"]
+        rows = []
+        for one in result["costs"]:
+            ours = one["guard"]
+            row = [f"{one['parameters']:,}", f"{one['tensors']:,}", cell(one["bare"]["ms"], 3), cell(ours["ms"], 3)]
+            row += [cell(ours["added_ms"], 3), cell(ours["ratio"], 3), f"{ours['overall']:.3f}"]
+            rows.append([*row, f"{ours['ratio']['count']} x {one['block_steps']}"])
+        lines.append(markdown(head, rows))
+    if (long := result.get("long")) is not None:
+        head = ["steps", "bare ms", "guard ms", "ratio", "resident MB"]
+        rows = [
+            [
+                f"{w['steps']:,}",
+                f"{w['bare']:.4f}",
+                f"{w['guard']:.4f}",
+                f"{w['guard'] / w['bare']:.3f}",
+                f"{w['rss_mb']:.1f}",
+            ]
+            for w in long["windows"]
+        ]
+        lines += [
+            markdown(head, rows),
+            f"over {long['steps']:,} steps the ratio to bare grows by {long['ratio_growth']:+.2%} (at most "
+            f"{RATIO_GROWTH:.0%}), memory by {long['memory_growth']:+.3f} MB a 100,000 steps (at most {MEMORY_GROWTH:g}); "
+            "median of the slopes between all windows but the first",
+        ]
+    return "\n".join(lines)
+
+
+def failures(result: dict[str, Any], bars: bool) -> list[str]:
+    found = [
+        f"{one['parameters']:,} parameters in {one['tensors']:,} tensors: {problem}"
+        for one in result["costs"]
+        for problem in one["problems"]
+    ]
+    if (long := result.get("long")) is not None:
+        found += [f"the long run: {problem}" for problem in long["problems"]]
+        if bars and long["ratio_growth"] > RATIO_GROWTH:
+            found.append(f"the ratio to bare grows by {long['ratio_growth']:.2%} over {long['steps']:,} steps")
+        if bars and long["memory_growth"] > MEMORY_GROWTH:
+            found.append(f"memory grows by {long['memory_growth']:.2f} MB a 100,000 steps")
+    return found
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", nargs="+", choices=["parameters", "tensors", "steps"], default=None)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a block, at least")
+    parser.add_argument("--steps", type=int, default=None, help="of the long run; without it there is none")
+    parser.add_argument("--quick", action="store_true", help="small and short")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--json", default=None)
+    options = parser.parse_args(words)
+    what = options.what or (["steps"] if options.steps else ["parameters", "tensors"])
+    if options.device == "cuda" and not torch.cuda.is_available() and what != ["steps"]:
+        parser.error("no CUDA device here; --device cpu")
+    if options.rounds < 1 or (options.steps or WINDOWS * PIECES) < WINDOWS * PIECES:
+        parser.error(f"at least one round, and at least {WINDOWS * PIECES} steps")
+    millions: list[float] = PARAMETERS[options.device]
+    total = int(SPREAD_OVER[options.device] * 1e6)
+    counts = COUNTS
+    if options.quick:
+        options.rounds, millions, counts, total = min(options.rounds, 2), [0.001, 0.01], [10, 100], 10_000
+    cases = []
+    if "parameters" in what:
+        cases += [(int(m * 1e6), TENSORS) for m in millions]
+    if "tensors" in what:
+        cases += [(total, n) for n in counts]
+    device = options.device if cases else "cpu"
+    result: dict[str, Any] = {"about": about(device), "costs": []}
+    with tempfile.TemporaryDirectory() as name:
+        for number, (parameters, tensors) in enumerate(cases):
+            result["costs"].append(cost(Parts(parameters, tensors, device), options, Path(name) / str(number)))
+        if "steps" in what:
+            result["long"] = long_run(options.steps or 1_000_000, Path(name) / "long")
+    print(table(result))
+    write(options.json, result)
+    wrong = failures(result, options.check)
+    for line in wrong:
+        print(line)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

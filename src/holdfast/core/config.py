@@ -126,13 +126,17 @@ class Recover(Section, frozen=True):
 
 
 class SnapshotSection(Section, frozen=True):
-    """Copies of the run in host memory, to roll back to."""
+    """Copies of the run in memory, to roll back to."""
 
     enabled: Annotated[bool, says("without snapshots nothing can be rolled back")] = True
     every_steps: Annotated[Count, says("committed steps between snapshots")] = 10
     reach_steps: Annotated[Count, says("how far back the ring reaches, at powers of two")] = 1000
     certify_after: Annotated[Count, says("healthy steps that must follow before a snapshot counts as good")] = 10
-    memory_gb: Annotated[NonNegative, says("host memory for them; 0: a quarter of what is free")] = 0.0
+    memory_gb: Annotated[NonNegative, says("memory for them; 0: a quarter of what is free")] = 0.0
+    place: Annotated[
+        Literal["host", "device"],
+        says("where they are kept; device: faster, and needs that much free memory there"),
+    ] = "host"
 
 
 class CheckpointSection(Section, frozen=True):

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.core.config import Config
 from holdfast.core.detectors import build
-from holdfast.core.detectors.base import Detector
+from holdfast.core.detectors.base import Detector, Unlimited
 from holdfast.core.errors import SetupError
 from holdfast.core.incidents import IncidentFiles
 from holdfast.core.journal import Journal
@@ -54,7 +54,10 @@ class Engine:
     ) -> None:
         self.config = config
         self.policy = Policy(config.recover)
-        self.detectors = [*build(config.detect), *detectors]
+        own = build(config.detect)
+        self.detectors = [*own, *detectors]
+        # A detector of the user's is asked before every step: when its limits move is its own affair.
+        self._limiting = [*(d for d in own if not isinstance(d, Unlimited)), *detectors]
         names = [_SHIFTS, *(d.name for d in self.detectors)]
         if (twice := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {twice!r}, and their states would be mixed up; rename one")
@@ -95,7 +98,7 @@ class Engine:
     def limits(self) -> Limits:
         """The tightest limits any detector sets for the next step, from what has been observed so far."""
         tightest: dict[str, float] = {}
-        for detector in self.detectors:
+        for detector in self._limiting:
             for name, value in detector.limits().items():
                 if not math.isnan(value):  # nothing is above a NaN: it would take the limit away, not set one
                     tightest[name] = min(value, tightest.get(name, value))
@@ -111,11 +114,12 @@ class Engine:
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
         found = [f for d in self.detectors if (f := d.observe(signal)) is not None]
-        findings = (*more, *(found if origin is None else [_from(f, origin) for f in found]))
         self._recent.append(signal)
-        verdict = merge(signal, findings)
-        if verdict is None:
+        if not found and not more:
             return None
+        findings = (*more, *(found if origin is None else [_from(f, origin) for f in found]))
+        verdict = merge(signal, findings)
+        assert verdict is not None, "something was found"
         # What is only noted is no trouble: nothing is held back, in either mode.
         observing = self.config.recover.mode == "observe" and verdict.severity > Severity.NOTE
         if observing and self._seen_before(verdict):

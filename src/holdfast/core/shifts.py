@@ -14,6 +14,7 @@ from holdfast.core.types import Flag, Signal, Span
 LR_JUMP = 1.5
 _STEADY = 50
 _BACK_AT_PEAK = 1.05
+_NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
 class _Steady:
@@ -57,7 +58,7 @@ class Shifts:
     def observe(self, signal: Signal) -> str | None:
         """A step kept back for a high loss counts: another length may be what raised it. One that overflowed or is not
         finite does not, nor does the same data served again."""
-        if signal.overflow or signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE):
+        if signal.overflow or signal.flags & _NONFINITE:
             return None
         if signal.data and signal.data == self._data:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -15,15 +16,19 @@ from holdfast.core.engine import Engine
 from holdfast.core.errors import PolicyStop, RunDirError
 from holdfast.core.history import History
 from holdfast.core.incidents import IncidentFiles
-from holdfast.core.journal import Journal, MetricsFile, Silent, read
+from holdfast.core.journal import Journal, Silent, dumps, read
+from holdfast.core.metrics import MetricsFile
 from holdfast.core.plain import plain
 from holdfast.core.ports import Clock
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.rundir import RunDir, to_json, write_atomically
-from holdfast.core.types import Outcome
+from holdfast.core.types import Outcome, Signal
 from holdfast.runtime.environment import environment
 
 log = logging.getLogger("holdfast")
+
+_FIELDS = tuple(name for name in Signal.__struct_fields__ if name != "batch")
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Records:
@@ -83,7 +88,8 @@ class Records:
             self._said.clear()
             self._read_facts()
             if self._config.metrics.enabled:
-                self._metrics = MetricsFile(self.rundir.metrics, self._config.metrics.flush_seconds, self._clock)
+                every = self._config.metrics.flush_seconds
+                self._metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode=line)
         except BaseException:
             self.close()
             raise
@@ -131,9 +137,12 @@ class Records:
 
     def metrics(self, outcome: Outcome) -> None:
         if self._metrics is not None:
-            signal = outcome.signal
-            row = {name: getattr(signal, name) for name in signal.__struct_fields__ if name != "batch"}
-            self._metrics.write({**{k: v for k, v in row.items() if v is not None}, "status": outcome.status})
+            self._metrics.write(outcome)
+
+    def idle(self) -> None:
+        """No thread runs here until the next step has settled, so that a process may be forked."""
+        if self._metrics is not None:
+            self._metrics.idle()
 
     def flush(self) -> None:
         if self._metrics is not None:
@@ -150,6 +159,17 @@ class Records:
             closing.callback(journal.close)
             if metrics is not None:
                 closing.callback(metrics.close)
+
+
+def line(outcome: Outcome) -> bytes:
+    """A settled attempt as a line of metrics.jsonl."""
+    signal = outcome.signal
+    row = {name: value for name in _FIELDS if (value := getattr(signal, name)) is not None}
+    row["status"] = outcome.status
+    try:
+        return _encode(row).encode() + b"\n"
+    except TypeError:  # a limit of the user's detector may be a number of another library
+        return dumps(row)
 
 
 def _past(rundir: RunDir) -> list[dict[str, Any]]:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from holdfast.runtime.streams import NumpyStream, PythonStream
+
 
 class RngState(NamedTuple):
-    """Where every stream stands."""
+    """Where every stream stands. Nobody changes what it holds: two that are the same may share it."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -24,7 +26,7 @@ class RngState(NamedTuple):
         return (
             torch.equal(self.torch, other.torch)
             and self.python == other.python
-            and repr(self.numpy) == repr(other.numpy)
+            and _alike(self.numpy, other.numpy)
             and all(map(torch.equal, self.devices, other.devices))
             and all(map(torch.equal, self.generators, other.generators))
         )
@@ -55,6 +57,9 @@ class Rng:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = sorted({d.index or 0 for d in devices if d.type == "cuda"})
         self._generators: list[torch.Generator] = []
+        self._python, self._numpy = PythonStream(), NumpyStream()
+        if self._devices:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def include(self, generator: torch.Generator | None) -> None:
         """Add a generator of the user's own; the default one is there already."""
@@ -63,7 +68,7 @@ class Rng:
 
     def own(self) -> tuple[torch.Tensor, ...]:
         """Where the user's own generators stand."""
-        return tuple(g.get_state() for g in self._generators)
+        return tuple([g.get_state() for g in self._generators])
 
     def move_own(self, before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...]) -> None:
         """Draw from the user's own generators what was once drawn: those that stand at `before` go to `after`."""
@@ -72,14 +77,10 @@ class Rng:
                 generator.set_state(new)
 
     def capture(self) -> RngState:
-        """Draws nothing."""
-        numpy = sys.modules.get("numpy")
+        """Draws nothing, and waits for no device."""
+        devices = [torch.cuda.default_generators[i].get_state() for i in self._devices]
         return RngState(
-            random.getstate(),
-            None if numpy is None else numpy.random.get_state(legacy=False),
-            torch.get_rng_state(),
-            tuple(torch.cuda.get_rng_state(i) for i in self._devices),
-            self.own(),
+            self._python.state(), self._numpy.state(), torch.default_generator.get_state(), tuple(devices), self.own()
         )
 
     def restore(self, state: RngState) -> None:
@@ -91,3 +92,14 @@ class Rng:
             torch.cuda.set_rng_state(value, index)
         for generator, value in zip(self._generators, state.generators, strict=False):
             generator.set_state(value)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two states of NumPy's are the same, whatever generator they are of."""
+    if a is b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_alike(a[name], b[name]) for name in a)
+    if hasattr(a, "tobytes") and hasattr(b, "tobytes"):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return repr(a) == repr(b)

@@ -41,7 +41,7 @@ class Serving:
             epochs=epochs,
             first_epoch=0 if self.source is None else self.source.next_epoch,
             on_epoch_end=self._epoch_ended,
-            before_iter=run.keeper.idle,
+            before_iter=self._before_iter,
             on_exclusion=run.excluded,
             in_step=run.meeting.several,
         )
@@ -53,6 +53,12 @@ class Serving:
             run.engine.write("note", step=0, message=message)
         self.source, self._loader = source, loader
         return True
+
+    def _before_iter(self) -> None:
+        """The loader may fork workers: no thread of ours runs meanwhile."""
+        self._run.keeper.idle()
+        if getattr(self._loader, "num_workers", 0):
+            self._run.records.idle()
 
     def same_loop(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
         """Ranks that take a different number of steps would wait for each other at the end: refused at the beginning."""

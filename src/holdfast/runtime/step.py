@@ -198,7 +198,10 @@ class Step:
 
     def mean_loss(self) -> Tensor | None:
         """The mean over the parts, by weight; NaN where none of them counts."""
-        return self._nothing if self._loss is None else self._loss / sum(self._weights)
+        if self._loss is None:
+            return self._nothing
+        total = sum(self._weights)
+        return self._loss if total == 1.0 else self._loss / total
 
     def correction(self) -> float:
         """What the gradients are to be multiplied by, once the weights of all parts are known; 1 where all were equal.
@@ -219,6 +222,8 @@ class Step:
 
     @property
     def samples(self) -> int | None:
+        if len(self.draws) == 1:
+            return self.draws[0].samples
         counts = [d.samples for d in self.draws]
         return None if any(c is None for c in counts) else sum(c for c in counts if c is not None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
 import os
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.core import journal
 from holdfast.core.errors import RunDirError
-from holdfast.core.journal import Journal, MetricsFile, Silent
+from holdfast.core.journal import Journal, Silent
 from holdfast.core.types import Finding, Kind, Severity, Span
 
 
@@ -292,94 +290,3 @@ def test_silent_journal_takes_everything_and_makes_no_file(tmp_path, monkeypatch
     log.write("plan", durable=True, step=1)
     log.close()
     assert list(tmp_path.iterdir()) == []
-
-
-# ---- metrics
-
-
-def test_metrics_are_written_when_the_time_has_come(tmp_path):
-    path, clock = tmp_path / "metrics.jsonl", FakeClock()
-    metrics = MetricsFile(path, 5.0, clock)
-    metrics.write({"step": 1})
-    clock.now += 4.9
-    metrics.write({"step": 2})
-    assert journal.read(path).events == []
-    clock.now += 0.1
-    metrics.write({"step": 3})
-    assert [row["step"] for row in journal.read(path).events] == [1, 2, 3]
-    metrics.write({"step": 4})
-    assert len(journal.read(path).events) == 3
-    metrics.close()
-    assert len(journal.read(path).events) == 4
-
-
-def test_metrics_are_written_before_they_fill_the_memory(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, 1e9, FakeClock())
-    for step in range(1500):
-        metrics.write({"step": step, "loss": math.nan})
-    assert len(journal.read(path).events) == 1000
-    metrics.close()
-    assert len(journal.read(path).events) == 1500
-
-
-def test_metrics_file_torn_by_a_kill_is_continued(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step":1}\n{"st')
-    metrics = MetricsFile(path, 0.0)
-    metrics.write({"step": 2})
-    metrics.close()
-    record = journal.read(path)
-    assert [row["step"] for row in record.events] == [1, 2]
-    assert len(record.torn) == 1
-
-
-def rows(path: Path) -> list[int]:
-    return [row["step"] for row in journal.read(path).events]
-
-
-class Disk:
-    """Stands in for os.write: takes `room` bytes, then fails; with room again it goes on."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self._write = os.write
-
-    def __call__(self, descriptor: int, data: Any) -> int:
-        if self.room == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        taken = self._write(descriptor, data[: self.room])
-        self.room -= taken
-        return taken
-
-
-def test_metrics_rows_are_written_once_although_the_disk_was_full_at_any_byte(tmp_path, monkeypatch):
-    size = 3 * len(b'{"step":1}\n')
-    for room in range(size + 1):
-        path = tmp_path / f"{room}.jsonl"
-        metrics = MetricsFile(path, 1e9, FakeClock())
-        for step in (1, 2, 3):
-            metrics.write({"step": step})
-        disk = Disk(room)
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "write", disk)
-            if room < size:
-                with pytest.raises(RunDirError, match="cannot be written: No space left"):
-                    metrics.flush()
-            with contextlib.suppress(RunDirError):  # the last newline alone is not worth an error
-                metrics.flush()
-            disk.room = 10**6
-            metrics.write({"step": 4})
-            metrics.flush()
-            metrics.flush()
-        metrics.close()
-        assert rows(path) == [1, 2, 3, 4], room
-        assert len(journal.read(path).torn) <= 1, room
-
-
-def test_metrics_file_that_cannot_be_written_is_closed_all_the_same():
-    metrics = MetricsFile(Path("/dev/full"), 1e9, FakeClock())
-    metrics.write({"step": 1})
-    with pytest.raises(RunDirError, match="No space left"):
-        metrics.close()
-    metrics.close()

@@ -26,6 +26,13 @@ class Detector(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+class Unlimited:
+    """A detector that sets no limit, ever: of those that ship, the engine does not ask it."""
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+
 @runtime_checkable
 class Reader(Detector, Protocol):
     """A detector that can vouch for several values of a log at once.

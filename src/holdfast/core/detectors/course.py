@@ -58,6 +58,8 @@ class Course:
         self._habit = 0.0
         """single outliers of late"""
         self._doubt = _DOUBT
+        self._reaches: dict[float, float] = {}
+        """what `reach` has said since it last moved"""
 
     @property
     def ready(self) -> bool:
@@ -80,8 +82,11 @@ class Course:
         Early on the scale itself is uncertain, and everything reaches farther; more so where neighbours are alike and so
         tell less, and after a shift, since the level may still be on its way.
         """
-        doubt = self._doubt * (1.0 + _KIN_DOUBT * self._kin * self._kin) / max(1, self.count)
-        return z * self.scale * (1.0 + doubt) * max(1.0, self.tail / NORMAL_TAIL)
+        reach = self._reaches.get(z)
+        if reach is None:
+            doubt = self._doubt * (1.0 + _KIN_DOUBT * self._kin * self._kin) / max(1, self.count)
+            reach = self._reaches[z] = z * self.scale * (1.0 + doubt) * max(1.0, self.tail / NORMAL_TAIL)
+        return reach
 
     def lowest(self, values: Sequence[float], under: float, kept: float, most: float) -> float:
         """How far under the course these values go, remembered: `under`, fading by `kept` with each of them."""
@@ -111,6 +116,7 @@ class Course:
         self._waiting.append(value)
         if self.count < self._start:
             self.count += 1
+            self._reaches.clear()
             del self._waiting[:-_LOOK_BACK]
             if self.ready:
                 self._begin()
@@ -125,6 +131,7 @@ class Course:
 
     def _absorb(self) -> None:
         values, self._waiting = self._waiting, []
+        self._reaches.clear()
         count, level, trend, scale, tail = len(values), self.level, self.trend, self.scale, self.tail
         pull, spread, far, near, at = 0.0, 0.0, 0, self._near, level
         below: list[float] = []
@@ -217,6 +224,7 @@ class Course:
         are what this series does, and the tail reaches out to them.
         """
         self._habit += 1.0
+        self._reaches.clear()
         if self._habit > _HABIT:
             self.tail = min(_WIDEST_TAIL, max(self.tail, self.tail + 0.5 * (0.9 * z - self.tail)))
         else:
@@ -250,6 +258,7 @@ class Course:
             self._start, self._doubt = start, _DOUBT_AFTER_SHIFT
         self._waiting = []
         self.count = 0
+        self._reaches.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -272,6 +281,7 @@ class Course:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = state["start"]
+        self._reaches.clear()
         self._waiting = list(state["waiting"])
         self.count = state["count"]
         self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]

@@ -7,6 +7,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 RATIO, SUSTAIN, HISTORY = 5.0, 100, 1000
@@ -14,7 +15,7 @@ _BACK, _SKIP_BATCHES = 100, 200
 _FIRST = 100
 
 
-class CurryTrain:
+class CurryTrain(Unlimited):
     """As written: every loss enters the window, a NaN makes each comparison false, and once it fires it fires on.
 
     Mended: only finite losses enter; it fires once per excursion; it is usable from the first `_FIRST` steps; and a loss
@@ -35,9 +36,6 @@ class CurryTrain:
         self._began: float | None = None
         self._start: int | None = None
         self._said = False
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         return self._as_mended(signal) if self._mended else self._as_written(signal)

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _ZERO_FOR, _SAME_FOR = 32, 200
 
 
-class DeadRun:
+class DeadRun(Unlimited):
     """Loss and gradient norm both exactly zero, or both exactly the same as before, for a long time. On record, loudly.
 
     Where no gradient norm is known the loss alone decides, after twice as long.
@@ -26,9 +27,6 @@ class DeadRun:
         self._last: tuple[float, float | None] | None = None
         self._count = 0
         self._since = 0
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         norm = signal.grad_norm if signal.grad_norm is not None and math.isfinite(signal.grad_norm) else None

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
@@ -86,7 +87,7 @@ class _Scale:
         self.part, self.recent = list(state["part"]), deque(state["recent"], maxlen=_REMEMBERED)
 
 
-class Divergence:
+class Divergence(Unlimited):
     """Asks for a rollback, once; then it waits for a new best level, or a declared shift."""
 
     name = "divergence"
@@ -107,9 +108,6 @@ class Divergence:
         self._trough, self._lr, self._rising = math.inf, 0.0, False
         """the lowest learning rate since it was last at its peak; the last one; whether it has risen since the one before"""
         self._scales = [_Scale(*length) for length in _LENGTHS]
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _REMEMBERED = 512
@@ -13,7 +14,7 @@ _ENOUGH = 3
 _OFTEN = 8
 
 
-class DuplicateBatch:
+class DuplicateBatch(Unlimited):
     """Fingerprints of the last `_REMEMBERED` batches; `_ENOUGH` repeats among the last `_OFTEN` batches are a finding.
 
     A data set so small that an epoch fits into what is remembered repeats by design: the distance of the repeats is
@@ -29,21 +30,21 @@ class DuplicateBatch:
         self._recent: list[int] = []
         self._said: int | None = None
 
-    def limits(self) -> dict[str, float]:
-        return {}
-
     def observe(self, signal: Signal) -> Finding | None:
         if signal.batch is None or signal.attempt > 1:
             return None
-        before = self._seen.pop(signal.batch, None)
-        self._seen[signal.batch] = signal.step
-        if len(self._seen) > _REMEMBERED:
-            self._seen.popitem(last=False)
+        seen, recent = self._seen, self._recent
+        before = seen.pop(signal.batch, None)
+        seen[signal.batch] = signal.step
+        if len(seen) > _REMEMBERED:
+            seen.popitem(last=False)
         distance = 0 if before is None else signal.step - before
-        self._recent = [*self._recent, max(0, distance)][-_OFTEN:]
-        repeats = [d for d in self._recent if d > 0]
-        if not repeats:
+        recent.append(max(0, distance))
+        del recent[:-_OFTEN]
+        if not any(recent):
             self._said = None
+            return None
+        repeats = [d for d in recent if d > 0]
         if len(repeats) < _ENOUGH or distance <= 0 or self._said is not None:
             return None
         self._said = distance

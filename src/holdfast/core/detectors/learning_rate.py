@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.shifts import LR_JUMP
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
@@ -15,7 +16,7 @@ _STILL_HIGH = 0.2
 _ZERO_FOR = 50
 
 
-class LearningRate:
+class LearningRate(Unlimited):
     """Jump: more than `LR_JUMP` times the rate of the record before, once the rate has been steady or smooth.
 
     Frozen: it fell at nearly every record for a while, and then has not moved at all, well above its end; or it is zero.
@@ -33,9 +34,6 @@ class LearningRate:
         self._still = 0
         self._since = 0
         self._said = False
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         lr, last = signal.lr, self._last

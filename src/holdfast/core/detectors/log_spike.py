@@ -12,6 +12,8 @@ from holdfast.core.types import Finding, Flag, Severity, Signal
 _REBASELINE = 24
 _ACCEPT_AFTER = 8
 _GROSS_RATIO = 100.0
+_GROSS_RISE = math.log(_GROSS_RATIO)
+_LOSS_HIGH, _GRAD_HIGH = int(Flag.LOSS_HIGH), int(Flag.GRAD_HIGH)
 _ALONE = 2
 
 
@@ -50,7 +52,7 @@ class LogSpike:
         return self._gross
 
     def _rise(self) -> float:
-        return max(min(self._course.reach(self._z), math.log(_GROSS_RATIO)), self._ratio)
+        return max(min(self._course.reach(self._z), _GROSS_RISE), self._ratio)
 
     def observe(self, signal: Signal) -> Finding | None:
         value: float | None = getattr(signal, self.field)
@@ -58,11 +60,15 @@ class LogSpike:
             return None
         if not math.isfinite(signal.loss):
             return None
-        known = self._limit()
-        decided = signal.grad_limit if self.vetoes is not None else None
-        limit = decided if decided is not None else known if known is not None else math.inf
-        high = value > limit if decided is None else bool(signal.flags & Flag.GRAD_HIGH)
-        if not high or known is None:
+        known = self._gross is not None or self._course.ready
+        limit = signal.grad_limit if self.vetoes is not None else None
+        if limit is not None:
+            high = bool(signal.flags & _GRAD_HIGH)
+        else:
+            own = self._limit()
+            limit = math.inf if own is None else own
+            high = value > limit
+        if not high or not known:
             if 0 < self._run <= _ALONE and self._course.ready:
                 self._course.outlier(self._peak)
             self._run = 0
@@ -74,7 +80,7 @@ class LogSpike:
         if self._course.ready:
             self._peak = max(self._peak, self._course.z(math.log(value)))
         self._run += 1
-        if self._run >= _ACCEPT_AFTER and not signal.flags & Flag.LOSS_HIGH:
+        if self._run >= _ACCEPT_AFTER and not signal.flags & _LOSS_HIGH:
             return self._accept(signal, value, limit)
         message = f"{self.what} {value:.6g} is far above its recent course"
         return self._finding(signal, value, limit, message, new=self._run == 1)
@@ -94,7 +100,7 @@ class LogSpike:
         message = f"{self._run} times {self.what} high under a normal loss: taken as the new level"
         finding = self._finding(signal, value, limit, message)
         self.rebaseline()
-        self._gross = _exp(math.log(value) + math.log(_GROSS_RATIO))
+        self._gross = _exp(math.log(value) + _GROSS_RISE)
         return finding
 
     def _finding(self, signal: Signal, value: float, limit: float, message: str, new: bool = False) -> Finding:
@@ -117,7 +123,7 @@ class LogSpike:
 
     def rebaseline(self) -> None:
         if self._course.ready:
-            self._gross = _exp(self._course.expected() + max(2.0 * self._rise(), math.log(_GROSS_RATIO)))
+            self._gross = _exp(self._course.expected() + max(2.0 * self._rise(), _GROSS_RISE))
         # Before it has learned anything, it learns for as long as it was to.
         self._course.restart(None if self._gross is None else min(_REBASELINE, self._warmup))
         self._run = 0

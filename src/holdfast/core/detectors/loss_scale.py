@@ -6,13 +6,14 @@ import math
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _GROWTH_INTERVAL = 2000
 _STUCK_AFTER = 3 * _GROWTH_INTERVAL
 
 
-class LossScale:
+class LossScale(Unlimited):
     """A dynamic scale doubles after a growth interval without overflow and halves on one: a sawtooth is health.
 
     Constant for several growth intervals is scaling that is not engaged. Under 1, or `overflow_streak` overflows in a
@@ -30,9 +31,6 @@ class LossScale:
         self._last: float | None = None
         self._since = 0
         self._same = 0
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         scale = signal.loss_scale

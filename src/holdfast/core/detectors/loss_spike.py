@@ -29,6 +29,7 @@ _KIN_WIDENS = 13.0
 _JUMP, _JUMP_MOST = 4.0, 2.5
 # Losses as far under the course as over it are a noise that has grown wide, and no spike.
 _UNDER, _UNDER_KEPT, _UNDER_MOST = 2.4, 0.985, 6.0
+_LOSS_HIGH = int(Flag.LOSS_HIGH)
 
 
 class LossSpike:
@@ -103,6 +104,8 @@ class LossSpike:
     def _over(self, far: float) -> float:
         """What a loss adds to the score. Chance that lasts also comes slowly: a jump from the loss before counts extra."""
         kin, before, calm = self._course.kinship(), self._before, self._calm()
+        if far == 0.0 and before == 0.0:  # what the lines below come to
+            return -calm
         self._before = far if far > calm else 0.0
         jump = (far - kin * before) / math.sqrt(1.0 - 0.9 * kin * kin)
         return far - calm + min(_JUMP_MOST, max(0.0, 0.6 * (jump - _JUMP)))
@@ -130,20 +133,22 @@ class LossSpike:
             self._began = self._course.level
 
     def observe(self, signal: Signal) -> Finding | None:
-        if not math.isfinite(signal.loss) or signal.overflow:
+        loss, flags, course = signal.loss, signal.flags, self._course
+        if not math.isfinite(loss) or signal.overflow:
             return None
-        limits = self.limits()
-        if not limits:
+        if self._gross is None and not course.ready:
             self._learn(signal)
             return None
-        limit = signal.loss_limit if signal.loss_limit is not None else limits["loss"]
-        high = bool(signal.flags & Flag.LOSS_HIGH) or (signal.loss_limit is None and signal.loss > limit)
-        if not self._course.ready:
+        limit, high = signal.loss_limit, bool(flags & _LOSS_HIGH)
+        if limit is None:
+            limit = self.limits()["loss"]
+            high = high or loss > limit
+        if not course.ready:
             return self._while_learning(signal, high, limit)
         self._under *= _UNDER_KEPT
-        if signal.loss != 0.0 and not signal.flags:
-            self._under = max(self._under, min(_UNDER_MOST, -self._course.ahead(signal.loss, 1)))
-        over = self._over(self._deviations(signal.loss)) if not high else _MOST
+        if loss != 0.0 and not flags:
+            self._under = max(self._under, min(_UNDER_MOST, -course.ahead(loss, 1)))
+        over = self._over(self._deviations(loss)) if not high else _MOST
         if self._score == 0.0:
             self._onset = signal.step
         self._score = min(_FULL, max(0.0, self._score + min(over, _MOST)))

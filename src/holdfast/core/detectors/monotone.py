@@ -7,6 +7,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 STEPS = 200
@@ -15,7 +16,7 @@ _TREND_Z = 4.5
 _LEAST_RISE = 0.01
 
 
-class Monotone:
+class Monotone(Unlimited):
     """As written: 200 losses each above the one before, which no real loss ever does.
 
     Mended: a Mann-Kendall trend test over the medians of 20 blocks of 10 steps, `_TREND_Z` deviations up, and a rise
@@ -32,9 +33,6 @@ class Monotone:
         self._block: list[float] = []
         self._medians: deque[tuple[int, float]] = deque(maxlen=max(4, steps // _BLOCK))
         self._said = False
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         return self._as_mended(signal) if self._mended else self._as_written(signal)

@@ -6,10 +6,13 @@ import math
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 
+_LOSS, _GRAD = int(Flag.LOSS_NONFINITE), int(Flag.GRAD_NONFINITE)
 
-class NonFinite:
+
+class NonFinite(Unlimited):
     """A non-finite loss, or a non-finite gradient that is not a loss scaler finding its level.
 
     The gate's flag is the truth where there is one; over a log, the numbers are.
@@ -20,16 +23,13 @@ class NonFinite:
     def __init__(self, config: Detect) -> None:
         del config
 
-    def limits(self) -> dict[str, float]:
-        return {}
-
     def observe(self, signal: Signal) -> Finding | None:
         if signal.overflow:
             return None
-        if signal.flags & Flag.LOSS_NONFINITE or not math.isfinite(signal.loss):
+        if signal.flags & _LOSS or not math.isfinite(signal.loss):
             return self._finding(signal, Kind.NONFINITE_LOSS, f"loss is {signal.loss}")
         norm = signal.grad_norm
-        if signal.flags & Flag.GRAD_NONFINITE or (norm is not None and not math.isfinite(norm)):
+        if signal.flags & _GRAD or (norm is not None and not math.isfinite(norm)):
             message = f"gradient norm is {norm} while the loss is {signal.loss:.6g}"
             return self._finding(signal, Kind.NONFINITE_GRAD, message)
         return None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.detectors.divergence import middle_of
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
@@ -15,7 +16,7 @@ _SMOOTH = 0.28
 _BETTER = 0.002
 
 
-class Plateau:
+class Plateau(Unlimited):
     """No new best of the smoothed loss, by a share that counts, for `plateau_steps` steps. Said once per plateau."""
 
     name = "plateau"
@@ -28,9 +29,6 @@ class Plateau:
         self._best = 0.0
         self._since: int | None = None
         self._said = False
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss

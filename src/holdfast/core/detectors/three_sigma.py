@@ -7,13 +7,14 @@ import math
 from collections import deque
 from typing import Any
 
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 SIGMAS, WINDOW = 3.0, 100
 RECOVERED_SIGMAS, RECOVERY_STEPS = 0.5, 50
 
 
-class ThreeSigma:
+class ThreeSigma(Unlimited):
     """As written: the spike itself enters the window, a NaN there makes every comparison false, and nothing latches, so
     that every step over the limit is one more spike.
 
@@ -28,9 +29,6 @@ class ThreeSigma:
         self._mended, self._sigmas, self._window = mended, sigmas, window
         self._recent: deque[float] = deque()
         self._open: tuple[int, float, float] | None = None
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def _statistics(self) -> tuple[float, float]:
         # From the window itself: running sums never get back what they lose beside one large value, or to a NaN.

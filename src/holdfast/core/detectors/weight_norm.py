@@ -7,12 +7,13 @@ from collections import deque
 from typing import Any
 
 from holdfast.core.config import Detect
+from holdfast.core.detectors.base import Unlimited
 from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _WITHIN = 200
 
 
-class WeightNorm:
+class WeightNorm(Unlimited):
     """Compares each measured norm with the oldest of the last `_WITHIN` steps. Early growth from a small start counts
     from `warmup_steps` on."""
 
@@ -23,9 +24,6 @@ class WeightNorm:
         self._ratio, self._warmup = config.weight_ratio, config.warmup_steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WITHIN + 1)
         self._said = False
-
-    def limits(self) -> dict[str, float]:
-        return {}
 
     def observe(self, signal: Signal) -> Finding | None:
         norm = signal.weight_norm

@@ -47,7 +47,8 @@ class Look:
 
 def length_of(batch: Any) -> int | None:
     """T where the batch is sequences of whole numbers, shaped (B, T): its "input_ids", or its first tensor."""
-    named = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    plain = isinstance(batch, list | tuple)
+    named = batch.get("input_ids") if not plain and isinstance(batch, Mapping) else None
     first = named if isinstance(named, Tensor) else next(tensors_of(batch), None)
     if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
         return None
@@ -58,7 +59,7 @@ def fingerprint(batch: Any, crc: int = 0) -> int | None:
     """A checksum of parts of its first tensors, going on from `crc`; None where one of them is not in host memory."""
     seen = 0
     for tensor in tensors_of(batch):
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
         if tensor.numel():
             crc = _checksum(tensor.detach() if tensor.requires_grad else tensor, crc)

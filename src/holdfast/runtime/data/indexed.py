@@ -162,7 +162,7 @@ class IndexedSource:
                     raise StopIteration
                 self._open()
             # A loader of the user's own kind may load one batch ahead: then a step begins here, not where it was loaded.
-            rng = self._rng.capture() if self._queue else None
+            rng = self._rng.capture() if self._in_process and self._queue else None
             assert self._iterator is not None
             try:
                 batch = next(self._iterator)

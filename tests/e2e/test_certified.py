@@ -9,6 +9,7 @@ from test_exact import at, quick
 
 import holdfast
 from holdfast.core.types import Finding, Severity
+from holdfast.runtime.snapshots.returning import Returning
 
 
 def snapshots(guard):
@@ -59,9 +60,15 @@ def test_a_divergence_found_350_steps_late_rolls_back_to_before_its_onset(gate, 
     assert_same(run, case.reference(run))
 
 
-def test_a_snapshot_with_a_flipped_bit_is_passed_over(tmp_path):
+@pytest.mark.parametrize("way", ["host", "device", "proven_in_place"])
+def test_a_snapshot_with_a_flipped_bit_is_passed_over(way, tmp_path, monkeypatch):
+    """On a device what was put back is looked at there: the same way, here, on the host."""
     case = Case(shuffle="unique", epochs=5, config=quick(max_consecutive=2))
     case.faults = at(case, 40, 41, 42)
+    if way == "device":
+        case.config["snapshot"] = {**case.config["snapshot"], "place": "device"}
+    if way == "proven_in_place":
+        monkeypatch.setattr(Returning, "proves_in_place", lambda self, snapshot: True)
     hit = []
 
     def flip(step, parts):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from operator import eq, is_
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from holdfast.runtime.sharded import local
-from holdfast.runtime.tree import join, split
+from holdfast.runtime.members import PLAIN, same
+from holdfast.runtime.sharded import is_sharded, local
+from holdfast.runtime.tree import Put, at_once, join, split
 
 
 def with_inner(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -40,18 +43,27 @@ class Optimizers:
         self.outer = list(optimizers)
         self.all = with_inner(self.outer)
         self._hooks: list[Any] = []
+        self._listed: list[Tensor] = []
+        self._each: list[Tensor] = []
+        self._ids: frozenset[int] = frozenset()
+        self._states = [_States(o, f"optimizer.{i}") for i, o in enumerate(self.all)]
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.outer)
 
     def parameters(self) -> list[Tensor]:
         """Every parameter any of them updates, each once."""
-        seen: dict[int, Tensor] = {}
-        for optimizer in self.all:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    seen.setdefault(id(p), p)
-        return list(seen.values())
+        self.ids()
+        return list(self._each)
+
+    def ids(self) -> frozenset[int]:
+        """The ids of all of them: the same object as before where they are the same."""
+        listed = [p for o in self.all for group in o.param_groups for p in group["params"]]
+        if not same(listed, self._listed):
+            self._listed = listed
+            self._each = list({id(p): p for p in listed}.values())
+            self._ids = frozenset(map(id, listed))
+        return self._ids
 
     def groups(self) -> list[dict[str, Any]]:
         """Every param group, each once: a wrapper may share its groups with what it wraps."""
@@ -89,18 +101,9 @@ class Optimizers:
     # ---- state apart and back
 
     def split_state(self, tensors: dict[str, Tensor]) -> list[dict[Any, Any]]:
-        """State tensors into `tensors`, sharded ones as such; returns the rest, per optimizer, by parameter index."""
-        rest = []
-        for i, optimizer in enumerate(self.all):
-            index = {id(p): n for n, p in enumerate(_parameters(optimizer))}
-            rest.append(
-                {
-                    index.get(id(key), key): split(value, f"optimizer.{i}.{index.get(id(key), key)}", tensors)
-                    for key, value in optimizer.state.items()
-                    if value
-                }
-            )
-        return rest
+        """State tensors into `tensors`, sharded ones as such; returns the rest, per optimizer, by parameter index. Nobody
+        changes the rest: it is the same object for as long as the state is made of the same parts."""
+        return [states.split(tensors) for states in self._states]
 
     def split_groups(self, tensors: dict[str, Tensor]) -> list[list[dict[str, Any]]]:
         """Group options (lr, betas, ...), copied: schedulers change them between updates."""
@@ -127,10 +130,9 @@ class Optimizers:
         """Whether the saved options were taken with the param groups there are now."""
         return [len(g) for g in groups] == [len(o.param_groups) for o in self.all]
 
-    def join(
-        self, states: list[dict[Any, Any]], groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]
-    ) -> None:
-        """Back to the saved state, in place; state that did not exist then is removed."""
+    @torch.no_grad()
+    def put_back(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: Put) -> None:
+        """Back to the saved state, in place, through `put`; state that did not exist then is removed."""
         for optimizer, state in zip(self.all, states, strict=True):
             parameters = _parameters(optimizer)
             known = {id(parameters[k]) if isinstance(k, int) else k for k in state}
@@ -142,14 +144,15 @@ class Optimizers:
                 owner = key if isinstance(key, Tensor) else None
                 device = None if owner is None else owner.device
                 scalars = device if id(key) in counted else None
-                optimizer.state[key] = join(skeleton, tensors, optimizer.state.get(key), device, scalars, owner)
-        self.join_groups(groups, tensors)
+                optimizer.state[key] = join(
+                    skeleton, tensors, optimizer.state.get(key), device, scalars=scalars, owner=owner, put=put
+                )
 
     def join_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
         """Group options back to what they were."""
         for optimizer, saved in zip(self.all, groups, strict=True):
             for group, options in zip(optimizer.param_groups, saved, strict=True):
-                group.update(join(options, tensors, group, None))
+                group.update(join(options, tensors, group, None, put=at_once))
 
     def split_own(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What an optimizer keeps as plain attributes of its own (counts, slow weights), not copied."""
@@ -157,17 +160,68 @@ class Optimizers:
 
     def join_own(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         for optimizer, values in zip(self.all, saved, strict=True):
-            vars(optimizer).update({k: join(v, tensors, vars(optimizer).get(k), None) for k, v in values.items()})
+            own = vars(optimizer)
+            own.update({k: join(v, tensors, own.get(k), None, put=at_once) for k, v in values.items()})
 
     def _own(self, optimizer: Optimizer) -> dict[str, Any]:
-        trained = {id(p) for p in self.parameters()}
-        return {k: v for k, v in vars(optimizer).items() if k not in _TORCHS and _is_plain(v, trained)}
+        own = {k: v for k, v in vars(optimizer).items() if k not in _TORCHS}
+        trained = self.ids() if own else ()
+        return {k: v for k, v in own.items() if _is_plain(v, trained)}
+
+
+class _Made(NamedTuple):
+    """What the state of all parameters is made of, where it is of tensors alone."""
+
+    keys: list[Any]
+    names: list[tuple[Any, ...]]
+    kinds: list[type]
+    paths: list[str]
+
+
+class _States:
+    """One optimizer's state, taken apart. What it is made of is remembered: the walk is for what has changed."""
+
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
+        self._optimizer, self._name = optimizer, name
+        self._listed: list[Tensor] = []
+        self._made: _Made | None = None
+        self._rest: dict[Any, Any] = {}
+
+    def split(self, tensors: dict[str, Tensor]) -> dict[Any, Any]:
+        listed, state = _parameters(self._optimizer), self._optimizer.state
+        made = self._made
+        if made is not None and same(listed, self._listed) and same(list(state), made.keys):
+            shelves = list(state.values())
+            values = [v for shelf in shelves for v in shelf.values()]
+            alike = len(values) == len(made.paths) and all(map(eq, map(tuple, shelves), made.names))
+            if alike and all(map(is_, map(type, [*shelves, *values]), made.kinds)):
+                tensors.update(zip(made.paths, values, strict=True))
+                return self._rest
+        self._listed = listed
+        self._walk(tensors)
+        return self._rest
+
+    def _walk(self, tensors: dict[str, Tensor]) -> None:
+        index = {id(p): n for n, p in enumerate(self._listed)}
+        found: dict[str, Tensor] = {}
+        self._rest = {
+            index.get(id(key), key): split(value, f"{self._name}.{index.get(id(key), key)}", found)
+            for key, value in self._optimizer.state.items()
+            if value
+        }
+        tensors.update(found)
+        keys, shelves = list(self._optimizer.state), list(self._optimizer.state.values())
+        self._made = None
+        if all(type(shelf) is dict for shelf in shelves):
+            values = [v for shelf in shelves for v in shelf.values()]
+            if len(found) == len(values) and all(type(v) in PLAIN or is_sharded(v) for v in values):
+                self._made = _Made(keys, list(map(tuple, shelves)), list(map(type, [*shelves, *values])), list(found))
 
 
 _TORCHS = frozenset(vars(Optimizer([Tensor()], {})))
 
 
-def _is_plain(value: Any, trained: set[int]) -> bool:
+def _is_plain(value: Any, trained: Collection[int]) -> bool:
     """Numbers, text and tensors, nested or not; no parameter among them, which are the model's."""
     if isinstance(value, dict):
         return all(_is_plain(v, trained) for v in value.values())

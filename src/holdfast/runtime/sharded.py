@@ -16,11 +16,13 @@ def is_sharded(value: Any) -> bool:
     return callable(getattr(value, "to_local", None))
 
 
-@torch.no_grad()
 def local(value: Tensor) -> Tensor:
     """This rank's part of a tensor, the very memory; all of a plain one."""
     to_local = getattr(value, "to_local", None)
-    mine: Tensor = value if to_local is None else to_local()
+    if to_local is None:
+        return value.detach()
+    with torch.no_grad():
+        mine: Tensor = to_local()
     return mine.detach()
 
 

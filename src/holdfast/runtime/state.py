@@ -6,21 +6,23 @@ random streams belong here too but change within a forward: `Buffers` and `Rng` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.core.errors import SetupError
+from holdfast.runtime import bits
 from holdfast.runtime.buffers import Buffers, Capture
+from holdfast.runtime.members import PLAIN, Members, part_of, same
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import Interventions, Schedulers
 from holdfast.runtime.sharded import Followed, gathering, is_sharded, local, reshard
 from holdfast.runtime.snapshots.certify import fingerprint, first_nonfinite, nbytes, nonfinite
 from holdfast.runtime.snapshots.tier import Target
-from holdfast.runtime.tree import join, split
+from holdfast.runtime.tree import Put, Slot, at_once, join, split
 from holdfast.runtime.wrappers import bare, hands_out, set_hands_out
 
 
@@ -32,8 +34,20 @@ class Schedule(NamedTuple):
     tensors: dict[str, Tensor]
 
 
+class _Divided(NamedTuple):
+    """The parameters by what becomes of them."""
+
+    named: list[tuple[str, Tensor]]
+    grads: list[bool]
+    moving: int
+    names: list[str]
+    """of the trained ones, as a snapshot has them"""
+    trained: list[Tensor]
+    frozen: list[tuple[str, Tensor]]
+
+
 class RunState:
-    """The parts, by name. `heavy` and `light` take them apart, `join` puts them back bit for bit.
+    """The parts, by name. `heavy` and `light` take them apart, `put_back` and `join` put them back bit for bit.
 
     Of what is sharded, this rank's part is all that is ever looked at, copied or written to: no rank waits for another.
     """
@@ -54,7 +68,8 @@ class RunState:
         self.scaler = scaler
         self.interventions = Interventions()
         self.buffers = Buffers(self.modules)
-        self._followed = [(name, Followed(module)) for name, module in self.modules]
+        self._members = Members(self.modules)
+        self._divided = _Divided([], [], 0, [], [], [])
         self._registered: dict[str, Any] = {}
         self.apart: set[str] = set()
         """tensors that were found to differ among ranks from the first comparison on: each has its own"""
@@ -65,7 +80,7 @@ class RunState:
         self._prints: dict[str, int] = {}
         self._intended: dict[str, Tensor] = {}
         self._intend({f"buffer.{n}": b for n, b in self.buffers.named().items()})
-        self._intend({f"frozen.{n}": p for n, p in self._parameters(trained=False).items()})
+        self._intend({f"frozen.{n}": p for n, p in self._frozen_parts().items()})
 
     def _intend(self, tensors: dict[str, Tensor]) -> None:
         """A mask of -inf is non-finite by intent: what is not trained may be so where it was from the start."""
@@ -102,34 +117,43 @@ class RunState:
 
     def trained(self) -> list[Tensor]:
         """The parameters the optimizers update, in the model's own order."""
-        chosen = {id(p) for p in self.optimizers.parameters()}
-        return [p for _, p in self._named(chosen) if id(p) in chosen]
+        chosen = self.optimizers.ids()
+        return [p for _, p in self._named() if id(p) in chosen]
 
-    def _named(self, chosen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    def _named(self) -> list[tuple[str, Tensor]]:
         """The parameters of all modules, sharded ones as such, each once."""
-        seen: set[int] = set()
-        for prefix, followed in self._followed:
-            for name, p in followed.named(chosen):
-                if id(p) not in seen:
-                    seen.add(id(p))
-                    yield (f"{prefix}.{name}" if prefix else name), p
+        return self._members.named(self.optimizers.ids())
 
-    def _parameters(self, *, trained: bool) -> dict[str, Tensor]:
-        """What this rank has of the parameters, by name: of those that may change, or of the frozen ones."""
-        chosen = {id(p) for p in self.optimizers.parameters()}
-        return {
-            name: local(p)
-            for name, p in self._named(chosen)
-            if (p.requires_grad or id(p) in chosen or name in self._moving) == trained
-        }
+    def _parameters(self) -> _Divided:
+        """Those that may change, and the frozen ones. Divided anew where one has come, gone, or begun to be trained."""
+        named, known = self._named(), self._divided
+        grads = [p.requires_grad for _, p in named]
+        if named is known.named and grads == known.grads and len(self._moving) == known.moving:
+            return known
+        chosen = self.optimizers.ids()
+        trained: list[tuple[str, Tensor]] = []
+        frozen: list[tuple[str, Tensor]] = []
+        for name, p in named:
+            moves = p.requires_grad or id(p) in chosen or name in self._moving
+            (trained if moves else frozen).append((name, p))
+        model = [f"model.{name}" for name, _ in trained]
+        self._divided = _Divided(named, grads, len(self._moving), model, [p for _, p in trained], frozen)
+        return self._divided
+
+    def _frozen_parts(self) -> dict[str, Tensor]:
+        """What this rank has of the weights that are not trained, by name."""
+        return {name: local(p) for name, p in self._parameters().frozen}
 
     # ---- apart and back
 
     def heavy(self) -> dict[str, Tensor]:
         """The tensors that change only in an update: they can be copied beside the next forward and backward."""
-        tensors = {f"model.{name}": p for name, p in self._parameters(trained=True).items()}
+        divided = self._parameters()
+        tensors: dict[str, Tensor] = dict(zip(divided.names, divided.trained, strict=True))
         self.optimizers.split_state(tensors)
-        return {name: local(value) for name, value in tensors.items()}
+        if set(map(type, tensors.values())).issubset(PLAIN):
+            return tensors
+        return {name: part_of(value) for name, value in tensors.items()}
 
     def light(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
@@ -146,8 +170,7 @@ class RunState:
         rest["registered"] = self._split_registered(self._registered, found)
         rest["optimizer_own"] = self.optimizers.split_own(found)
         tensors.update({name: local(value).clone() for name, value in found.items()})
-        for name, value in self._parameters(trained=False).items():
-            tensors[f"print.{name}"] = fingerprint(value)
+        tensors.update({f"print.{name}": value for name, value in _prints(self._frozen_parts()).items()})
         return rest, tensors
 
     def _split_registered(self, names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -166,7 +189,7 @@ class RunState:
     def spread(self) -> dict[str, Tensor]:
         """The sharded tensors of the run, by the names that a snapshot has for this rank's parts of them."""
         found: dict[str, Tensor] = {}
-        for name, p in self._named({id(p) for p in self.optimizers.parameters()}):
+        for name, p in self._named():
             found[f"model.{name}"] = found[f"frozen.{name}"] = p
         self.optimizers.split_state(found)
         self.optimizers.split_own(found)
@@ -188,41 +211,43 @@ class RunState:
 
     def frozen(self) -> dict[str, Tensor]:
         """Host copies of the weights that are not trained: made once, shared by every snapshot."""
-        current = self._parameters(trained=False)
+        current = self._frozen_parts()
         for name, value in current.items():
             if name not in self._frozen:
                 self._frozen[name] = value.to("cpu", copy=True)
                 self._prints[name] = int(fingerprint(self._frozen[name]))
         return {f"frozen.{name}": self._frozen[name] for name in current}
 
-    def thawed(self, tensors: dict[str, Tensor]) -> str | None:
+    def thawed(self, prints: Mapping[str, int]) -> str | None:
         """The first frozen weight that was not, by its fingerprint, what the shared copy holds; None where all were.
 
         A write through `.data` leaves no other trace. Such a weight is kept like a trained one from then on.
         """
-        names = [n for n in self._prints if f"print.{n}" in tensors]
-        if not names:
-            return None
-        # One transfer from each device, however many there are.
-        found: dict[str, int] = {}
-        for device in {tensors[f"print.{n}"].device for n in names}:
-            here = [n for n in names if tensors[f"print.{n}"].device == device]
-            found.update(zip(here, torch.stack([tensors[f"print.{n}"] for n in here]).tolist(), strict=True))
-        moved = [n for n in names if found[n] != self._prints[n]]
+        moved = [n for n, kept in self._prints.items() if prints.get(f"print.{n}", kept) != kept]
         self._moving.update(moved)
         return moved[0] if moved else None
 
-    def moved(self, prints: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights that are taken for frozen and are not what the shared copy holds, copied as they are now."""
+    def print_of(self, name: str) -> int:
+        """The fingerprint of a shared copy, by its name in a snapshot, when it was made."""
+        return self._prints[name.removeprefix("frozen.")]
+
+    def moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights that are taken for frozen and are not what the shared copy holds, copied as they are now. Waits once
+        for each device."""
+        prints: dict[str, int] = {}
+        for device in {value.device for name, value in tensors.items() if name.startswith("print.")}:
+            here = [n for n, value in tensors.items() if n.startswith("print.") and value.device == device]
+            prints.update(zip(here, torch.stack([tensors[n] for n in here]).tolist(), strict=True))
         if self.thawed(prints) is None:
             return {}
-        moving = self._parameters(trained=True).items()
-        return {f"model.{name}": value.clone() for name, value in moving if f"print.{name}" in prints}
+        divided = self._parameters()
+        moving = zip(divided.names, divided.trained, strict=True)
+        return {name: local(p).clone() for name, p in moving if f"print.{name.removeprefix('model.')}" in prints}
 
     def spoilt(self, frozen: dict[str, Tensor]) -> str | None:
         """The first of the shared copies that does not hold what it held when it was made, or None."""
         for name, copied in frozen.items():
-            if int(fingerprint(copied)) != self._prints[name.removeprefix("frozen.")]:
+            if int(fingerprint(copied)) != self.print_of(name):
                 return name
         return None
 
@@ -230,14 +255,38 @@ class RunState:
         """What a snapshot holds of buffers and registered objects, and what all of them share, in bytes."""
         own = {f"buffer.{n}": b for n, b in self.buffers.named().items()}
         self._split_registered(self._registered, own)
-        return sum(map(nbytes, own.values())), sum(map(nbytes, self._parameters(trained=False).values()))
+        return sum(map(nbytes, own.values())), sum(map(nbytes, self._frozen_parts().values()))
+
+    def as_taken_apart(self, rest: dict[str, Any]) -> bool:
+        """Whether optimizer state is made of the same parts as it was then, and of tensors alone."""
+        return same(rest["optimizer_state"], self.optimizers.split_state({}))
+
+    @torch.no_grad()
+    def put_back(self, rest: dict[str, Any], tensors: dict[str, Tensor], put: Put, *, heavy: bool = True) -> None:
+        """The tensors that training moves, of the modules and of the optimizers, through `put`, in place. Without what is
+        `heavy`: that has been seen to already."""
+        divided = self._parameters()
+        if heavy:
+            for name, p in zip(divided.names, divided.trained, strict=True):
+                saved = name if name in tensors else f"frozen.{name.removeprefix('model.')}"
+                put(saved, part_of(p), tensors[saved])
+            self.optimizers.put_back(rest["optimizer_state"], tensors, put)
+        for name, p in divided.frozen:
+            saved = f"frozen.{name}" if f"model.{name}" not in tensors else f"model.{name}"
+            put(saved, part_of(p), tensors[saved])
+        for name, thing in self._registered.items():
+            if isinstance(thing, nn.Module):
+                current = self._tensors(name, thing)
+                for key, kept in rest["registered"][name].items():
+                    if isinstance(kept, Slot):
+                        put(kept.name, part_of(current[key]), tensors[kept.name])
+                    else:  # a sparse one
+                        local(current[key]).copy_(kept)
 
     @torch.no_grad()
     def join(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Back to what was taken apart, in place. FSDP2 is to forget what it has gathered of what was."""
-        for name, p in (*self._parameters(trained=True).items(), *self._parameters(trained=False).items()):
-            p.copy_(tensors.get(f"model.{name}", tensors.get(f"frozen.{name}")))  # type: ignore[arg-type]
-        self.optimizers.join(rest["optimizer_state"], rest["optimizer_groups"], tensors)
+        """All else, once the tensors are back. FSDP2 is to forget what it has gathered of what was."""
+        self.optimizers.join_groups(rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
         if self.scaler is not None:
@@ -245,13 +294,10 @@ class RunState:
         self.optimizers.join_own(rest["optimizer_own"], tensors)
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
-                current = self._tensors(name, thing)
-                for key, value in join(rest["registered"][name], tensors, current, None).items():
-                    if value is not current[key]:
-                        local(current[key]).copy_(local(value))
                 reshard(thing)
             else:
-                thing.load_state_dict(join(rest["registered"][name], tensors, thing.state_dict(), None))
+                saved = rest["registered"][name]
+                thing.load_state_dict(join(saved, tensors, thing.state_dict(), None, put=at_once))
         self.let_go()
         for (_, module), flag in zip(self.given, rest.get("wrapped", ()), strict=False):
             set_hands_out(module, flag)
@@ -266,8 +312,8 @@ class RunState:
         and not only this rank's parts."""
         if not self.optimizers.fits(rest["optimizer_groups"]):
             return "the optimizer's param groups have changed since"
-        for name, parameter in self._named({id(p) for p in self.optimizers.parameters()}):
-            p = parameter if whole else local(parameter)
+        for name, parameter in self._named():
+            p = parameter if whole else part_of(parameter)
             saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
             if saved is None:
                 return f"parameter {name} was not there then"
@@ -304,3 +350,17 @@ class RunState:
         """
         named = {f"buffer.{n}": b for n, b in self.buffers.as_named(buffers).items()}
         return first_nonfinite({**self.heavy(), **named}, self.intended)
+
+
+@torch.no_grad()
+def _prints(frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A fingerprint of each, where it lies. On a device in one pass over all of them: they may be most of the model."""
+    found: dict[str, Tensor] = {}
+    for device in {value.device for value in frozen.values()}:
+        here = {name: value for name, value in frozen.items() if value.device == device}
+        if device.type == "cpu":
+            found.update({name: fingerprint(value) for name, value in here.items()})
+        else:
+            seen = bits.look(here, finite=False)
+            found.update(zip(seen.names, seen.sums.unbind(), strict=True))
+    return found

@@ -1,7 +1,9 @@
 """Roll back: everything returns to a certified state; then data, LR and clip as the plan says.
 
 All of it is in one event, forced to disk before anything takes effect: a life that ends in between is followed by one that
-finds the data excluded and makes the same interventions at the same step.
+finds the data excluded and makes the same interventions at the same step. On a device the tensors are back before that,
+since only there is it seen whether they are what was certified, and so how far back it goes. That outlives no process; and
+if the event cannot be written, or nothing holds, the keeper lets nothing be saved of them.
 """
 
 from __future__ import annotations

@@ -1,21 +1,29 @@
-"""Copies to host memory that run beside training.
+"""Copies of a state that are made beside training.
 
-On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies into pinned memory. Either
-way the next update calls `wait` first, since it would overwrite what is still being read. Checksums and the search for
-non-finite values run on the device at its own speed, behind the copy; on the CPU a second thread does them. Nobody waits
-for that but certification.
+On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies, into page-locked memory or
+on the device itself. Either way the next update calls `wait` first, since it would overwrite what is still being read.
+Checksums and the search for non-finite values run on the device at its own speed, behind the copy; on the CPU a second
+thread does them. Nobody waits for that but certification.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, fingerprint, first_nonfinite
+from holdfast.runtime import bits
+from holdfast.runtime.snapshots.blocks import Block, Blocks
+from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite, sound
+from holdfast.runtime.snapshots.layout import Layout
+from holdfast.runtime.snapshots.pages import FEW, locked
+
+HOST = torch.device("cpu")
 
 
 class Examined(NamedTuple):
@@ -27,36 +35,60 @@ class Examined(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What was looked at on the device, on its way to the host: a checksum of each tensor, and norms that are finite only
-    where every value is."""
+    """What was seen on the device, on its way to the host."""
 
     names: list[str]
     sums: Tensor
-    normed: list[str]
-    norms: Tensor
+    bad: Tensor
+
+
+class Watched:
+    """The run's own tensors while they are copied: if one is written to meanwhile, the copy is a state that never was."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._then = _versions(tensors)
+
+    def changed(self) -> bool:
+        return _versions(self._tensors) != self._then
 
 
 class Copy:
-    """Host tensors being filled."""
+    """Tensors being filled."""
 
-    def __init__(self, tensors: dict[str, Tensor], events: list[torch.cuda.Event]) -> None:
-        self.tensors = tensors
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        events: Sequence[torch.cuda.Event] = (),
+        block: Block | None = None,
+        watched: Watched | None = None,
+    ) -> None:
+        self.tensors, self.block = tensors, block
         self.copied = threading.Event()
         self._news = threading.Condition()
         self._there: set[str] = set()
         self.examined: Future[Examined] = Future()
         self._events = events
+        self._watched = watched
+        self._torn = False
+
+    @property
+    def on_device(self) -> bool:
+        """Whether streams do it."""
+        return bool(self._events)
 
     def wait(self) -> None:
-        """Before the sources may change. Where all of them are on CUDA the streams wait, not the host."""
-        if self._events:
-            for event in self._events:
-                torch.cuda.current_stream(event.device).wait_event(event)
-        else:
+        """Before the sources may change. Where any of them are on CUDA the streams wait, not the host."""
+        if not self._events:
             self.copied.wait()
+            return
+        for event in self._events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        if self._watched is not None:
+            self._torn, self._watched = self._watched.changed(), None
 
     def wait_for(self, name: str) -> None:
-        """Until the host tensor of that name holds what was copied, or nothing more is copied."""
+        """Until the copy of that name holds what was copied, or nothing more is copied."""
         if self._events:
             self.copied.wait()
             for event in self._events:
@@ -65,66 +97,155 @@ class Copy:
             with self._news:
                 self._news.wait_for(lambda: name in self._there or self.copied.is_set())
 
-    def arrived(self, name: str | None) -> None:
-        """That tensor is copied; None: nothing more is."""
+    def arrived(self, names: Sequence[str] | None) -> None:
+        """Those are copied; None: nothing more is."""
         with self._news:
-            if name is None:
+            if names is None:
                 self.copied.set()
             else:
-                self._there.add(name)
+                self._there.update(names)
             self._news.notify_all()
+
+    def fine(self) -> set[str]:
+        """Small tensors on the host that are finite by a look at a whole row of them at once."""
+        if self.block is None:
+            return set()
+        layout = self.block.layout
+        rows = [row for home, row in layout.rows if sound(self.block.row(home, row))]
+        return {layout.names[i] for row in rows for i in row.members}
 
     def result(self) -> Examined:
         """The examination, waited for."""
-        return self.examined.result()
+        found = self.examined.result()
+        return found._replace(torn=True) if self._torn else found
 
 
 class Copier:
-    """Starts copies, one after another, on one background thread."""
+    """Starts copies, one after another, on one background thread or one stream a device."""
 
     def __init__(self, intended: Intended) -> None:
         self._intended = intended
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._examining = ThreadPoolExecutor(1, thread_name_prefix="holdfast-examine")
+        self._paging = ThreadPoolExecutor(2, thread_name_prefix="holdfast-pages")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._held: list[Copy] = []
-        self._spare: list[dict[str, Tensor]] = []
+        self._layouts: dict[tuple[str, bool], Layout] = {}
+        self._pools: dict[tuple[str, bool], Blocks] = {}
 
-    def start(self, sources: dict[str, Tensor], *, live: bool) -> Copy:
+    # ---- memory
+
+    def layout(self, part: str, tensors: Mapping[str, Tensor], *, on_host: bool = True) -> Layout:
+        """How that part of a state lies in memory: the same object for as long as it is made of the same tensors."""
+        home = HOST if on_host else None
+        known = self._layouts.get((part, on_host))
+        if known is None or not known.fits(tensors, home):
+            known = self._layouts[part, on_host] = Layout(tensors, home)
+            pool = self._pools.setdefault((part, on_host), Blocks(self._make))
+            takes_time = _page_locked_for(known) is not None and known.nbytes >= FEW
+            pool.adopt(known, self._paging if takes_time else None)
+        return known
+
+    def _make(self, layout: Layout) -> Block:
+        if (device := _page_locked_for(layout)) is not None:
+            memory, note = locked(layout.sizes[HOST], device)
+            return Block(layout, {HOST: memory}, note)
+        found = {}
+        for home, size in layout.sizes.items():
+            # Of the stream that writes to it, so that it is not given away while that is still at it.
+            with torch.cuda.stream(self._stream(home)) if home.type == "cuda" else contextlib.nullcontext():
+                found[home] = torch.empty(size, dtype=torch.uint8, device=home)
+                for _, row in (each for each in layout.rows if each[0] == home):
+                    found[home][row.start : row.start + row.nbytes].zero_()
+        return Block(layout, found)
+
+    def prepare(self, most: int) -> None:
+        """Have memory for the next copies made, where that takes time; never for more than `most` of a kind."""
+        for pool in self._pools.values():
+            pool.prepare(most)
+
+    def count(self, part: str, *, on_host: bool) -> int:
+        """How many blocks for that part there are."""
+        return self._pools[part, on_host].count if (part, on_host) in self._pools else 0
+
+    def ready(self, part: str, *, on_host: bool) -> bool:
+        """Whether memory for that part is there, or being made."""
+        return (part, on_host) in self._pools and self._pools[part, on_host].ready()
+
+    def reclaim(self, part: str, copy: Copy | None) -> None:
+        """Take back the memory of a copy that nobody needs any more, for the next one."""
+        if copy is not None and copy.block is not None and copy.examined.done():
+            block, copy.block, copy.tensors = copy.block, None, {}
+            self._pools[part, block.layout.home is not None].give(block)
+
+    # ---- copying
+
+    def start(
+        self,
+        sources: dict[str, Tensor],
+        *,
+        live: bool,
+        part: str = "heavy",
+        on_host: bool = True,
+        layout: Layout | None = None,
+    ) -> Copy:
         """Begin copying `sources`. `live` ones are the run's own and must not change until `wait` has returned; others
-        are copies already, which nobody changes."""
-        spare = self._spare.pop() if live and self._spare else {}
-        targets = {name: _target(value, spare.get(name)) for name, value in sources.items()}
-        devices = {v.device for v in sources.values() if v.is_cuda}
+        are copies already, which nobody changes: where they are at home they are kept as they are. `layout`: what has just
+        been found to fit them."""
+        values = list(sources.values())
+        block: Block | None = None
+        tensors, odd = sources, {n for n, v in sources.items() if v.layout is not torch.strided} if not live else set()
+        devices = [] if live else list(dict.fromkeys(v.device for v in values))
+        if live or (on_host and any(d != HOST for d in devices)):
+            layout = layout or self.layout(part, sources, on_host=on_host)
+            block = self._pools[part, on_host].take()
+            tensors, devices = block.tensors, layout.devices
+            if layout.odd:
+                odd = {layout.names[i] for i in layout.odd}
+                tensors = {n: block.tensors[n] if n not in odd else _apart(v, on_host) for n, v in sources.items()}
         looks: list[Look] = []
-        events = [self._on_stream(device, sources, targets, looks if live else None) for device in devices]
-        if events:
+        events = [
+            self._on_stream(
+                device, {n: v for n, v in sources.items() if v.device == device and n not in odd}, values, block, looks
+            )
+            for device in devices
+            if device.type == "cuda"
+        ]
+        if events and block is not None and HOST in devices:
             # What is left on the host then is small (Adam's step counts): copied now, so that no thread is waited for.
-            for name, value in sources.items():
-                if not value.is_cuda:
-                    targets[name].copy_(value)
-        copy = Copy(targets, events)
-        versions = {} if events else {n: v._version for n, v in sources.items() if not v.is_inference()}
-        self._copying.submit(self._copy, copy, sources, versions, events, looks)
+            block.fill(values, HOST)
+        watched = Watched(values) if block is not None and live else None
+        copy = Copy(tensors, events, block, watched if events else None)
         if live:
             self._held.append(copy)
+        self._copying.submit(self._copy, copy, values, None if events else watched, events, looks)
         return copy
 
-    def _on_stream(
-        self, device: torch.device, sources: dict[str, Tensor], targets: dict[str, Tensor], looks: list[Look] | None
-    ) -> torch.cuda.Event:
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def _on_stream(
+        self,
+        device: torch.device,
+        here: dict[str, Tensor],
+        values: list[Tensor],
+        block: Block | None,
+        looks: list[Look],
+    ) -> torch.cuda.Event:
+        """Copy what lies on that device, and look at it."""
+        stream = self._stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), torch.no_grad():
-            for name, value in sources.items():
-                if value.device == device:
-                    targets[name].copy_(value, non_blocking=True)
-                    value.record_stream(stream)
-            if looks is not None:
-                looks.append(_look({n: v for n, v in sources.items() if v.device == device}))
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            if block is not None:
+                block.fill(values, device)
+            found = bits.look(here)
+            looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
+            for value in here.values():
+                value.record_stream(stream)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(stream)
         return event
 
@@ -132,18 +253,22 @@ class Copier:
     def _copy(
         self,
         copy: Copy,
-        sources: dict[str, Tensor],
-        versions: dict[str, int],
+        values: list[Tensor],
+        watched: Watched | None,
         events: list[torch.cuda.Event],
         looks: list[Look],
     ) -> None:
         try:
-            if not events:
-                for name, value in sources.items():
-                    copy.tensors[name].copy_(value)
-                    copy.arrived(name)
+            block = copy.block
+            if block is not None and not events:
+                for device in block.layout.devices:
+                    if device != HOST:
+                        block.fill(values, device)
+                for batch in block.layout.together:
+                    block.fill_batch(values, batch)
+                    copy.arrived([block.layout.names[i] for i in batch])
             # A parameter written to while it was read: the model's forward changes it. Not a state that ever was.
-            torn = any(sources[name]._version != version for name, version in versions.items())
+            torn = watched is not None and watched.changed()
             self._examining.submit(self._examine, copy, events, looks, torn)
         except BaseException as error:
             copy.examined.set_exception(error)
@@ -156,14 +281,14 @@ class Copier:
             for event in events:
                 event.synchronize()
             sums: dict[str, int] = {}
-            sound: set[str] = set()
+            fine: set[str] = set()
             for look in looks:
                 sums.update(zip(look.names, look.sums.tolist(), strict=True))
-                finite = look.norms.isfinite().tolist()
-                sound |= {n for n, whole in zip(look.normed, finite, strict=True) if whole}
-            sums.update(checksums({n: t for n, t in copy.tensors.items() if n not in sums}))
-            # A norm may overflow where every value is finite: what is not sound by its norm is looked at one by one.
-            doubtful = {n: t for n, t in copy.tensors.items() if n not in sound}
+                fine.update(n for n, bad in zip(look.names, look.bad.tolist(), strict=True) if not bad)
+            sums.update(seen({n: t for n, t in copy.tensors.items() if n not in sums})[0])
+            fine |= copy.fine()
+            # What is only not known to be finite is looked at one by one.
+            doubtful = {n: t for n, t in copy.tensors.items() if n not in fine}
             copy.examined.set_result(Examined(sums, first_nonfinite(doubtful, self._intended), torn))
         except BaseException as error:
             copy.examined.set_exception(error)
@@ -174,30 +299,50 @@ class Copier:
             copy.wait()
         self._held.clear()
 
-    def reclaim(self, copy: Copy) -> None:
-        """Take back the host memory of a copy that nobody needs any more, for the next one."""
-        if len(self._spare) < 2 and copy.examined.done():
-            self._spare.append(copy.tensors)
-
     def idle(self) -> None:
-        """Wait until nothing runs on the threads."""
+        """Wait until nothing runs on the threads that copy and examine."""
         self._copying.submit(_nothing).result()
         self._examining.submit(_nothing).result()
 
     def close(self) -> None:
-        self._copying.shutdown(wait=True)
-        self._examining.shutdown(wait=True)
-        self._spare.clear()
+        for pool in self._pools.values():
+            pool.clear()
+        for worker in (self._copying, self._examining, self._paging):
+            worker.shutdown(wait=True)
 
 
-def _look(tensors: dict[str, Tensor]) -> Look:
-    """Enqueue the look on the current stream; the results are there when the stream has come to them."""
-    sums = torch.stack([fingerprint(v) for v in tensors.values()])
-    normed = {
-        n: v for n, v in tensors.items() if v.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-    }
-    norms = torch.stack([n.float() for n in torch._foreach_norm(list(normed.values()))]) if normed else sums[:0].float()
-    return Look(list(tensors), _to_host(sums), list(normed), _to_host(norms))
+def seen(tensors: Mapping[str, Tensor]) -> tuple[Sums, list[str]]:
+    """The sums of all of them, and the names of those that may hold NaN or Inf. One wait for each device."""
+    devices: dict[torch.device, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if value.layout is torch.strided:
+            devices.setdefault(value.device, {})[name] = value
+    looks = [bits.look(here) for here in devices.values()]
+    odd = {name: value for name, value in tensors.items() if value.layout is not torch.strided}
+    sums, doubtful = checksums(odd), list(odd)
+    for look in looks:
+        found, bad = torch.stack([look.sums, look.bad]).tolist()
+        sums.update(zip(look.names, found, strict=True))
+        doubtful += [name for name, flag in zip(look.names, bad, strict=True) if flag]
+    return sums, doubtful
+
+
+def _page_locked_for(layout: Layout) -> torch.device | None:
+    """The device that copies of these cross from, where that wants page-locked memory."""
+    crosses = layout.packs or layout.alone
+    return next((d for d in layout.devices if d.type == "cuda"), None) if crosses else None
+
+
+def _apart(value: Tensor, on_host: bool) -> Tensor:
+    return value.detach().to(HOST if on_host else value.device, copy=True)
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """The counts of writes in place; 0 for what was made in inference mode, where they are not counted."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:
+        return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def _to_host(value: Tensor) -> Tensor:
@@ -207,11 +352,3 @@ def _to_host(value: Tensor) -> Tensor:
 
 def _nothing() -> None:
     pass
-
-
-def _target(value: Tensor, spare: Tensor | None) -> Tensor:
-    if spare is not None and spare.shape == value.shape and spare.dtype == value.dtype:
-        return spare
-    if value.layout is not torch.strided:
-        return value.detach().to("cpu", copy=True)
-    return torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.config import SnapshotSection
+from holdfast.core.errors import StepError
 from holdfast.core.types import Health
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.source import Position, Source
 from holdfast.runtime.ranks import Alone, Ranks
 from holdfast.runtime.rng import Rng, RngState
-from holdfast.runtime.snapshots.certify import checksums, first_nonfinite, nbytes
 from holdfast.runtime.snapshots.copier import Copier
+from holdfast.runtime.snapshots.returning import Returning
 from holdfast.runtime.snapshots.ring import Ring
+from holdfast.runtime.snapshots.room import Room
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state import RunState
 
@@ -59,14 +61,15 @@ class Keeper:
     ) -> None:
         self._config, self._state, self._rng, self._beyond = config, state, rng, beyond
         self._ranks = ranks or Alone()
-        self.ring = Ring(config, neighbours)
+        devices = {p.device for p in state.trained()}
+        self.ring = Ring(config, neighbours, () if config.place == "host" else devices)
         self._copier = Copier(state.intended)
+        self._room = Room(state, self._copier, self.ring, config.place, devices)
+        self.returning = Returning(state, self._copier, rng)
         self._making: Snapshot | None = None
         self._wanted: int | None = None
         """the committed step after which one is to be taken, when the next step begins"""
         self._initial, self._trusted = False, True
-        self._leaving: list[Snapshot] = []
-        """out of the ring, and still being written to disk"""
         self.stalled = 0.0
         """seconds that the training thread has spent on snapshots"""
         self._alarm: Alarm | None = None
@@ -79,21 +82,12 @@ class Keeper:
         belongs to another stream of data and is dropped."""
         self._trusted = trusted
         for old in self.ring.drop_after(-1):
-            self._gone(old)
+            self._room.leave(old)
         self._making = None
-        said = self.ring.budget(*self._size()) if self.ring.enabled else None
+        _, said = self._room.fit(self._state.heavy(), at_first=True)
         wanted = self.ring.enabled or self._beyond.due(step, initial=True) is not None
         self._wanted, self._initial = (step if wanted else None), True
         return said
-
-    def _size(self) -> tuple[int, int]:
-        """A snapshot's bytes, and those that all snapshots share. Before the first update there is no optimizer state
-        yet: as much as Adam would hold."""
-        tensors = self._state.heavy()
-        state = sum(nbytes(t) for n, t in tensors.items() if n.startswith("optimizer."))
-        model = sum(nbytes(t) for n, t in tensors.items() if n.startswith("model."))
-        light, shared = self._state.nbytes()
-        return model + (state or 2 * model) + light, shared
 
     def updated(self, step: int) -> str | None:
         """An update is on its way on the device: begin copying what it leaves, if a snapshot is due after it."""
@@ -106,6 +100,7 @@ class Keeper:
         """The step has settled as committed. Where the next one has begun already, what is small is added now; else all
         is taken then, since what the loop does between two steps (an evaluation that moves the schedule) belongs to the
         first of them."""
+        self._room.prepare()
         if self._making is not None and self._making.position is not None:
             self._add_light(detectors())
         elif self._due(step):
@@ -115,7 +110,7 @@ class Keeper:
     def not_committed(self) -> None:
         """The step whose state was being copied did not come to be."""
         if self._making is not None:
-            self._gone(self._making)
+            self._room.leave(self._making)
             self._making = None
 
     def next_begins(
@@ -152,27 +147,31 @@ class Keeper:
         return snapshot
 
     def _start(self, step: int, initial: bool = False, reason: str | None = None) -> str | None:
+        if self.returning.unsound:
+            raise StepError(
+                f"step {step}: the state was being put back, and that has failed: nothing is saved of it; end the process "
+                "and start it again, and the run goes on from its last good checkpoint"
+            )
         began = time.perf_counter()
         tensors = self._state.heavy()
-        said = None
-        if not initial and self.ring.enabled and any(n.startswith("optimizer.") for n in tensors):
-            said = self.ring.budget(*self._size())
+        layout, fitted = self._room.fit(tensors)
         reason = reason or self._beyond.due(step, initial=initial)
         if reason is None and not (initial and self.ring.enabled) and not self.ring.due(step):
-            return said
-        self._let_go()
-        copy = self._copier.start(tensors, live=True)
+            return fitted
+        copy, said = self._room.copy(tensors, layout, reason)
         self._making = Snapshot(step, copy, lineage=self._beyond.lineage, initial=initial, reason=reason)
         self._making.trusted = initial and self._trusted
         self.stalled += time.perf_counter() - began
-        return said
+        return "; ".join(each for each in (fitted, *said) if each is not None) or None
 
     def _add_place(self, snapshot: Snapshot, rng: RngState, buffers: Capture, source: Source) -> None:
         snapshot.rng, snapshot.position = rng, source.position
         if snapshot.reason is not None:
             snapshot.data = source.save()
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
-        snapshot.buffers = self._copier.start(named, live=False)
+        snapshot.buffers = self._copier.start(
+            named, live=False, part="buffers", on_host=self._room.on_host(snapshot.reason)
+        )
 
     def _add_light(self, detectors: dict[str, Any]) -> None:
         snapshot = self._making
@@ -180,7 +179,9 @@ class Keeper:
         snapshot.light, tensors = self._state.light()
         if snapshot.reason is not None:  # it outlives the process, and is not looked at again before it is restored
             tensors |= self._state.moved(tensors)
-        snapshot.light_copy = self._copier.start(tensors, live=False)
+        snapshot.light_copy = self._copier.start(
+            tensors, live=False, part="light", on_host=self._room.on_host(snapshot.reason)
+        )
         snapshot.frozen = self._state.frozen()
         snapshot.detectors = detectors
         self._finish(snapshot)
@@ -193,19 +194,9 @@ class Keeper:
                 self._beyond.take(snapshot)
             if self.ring.enabled and (snapshot.initial or self.ring.due(snapshot.step)):
                 for gone in self.ring.add(snapshot):
-                    self._gone(gone)
+                    self._room.leave(gone)
             else:
-                self._gone(snapshot)
-
-    def _gone(self, snapshot: Snapshot) -> None:
-        """Its memory serves the next one, as soon as nobody reads it any more."""
-        self._leaving.append(snapshot)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for snapshot in [s for s in self._leaving if s.written.is_set()]:
-            self._leaving.remove(snapshot)
-            self._copier.reclaim(snapshot.copy)
+                self._room.leave(snapshot)
 
     # ---- certifying
 
@@ -238,12 +229,13 @@ class Keeper:
                     self._alarm = Alarm(snapshot.step, found.nonfinite)
         light = snapshot.light_copy
         if snapshot.health is not Health.BAD and light is not None:
-            moved = self._state.thawed(light.tensors)
+            moved = self._state.thawed(light.result().sums)  # the sum of one number is that number
             if moved is not None:
                 snapshot.condemn(f"{moved} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:
             self._condemned = [*self._condemned[-15:], Passed(snapshot.step, snapshot.why)]
             self.ring.drop(snapshot)
+            self._room.leave(snapshot)
         else:
             snapshot.health = Health.GOOD
 
@@ -255,7 +247,8 @@ class Keeper:
 
     def find(self, before: int, at_latest: int) -> tuple[Snapshot | None, list[Passed]]:
         """The newest certified snapshot at or before `before`, else at or before `at_latest`, verified; and those that
-        were passed over on the way. Of several ranks each must have it, and trust its own part of it."""
+        were passed over on the way. Of several ranks each must have it, and trust its own part of it. On a device its
+        tensors are in place when this returns, and only those: `restore` is to follow, or `put_back` of another."""
         self.not_committed()
         for snapshot in list(self.ring):
             if snapshot.trusted and snapshot.health is Health.CANDIDATE:
@@ -271,50 +264,31 @@ class Keeper:
         ]
         for step in sorted(everyones, key=lambda s: (s <= before, s), reverse=True):
             snapshot = mine[step]
-            told = self._ranks.gather(self._verify(snapshot))
+            told = self._ranks.gather(self.returning.why_not(snapshot))
             why = next((w if self._ranks.size == 1 else f"rank {r}: {w}" for r, w in enumerate(told) if w), None)
             if why is None:
                 return snapshot, passed
             passed.append(Passed(step, why))
             snapshot.condemn(why)
             self.ring.drop(snapshot)
+            self._room.leave(snapshot)
         return None, passed
-
-    def _verify(self, snapshot: Snapshot) -> str | None:
-        """Why a certified snapshot must not be restored after all, or None."""
-        assert snapshot.light is not None
-        tensors = snapshot.tensors()
-        for copy in snapshot.copies:
-            sums = copy.result().sums
-            now = checksums(copy.tensors)
-            if now != sums:
-                name = next(n for n in sums if now.get(n) != sums[n])
-                return f"its copy of {name} has changed since it was made"
-        if (moved := self._state.spoilt(snapshot.frozen)) is not None:
-            return f"the copy of {moved} that all snapshots share has changed since it was made"
-        name_or_none = first_nonfinite(tensors, self._state.intended)
-        if name_or_none is not None:
-            return f"{name_or_none} holds NaN or Inf"
-        return self._state.fits(snapshot.light, tensors)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put the run's state, random streams and buffers back to it; what is younger is forgotten."""
-        assert snapshot.light is not None and snapshot.rng is not None
-        self.put_back(snapshot.step, snapshot.light, snapshot.tensors(), snapshot.rng)
+        self.returning.restore(snapshot)
+        self._returned(snapshot.step)
 
     def put_back(self, step: int, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         """The same from parts that another process may have saved; without random streams they stay where they are."""
-        self._copier.wait()
-        self._state.join(light, tensors)
-        prefix = "buffer."
-        named = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        self._state.buffers.restore(self._state.buffers.from_named(named))
-        if rng is not None:
-            self._rng.restore(rng)
+        self.returning.put_back(light, tensors, rng)
+        self._returned(step)
+
+    def _returned(self, step: int) -> None:
         self._making = self._wanted = None
         self._condemned = [p for p in self._condemned if p.step <= step]
         for gone in self.ring.drop_after(step):
-            self._gone(gone)
+            self._room.leave(gone)
 
     # ---- the rest
 

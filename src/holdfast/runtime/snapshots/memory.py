@@ -1,4 +1,4 @@
-"""How much host memory there is for this process: what is free, within what its container or job may use."""
+"""How much memory there is for this process: what is free, within what its container or job may use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 
 def available_bytes(root: Path = Path("/")) -> int:
     """What could be allocated now without swapping or being killed; half of all memory where the system does not say."""
     return min([_free(root), *_allowed(root)])
+
+
+def free_on(device: torch.device) -> int:
+    """What the device has left, whoever has the rest."""
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _free(root: Path) -> int:

@@ -7,23 +7,28 @@ of the reach. Under a memory budget the cadence grows and the reach stays.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+
+import torch
 
 from holdfast.core.config import SnapshotSection
 from holdfast.core.types import Health
-from holdfast.runtime.snapshots.memory import available_bytes
+from holdfast.runtime.snapshots.memory import available_bytes, free_on
 from holdfast.runtime.snapshots.snapshot import Snapshot
 
 
 class Ring:
-    """The snapshots there are, oldest first."""
+    """The snapshots there are, oldest first. `devices`: those whose memory they are kept in; none: the host's."""
 
-    def __init__(self, config: SnapshotSection, neighbours: int = 1) -> None:
+    def __init__(self, config: SnapshotSection, neighbours: int = 1, devices: Collection[torch.device] = ()) -> None:
         self._config = config
         self.every = config.every_steps
         self.enabled = config.enabled
         self._kept: list[Snapshot] = []
-        self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else available_bytes() // 4 // neighbours
+        on_cuda = [d for d in devices if d.type == "cuda"]
+        self._where = "device" if on_cuda else "host"
+        free = min(map(free_on, on_cuda)) * len(on_cuda) if on_cuda else available_bytes() // neighbours
+        self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else free // 4
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self._kept)
@@ -49,17 +54,14 @@ class Ring:
             self.every *= 2
         takes = f"a snapshot takes {nbytes / 1e9:.2f} GB"
         takes += f", what is frozen {shared / 1e9:.2f} GB," if shared else ""
+        takes += f" and {self._budget / 1e9:.2f} GB of {self._where} memory are allowed"
         if self.most() * nbytes > room:
             self.enabled = False
-            return (
-                f"{takes} and {self._budget / 1e9:.2f} GB are allowed: snapshots are off and nothing can be rolled back; "
-                "raise [snapshot] memory_gb"
+            return f"{takes}: snapshots are off and nothing can be rolled back; raise [snapshot] memory_gb" + (
+                ', or set place = "host"' if self._where == "device" else ""
             )
         if self.every != before:
-            return (
-                f"{takes} and {self._budget / 1e9:.2f} GB are allowed: one every {self.every} steps instead of every "
-                f"{before}"
-            )
+            return f"{takes}: one every {self.every} steps instead of every {before}"
         return None
 
     def add(self, snapshot: Snapshot) -> list[Snapshot]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent import futures
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +62,7 @@ class Snapshot:
         return [c for c in (self.copy, self.light_copy, self.buffers) if c is not None]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every host tensor of it, by name."""
+        """Every tensor of it, by name."""
         merged: dict[str, Tensor] = dict(self.frozen)
         for copy in self.copies:
             merged.update(copy.tensors)
@@ -77,6 +78,15 @@ class Snapshot:
         for copy in self.copies:
             if name in copy.tensors:
                 copy.wait_for(name)
+
+    @property
+    def unread(self) -> bool:
+        """Whether nobody looks at its memory any more, or writes it to disk."""
+        return self.written.is_set() and all(copy.examined.done() for copy in self.copies)
+
+    def wait_unread(self) -> None:
+        self.written.wait()
+        futures.wait([copy.examined for copy in self.copies])
 
     def examine(self) -> Examined:
         """What a look at every copy found, waited for."""

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.engine import Limits
 from holdfast.core.errors import SetupError
 from holdfast.core.types import Health
 from holdfast.distributed.checkpoint.catalogue import read_catalogue
@@ -25,10 +24,11 @@ from holdfast.runtime.gate import Gate
 from holdfast.runtime.rng import Rng
 from holdfast.runtime.saving import frame_of
 from holdfast.runtime.scaler import Scaler
-from holdfast.runtime.sensing import sense
+from holdfast.runtime.sensing import Sensed
 from holdfast.runtime.setup import build_state
 from holdfast.runtime.sharded import drop_gradients, local
 from holdfast.runtime.snapshots.copier import Copier
+from holdfast.runtime.snapshots.returning import Returning
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.snapshots.tier import Label
 from holdfast.runtime.state import RunState
@@ -67,9 +67,10 @@ def taken(state: RunState) -> Snapshot:
 
 
 def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    state.join(light, tensors)
-    named = {n.removeprefix("buffer."): t for n, t in tensors.items() if n.startswith("buffer.")}
-    state.buffers.restore(state.buffers.from_named(named))
+    """As the keeper does it."""
+    copier = Copier(state.intended)
+    Returning(state, copier, Rng([])).put_back(light, tensors, None)
+    copier.close()
 
 
 # ---- programs
@@ -156,7 +157,7 @@ def vetoed_on_the_device(rank: int, size: int) -> None:
     before = bits(model, optimizer)
     for norm, lands in ((float("nan"), False), (1.0, True), (float("inf"), False)):
         backward(model, "fsdp", rank, 1)
-        sensed = sense(torch.tensor(1.0), torch.tensor(norm), Limits(None, None), None, None)
+        sensed = Sensed(torch.tensor(1.0), torch.tensor(norm), (None, None))
         passage = gate.apply(sensed, state.trained(), {}, None, 1.0)
         if not lands:
             passage.undo_first_touch(overflow=False)

@@ -107,8 +107,6 @@ class Agreed(NamedTuple):
 @torch.no_grad()
 def agree(ranks: Ranks, host: Host, own: Measured) -> Agreed:
     """The step's numbers over all ranks, by one collective."""
-    if ranks.size == 1:
-        return _alone(host, own)
     home = own.loss.device
     row = _row(host, own, home)
     there = home if ranks.carries(home) else torch.device("cpu")
@@ -135,11 +133,12 @@ def agree(ranks: Ranks, host: Host, own: Measured) -> Agreed:
     )
 
 
-def _alone(host: Host, own: Measured) -> Agreed:
+def alone(limits: Limits, own: Measured) -> Agreed:
+    """The numbers of one process, which are what they are."""
     norm = own.norm.value if own.norm.whole else own.norm.value.sqrt()
     weights = None if own.weights is None else _norm(own.weights.value.reshape(1), own.weights.whole)
     extra = None if own.checks is None else own.checks.view(torch.float64)
-    return Agreed(own.loss, norm, (*host.limits,), own.found, None, weights, None, None, extra)
+    return Agreed(own.loss, norm, limits, own.found, None, weights, None, None, extra)
 
 
 def _row(host: Host, own: Measured, home: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from holdfast.core.recurrence import Recurrence
 from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
 from holdfast.runtime.agreement import ALIKE, Column
 from holdfast.runtime.integrity import Integrity, Replicas
+from holdfast.runtime.sharded import is_sharded
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
@@ -31,8 +32,11 @@ class Checking:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What only an update changes, sharded tensors as such."""
+        heavy = self._run.state.heavy()
+        if not any(is_sharded(p) for p in self._run.leaving.parameters):
+            return heavy
         spread = self._run.state.spread()
-        return {name: spread.get(name, value) for name, value in self._run.state.heavy().items()}
+        return {name: spread.get(name, value) for name, value in heavy.items()}
 
     def before_update(self, number: int) -> Tensor | None:
         """What is to be compared among ranks, or with what the last update left."""
@@ -72,7 +76,7 @@ class Checking:
 
     def _gradients(self, step: Step, signal: Signal) -> list[Finding]:
         """Gradients that are the same once they are averaged, and were not: the update did not land anywhere."""
-        if not signal.flags & Flag.GRAD_DIFFERS or step.rows is None:
+        if step.rows is None or not signal.flags & Flag.GRAD_DIFFERS:
             return []
         norms = step.rows.of(Column.NORM)
         usual = statistics.median(norms)

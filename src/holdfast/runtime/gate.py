@@ -18,14 +18,18 @@ from holdfast.runtime.norms import LocalNorms, NormAndClip
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import scaled
-from holdfast.runtime.sensing import Packed, Reading, Sensed
+from holdfast.runtime.sensing import Packed, Packing, Reading, Sensed
+from holdfast.runtime.sensing_fused import Fused, FusedPacked
 
 
 class Passage:
     """One update handed to the gate: what it decided, now or when it is read."""
 
     def __init__(
-        self, packed: Packed, fresh: Sequence[tuple[Optimizer, Tensor]] = (), found: dict[int, Tensor] | None = None
+        self,
+        packed: Packed | FusedPacked,
+        fresh: Sequence[tuple[Optimizer, Tensor]] = (),
+        found: dict[int, Tensor] | None = None,
     ) -> None:
         self._packed = packed
         self._fresh = fresh
@@ -70,6 +74,8 @@ class Gate:
         self.on_device = where == "device" or (where == "auto" and on_cuda and optimizers.fused)
         self._optimizers, self._scaler, self._armed = optimizers, scaler, armed
         self._norms = norms or LocalNorms()
+        self._packing, self._fused = Packing(), Fused()
+        self._nothing: Tensor | None = None
 
     @torch.no_grad()
     def apply(
@@ -85,9 +91,10 @@ class Gate:
         """Clip and step, unless a flag says no. `found` is what the scaler found, per optimizer; `own` the gradient norm
         as this rank has it, where `sensed` holds the one that all agreed on."""
         own = sensed.norm if own is None else own
-        passage = Passage(Packed(sensed), self._fresh() if self.on_device else (), found)
+        packed = (self._fused.pack(sensed) if self.on_device else None) or self._packing.pack(sensed)
+        passage = Passage(packed, self._fresh() if self.on_device else (), found)
         if self.on_device:
-            self._on_device(sensed, own, parameters, found, max_norm, lr_factor)
+            self._on_device(self._veto(sensed, packed), sensed, own, parameters, found, max_norm, lr_factor)
         else:
             self._on_host(passage.read(), sensed, own, parameters, found, max_norm, lr_factor)
         return passage
@@ -108,7 +115,7 @@ class Gate:
             return
         if max_norm is not None:
             self._norms.clip(parameters, max_norm, own, sensed.norm)
-        with scaled(self._optimizers.groups(), lr_factor):
+        with scaled(self._optimizers.groups() if lr_factor != 1.0 else (), lr_factor):
             for optimizer in self._optimizers:
                 flag = found.get(id(optimizer))
                 if flag is None or not float(flag):
@@ -116,8 +123,17 @@ class Gate:
         if self._scaler is not None:
             self._scaler.update()
 
+    def _veto(self, sensed: Sensed, packed: Packed | FusedPacked) -> Tensor:
+        """1 where the update is not to land, as fused optimizers take it."""
+        if self._armed:
+            return packed.veto if isinstance(packed, FusedPacked) else self._packing.veto(sensed, packed)
+        if self._nothing is None or self._nothing.device != sensed.loss.device:
+            self._nothing = torch.zeros((), device=sensed.loss.device)
+        return self._nothing
+
     def _on_device(
         self,
+        veto: Tensor,
         sensed: Sensed,
         own: Tensor,
         parameters: Sequence[Tensor],
@@ -125,21 +141,19 @@ class Gate:
         max_norm: float | None,
         lr_factor: float,
     ) -> None:
-        vetoed = (sensed.flags != 0) if self._armed else torch.zeros_like(sensed.overflow)
         if max_norm is not None:
             self._norms.clip(parameters, max_norm, own, sensed.norm)
-        with scaled(self._optimizers.groups(), lr_factor):
+        with scaled(self._optimizers.groups() if lr_factor != 1.0 else (), lr_factor):
             for optimizer in self._optimizers:
                 flag = found.get(id(optimizer))
-                veto = vetoed.float()
-                optimizer.found_inf = veto if flag is None else torch.clamp(veto + flag, max=1.0)  # type: ignore[attr-defined]
+                optimizer.found_inf = veto if flag is None else torch.maximum(veto, flag.view(()).to(veto.device))  # type: ignore[attr-defined]
                 optimizer.grad_scale = None  # type: ignore[attr-defined]
                 try:
                     optimizer.step()
                 finally:
                     del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
         if self._scaler is not None:
-            self._scaler.update_unless(vetoed)
+            self._scaler.update_unless(veto if self._armed else None)
 
     def _fresh(self) -> list[tuple[Optimizer, Tensor]]:
         """Parameters that get their first optimizer state in this step."""

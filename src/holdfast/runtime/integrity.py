@@ -94,22 +94,24 @@ class Integrity:
     def checks(self, number: int) -> Due:
         """Every so many steps, and in the first two of a life: what differs there already was never the same."""
         first = number if self._first is None else self._first
-
-        def at(every: int) -> bool:
-            return every > 0 and (number % every == 0 or first <= number <= first + 1)
-
-        return Due(at(self._config.replicas_every) and self._ranks.size > 1, at(self._config.window_every))
+        fresh = first <= number <= first + 1
+        replicas, window = self._config.replicas_every, self._config.window_every
+        return Due(
+            replicas > 0 and self._ranks.size > 1 and (fresh or number % replicas == 0),
+            window > 0 and (fresh or number % window == 0),
+        )
 
     # ---- in a step
 
-    @torch.no_grad()
     def before_update(self, number: int) -> Tensor | None:
         """At the end of backward: a sum a class where replicas are due, then SAME, DIFFERS or UNSEEN where the window is."""
         if self._first is None:
             self._first = number
         due = self.checks(number)
-        if not any(due):
-            return None
+        return self._check(number, due) if due.replicas or due.window else None
+
+    @torch.no_grad()
+    def _check(self, number: int, due: Due) -> Tensor:
         tensors = self._watched()
         classes = self._classes(tensors, number) if due.replicas else []
         if not due.window:

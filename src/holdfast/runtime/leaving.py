@@ -12,10 +12,10 @@ from holdfast.core.errors import StepError
 from holdfast.runtime.agreement import Agreed
 from holdfast.runtime.norms import Norm
 from holdfast.runtime.optimizers import clear_gradients
-from holdfast.runtime.sensing import sense
+from holdfast.runtime.sensing import Sensed
 from holdfast.runtime.sharded import drop_gradients
 from holdfast.runtime.step import discount
-from holdfast.runtime.update_size import UpdateSize
+from holdfast.runtime.update_size import Seen, UpdateSize
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
@@ -70,9 +70,18 @@ class Leaving:
         run.watch.ping(step.number)  # not before it is known, where the host knows, that all are at the same step
         found = self._agree_on_overflow(left.found, agreed)
         agreed, own = self._weigh(step, agreed, own)
-        scale = None if state.scaler is None else state.scaler.tensor()
-        sensed = sense(agreed.loss, agreed.norm, agreed.limits, _any(agreed.found), scale, agreed.differs)
-        sensed = sensed._replace(update=agreed.update, weights=agreed.weights, extra=agreed.extra)
+        sensed = Sensed(
+            agreed.loss,
+            agreed.norm,
+            agreed.limits,
+            _any(agreed.found),
+            None if state.scaler is None else state.scaler.tensor(),
+            None if run.meeting.several else self._look_at_update(),
+            agreed.update,
+            agreed.weights,
+            agreed.differs,
+            agreed.extra,
+        )
         step.clip = self._max_norm()
         factor = state.interventions.factor()
         step.lr = state.optimizers.lr() * factor
@@ -120,8 +129,8 @@ class Leaving:
         """How many optimizers a loss scaler looks at."""
         return 0 if self._run.state.scaler is None else len(self._run.state.optimizers.outer)
 
-    def sense_update(self, loss: Tensor) -> Tensor | None:
-        return self._update_size.sense(loss.device) if self._run.config.detect.update_spike else None
+    def _look_at_update(self) -> list[list[list[Seen]]] | None:
+        return self._update_size.look() if self._run.config.detect.update_spike else None
 
     def sense_update_share(self, loss: Tensor) -> tuple[Tensor, float] | None:
         """This rank's part of the update's size. The optimizer's state comes into being on all ranks at once."""

@@ -21,7 +21,7 @@ from holdfast.core.engine import Limits
 from holdfast.core.errors import PolicyStop, RanksDisagree
 from holdfast.core.types import Finding, Flag, Incident, Kind, Plan, Severity, Signal
 from holdfast.runtime import attribution
-from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree
+from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree, alone
 from holdfast.runtime.norms import Norm
 from holdfast.runtime.ranks import Ranks
 from holdfast.runtime.snapshots.keeper import Alarm
@@ -47,10 +47,23 @@ class Meeting:
         self, step: Step, loss: Tensor, norm: Norm, found: Sequence[Tensor], limits: Limits, checks: Tensor | None
     ) -> Agreed:
         """The step's numbers, over all ranks."""
-        run, several = self._run, self.several
-        look, scaler = step.look, run.state.scaler
+        run, scaler = self._run, self._run.state.scaler
         self._raise_alarm()
-        host = Host(
+        own = Measured(
+            loss,
+            norm,
+            None if scaler is None else scaler.tensor(),
+            found,
+            run.leaving.sense_update_share(loss) if self.several else None,
+            run.leaving.sense_weights(step, loss),
+            run.witness.take() if self.several else None,
+            checks,
+        )
+        return agree(self.ranks, self._host(step, limits), own) if self.several else alone(limits, own)
+
+    def _host(self, step: Step, limits: Limits) -> Host:
+        look = step.look
+        return Host(
             step.number,
             step.attempt,
             self._history,
@@ -63,18 +76,6 @@ class Meeting:
             step.weighted,
             limits,
         )
-        own = Measured(
-            loss,
-            norm,
-            None if scaler is None else scaler.tensor(),
-            found,
-            run.leaving.sense_update_share(loss) if several else None,
-            run.leaving.sense_weights(step, loss),
-            run.witness.take() if several else None,
-            checks,
-        )
-        agreed = agree(self.ranks, host, own)
-        return agreed if several else agreed._replace(update=run.leaving.sense_update(loss))
 
     def _raise_alarm(self) -> None:
         """What a snapshot of this rank alone was found to hold, the others do not know yet."""
@@ -84,7 +85,7 @@ class Meeting:
     def read(self, step: Step, extra: Tensor | None) -> bool:
         """The rows are on the host: see that all ranks are in step, and hear what they ask for. Returns whether the level of
         the loss is to be learned anew. Once a step."""
-        if step.rows is not None:
+        if step.rows is not None or (extra is None and not self.several):
             return False
         step.rows = Rows(extra, self.ranks.size, found=self._run.leaving.scaled_optimizers)
         if not self.several:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.core.engine import Limits
 from holdfast.core.ports import Clock
 from holdfast.core.types import Outcome, Signal, Span, Status
 from holdfast.runtime.data.epochs import epoch_setters, standing_epoch
@@ -17,7 +16,7 @@ from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.gate import Gate
 from holdfast.runtime.hooks import Hooks
 from holdfast.runtime.optimizers import clear_gradients
-from holdfast.runtime.sensing import sense
+from holdfast.runtime.sensing import Sensed
 from holdfast.runtime.sharded import drop_gradients
 from holdfast.runtime.state import RunState
 from holdfast.runtime.step import Step, discount
@@ -113,7 +112,7 @@ class OffRun:
             )
         clipping = self._clip is not None
         norm = self._norms.of_gradients(parameters, to_clip=clipping).value if clipping else loss
-        sensed = sense(loss, norm, Limits(None, None), None, None)
+        sensed = Sensed(loss, norm, (None, None))
         self._gate.apply(sensed, parameters, found, self._clip, 1.0, own=norm)
         clear_gradients(parameters)
         if any(float(f) for f in found.values()):

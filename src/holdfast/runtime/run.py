@@ -45,7 +45,8 @@ from holdfast.runtime.witness import Witness
 log = logging.getLogger("holdfast")
 
 _LOOK_AT_STREAKS = (4, 16)
-_WEIGH_EVERY = 50
+_FORGET_EVERY = 16
+_NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
 class Run:
@@ -384,7 +385,7 @@ class Run:
     def _look_deeper(self, step: Step, signal: Signal) -> list[Finding]:
         """Is it the batch, or was the state broken before it? Asked only when something is wrong already."""
         self._overflows = self._overflows + 1 if signal.overflow else 0
-        nonfinite = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
+        nonfinite = signal.flags & _NONFINITE
         asked = self.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS)
         name = self.state.nonfinite(step.buffers) if asked else None
         onset, how = signal.step - 1, "found when the step was not finite"
@@ -417,11 +418,16 @@ class Run:
         self.hooks.call("on_step_end", step.result)
         self.leaving.hooked = True
         self.keeper.committed(self.step, self.engine.state_dict)
-        oldest = self.keeper.oldest_position()
-        if oldest is not None and self.step % 16 == 0:
-            self._forget_before(oldest)
+        if self.step % _FORGET_EVERY == 0:
+            self._forget()
 
-    def _forget_before(self, oldest: tuple[int, Position]) -> None:
+    def _forget(self) -> None:
+        """What lies further back than anything in memory could return to; without snapshots, than they would reach."""
+        number = max(1, self.step - self.config.snapshot.reach_steps)
+        position = self.positions.get(number)
+        oldest = self.keeper.oldest_position() or (None if position is None else (number, position))
+        if oldest is None:
+            return
         assert self.source is not None
         self.source.forget_before(oldest[1])
         for number in [n for n in self.positions if n < oldest[0]]:

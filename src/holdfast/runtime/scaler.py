@@ -67,12 +67,17 @@ class Scaler:
             self._scaler.update(self._scaler._scale.clone())
 
     @torch.no_grad()
-    def update_unless(self, vetoed: Tensor) -> None:
-        """`leave` where the flag is set, `update` elsewhere, decided on the device."""
-        scale, tracker = self._scaler._scale.clone(), self._scaler._growth_tracker.clone()
+    def update_unless(self, veto: Tensor | None) -> None:
+        """`leave` where the veto is not 0, `update` elsewhere, decided on the device."""
+        if veto is None:
+            self.update()
+            return
+        own = self._scaler._scale, self._scaler._growth_tracker
+        before = [each.clone() for each in own]
         self.update()
-        self._scaler._scale.copy_(torch.where(vetoed, scale, self._scaler._scale))
-        self._scaler._growth_tracker.copy_(torch.where(vetoed, tracker, self._scaler._growth_tracker))
+        vetoed = veto.to(own[0].device) > 0
+        for each, was in zip(own, before, strict=True):
+            torch.where(vetoed, was, each, out=each)
 
     @torch.no_grad()
     def split(self, tensors: dict[str, Tensor]) -> dict[str, Any]:

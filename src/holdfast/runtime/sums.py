@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.runtime.sharded import local
-from holdfast.runtime.snapshots.certify import fingerprint, strided
+from holdfast.runtime.bits import look
+from holdfast.runtime.members import part_of
+from holdfast.runtime.snapshots.certify import strided
 
 
 class Sums(NamedTuple):
@@ -35,43 +36,25 @@ class Sums(NamedTuple):
 
 def sums_of(tensors: Mapping[str, Tensor]) -> Sums:
     """Where most of the state lies on a device, what lies on the host (step counts) is sent there, without waiting."""
-    parts = {name: local(value) for name, value in tensors.items()}
+    parts = {name: part_of(value) for name, value in tensors.items()}
     devices = list(dict.fromkeys(part.device for part in parts.values())) or [torch.device("cpu")]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     names: list[str] = []
-    values = [torch.zeros(0, dtype=torch.int64, device=home)]
+    values = []
     for device in devices:
-        for here, sums in _of_one_device({name: part for name, part in parts.items() if part.device == device}):
-            names += here
-            values.append(_move(sums, home))
-    return Sums(names, torch.cat(values), {name: _stamp(tensors[name], parts[name]) for name in names})
+        here = parts if len(devices) == 1 else {name: part for name, part in parts.items() if part.device == device}
+        seen = look(here, finite=False)
+        names += seen.names
+        values.append(_move(seen.sums, home))
+    return Sums(names, torch.cat(values), {name: _stamp(tensors[name]) for name in names})
 
 
-def _of_one_device(parts: dict[str, Tensor]) -> Iterator[tuple[list[str], Tensor]]:
-    """Single numbers, of which optimizers have one a parameter, at one stroke; then the others."""
-    rest = dict(parts)
-    for dtype, word in ((torch.float32, torch.int32), (torch.int64, torch.int64)):
-        numbers = [name for name, part in rest.items() if part.dim() == 0 and part.dtype is dtype]
-        if numbers:
-            yield numbers, torch.stack([rest.pop(name) for name in numbers]).view(word).to(torch.int64)
-    if rest:
-        yield list(rest), torch.stack([_sum(part) for part in rest.values()])
-
-
-def _sum(part: Tensor) -> Tensor:
-    """`fingerprint`, by the shortest way where the memory allows it: launching costs more than summing."""
-    size = part.element_size()
-    words = part.layout is torch.strided and part.is_contiguous() and part.numel() > 0
-    if words and part.numel() * size % 8 == part.storage_offset() * size % 8 == 0 and part.dtype.is_floating_point:
-        return part.view(-1).view(torch.int64).sum()
-    return fingerprint(part)
-
-
-def _stamp(value: Tensor, part: Tensor) -> tuple[int, ...] | None:
+def _stamp(value: Tensor) -> tuple[int, ...] | None:
     """Where it lies, and the counts of writes in place: a DTensor's own, and that of the tensor inside it."""
     try:
         inner = getattr(value, "_local_tensor", value)
-        return strided(part)[-1].data_ptr(), value._version, inner._version
+        where = inner if inner.layout is torch.strided else strided(inner)[-1]
+        return where.data_ptr(), value._version, inner._version
     except RuntimeError:  # made in inference mode: writes are not counted
         return None
 

@@ -8,7 +8,8 @@ its own part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,24 +22,81 @@ from holdfast.runtime.sharded import local
 _TENSORS, _RUNS, _WIDTH = 8, 64, 64
 """parameters looked at; runs of neighbouring elements in each, evenly spread, and how long a run is"""
 _EPS = 1e-8
+_SMALL = 1e-14
 _MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 """what an optimizer calls its second moment; the first is the one AMSGrad divides by"""
 
 
-class _Sample(NamedTuple):
+class _Sample:
     """Some elements of one parameter, by their place in memory."""
 
-    parameter: Tensor
-    group: dict[str, Any]
-    shape: tuple[int, int]
-    strides: tuple[int, int]
+    __slots__ = ("_elements", "_moment", "_spread", "_stride", "group", "name", "parameter", "shape", "strides")
+
+    def __init__(
+        self, parameter: Tensor, group: dict[str, Any], name: str, shape: tuple[int, int], strides: tuple[int, int]
+    ) -> None:
+        self.parameter, self.group, self.name, self.shape, self.strides = parameter, group, name, shape, strides
+        self._moment: Tensor | None = None
+        self._elements: Tensor | None = None
+        self._stride: tuple[int, ...] = ()
+        self._spread: Any = None
+
+    def at(self, state: Mapping[Any, Any]) -> Seen | None:
+        """The elements of gradient and moment as they are now; None where they do not lie in memory alike."""
+        g, own = self.parameter.grad, state.get(self.parameter)
+        if g is None or not own:
+            return None
+        v = own.get(self.name)
+        if v is not self._moment:  # it stays where it is from step to step
+            self._moment, part = v, None if v is None else local(v)
+            plain = type(part) is Tensor and part.layout is torch.strided and _dense(part)
+            self._elements = self.of(part) if part is not None and plain else None
+            self._stride = part.stride() if part is not None and plain else ()
+            self._spread = getattr(v, "placements", None)
+        spread = None if type(g) is Tensor else getattr(g, "placements", None)
+        if self._elements is None or spread != self._spread:
+            return None
+        g = g if type(g) is Tensor else local(g)
+        if type(g) is not Tensor:
+            return None
+        # Elements are matched by their place in memory, so both must lie in it alike.
+        if g.layout is not torch.strided or g.stride() != self._stride or g.device != self._elements.device:
+            return None
+        return Seen(self, g, self._elements, own.get("step"), self.group)
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset())
 
 
+class Sampled(NamedTuple):
+    """What was sampled at one step, on its way to the host."""
+
+    parts: list[Tensor]
+    """rows of numbers where the optimizers' state is: for each group sums of squares, and its step count if that is there"""
+    groups: list[list[tuple[int, int, float | None]]]
+    """for each optimizer and group: how many samples, of how many elements, and the moment's decay where the correction for
+    bias is left to the host"""
+
+    def size(self, numbers: Sequence[float]) -> float:
+        """The update size of the optimizer where it is largest."""
+        worst, at = 0.0, 0
+        for optimizer in self.groups:
+            total, count = 0.0, 0
+            for n, elements, beta in optimizer:
+                squares = sum(numbers[at : at + n])
+                at += n
+                if beta is not None:
+                    squares *= 1.0 - beta ** numbers[at]
+                    at += 1
+                total += squares
+                count += elements
+            size = math.sqrt(total / count) if total >= 0 and count else math.nan
+            worst = max(worst, size) if size == size else size
+        return worst
+
+
 class UpdateSize:
-    """`sense` once a step, or `shares` where several ranks sense, with the gradients unscaled and not yet clipped."""
+    """`look` once a step, or `shares` where several ranks sense, with the gradients unscaled and not yet clipped."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
@@ -53,16 +111,10 @@ class UpdateSize:
         self._chosen.clear()
         self._states.clear()
 
-    @torch.no_grad()
-    def sense(self, home: torch.device) -> Tensor | None:
-        """The update size of the optimizer where it is largest, on `home`; None while no second moment is known."""
-        worst: Tensor | None = None
-        for n, optimizer in enumerate(self._optimizers.all):
-            squares, count = self._of(n, optimizer, home)
-            if squares is not None:
-                size = (squares / count).sqrt()
-                worst = size if worst is None else torch.maximum(worst, size)
-        return worst
+    def look(self) -> list[list[list[Seen]]] | None:
+        """What is to be measured now, by optimizer and group; None while no second moment is known."""
+        found = [self._of(n, optimizer) for n, optimizer in enumerate(self._optimizers.all)]
+        return [groups for groups in found if groups] or None
 
     @torch.no_grad()
     def shares(self, home: torch.device) -> tuple[Tensor, float] | None:
@@ -71,75 +123,95 @@ class UpdateSize:
         looked at gives zeros; None while no second moment is known, on any rank."""
         for n, optimizer in enumerate(self._optimizers.all):
             if any(_moment(optimizer, p) is not None for p in optimizer.state if isinstance(p, Tensor)):
-                squares, count = self._of(n, optimizer, home)
-                return (torch.zeros((), device=home) if squares is None else squares), float(count)
+                total, count = torch.zeros((), device=home), 0
+                for part in map(_squares, self._of(n, optimizer)):
+                    known = 1.0 if part.counted is None else 1.0 - torch.pow(part.beta or 0.0, part.counted)
+                    total = total + (part.squares * known).sum().to(home)
+                    count += part.elements
+                return total, float(count)
         return None
 
-    def _of(self, n: int, optimizer: Optimizer, home: torch.device) -> tuple[Tensor | None, int]:
+    def _of(self, n: int, optimizer: Optimizer) -> list[list[Seen]]:
         if not optimizer.state:
-            return None, 0
+            return []
         if self._states.get(n) != len(optimizer.state):
             self._states[n] = len(optimizer.state)
             self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
-        return _of(optimizer, self._chosen[n], home)
+        by_group: dict[tuple[int, torch.device], list[Seen]] = {}
+        for sample in self._chosen[n]:
+            if (seen := sample.at(optimizer.state)) is not None:
+                by_group.setdefault((id(seen.group), seen.g.device), []).append(seen)
+        return list(by_group.values())
+
+
+@torch.no_grad()
+def sense(looked: Sequence[Sequence[Sequence[Seen]]]) -> Sampled:
+    """Measure what `look` has found, by torch's own operations."""
+    sampled = Sampled([], [])
+    for optimizer in looked:
+        groups = []
+        for part in map(_squares, optimizer):
+            sampled.parts.append(part.squares)
+            if part.counted is not None:
+                sampled.parts.append(part.counted)
+            groups.append((len(part.squares), part.elements, part.beta))
+        sampled.groups.append(groups)
+    return sampled
 
 
 def _choose(optimizer: Optimizer, most: int) -> list[_Sample]:
     """The largest parameters that have a second moment, and every so-manieth element of each."""
     owned = [
-        (p, group, local(p).numel())
+        (p, group, name, local(p).numel())
         for group in optimizer.param_groups
         for p in group["params"]
-        if p.is_floating_point() and _moment(optimizer, p) is not None
+        if p.is_floating_point() and (name := _moment(optimizer, p)) is not None
     ]
-    owned.sort(key=lambda of: -of[2])
-    width = min(_WIDTH, owned[0][2]) if owned else 0
+    owned.sort(key=lambda of: -of[3])
+    width = min(_WIDTH, owned[0][3]) if owned else 0
     found = []
-    for p, group, numel in owned[:most]:
+    for p, group, name, numel in owned[:most]:
         if 0 < width <= numel:
             runs = min(_RUNS, numel // width)
-            found.append(_Sample(p, group, (runs, width), (numel // runs, 1)))
+            found.append(_Sample(p, group, name, (runs, width), (numel // runs, 1)))
     return found
 
 
-def _moment(optimizer: Optimizer, p: Tensor) -> Tensor | None:
+def _moment(optimizer: Optimizer, p: Tensor) -> str | None:
+    """What the optimizer calls the parameter's second moment, where it has one."""
     state = optimizer.state.get(p)  # never state[p], which would make one
     if not state:
         return None
-    found = next((state[name] for name in _MOMENTS if isinstance(state.get(name), Tensor)), None)
-    return found if found is not None and found.shape == p.shape else None
+    name = next((name for name in _MOMENTS if isinstance(state.get(name), Tensor)), None)
+    return name if name is not None and state[name].shape == p.shape else None
 
 
-def _of(optimizer: Optimizer, samples: Sequence[_Sample], home: torch.device) -> tuple[Tensor | None, int]:
-    """The sum of squares over the samples, and how many elements they are."""
-    by_group: dict[tuple[int, torch.device], list[_Seen]] = {}
-    for sample in samples:
-        g, v = sample.parameter.grad, _moment(optimizer, sample.parameter)
-        if g is None or v is None or getattr(g, "placements", None) != getattr(v, "placements", None):
-            continue
-        g, v = local(g), local(v)
-        if type(g) is not Tensor or g.layout is not torch.strided or type(v) is not Tensor:
-            continue
-        # Elements are matched by their place in memory, so both must lie in it alike.
-        if g.stride() != v.stride() or g.device != v.device or not _dense(g):
-            continue
-        seen = _Seen(sample.of(g), sample.of(v), optimizer.state[sample.parameter].get("step"), sample.group)
-        by_group.setdefault((id(sample.group), g.device), []).append(seen)
-    squares: Tensor | None = None
-    for seen_here in by_group.values():
-        own = _squares(seen_here).to(home)
-        squares = own if squares is None else squares + own
-    count = sum(s.g.numel() for seen_here in by_group.values() for s in seen_here)
-    return squares, count
+class Seen(NamedTuple):
+    """One sample at one step."""
 
-
-class _Seen(NamedTuple):
-    """The sampled elements at one step."""
-
+    sample: _Sample
     g: Tensor
+    """the gradient, what this rank has of it"""
     v: Tensor
+    """the moment's elements"""
     step: Any
     group: dict[str, Any]
+
+    @property
+    def floor(self) -> float:
+        """What v is kept above."""
+        return float(self.group.get("eps") or _EPS) ** 2
+
+
+class _Part(NamedTuple):
+    """The sampled elements of one group on one device."""
+
+    squares: Tensor
+    """a sum for each sample; v is not yet corrected for its bias where `beta` is set"""
+    elements: int
+    counted: Tensor | None = None
+    """the optimizer's count of steps, left where it is"""
+    beta: float | None = None
 
 
 def _dense(g: Tensor) -> bool:
@@ -147,31 +219,37 @@ def _dense(g: Tensor) -> bool:
     return g.is_contiguous() or sum((n - 1) * s for n, s in zip(g.shape, g.stride(), strict=True)) == g.numel() - 1
 
 
-def _squares(seen: Sequence[_Seen]) -> Tensor:
-    """The sum of g^2 / max(v, eps^2) over elements of one group on one device."""
+def _squares(seen: Sequence[Seen]) -> _Part:
+    """The sum of g^2 / max(v', eps^2) for each sample, v' being v / (1 - beta2^step): of v itself, and the host corrects it,
+    where the optimizer counts its steps on the device."""
     group = seen[0].group
-    eps = float(group.get("eps") or _EPS)
-    moments, share = _corrected([s.v for s in seen], [s.step for s in seen], group)
-    g = torch.cat([s.g for s in seen]).float()  # a copy, so that all from here on may be done in place
-    v = torch.cat(moments).float()
-    if share != 1.0:
-        v.div_(share)
-    return g.square_().div_(v.clamp_(min=eps * eps)).sum()
-
-
-def _corrected(moments: list[Tensor], steps: list[Any], group: dict[str, Any]) -> tuple[list[Tensor], float]:
-    """Divided by 1 - beta2^step, where the optimizer does so; or that, where it is one number for all of them.
-
-    A step count on the device stays there.
-    """
-    betas = group.get("betas")
+    floor = seen[0].floor
+    # A copy, so that all from here on may be done in place.
+    rows = [len(s.v) for s in seen]
+    g, v = torch.cat([*[s.sample.of(s.g) for s in seen], *[s.v for s in seen]]).float().split(sum(rows))  # type: ignore[no-untyped-call]
+    elements = g.numel()
+    steps, betas = [s.step for s in seen], group.get("betas")
     if betas is None or any(step is None for step in steps):
-        return moments, 1.0
+        return _Part(_sums(g, v.clamp_(min=floor), rows), elements)
     beta = betas[1]
-    if any(isinstance(s, Tensor) and s.device.type != "cpu" for s in (beta, *steps)):
-        known = 1.0 - torch.pow(beta, torch.stack([torch.as_tensor(s, device=moments[0].device) for s in steps]))
-        return [v.float() / share for v, share in zip(moments, known.unbind(), strict=True)], 1.0
-    shares = [1.0 - float(beta) ** float(step) for step in steps]
-    if len(set(shares)) == 1:
-        return moments, shares[0] or 1.0
-    return [v.float() / (share or 1.0) for v, share in zip(moments, shares, strict=True)], 1.0
+    if all(not isinstance(s, Tensor) or s.device.type == "cpu" for s in (beta, *steps)):
+        known = [1.0 - float(beta) ** float(step) for step in steps]
+        if len(set(known)) == 1:
+            v.div_(known[0] or 1.0)
+        else:
+            shares = torch.tensor([share or 1.0 for share in known]).repeat_interleave(torch.tensor(rows))
+            v.div_(shares.unsqueeze(1).to(v.device, non_blocking=True))
+        return _Part(_sums(g, v.clamp_(min=floor), rows), elements)
+    # Parameters of a group are counted alike, but for one that went without a gradient now and then: one stands for all.
+    count = torch.as_tensor(steps[0], device=v.device).float().view(1)
+    if not isinstance(beta, Tensor) and floor <= _SMALL:  # nothing is as small as that and would count
+        return _Part(_sums(g, v.clamp_(min=floor), rows), elements, count, float(beta))
+    return _Part(_sums(g, v.div_(1.0 - torch.pow(beta, count)).clamp_(min=floor), rows), elements)
+
+
+def _sums(g: Tensor, v: Tensor, rows: Sequence[int]) -> Tensor:
+    """g^2 / v, added up over each sample's rows; writes over both."""
+    ratios = g.square_().div_(v)
+    if len(set(rows)) == 1:
+        return ratios.view(len(rows), -1).sum(1)
+    return torch.stack([part.sum() for part in torch.split(ratios, list(rows))])

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.engine import Limits
 from holdfast.core.errors import RanksDisagree
-from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree
+from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree, alone
 from holdfast.runtime.norms import Norm
-from holdfast.runtime.ranks import Alone
 
 
 class Others:
@@ -108,8 +107,8 @@ def test_whole_numbers_of_a_check_come_through_bit_for_bit(values):
     mine = measured(1.0, checks=torch.tensor(values))
     found = together((host(), mine), (host(), mine))
     assert Rows(found.extra, 2).checks == [values, values]
-    alone = agree(Alone(), host(), mine)
-    assert Rows(alone.extra, 1).checks == [values]
+    only = alone(host().limits, mine)
+    assert Rows(only.extra, 1).checks == [values]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.core.engine import Limits
 from holdfast.runtime.gate import Gate
 from holdfast.runtime.norms import LocalNorms
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
-from holdfast.runtime.sensing import sense
-from holdfast.runtime.update_size import UpdateSize
+from holdfast.runtime.sensing import Sensed
+from holdfast.runtime.update_size import UpdateSize, sense
 
 CPU = torch.device("cpu")
 
@@ -41,11 +40,17 @@ def test_gate_clips_through_its_port_by_what_this_rank_and_all_ranks_measured(wh
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     gate = Gate(Optimizers([optimizer]), None, where, armed=True, on_cuda=False, norms=norms)
     trained(model, optimizer, 1)
-    sensed = sense(torch.tensor(1.0), torch.tensor(2.0), Limits(None, None), None, None)
+    sensed = Sensed(torch.tensor(1.0), torch.tensor(2.0), (None, None))
     gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0, own=torch.tensor(3.0))
     gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0)
     gate.apply(sensed, list(model.parameters()), {}, None, 1.0, own=torch.tensor(3.0))
     assert norms.clips == [(0.5, 3.0, 2.0), (0.5, 2.0, 2.0)]
+
+
+def alone(looked):
+    """The size as one process works it out."""
+    sampled = sense(looked)
+    return sampled.size(torch.cat(sampled.parts).tolist())
 
 
 def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():
@@ -53,12 +58,12 @@ def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():
     model = nn.Linear(6, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     sizes = UpdateSize(Optimizers([optimizer]))
-    assert sizes.shares(CPU) is None and sizes.sense(CPU) is None
+    assert sizes.shares(CPU) is None and sizes.look() is None
     trained(model, optimizer, 3)
-    shares, size = sizes.shares(CPU), sizes.sense(CPU)
+    shares, size = sizes.shares(CPU), sizes.look()
     assert shares is not None and size is not None
     squares, count = shares
-    assert count > 0 and math.sqrt(float(squares) / count) == pytest.approx(float(size), rel=1e-6)
+    assert count > 0 and math.sqrt(float(squares) / count) == pytest.approx(alone(size), rel=1e-6)
 
 
 def test_shares_are_those_of_the_first_optimizer_that_has_a_second_moment():
@@ -74,10 +79,10 @@ def test_shares_are_those_of_the_first_optimizer_that_has_a_second_moment():
         if step < 2:
             plain.step()
             adam.step()
-    alone = UpdateSize(Optimizers([adam])).sense(CPU)
+    own = UpdateSize(Optimizers([adam])).look()
     shares = both.shares(CPU)
-    assert shares is not None and alone is not None
-    assert math.sqrt(float(shares[0]) / shares[1]) == pytest.approx(float(alone), rel=1e-6)
+    assert shares is not None and own is not None
+    assert math.sqrt(float(shares[0]) / shares[1]) == pytest.approx(alone(own), rel=1e-6)
 
 
 def test_scaler_goes_by_what_was_agreed_on_and_not_by_what_this_rank_found():

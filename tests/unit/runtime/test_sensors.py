@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -12,12 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.core.types import Flag
 from holdfast.runtime.data.fingerprint import Look, fingerprint, length_of
 from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.sensing import Packed, Sensed
-from holdfast.runtime.update_size import UpdateSize
+from holdfast.runtime.sensing import Packing, Sensed
+from holdfast.runtime.update_size import UpdateSize, sense
 
-CPU = torch.device("cpu")
 STEPS = 12
 
 
@@ -170,8 +171,14 @@ def stepped(*shapes, steps=2, **options):
 
 
 def sensed(optimizer) -> float | None:
-    value = UpdateSize(Optimizers([optimizer])).sense(CPU)
-    return None if value is None else float(value)
+    return size_of(UpdateSize(Optimizers([optimizer])))
+
+
+def size_of(sizes: UpdateSize) -> float | None:
+    """As the host works it out of what has travelled."""
+    looked = sizes.look()
+    sampled = None if looked is None else sense(looked)
+    return None if sampled is None else sampled.size(torch.cat([part.float() for part in sampled.parts]).tolist())
 
 
 def test_of_many_parameters_the_eight_largest_are_looked_at():
@@ -220,7 +227,7 @@ def test_steps_counted_apart_are_corrected_apart():
     optimizer.param_groups[0]["params"].append(late)
     optimizer.param_groups.pop()
     assert {float(optimizer.state[p]["step"]) for p in (*parameters, late)} == {1.0, 3.0}
-    assert float(size.sense(CPU)) == pytest.approx(by_hand(optimizer, [*parameters, late]), rel=1e-5)
+    assert size_of(size) == pytest.approx(by_hand(optimizer, [*parameters, late]), rel=1e-5)
 
 
 def test_sparse_gradients_have_none():
@@ -262,25 +269,68 @@ def test_gradient_that_is_not_finite_is_measured_as_such():
 # ---- packed
 
 
+def number(value, kind=torch.float32):
+    return None if value is None else torch.tensor(value, dtype=kind)
+
+
 @pytest.mark.parametrize("scale", [None, 64.0])
 @pytest.mark.parametrize("update", [None, 1.5])
 @pytest.mark.parametrize("weights", [None, 30.0])
-def test_what_was_measured_is_read_back_by_its_name(scale, update, weights):
-    def tensor(value):
-        return None if value is None else torch.tensor(value)
-
-    packed = Packed(
-        Sensed(
-            torch.tensor(2.0),
-            torch.tensor(3.0),
-            torch.tensor(4, dtype=torch.int32),
-            torch.tensor(True),
-            None if scale is None else torch.tensor([scale]),
-            tensor(update),
-            tensor(weights),
-        )
+@pytest.mark.parametrize("extra", [None, [1 << 62, -7, 3]])
+def test_what_was_measured_is_read_back_by_its_name(scale, update, weights, extra):
+    optimizer, parameters = stepped((16, 16), (16, 8))
+    further = None if extra is None else torch.tensor(extra).view(torch.float64)
+    sensed = Sensed(
+        number(2.0),
+        number(3.0),
+        (None, 2.5),
+        scale=None if scale is None else torch.tensor([scale]),
+        update=None if update is None else UpdateSize(Optimizers([optimizer])).look(),
+        weights=number(weights),
+        extra=further,
     )
-    assert packed.read() == (2.0, 3.0, 4, True, scale, update, weights, None)
+    found = Packing().pack(sensed).read()
+    assert found[:5] == (2.0, 3.0, int(Flag.GRAD_HIGH), False, scale)
+    assert found.update_rms == (update and pytest.approx(by_hand(optimizer, parameters), rel=1e-5))
+    assert found.weight_norm == weights
+    assert (found.extra is None) if extra is None else found.extra.view(torch.int64).tolist() == extra
+
+
+VALUES = [1.0, -1.0, 5.0, 0.1, -400.0, 3e38, math.inf, -math.inf, math.nan]
+LIMITS = [None, 5.0, 4.0, -2.0, 0.1, 0.1 + 1e-9, 1e300, math.inf]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("overflow", [None, 0.0, 1.0])
+def test_the_device_stops_exactly_what_the_host_flags(overflow, ranks):
+    """The veto is 1 where a flag is set, or the scaler's own business where it found an overflow."""
+    packing = Packing()
+    for loss, norm, most_loss, most_norm in itertools.product(VALUES, VALUES, LIMITS, LIMITS):
+        limits = (most_loss, most_norm)
+        if ranks == 2:
+            limits = tuple(number(math.inf if limit is None else limit, torch.float64) for limit in limits)
+        sensed = Sensed(number(loss), number(norm), limits, number(overflow))
+        packed = packing.pack(sensed)
+        veto, reading = packing.veto(sensed, packed), packed.read()
+        case = loss, norm, most_loss, most_norm
+        assert veto.dtype is torch.float32 and veto.dim() == 0
+        assert float(veto) == (1.0 if reading.flags else 0.0), case
+        compared = (
+            most_loss if ranks == 2 or most_loss is None else float(number(most_loss))
+        )  # ranks agree in eight bytes
+        bad_loss = not math.isfinite(loss) or (compared is not None and float(number(loss)) > compared)
+        assert bool(reading.flags & (Flag.LOSS_NONFINITE | Flag.LOSS_HIGH)) == bad_loss, case
+        assert reading.overflow == (overflow == 1.0 and not bad_loss), case
+
+
+def test_ranks_whose_gradients_differ_are_stopped():
+    packing = Packing()
+    for differs in (False, True):
+        limits = number(math.inf, torch.float64), number(math.inf, torch.float64)
+        sensed = Sensed(number(1.0), number(1.0), limits, differs=torch.tensor(differs))
+        packed = packing.pack(sensed)
+        assert float(packing.veto(sensed, packed)) == differs
+        assert packed.read().flags == (int(Flag.GRAD_DIFFERS) if differs else 0)
 
 
 # ---- weight norm

@@ -1,0 +1,58 @@
+"""One look at many tensors: the sums are what `fingerprint` says of each, wherever and however they lie."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from holdfast.runtime.bits import look
+from holdfast.runtime.snapshots.certify import fingerprint
+
+TENSORS = {
+    "matrix": torch.randn(37, 11),
+    "odd": torch.randn(7),
+    "one": torch.tensor(3.5),
+    "two": torch.tensor(-0.0),
+    "count": torch.tensor(7),
+    "bf16": torch.randn(9).bfloat16(),
+    "fp16": torch.randn(5).half(),
+    "double": torch.randn(3).double(),
+    "whole": torch.arange(-5, 5, dtype=torch.int32),
+    "mask": torch.tensor([True, False, True]),
+    "complex": torch.randn(4, dtype=torch.complex64),
+    "none": torch.empty(0, 3),
+    "across": torch.randn(6, 4).T,
+    "slice": torch.randn(64)[1:34],
+    "float8": torch.randn(16).to(torch.float8_e4m3fn),
+    "sparse": torch.tensor([[0.0, 2.0], [0.0, 0.0]]).to_sparse(),
+    "nan": torch.tensor([1.0, math.nan, 2.0]),
+}
+
+
+def test_the_sums_are_the_fingerprints():
+    seen = look(TENSORS)
+    assert seen.names == list(TENSORS)
+    assert seen.sums.tolist() == [int(fingerprint(value)) for value in TENSORS.values()]
+
+
+def test_nobody_is_called_finite_who_is_not():
+    seen = look(TENSORS)
+    assert seen.bad[seen.names.index("nan")] == 1
+
+
+@pytest.mark.parametrize("name", ["matrix", "odd", "one", "bf16", "double", "whole", "slice", "across"])
+def test_one_flipped_bit_changes_one_sum(name):
+    before = look(TENSORS)
+    changed = {n: t.clone() for n, t in TENSORS.items()}
+    bits = changed[name].T if name == "across" else changed[name]
+    bits.reshape(-1).view(torch.uint8)[-1] ^= 4
+    after = look(changed)
+    differ = [n for n, a, b in zip(before.names, before.sums.tolist(), after.sums.tolist(), strict=True) if a != b]
+    assert differ == [name]
+
+
+def test_nothing_to_look_at_is_nothing_seen():
+    seen = look({})
+    assert (seen.names, seen.sums.tolist(), seen.bad.tolist()) == ([], [], [])

@@ -48,8 +48,9 @@ class LocalNorms:
     @torch.no_grad()
     def of_gradients(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
         gradients = _gradients(parameters)
-        self._sparse = True in {g.is_sparse for g in gradients}
-        self._alike = _alike(gradients) and not self._sparse
+        kinds = {(type(g), g.layout, g.dtype, g.device) for g in gradients}
+        self._sparse = any(kind[1] is not torch.strided for kind in kinds)
+        self._alike = len(kinds) == 1 and not self._sparse and next(iter(kinds))[0] is Tensor
         if self._alike:
             return Norm(torch.linalg.vector_norm(_together(torch._foreach_norm(gradients, 2.0)), 2.0))
         if self._sparse:
@@ -79,17 +80,11 @@ def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def _together(norms: Sequence[Tensor]) -> Tensor:
     """Stacked. On a GPU they lie side by side already, and to stack them one by one would take as long as to find them."""
-    first, size = norms[0], norms[0].element_size()
-    start, count = first.data_ptr(), len(norms)
-    if first.is_cuda and [n.data_ptr() for n in norms] == list(range(start, start + count * size, size)):
-        offset = first.storage_offset()
-        if first.untyped_storage().nbytes() >= (offset + count) * size:
+    first, last, count = norms[0], norms[-1], len(norms)
+    if first.is_cuda:
+        whole = first.untyped_storage()
+        size, offset = first.element_size(), first.storage_offset()
+        beside = last.storage_offset() == offset + count - 1 and whole.nbytes() >= (offset + count) * size
+        if beside and whole.data_ptr() == last.untyped_storage().data_ptr():
             return first.as_strided((count,), (1,), offset)
     return torch.stack(tuple(norms))
-
-
-def _alike(gradients: list[Tensor]) -> bool:
-    """Whether they are plain tensors of one kind in one place."""
-    if {type(g) for g in gradients} != {Tensor} or len({g.dtype for g in gradients}) != 1:
-        return False
-    return len({g.device for g in gradients}) == 1

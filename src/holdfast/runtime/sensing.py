@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.types import Flag
-from holdfast.runtime.update_size import Sampled, Seen, sense
+from holdfast.runtime.update_size import Sampled, Seen, sense, size_of
 
 Known = tuple[float | None, float | None]
 Edges = Known | tuple[Tensor, Tensor]
@@ -124,7 +124,7 @@ class Packed:
             self._spare.append(self._place)
         named = dict(zip(self._names, host, strict=False))
         numbers = host[len(self._names) : len(host) - self._extra]
-        size = named.get("update_rms") if self._update is None else self._update.size(numbers)
+        size = named.get("update_rms") if self._update is None else size_of(numbers, self._update.elements)
         return reading(named, self.limits or (named["most_loss"], named["most_norm"]), size, extra)
 
 

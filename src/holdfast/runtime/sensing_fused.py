@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.sensing import MOST, Known, Reading, Sensed, compared_with, reading
-from holdfast.runtime.update_size import Seen
+from holdfast.runtime.update_size import Seen, elements_of, size_of
 
 log = logging.getLogger("holdfast")
 
@@ -25,10 +25,10 @@ class FusedPacked:
     """The numbers on their way to the host, and the veto, where the step ran."""
 
     def __init__(
-        self, place: Any, veto: Tensor, limits: Known, scaled: bool, groups: list[list[int]], spare: list[Any]
+        self, place: Any, veto: Tensor, limits: Known, scaled: bool, elements: list[list[int]], spare: list[Any]
     ):
         self.veto = veto
-        self._place, self._limits, self._scaled, self._groups, self._spare = place, limits, scaled, groups, spare
+        self._place, self._limits, self._scaled, self._elements, self._spare = place, limits, scaled, elements, spare
 
     def read(self) -> Reading:
         """Once: the memory serves another step then."""
@@ -37,7 +37,7 @@ class FusedPacked:
         named = {"loss": loss, "norm": norm}
         if self._scaled:
             named |= {"found": found, "scale": scale}
-        return reading(named, self._limits, _size(squares, self._groups))
+        return reading(named, self._limits, size_of(squares, self._elements))
 
 
 class Fused:
@@ -69,8 +69,8 @@ class Fused:
         gradients = [s.g for s in seen]
         with torch.cuda.device(device):
             place.send(loss, norm, scaled, most, gradients, self._samples if seen else None, self._veto)
-        groups = [[s.v.numel() for group in optimizer for s in group] for optimizer in sensed.update or ()]
-        return FusedPacked(place, self._veto, limits, scaled is not None, groups, self._spare)
+        elements = elements_of(sensed.update or ())
+        return FusedPacked(place, self._veto, limits, scaled is not None, elements, self._spare)
 
     def _known(self, seen: Sequence[Seen], kernel: Any) -> bool:
         """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
@@ -111,17 +111,6 @@ def _row(s: Seen) -> tuple[Any, ...]:
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return is_(a[0], b[0]) and is_(a[1], b[1]) and a[2:] == b[2:]
-
-
-def _size(squares: Sequence[float], groups: list[list[int]]) -> float | None:
-    """The update size of the optimizer where it is largest."""
-    worst, at = None, 0
-    for counts in groups:
-        total = sum(squares[at : at + len(counts)])
-        at += len(counts)
-        size = math.sqrt(total / sum(counts)) if total >= 0 else math.nan
-        worst = size if worst is None or not size <= worst else worst
-    return worst
 
 
 _found: list[Any] = []

@@ -22,7 +22,6 @@ from holdfast.runtime.sharded import local
 _TENSORS, _RUNS, _WIDTH = 8, 64, 64
 """parameters looked at; runs of neighbouring elements in each, evenly spread, and how long a run is"""
 _EPS = 1e-8
-_SMALL = 1e-14
 _MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 """what an optimizer calls its second moment; the first is the one AMSGrad divides by"""
 
@@ -72,27 +71,20 @@ class Sampled(NamedTuple):
     """What was sampled at one step, on its way to the host."""
 
     parts: list[Tensor]
-    """rows of numbers where the optimizers' state is: for each group sums of squares, and its step count if that is there"""
-    groups: list[list[tuple[int, int, float | None]]]
-    """for each optimizer and group: how many samples, of how many elements, and the moment's decay where the correction for
-    bias is left to the host"""
+    """for each optimizer and group a row of sums, one a sample, where the optimizers' state is"""
+    elements: list[list[int]]
+    """for each optimizer, of how many elements they are"""
 
-    def size(self, numbers: Sequence[float]) -> float:
-        """The update size of the optimizer where it is largest."""
-        worst, at = 0.0, 0
-        for optimizer in self.groups:
-            total, count = 0.0, 0
-            for n, elements, beta in optimizer:
-                squares = sum(numbers[at : at + n])
-                at += n
-                if beta is not None:
-                    squares *= 1.0 - beta ** numbers[at]
-                    at += 1
-                total += squares
-                count += elements
-            size = math.sqrt(total / count) if total >= 0 and count else math.nan
-            worst = max(worst, size) if size == size else size
-        return worst
+
+def size_of(sums: Sequence[float], elements: Sequence[Sequence[int]]) -> float | None:
+    """The update size of the optimizer where it is largest; NaN where one is. None where nothing was sampled."""
+    worst, at = None, 0
+    for counts in elements:
+        total = sum(sums[at : at + len(counts)])
+        at += len(counts)
+        size = math.sqrt(total / sum(counts)) if total >= 0 else math.nan
+        worst = size if worst is None or not size <= worst else worst
+    return worst
 
 
 class UpdateSize:
@@ -124,10 +116,9 @@ class UpdateSize:
         for n, optimizer in enumerate(self._optimizers.all):
             if any(_moment(optimizer, p) is not None for p in optimizer.state if isinstance(p, Tensor)):
                 total, count = torch.zeros((), device=home), 0
-                for part in map(_squares, self._of(n, optimizer)):
-                    known = 1.0 if part.counted is None else 1.0 - torch.pow(part.beta or 0.0, part.counted)
-                    total = total + (part.squares * known).sum().to(home)
-                    count += part.elements
+                for group in self._of(n, optimizer):
+                    total = total + _sums_of(group).sum().to(home)
+                    count += sum(seen.v.numel() for seen in group)
                 return total, float(count)
         return None
 
@@ -147,16 +138,12 @@ class UpdateSize:
 @torch.no_grad()
 def sense(looked: Sequence[Sequence[Sequence[Seen]]]) -> Sampled:
     """Measure what `look` has found, by torch's own operations."""
-    sampled = Sampled([], [])
-    for optimizer in looked:
-        groups = []
-        for part in map(_squares, optimizer):
-            sampled.parts.append(part.squares)
-            if part.counted is not None:
-                sampled.parts.append(part.counted)
-            groups.append((len(part.squares), part.elements, part.beta))
-        sampled.groups.append(groups)
-    return sampled
+    parts = [_sums_of(group) for optimizer in looked for group in optimizer]
+    return Sampled(parts, elements_of(looked))
+
+
+def elements_of(looked: Sequence[Sequence[Sequence[Seen]]]) -> list[list[int]]:
+    return [[seen.v.numel() for group in optimizer for seen in group] for optimizer in looked]
 
 
 def _choose(optimizer: Optimizer, most: int) -> list[_Sample]:
@@ -203,34 +190,21 @@ class Seen(NamedTuple):
         return float(self.group.get("eps") or _EPS) ** 2
 
 
-class _Part(NamedTuple):
-    """The sampled elements of one group on one device."""
-
-    squares: Tensor
-    """a sum for each sample; v is not yet corrected for its bias where `beta` is set"""
-    elements: int
-    counted: Tensor | None = None
-    """the optimizer's count of steps, left where it is"""
-    beta: float | None = None
-
-
 def _dense(g: Tensor) -> bool:
     """Whether its elements fill the first `numel` places of its memory."""
     return g.is_contiguous() or sum((n - 1) * s for n, s in zip(g.shape, g.stride(), strict=True)) == g.numel() - 1
 
 
-def _squares(seen: Sequence[Seen]) -> _Part:
-    """The sum of g^2 / max(v', eps^2) for each sample, v' being v / (1 - beta2^step): of v itself, and the host corrects it,
-    where the optimizer counts its steps on the device."""
+def _sums_of(seen: Sequence[Seen]) -> Tensor:
+    """The sum of g^2 / max(v', eps^2) for each sample, v' being v / (1 - beta2^step)."""
     group = seen[0].group
     floor = seen[0].floor
     # A copy, so that all from here on may be done in place.
     rows = [len(s.v) for s in seen]
     g, v = torch.cat([*[s.sample.of(s.g) for s in seen], *[s.v for s in seen]]).float().split(sum(rows))  # type: ignore[no-untyped-call]
-    elements = g.numel()
     steps, betas = [s.step for s in seen], group.get("betas")
     if betas is None or any(step is None for step in steps):
-        return _Part(_sums(g, v.clamp_(min=floor), rows), elements)
+        return _sums(g, v.clamp_(min=floor), rows)
     beta = betas[1]
     if all(not isinstance(s, Tensor) or s.device.type == "cpu" for s in (beta, *steps)):
         known = [1.0 - float(beta) ** float(step) for step in steps]
@@ -239,12 +213,10 @@ def _squares(seen: Sequence[Seen]) -> _Part:
         else:
             shares = torch.tensor([share or 1.0 for share in known]).repeat_interleave(torch.tensor(rows))
             v.div_(shares.unsqueeze(1).to(v.device, non_blocking=True))
-        return _Part(_sums(g, v.clamp_(min=floor), rows), elements)
+        return _sums(g, v.clamp_(min=floor), rows)
     # Parameters of a group are counted alike, but for one that went without a gradient now and then: one stands for all.
-    count = torch.as_tensor(steps[0], device=v.device).float().view(1)
-    if not isinstance(beta, Tensor) and floor <= _SMALL:  # nothing is as small as that and would count
-        return _Part(_sums(g, v.clamp_(min=floor), rows), elements, count, float(beta))
-    return _Part(_sums(g, v.div_(1.0 - torch.pow(beta, count)).clamp_(min=floor), rows), elements)
+    count = torch.as_tensor(steps[0], device=v.device).float()
+    return _sums(g, v.div_(1.0 - torch.pow(beta, count)).clamp_(min=floor), rows)
 
 
 def _sums(g: Tensor, v: Tensor, rows: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ from holdfast.runtime.norms import LocalNorms
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.sensing import Sensed
-from holdfast.runtime.update_size import UpdateSize, sense
+from holdfast.runtime.update_size import UpdateSize, sense, size_of
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def test_gate_clips_through_its_port_by_what_this_rank_and_all_ranks_measured(wh
 def alone(looked):
     """The size as one process works it out."""
     sampled = sense(looked)
-    return sampled.size(torch.cat(sampled.parts).tolist())
+    return size_of(torch.cat(sampled.parts).tolist(), sampled.elements)
 
 
 def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():

@@ -17,7 +17,7 @@ from holdfast.core.types import Flag
 from holdfast.runtime.data.fingerprint import Look, fingerprint, length_of
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.sensing import Packing, Sensed
-from holdfast.runtime.update_size import UpdateSize, sense
+from holdfast.runtime.update_size import UpdateSize, sense, size_of
 
 STEPS = 12
 
@@ -171,14 +171,14 @@ def stepped(*shapes, steps=2, **options):
 
 
 def sensed(optimizer) -> float | None:
-    return size_of(UpdateSize(Optimizers([optimizer])))
+    return size_now(UpdateSize(Optimizers([optimizer])))
 
 
-def size_of(sizes: UpdateSize) -> float | None:
+def size_now(sizes: UpdateSize) -> float | None:
     """As the host works it out of what has travelled."""
     looked = sizes.look()
     sampled = None if looked is None else sense(looked)
-    return None if sampled is None else sampled.size(torch.cat([part.float() for part in sampled.parts]).tolist())
+    return None if sampled is None else size_of(torch.cat(sampled.parts).tolist(), sampled.elements)
 
 
 def test_of_many_parameters_the_eight_largest_are_looked_at():
@@ -227,7 +227,7 @@ def test_steps_counted_apart_are_corrected_apart():
     optimizer.param_groups[0]["params"].append(late)
     optimizer.param_groups.pop()
     assert {float(optimizer.state[p]["step"]) for p in (*parameters, late)} == {1.0, 3.0}
-    assert size_of(size) == pytest.approx(by_hand(optimizer, [*parameters, late]), rel=1e-5)
+    assert size_now(size) == pytest.approx(by_hand(optimizer, [*parameters, late]), rel=1e-5)
 
 
 def test_sparse_gradients_have_none():

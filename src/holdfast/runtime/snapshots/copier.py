@@ -128,7 +128,7 @@ class Copier:
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._examining = ThreadPoolExecutor(1, thread_name_prefix="holdfast-examine")
         self._paging = ThreadPoolExecutor(2, thread_name_prefix="holdfast-pages")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._held: list[Copy] = []
         self._layouts: dict[tuple[str, bool], Layout] = {}
         self._pools: dict[tuple[str, bool], Blocks] = {}
@@ -204,13 +204,11 @@ class Copier:
                 odd = {layout.names[i] for i in layout.odd}
                 tensors = {n: block.tensors[n] if n not in odd else _apart(v, on_host) for n, v in sources.items()}
         looks: list[Look] = []
-        events = [
-            self._on_stream(
-                device, {n: v for n, v in sources.items() if v.device == device and n not in odd}, values, block, looks
-            )
-            for device in devices
-            if device.type == "cuda"
-        ]
+        events: list[torch.cuda.Event] = []
+        for device in devices:
+            if device.type == "cuda":
+                here = {n: v for n, v in sources.items() if v.device == device and n not in odd}
+                events += self._on_streams(device, here, values, block, looks)
         if events and block is not None and HOST in devices:
             # What is left on the host then is small (Adam's step counts): copied now, so that no thread is waited for.
             block.fill(values, HOST)
@@ -221,33 +219,39 @@ class Copier:
         self._copying.submit(self._copy, copy, values, None if events else watched, events, looks)
         return copy
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        stream = self._streams.get(device)
+    def _stream(self, device: torch.device, what: str = "copy") -> torch.cuda.Stream:
+        stream = self._streams.get((device, what))
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device, what] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _on_stream(
+    def _on_streams(
         self,
         device: torch.device,
         here: dict[str, Tensor],
         values: list[Tensor],
         block: Block | None,
         looks: list[Look],
-    ) -> torch.cuda.Event:
-        """Copy what lies on that device, and look at it."""
-        stream = self._stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream), torch.no_grad():
-            if block is not None:
-                block.fill(values, device)
-            found = bits.look(here)
-            looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
-            for value in here.values():
-                value.record_stream(stream)
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(stream)
-        return event
+    ) -> list[torch.cuda.Event]:
+        """Copy what lies on that device, and look at it meanwhile: one is the bus's work, the other the device's own. The
+        next update waits for both."""
+        events = []
+        for what in ("copy", "look") if block is not None else ("look",):
+            stream = self._stream(device, what)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream), torch.no_grad():
+                if what == "copy":
+                    assert block is not None
+                    block.fill(values, device)
+                else:
+                    found = bits.look(here)
+                    looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
+                for value in here.values():
+                    value.record_stream(stream)
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record(stream)
+            events.append(event)
+        return events
 
     @torch.no_grad()
     def _copy(

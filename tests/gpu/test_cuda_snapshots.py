@@ -154,7 +154,8 @@ def test_tensors_are_put_back_without_waiting(place):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        bench.keeper.returning._put_tensors(found.light, found.tensors(), found)
+        returning = bench.keeper.returning
+        returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bench.keeper.restore(found)

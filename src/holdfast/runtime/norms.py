@@ -44,13 +44,18 @@ class LocalNorms:
     def __init__(self) -> None:
         self._sparse = self._alike = False
         """of the gradients that were measured last: whether any are sparse, whether all are alike"""
+        self._last: Sequence[Tensor] = ()
+        self._together = False
+        """whether the parameters that were asked about last are on one device"""
 
     @torch.no_grad()
     def of_gradients(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
         gradients = _gradients(parameters)
-        kinds = {(type(g), g.layout, g.dtype, g.device) for g in gradients}
-        self._sparse = any(kind[1] is not torch.strided for kind in kinds)
-        self._alike = len(kinds) == 1 and not self._sparse and next(iter(kinds))[0] is Tensor
+        if parameters is not self._last:  # a gradient is where its parameter is
+            self._last, self._together = parameters, len({p.device for p in parameters}) == 1
+        self._sparse = True in {g.is_sparse for g in gradients}
+        plain = {type(g) for g in gradients} == {Tensor} and len({g.dtype for g in gradients}) == 1
+        self._alike = plain and self._together and not self._sparse
         if self._alike:
             return Norm(torch.linalg.vector_norm(_together(torch._foreach_norm(gradients, 2.0)), 2.0))
         if self._sparse:

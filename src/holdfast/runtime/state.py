@@ -310,8 +310,8 @@ class RunState:
     def fits(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
         """Why a snapshot cannot be put back into the run as it is now, or None. `whole`: sharded tensors are there as such,
         and not only this rank's parts."""
-        if not self.optimizers.fits(rest["optimizer_groups"]):
-            return "the optimizer's param groups have changed since"
+        if (why := self.fits_but_tensors(rest)) is not None:
+            return why
         for name, parameter in self._named():
             p = parameter if whole else part_of(parameter)
             saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
@@ -319,6 +319,12 @@ class RunState:
                 return f"parameter {name} was not there then"
             if saved.shape != p.shape or saved.dtype != p.dtype:
                 return f"parameter {name} was {tuple(saved.shape)} {saved.dtype} then, and is {tuple(p.shape)} {p.dtype} now"
+        return None
+
+    def fits_but_tensors(self, rest: dict[str, Any]) -> str | None:
+        """The same for all that is no parameter."""
+        if not self.optimizers.fits(rest["optimizer_groups"]):
+            return "the optimizer's param groups have changed since"
         if (self.scaler is None) != (rest["scaler"] is None):
             return f"a GradScaler was {'not ' if rest['scaler'] is None else ''}in use then (another precision)"
         for name in self._registered:

@@ -227,7 +227,8 @@ def test_all_copies_of_a_restore_are_enqueued_in_a_few_calls(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b, *more: calls.append(len(a)) or foreach(a, b, *more))
     assert found is not None
     assert found.light is not None
-    bench.keeper.returning._put_tensors(found.light, found.tensors(), found)
+    returning = bench.keeper.returning
+    returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
     assert sum(calls) == len(bench.state.heavy()) + 3, "BatchNorm has three buffers"
     assert len(calls) == 2
     bench.keeper.restore(found)

@@ -92,12 +92,19 @@ class Returning:
     def _prove(self, snapshot: Snapshot) -> str | None:
         """By what lies in the run's own tensors once it is there; what does not go there, by its own memory."""
         assert snapshot.light is not None
-        why = self._state.fits(snapshot.light, snapshot.tensors())
+        self._there = None
+        heavy = self._as_they_came(snapshot)
+        tensors: dict[str, Tensor] | None = None
+        if heavy is not None and not snapshot.frozen:
+            why = self._state.fits_but_tensors(snapshot.light)
+        else:
+            tensors = snapshot.tensors()
+            why = self._state.fits(snapshot.light, tensors)
         if why is not None:
             return why
+        # The copies are on their way from here on; all that is left for the host to do it does meanwhile.
+        live = self._put_tensors(snapshot.light, tensors, snapshot, heavy)
         sums = {name: value for copy in snapshot.copies for name, value in copy.result().sums.items()}
-        self._there = None
-        live = self._put_tensors(snapshot.light, snapshot.tensors(), snapshot)
         rest = {n: t for copy in snapshot.copies for n, t in copy.tensors.items() if n not in live}
         now, doubtful = seen(live)
         now |= seen(rest)[0]
@@ -119,35 +126,44 @@ class Returning:
         assert snapshot.light is not None and snapshot.rng is not None
         tensors = snapshot.tensors()
         if self._there is not snapshot:
-            self._put_tensors(snapshot.light, tensors, snapshot)
+            self._put_tensors(snapshot.light, tensors, snapshot, self._as_they_came(snapshot))
         self._finish(snapshot.light, tensors, snapshot.rng)
 
     def put_back(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         """The same from parts that another process may have saved; without random streams they stay where they are."""
-        self._put_tensors(light, tensors, None)
+        self._put_tensors(light, tensors, None, None)
         self._finish(light, tensors, rng)
 
+    def _as_they_came(self, snapshot: Snapshot) -> dict[str, Tensor] | None:
+        """The live tensors, where the state is still made of the parts that were copied: then they go as they came."""
+        assert snapshot.light is not None
+        block = snapshot.copy.block
+        if block is None or block.layout.odd:
+            return None
+        heavy = self._state.heavy()
+        fits = block.layout.fits(heavy, block.layout.home) and self._state.as_taken_apart(snapshot.light)
+        return heavy if fits else None
+
     def _put_tensors(
-        self, light: dict[str, Any], tensors: dict[str, Tensor], snapshot: Snapshot | None
+        self,
+        light: dict[str, Any],
+        tensors: dict[str, Tensor] | None,
+        snapshot: Snapshot | None,
+        heavy: dict[str, Tensor] | None,
     ) -> dict[str, Tensor]:
         """Every tensor that training or forward moves, and what is frozen. Returns them, by the names that they were saved
-        under. Where the state is still made of the parts that were copied, they go as they came."""
+        under. `heavy`: what `_as_they_came` says; `tensors`: all of the snapshot's own, or None where nobody has asked."""
         self._copier.wait()
         self.unsound = True
         pairs = Pairs()
-        block = None if snapshot is None else snapshot.copy.block
-        heavy = {} if block is None else self._state.heavy()
-        as_they_came = (
-            block is not None
-            and not block.layout.odd
-            and block.layout.fits(heavy, block.layout.home)
-            and self._state.as_taken_apart(light)
-        )
-        if as_they_came:
-            assert block is not None
-            block.pour(list(heavy.values()))
+        if heavy is not None:
+            assert snapshot is not None and snapshot.copy.block is not None
+            snapshot.copy.block.pour(list(heavy.values()))
             pairs.live.update(heavy)
-        self._state.put_back(light, tensors, pairs.put, heavy=not as_they_came)
+        if tensors is None:
+            assert snapshot is not None
+            tensors = snapshot.tensors()
+        self._state.put_back(light, tensors, pairs.put, heavy=heavy is None)
         for name, value in self._state.buffers.named().items():
             saved = tensors.get(_BUFFER + name)
             if saved is not None and _alike(saved, value):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.members import part_of
+from holdfast.runtime.members import PLAIN, part_of
 from holdfast.runtime.snapshots.certify import fingerprint
 
 log = logging.getLogger("holdfast")
@@ -44,8 +44,11 @@ def look(tensors: Mapping[str, Tensor], *, finite: bool = True) -> Seen:
     """Enqueued on the current stream. All tensors are on one device. `finite`: whether anybody wants to know."""
     parts = {name: part_of(value) for name, value in tensors.items()}
     device = next((part.device for part in parts.values()), torch.device("cpu"))
-    if device.type == "cuda" and (kernel := _kernel()) is not None:
-        return _at_one_stroke(parts, device, kernel)
+    if device.type == "cuda" and (kernel := _kernel(device)) is not None:
+        try:
+            return _at_one_stroke(parts, device, kernel)
+        except _NotBuilt as error:  # another variant of the kernel
+            _give_up(error)
     return _one_by_one(parts, device, finite)
 
 
@@ -100,19 +103,25 @@ _tables: dict[tuple[Any, ...], _Table] = {}
 
 def _at_one_stroke(parts: dict[str, Tensor], device: torch.device, kernel: Callable[..., None]) -> Seen:
     values = list(parts.values())
-    key = (device.index, *[v.data_ptr() for v in values], *[(v.numel(), v.dtype, v.is_contiguous()) for v in values])
-    table = _tables.get(key)
+    plain = [v for v in values if type(v) in PLAIN and v.layout is torch.strided]  # what wraps others has no address
+    about = [(v.numel(), v.dtype, v.is_contiguous()) for v in plain]
+    key = (device.index, len(values), *[v.data_ptr() for v in plain], *about)
+    table = _tables.pop(key, None)
     if table is None:
         table = _table(values, device)
-        while len(_tables) >= _KEPT:
-            del _tables[next(iter(_tables))]
+        for old in list(_tables)[: 1 - _KEPT]:
+            _tables.pop(old, None)
+    if not table.rest:
         _tables[key] = table
     found = torch.zeros(2, len(values), dtype=torch.int64, device=device)
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream()
         stream.wait_event(table.there)  # it may have been made on another stream
         for kind, rows in table.rows:
-            kernel(rows, found, kind, _PIECE)
+            try:
+                kernel(rows, found, kind, _PIECE)
+            except Exception as error:
+                raise _NotBuilt(str(error)) from error
             rows.record_stream(stream)
     for place in table.rest:
         found[0, place] = fingerprint(values[place])
@@ -124,16 +133,23 @@ def _table(values: list[Tensor], device: torch.device) -> _Table:
     by_kind: dict[str, list[tuple[int, int, int]]] = {}
     rest = []
     for place, value in enumerate(values):
-        kind = _LANES.get(value.dtype, "none")
-        unknown = kind == "none" and (value.is_floating_point() or value.is_complex())
-        if unknown or value.layout is not torch.strided or not value.is_contiguous() or value.data_ptr() % 8:
+        if not in_words(value):
             rest.append(place)
         elif value.numel():
+            kind = _LANES.get(value.dtype, "none")
             by_kind.setdefault(kind, []).append((value.data_ptr(), value.nbytes, place))
     rows = [(kind, _pieces(found, device)) for kind, found in by_kind.items()]
     there = torch.cuda.Event()  # type: ignore[no-untyped-call]
     there.record(torch.cuda.current_stream(device))
     return _Table(rows, there, rest)
+
+
+def in_words(value: Tensor) -> bool:
+    """Whether the kernel may read it by its address, and knows its numbers."""
+    if type(value) not in PLAIN or value.layout is not torch.strided:  # what wraps other tensors has no address
+        return False
+    known = value.dtype in _LANES or not (value.is_floating_point() or value.is_complex())
+    return known and value.is_contiguous() and value.data_ptr() % 8 == 0
 
 
 def _pieces(found: list[tuple[int, int, int]], device: torch.device) -> Tensor:
@@ -151,16 +167,25 @@ def _pieces(found: list[tuple[int, int, int]], device: torch.device) -> Tensor:
 _found: list[Callable[..., None] | None] = []
 
 
-def _kernel() -> Callable[..., None] | None:
+class _NotBuilt(Exception):
+    """A kernel that could not be compiled or launched."""
+
+
+def _kernel(device: torch.device) -> Callable[..., None] | None:
     """The kernel, tried out once; None where there is no Triton, or no compiler for it."""
     if not _found:
         try:
             from holdfast.runtime.bits_kernel import launch
 
-            nothing = torch.zeros(1, 4, dtype=torch.int64, device="cuda")
-            launch(nothing, nothing.view(2, 2), "none", _PIECE)
+            nothing = torch.zeros(1, 4, dtype=torch.int64, device=device)
+            with torch.cuda.device(device):
+                launch(nothing, nothing.view(2, 2), "none", _PIECE)
             _found.append(launch)
         except Exception as error:  # whatever keeps it from being built, torch's own operations do
-            log.info("checksums go tensor by tensor: %s: %s", type(error).__name__, str(error)[:200])
-            _found.append(None)
+            _give_up(error)
     return _found[0]
+
+
+def _give_up(error: Exception) -> None:
+    log.info("checksums go tensor by tensor: %s: %s", type(error).__name__, str(error)[:200])
+    _found[:] = [None]

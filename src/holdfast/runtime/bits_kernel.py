@@ -21,7 +21,7 @@ def _largest(word, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     return tl.maximum(first, tl.maximum(high & 0x7FFF, (high >> 16) & 0x7FFF))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _look(  # type: ignore[no-untyped-def]
     rows, found, count, LANES: tl.constexpr, INF: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr
 ):

@@ -71,6 +71,11 @@ class Gate:
                 f'[detect] gate = "device" needs fused optimizers, and {names} is not: pass fused=True where it is '
                 'offered, or set gate = "host"'
             )
+        if where == "device" and len({p.device.type for p in optimizers.parameters()}) > 1:
+            raise SetupError(
+                '[detect] gate = "device": some of what is trained is on the CPU, where the veto would come too late; set '
+                'gate = "host"'
+            )
         self.on_device = where == "device" or (where == "auto" and on_cuda and optimizers.fused)
         self._optimizers, self._scaler, self._armed = optimizers, scaler, armed
         self._norms = norms or LocalNorms()

@@ -39,7 +39,7 @@ class Leaving:
     def __init__(self, run: Run, clip: float | None) -> None:
         self._run, self._clip = run, clip
         self.parameters: list[Tensor] = []
-        self._counts: list[int] = []
+        self._ids: frozenset[int] | None = None
         self._update_size = UpdateSize(run.state.optimizers)
         self._ours = False
         self.hooked = False
@@ -159,9 +159,9 @@ class Leaving:
 
     def follow_groups(self) -> None:
         """A group added on the way (gradual unfreezing): its gradients are clipped and cleared like the others."""
-        counts = [len(g["params"]) for o in self._run.state.optimizers.all for g in o.param_groups]
-        if counts != self._counts:
-            self._counts, self.parameters = counts, self._run.state.trained()
+        ids = self._run.state.optimizers.ids()
+        if ids is not self._ids:
+            self._ids, self.parameters = ids, self._run.state.trained()
             self._update_size.forget()
 
     def drop_gradients(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from holdfast.runtime.members import PLAIN, same
 from holdfast.runtime.sharded import is_sharded, local
@@ -75,6 +76,12 @@ class Optimizers:
 
     def lr(self) -> float:
         return float(self.outer[0].param_groups[0]["lr"])
+
+    def on_cuda(self) -> bool:
+        """Whether everything they update is on CUDA, and nobody else is told of an update by a hook, which would hear of one
+        that the device has kept from landing."""
+        hooked = any(o._optimizer_step_post_hooks for o in self.all) or bool(_global_optimizer_post_hooks)
+        return not hooked and all(p.is_cuda for p in self.parameters())
 
     @property
     def fused(self) -> bool:

@@ -23,6 +23,7 @@ from holdfast.runtime import effects
 from holdfast.runtime.checking import Checking
 from holdfast.runtime.checkpoints import END, Checkpoints
 from holdfast.runtime.company import Company
+from holdfast.runtime.cuda_streams import Streams
 from holdfast.runtime.data.source import Position, Source
 from holdfast.runtime.gate import Gate
 from holdfast.runtime.hooks import Hooks
@@ -77,8 +78,9 @@ class Run:
         devices = devices_of(state.modules)
         self.rng = Rng(devices)
         self.armed = config.recover.mode == "heal"
-        on_cuda = any(d.type == "cuda" for d in devices) and all(map(company.ranks.carries, devices))
+        on_cuda = state.optimizers.on_cuda() and all(map(company.ranks.carries, devices))
         self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda, norms=self.norms)
+        self.streams = Streams(devices)
         self.history = History()
         self.checkpoints = Checkpoints(self, tier)
         self.keeper = Keeper(
@@ -218,6 +220,9 @@ class Run:
 
     def serve(self, accumulate: int) -> Step | None:
         """The next step, or None when the data has ended."""
+        if self.keeper.returning.unsound:
+            raise StepError("the run's state was put back in part and could not be proven: it cannot go on from here")
+        self.streams.follow()
         try:
             return self.serving.serve(accumulate)
         except BaseException as error:
@@ -240,10 +245,12 @@ class Run:
 
     def entered(self, step: Step) -> None:
         """The user's forward and backward begin: the other ranks' collectives are in them."""
+        self.streams.follow()
         self.watch.in_step(step.number)
 
     def leave(self, step: Step) -> None:
         """A complete step: measure it, settle the one before, let its update land or not."""
+        self.streams.follow()
         try:
             self._leave(step)
         except BaseException as error:

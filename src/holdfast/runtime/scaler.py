@@ -41,7 +41,7 @@ class Scaler:
             home = self._scaler._scale.device
             total = flags[0].to(home, copy=True)  # `update` adds the other optimizers' to the first one in place
             for flag in flags[1:]:
-                total = total + flag.to(home)
+                total = torch.maximum(total, flag.to(home))  # optimizers take 1 for a veto, and nothing else
             found[id(optimizer)] = total
         return found
 

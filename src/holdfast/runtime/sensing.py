@@ -112,7 +112,7 @@ class Packed:
             self._place = place = _take(spare, values)
             self._host = place.memory
             place.memory.copy_(values, non_blocking=True)
-            place.event.record()
+            place.event.record(torch.cuda.current_stream(values.device))  # which need not be the current device
 
     def read(self) -> Reading:
         """Once: the memory serves another step then."""
@@ -158,7 +158,7 @@ class Packing:
         if sampled is not None:
             parts += [part.to(home, kind) for part in sampled.parts]
         if sensed.extra is not None:
-            parts.append(sensed.extra)
+            parts.append(sensed.extra.to(home))
         extra = 0 if sensed.extra is None else len(sensed.extra)
         return Packed(torch.cat(parts), names, limits, sampled, extra, self._spare)
 

@@ -47,32 +47,37 @@ class Fused:
         self._spare: list[Any] = []
         self._veto: Tensor | None = None
         self._samples: Any = None
+        self._places: list[Any] = []
 
     def pack(self, sensed: Sensed) -> FusedPacked | None:
         """Send everything that is sensed to the host, and come to the veto."""
         loss, norm, found, scale = sensed.loss, sensed.norm, sensed.found, sensed.scale
         more = (sensed.update_rms, sensed.weights, sensed.differs, sensed.extra)
-        if not loss.is_cuda or any(part is not None for part in more) or (kernel := _kernel()) is None:
+        device = loss.device
+        if device.type != "cuda" or any(part is not None for part in more) or (kernel := _kernel(device)) is None:
             return None
         _, limits = compared_with(sensed.limits)
         scaled = None if found is None or scale is None else (found, scale)
-        if limits is None or (found is None) != (scale is None) or not kernel.fits(loss, norm, *(scaled or ())):
+        if limits is None or (found is None) != (scale is None) or not kernel.fits(device, loss, norm, *(scaled or ())):
             return None
         seen = [s for groups in sensed.update or () for group in groups for s in group]
-        if seen and not self._known(seen, kernel):
+        if seen and not self._known(seen, device, kernel):
             return None
-        device = loss.device
         if self._veto is None or self._veto.device != device:
             self._veto = torch.zeros((), device=device)
         place = self._spare.pop() if self._spare else kernel.Place()
         most = tuple(MOST if limit is None else min(limit, MOST) for limit in limits)
         gradients = [s.g for s in seen]
-        with torch.cuda.device(device):
-            place.send(loss, norm, scaled, most, gradients, self._samples if seen else None, self._veto)
+        try:
+            with torch.cuda.device(device):
+                place.send(loss, norm, scaled, most, gradients, self._samples if seen else None, self._veto)
+        except Exception as error:  # another variant of the kernel, that could not be built
+            _give_up(error)
+            return None
         elements = elements_of(sensed.update or ())
         return FusedPacked(place, self._veto, limits, scaled is not None, elements, self._spare)
 
-    def _known(self, seen: Sequence[Seen], kernel: Any) -> bool:
+    def _known(self, seen: Sequence[Seen], home: torch.device, kernel: Any) -> bool:
         """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
         if (
             len(seen) > kernel.MOST_SAMPLES
@@ -81,15 +86,14 @@ class Fused:
         ):
             return False
         rows = [_row(s) for s in seen]
-        samples = self._samples
-        if samples is not None and len(rows) == len(samples.rows) and all(map(_same, rows, samples.rows)):
+        samples, places = self._samples, _places(seen)
+        if samples is not None and places == self._places and all(map(_same, rows, samples.rows)):
             return True
-        self._samples = None
+        self._samples, self._places = None, places
         if not (kernel.known(seen[0].g.dtype) and kernel.known(seen[0].v.dtype)):
             return False
-        home = seen[0].v.device
         for s, (_, step, *_rest, decay) in zip(seen, rows, strict=True):
-            counted = step is None or kernel.fits(step)
+            counted = step is None or kernel.fits(home, step)
             if not counted or math.isnan(decay) or s.v.device != home or s.g.device != home:
                 return False
         self._samples = kernel.Samples(rows, seen[0].g.dtype)
@@ -113,22 +117,33 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return is_(a[0], b[0]) and is_(a[1], b[1]) and a[2:] == b[2:]
 
 
+def _places(seen: Sequence[Seen]) -> list[Any]:
+    """What the same tensor may have been moved to, by `.data`."""
+    steps = [s.step.data_ptr() if isinstance(s.step, Tensor) else None for s in seen]
+    return [seen[0].g.dtype, *[s.v.data_ptr() for s in seen], *steps]
+
+
 _found: list[Any] = []
 
 
-def _kernel() -> Any:
+def _kernel(device: torch.device) -> Any:
     """The module with the kernel, tried out once; None where there is no Triton, or no compiler for it."""
     if not _found:
         try:
             from holdfast.runtime import sensing_kernel
 
-            one = torch.ones((), device="cuda")
+            one, veto = torch.ones((), device=device), torch.ones((), device=device)
             place = sensing_kernel.Place()
-            place.send(one, one, None, (MOST, MOST), (), None, veto := torch.ones((), device="cuda"))
+            with torch.cuda.device(device):
+                place.send(one, one, None, (MOST, MOST), (), None, veto)
             if place.read()[:2] != [1.0, 1.0] or float(veto) != 0.0:
                 raise RuntimeError("it gives another answer than it should")
             _found.append(sensing_kernel)
         except Exception as error:  # whatever keeps it from being built, torch's own operations do
-            log.info("a step is sensed in several launches: %s: %s", type(error).__name__, str(error)[:200])
-            _found.append(None)
+            _give_up(error)
     return _found[0]
+
+
+def _give_up(error: Exception) -> None:
+    log.info("a step is sensed in several launches: %s: %s", type(error).__name__, str(error)[:200])
+    _found[:] = [None]

@@ -5,7 +5,9 @@ It reads where the numbers are from page-locked memory and writes them back ther
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -97,6 +99,7 @@ class Place:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._count = 0
         self._no_table: Tensor | None = None
+        self._sent = False
 
     def send(
         self,
@@ -122,11 +125,19 @@ class Place:
         table, kinds = (self._no_table, (0, 0)) if samples is None else (samples.table, samples.kinds)
         _sense[(1 + count,)](self._address, veto, table, scaled is not None, kinds[0], kinds[1], _BLOCK, num_warps=4)
         self.event.record()
+        self._sent = True
 
     def read(self) -> list[float]:
         """Loss, norm, what was found, scale, and the sum of squares of each sample."""
         self.event.synchronize()
+        self._sent = False
         return list(self._out[: _OUT + self._count])
+
+    def __del__(self) -> None:
+        """Nobody has read it: the kernel may still be to come, and knows nothing but the address."""
+        if self._sent and not sys.is_finalizing():
+            with contextlib.suppress(Exception):
+                self.event.synchronize()
 
 
 Row = tuple[Tensor, Tensor | None, int, int, int, float, float]
@@ -148,9 +159,9 @@ class Samples:
         self.table = words.pin_memory().to(rows[0][0].device, non_blocking=True)
 
 
-def fits(*numbers: Tensor) -> bool:
-    """Whether the kernel can read them as they are: single numbers of four bytes."""
-    return all(n.dtype is torch.float32 and n.numel() == 1 and n.is_cuda for n in numbers)
+def fits(device: torch.device, *numbers: Tensor) -> bool:
+    """Whether the kernel can read them as they are: single numbers of four bytes on that device."""
+    return all(n.dtype is torch.float32 and n.numel() == 1 and n.device == device for n in numbers)
 
 
 def known(dtype: torch.dtype) -> bool:

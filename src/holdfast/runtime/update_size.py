@@ -29,7 +29,10 @@ _MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg")
 class _Sample:
     """Some elements of one parameter, by their place in memory."""
 
-    __slots__ = ("_elements", "_moment", "_spread", "_stride", "group", "name", "parameter", "shape", "strides")
+    __slots__ = (
+        *("group", "name", "parameter", "shape", "strides"),
+        *("_address", "_elements", "_moment", "_numel", "_spread", "_stride"),
+    )
 
     def __init__(
         self, parameter: Tensor, group: dict[str, Any], name: str, shape: tuple[int, int], strides: tuple[int, int]
@@ -39,6 +42,7 @@ class _Sample:
         self._elements: Tensor | None = None
         self._stride: tuple[int, ...] = ()
         self._spread: Any = None
+        self._address = self._numel = 0
 
     def at(self, state: Mapping[Any, Any]) -> Seen | None:
         """The elements of gradient and moment as they are now; None where they do not lie in memory alike."""
@@ -46,8 +50,11 @@ class _Sample:
         if g is None or not own:
             return None
         v = own.get(self.name)
-        if v is not self._moment:  # it stays where it is from step to step
+        if v is not self._moment or (type(v) is Tensor and v.data_ptr() != self._address):
+            # Otherwise it lies where it did, as it does from step to step.
             self._moment, part = v, None if v is None else local(v)
+            self._address = 0 if type(v) is not Tensor else v.data_ptr()
+            self._numel = 0 if part is None else part.numel()
             plain = type(part) is Tensor and part.layout is torch.strided and _dense(part)
             self._elements = self.of(part) if part is not None and plain else None
             self._stride = part.stride() if part is not None and plain else ()
@@ -59,7 +66,9 @@ class _Sample:
         if type(g) is not Tensor:
             return None
         # Elements are matched by their place in memory, so both must lie in it alike.
-        if g.layout is not torch.strided or g.stride() != self._stride or g.device != self._elements.device:
+        if g.layout is not torch.strided or g.stride() != self._stride or g.numel() != self._numel:
+            return None
+        if g.device != self._elements.device:
             return None
         return Seen(self, g, self._elements, own.get("step"), self.group)
 

@@ -127,6 +127,10 @@ class Blocks:
             self._worker.submit(gone.clear)  # to give it back takes as long as to make it
         self._layout, self._worker = layout, worker
 
+    def retire(self) -> None:
+        self.clear()
+        self._layout = self._worker = None
+
     def ready(self) -> bool:
         """Whether one can be taken without making one more."""
         return bool(self._free or self._coming)

@@ -178,6 +178,12 @@ class Copier:
             block, copy.block, copy.tensors = copy.block, None, {}
             self._pools[part, block.layout.home is not None].give(block)
 
+    def retire(self, part: str, *, on_host: bool) -> None:
+        """No more copies of that part there: its spare memory goes, and the rest of it when nobody reads it any more."""
+        self._layouts.pop((part, on_host), None)
+        if (pool := self._pools.get((part, on_host))) is not None:
+            pool.retire()
+
     # ---- copying
 
     def start(

@@ -1,0 +1,118 @@
+"""Runs that are not laid out as most are: parameters that change places, hooks, flags of several devices, tensors that wrap
+others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, TensorDataset
+
+import holdfast
+from holdfast.core.errors import StepError
+from holdfast.runtime.bits import in_words, look
+from holdfast.runtime.optimizers import Optimizers
+from holdfast.runtime.scaler import Scaler
+from holdfast.runtime.snapshots.certify import fingerprint
+
+QUIET = {"snapshot": {"enabled": False}, "checkpoint": {"enabled": False}}
+
+
+def batches() -> DataLoader:
+    return DataLoader(TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(0))), batch_size=4)
+
+
+def test_a_parameter_that_takes_anothers_place_in_its_group_is_clipped_and_cleared_like_it():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = holdfast.Guard(model, optimizer, clip_grad_norm=1e-3, config=QUIET)
+    new = nn.Parameter(torch.ones(2, 4))
+    with guard:
+        for step in guard.steps(batches(), max_steps=6):
+            if step.number == 3:
+                model.weight = new
+                optimizer.param_groups[0]["params"][0] = new
+            before = new.detach().clone()
+            with step:
+                for (x,) in step.microbatches():
+                    step.backward(100 * model(x).square().mean())
+            if step.number >= 3:
+                assert new.grad is None
+                moved = float((new.detach() - before).norm())
+                assert 0 < moved <= 0.1 * 1e-3 * 1.01
+
+
+@pytest.mark.parametrize("where", ["nowhere", "optimizer", "everywhere"])
+def test_where_somebody_hooks_into_updates_the_host_decides(where):
+    """A hook after `optimizer.step` hears of an update that the device has kept from landing."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    found = Optimizers([optimizer])
+    found.parameters = lambda: [SimpleNamespace(is_cuda=True)]  # type: ignore[method-assign, list-item, return-value]
+    hook = None
+    if where == "optimizer":
+        hook = optimizer.register_step_post_hook(lambda *_: None)
+    elif where == "everywhere":
+        hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert found.on_cuda() == (where == "nowhere")
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def test_what_is_trained_on_the_cpu_too_is_not_on_cuda():
+    found = Optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(2))])])
+    found.parameters = lambda: [SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)]  # type: ignore
+    assert not found.on_cuda()
+
+
+def test_an_overflow_on_two_devices_is_one_overflow():
+    """Fused optimizers take 1 for a veto, and nothing else."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    p = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([p], lr=0.1)
+    scaler.scale(p.sum()).backward()
+
+    def unscale(of: torch.optim.Optimizer) -> None:
+        flags = {torch.device("cpu"): torch.tensor(1.0), torch.device("meta"): torch.tensor(1.0)}
+        scaler._per_optimizer_states[id(of)]["found_inf_per_device"] = flags
+
+    scaler.unscale_ = unscale  # type: ignore[method-assign]
+    assert float(Scaler(scaler).unscale([optimizer])[id(optimizer)]) == 1.0
+
+
+class Wrapped(Tensor):
+    """Stands for a quantised weight or an optimizer's packed state."""
+
+
+def test_what_wraps_other_tensors_is_never_read_by_its_address():
+    plain = torch.randn(8)
+    assert in_words(plain) and in_words(nn.Parameter(torch.randn(8))) and in_words(torch.arange(5))
+    for odd in (
+        plain.as_subclass(Wrapped),
+        torch.randn(4, 4).T,
+        torch.randn(3).to_sparse(),
+        torch.randn(9)[1:],
+        torch.randn(4, dtype=torch.complex64),
+    ):
+        assert not in_words(odd)
+    seen = look({"wrapped": plain.as_subclass(Wrapped), "plain": plain})
+    assert seen.sums.tolist() == [int(fingerprint(plain))] * 2
+
+
+def test_a_run_whose_state_is_back_in_part_serves_no_step():
+    model = nn.Linear(4, 1)
+    guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), config=QUIET)
+    with guard:
+        steps = iter(guard.steps(batches(), max_steps=6))
+        with next(steps) as step:
+            for (x,) in step.microbatches():
+                step.backward(model(x).square().mean())
+        guard._run.keeper.returning.unsound = True
+        with pytest.raises(StepError, match="put back in part"):
+            next(steps)
+        guard._run.keeper.returning.unsound = False

@@ -12,7 +12,7 @@ settings.load_profile("fixed")
 
 WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 WHOLE_ALWAYS = ("tests/architecture/", "tests/distributed/", "tests/unit/core/")
-SHARES = {"tests/e2e/": ((30, 6), (15, 5), (8, 4), (4, 2)), "tests/": ((30, 4), (15, 3), (8, 2))}
+SHARES = {"tests/e2e/": ((30, 9), (15, 7), (8, 5), (4, 3)), "tests/": ((30, 6), (15, 4), (8, 3))}
 """of so many cases one in so many"""
 
 

@@ -71,13 +71,14 @@ def test_healthy_steps_leave_no_cycles(tmp_path, gate, snapshots, uncollected):
 
 
 @pytest.mark.parametrize(
-    "snapshots",
+    ("gate", "snapshots"),
     [
-        pytest.param(True, id="snapshots"),
-        pytest.param(False, id="no snapshots"),
+        pytest.param("host", True, id="host-snapshots", marks=pytest.mark.soak),
+        pytest.param("host", False, id="host-no snapshots"),
+        pytest.param("device", True, id="device-snapshots"),
+        pytest.param("device", False, id="device-no snapshots", marks=pytest.mark.soak),
     ],
 )
-@pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_healthy_run_holds_no_more_memory_the_longer_it_runs(tmp_path, gate, snapshots, uncollected):
     run = Healthy(tmp_path, gate, snapshots)
     with run.guard:

@@ -46,7 +46,8 @@ def test_rank_that_raises_takes_all_out_at_once_and_the_restart_goes_on(tmp_path
     ends = [json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in range(2)]
     assert [(e["attempt"], e["step"]) for e in ends] == [(3, 20), (3, 20)]
     resumed = [e["step"] for e in lines(tmp_path / "run/journal.jsonl") if e["event"] == "resumed"]
-    assert len(resumed) == 3 and 0 < resumed[0] < 6 and resumed[0] <= resumed[1] < 10 and resumed[1] <= resumed[2] < 14
+    # What the first life had on disk after six quick steps depends on the disk; it may be the beginning alone.
+    assert len(resumed) == 3 and resumed[0] < 6 and resumed[0] <= resumed[1] < 10 and 0 < resumed[1] <= resumed[2] < 14
 
 
 def lines(path: Path) -> list[dict]:

@@ -1,7 +1,7 @@
 """What the guard costs on the CPU: a step of about 50 ms and one of about 5 ms, bare and guarded, interleaved in one run.
 
-    python -m benchmarks.overhead [--targets 50 5] [--optimizers fused default foreach sgd] [--rounds 9] [--seconds 1]
-        [--threads 2] [--most RATIO] [--json FILE]
+    python -m benchmarks.overhead [--targets 50 5] [--optimizers fused default foreach sgd] [--rounds 5] [--seconds 1]
+        [--threads 1] [--most RATIO] [--json FILE]
 
 A small GPT, of which only the batch is chosen at the start so that a bare step takes about as long as asked; what it took in
 the end is in the table. The guard has everything on (sensing, gate, all detectors, journal, metrics), without snapshots
@@ -74,12 +74,12 @@ def measured(target: float, optimizer: str, effort: Effort, folder: Path) -> dic
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", type=float, nargs="+", default=[50.0, 5.0], help="milliseconds of a bare step")
-    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["default", "foreach", "sgd"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--peer-rounds", type=int, default=5)
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=["default", "sgd"])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a block, at least")
     parser.add_argument("--steps", type=int, default=None, help="of a block, instead of --seconds")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1, help="of torch; the guard's own have the other core")
     parser.add_argument("--most", type=float, default=None, help="status 1 where a guard's ratio is above")
     parser.add_argument("--json", default=None)
     options = parser.parse_args(words)

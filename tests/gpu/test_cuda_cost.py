@@ -215,7 +215,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_one_pass_over_all_tensors_says_what_each_says_by_itself():
-    assert bits._kernel() is not None, "Triton is there on a machine with CUDA: see the log for what it lacks"
+    assert bits.KERNEL.on(torch.device("cuda", 0)) is not None, "see the log for what Triton lacks here"
     found = tensors()
     side = torch.cuda.Stream()
     seen = bits.look(found)
@@ -281,8 +281,8 @@ def test_without_triton_it_is_the_same_run(optimizer, tmp_path, monkeypatch):
         runs = []
         for number in range(2):
             if number:
-                monkeypatch.setattr(bits, "_found", [None])
-                monkeypatch.setattr(sensing_fused, "_found", [None])
+                for kernel in (bits.KERNEL, sensing_fused.KERNEL):
+                    monkeypatch.setattr(kernel, "_found", None)
             run = Guarded(tmp_path / str(number), {"checkpoint": {"enabled": False}}, optimizer=optimizer)
             run.steps(120)
             run.close()

@@ -6,17 +6,15 @@ and on the CPU, torch's own operations say the same. Nothing here waits for a de
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from holdfast.runtime.kernels import Kernel
 from holdfast.runtime.members import PLAIN, part_of
 from holdfast.runtime.snapshots.certify import fingerprint
-
-log = logging.getLogger("holdfast")
 
 _PIECE = 1 << 16
 """words of eight bytes that one program of the kernel reads"""
@@ -44,11 +42,11 @@ def look(tensors: Mapping[str, Tensor], *, finite: bool = True) -> Seen:
     """Enqueued on the current stream. All tensors are on one device. `finite`: whether anybody wants to know."""
     parts = {name: part_of(value) for name, value in tensors.items()}
     device = next((part.device for part in parts.values()), torch.device("cpu"))
-    if device.type == "cuda" and (kernel := _kernel(device)) is not None:
+    if device.type == "cuda" and (kernel := KERNEL.on(device)) is not None:
         try:
             return _at_one_stroke(parts, device, kernel)
         except _NotBuilt as error:  # another variant of the kernel
-            _give_up(error)
+            KERNEL.give_up(error)
     return _one_by_one(parts, device, finite)
 
 
@@ -164,28 +162,16 @@ def _pieces(found: list[tuple[int, int, int]], device: torch.device) -> Tensor:
     return rows.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-_found: list[Callable[..., None] | None] = []
-
-
 class _NotBuilt(Exception):
     """A kernel that could not be compiled or launched."""
 
 
-def _kernel(device: torch.device) -> Callable[..., None] | None:
-    """The kernel, tried out once; None where there is no Triton, or no compiler for it."""
-    if not _found:
-        try:
-            from holdfast.runtime.bits_kernel import launch
+def _load(device: torch.device) -> Callable[..., None]:
+    from holdfast.runtime.bits_kernel import launch
 
-            nothing = torch.zeros(1, 4, dtype=torch.int64, device=device)
-            with torch.cuda.device(device):
-                launch(nothing, nothing.view(2, 2), "none", _PIECE)
-            _found.append(launch)
-        except Exception as error:  # whatever keeps it from being built, torch's own operations do
-            _give_up(error)
-    return _found[0]
+    nothing = torch.zeros(1, 4, dtype=torch.int64, device=device)
+    launch(nothing, nothing.view(2, 2), "none", _PIECE)
+    return launch
 
 
-def _give_up(error: Exception) -> None:
-    log.info("checksums go tensor by tensor: %s: %s", type(error).__name__, str(error)[:200])
-    _found[:] = [None]
+KERNEL = Kernel(_load, "checksums go tensor by tensor")

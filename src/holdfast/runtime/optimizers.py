@@ -77,7 +77,7 @@ class Optimizers:
     def lr(self) -> float:
         return float(self.outer[0].param_groups[0]["lr"])
 
-    def on_cuda(self) -> bool:
+    def vetoed_on_cuda(self) -> bool:
         """Whether everything they update is on CUDA, and nobody else is told of an update by a hook, which would hear of one
         that the device has kept from landing."""
         hooked = any(o._optimizer_step_post_hooks for o in self.all) or bool(_global_optimizer_post_hooks)

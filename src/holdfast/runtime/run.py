@@ -78,7 +78,7 @@ class Run:
         devices = devices_of(state.modules)
         self.rng = Rng(devices)
         self.armed = config.recover.mode == "heal"
-        on_cuda = state.optimizers.on_cuda() and all(map(company.ranks.carries, devices))
+        on_cuda = state.optimizers.vetoed_on_cuda() and all(map(company.ranks.carries, devices))
         self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda, norms=self.norms)
         self.streams = Streams(devices)
         self.history = History()

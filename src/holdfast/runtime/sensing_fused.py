@@ -6,7 +6,6 @@ there, or a number is not of the kind that the kernel reads, `sensing` itself do
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from operator import is_
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.runtime.kernels import Kernel
 from holdfast.runtime.sensing import MOST, Known, Reading, Sensed, compared_with, reading
 from holdfast.runtime.update_size import Seen, elements_of, size_of
-
-log = logging.getLogger("holdfast")
 
 
 class FusedPacked:
@@ -54,7 +52,7 @@ class Fused:
         loss, norm, found, scale = sensed.loss, sensed.norm, sensed.found, sensed.scale
         more = (sensed.update_rms, sensed.weights, sensed.differs, sensed.extra)
         device = loss.device
-        if device.type != "cuda" or any(part is not None for part in more) or (kernel := _kernel(device)) is None:
+        if device.type != "cuda" or any(part is not None for part in more) or (kernel := KERNEL.on(device)) is None:
             return None
         _, limits = compared_with(sensed.limits)
         scaled = None if found is None or scale is None else (found, scale)
@@ -72,7 +70,7 @@ class Fused:
             with torch.cuda.device(device):
                 place.send(loss, norm, scaled, most, gradients, self._samples if seen else None, self._veto)
         except Exception as error:  # another variant of the kernel, that could not be built
-            _give_up(error)
+            KERNEL.give_up(error)
             return None
         elements = elements_of(sensed.update or ())
         return FusedPacked(place, self._veto, limits, scaled is not None, elements, self._spare)
@@ -123,27 +121,15 @@ def _places(seen: Sequence[Seen]) -> list[Any]:
     return [seen[0].g.dtype, *[s.v.data_ptr() for s in seen], *steps]
 
 
-_found: list[Any] = []
+def _load(device: torch.device) -> Any:
+    from holdfast.runtime import sensing_kernel
+
+    one, veto = torch.ones((), device=device), torch.ones((), device=device)
+    place = sensing_kernel.Place()
+    place.send(one, one, None, (MOST, MOST), (), None, veto)
+    if place.read()[:2] != [1.0, 1.0] or float(veto) != 0.0:
+        raise RuntimeError("it gives another answer than it should")
+    return sensing_kernel
 
 
-def _kernel(device: torch.device) -> Any:
-    """The module with the kernel, tried out once; None where there is no Triton, or no compiler for it."""
-    if not _found:
-        try:
-            from holdfast.runtime import sensing_kernel
-
-            one, veto = torch.ones((), device=device), torch.ones((), device=device)
-            place = sensing_kernel.Place()
-            with torch.cuda.device(device):
-                place.send(one, one, None, (MOST, MOST), (), None, veto)
-            if place.read()[:2] != [1.0, 1.0] or float(veto) != 0.0:
-                raise RuntimeError("it gives another answer than it should")
-            _found.append(sensing_kernel)
-        except Exception as error:  # whatever keeps it from being built, torch's own operations do
-            _give_up(error)
-    return _found[0]
-
-
-def _give_up(error: Exception) -> None:
-    log.info("a step is sensed in several launches: %s: %s", type(error).__name__, str(error)[:200])
-    _found[:] = [None]
+KERNEL = Kernel(_load, "a step is sensed in several launches")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,17 +18,6 @@ from holdfast.core import journal
 from holdfast.core.errors import RunDirError
 from holdfast.core.journal import Journal, Silent
 from holdfast.core.types import Finding, Kind, Severity, Span
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def wall(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def write(path: Path, *events: dict[str, Any]) -> bytes:

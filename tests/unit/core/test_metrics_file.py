@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import FakeClock
 
 from holdfast.core import journal, metrics
 from holdfast.core.errors import RunDirError
@@ -25,17 +26,6 @@ from holdfast.core.metrics import MetricsFile
 
 LONG = 60.0
 """seconds that nothing here takes"""
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def wall(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def rows(path: Path) -> list[int]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operations import Operations
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.runtime.buffers import _SMALL, _STOOD, Buffers
 
@@ -42,16 +42,6 @@ def bits(value: Tensor | None) -> Any:
         return None
     raw = value.detach().clone().contiguous().reshape(-1).view(torch.uint8)
     return value.dtype, tuple(value.shape), bytes(raw.numpy())
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 # ---- few operations

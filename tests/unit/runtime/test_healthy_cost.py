@@ -11,24 +11,14 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from operations import Operations
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.core.journal import dumps
 from holdfast.core.types import Outcome, Plan, Signal, Span, Status
 from holdfast.runtime.records import line
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def operations(of: Any) -> list[str]:

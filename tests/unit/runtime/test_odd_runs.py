@@ -58,7 +58,7 @@ def test_where_somebody_hooks_into_updates_the_host_decides(where):
     elif where == "everywhere":
         hook = register_optimizer_step_post_hook(lambda *_: None)
     try:
-        assert found.on_cuda() == (where == "nowhere")
+        assert found.vetoed_on_cuda() == (where == "nowhere")
     finally:
         if hook is not None:
             hook.remove()
@@ -67,7 +67,7 @@ def test_where_somebody_hooks_into_updates_the_host_decides(where):
 def test_what_is_trained_on_the_cpu_too_is_not_on_cuda():
     found = Optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(2))])])
     found.parameters = lambda: [SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)]  # type: ignore
-    assert not found.on_cuda()
+    assert not found.vetoed_on_cuda()
 
 
 def test_an_overflow_on_two_devices_is_one_overflow():

@@ -2,7 +2,7 @@
 
 On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies, into page-locked memory or
 on the device itself. Either way the next update calls `wait` first, since it would overwrite what is still being read.
-Checksums and the search for non-finite values run on the device at its own speed, behind the copy; on the CPU a second
+Checksums and the search for non-finite values run on the device at its own speed, beside the copy; on the CPU a second
 thread does them. Nobody waits for that but certification.
 """
 

@@ -1,7 +1,7 @@
 """Host memory that a GPU copies to and from at full speed: exactly as large as asked for, made off the training thread.
 
-torch's own allocator of page-locked memory rounds up to a power of two (17 GB become 32), and its caller waits half a second
-for every gigabyte. Here ordinary memory is touched and then registered with CUDA, on whichever thread asks for it.
+torch's own allocator of page-locked memory rounds up to a power of two (17 GB become 32), and its caller waits a third of a
+second or more for every gigabyte. Here ordinary memory is touched and then registered with CUDA, on whichever thread asks.
 """
 
 from __future__ import annotations

@@ -75,9 +75,7 @@ class Room:
                 raise
             said.append(self._once(_MOVES))
             self._on_host = True
-            self._copier.retire(
-                "heavy", on_host=False
-            )  # the device is out of memory: what is kept there for later goes
+            self._copier.retire("heavy", on_host=False)  # what lies there for later use would be missed elsewhere
             copy = self._copier.start(tensors, live=True)
         if not self._unprepared:
             self._copier.prepare(self._ring.most())

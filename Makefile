@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check soak demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead clean
+.PHONY: test check soak demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead gpu-libs clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -54,6 +54,12 @@ bench-gpu: $(READY)
 bench-gpu-overhead: $(READY)
 	$(BIN)/python -m benchmarks.gpu.overhead --check-equal --check --json build/gpu-overhead.json
 	$(BIN)/python -m benchmarks.gpu.growth --json build/gpu-growth.json
+
+# What the benchmarks need beside torch on a machine without network: unpacked into .gpu_libs, to be copied along.
+GPU_PYTHON ?= 3.12
+gpu-libs:
+	$(PYTHON) -m pip install -q --disable-pip-version-check --target .gpu_libs --upgrade --no-deps \
+		--only-binary=:all: --python-version $(GPU_PYTHON) -c constraints.txt msgspec
 
 demo: $(READY)
 	$(BIN)/holdfast demo

@@ -8,7 +8,7 @@ losses must be equal to the last bit. Of a guarded step the time inside the gath
 slowest rank. Counted: the collectives of a healthy step by the group's own sequence number, under DDP and FSDP2, clipped
 and not, and the bytes a rank sends to agree. All ranks share this machine's cores: with more ranks than cores a collective
 waits for ranks that are not running at all, which on a cluster it does not. `--check` ends with status 1 unless the losses
-are equal and a guarded step has exactly one collective more.
+are equal and a guarded step has exactly one collective more. How it grows with ranks is benchmarks.rank_growth.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ LAYOUTS = (("ddp", CLIP), ("ddp", None), ("fsdp2", CLIP), ("fsdp2", None))
 COUNTED = 12
 """steps whose collectives are counted; the first few of a life, which have more, are left out"""
 PATIENCE = 600
+PASSED = ("rounds", "steps", "width", "batch")
+"""options that every rank is told"""
 
 
 class Noise(Dataset[Tensor]):
@@ -171,12 +173,16 @@ def count(folder: Path) -> dict[str, Any]:
     return {"collectives": found, "bytes": statistics.mode(ours.sent)}
 
 
-def rank_main(options: argparse.Namespace, folder: Path, rank: int, size: int) -> None:
+def join(folder: Path, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     within = timedelta(seconds=120)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size, timeout=within
     )
+
+
+def rank_main(options: argparse.Namespace, folder: Path, rank: int, size: int) -> None:
+    join(folder, rank, size)
     result = count(folder)
     bare = Loop(options.width, options.batch)
     ours = Guarded(folder / "timed", options.width, options.batch)
@@ -201,11 +207,11 @@ def rank_main(options: argparse.Namespace, folder: Path, rank: int, size: int) -
     dist.destroy_process_group()
 
 
-def measure(options: argparse.Namespace, size: int) -> dict[str, Any]:
-    """One process a rank, to their end; all are gone when this returns."""
+def launch(module: str, options: argparse.Namespace, names: Sequence[str], size: int) -> dict[str, Any]:
+    """One process a rank, to their end; all are gone when this returns. What the first one wrote of it."""
     with tempfile.TemporaryDirectory() as name:
-        words = [sys.executable, "-m", "benchmarks.agreement", "--folder", name, "--of", str(size)]
-        for option in ("rounds", "steps", "width", "batch"):
+        words = [sys.executable, "-m", module, "--folder", name, "--of", str(size)]
+        for option in names:
             words += [f"--{option}", str(getattr(options, option))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         ranks = [subprocess.Popen([*words, "--rank", str(rank)], env=environment) for rank in range(size)]
@@ -273,6 +279,13 @@ def failures(result: dict[str, Any]) -> list[str]:
     return found
 
 
+def told_to_a_rank(parser: argparse.ArgumentParser) -> None:
+    """What `launch` says beside the options."""
+    for hidden in ("--rank", "--of"):
+        parser.add_argument(hidden, type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8])
@@ -282,9 +295,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=32, help="samples a rank")
     parser.add_argument("--json", default=None)
     parser.add_argument("--check", action="store_true")
-    for hidden in ("--rank", "--of"):
-        parser.add_argument(hidden, type=int, default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
+    told_to_a_rank(parser)
     options = parser.parse_args()
     if options.rank is not None:
         rank_main(options, Path(options.folder), options.rank, options.of)
@@ -296,7 +307,7 @@ def main() -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "steps": options.steps,
     }
-    result = {"about": about, "runs": [measure(options, size) for size in options.sizes]}
+    result = {"about": about, "runs": [launch("benchmarks.agreement", options, PASSED, size) for size in options.sizes]}
     print(table(result))
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)

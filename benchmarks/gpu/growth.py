@@ -1,6 +1,6 @@
-"""How the guard's cost grows: with parameters, with tensors, with steps.
+"""How the guard's cost grows: with parameters, with tensors, with steps. With ranks: benchmarks.rank_growth.
 
-    PYTHONPATH=src:.gpu_libs python -m benchmarks.gpu.growth [--device cuda] [--what parameters tensors steps]
+    python -m benchmarks.gpu.growth [--device cuda] [--what parameters tensors steps]
         [--rounds 7] [--seconds 1.0] [--steps 1000000] [--check] [--json FILE]
 
 The model is nothing but its parameters: one product with the batch and one sum, so that a bare step is as short as it can
@@ -221,6 +221,7 @@ def main(words: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         for number, (parameters, tensors) in enumerate(cases):
             result["costs"].append(cost(Parts(parameters, tensors, device), options, Path(name) / str(number)))
+            write(options.json, result)
         if "steps" in what:
             result["long"] = long_run(options.steps or 1_000_000, Path(name) / "long")
     print(table(result))

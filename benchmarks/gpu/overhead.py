@@ -1,6 +1,6 @@
 """What the guard costs on a GPU, beside a bare loop and beside what others do: one process, interleaved blocks.
 
-    PYTHONPATH=src:.gpu_libs python -m benchmarks.gpu.overhead [--models 30m 160m 1.4b] [--variants bare guard snap10 ...]
+    python -m benchmarks.gpu.overhead [--models 30m 160m 1.4b] [--variants bare guard snap10 ...]
         [--modes eager compile graphed] [--precision bf16 fp16] [--optimizers fused foreach sgd]
         [--rounds 7] [--seconds 1.5] [--budget 480] [--check-equal] [--profile] [--rollback] [--check] [--json FILE]
 
@@ -63,6 +63,8 @@ DEFAULT = [
     Wish("160m", precision="fp16", variants=SHORT),
     Wish("160m", optimizer="foreach", variants=SHORT),
     Wish("160m", optimizer="sgd", variants=SHORT),
+    Wish("160m", mode="graphed", variants=SHORT),
+    Wish("1.4b", mode="compile", variants=SHORT),
 ]
 
 

@@ -24,8 +24,12 @@ from test_exact import at, quick
 from test_snapshot_blocks import bits, tensors
 from test_snapshot_return import Bench, same
 
+from holdfast.runtime import bits as bits_module
+from holdfast.runtime.bits import bring, look
+from holdfast.runtime.kernels import Kernel
 from holdfast.runtime.snapshots import pages
 from holdfast.runtime.snapshots.blocks import Block
+from holdfast.runtime.snapshots.certify import fingerprint
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.layout import Layout
 
@@ -86,12 +90,58 @@ def test_a_block_holds_every_kind_of_tensor_bit_for_bit(home):
     try:
         block.fill(list(sources.values()), CUDA)
         live = [torch.zeros_like(v) for v in sources.values()]
-        block.pour(live)
+        looked = block.pour(live)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
+    assert [one.names for one in looked] == ([list(sources)] if home is None else [])
+    for one in looked:
+        assert one.sums.tolist() == [int(fingerprint(v)) for v in sources.values()]
+        assert one.bad[one.names.index("nan")] == 1
+        assert one.bad[one.names.index("large")] == 0
     for (name, value), back in zip(sources.items(), live, strict=True):
         assert bits(block.tensors[name].cpu()) == bits(value.cpu()) == bits(back.cpu()), name
+
+
+def test_what_is_brought_back_is_looked_at_where_it_has_arrived(monkeypatch):
+    kept = {f"t{i}": torch.randn(n, device=CUDA) for i, n in enumerate((1, 3, 70_001, 1 << 20))}
+    live = {n: torch.zeros_like(t) for n, t in kept.items()}
+    seen = bring(live, list(kept.values()))
+    assert seen is not None
+    assert seen.sums.tolist() == look(live).sums.tolist() == look(kept).sums.tolist()
+    assert all(torch.equal(live[n], t) for n, t in kept.items())
+    kept["t2"].view(torch.int32)[7] ^= 1
+    again = bring(live, list(kept.values()))
+    assert again is not None
+    assert [a == b for a, b in zip(seen.sums.tolist(), again.sums.tolist(), strict=True)] == [True, True, False, True]
+    monkeypatch.setattr(bits_module, "KERNEL", Kernel(_no_kernel, "it goes another way"))
+    assert bring(live, list(kept.values())) is None
+
+
+def _no_kernel(device):
+    raise ImportError("no Triton")
+
+
+@pytest.mark.parametrize("staging", [True, False])
+def test_what_is_late_is_put_aside_and_every_copy_is_what_was_there(staging):
+    sources = {f"t{i}": torch.zeros(4 << 20, device=CUDA) for i in range(32)}  # half a gigabyte
+    copier = Copier(lambda name: None, staging=staging)
+    for turn in range(8):
+        for i, value in enumerate(sources.values()):
+            value.fill_(100 * turn + i)
+        copy = copier.start(sources, live=True)
+        copier.wait()
+        for value in sources.values():  # the update that had to wait
+            value.fill_(-1)
+        assert not copy.result().torn
+        for i, value in enumerate(copy.tensors.values()):
+            assert bool((value == 100 * turn + i).all()), (turn, i)
+        copier.reclaim("heavy", copy)
+    taken = sum(aside.nbytes for aside in copier._asides.values())
+    assert bool(copier.notes()) == staging
+    assert (taken > 100 * MEGABYTE) == staging
+    assert taken <= sum(t.nbytes for t in sources.values()) // 2
+    copier.close()
 
 
 def test_blocks_of_a_run_lie_where_they_should_and_are_few(place):
@@ -197,7 +247,7 @@ def test_a_run_with_snapshots_on_the_device_is_harmless_and_exact(optimizer, tmp
 
 def test_how_fast_it_goes(capsys):
     """Beside what a bare copy of the same size does; benchmarks/gpu measures it in a run, and against its bar."""
-    sources = {f"model.{i}": torch.randn(1 << 20, device=CUDA) for i in range(200)}
+    sources = {f"model.{i}": torch.randn(4 << 20, device=CUDA) for i in range(200)}
     sources |= {f"optimizer.0.{i}.step": torch.ones((), device=CUDA) for i in range(200)}
     size = sum(t.nbytes for t in sources.values())
     copier = Copier(lambda name: None)

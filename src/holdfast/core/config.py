@@ -137,6 +137,10 @@ class SnapshotSection(Section, frozen=True):
         Literal["host", "device"],
         says("where they are kept; device: faster, and needs that much free memory there"),
     ] = "host"
+    staging: Annotated[
+        bool,
+        says("where a copy to the host would delay updates, its last part waits in free memory of the device"),
+    ] = True
 
 
 class CheckpointSection(Section, frozen=True):

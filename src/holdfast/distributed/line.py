@@ -45,8 +45,10 @@ class Line:
             raise error[0]
         return answer[0]
 
-    def close(self) -> None:
+    def close(self, seconds: float = 1.0) -> None:
+        """An interpreter that ends while a thread is inside a call of C++ may be aborted: that is waited for, a little."""
         self._calls.put(None)
+        self._thread.join(seconds)
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:

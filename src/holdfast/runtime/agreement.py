@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.core.engine import Limits
@@ -51,6 +53,14 @@ class Column(IntEnum):
 
 
 _FIXED = len(Column)
+_LOCKSTEP = (
+    (Column.STEP, "are at steps"),
+    (Column.ATTEMPT, "are at attempts"),
+    (Column.HISTORY, "have decided differently before (checksums"),
+    (Column.WEIGHTED, "do not all pass weight= to step.backward (1 does, 0 does not"),
+)
+"""what all ranks must have alike, and what is said of those that do not"""
+Values = NDArray[np.float64]
 ALIKE = 1e-3
 """by what share norms of the same gradient may differ"""
 
@@ -185,41 +195,46 @@ def _differ(norms: Tensor) -> Tensor:
 
 
 class Rows:
-    """The rows of all ranks on the host."""
+    """The rows of all ranks on the host. Looked at a column at a time, not rank by rank: there may be thousands."""
 
     def __init__(self, extra: Tensor | None, size: int, found: int = 0) -> None:
         self.size = size
-        self._table = torch.empty(0) if extra is None else extra.view(size, -1)
-        width = _FIXED + found if size > 1 else 0
         self.checks: list[list[int]] = []
-        if extra is not None and self._table.shape[1] > width:
-            self.checks = self._table[:, width:].contiguous().view(torch.int64).tolist()
-        self._values = self._table[:, :width].tolist() if size > 1 else []
+        self.least: list[float] = []
+        self.most: list[float] = []
+        """of any rank, by column, as far as the host knew it"""
+        table = torch.empty(size, 0, dtype=torch.float64) if extra is None else extra.view(size, -1)
+        width = _FIXED + found if size > 1 else 0
+        if table.shape[1] > width:
+            self.checks = table[:, width:].contiguous().view(torch.int64).tolist()
+        if size > 1:
+            self._columns: Values = table.numpy()[:, :width].T.copy()
+            known = self._columns[: Column.LOSS]
+            self.least, self.most = np.minimum.reduce(known, axis=1).tolist(), np.maximum.reduce(known, axis=1).tolist()
+
+    def column(self, column: Column) -> Values:
+        """One value a rank, to calculate with."""
+        found: Values = self._columns[column]
+        return found
 
     def of(self, column: Column) -> list[float]:
         """One value a rank."""
-        return [row[column] for row in self._values]
+        found: list[float] = self._columns[column].tolist()
+        return found
 
     def one(self, column: Column) -> int | None:
         """The value that all ranks have, or None: there is none, or they differ."""
-        values = set(self.of(column))
-        value = values.pop()
-        return None if values or value < 0 else int(value)
+        value = self.least[column]
+        return int(value) if value >= 0 and value == self.most[column] else None
 
     def asking(self) -> bool:
-        return any(self.of(Column.ASKS))
+        return self.most[Column.ASKS] != 0
 
     def check_lockstep(self) -> None:
         """RanksDisagree where two ranks are at different steps, have decided differently before, or weigh differently."""
-        for column, what in (
-            (Column.STEP, "are at steps"),
-            (Column.ATTEMPT, "are at attempts"),
-            (Column.HISTORY, "have decided differently before (checksums"),
-            (Column.WEIGHTED, "do not all pass weight= to step.backward (1 does, 0 does not"),
-        ):
-            values = [int(v) for v in self.of(column)]
-            if len(set(values)) > 1:
-                told = ", ".join(map(str, values[:16])) + (", ..." if len(values) > 16 else "")
+        for column, what in _LOCKSTEP:
+            if self.least[column] != self.most[column]:
+                told = ", ".join(str(int(v)) for v in self._columns[column, :16]) + (", ..." if self.size > 16 else "")
                 raise RanksDisagree(
                     f"the ranks {what} {told}{')' if column >= Column.HISTORY else ''} in the order of ranks: every rank "
                     "must run the same loop with the same policy, detectors and hooks; the run ends here, on all of them, "

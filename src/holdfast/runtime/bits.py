@@ -6,7 +6,9 @@ and on the CPU, torch's own operations say the same. Nothing here waits for a de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from holdfast.runtime.snapshots.certify import fingerprint
 _PIECE = 1 << 16
 """words of eight bytes that one program of the kernel reads"""
 _KEPT = 4
+_PLAIN, _STRIDED = frozenset(PLAIN), frozenset({torch.strided})
 _LANES = {
     torch.float32: "32",
     torch.float64: "64",
@@ -40,18 +43,41 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def look(tensors: Mapping[str, Tensor], *, finite: bool = True) -> Seen:
     """Enqueued on the current stream. All tensors are on one device. `finite`: whether anybody wants to know."""
-    parts = {name: part_of(value) for name, value in tensors.items()}
-    device = next((part.device for part in parts.values()), torch.device("cpu"))
-    if device.type == "cuda" and (kernel := KERNEL.on(device)) is not None:
-        try:
-            return _at_one_stroke(parts, device, kernel)
-        except _NotBuilt as error:  # another variant of the kernel
-            KERNEL.give_up(error)
-    return _one_by_one(parts, device, finite)
+    names, values = list(tensors), _parts(tensors.values())
+    device = values[0].device if values else torch.device("cpu")
+    found = _at_one_stroke(names, values, device)
+    return found if found is not None else _one_by_one(names, values, device, finite)
 
 
-def _one_by_one(parts: dict[str, Tensor], device: torch.device, finite: bool) -> Seen:
-    names, values = list(parts), list(parts.values())
+@torch.no_grad()
+def bring(live: Mapping[str, Tensor], kept: Sequence[Tensor]) -> Seen | None:
+    """Copy what is kept of them into live tensors, and look at what has arrived there, at one stroke: enqueued on the
+    current stream. All are on one device; what is kept of each lies in words, of the same type and shape. None: there is
+    no such stroke here, and what is in the live tensors now has no meaning."""
+    values = _parts(live.values())
+    return _at_one_stroke(list(live), values, values[0].device, kept) if values else None
+
+
+def _parts(values: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank has of each."""
+    found = list(values)
+    return found if _PLAIN.issuperset(map(type, found)) else [part_of(value) for value in found]
+
+
+def prepare_to_bring(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Build now what `bring` will need, so that a return does not wait for a compiler."""
+    if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
+        return
+    nothing = torch.zeros(1, 4, dtype=torch.int64, device=device)
+    try:
+        with torch.cuda.device(device):
+            for kind in {_LANES.get(dtype, "none") for dtype in dtypes}:
+                kernel(nothing, nothing.view(2, 2), kind, _PIECE, nothing[0])
+    except Exception as error:
+        KERNEL.give_up(error)
+
+
+def _one_by_one(names: list[str], values: list[Tensor], device: torch.device, finite: bool) -> Seen:
     if not names:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         return Seen(names, nothing, nothing)
@@ -94,16 +120,48 @@ class _Table(NamedTuple):
     """when the rows are on the device"""
     rest: list[int]
     """the tensors that do not lie in words, or whose numbers the kernel does not know: looked at one by one"""
+    starts: Tensor
+    """the address of each, on the host; 0 for what has none or is empty"""
 
 
 _tables: dict[tuple[Any, ...], _Table] = {}
 
 
-def _at_one_stroke(parts: dict[str, Tensor], device: torch.device, kernel: Callable[..., None]) -> Seen:
-    values = list(parts.values())
-    plain = [v for v in values if type(v) in PLAIN and v.layout is torch.strided]  # what wraps others has no address
-    about = [(v.numel(), v.dtype, v.is_contiguous()) for v in plain]
-    key = (device.index, len(values), *[v.data_ptr() for v in plain], *about)
+def _at_one_stroke(
+    names: list[str], values: list[Tensor], device: torch.device, kept: Sequence[Tensor] | None = None
+) -> Seen | None:
+    """None: there is no kernel, or no such variant of it."""
+    if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
+        return None
+    table = _known(values, device)
+    found = torch.zeros(2, len(values), dtype=torch.int64, device=device)
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        stream.wait_event(table.there)  # it may have been made on another stream
+        ways = _ways(table, kept, device) if kept is not None else None
+        for kind, rows in table.rows:
+            try:
+                kernel(rows, found, kind, _PIECE, ways)
+            except Exception as error:
+                KERNEL.give_up(error)
+                return None
+            rows.record_stream(stream)
+    for place in table.rest:
+        if kept is not None:
+            values[place].copy_(kept[place])
+        found[0, place].copy_(fingerprint(values[place]))
+        found[1, place].fill_(1)  # to assign a number would be to wait
+    return Seen(names, found[0], found[1])
+
+
+def _known(values: list[Tensor], device: torch.device) -> _Table:
+    """The table of these: made once, for as long as they lie where they lie and as they do."""
+    plain = values
+    if not (_PLAIN.issuperset(map(type, values)) and _STRIDED.issuperset(map(attrgetter("layout"), values))):
+        plain = [v for v in values if _lies_flat(v)]
+    places, sizes = (array("q", map(number, plain)).tobytes() for number in (Tensor.data_ptr, Tensor.numel))
+    how = bytes(map(Tensor.is_contiguous, plain))
+    key = (device.index, len(values), places, sizes, how, *map(attrgetter("dtype"), plain))
     table = _tables.pop(key, None)
     if table is None:
         table = _table(values, device)
@@ -111,43 +169,45 @@ def _at_one_stroke(parts: dict[str, Tensor], device: torch.device, kernel: Calla
             _tables.pop(old, None)
     if not table.rest:
         _tables[key] = table
-    found = torch.zeros(2, len(values), dtype=torch.int64, device=device)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream()
-        stream.wait_event(table.there)  # it may have been made on another stream
-        for kind, rows in table.rows:
-            try:
-                kernel(rows, found, kind, _PIECE)
-            except Exception as error:
-                raise _NotBuilt(str(error)) from error
-            rows.record_stream(stream)
-    for place in table.rest:
-        found[0, place] = fingerprint(values[place])
-        found[1, place] = 1
-    return Seen(list(parts), found[0], found[1])
+    return table
+
+
+def _ways(table: _Table, kept: Sequence[Tensor], device: torch.device) -> Tensor:
+    """How many bytes from each value what is kept of it lies."""
+    there = torch.frombuffer(array("q", map(Tensor.data_ptr, kept)), dtype=torch.int64)
+    return (there - table.starts).pin_memory().to(device, non_blocking=True)
 
 
 def _table(values: list[Tensor], device: torch.device) -> _Table:
     by_kind: dict[str, list[tuple[int, int, int]]] = {}
     rest = []
+    starts = torch.zeros(len(values), dtype=torch.int64)
     for place, value in enumerate(values):
         if not in_words(value):
             rest.append(place)
         elif value.numel():
             kind = _LANES.get(value.dtype, "none")
             by_kind.setdefault(kind, []).append((value.data_ptr(), value.nbytes, place))
+    for found in by_kind.values():
+        addresses, _, places = torch.tensor(found, dtype=torch.int64).unbind(1)
+        starts[places] = addresses
     rows = [(kind, _pieces(found, device)) for kind, found in by_kind.items()]
     there = torch.cuda.Event()  # type: ignore[no-untyped-call]
     there.record(torch.cuda.current_stream(device))
-    return _Table(rows, there, rest)
+    return _Table(rows, there, rest, starts)
 
 
 def in_words(value: Tensor) -> bool:
     """Whether the kernel may read it by its address, and knows its numbers."""
-    if type(value) not in PLAIN or value.layout is not torch.strided:  # what wraps other tensors has no address
+    if not _lies_flat(value):
         return False
     known = value.dtype in _LANES or not (value.is_floating_point() or value.is_complex())
     return known and value.is_contiguous() and value.data_ptr() % 8 == 0
+
+
+def _lies_flat(value: Tensor) -> bool:
+    """What wraps other tensors has no address."""
+    return type(value) in PLAIN and value.layout is torch.strided
 
 
 def _pieces(found: list[tuple[int, int, int]], device: torch.device) -> Tensor:
@@ -160,10 +220,6 @@ def _pieces(found: list[tuple[int, int, int]], device: torch.device) -> Tensor:
     tail = torch.where(nth == counts[whose] - 1, sizes[whose] % 8, 0)
     rows = torch.stack([starts[whose] + nth * _PIECE * 8, here, tail, places[whose]], dim=1)
     return rows.contiguous().pin_memory().to(device, non_blocking=True)
-
-
-class _NotBuilt(Exception):
-    """A kernel that could not be compiled or launched."""
 
 
 def _load(device: torch.device) -> Callable[..., None]:

@@ -1,4 +1,5 @@
-"""The kernel behind `bits.look`: every word is read once, added up, and its numbers compared with infinity."""
+"""The kernel behind `bits`: every word is read once, added up, and its numbers compared with infinity; where tensors are
+brought, it is first copied there."""
 
 from __future__ import annotations
 
@@ -23,21 +24,38 @@ def _largest(word, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _look(  # type: ignore[no-untyped-def]
-    rows, found, count, LANES: tl.constexpr, INF: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr
+    rows,
+    found,
+    count,
+    ways,
+    BRING: tl.constexpr,
+    LANES: tl.constexpr,
+    INF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     row = rows + tl.program_id(0).to(tl.int64) * 4
     start, words, tail, place = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
     base = start.to(tl.pointer_type(tl.int64))
+    way = tl.load(ways + place) if BRING else start
     total = tl.zeros([BLOCK], dtype=tl.int64)
     most = tl.zeros([BLOCK], dtype=tl.int32)
     for turn in range(TURNS):
         at = turn * BLOCK + tl.arange(0, BLOCK)
-        word = tl.load(base + at, mask=at < words, other=0)
+        if BRING:
+            source = (start + way).to(tl.pointer_type(tl.int64))
+            tl.store(base + at, tl.load(source + at, mask=at < words, other=0), mask=at < words)
+        word = tl.load(base + at, mask=at < words, other=0, volatile=BRING)  # what has arrived, not what was sent
         total += word
         if LANES > 0:
             most = tl.maximum(most, _largest(word, LANES))
     each = tl.arange(0, 8)
-    byte = tl.load((start + words * 8).to(tl.pointer_type(tl.uint8)) + each, mask=each < tail, other=0).to(tl.int64)
+    last_bytes = start + words * 8
+    ends = last_bytes.to(tl.pointer_type(tl.uint8)) + each
+    if BRING:
+        left = (last_bytes + way).to(tl.pointer_type(tl.uint8)) + each
+        tl.store(ends, tl.load(left, mask=each < tail, other=0), mask=each < tail)
+    byte = tl.load(ends, mask=each < tail, other=0, volatile=BRING).to(tl.int64)
     tl.atomic_add(found + place, tl.sum(total) + tl.sum(byte))
     if LANES > 0:
         last = tl.sum(byte << (8 * each).to(tl.int64))
@@ -54,9 +72,13 @@ _KINDS = {
 }
 
 
-def launch(rows: Tensor, found: Tensor, kind: str, piece: int) -> None:
+def launch(rows: Tensor, found: Tensor, kind: str, piece: int, ways: Tensor | None = None) -> None:
     """Add what the rows' pieces, of so many words at most, hold to `found`: sums in its first row, what is not finite in
-    its second."""
+    its second. `ways`: how many bytes from each tensor lies what is to be copied into it first."""
     lanes, infinity = _KINDS[kind]
-    grid = (rows.shape[0],)
-    _look[grid](rows, found, found.shape[1], lanes, infinity, _BLOCK, piece // _BLOCK, num_warps=_WARPS)
+    grid, bring = (rows.shape[0],), ways is not None
+    _look[grid](
+        *(rows, found, found.shape[1], ways if bring else rows),
+        *(bring, lanes, infinity, _BLOCK, piece // _BLOCK),
+        num_warps=_WARPS,
+    )

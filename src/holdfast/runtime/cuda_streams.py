@@ -6,6 +6,19 @@ from collections.abc import Iterable
 
 import torch
 
+_last: dict[int, tuple[int, torch.cuda.Stream]] = {}
+"""the stream that each device was last seen on, by its handle"""
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """What `torch.cuda.current_stream` gives: the same object for as long as it is the same stream, made once."""
+    index = device.index
+    handle = torch._C._cuda_getCurrentRawStream(index)
+    last = _last.get(index)
+    if last is None or last[0] != handle:
+        last = _last[index] = handle, torch.cuda.current_stream(device)
+    return last[1]
+
 
 class Streams:
     """One run's. Work on another stream than before is made to wait, on the device, for what was queued on that one."""
@@ -15,7 +28,8 @@ class Streams:
 
     def follow(self) -> None:
         for device, last in self._last.items():
-            now = torch.cuda.current_stream(device)
-            if last is not None and now != last:
-                now.wait_stream(last)
-            self._last[device] = now
+            now = current_stream(device)
+            if now is not last:
+                if last is not None and now != last:
+                    now.wait_stream(last)
+                self._last[device] = now

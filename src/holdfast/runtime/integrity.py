@@ -129,10 +129,13 @@ class Integrity:
             row.append(_flag(changed, sums.values.device))
         return torch.stack(row)
 
-    @torch.no_grad()
     def after_update(self, number: int) -> None:
         """Right after the update: what the next one should find, if it is to look."""
-        self._after = sums_of(self._watched()) if self.checks(number + 1).window else None
+        if not self.checks(number + 1).window:
+            self._after = None
+            return
+        with torch.no_grad():
+            self._after = sums_of(self._watched())
 
     def forget(self) -> None:
         """The state was put back, or parts of it came or went: there is nothing to compare the next window with."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -89,8 +88,11 @@ class Leaving:
         if self.hooked:  # they may have evaluated, and FSDP2 keeps what it gathered for that
             self.hooked = False
             state.let_go()
-        with self.updating():
+        self._ours = True  # inside, `optimizer.step()` is ours
+        try:
             step.passage = run.gate.apply(sensed, self.parameters, found, step.clip, factor, own=own)
+        finally:
+            self._ours = False
         run.checking.after_update(step.number)
         clear_gradients(self.parameters)
 
@@ -142,15 +144,6 @@ class Leaving:
         return self._run.norms.of_weights(self.parameters, loss.device) if due else None
 
     # ---- whose update it is
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Inside, `optimizer.step()` is ours."""
-        self._ours = True
-        try:
-            yield
-        finally:
-            self._ours = False
 
     def forbid_foreign_steps(self) -> None:
         self._run.state.optimizers.forbid_foreign_steps(lambda: self._ours, _foreign_step)

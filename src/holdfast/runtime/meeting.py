@@ -7,13 +7,13 @@ alike.
 
 from __future__ import annotations
 
-import json
 import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from holdfast.core.config import Config
@@ -98,17 +98,15 @@ class Meeting:
         rows = step.rows
         if not self.several or rows is None:
             return signal
-        samples = rows.of(Column.SAMPLES)
-        limits = [min(rows.of(c)) for c in (Column.LOSS_LIMIT, Column.GRAD_LIMIT)]
-        batches = rows.of(Column.BATCH)
+        least, loss_limit, grad_limit = rows.least, rows.least[Column.LOSS_LIMIT], rows.least[Column.GRAD_LIMIT]
         return msgspec.structs.replace(
             signal,
-            batch=None if min(batches) < 0 else zlib.crc32(json.dumps(batches).encode()),
-            samples=None if min(samples) < 0 else int(sum(samples[group[0]] for group in attribution.readers(rows))),
+            batch=None if least[Column.BATCH] < 0 else zlib.crc32(rows.column(Column.BATCH).tobytes()),
+            samples=None if least[Column.SAMPLES] < 0 else _samples(rows),
             length=rows.one(Column.LENGTH),
-            seconds=max(rows.of(Column.SECONDS)),
-            loss_limit=limits[0] if limits[0] < float("inf") else None,
-            grad_limit=limits[1] if limits[1] < float("inf") else None,
+            seconds=rows.most[Column.SECONDS],
+            loss_limit=loss_limit if loss_limit < math.inf else None,
+            grad_limit=grad_limit if grad_limit < math.inf else None,
         )
 
     def weigh(self, step: Step) -> None:
@@ -248,6 +246,18 @@ class Meeting:
         broken = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
         accounts = self.ranks.gather(attribution.account(step, rows=broken and self._run.config.quarantine.samples))
         return attribution.blame(step.rows, accounts, signal.flags, signal.loss_limit)
+
+
+def _samples(rows: Rows) -> int:
+    """What all ranks read together; those that read the same (see attribution.readers) count once."""
+    samples, batches = rows.column(Column.SAMPLES), rows.column(Column.BATCH)
+    if rows.least[Column.BATCH] < 0:  # not looked at: data of its own
+        batches = np.where(batches < 0, -1.0 - np.arange(rows.size), batches)
+    ordered = batches.copy()
+    ordered.sort()
+    if np.count_nonzero(ordered[1:] == ordered[:-1]):
+        samples = samples[np.unique(batches, return_index=True)[1]]
+    return int(np.add.reduce(samples))
 
 
 def _checksum(config: Config) -> int:

@@ -59,7 +59,10 @@ class Optimizers:
 
     def ids(self) -> frozenset[int]:
         """The ids of all of them: the same object as before where they are the same."""
-        listed = [p for o in self.all for group in o.param_groups for p in group["params"]]
+        listed: list[Tensor] = []
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                listed += group["params"]
         if not same(listed, self._listed):
             self._listed = listed
             self._each = list({id(p): p for p in listed}.values())

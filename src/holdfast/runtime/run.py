@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from holdfast.core.config import Config
@@ -437,7 +438,7 @@ class Run:
             return
         assert self.source is not None
         self.source.forget_before(oldest[1])
-        for number in [n for n in self.positions if n < oldest[0]]:
+        for number in list(takewhile(lambda n: n < oldest[0], self.positions)):  # in the order of their numbers
             del self.positions[number]
 
     def _overflowed(self, step: Step, signal: Signal) -> None:
@@ -534,6 +535,8 @@ def _said_by_the_first(record: logging.LogRecord) -> bool:
 
 def _spans(step: Step) -> tuple[Span, ...]:
     """The step's stretches of data, neighbours joined."""
+    if len(step.draws) == 1:
+        return (step.draws[0].span,)
     joined: list[Span] = []
     for span in (d.span for d in step.draws):
         if joined and joined[-1].epoch == span.epoch and joined[-1].stop == span.start:

@@ -135,9 +135,6 @@ class Interventions(msgspec.Struct):
 @contextmanager
 def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
     """Every `lr` times `factor` inside, exactly what it was outside."""
-    if factor == 1.0:
-        yield
-        return
     kept = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
     try:
         for group in groups:

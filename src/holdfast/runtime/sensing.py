@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.types import Flag
+from holdfast.runtime.cuda_streams import current_stream
 from holdfast.runtime.update_size import Sampled, Seen, sense, size_of
 
 Known = tuple[float | None, float | None]
@@ -112,18 +113,19 @@ class Packed:
             self._place = place = _take(spare, values)
             self._host = place.memory
             place.memory.copy_(values, non_blocking=True)
-            place.event.record(torch.cuda.current_stream(values.device))  # which need not be the current device
+            place.event.record(current_stream(values.device))  # which need not be the current device
 
     def read(self) -> Reading:
         """Once: the memory serves another step then."""
         if self._place is not None:
             self._place.event.synchronize()
-        host = self._host.tolist()
-        extra = self._host[len(host) - self._extra :].clone() if self._extra else None
+        own = len(self._host) - self._extra  # what ranks brought beside it is thousands of numbers, and read elsewhere
+        host = self._host[:own].tolist()
+        extra = self._host[own:].clone() if self._extra else None
         if self._place is not None:
             self._spare.append(self._place)
         named = dict(zip(self._names, host, strict=False))
-        numbers = host[len(self._names) : len(host) - self._extra]
+        numbers = host[len(self._names) :]
         size = named.get("update_rms") if self._update is None else size_of(numbers, self._update.elements)
         return reading(named, self.limits or (named["most_loss"], named["most_norm"]), size, extra)
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import is_
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.runtime.kernels import Kernel
+from holdfast.runtime.members import same
 from holdfast.runtime.sensing import MOST, Known, Reading, Sensed, compared_with, reading
 from holdfast.runtime.update_size import Seen, elements_of, size_of
+
+_HERE = nullcontext()
 
 
 class FusedPacked:
@@ -45,57 +48,77 @@ class Fused:
         self._spare: list[Any] = []
         self._veto: Tensor | None = None
         self._samples: Any = None
+        self._elements: list[list[int]] = []
+        self._held: list[Any] = []
         self._places: list[Any] = []
 
     def pack(self, sensed: Sensed) -> FusedPacked | None:
         """Send everything that is sensed to the host, and come to the veto."""
-        loss, norm, found, scale = sensed.loss, sensed.norm, sensed.found, sensed.scale
-        more = (sensed.update_rms, sensed.weights, sensed.differs, sensed.extra)
-        device = loss.device
-        if device.type != "cuda" or any(part is not None for part in more) or (kernel := KERNEL.on(device)) is None:
+        loss, norm, edges, found, scale, update, update_rms, weights, differs, extra = sensed
+        if update_rms is not None or weights is not None or differs is not None or extra is not None:
             return None
-        _, limits = compared_with(sensed.limits)
+        device = loss.device
+        if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
+            return None
+        _, limits = compared_with(edges)
         scaled = None if found is None or scale is None else (found, scale)
         if limits is None or (found is None) != (scale is None) or not kernel.fits(device, loss, norm, *(scaled or ())):
             return None
-        seen = [s for groups in sensed.update or () for group in groups for s in group]
-        if seen and not self._known(seen, device, kernel):
-            return None
+        samples, gradients = None, []
+        if update:
+            if not self._known(update, device, kernel):
+                return None
+            samples, gradients = self._samples, [s.g for groups in update for group in groups for s in group]
         if self._veto is None or self._veto.device != device:
             self._veto = torch.zeros((), device=device)
         place = self._spare.pop() if self._spare else kernel.Place()
-        most = tuple(MOST if limit is None else min(limit, MOST) for limit in limits)
-        gradients = [s.g for s in seen]
+        most = _most(limits[0]), _most(limits[1])
         try:
-            with torch.cuda.device(device):
-                place.send(loss, norm, scaled, most, gradients, self._samples if seen else None, self._veto)
+            with _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+                place.send(loss, norm, scaled, most, gradients, samples, self._veto)
         except Exception as error:  # another variant of the kernel, that could not be built
             KERNEL.give_up(error)
             return None
-        elements = elements_of(sensed.update or ())
+        elements = [] if samples is None else self._elements
         return FusedPacked(place, self._veto, limits, scaled is not None, elements, self._spare)
 
-    def _known(self, seen: Sequence[Seen], home: torch.device, kernel: Any) -> bool:
+    def _known(self, update: Sequence[Sequence[Sequence[Seen]]], home: torch.device, kernel: Any) -> bool:
         """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
+        held, places = _made_of(update)
+        if self._samples is not None and places == self._places and same(held, self._held):
+            return True
+        self._samples, self._held, self._places = None, held, places
+        seen = [s for groups in update for group in groups for s in group]
         if (
             len(seen) > kernel.MOST_SAMPLES
             or len({s.g.dtype for s in seen}) != 1
             or len({s.v.dtype for s in seen}) != 1
+            or not (kernel.known(seen[0].g.dtype) and kernel.known(seen[0].v.dtype))
         ):
             return False
         rows = [_row(s) for s in seen]
-        samples, places = self._samples, _places(seen)
-        if samples is not None and places == self._places and all(map(_same, rows, samples.rows)):
-            return True
-        self._samples, self._places = None, places
-        if not (kernel.known(seen[0].g.dtype) and kernel.known(seen[0].v.dtype)):
-            return False
         for s, (_, step, *_rest, decay) in zip(seen, rows, strict=True):
             counted = step is None or kernel.fits(home, step)
             if not counted or math.isnan(decay) or s.v.device != home or s.g.device != home:
                 return False
-        self._samples = kernel.Samples(rows, seen[0].g.dtype)
+        self._samples, self._elements = kernel.Samples(rows, seen[0].g.dtype), elements_of(update)
         return True
+
+
+def _made_of(update: Sequence[Sequence[Sequence[Seen]]]) -> tuple[list[Any], list[Any]]:
+    """All that the table of the samples comes from: the objects, numbers among them, which nobody changes but by putting
+    others in their place; and where the tensors lie, which `.data` may have moved."""
+    held: list[Any] = []
+    places: list[Any] = []
+    for groups in update:
+        for group in groups:
+            options = group[0].group
+            betas = options.get("betas")
+            held += (options.get("eps"), None if betas is None else betas[1])
+            for _, g, v, step, _ in group:
+                held += (v, step, g.dtype)
+                places += (v.data_ptr(), step.data_ptr() if isinstance(step, Tensor) else None)
+    return held, places
 
 
 def _row(s: Seen) -> tuple[Any, ...]:
@@ -107,18 +130,14 @@ def _row(s: Seen) -> tuple[Any, ...]:
         decay = math.nan  # not for the kernel
     else:
         decay = math.log2(betas[1]) if betas[1] > 0 else -math.inf
+    if isinstance(s.group.get("eps"), Tensor):  # which may be written to
+        decay = math.nan
     sample = s.sample
     return s.v, step, s.v.numel(), sample.shape[1], sample.strides[0], s.floor, decay
 
 
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return is_(a[0], b[0]) and is_(a[1], b[1]) and a[2:] == b[2:]
-
-
-def _places(seen: Sequence[Seen]) -> list[Any]:
-    """What the same tensor may have been moved to, by `.data`."""
-    steps = [s.step.data_ptr() if isinstance(s.step, Tensor) else None for s in seen]
-    return [seen[0].g.dtype, *[s.v.data_ptr() for s in seen], *steps]
+def _most(limit: float | None) -> float:
+    return MOST if limit is None else min(limit, MOST)
 
 
 def _load(device: torch.device) -> Any:

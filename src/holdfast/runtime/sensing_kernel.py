@@ -9,11 +9,14 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from holdfast.runtime.cuda_streams import current_stream
 
 MOST_SAMPLES = 16
 _BLOCK = 1024
@@ -87,6 +90,20 @@ def _sense(  # type: ignore[no-untyped-def]
         tl.store(out + 4 + sample, tl.sum(total))
 
 
+_built: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(stream: torch.cuda.Stream, programs: int, *given: Any) -> None:
+    """On the current stream. A variant that is built already is launched without Triton's way of finding out which it is:
+    what differs from step to step, the first three, is always of the same kind and aligned alike."""
+    variant = stream.device_index, *given[3:]
+    built = _built.get(variant)
+    if built is None:
+        _built[variant] = _sense[(programs,)](*given, num_warps=4)
+    else:
+        built[(programs, 1, 1)](*given, stream=stream.cuda_stream)
+
+
 class Place:
     """Page-locked memory for one step: where its numbers are, then the numbers."""
 
@@ -123,8 +140,9 @@ class Place:
         if samples is None and self._no_table is None:
             self._no_table = torch.zeros(_FIELDS, dtype=torch.int64, device=veto.device)
         table, kinds = (self._no_table, (0, 0)) if samples is None else (samples.table, samples.kinds)
-        _sense[(1 + count,)](self._address, veto, table, scaled is not None, kinds[0], kinds[1], _BLOCK, num_warps=4)
-        self.event.record()
+        stream = current_stream(veto.device)
+        _launch(stream, 1 + count, self._address, veto, table, scaled is not None, *kinds, _BLOCK)
+        self.event.record(stream)
         self._sent = True
 
     def read(self) -> list[float]:
@@ -161,7 +179,10 @@ class Samples:
 
 def fits(device: torch.device, *numbers: Tensor) -> bool:
     """Whether the kernel can read them as they are: single numbers of four bytes on that device."""
-    return all(n.dtype is torch.float32 and n.numel() == 1 and n.device == device for n in numbers)
+    for n in numbers:  # noqa: SIM110, every step
+        if n.dtype is not torch.float32 or n.numel() != 1 or n.device != device:
+            return False
+    return True
 
 
 def known(dtype: torch.dtype) -> bool:

@@ -148,12 +148,20 @@ class RunState:
 
     def heavy(self) -> dict[str, Tensor]:
         """The tensors that change only in an update: they can be copied beside the next forward and backward."""
+        return self._heavy()[0]
+
+    def heavy_as_in(self, rest: dict[str, Any]) -> dict[str, Tensor] | None:
+        """The same, where optimizer state is made of the same parts as it was then, and of tensors alone."""
+        tensors, state = self._heavy()
+        return tensors if same(rest["optimizer_state"], state) else None
+
+    def _heavy(self) -> tuple[dict[str, Tensor], list[dict[Any, Any]]]:
         divided = self._parameters()
         tensors: dict[str, Tensor] = dict(zip(divided.names, divided.trained, strict=True))
-        self.optimizers.split_state(tensors)
+        state = self.optimizers.split_state(tensors)
         if set(map(type, tensors.values())).issubset(PLAIN):
-            return tensors
-        return {name: part_of(value) for name, value in tensors.items()}
+            return tensors, state
+        return {name: part_of(value) for name, value in tensors.items()}, state
 
     def light(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
@@ -256,10 +264,6 @@ class RunState:
         own = {f"buffer.{n}": b for n, b in self.buffers.named().items()}
         self._split_registered(self._registered, own)
         return sum(map(nbytes, own.values())), sum(map(nbytes, self._frozen_parts().values()))
-
-    def as_taken_apart(self, rest: dict[str, Any]) -> bool:
-        """Whether optimizer state is made of the same parts as it was then, and of tensors alone."""
-        return same(rest["optimizer_state"], self.optimizers.split_state({}))
 
     @torch.no_grad()
     def put_back(self, rest: dict[str, Any], tensors: dict[str, Tensor], put: Put, *, heavy: bool = True) -> None:

@@ -31,7 +31,7 @@ class _Sample:
 
     __slots__ = (
         *("group", "name", "parameter", "shape", "strides"),
-        *("_address", "_elements", "_moment", "_numel", "_spread", "_stride"),
+        *("_address", "_elements", "_moment", "_numel", "_spread", "_stride", "device"),
     )
 
     def __init__(
@@ -40,6 +40,8 @@ class _Sample:
         self.parameter, self.group, self.name, self.shape, self.strides = parameter, group, name, shape, strides
         self._moment: Tensor | None = None
         self._elements: Tensor | None = None
+        self.device: torch.device | None = None
+        """where the moment is"""
         self._stride: tuple[int, ...] = ()
         self._spread: Any = None
         self._address = self._numel = 0
@@ -57,20 +59,18 @@ class _Sample:
             self._numel = 0 if part is None else part.numel()
             plain = type(part) is Tensor and part.layout is torch.strided and _dense(part)
             self._elements = self.of(part) if part is not None and plain else None
+            self.device = None if part is None else part.device
             self._stride = part.stride() if part is not None and plain else ()
             self._spread = getattr(v, "placements", None)
-        spread = None if type(g) is Tensor else getattr(g, "placements", None)
-        if self._elements is None or spread != self._spread:
-            return None
-        g = g if type(g) is Tensor else local(g)
+        spread = None
         if type(g) is not Tensor:
+            spread, g = getattr(g, "placements", None), local(g)
+        if self._elements is None or spread != self._spread or type(g) is not Tensor:
             return None
         # Elements are matched by their place in memory, so both must lie in it alike.
         if g.layout is not torch.strided or g.stride() != self._stride or g.numel() != self._numel:
             return None
-        if g.device != self._elements.device:
-            return None
-        return Seen(self, g, self._elements, own.get("step"), self.group)
+        return Seen(self, g, self._elements, own.get("step"), self.group) if g.device == self.device else None
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset())
@@ -137,10 +137,11 @@ class UpdateSize:
         if self._states.get(n) != len(optimizer.state):
             self._states[n] = len(optimizer.state)
             self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
-        by_group: dict[tuple[int, torch.device], list[Seen]] = {}
+        by_group: dict[tuple[int, torch.device | None], list[Seen]] = {}
+        state = optimizer.state
         for sample in self._chosen[n]:
-            if (seen := sample.at(optimizer.state)) is not None:
-                by_group.setdefault((id(seen.group), seen.g.device), []).append(seen)
+            if (seen := sample.at(state)) is not None:
+                by_group.setdefault((id(sample.group), sample.device), []).append(seen)
         return list(by_group.values())
 
 

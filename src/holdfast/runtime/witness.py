@@ -53,13 +53,17 @@ class Witness:
         if not own.is_sparse:
             self._seen.append(torch.linalg.vector_norm(own, dtype=torch.float32))
 
-    @torch.no_grad()
     def collect(self, counts: bool = True) -> None:
         """A backward is done: what was seen of it, as one number; nothing, where it does not count."""
-        seen, self._seen = self._seen, []
-        if seen and counts:
-            squares = torch.stack([n.to(seen[0].device) for n in seen]).double().square().sum()
-            self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
+        if self._seen:
+            seen, self._seen = self._seen, []
+            if counts:
+                self._add(seen)
+
+    @torch.no_grad()
+    def _add(self, seen: list[Tensor]) -> None:
+        squares = torch.stack([n.to(seen[0].device) for n in seen]).double().square().sum()
+        self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
 
     def take(self) -> Tensor | None:
         """The norm over the step; None where nothing was seen."""

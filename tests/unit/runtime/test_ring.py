@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.config import SnapshotSection
 from holdfast.core.types import Health
-from holdfast.runtime.snapshots.copier import Copy
+from holdfast.runtime.snapshots.copy import Copy
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot
 

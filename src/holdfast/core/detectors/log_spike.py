@@ -42,8 +42,10 @@ class LogSpike:
         self._gross: float | None = None
 
     def limits(self) -> dict[str, float]:
+        if self.vetoes is None:
+            return {}
         limit = self._limit()
-        return {} if self.vetoes is None or limit is None else {self.vetoes: limit}
+        return {} if limit is None else {self.vetoes: limit}
 
     def _limit(self) -> float | None:
         """The value above which the next one is a spike; None while there is nothing to compare with."""

@@ -47,9 +47,12 @@ class Look:
 
 def length_of(batch: Any) -> int | None:
     """T where the batch is sequences of whole numbers, shaped (B, T): its "input_ids", or its first tensor."""
-    plain = isinstance(batch, list | tuple)
-    named = batch.get("input_ids") if not plain and isinstance(batch, Mapping) else None
-    first = named if isinstance(named, Tensor) else next(tensors_of(batch), None)
+    if isinstance(batch, Tensor):
+        first: Tensor | None = batch
+    else:
+        plain = isinstance(batch, list | tuple)
+        named = batch.get("input_ids") if not plain and isinstance(batch, Mapping) else None
+        first = named if isinstance(named, Tensor) else next(tensors_of(batch), None)
     if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
         return None
     return None if first.dtype is torch.bool else int(first.shape[1])

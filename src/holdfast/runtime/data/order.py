@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
@@ -131,7 +130,7 @@ class Order:
             except StopIteration:
                 self._complete = True
             after = self._rng.own()
-            if not all(map(torch.equal, before, after)):
+            if any(map(_moved, before, after)):
                 self._drawn[self._forgotten + len(self._batches) - (not self._complete)] = (before, after)
         i = k - self._forgotten
         return self._batches[i] if 0 <= i < len(self._batches) else None
@@ -195,6 +194,11 @@ class Order:
             "about": self._about,
             "streams": self._streams,
         }
+
+
+def _moved(before: Tensor, after: Tensor) -> bool:
+    """Of two states of a generator. By their bytes: `torch.equal` takes twice as long, at every batch."""
+    return before.numpy().tobytes() != after.numpy().tobytes()
 
 
 class Feed:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 
 import torch
 from torch import Tensor
 
+from holdfast.runtime import bits
 from holdfast.runtime.snapshots.layout import Layout, Row
 
 AHEAD = 1
 """blocks made before anybody asks for them, where making one takes time"""
+
+EARLY, LONG = 0.9, 256 << 20
+"""of a return that takes long enough, in bytes, so much is looked at while the rest is on its way"""
 
 
 class Block:
@@ -37,8 +41,9 @@ class Block:
         return self._memory[home][row.start : row.start + row.nbytes].view(row.dtype)
 
     @torch.no_grad()
-    def fill(self, sources: Sequence[Tensor], device: torch.device) -> None:
-        """Copy what of `sources`, in the order of the layout's names, lies on that device: enqueued, and not waited for."""
+    def fill(self, sources: Sequence[Tensor], device: torch.device, but: Collection[int] = ()) -> None:
+        """Copy what of `sources`, in the order of the layout's names, lies on that device: enqueued, and not waited for.
+        `but`: large ones that are left for later."""
         layout = self.layout
         for number, pack in enumerate(layout.packs):
             if pack.device == device:
@@ -47,36 +52,79 @@ class Block:
                     torch._foreach_copy_(views, [sources[i] for i in row.members])
                 self.regions[number].copy_(staging.flat, non_blocking=True)
         for i in layout.alone:
-            source = sources[i]
-            if source.device != device:
-                continue
-            if not source.is_contiguous() or source.is_conj():
-                source = source.resolve_conj().contiguous()
-            pieces = self.pieces.get(i)
-            if pieces is None:
-                self.views[i].copy_(source, non_blocking=True)
-            else:
-                flat = source.view(-1)
-                for a, b, view in pieces:
-                    view.copy_(flat[a:b], non_blocking=True)
+            if i not in but and sources[i].device == device:
+                self._fill_alone(i, sources[i])
         for batch in layout.together:
             if sources[batch[0]].device == device:
                 self.fill_batch(sources, batch)
+
+    @torch.no_grad()
+    def fill_later(self, sources: Mapping[int, Tensor]) -> None:
+        """What was left, by its place in the layout."""
+        for i, source in sources.items():
+            self._fill_alone(i, source)
+
+    def _fill_alone(self, i: int, source: Tensor) -> None:
+        if not source.is_contiguous() or source.is_conj():
+            source = source.resolve_conj().contiguous()
+        pieces = self.pieces.get(i)
+        if pieces is None:
+            self.views[i].copy_(source, non_blocking=True)
+            return
+        flat = source.view(-1)
+        for a, b, view in pieces:
+            view.copy_(flat[a:b], non_blocking=True)
 
     def fill_batch(self, sources: Sequence[Tensor], batch: list[int]) -> None:
         """One list of those that stay on their device."""
         _copy([self.views[i] for i in batch], [sources[i] for i in batch])
 
     @torch.no_grad()
-    def pour(self, targets: Sequence[Tensor]) -> None:
-        """The way back, into tensors that the layout fits: all of it is enqueued, and nothing waited for."""
-        layout = self.layout
+    def pour(self, targets: Sequence[Tensor]) -> list[bits.Seen]:
+        """The way back, into tensors that the layout fits: all of it is enqueued, and nothing waited for. Returns a look at
+        those that were looked at on their way."""
+        layout, looked = self.layout, []
         for number, pack in enumerate(layout.packs):
             staging = layout.staging(number)
             staging.flat.copy_(self.regions[number], non_blocking=True)
             for row, views in zip(pack.rows, staging.rows, strict=True):
                 torch._foreach_copy_([targets[i] for i in row.members], views)
-        for i in layout.alone:
+        early, late = self._early_and_late()
+        self._pour_alone(targets, early)
+        if early and late:
+            # Most of it is looked at while the last of it crosses.
+            device = layout.device(early[0])
+            stream, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            beside.wait_stream(stream)
+            self._pour_alone(targets, late)
+            with torch.cuda.stream(beside):
+                looked.append(bits.look({layout.names[i]: targets[i] for i in early}))
+            stream.wait_stream(beside)
+        for device, here in layout.on.items():
+            if layout.home is None:
+                live = {layout.names[i]: targets[i] for i in here}
+                if (seen := bits.bring(live, [self.views[i] for i in here])) is not None:
+                    looked.append(seen)
+                    continue
+            for batch in layout.together:
+                if layout.device(batch[0]) == device:
+                    _copy([targets[i] for i in batch], [self.views[i] for i in batch])
+        return looked
+
+    def _early_and_late(self) -> tuple[list[int], list[int]]:
+        """What crosses one by one: the first nine tenths of it, and the rest. All in one where there is little to gain."""
+        layout = self.layout
+        whole = sum(map(layout.size, layout.alone))
+        one_device = len({layout.device(i) for i in layout.alone}) == 1
+        if whole < LONG or not one_device or layout.device(layout.alone[0]).type != "cuda":
+            return layout.alone, []
+        left, count = EARLY * whole, 0
+        while (left := left - layout.size(layout.alone[count])) > 0:
+            count += 1
+        return layout.alone[:count], layout.alone[count:]
+
+    def _pour_alone(self, targets: Sequence[Tensor], which: Sequence[int]) -> None:
+        for i in which:
             target, pieces = targets[i], self.pieces.get(i)
             if pieces is None:
                 target.copy_(self.views[i], non_blocking=True)
@@ -89,8 +137,6 @@ class Block:
                 flat[a:b].copy_(view, non_blocking=True)
             if there is not target:
                 target.copy_(there)
-        for batch in layout.together:
-            _copy([targets[i] for i in batch], [self.views[i] for i in batch])
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -9,127 +9,34 @@ thread does them. Nobody waits for that but certification.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from holdfast.runtime import bits
+from holdfast.runtime.snapshots.aside import Aside
 from holdfast.runtime.snapshots.blocks import Block, Blocks
-from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite, sound
+from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite
+from holdfast.runtime.snapshots.copy import Copy, Examined, Issued, Look, Watched
 from holdfast.runtime.snapshots.layout import Layout
 from holdfast.runtime.snapshots.pages import FEW, locked
 
 HOST = torch.device("cpu")
 
 
-class Examined(NamedTuple):
-    """What a look at the finished copy found."""
-
-    sums: Sums
-    nonfinite: str | None
-    torn: bool
-
-
-class Look(NamedTuple):
-    """What was seen on the device, on its way to the host."""
-
-    names: list[str]
-    sums: Tensor
-    bad: Tensor
-
-
-class Watched:
-    """The run's own tensors while they are copied: if one is written to meanwhile, the copy is a state that never was."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._then = _versions(tensors)
-
-    def changed(self) -> bool:
-        return _versions(self._tensors) != self._then
-
-
-class Copy:
-    """Tensors being filled."""
-
-    def __init__(
-        self,
-        tensors: dict[str, Tensor],
-        events: Sequence[torch.cuda.Event] = (),
-        block: Block | None = None,
-        watched: Watched | None = None,
-    ) -> None:
-        self.tensors, self.block = tensors, block
-        self.copied = threading.Event()
-        self._news = threading.Condition()
-        self._there: set[str] = set()
-        self.examined: Future[Examined] = Future()
-        self._events = events
-        self._watched = watched
-        self._torn = False
-
-    @property
-    def on_device(self) -> bool:
-        """Whether streams do it."""
-        return bool(self._events)
-
-    def wait(self) -> None:
-        """Before the sources may change. Where any of them are on CUDA the streams wait, not the host."""
-        if not self._events:
-            self.copied.wait()
-            return
-        for event in self._events:
-            torch.cuda.current_stream(event.device).wait_event(event)
-        if self._watched is not None:
-            self._torn, self._watched = self._watched.changed(), None
-
-    def wait_for(self, name: str) -> None:
-        """Until the copy of that name holds what was copied, or nothing more is copied."""
-        if self._events:
-            self.copied.wait()
-            for event in self._events:
-                event.synchronize()
-        else:
-            with self._news:
-                self._news.wait_for(lambda: name in self._there or self.copied.is_set())
-
-    def arrived(self, names: Sequence[str] | None) -> None:
-        """Those are copied; None: nothing more is."""
-        with self._news:
-            if names is None:
-                self.copied.set()
-            else:
-                self._there.update(names)
-            self._news.notify_all()
-
-    def fine(self) -> set[str]:
-        """Small tensors on the host that are finite by a look at a whole row of them at once."""
-        if self.block is None:
-            return set()
-        layout = self.block.layout
-        rows = [row for home, row in layout.rows if sound(self.block.row(home, row))]
-        return {layout.names[i] for row in rows for i in row.members}
-
-    def result(self) -> Examined:
-        """The examination, waited for."""
-        found = self.examined.result()
-        return found._replace(torn=True) if self._torn else found
-
-
 class Copier:
     """Starts copies, one after another, on one background thread or one stream a device."""
 
-    def __init__(self, intended: Intended) -> None:
-        self._intended = intended
+    def __init__(self, intended: Intended, *, staging: bool = True) -> None:
+        self._intended, self._staging = intended, staging
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
         self._examining = ThreadPoolExecutor(1, thread_name_prefix="holdfast-examine")
         self._paging = ThreadPoolExecutor(2, thread_name_prefix="holdfast-pages")
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
         self._held: list[Copy] = []
+        self._asides: dict[torch.device, Aside] = {}
         self._layouts: dict[tuple[str, bool], Layout] = {}
         self._pools: dict[tuple[str, bool], Blocks] = {}
 
@@ -155,6 +62,7 @@ class Copier:
             # Of the stream that writes to it, so that it is not given away while that is still at it.
             with torch.cuda.stream(self._stream(home)) if home.type == "cuda" else contextlib.nullcontext():
                 found[home] = torch.empty(size, dtype=torch.uint8, device=home)
+                bits.prepare_to_bring(home, layout.dtypes)
                 for _, row in (each for each in layout.rows if each[0] == home):
                     found[home][row.start : row.start + row.nbytes].zero_()
         return Block(layout, found)
@@ -184,6 +92,10 @@ class Copier:
         if (pool := self._pools.get((part, on_host))) is not None:
             pool.retire()
 
+    def notes(self) -> list[str]:
+        """What was done about memory, for the user."""
+        return [aside.note for aside in self._asides.values() if aside.note is not None]
+
     # ---- copying
 
     def start(
@@ -210,19 +122,22 @@ class Copier:
                 odd = {layout.names[i] for i in layout.odd}
                 tensors = {n: block.tensors[n] if n not in odd else _apart(v, on_host) for n, v in sources.items()}
         looks: list[Look] = []
-        events: list[torch.cuda.Event] = []
+        issued: list[Issued] = []
         for device in devices:
             if device.type == "cuda":
                 here = {n: v for n, v in sources.items() if v.device == device and n not in odd}
-                events += self._on_streams(device, here, values, block, looks)
-        if events and block is not None and HOST in devices:
+                if block is not None:
+                    aside = self._aside(block.layout, device) if live else None
+                    issued.append(self._cross(device, here, values, block, aside))
+                issued.append(self._see(device, here, looks))
+        if issued and block is not None and HOST in devices:
             # What is left on the host then is small (Adam's step counts): copied now, so that no thread is waited for.
             block.fill(values, HOST)
         watched = Watched(values) if block is not None and live else None
-        copy = Copy(tensors, events, block, watched if events else None)
+        copy = Copy(tensors, issued, block, watched if issued else None)
         if live:
             self._held.append(copy)
-        self._copying.submit(self._copy, copy, values, None if events else watched, events, looks)
+        self._copying.submit(self._copy, copy, values, None if issued else watched, looks)
         return copy
 
     def _stream(self, device: torch.device, what: str = "copy") -> torch.cuda.Stream:
@@ -231,33 +146,51 @@ class Copier:
             stream = self._streams[device, what] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _on_streams(
-        self,
-        device: torch.device,
-        here: dict[str, Tensor],
-        values: list[Tensor],
-        block: Block | None,
-        looks: list[Look],
-    ) -> list[torch.cuda.Event]:
-        """Copy what lies on that device, and look at it meanwhile: one is the bus's work, the other the device's own. The
-        next update waits for both."""
-        events = []
-        for what in ("copy", "look") if block is not None else ("look",):
-            stream = self._stream(device, what)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream), torch.no_grad():
-                if what == "copy":
-                    assert block is not None
-                    block.fill(values, device)
-                else:
-                    found = bits.look(here)
-                    looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
-                for value in here.values():
-                    value.record_stream(stream)
-                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-                event.record(stream)
-            events.append(event)
-        return events
+    @torch.no_grad()
+    def _cross(
+        self, device: torch.device, here: dict[str, Tensor], values: list[Tensor], block: Block, aside: Aside | None
+    ) -> Issued:
+        """Copy what lies on that device. What is put aside there first is out of the next update's way at once."""
+        stream, training = self._stream(device, "copy"), torch.cuda.current_stream(device)
+        stream.wait_stream(training)
+        with torch.cuda.stream(stream):
+            times = aside.times(training) if aside is not None else None
+            views = aside.put(values) if aside is not None else {}
+            if times is not None:
+                times.begun.record(stream)
+            block.fill(values, device, views)
+            read = times.over if times is not None else _event()
+            read.record(stream)
+            block.fill_later(views)
+            done = _event() if views else read
+            if views:
+                done.record(stream)
+            for value in here.values():
+                value.record_stream(stream)
+        return Issued(device, read, done, times)
+
+    @torch.no_grad()
+    def _see(self, device: torch.device, here: dict[str, Tensor], looks: list[Look]) -> Issued:
+        """Look at what lies on that device while it is copied: one is the device's own work, the other the bus's."""
+        stream = self._stream(device, "look")
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            found = bits.look(here)
+            looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
+            for value in here.values():
+                value.record_stream(stream)
+            event = _event()
+            event.record(stream)
+        return Issued(device, event, event)
+
+    def _aside(self, layout: Layout, device: torch.device) -> Aside | None:
+        """For the copies of that layout, where they cross to the host and may be put aside."""
+        if not self._staging or layout.home is None:
+            return None
+        known = self._asides.get(device)
+        if known is None or known.layout is not layout:
+            known = self._asides[device] = Aside(layout, device)
+        return known
 
     @torch.no_grad()
     def _copy(
@@ -265,12 +198,11 @@ class Copier:
         copy: Copy,
         values: list[Tensor],
         watched: Watched | None,
-        events: list[torch.cuda.Event],
         looks: list[Look],
     ) -> None:
         try:
             block = copy.block
-            if block is not None and not events:
+            if block is not None and not copy.on_device:
                 for device in block.layout.devices:
                     if device != HOST:
                         block.fill(values, device)
@@ -279,17 +211,16 @@ class Copier:
                     copy.arrived([block.layout.names[i] for i in batch])
             # A parameter written to while it was read: the model's forward changes it. Not a state that ever was.
             torn = watched is not None and watched.changed()
-            self._examining.submit(self._examine, copy, events, looks, torn)
+            self._examining.submit(self._examine, copy, looks, torn)
         except BaseException as error:
             copy.examined.set_exception(error)
         finally:
             copy.arrived(None)
 
     @torch.no_grad()
-    def _examine(self, copy: Copy, events: list[torch.cuda.Event], looks: list[Look], torn: bool) -> None:
+    def _examine(self, copy: Copy, looks: list[Look], torn: bool) -> None:
         try:
-            for event in events:
-                event.synchronize()
+            copy.wait_until_done()
             sums: dict[str, int] = {}
             fine: set[str] = set()
             for look in looks:
@@ -317,17 +248,20 @@ class Copier:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.clear()
+        self._asides.clear()
         for worker in (self._copying, self._examining, self._paging):
             worker.shutdown(wait=True)
 
 
-def seen(tensors: Mapping[str, Tensor]) -> tuple[Sums, list[str]]:
-    """The sums of all of them, and the names of those that may hold NaN or Inf. One wait for each device."""
+def seen(tensors: Mapping[str, Tensor], looked: Sequence[bits.Seen] = ()) -> tuple[Sums, list[str]]:
+    """The sums of all of them, and the names of those that may hold NaN or Inf. One wait for each device. `looked`: a look
+    at some of them, enqueued already."""
     devices: dict[torch.device, dict[str, Tensor]] = {}
+    known = {name for look in looked for name in look.names}
     for name, value in tensors.items():
-        if value.layout is torch.strided:
+        if value.layout is torch.strided and name not in known:
             devices.setdefault(value.device, {})[name] = value
-    looks = [bits.look(here) for here in devices.values()]
+    looks = [*looked, *(bits.look(here) for here in devices.values())]
     odd = {name: value for name, value in tensors.items() if value.layout is not torch.strided}
     sums, doubtful = checksums(odd), list(odd)
     for look in looks:
@@ -347,12 +281,8 @@ def _apart(value: Tensor, on_host: bool) -> Tensor:
     return value.detach().to(HOST if on_host else value.device, copy=True)
 
 
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The counts of writes in place; 0 for what was made in inference mode, where they are not counted."""
-    try:
-        return [t._version for t in tensors]
-    except RuntimeError:
-        return [0 if t.is_inference() else t._version for t in tensors]
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 def _to_host(value: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class Keeper:
         self._ranks = ranks or Alone()
         devices = {p.device for p in state.trained()}
         self.ring = Ring(config, neighbours, () if config.place == "host" else devices)
-        self._copier = Copier(state.intended)
+        self._copier = Copier(state.intended, staging=config.staging)
         self._room = Room(state, self._copier, self.ring, config.place, devices)
         self.returning = Returning(state, self._copier, rng)
         self._making: Snapshot | None = None

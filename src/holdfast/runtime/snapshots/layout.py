@@ -73,6 +73,8 @@ class Layout:
         self._types = list(map(type, values))
         self.home = home
         self.devices = list(dict.fromkeys(v.device for v in values))
+        self.on: dict[torch.device, list[int]] = {}
+        """those that lie on each device and have a place in a block"""
         self.odd = [i for i, v in enumerate(values) if not _lies_flat(v)]
         """sparse ones and such as are not plain memory: they have no place in a block"""
         odd = set(self.odd)
@@ -86,8 +88,8 @@ class Layout:
         self._staged: dict[int, Staging] = {}
         far = {d: home is not None and d != home if crossing is None else crossing for d in self.devices}
         for device in sorted(self.devices, key=lambda d: not far[d]):
-            here = [i for i, v in enumerate(values) if v.device == device and i not in odd]
-            self._place(values, here, home or device, far[device])
+            self.on[device] = [i for i, v in enumerate(values) if v.device == device and i not in odd]
+            self._place(values, self.on[device], home or device, far[device])
 
     def _place(self, values: list[Tensor], here: list[int], home: torch.device, crosses: bool) -> None:
         small: list[int] = []
@@ -159,6 +161,25 @@ class Layout:
             found[i] = flat.as_strided(shape, _strides(shape), self.offsets[i] // dtype.itemsize)
         return found
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {dtype for _, dtype, _ in self._kinds}
+
+    def device(self, number: int) -> torch.device:
+        """Where the tensor of that number lies."""
+        found: torch.device = self._kinds[number][2]
+        return found
+
+    def size(self, number: int) -> int:
+        """Its bytes."""
+        shape, dtype, _ = self._kinds[number]
+        return int(shape.numel()) * int(dtype.itemsize)
+
+    def view(self, number: int, memory: Tensor) -> Tensor:
+        """So many bytes of memory as the tensor of that number."""
+        shape, dtype, _ = self._kinds[number]
+        return memory.view(dtype).view(shape)
+
     def staging(self, number: int) -> Staging:
         """Memory for the pack of that number, on its device; made once."""
         staging = self._staged.get(number)
@@ -177,9 +198,8 @@ class Layout:
 
     def cuts(self, number: int) -> list[tuple[int, int]]:
         """The pieces of one large tensor, in elements of it."""
-        shape, dtype, _ = self._kinds[number]
-        at, size = self.offsets[number], dtype.itemsize
-        end = at + shape.numel() * size
+        at, size = self.offsets[number], self._kinds[number][1].itemsize
+        end = at + self.size(number)
         inner = range(_up(at + 1, PIECE), end, PIECE)
         edges = [at, *inner, end]
         return [((a - at) // size, (b - at) // size) for a, b in pairwise(edges)]

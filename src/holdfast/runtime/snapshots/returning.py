@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from holdfast.runtime import bits
 from holdfast.runtime.rng import Rng, RngState
 from holdfast.runtime.snapshots.certify import first_nonfinite
 from holdfast.runtime.snapshots.copier import Copier, seen
@@ -103,10 +104,10 @@ class Returning:
         if why is not None:
             return why
         # The copies are on their way from here on; all that is left for the host to do it does meanwhile.
-        live = self._put_tensors(snapshot.light, tensors, snapshot, heavy)
+        live, looked = self._put_tensors(snapshot.light, tensors, snapshot, heavy)
         sums = {name: value for copy in snapshot.copies for name, value in copy.result().sums.items()}
         rest = {n: t for copy in snapshot.copies for n, t in copy.tensors.items() if n not in live}
-        now, doubtful = seen(live)
+        now, doubtful = seen(live, looked)
         now |= seen(rest)[0]
         if (name := _differs(now, sums)) is not None:
             return _changed(name)
@@ -140,9 +141,8 @@ class Returning:
         block = snapshot.copy.block
         if block is None or block.layout.odd:
             return None
-        heavy = self._state.heavy()
-        fits = block.layout.fits(heavy, block.layout.home) and self._state.as_taken_apart(snapshot.light)
-        return heavy if fits else None
+        heavy = self._state.heavy_as_in(snapshot.light)
+        return heavy if heavy is not None and block.layout.fits(heavy, block.layout.home) else None
 
     def _put_tensors(
         self,
@@ -150,15 +150,17 @@ class Returning:
         tensors: dict[str, Tensor] | None,
         snapshot: Snapshot | None,
         heavy: dict[str, Tensor] | None,
-    ) -> dict[str, Tensor]:
+    ) -> tuple[dict[str, Tensor], list[bits.Seen]]:
         """Every tensor that training or forward moves, and what is frozen. Returns them, by the names that they were saved
-        under. `heavy`: what `_as_they_came` says; `tensors`: all of the snapshot's own, or None where nobody has asked."""
+        under, and a look at those that were looked at on their way. `heavy`: what `_as_they_came` says; `tensors`: all of
+        the snapshot's own, or None where nobody has asked."""
         self._copier.wait()
         self.unsound = True
         pairs = Pairs()
+        looked: list[bits.Seen] = []
         if heavy is not None:
             assert snapshot is not None and snapshot.copy.block is not None
-            snapshot.copy.block.pour(list(heavy.values()))
+            looked = snapshot.copy.block.pour(list(heavy.values()))
             pairs.live.update(heavy)
         if tensors is None:
             assert snapshot is not None
@@ -170,7 +172,7 @@ class Returning:
                 pairs.put(_BUFFER + name, value, saved)
         pairs.issue()
         self._written_to = {value.device for value in pairs.live.values() if value.is_cuda}
-        return pairs.live
+        return pairs.live, looked
 
     def _finish(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         state = self._state

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable
 import torch
 from torch import Tensor
 
-from holdfast.runtime.snapshots.copier import Copier, Copy
+from holdfast.runtime.snapshots.copier import Copier
+from holdfast.runtime.snapshots.copy import Copy
 from holdfast.runtime.snapshots.layout import Layout
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -81,6 +82,7 @@ class Room:
             self._copier.prepare(self._ring.most())
         if copy.block is not None:
             said.append(self._once(copy.block.note))
+        said += map(self._once, self._copier.notes())
         return copy, said
 
     def _make(self, on_host: bool) -> str | None:

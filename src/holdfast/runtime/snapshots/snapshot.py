@@ -13,7 +13,7 @@ from holdfast.core.types import Health
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.rng import RngState
 from holdfast.runtime.snapshots.certify import nbytes
-from holdfast.runtime.snapshots.copier import Copy, Examined
+from holdfast.runtime.snapshots.copy import Copy, Examined
 
 
 class Snapshot:

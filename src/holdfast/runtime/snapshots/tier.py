@@ -17,7 +17,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest
 from holdfast.core.checkpoints.resume import Passed
 from holdfast.core.types import Health
-from holdfast.runtime.snapshots.copier import Examined
+from holdfast.runtime.snapshots.copy import Examined
 
 Target = Callable[[str, tuple[int, ...]], Tensor | None]
 """the tensor of this run that a saved one, of that name and shape, is to be spread like; None: all of it is needed here"""

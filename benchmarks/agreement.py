@@ -8,7 +8,7 @@ losses must be equal to the last bit. Of a guarded step the time inside the gath
 slowest rank. Counted: the collectives of a healthy step by the group's own sequence number, under DDP and FSDP2, clipped
 and not, and the bytes a rank sends to agree. All ranks share this machine's cores: with more ranks than cores a collective
 waits for ranks that are not running at all, which on a cluster it does not. `--check` ends with status 1 unless the losses
-are equal and a guarded step has exactly one collective more. How it grows with ranks is benchmarks.rank_growth.
+are equal and a guarded step has exactly one collective more. How it grows with ranks is benchmarks.ranks.growth.
 """
 
 from __future__ import annotations

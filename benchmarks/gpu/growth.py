@@ -1,4 +1,4 @@
-"""How the guard's cost grows: with parameters, with tensors, with steps. With ranks: benchmarks.rank_growth.
+"""How the guard's cost grows: with parameters, with tensors, with steps. With ranks: benchmarks.ranks.growth.
 
     python -m benchmarks.gpu.growth [--device cuda] [--what parameters tensors steps]
         [--rounds 7] [--seconds 1.0] [--steps 1000000] [--check] [--json FILE]

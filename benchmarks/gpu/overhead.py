@@ -9,7 +9,8 @@ on tokens in memory through a plain DataLoader, with clipping. Blocks begin and 
 run it is checked that every step was committed and that the snapshots and checkpoints due were taken; otherwise the status
 is 1. `--check` adds the bars: status 1 where a ratio is above its own. `--check-equal` trains a few steps bare and guarded
 with deterministic algorithms first and compares them bit for bit. `--profile` counts what a healthy step waits for and
-launches, `--rollback` times putting a snapshot back; `--rounds 0` leaves the timing out.
+launches, `--rollback` times putting a snapshot back; `--rounds 0` leaves the timing out. When it is told to stop (SIGTERM,
+as from `timeout`, or Ctrl-C) it ends after the round it is in and shows what it has.
 `--device cpu --quick` tries the script out on a tiny model.
 """
 
@@ -18,8 +19,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -184,14 +187,31 @@ def count_or_zero(text: str) -> int:
     return 0 if text == "0" else count(text)
 
 
+def asked_to_stop() -> list[int]:
+    """Empty until a signal says so: then no further round begins, and what was measured is shown. A second one ends it."""
+    told: list[int] = []
+
+    def stop(number: int, frame: Any) -> None:
+        told.append(number)
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        say("asked to stop: what has been measured follows")
+
+    if threading.current_thread() is threading.main_thread():
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, stop)
+    return told
+
+
 def main(words: Sequence[str] | None = None) -> int:
     options = parsed(words)
     if options.check_equal:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     began = time.monotonic()
+    told = asked_to_stop()
 
     def over() -> bool:
-        return bool(time.monotonic() - began > options.budget)
+        return bool(told) or time.monotonic() - began > options.budget
 
     result: dict[str, Any] = {"about": about(options.device), "cases": [], "left_out": []}
     done: list[tuple[Training, Path, dict[str, Any]]] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -457,3 +459,27 @@ def test_the_batch_is_chosen_by_the_milliseconds_a_step_is_to_take(monkeypatch: 
     assert on_cpu.calibrated(1.0, "sgd").batch == 1
     with pytest.raises(SystemExit):
         on_cpu.main(["--targets", "0"])
+
+
+def test_what_was_measured_is_shown_when_it_is_told_to_stop(tmp_path):
+    words = (
+        "-m benchmarks.gpu.overhead --models tiny --device cpu --variants bare guard --rounds 100000 --steps 10 --json"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-u", *words.split(), str(tmp_path / "found.json")],
+        cwd=Path(__file__).resolve().parents[3],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "100000 rounds of 10 steps" in line:
+            break
+    process.send_signal(signal.SIGTERM)
+    shown, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "asked to stop" in said
+    assert len([line for line in shown.splitlines() if line.startswith("| tiny")]) == 2
+    (case,) = json.loads((tmp_path / "found.json").read_text())["cases"]
+    assert 0 < case["variants"]["guard"]["ms"]["count"] < 1000

@@ -16,9 +16,6 @@ from holdfast.runtime.snapshots.layout import Layout, Row
 AHEAD = 1
 """blocks made before anybody asks for them, where making one takes time"""
 
-EARLY, LONG = 0.9, 256 << 20
-"""of a return that takes long enough, in bytes, so much is looked at while the rest is on its way"""
-
 
 class Block:
     """Memory for one layout, and its views."""
@@ -89,17 +86,8 @@ class Block:
             staging.flat.copy_(self.regions[number], non_blocking=True)
             for row, views in zip(pack.rows, staging.rows, strict=True):
                 torch._foreach_copy_([targets[i] for i in row.members], views)
-        early, late = self._early_and_late()
-        self._pour_alone(targets, early)
-        if early and late:
-            # Most of it is looked at while the last of it crosses.
-            device = layout.device(early[0])
-            stream, beside = torch.cuda.current_stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            beside.wait_stream(stream)
-            self._pour_alone(targets, late)
-            with torch.cuda.stream(beside):
-                looked.append(bits.look({layout.names[i]: targets[i] for i in early}))
-            stream.wait_stream(beside)
+        for i in layout.alone:
+            self._pour_alone(i, targets[i])
         for device, here in layout.on.items():
             if layout.home is None:
                 live = {layout.names[i]: targets[i] for i in here}
@@ -111,32 +99,17 @@ class Block:
                     _copy([targets[i] for i in batch], [self.views[i] for i in batch])
         return looked
 
-    def _early_and_late(self) -> tuple[list[int], list[int]]:
-        """What crosses one by one: the first nine tenths of it, and the rest. All in one where there is little to gain."""
-        layout = self.layout
-        whole = sum(map(layout.size, layout.alone))
-        one_device = len({layout.device(i) for i in layout.alone}) == 1
-        if whole < LONG or not one_device or layout.device(layout.alone[0]).type != "cuda":
-            return layout.alone, []
-        left, count = EARLY * whole, 0
-        while (left := left - layout.size(layout.alone[count])) > 0:
-            count += 1
-        return layout.alone[:count], layout.alone[count:]
-
-    def _pour_alone(self, targets: Sequence[Tensor], which: Sequence[int]) -> None:
-        for i in which:
-            target, pieces = targets[i], self.pieces.get(i)
-            if pieces is None:
-                target.copy_(self.views[i], non_blocking=True)
-                continue
-            there = (
-                target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-            )
-            flat = there.detach().view(-1)
-            for a, b, view in pieces:
-                flat[a:b].copy_(view, non_blocking=True)
-            if there is not target:
-                target.copy_(there)
+    def _pour_alone(self, i: int, target: Tensor) -> None:
+        pieces = self.pieces.get(i)
+        if pieces is None:
+            target.copy_(self.views[i], non_blocking=True)
+            return
+        there = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        flat = there.detach().view(-1)
+        for a, b, view in pieces:
+            flat[a:b].copy_(view, non_blocking=True)
+        if there is not target:
+            target.copy_(there)
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:

@@ -1,15 +1,15 @@
 """How the cost of agreeing grows with ranks: measured on gloo, measured on made-up rows, modelled beyond.
 
-    python -m benchmarks.rank_growth [--sizes 1 2 3 4 6 8] [--beyond 16 64 256 1024 4096] [--passes 3] [--rounds 5]
+    python -m benchmarks.ranks.growth [--sizes 1 2 3 4 6 8] [--beyond 16 64 256 1024 4096] [--passes 3] [--rounds 5]
         [--steps 10] [--gathers 40] [--json FILE]
-    python -m benchmarks.rank_growth --sizes 2 4 8 --passes 1 --rounds 2 --json build/ranks.json      (a try, in a minute)
+    python -m benchmarks.ranks.growth --sizes 2 4 8 --passes 1 --rounds 2 --json build/ranks.json      (a try, in a minute)
 
 Three things, kept apart:
 
 1. A step, with as many processes as ranks: a block of a bare DDP loop, one of the same loop under a guard, one of gathers of
    a row back to back, and one of gathers between which every rank sleeps; interleaved, in passes over all sizes. Beside the
    time by the clock stands the processor time of one rank, which is the same whoever else has the core.
-2. The gather beyond that: a model (benchmarks.rank_model), fitted to it, with its error at sizes left out and an interval.
+2. The gather beyond that: a model (benchmarks.ranks.model), fitted to it, with its error at sizes left out and an interval.
 3. What a rank's own host does with the rows of all: measured up to the largest size, with one process and made-up rows.
 
 With more ranks than cores a gather also waits for ranks that are not running. Sleeping before each, and taking the time of
@@ -38,8 +38,8 @@ import torch.distributed as dist
 
 from benchmarks.agreement import Guarded, Loop, Rows, join, launch, told_to_a_rank
 from benchmarks.blocks import about, cell, headline, markdown, say, spread, write
-from benchmarks.rank_crowd import PARTS, host_work
-from benchmarks.rank_model import ENOUGH, INTERVAL, SHAPES, enough, model
+from benchmarks.ranks.crowd import PARTS, host_work
+from benchmarks.ranks.model import ENOUGH, INTERVAL, SHAPES, enough, model
 from holdfast.distributed.world import World
 from holdfast.runtime.agreement import Column
 
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[int, dict[str, Any]]:
     for number in range(options.passes):
         for size in options.sizes if number % 2 == 0 else reversed(options.sizes):
             began, (busy, ours) = time.monotonic(), processor_seconds()
-            one = launch("benchmarks.rank_growth", options, PASSED, size)
+            one = launch("benchmarks.ranks.growth", options, PASSED, size)
             now_busy, now_ours = processor_seconds()
             other = (now_busy - busy - (now_ours - ours)) / (time.monotonic() - began)
             say(f"pass {number + 1}, {size} ranks: {other:.2f} cores taken by other work")

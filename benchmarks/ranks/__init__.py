@@ -1,0 +1,1 @@
+"""What agreeing costs as the number of ranks grows: `python -m benchmarks.ranks.growth`."""

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.agreement import Guarded, Loop, Rows, join, launch, told_to_a_rank
+from benchmarks.agreement import Guarded, Loop, Rows, join, launch, leave, told_to_a_rank
 from benchmarks.blocks import about, cell, headline, markdown, say, spread, write
 from benchmarks.ranks.crowd import PARTS, host_work
 from benchmarks.ranks.model import ENOUGH, INTERVAL, SHAPES, enough, model
@@ -105,7 +105,7 @@ def rank_main(options: argparse.Namespace, folder: Path, rank: int, size: int) -
         parameters = sum(p.numel() for p in bare.model.parameters())
         result = {"parameters": parameters, "times": times, "ranks": [{**one, "cpu": None} for one in told]}
         (folder / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    leave()
 
 
 def processor_seconds() -> tuple[float, float]:

@@ -25,7 +25,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ def measured(
     variants = {name: VARIANTS[name] for name in wish.variants}
     result = {**Measured(case, variants, effort, folder).run(over), **equal}
     let_go(case.device)
-    if options.rollback:
+    if options.rollback and not over():
         result["rollback"] = looked("rollback", rollback_case, case, folder)
     return case, result
 
@@ -187,28 +188,38 @@ def count_or_zero(text: str) -> int:
     return 0 if text == "0" else count(text)
 
 
-def asked_to_stop() -> list[int]:
-    """Empty until a signal says so: then no further round begins, and what was measured is shown. A second one ends it."""
+@contextmanager
+def asked_to_stop() -> Iterator[list[int]]:
+    """Empty until a signal says so: then nothing further begins, and what was measured is shown. A second one ends it."""
     told: list[int] = []
+    before: dict[int, Any] = {}
+
+    def give_back() -> None:
+        while before:
+            signal.signal(*before.popitem())
 
     def stop(number: int, frame: Any) -> None:
         told.append(number)
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
-        say("asked to stop: what has been measured follows")
+        give_back()
+        os.write(2, b"asked to stop: what has been measured follows\n")
 
     if threading.current_thread() is threading.main_thread():
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, stop)
-    return told
+        before.update({each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)})
+    try:
+        yield told
+    finally:
+        give_back()
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = parsed(words)
+    with asked_to_stop() as told:
+        return measure(parsed(words), told)
+
+
+def measure(options: argparse.Namespace, told: list[int]) -> int:
     if options.check_equal:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     began = time.monotonic()
-    told = asked_to_stop()
 
     def over() -> bool:
         return bool(told) or time.monotonic() - began > options.budget
@@ -219,7 +230,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for number, wish in enumerate(wishes(options)):
             named = " ".join(wish[:4])
             if over():
-                result["left_out"].append(f"{named} (over the budget)")
+                result["left_out"].append(f"{named} ({'asked to stop' if told else 'over the budget'})")
                 continue
             say(f"{time.monotonic() - began:.0f} s: {named}")
             try:
@@ -232,7 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 result["left_out"].append(f"{named} ({type(error).__name__}: {error})"[:300])
             let_go(options.device)
             write(options.json, result)
-        for case, folder, found in done if options.profile else ():
+        for case, folder, found in done if options.profile and not told else ():
             # When all is timed: once a profile has been taken, launching a kernel takes longer for good.
             found["profile"] = looked("profile", profile_case, case, folder)
     result["seconds"] = round(time.monotonic() - began, 1)

@@ -110,6 +110,7 @@ def test_what_is_brought_back_is_looked_at_where_it_has_arrived(monkeypatch):
     assert seen is not None
     assert seen.sums.tolist() == look(live).sums.tolist() == look(kept).sums.tolist()
     assert all(torch.equal(live[n], t) for n, t in kept.items())
+    assert {t._version for t in live.values()} == {1}, "autograd is to know of it"
     kept["t2"].view(torch.int32)[7] ^= 1
     again = bring(live, list(kept.values()))
     assert again is not None
@@ -126,21 +127,27 @@ def _no_kernel(device):
 def test_what_is_late_is_put_aside_and_every_copy_is_what_was_there(staging):
     sources = {f"t{i}": torch.zeros(4 << 20, device=CUDA) for i in range(32)}  # half a gigabyte
     copier = Copier(lambda name: None, staging=staging)
-    for turn in range(8):
-        for i, value in enumerate(sources.values()):
-            value.fill_(100 * turn + i)
-        copy = copier.start(sources, live=True)
-        copier.wait()
-        for value in sources.values():  # the update that had to wait
-            value.fill_(-1)
-        assert not copy.result().torn
-        for i, value in enumerate(copy.tensors.values()):
-            assert bool((value == 100 * turn + i).all()), (turn, i)
-        copier.reclaim("heavy", copy)
+    for turn in range(0, 16, 2):
+        copies = []
+        for n in (turn, turn + 1):  # the second begins while the last of the first is on its way
+            for i, value in enumerate(sources.values()):
+                value.fill_(100 * n + i)
+            copies.append(copier.start(sources, live=True))
+            copier.wait()
+            for value in sources.values():  # the update that had to wait
+                value.fill_(-1)
+        for n, copy in enumerate(copies, turn):
+            assert not copy.result().torn
+            for i, value in enumerate(copy.tensors.values()):
+                assert bool((value == 100 * n + i).all()), (n, i)
+            copier.reclaim("heavy", copy)
     taken = sum(aside.nbytes for aside in copier._asides.values())
     assert bool(copier.notes()) == staging
     assert (taken > 100 * MEGABYTE) == staging
     assert taken <= sum(t.nbytes for t in sources.values()) // 2
+    assert copier.put_nothing_aside() == staging
+    copier.start(sources, live=True).result()
+    assert not copier._asides
     copier.close()
 
 

@@ -151,6 +151,8 @@ def _at_one_stroke(
             values[place].copy_(kept[place])
         found[0, place].copy_(fingerprint(values[place]))
         found[1, place].fill_(1)  # to assign a number would be to wait
+    if kept is not None:  # who kept a graph across it is to be told by autograd, as after any other write in place
+        torch.autograd.graph.increment_version([v for v in values if not v.is_inference()])
     return Seen(names, found[0], found[1])
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
+from torch import OutOfMemoryError
+
 from holdfast.core.config import Config
 from holdfast.core.detectors.base import Detector
 from holdfast.core.engine import Engine
@@ -287,6 +289,8 @@ class Run:
         assert self.source is not None
         self.source.untell(step.epochs_before + step.ended_epochs)
         self.engine.write("abandoned", step=step.number, data=_spans(step), batches=len(step.draws))
+        if isinstance(error, OutOfMemoryError):
+            self.tell(self.keeper.out_of_memory())
 
     def discard_remainder(self, step: Step) -> None:
         """The data ended inside the step: fewer batches than it takes are left, and are not trained on."""

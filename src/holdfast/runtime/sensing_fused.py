@@ -114,7 +114,7 @@ def _made_of(update: Sequence[Sequence[Sequence[Seen]]]) -> tuple[list[Any], lis
         for group in groups:
             options = group[0].group
             betas = options.get("betas")
-            held += (options.get("eps"), None if betas is None else betas[1])
+            held += (options.get("eps"), None if betas is None or len(betas) < 2 else betas[1])
             for _, g, v, step, _ in group:
                 held += (v, step, g.dtype)
                 places += (v.data_ptr(), step.data_ptr() if isinstance(step, Tensor) else None)
@@ -143,11 +143,13 @@ def _most(limit: float | None) -> float:
 def _load(device: torch.device) -> Any:
     from holdfast.runtime import sensing_kernel
 
-    one, veto = torch.ones((), device=device), torch.ones((), device=device)
+    one, three = torch.ones((), device=device), torch.full((), 3.0, device=device)
     place = sensing_kernel.Place()
-    place.send(one, one, None, (MOST, MOST), (), None, veto)
-    if place.read()[:2] != [1.0, 1.0] or float(veto) != 0.0:
-        raise RuntimeError("it gives another answer than it should")
+    for norm, vetoed in ((one, 0.0), (three, 1.0)):  # the second time by the way that is short
+        veto = torch.full((), 7.0, device=device)
+        place.send(one, norm, None, (MOST, 2.0), (), None, veto)
+        if place.read()[:2] != [1.0, float(norm)] or float(veto) != vetoed:
+            raise RuntimeError("it gives another answer than it should")
     return sensing_kernel
 
 

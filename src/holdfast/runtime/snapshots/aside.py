@@ -2,7 +2,7 @@
 
 An update must not overwrite what is still being read. Where updates have had to wait for it again and again, as much of the
 next copies as was late is copied within the device first, at the speed of its memory, and crosses to the host from there
-while the update goes on. That takes memory of the device: what is needed and no more, and at most a quarter of what is free.
+while the update goes on. That takes memory of the device: what is needed and no more, and at most an eighth of what is free.
 """
 
 from __future__ import annotations
@@ -83,41 +83,45 @@ class Aside:
             self._times.popleft()
             self._late.append(late)
         if len(self._late) == IN_A_ROW and min(self._late) > 0:
-            self._take(self.nbytes + int(MARGIN * min(self._late)))
+            self._take(int(MARGIN * min(self._late)))
 
     def _take(self, nbytes: int) -> None:
+        """So much more."""
         self._late.clear()
         self._times.clear()  # of copies that knew nothing of it
-        most = min(self.nbytes + free_on(self._device) // 4, self._whole // 2)
+        most = min(free_on(self._device) // 8, self._whole // 2 - self.nbytes)
         self._enough = nbytes >= most
         chosen = self._choose(min(nbytes, most), most)
         size = sum(_aligned(self.layout.size(i)) for i in chosen)
-        if size <= self.nbytes:
-            self._enough = True
-            return
-        at, self._views, self.nbytes = 0, {}, 0
         try:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        except torch.OutOfMemoryError:
+        except RuntimeError:  # there is none
+            chosen = []
+        if not chosen:
             self._enough = True
             return
-        self.nbytes = size
+        self.nbytes += size
         self.note = (
-            f"updates have waited for copies to the host: the last {size / 1e9:.2f} GB of each are put aside in the "
+            f"updates have waited for copies to the host: the last {self.nbytes / 1e9:.2f} GB of each are put aside in the "
             "device's memory from here on; [snapshot] staging = false forbids it"
         )
+        at = 0
         for i in chosen:
             self._views[i] = self.layout.view(i, memory[at : at + self.layout.size(i)])
             at += _aligned(self.layout.size(i))
 
     def _choose(self, nbytes: int, most: int) -> list[int]:
-        """Of those that cross last, as many as make up so much."""
-        chosen, room, left = [], nbytes, most
+        """Of those that cross last, and are not put aside yet, as many as make up so much."""
+        chosen, others, room, left = [], [], nbytes, most
         for i in reversed(self._crossing):
-            if (size := _aligned(self.layout.size(i))) <= room:
+            size = _aligned(self.layout.size(i))
+            if i in self._views:
+                continue
+            if size <= room:
                 chosen.append(i)
                 room, left = room - size, left - size
-        others = [i for i in self._crossing if i not in chosen]
+            else:
+                others.append(i)
         smallest = min(others, key=self.layout.size, default=None)
         if room > 0 and smallest is not None and _aligned(self.layout.size(smallest)) <= left:
             chosen.append(smallest)

@@ -96,6 +96,13 @@ class Copier:
         """What was done about memory, for the user."""
         return [aside.note for aside in self._asides.values() if aside.note is not None]
 
+    def put_nothing_aside(self) -> bool:
+        """The device's memory is needed for something else. Whether any of it was used."""
+        used = any(aside.nbytes for aside in self._asides.values())
+        self._asides.clear()
+        self._staging = False
+        return used
+
     # ---- copying
 
     def start(

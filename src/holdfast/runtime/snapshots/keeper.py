@@ -298,6 +298,12 @@ class Keeper:
         self._copier.wait()
         self.stalled += time.perf_counter() - began
 
+    def out_of_memory(self) -> str | None:
+        """The device has none left: what copies have of it for their own sake is given back."""
+        if not self._copier.put_nothing_aside():
+            return None
+        return "the device is out of memory: no part of a copy is put aside there any more"
+
     def alarm(self, step: int, tensor: str) -> None:
         """A save found the state broken."""
         if self._alarm is None:

@@ -169,7 +169,7 @@ def _known(values: list[Tensor], device: torch.device) -> _Table:
         table = _table(values, device)
         for old in list(_tables)[: 1 - _KEPT]:
             _tables.pop(old, None)
-    if not table.rest:
+    if len(plain) == len(values):  # of what has no address the key says nothing
         _tables[key] = table
     return table
 

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 
+from holdfast.runtime import bits
 from holdfast.runtime.bits import look
 from holdfast.runtime.snapshots.certify import fingerprint
 
+HOST = torch.device("cpu")
 TENSORS = {
     "matrix": torch.randn(37, 11),
     "odd": torch.randn(7),
@@ -46,8 +48,8 @@ def test_nobody_is_called_finite_who_is_not():
 def test_one_flipped_bit_changes_one_sum(name):
     before = look(TENSORS)
     changed = {n: t.clone() for n, t in TENSORS.items()}
-    bits = changed[name].T if name == "across" else changed[name]
-    bits.reshape(-1).view(torch.uint8)[-1] ^= 4
+    value = changed[name].T if name == "across" else changed[name]
+    value.reshape(-1).view(torch.uint8)[-1] ^= 4
     after = look(changed)
     differ = [n for n, a, b in zip(before.names, before.sums.tolist(), after.sums.tolist(), strict=True) if a != b]
     assert differ == [name]
@@ -56,3 +58,26 @@ def test_one_flipped_bit_changes_one_sum(name):
 def test_nothing_to_look_at_is_nothing_seen():
     seen = look({})
     assert (seen.names, seen.sums.tolist(), seen.bad.tolist()) == ([], [], [])
+
+
+def test_where_tensors_lie_is_worked_out_once_for_as_long_as_they_lie_there(monkeypatch):
+    made = []
+    monkeypatch.setattr(bits, "_tables", {})
+    monkeypatch.setattr(bits, "_table", lambda values, device: made.append(values) or object())
+    values = [torch.zeros(8), torch.zeros(4, 6).T, torch.zeros(3, dtype=torch.complex64)]
+    for _ in range(3):
+        bits._known(values, HOST)
+    assert len(made) == 1, "those that are looked at one by one are no reason to ask again"
+    for other in (
+        torch.zeros(8),
+        values[0].view(2, 4)[:1],
+        values[0].view(torch.int32),
+        values[0].as_strided((8,), (0,)),
+    ):
+        before = len(made)
+        bits._known([other, *values[1:]], HOST)
+        assert len(made) == before + 1
+    for _ in range(2):
+        before = len(made)
+        bits._known([*values, torch.eye(2).to_sparse()], HOST)
+        assert len(made) == before + 1, "what has no address may be anywhere"

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.core.errors import SetupError
+from holdfast.runtime.fused_step import FusedStep
 from holdfast.runtime.norms import LocalNorms, NormAndClip
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
@@ -83,6 +84,7 @@ class Gate:
         self._optimizers, self._scaler, self._armed = optimizers, scaler, armed
         self._norms = norms or LocalNorms()
         self._packing, self._fused = Packing(), Fused()
+        self._steps = [FusedStep(o, optimizers.our_hooks) for o in optimizers]
         self._nothing: Tensor | None = None
 
     def apply(
@@ -152,14 +154,9 @@ class Gate:
         if max_norm is not None:
             self._norms.clip(parameters, max_norm, own, sensed.norm)
         with self._scaled(lr_factor):
-            for optimizer in self._optimizers:
+            for optimizer, step in zip(self._optimizers, self._steps, strict=True):
                 flag = found.get(id(optimizer))
-                optimizer.found_inf = veto if flag is None else torch.maximum(veto, flag.view(()).to(veto.device))  # type: ignore[attr-defined]
-                optimizer.grad_scale = None  # type: ignore[attr-defined]
-                try:
-                    optimizer.step()
-                finally:
-                    del optimizer.found_inf, optimizer.grad_scale  # type: ignore[attr-defined]
+                step.take(veto if flag is None else torch.maximum(veto, flag.view(()).to(veto.device)))
         if self._scaler is not None:
             self._scaler.update_unless(veto if self._armed else None)
 

@@ -44,6 +44,7 @@ class Optimizers:
         self.outer = list(optimizers)
         self.all = with_inner(self.outer)
         self._hooks: list[Any] = []
+        self._check: Callable[..., None] | None = None
         self._listed: list[Tensor] = []
         self._each: list[Tensor] = []
         self._ids: frozenset[int] = frozenset()
@@ -102,11 +103,16 @@ class Optimizers:
                 raise error()
 
         self._hooks = [o.register_step_pre_hook(check) for o in self.outer]
+        self._check = check
+
+    def our_hooks(self) -> list[Callable[..., None]]:
+        """What each of them has been hooked with here."""
+        return [] if self._check is None else [self._check]
 
     def release(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self._check = [], None
 
     # ---- state apart and back
 

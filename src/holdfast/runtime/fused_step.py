@@ -18,29 +18,45 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.runtime.members import PLAIN, same
 
 _aten: Any = torch.ops.aten
-_FUSED: dict[Any, Callable[..., Any]] = {
-    _aten._fused_adam_.default: torch._fused_adam_,
-    _aten._fused_adamw_.default: torch._fused_adamw_,
-    _aten._fused_sgd_.default: torch._fused_sgd_,
+_FUSED = {
+    _aten._fused_adam_.default: "_fused_adam_",
+    _aten._fused_adamw_.default: "_fused_adamw_",
+    _aten._fused_sgd_.default: "_fused_sgd_",
 }
 _COUNT, _UNCOUNT = _aten._foreach_add_.Scalar, _aten._foreach_sub_.List
 """a step counted, before; and not counted after all where it was vetoed"""
 _TORCHS = Path(torch.optim.__file__).parent
+_METHODS = ("step", "_init_group")
+_FIXED = (bool, int, float, str, type(None))
 
 
-class _Launch(NamedTuple):
-    """One call of a kernel, but for what is another at every step."""
+class _Update(NamedTuple):
+    """One launch that updates parameters, but for what is another at every step."""
 
-    kernel: Callable[..., Any]
-    args: tuple[Any, ...]
+    name: str
+    parameters: list[Tensor]
+    kinds: list[torch.dtype]
+    """the parameters', by which torch decides what goes into one launch"""
+    state: tuple[list[Tensor], ...]
     options: dict[str, Any]
-    group: dict[str, Any] | None = None
-    """whose LR it takes, for an update: gradients come second then"""
+    group: dict[str, Any]
+    """whose LR it takes"""
+
+
+class _Count(NamedTuple):
+    """Steps counted, or with `by` None, by the veto, not counted after all."""
+
+    name: str
+    counts: list[Tensor]
+    by: Any
+    options: dict[str, Any]
 
 
 class FusedStep:
@@ -50,9 +66,11 @@ class FusedStep:
         """`allowed`: the hooks that may be left out when a step is repeated."""
         self._optimizer, self._allowed = optimizer, allowed
         self._went_by: list[Any] = []
-        self._launches: list[_Launch] | None = None
+        self._launches: list[_Update | _Count] | None = None
         self._absent: list[Tensor] = []
         """parameters that had no gradient"""
+        self._home: torch.device | None = None
+        """where the veto was"""
         self._tried = False
 
     def take(self, veto: Tensor) -> None:
@@ -60,19 +78,19 @@ class FusedStep:
         now = self._goes_by()
         known = same(now, self._went_by)
         if not known:
-            self._went_by, self._launches, self._tried = now, None, False
+            self._went_by, self._launches, self._absent, self._tried = now, None, [], False
         if _profiler_enabled():  # who looks wants to see it by its name
             self._ask(veto)
         elif self._launches is not None:
             self._repeat(self._launches, veto)
-        elif not known or self._tried or not (_is_torchs(self._optimizer) and self._free()):
-            self._ask(veto)
-        else:
-            self._tried = True
+        elif known and not self._tried and self._could_be_repeated():
             with _Watching() as seen:
                 self._ask(veto)
+            self._tried = bool(seen.calls)
             if same(self._goes_by(), now):  # otherwise the next step is another than this was
                 self._launches = self._understood(seen.calls, veto)
+        else:
+            self._ask(veto)
 
     def _ask(self, veto: Tensor) -> None:
         optimizer: Any = self._optimizer
@@ -83,77 +101,94 @@ class FusedStep:
             del optimizer.found_inf, optimizer.grad_scale
 
     def _goes_by(self) -> list[Any]:
-        """All that decides what is launched, but for gradients and the LR: the very objects, numbers among them, which
-        nobody changes but by putting others in their place."""
+        """All that decides what is launched, but for gradients and the LR: the very objects, numbers among them."""
         o = self._optimizer
-        found: list[Any] = [vars(o).get("step"), type(o).step, o.state]
+        kind, own = type(o), vars(o)
+        found: list[Any] = [kind, o.state]
+        for name in _METHODS:
+            found += own.get(name), getattr(kind, name, None)
         for group in o.param_groups:
+            found.append(group)
             found += group["params"]
+            found += group  # the names
             found += [group[name] for name in group if name not in ("lr", "params")]
+        found += o.state
         shelves = o.state.values()
         found += shelves
-        found += [value for shelf in shelves for value in shelf.values()]
+        found += [value for shelf in shelves if isinstance(shelf, dict) for value in shelf.values()]
         found += o._optimizer_step_pre_hooks.values()
         found += o._optimizer_step_post_hooks.values()
         found += _global_optimizer_pre_hooks.values()
         found += _global_optimizer_post_hooks.values()
         return found
 
-    def _free(self) -> bool:
-        """Whether nobody's hooks are to be called."""
-        hooks = [
-            *self._optimizer._optimizer_step_pre_hooks.values(),
-            *self._optimizer._optimizer_step_post_hooks.values(),
-        ]
-        foreign = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        return not foreign and same(hooks, self._allowed())
+    # ---- one is watched
 
-    def _understood(self, calls: Sequence[tuple[Any, Any, dict[str, Any]]], veto: Tensor) -> list[_Launch] | None:
+    def _could_be_repeated(self) -> bool:
+        """Whether it goes by nothing but what `_goes_by` lists: no code but torch's, no option that could be written to."""
+        o = self._optimizer
+        hooks = [*o._optimizer_step_pre_hooks.values(), *o._optimizer_step_post_hooks.values()]
+        foreign = _global_optimizer_pre_hooks or _global_optimizer_post_hooks or not same(hooks, self._allowed())
+        modes = any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+        options = [v for group in o.param_groups for name, v in group.items() if name not in ("lr", "params")]
+        parameters = [id(p) for group in o.param_groups for p in group["params"]]
+        return (
+            not foreign
+            and not modes
+            and type(o).__module__.startswith("torch.optim.")
+            and all(_is_torchs(vars(o).get(name, getattr(type(o), name, None))) for name in _METHODS)
+            and all(map(_is_fixed, options))
+            and len(set(parameters)) == len(parameters)
+        )
+
+    def _understood(
+        self, calls: Sequence[tuple[Any, Any, dict[str, Any]]], veto: Tensor
+    ) -> list[_Update | _Count] | None:
         """What the calls were, where each is known; None otherwise."""
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        found: list[_Launch] = []
+        found: list[_Update | _Count] = []
         updated: set[int] = set()
         for kernel, args, options in calls:
             if kernel is _COUNT:
-                found.append(_Launch(torch._foreach_add_, args, options))
+                found.append(_Count("_foreach_add_", args[0], args[1], options))
             elif kernel is _UNCOUNT and all(v is veto for v in args[1]):
-                found.append(_Launch(torch._foreach_sub_, args, options))
-            elif kernel in _FUSED and _as_usual(args, options, veto):
-                parameters, gradients = args[:2]
-                group = groups.get(id(parameters[0]), {})
-                lr = group.get("lr")
-                if (
-                    type(lr) is not float
-                    or options.get("lr") != lr
-                    or any(groups.get(id(p)) is not group for p in parameters)
-                ):
+                found.append(_Count("_foreach_sub_", args[0], None, options))
+            elif kernel in _FUSED:
+                update = _update(_FUSED[kernel], args, options, groups.get(id(args[0][0]), {}), veto)
+                if update is None:
                     return None
-                if any(p.grad is not g for p, g in zip(parameters, gradients, strict=True)):
-                    return None
-                updated.update(map(id, parameters))
-                found.append(_Launch(_FUSED[kernel], args, options, group))
+                updated.update(map(id, update.parameters))
+                found.append(update)
             else:
                 return None
         self._absent = [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in updated]
+        self._home = veto.device
         return found if updated and all(p.grad is None for p in self._absent) else None
 
-    def _repeat(self, launches: Sequence[_Launch], veto: Tensor) -> None:
-        ready: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-        for kernel, args, options, group in launches:
-            if group is not None:
-                parameters, lr = args[0], group["lr"]
-                gradients = [p.grad for p in parameters]
-                if type(lr) is not float or not all(map(is_not, gradients, repeat(None))):
-                    return self._ask(veto)
-                args, options = (parameters, gradients, *args[2:]), {**options, "lr": lr, "found_inf": veto}
-            elif kernel is torch._foreach_sub_:
-                args = args[0], [veto] * len(args[0])
-            ready.append((kernel, args, options))
-        for p in self._absent:
-            if p.grad is not None:
+    # ---- and repeated
+
+    def _repeat(self, launches: Sequence[_Update | _Count], veto: Tensor) -> None:
+        ready: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        for launch in launches:
+            if isinstance(launch, _Count):
+                by = [veto] * len(launch.counts) if launch.by is None else launch.by
+                ready.append((launch.name, (launch.counts, by), launch.options))
+                continue
+            name, parameters, kinds, state, options, group = launch
+            gradients, lr = [p.grad for p in parameters], group["lr"]
+            as_before = (
+                type(lr) is float
+                and all(map(is_not, gradients, repeat(None)))
+                and [p.dtype for p in parameters] == kinds
+                and True not in [g.is_sparse for g in gradients]  # type: ignore[union-attr]
+            )
+            if not as_before:
                 return self._ask(veto)
-        for kernel, args, options in ready:
-            kernel(*args, **options)
+            ready.append((name, (parameters, gradients, *state), {**options, "lr": lr, "found_inf": veto}))
+        if veto.device != self._home or any(p.grad is not None for p in self._absent):
+            return self._ask(veto)
+        for name, args, options in ready:
+            getattr(torch, name)(*args, **options)
         return None
 
 
@@ -170,20 +205,37 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _as_usual(args: tuple[Any, ...], options: dict[str, Any], veto: Tensor) -> bool:
-    """Whether it is an update of plain tensors, gated by the veto, and not the first, which begins the moments."""
-    plain = all(type(t) in PLAIN for listed in args for t in listed)
-    return plain and options.get("found_inf") is veto and not options.get("is_first_step", False)
+def _update(
+    name: str, args: tuple[Any, ...], options: dict[str, Any], group: dict[str, Any], veto: Tensor
+) -> _Update | None:
+    """A launch as it can be repeated: of plain tensors of one group, gated by the veto, not the first, which begins the
+    moments. Its gradients are not kept."""
+    parameters, gradients, *state = args
+    lr = group.get("lr")
+    members = set(map(id, group.get("params", ())))
+    repeatable = (
+        all(type(t) in PLAIN for listed in args for t in listed)
+        and all(id(p) in members and p.grad is g for p, g in zip(parameters, gradients, strict=True))
+        and type(lr) is float
+        and options.get("lr") == lr
+        and options.get("found_inf") is veto
+        and not options.get("is_first_step", False)
+    )
+    kept = {key: value for key, value in options.items() if key not in ("lr", "found_inf")}
+    kinds = [p.dtype for p in parameters]
+    return _Update(name, parameters, kinds, tuple(state), kept, group) if repeatable else None
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    """Whether `step()` is torch's own, in all its wrappings."""
-    if not type(optimizer).__module__.startswith("torch.optim."):
-        return False
-    step: Any = vars(optimizer).get("step", type(optimizer).step)
-    while step is not None:
-        code = getattr(step, "__code__", None)
+def _is_torchs(method: Any) -> bool:
+    """Whether a method is torch's own, in all its wrappings."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
         if code is None or Path(code.co_filename).parent != _TORCHS:
             return False
-        step = getattr(step, "__wrapped__", None)
+        method = getattr(method, "__wrapped__", None)
     return True
+
+
+def _is_fixed(option: Any) -> bool:
+    """Whether it cannot be written to, only replaced."""
+    return all(map(_is_fixed, option)) if type(option) is tuple else type(option) in _FIXED

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from holdfast.core.errors import SetupError
 from holdfast.runtime.fused_step import FusedStep
+from holdfast.runtime.members import same
 from holdfast.runtime.norms import LocalNorms, NormAndClip
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
@@ -168,8 +169,16 @@ class Gate:
         return [
             (optimizer, p)
             for optimizer in self._optimizers
-            if len(optimizer.state) < sum(len(g["params"]) for g in optimizer.param_groups)
+            if not _all_have_state(optimizer)
             for g in optimizer.param_groups
             for p in g["params"]
             if p.grad is not None and not optimizer.state.get(p)
         ]
+
+
+def _all_have_state(optimizer: Optimizer) -> bool:
+    """As it is from the second step on, in the order of the parameters; False where it takes a closer look."""
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return same(list(optimizer.state), parameters) and all(optimizer.state.values())

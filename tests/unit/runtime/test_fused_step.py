@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
@@ -185,7 +188,19 @@ def _other_betas(o: Optimizer) -> None:
     o.param_groups[0]["betas"] = (0.8, 0.9)
 
 
+def _replace_group(o: Optimizer) -> None:
+    o.param_groups[:] = [{**group, "lr": group["lr"] / 10} for group in o.param_groups]
+
+
+def _swap_states(o: Optimizer) -> None:
+    a, b = o.param_groups[0]["params"][1], nn.Parameter(torch.zeros(SHAPES[1], device=DEVICE))
+    o.param_groups[0]["params"].append(b)
+    o.state[b] = o.state.pop(a)
+
+
 CHANGES = [
+    _replace_group,
+    _swap_states,
     _replace_moment,
     _replace_shelf,
     _load,
@@ -226,6 +241,50 @@ def test_an_option_that_is_another_at_every_step_is_never_repeated():
         assert pair.go() == 1
 
 
+def test_what_lies_beside_the_state_of_parameters_is_left_alone():
+    pair = settled()
+    pair.in_both(lambda o: o.state.__setitem__("global_step", 7))
+    before = pair.asked
+    for _ in range(4):
+        pair._one(torch.zeros((), device=DEVICE))
+    assert pair.asked - before < 4
+    assert pair.ours.state["global_step"] == 7
+
+
+def test_an_option_that_can_be_written_to_is_read_every_time():
+    pair = Pair(lambda ps: AdamW([{"params": ps, "betas": [0.9, 0.999]}], lr=0.01, fused=True))
+    assert pair.go(4) == 4
+    for o in pair.both():
+        o.param_groups[0]["betas"][0] = 0.1
+    assert pair.go() == 1
+
+
+def test_a_parameter_of_two_groups_takes_the_lr_of_each():
+    pair = Pair(lambda ps: AdamW([{"params": ps[:1]}, {"params": ps[1:2]}], lr=0.01, fused=True))
+    for o in pair.both():
+        o.param_groups[1]["params"][0] = o.param_groups[0]["params"][0]
+    pair.go(4)
+    pair.theirs.param_groups[0]["lr"] = pair.ours.param_groups[0]["lr"] = 0.5
+    pair.go(2)
+
+
+def test_neither_gradients_nor_parameters_that_are_gone_are_kept():
+    pair = Pair(adamw())
+    pair.without = {2}
+    pair.go(3)
+    kept = [weakref.ref(p.grad) for p in pair.ours.param_groups[0]["params"] if p.grad is not None]
+    gone = weakref.ref(pair.ours.param_groups[0]["params"][2])
+    for o in pair.both():
+        for p in o.param_groups[0]["params"]:
+            p.grad = None
+        del o.param_groups[0]["params"][2]
+    pair.without = set()
+    pair.go(3)
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 3
+    assert gone() is None
+
+
 # ---- another gradient, the same optimizer
 
 
@@ -245,6 +304,30 @@ def test_a_gradient_that_comes_late_counts():
     assert pair.go(2) == 0
     pair.without = set()
     assert pair.go() == 1
+
+
+@pytest.mark.parametrize("make", [adamw(), MADE["SGD, momentum"]], ids=["AdamW", "SGD"])
+def test_a_sparse_gradient_is_refused_as_torch_refuses_it(make):
+    pair = settled(make)
+    said = []
+    for o in pair.both():
+        p = o.param_groups[0]["params"][0]
+        p.grad = torch.ones_like(p).to_sparse()
+    pair.theirs.found_inf, pair.theirs.grad_scale = veto, _ = torch.zeros((), device=DEVICE), None
+    for step in (pair.theirs.step, lambda: pair.step.take(veto)):
+        with pytest.raises(RuntimeError) as error, torch.no_grad():
+            step()
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    pair.compare()
+
+
+def test_a_veto_that_lies_elsewhere_is_left_to_torch():
+    pair = settled()
+    for p in pair.ours.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(NotImplementedError), torch.no_grad():
+        pair.step.take(torch.zeros((), device="meta"))
 
 
 # ---- not torch's alone
@@ -320,6 +403,40 @@ def test_a_class_whose_step_was_replaced_steps_by_that(monkeypatch):
     pair = Pair(adamw())
     assert pair.go(6) == 6
     assert len(called) == 12
+
+
+def test_another_way_to_gather_what_is_updated_is_used_every_time():
+    pair = settled()
+    called = []
+    gather = pair.ours._init_group
+
+    def own(*given: Any) -> Any:
+        called.append(1)
+        return gather(*given)
+
+    pair.ours._init_group = own
+    assert pair.go(5) == len(called) == 5
+
+
+def test_what_a_mode_changes_while_it_is_on_is_not_repeated_without_it():
+    class Decaying(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            more = {"weight_decay": 50.0} if func is torch._fused_adamw_ else {}
+            return func(*args, **{**(kwargs or {}), **more})
+
+    pair = Pair(adamw())
+    pair.go(2)
+    with Decaying():
+        pair.go(2)
+    pair.go(3)
+    assert pair.go() == 0
+
+
+def test_a_default_device_does_not_keep_it_from_being_repeated():
+    with torch.device(DEVICE):
+        pair = Pair(adamw())
+        pair.go(4)
+        assert pair.go() == 0
 
 
 def test_an_lr_that_is_a_tensor_is_left_to_torch():

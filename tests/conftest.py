@@ -11,7 +11,13 @@ settings.register_profile("fixed", derandomize=True, deadline=None, database=Non
 settings.load_profile("fixed")
 
 WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
-WHOLE_ALWAYS = ("tests/architecture/", "tests/distributed/", "tests/unit/core/", "tests/unit/runtime/test_f")
+WHOLE_ALWAYS = (
+    "tests/architecture/",
+    "tests/distributed/",
+    "tests/unit/core/",
+    "tests/unit/runtime/test_fused_step",
+    "tests/unit/runtime/test_first_touch",
+)
 SHARES = {"tests/e2e/": ((30, 9), (15, 7), (8, 5), (4, 3)), "tests/": ((30, 6), (15, 4), (8, 3))}
 """of so many cases one in so many"""
 

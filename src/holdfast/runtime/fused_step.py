@@ -33,6 +33,7 @@ _FUSED = {
 _COUNT, _UNCOUNT = _aten._foreach_add_.Scalar, _aten._foreach_sub_.List
 """a step counted, before; and not counted after all where it was vetoed"""
 _TORCHS = Path(torch.optim.__file__).parent
+_COMPILERS = _TORCHS.parent / "_dynamo"
 _METHODS = ("step", "_init_group")
 _FIXED = (bool, int, float, str, type(None))
 
@@ -227,10 +228,12 @@ def _update(
 
 
 def _is_torchs(method: Any) -> bool:
-    """Whether a method is torch's own, in all its wrappings."""
+    """Whether a method is torch's own, in all its wrappings; the first `torch.compile` of a process wraps some of them."""
     while method is not None:
         code = getattr(method, "__code__", None)
-        if code is None or Path(code.co_filename).parent != _TORCHS:
+        home = None if code is None else Path(code.co_filename).parent
+        kept_out = home == _COMPILERS and getattr(method, "_torchdynamo_disable", False)
+        if home != _TORCHS and not kept_out:
             return False
         method = getattr(method, "__wrapped__", None)
     return True

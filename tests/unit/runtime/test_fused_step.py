@@ -433,10 +433,28 @@ def test_what_a_mode_changes_while_it_is_on_is_not_repeated_without_it():
 
 
 def test_a_default_device_does_not_keep_it_from_being_repeated():
-    with torch.device(DEVICE):
-        pair = Pair(adamw())
+    pair = Pair(adamw())
+    with torch.device("cpu"):
         pair.go(4)
         assert pair.go() == 0
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
+def test_what_torch_compile_does_to_optimizers_does_not_keep_it_from_being_repeated(make):
+    pair = settled(make)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))  # wraps a method of every optimizer of torch's
+    assert "_dynamo" in AdamW._init_group.__code__.co_filename
+    pair.go(4)
+    assert pair.go() == 0
+    assert settled(make).go() == 0
+
+
+def test_a_step_that_is_compiled_is_called_every_time():
+    pair = settled()
+    pair.ours.step = torch.compile(pair.ours.step, backend="eager")
+    before = pair.asked
+    pair.go(4)
+    assert pair.asked - before == 4 or pair.step._launches is None
 
 
 def test_an_lr_that_is_a_tensor_is_left_to_torch():

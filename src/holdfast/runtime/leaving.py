@@ -14,7 +14,7 @@ from holdfast.runtime.optimizers import clear_gradients
 from holdfast.runtime.sensing import Sensed
 from holdfast.runtime.sharded import drop_gradients
 from holdfast.runtime.step import discount
-from holdfast.runtime.update_size import Seen, UpdateSize
+from holdfast.runtime.update_size import Looked, UpdateSize
 
 if TYPE_CHECKING:
     from holdfast.runtime.run import Run
@@ -131,7 +131,7 @@ class Leaving:
         """How many optimizers a loss scaler looks at."""
         return 0 if self._run.state.scaler is None else len(self._run.state.optimizers.outer)
 
-    def _look_at_update(self) -> list[list[list[Seen]]] | None:
+    def _look_at_update(self) -> Looked | None:
         return self._update_size.look() if self._run.config.detect.update_spike else None
 
     def sense_update_share(self, loss: Tensor) -> tuple[Tensor, float] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from holdfast.core.types import Flag
 from holdfast.runtime.cuda_streams import current_stream
-from holdfast.runtime.update_size import Sampled, Seen, sense, size_of
+from holdfast.runtime.update_size import Looked, Sampled, sense, size_of
 
 Known = tuple[float | None, float | None]
 Edges = Known | tuple[Tensor, Tensor]
@@ -52,7 +52,7 @@ class Sensed(NamedTuple):
     found: Tensor | None = None
     """above 0: a loss scaler found Inf or NaN among the gradients"""
     scale: Tensor | None = None
-    update: Sequence[Sequence[Sequence[Seen]]] | None = None
+    update: Looked | None = None
     """what `UpdateSize.look` has found"""
     update_rms: Tensor | None = None
     """the update size, where ranks have worked it out together"""

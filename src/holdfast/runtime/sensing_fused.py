@@ -7,7 +7,6 @@ there, or a number is not of the kind that the kernel reads, `sensing` itself do
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.kernels import Kernel
-from holdfast.runtime.members import same
 from holdfast.runtime.sensing import MOST, Known, Reading, Sensed, compared_with, reading
-from holdfast.runtime.update_size import Seen, elements_of, size_of
+from holdfast.runtime.update_size import Looked, Seen, elements_of, size_of
 
 _HERE = nullcontext()
 
@@ -49,8 +47,9 @@ class Fused:
         self._veto: Tensor | None = None
         self._samples: Any = None
         self._elements: list[list[int]] = []
-        self._held: list[Any] = []
-        self._places: list[Any] = []
+        self._made: object = None
+        """what the table is of"""
+        self._home: torch.device | None = None
 
     def pack(self, sensed: Sensed) -> FusedPacked | None:
         """Send everything that is sensed to the host, and come to the veto."""
@@ -64,11 +63,12 @@ class Fused:
         scaled = None if found is None or scale is None else (found, scale)
         if limits is None or (found is None) != (scale is None) or not kernel.fits(device, loss, norm, *(scaled or ())):
             return None
-        samples, gradients = None, []
+        samples: Any = None
+        gradients: list[Tensor] = []
         if update:
             if not self._known(update, device, kernel):
                 return None
-            samples, gradients = self._samples, [s.g for groups in update for group in groups for s in group]
+            samples, gradients = self._samples, update.gradients
         if self._veto is None or self._veto.device != device:
             self._veto = torch.zeros((), device=device)
         place = self._spare.pop() if self._spare else kernel.Place()
@@ -82,43 +82,26 @@ class Fused:
         elements = [] if samples is None else self._elements
         return FusedPacked(place, self._veto, limits, scaled is not None, elements, self._spare)
 
-    def _known(self, update: Sequence[Sequence[Sequence[Seen]]], home: torch.device, kernel: Any) -> bool:
+    def _known(self, update: Looked, home: torch.device, kernel: Any) -> bool:
         """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
-        held, places = _made_of(update)
-        if self._samples is not None and places == self._places and same(held, self._held):
-            return True
-        self._samples, self._held, self._places = None, held, places
-        seen = [s for groups in update for group in groups for s in group]
+        if update.made is self._made and home == self._home:
+            return self._samples is not None
+        self._samples, self._made, self._home = None, update.made, home
+        seen, gradients = [s for groups in update.groups for group in groups for s in group], update.gradients
         if (
             len(seen) > kernel.MOST_SAMPLES
-            or len({s.g.dtype for s in seen}) != 1
+            or len({g.dtype for g in gradients}) != 1
             or len({s.v.dtype for s in seen}) != 1
-            or not (kernel.known(seen[0].g.dtype) and kernel.known(seen[0].v.dtype))
+            or not (kernel.known(gradients[0].dtype) and kernel.known(seen[0].v.dtype))
         ):
             return False
         rows = [_row(s) for s in seen]
-        for s, (_, step, *_rest, decay) in zip(seen, rows, strict=True):
+        for s, g, (_, step, *_rest, decay) in zip(seen, gradients, rows, strict=True):
             counted = step is None or kernel.fits(home, step)
-            if not counted or math.isnan(decay) or s.v.device != home or s.g.device != home:
+            if not counted or math.isnan(decay) or s.v.device != home or g.device != home:
                 return False
-        self._samples, self._elements = kernel.Samples(rows, seen[0].g.dtype), elements_of(update)
+        self._samples, self._elements = kernel.Samples(rows, gradients[0].dtype), elements_of(update)
         return True
-
-
-def _made_of(update: Sequence[Sequence[Sequence[Seen]]]) -> tuple[list[Any], list[Any]]:
-    """All that the table of the samples comes from: the objects, numbers among them, which nobody changes but by putting
-    others in their place; and where the tensors lie, which `.data` may have moved."""
-    held: list[Any] = []
-    places: list[Any] = []
-    for groups in update:
-        for group in groups:
-            options = group[0].group
-            betas = options.get("betas")
-            held += (options.get("eps"), None if betas is None or len(betas) < 2 else betas[1])
-            for _, g, v, step, _ in group:
-                held += (v, step, g.dtype)
-                places += (v.data_ptr(), step.data_ptr() if isinstance(step, Tensor) else None)
-    return held, places
 
 
 def _row(s: Seen) -> tuple[Any, ...]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from holdfast.runtime.members import same
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.sharded import local
 
@@ -46,8 +48,8 @@ class _Sample:
         self._spread: Any = None
         self._address = self._numel = 0
 
-    def at(self, state: Mapping[Any, Any]) -> Seen | None:
-        """The elements of gradient and moment as they are now; None where they do not lie in memory alike."""
+    def at(self, state: Mapping[Any, Any]) -> tuple[Seen, Tensor] | None:
+        """The elements of the moment as they are now, and the gradient; None where they do not lie in memory alike."""
         g, own = self.parameter.grad, state.get(self.parameter)
         if g is None or not own:
             return None
@@ -70,10 +72,21 @@ class _Sample:
         # Elements are matched by their place in memory, so both must lie in it alike.
         if g.layout is not torch.strided or g.stride() != self._stride or g.numel() != self._numel:
             return None
-        return Seen(self, g, self._elements, own.get("step"), self.group) if g.device == self.device else None
+        return (Seen(self, self._elements, own.get("step"), self.group), g) if g.device == self.device else None
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset())
+
+
+class Looked(NamedTuple):
+    """What is to be measured at one step."""
+
+    groups: list[list[list[Seen]]]
+    """by optimizer and group"""
+    gradients: list[Tensor]
+    """theirs, in the same order"""
+    made: object
+    """the same for as long as all but the gradients is as it was"""
 
 
 class Sampled(NamedTuple):
@@ -106,16 +119,34 @@ class UpdateSize:
         self._states: dict[int, int] = {}
         """how many parameters had state when they were chosen: one that gets its moment later is chosen too, so that
         the choice depends on the state alone and not on when the process began"""
+        self._standing: _Standing | None = None
+        self._made: tuple[list[Any], list[Any]] = [], []
 
     def forget(self) -> None:
         """Param groups have changed: choose again."""
         self._chosen.clear()
         self._states.clear()
+        self._standing = None
 
-    def look(self) -> list[list[list[Seen]]] | None:
-        """What is to be measured now, by optimizer and group; None while no second moment is known."""
-        found = [self._of(n, optimizer) for n, optimizer in enumerate(self._optimizers.all)]
-        return [groups for groups in found if groups] or None
+    def look(self) -> Looked | None:
+        """What is to be measured now; None while no second moment is known."""
+        standing = self._standing
+        if standing is not None and (gradients := standing.gradients()) is not None:
+            return Looked(standing.groups, gradients, standing.made)
+        self._standing = None
+        found = [(o, pairs) for n, o in enumerate(self._optimizers.all) if (pairs := self._of(n, o))]
+        if not found:
+            return None
+        groups = [[[seen for seen, _ in group] for group in pairs] for _, pairs in found]
+        gradients = [g for _, pairs in found for group in pairs for _, g in group]
+        made = _made_of(groups, gradients)
+        if not (same(made[0], self._made[0]) and made[1] == self._made[1]):
+            self._made = made
+        states = [o.state for o, pairs in found for group in pairs for _ in group]
+        counts = [(o, o.state, len(o.state)) for o in self._optimizers.all]
+        if len(gradients) == sum(map(len, self._chosen.values())):  # one that is missing now may be there the next time
+            self._standing = _Standing.of(groups, gradients, states, counts, self._made)
+        return Looked(groups, gradients, self._made)
 
     @torch.no_grad()
     def shares(self, home: torch.device) -> tuple[Tensor, float] | None:
@@ -126,18 +157,19 @@ class UpdateSize:
             if any(_moment(optimizer, p) is not None for p in optimizer.state if isinstance(p, Tensor)):
                 total, count = torch.zeros((), device=home), 0
                 for group in self._of(n, optimizer):
-                    total = total + _sums_of(group).sum().to(home)
-                    count += sum(seen.v.numel() for seen in group)
+                    seen, gradients = [s for s, _ in group], [g for _, g in group]
+                    total = total + _sums_of(seen, gradients).sum().to(home)
+                    count += sum(s.v.numel() for s in seen)
                 return total, float(count)
         return None
 
-    def _of(self, n: int, optimizer: Optimizer) -> list[list[Seen]]:
+    def _of(self, n: int, optimizer: Optimizer) -> list[list[tuple[Seen, Tensor]]]:
         if not optimizer.state:
             return []
         if self._states.get(n) != len(optimizer.state):
             self._states[n] = len(optimizer.state)
             self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
-        by_group: dict[tuple[int, torch.device | None], list[Seen]] = {}
+        by_group: dict[tuple[int, torch.device | None], list[tuple[Seen, Tensor]]] = {}
         state = optimizer.state
         for sample in self._chosen[n]:
             if (seen := sample.at(state)) is not None:
@@ -145,15 +177,102 @@ class UpdateSize:
         return list(by_group.values())
 
 
+class _Standing:
+    """What was seen at a step, for the next ones: as long as it stands, only the gradients are others."""
+
+    def __init__(
+        self,
+        groups: list[list[list[Seen]]],
+        made: object,
+        states: list[tuple[Optimizer, Any, int]],
+        rows: list[tuple[Any, ...]],
+        options: list[tuple[dict[str, Any], Any, Any]],
+    ) -> None:
+        self.groups, self.made = groups, made
+        self._states, self._rows, self._options = states, rows, options
+
+    @staticmethod
+    def of(
+        groups: list[list[list[Seen]]],
+        gradients: Sequence[Tensor],
+        states: Sequence[Mapping[Any, Any]],
+        counts: list[tuple[Optimizer, Any, int]],
+        made: object,
+    ) -> _Standing | None:
+        """`states`: the optimizers', one for each that was seen. None where something is sharded, or not of tensors."""
+        seen = [s for optimizer in groups for group in optimizer for s in group]
+        rows: list[tuple[Any, ...]] = []
+        for s, g, state in zip(seen, gradients, states, strict=True):
+            p, name, step = s.sample.parameter, s.sample.name, s.step
+            shelf = state[p]
+            v = shelf.get(name)
+            if type(v) is not Tensor or type(p.grad) is not Tensor or type(step) is not Tensor:
+                return None
+            place = v, v.data_ptr(), step, step.data_ptr()
+            rows.append((state, p, shelf, name, *place, g.stride(), g.dtype, g.numel(), g.device))
+        options = [(g, g.get("eps"), _decay(g)) for g in {id(s.group): s.group for s in seen}.values()]
+        return _Standing(groups, made, counts, rows, options)
+
+    def gradients(self) -> list[Tensor] | None:
+        """Those of now; None where anything else has changed."""
+        for optimizer, state, count in self._states:
+            if optimizer.state is not state or len(state) != count:
+                return None
+        for group, eps, decay in self._options:
+            if group.get("eps") is not eps or _decay(group) is not decay:
+                return None
+        found = []
+        for state, p, shelf, name, v, address, step, place, stride, kind, count, device in self._rows:
+            g = p.grad
+            if (
+                type(g) is not Tensor
+                or state.get(p) is not shelf
+                or shelf.get(name) is not v
+                or v.data_ptr() != address
+                or shelf.get("step") is not step
+                or step.data_ptr() != place
+                or g.layout is not torch.strided
+                or g.stride() != stride
+                or g.dtype is not kind
+                or g.numel() != count
+                or g.device != device
+            ):
+                return None
+            found.append(g)
+        return found
+
+
+def _decay(group: Mapping[str, Any]) -> Any:
+    betas = group.get("betas")
+    return None if betas is None or len(betas) < 2 else betas[1]
+
+
+def _made_of(groups: Sequence[Sequence[Sequence[Seen]]], gradients: Sequence[Tensor]) -> tuple[list[Any], list[Any]]:
+    """All that a table of the samples comes from: the objects, numbers among them, which nobody changes but by putting
+    others in their place; and where the tensors lie, which `.data` may have moved."""
+    held: list[Any] = [g.dtype for g in gradients]
+    places: list[Any] = []
+    for optimizer in groups:
+        for group in optimizer:
+            held += (group[0].group.get("eps"), _decay(group[0].group))
+            for _, v, step, _ in group:
+                held += (v, step)
+                places += (v.data_ptr(), step.data_ptr() if isinstance(step, Tensor) else None)
+    return held, places
+
+
 @torch.no_grad()
-def sense(looked: Sequence[Sequence[Sequence[Seen]]]) -> Sampled:
+def sense(looked: Looked) -> Sampled:
     """Measure what `look` has found, by torch's own operations."""
-    parts = [_sums_of(group) for optimizer in looked for group in optimizer]
+    parts, gradients = [], iter(looked.gradients)
+    for optimizer in looked.groups:
+        for group in optimizer:
+            parts.append(_sums_of(group, list(islice(gradients, len(group)))))
     return Sampled(parts, elements_of(looked))
 
 
-def elements_of(looked: Sequence[Sequence[Sequence[Seen]]]) -> list[list[int]]:
-    return [[seen.v.numel() for group in optimizer for seen in group] for optimizer in looked]
+def elements_of(looked: Looked) -> list[list[int]]:
+    return [[seen.v.numel() for group in optimizer for seen in group] for optimizer in looked.groups]
 
 
 def _choose(optimizer: Optimizer, most: int) -> list[_Sample]:
@@ -187,8 +306,6 @@ class Seen(NamedTuple):
     """One sample at one step."""
 
     sample: _Sample
-    g: Tensor
-    """the gradient, what this rank has of it"""
     v: Tensor
     """the moment's elements"""
     step: Any
@@ -205,13 +322,14 @@ def _dense(g: Tensor) -> bool:
     return g.is_contiguous() or sum((n - 1) * s for n, s in zip(g.shape, g.stride(), strict=True)) == g.numel() - 1
 
 
-def _sums_of(seen: Sequence[Seen]) -> Tensor:
+def _sums_of(seen: Sequence[Seen], gradients: Sequence[Tensor]) -> Tensor:
     """The sum of g^2 / max(v', eps^2) for each sample, v' being v / (1 - beta2^step)."""
     group = seen[0].group
     floor = seen[0].floor
     # A copy, so that all from here on may be done in place.
     rows = [len(s.v) for s in seen]
-    g, v = torch.cat([*[s.sample.of(s.g) for s in seen], *[s.v for s in seen]]).float().split(sum(rows))  # type: ignore[no-untyped-call]
+    both = [*[s.sample.of(g) for s, g in zip(seen, gradients, strict=True)], *[s.v for s in seen]]
+    g, v = torch.cat(both).float().split(sum(rows))  # type: ignore[no-untyped-call]
     steps, betas = [s.step for s in seen], group.get("betas")
     if betas is None or any(step is None for step in steps):
         return _sums(g, v.clamp_(min=floor), rows)

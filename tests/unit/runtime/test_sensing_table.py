@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 
 import pytest
@@ -92,6 +93,15 @@ def count_moved(trained):
     trained.state["step"].data = trained.kept.clone()
 
 
+def state_loaded(trained):
+    trained.optimizer.load_state_dict(copy.deepcopy(trained.optimizer.state_dict()))
+
+
+def shelf_replaced(trained):
+    state = trained.state
+    trained.optimizer.state[trained.model[0].weight] = {name: value.clone() for name, value in state.items()}
+
+
 def eps_set(trained):
     trained.group["eps"] = 1e-3
 
@@ -101,7 +111,9 @@ def decay_set(trained):
 
 
 @pytest.mark.parametrize(
-    "change", [moment_replaced, moment_moved, count_replaced, count_moved, eps_set, decay_set], ids=lambda f: f.__name__
+    "change",
+    [moment_replaced, moment_moved, count_replaced, count_moved, state_loaded, shelf_replaced, eps_set, decay_set],
+    ids=lambda f: f.__name__,
 )
 def test_whatever_changes_is_told(change):
     trained = Trained()
@@ -137,9 +149,9 @@ def test_gradients_of_another_kind_are_told_and_mixed_ones_are_not_for_the_kerne
     trained = Trained()
     assert trained.known()
     looked = trained.size.look()
-    low = [[[s._replace(g=s.g.bfloat16()) for s in group] for group in groups] for groups in looked]
+    low = looked._replace(gradients=[g.bfloat16() for g in looked.gradients], made=object())
     assert trained.fused._known(low, HOME, trained.kernel)
     assert [dtype for _, dtype in trained.kernel.tables] == [torch.float32, torch.bfloat16]
-    mixed = [[[low[0][0][0], *looked[0][0][1:]]]]
+    mixed = looked._replace(gradients=[low.gradients[0], *looked.gradients[1:]], made=object())
     assert not trained.fused._known(mixed, HOME, trained.kernel)
     assert trained.known() and len(trained.kernel.tables) == 3

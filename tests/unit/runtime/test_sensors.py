@@ -186,6 +186,16 @@ def test_of_many_parameters_the_eight_largest_are_looked_at():
     assert sensed(optimizer) == pytest.approx(by_hand(optimizer, parameters[12:]), rel=1e-5)
 
 
+def test_a_gradient_that_was_missing_is_looked_at_again_when_it_is_back():
+    optimizer, parameters = stepped((64, 8), (64, 4))
+    sizes, gradients = UpdateSize(Optimizers([optimizer])), [p.grad for p in parameters]
+    for there in ([0, 1], [0], [0], [0, 1], [1], [0, 1], [0, 1]):
+        for n, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
+            p.grad = g * (n + 1) if n in there else None
+        expected = by_hand(optimizer, [parameters[n] for n in there])
+        assert size_now(sizes) == pytest.approx(expected, rel=1e-5), there
+
+
 def test_of_a_large_parameter_elements_from_everywhere_are_looked_at():
     optimizer, (p,) = stepped((1000, 300), steps=20)
     whole = by_hand(optimizer, [p])

@@ -35,6 +35,7 @@ _COUNT, _UNCOUNT = _aten._foreach_add_.Scalar, _aten._foreach_sub_.List
 _TORCHS = Path(torch.optim.__file__).parent
 _COMPILERS = _TORCHS.parent / "_dynamo"
 _METHODS = ("step", "_init_group")
+_MISSED = 4
 _FIXED = (bool, int, float, str, type(None))
 
 
@@ -72,22 +73,31 @@ class FusedStep:
         """parameters that had no gradient"""
         self._home: torch.device | None = None
         """where the veto was"""
-        self._tried = False
+        self._stood = 0
+        """steps that it has been the same for"""
+        self._missed = 0
+        """steps in a row that could not be repeated, for their gradients"""
 
     def take(self, veto: Tensor) -> None:
         """As `step()` with this as `found_inf`. Under `no_grad`."""
         now = self._goes_by()
         known = same(now, self._went_by)
+        self._stood += 1
         if not known:
-            self._went_by, self._launches, self._absent, self._tried = now, None, [], False
+            self._went_by, self._launches, self._absent, self._stood = now, None, [], 0
         if _profiler_enabled():  # who looks wants to see it by its name
             self._ask(veto)
         elif self._launches is not None:
-            self._repeat(self._launches, veto)
-        elif known and not self._tried and self._could_be_repeated():
+            if self._repeat(self._launches, veto):
+                self._missed = 0
+                return
+            self._ask(veto)
+            self._missed += 1
+            if self._missed == _MISSED:
+                self._launches, self._stood, self._missed = None, 0, 0
+        elif _is_power_of_two(self._stood) and self._could_be_repeated():  # tried again, ever more rarely
             with _Watching() as seen:
                 self._ask(veto)
-            self._tried = bool(seen.calls)
             if same(self._goes_by(), now):  # otherwise the next step is another than this was
                 self._launches = self._understood(seen.calls, veto)
         else:
@@ -168,7 +178,8 @@ class FusedStep:
 
     # ---- and repeated
 
-    def _repeat(self, launches: Sequence[_Update | _Count], veto: Tensor) -> None:
+    def _repeat(self, launches: Sequence[_Update | _Count], veto: Tensor) -> bool:
+        """False, and nothing done, where the gradients are not such as they were."""
         ready: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         for launch in launches:
             if isinstance(launch, _Count):
@@ -184,13 +195,13 @@ class FusedStep:
                 and True not in [g.is_sparse for g in gradients]  # type: ignore[union-attr]
             )
             if not as_before:
-                return self._ask(veto)
+                return False
             ready.append((name, (parameters, gradients, *state), {**options, "lr": lr, "found_inf": veto}))
         if veto.device != self._home or any(p.grad is not None for p in self._absent):
-            return self._ask(veto)
+            return False
         for name, args, options in ready:
             getattr(torch, name)(*args, **options)
-        return None
+        return True
 
 
 class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -237,6 +248,10 @@ def _is_torchs(method: Any) -> bool:
             return False
         method = getattr(method, "__wrapped__", None)
     return True
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
 
 
 def _is_fixed(option: Any) -> bool:

@@ -296,6 +296,26 @@ def test_a_gradient_that_is_missing_for_once_leaves_its_parameter_alone():
     assert pair.go(2) == 0
 
 
+def test_a_step_without_gradients_is_no_reason_never_to_repeat_one():
+    pair = settled()
+    pair.in_both(_decay_more)
+    pair.without = set(range(len(SHAPES)))
+    pair.go(5)
+    pair.without = set()
+    pair.go(4)
+    assert pair.go(2) == 0
+
+
+def test_gradients_that_stay_away_are_got_used_to():
+    pair = settled()
+    pair.without = {1}
+    assert pair.go(12) < 12
+    assert pair.go(2) == 0
+    pair.without = set()
+    assert pair.go(12) < 12
+    assert pair.go(2) == 0
+
+
 def test_a_gradient_that_comes_late_counts():
     pair = Pair(adamw())
     pair.go(2)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from operator import is_not
+from operator import is_not, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
-from torch.optim import Optimizer
+from torch.optim import Optimizer, adam, sgd
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -35,8 +35,25 @@ _COUNT, _UNCOUNT = _aten._foreach_add_.Scalar, _aten._foreach_sub_.List
 _TORCHS = Path(torch.optim.__file__).parent
 _COMPILERS = _TORCHS.parent / "_dynamo"
 _METHODS = ("step", "_init_group")
+_THROUGH: tuple[tuple[Any, str], ...] = ((adam, "adam"), (adam, "_fused_adam"), (sgd, "sgd"), (sgd, "_fused_sgd"))
+"""functions that a step goes through"""
+_KERNELS = {name: getattr(torch, name) for name in (*_FUSED.values(), "_foreach_add_", "_foreach_sub_")}
 _MISSED = 4
 _FIXED = (bool, int, float, str, type(None))
+
+
+class _Pick:
+    """Some of the optimizer's state, by its place in it: what lies there is not kept alive by us."""
+
+    def __init__(self, tensors: Sequence[Tensor], places: dict[int, int]) -> None:
+        """KeyError where a tensor is not of the state."""
+        self.count = len(tensors)
+        self._pick = itemgetter(*[places[id(t)] for t in tensors]) if tensors else None
+
+    def of(self, state: list[Any]) -> Sequence[Tensor]:
+        if self._pick is None:
+            return []
+        return self._pick(state) if self.count > 1 else [self._pick(state)]
 
 
 class _Update(NamedTuple):
@@ -46,7 +63,8 @@ class _Update(NamedTuple):
     parameters: list[Tensor]
     kinds: list[torch.dtype]
     """the parameters', by which torch decides what goes into one launch"""
-    state: tuple[list[Tensor], ...]
+    home: torch.device
+    state: list[_Pick]
     options: dict[str, Any]
     group: dict[str, Any]
     """whose LR it takes"""
@@ -56,7 +74,7 @@ class _Count(NamedTuple):
     """Steps counted, or with `by` None, by the veto, not counted after all."""
 
     name: str
-    counts: list[Tensor]
+    counts: _Pick
     by: Any
     options: dict[str, Any]
 
@@ -68,6 +86,8 @@ class FusedStep:
         """`allowed`: the hooks that may be left out when a step is repeated."""
         self._optimizer, self._allowed = optimizer, allowed
         self._went_by: list[Any] = []
+        self._state: list[int] = []
+        """what the state was made of, by ids alone: whoever moves it elsewhere wants the memory back"""
         self._launches: list[_Update | _Count] | None = None
         self._absent: list[Tensor] = []
         """parameters that had no gradient"""
@@ -80,15 +100,16 @@ class FusedStep:
 
     def take(self, veto: Tensor) -> None:
         """As `step()` with this as `found_inf`. Under `no_grad`."""
-        now = self._goes_by()
-        known = same(now, self._went_by)
+        now, state = self._goes_by(), self._made_of()
+        ids = list(map(id, state))
         self._stood += 1
-        if not known:
-            self._went_by, self._launches, self._absent, self._stood = now, None, [], 0
-        if _profiler_enabled():  # who looks wants to see it by its name
-            self._ask(veto)
+        if ids != self._state or not same(now, self._went_by):
+            self._went_by, self._state = now, ids
+            self._launches, self._absent, self._stood = None, [], 0
+        if _profiler_enabled() or (veto.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._ask(veto)  # who looks wants to see it by its name, and a capture is refused by torch itself
         elif self._launches is not None:
-            if self._repeat(self._launches, veto):
+            if self._repeat(self._launches, state, veto):
                 self._missed = 0
                 return
             self._ask(veto)
@@ -98,8 +119,10 @@ class FusedStep:
         elif _is_power_of_two(self._stood) and self._could_be_repeated():  # tried again, ever more rarely
             with _Watching() as seen:
                 self._ask(veto)
-            if same(self._goes_by(), now):  # otherwise the next step is another than this was
-                self._launches = self._understood(seen.calls, veto)
+            if same(self._goes_by(), now) and same(
+                self._made_of(), state
+            ):  # else the next step is another than this was
+                self._launches = self._understood(seen.calls, state, veto)
         else:
             self._ask(veto)
 
@@ -112,25 +135,31 @@ class FusedStep:
             del optimizer.found_inf, optimizer.grad_scale
 
     def _goes_by(self) -> list[Any]:
-        """All that decides what is launched, but for gradients and the LR: the very objects, numbers among them."""
+        """What decides what is launched, but for gradients, the LR and the state: the very objects, numbers among them."""
         o = self._optimizer
         kind, own = type(o), vars(o)
-        found: list[Any] = [kind, o.state]
+        found: list[Any] = [kind]
         for name in _METHODS:
             found += own.get(name), getattr(kind, name, None)
+        found += [getattr(module, name, None) for module, name in _THROUGH]
+        found += [getattr(torch, name) for name in _KERNELS]
         for group in o.param_groups:
             found.append(group)
             found += group["params"]
             found += group  # the names
             found += [group[name] for name in group if name not in ("lr", "params")]
-        found += o.state
-        shelves = o.state.values()
-        found += shelves
-        found += [value for shelf in shelves if isinstance(shelf, dict) for value in shelf.values()]
         found += o._optimizer_step_pre_hooks.values()
         found += o._optimizer_step_post_hooks.values()
         found += _global_optimizer_pre_hooks.values()
         found += _global_optimizer_post_hooks.values()
+        return found
+
+    def _made_of(self) -> list[Any]:
+        """The state: whose, and what."""
+        state = self._optimizer.state
+        shelves = state.values()
+        found: list[Any] = [state, *state, *shelves]
+        found += [value for shelf in shelves if isinstance(shelf, dict) for value in shelf.values()]
         return found
 
     # ---- one is watched
@@ -148,55 +177,61 @@ class FusedStep:
             and not modes
             and type(o).__module__.startswith("torch.optim.")
             and all(_is_torchs(vars(o).get(name, getattr(type(o), name, None))) for name in _METHODS)
+            and all(_is_torchs(getattr(module, name, None)) for module, name in _THROUGH)
+            and all(getattr(torch, name) is kernel for name, kernel in _KERNELS.items())
             and all(map(_is_fixed, options))
             and len(set(parameters)) == len(parameters)
         )
 
     def _understood(
-        self, calls: Sequence[tuple[Any, Any, dict[str, Any]]], veto: Tensor
+        self, calls: Sequence[tuple[Any, Any, dict[str, Any]]], state: list[Any], veto: Tensor
     ) -> list[_Update | _Count] | None:
         """What the calls were, where each is known; None otherwise."""
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        places = {id(value): n for n, value in enumerate(state)}
         found: list[_Update | _Count] = []
         updated: set[int] = set()
-        for kernel, args, options in calls:
-            if kernel is _COUNT:
-                found.append(_Count("_foreach_add_", args[0], args[1], options))
-            elif kernel is _UNCOUNT and all(v is veto for v in args[1]):
-                found.append(_Count("_foreach_sub_", args[0], None, options))
-            elif kernel in _FUSED:
-                update = _update(_FUSED[kernel], args, options, groups.get(id(args[0][0]), {}), veto)
-                if update is None:
-                    return None
-                updated.update(map(id, update.parameters))
-                found.append(update)
-            else:
-                return None
+        try:
+            for kernel, args, options in calls:
+                if kernel is _COUNT:
+                    found.append(_Count("_foreach_add_", _Pick(args[0], places), args[1], options))
+                elif kernel is _UNCOUNT and all(v is veto for v in args[1]):
+                    found.append(_Count("_foreach_sub_", _Pick(args[0], places), None, options))
+                else:
+                    update = _update(_FUSED[kernel], args, options, groups[id(args[0][0])], places, veto)
+                    if update is None:
+                        return None
+                    updated.update(map(id, update.parameters))
+                    found.append(update)
+        except KeyError:  # another kernel than those known, or something else than the optimizer's own
+            return None
         self._absent = [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in updated]
         self._home = veto.device
         return found if updated and all(p.grad is None for p in self._absent) else None
 
     # ---- and repeated
 
-    def _repeat(self, launches: Sequence[_Update | _Count], veto: Tensor) -> bool:
-        """False, and nothing done, where the gradients are not such as they were."""
+    def _repeat(self, launches: Sequence[_Update | _Count], held: list[Any], veto: Tensor) -> bool:
+        """False, and nothing done, where the gradients are not such as they were. `held`: the state of now."""
         ready: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         for launch in launches:
             if isinstance(launch, _Count):
-                by = [veto] * len(launch.counts) if launch.by is None else launch.by
-                ready.append((launch.name, (launch.counts, by), launch.options))
+                by = [veto] * launch.counts.count if launch.by is None else launch.by
+                ready.append((launch.name, (launch.counts.of(held), by), launch.options))
                 continue
-            name, parameters, kinds, state, options, group = launch
+            name, parameters, kinds, home, state, options, group = launch
             gradients, lr = [p.grad for p in parameters], group["lr"]
             as_before = (
                 type(lr) is float
                 and all(map(is_not, gradients, repeat(None)))
                 and [p.dtype for p in parameters] == kinds
+                and parameters[0].device == home
                 and True not in [g.is_sparse for g in gradients]  # type: ignore[union-attr]
             )
             if not as_before:
                 return False
-            ready.append((name, (parameters, gradients, *state), {**options, "lr": lr, "found_inf": veto}))
+            args = parameters, gradients, *[pick.of(held) for pick in state]
+            ready.append((name, args, {**options, "lr": lr, "found_inf": veto}))
         if veto.device != self._home or any(p.grad is not None for p in self._absent):
             return False
         for name, args, options in ready:
@@ -218,13 +253,18 @@ class _Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _update(
-    name: str, args: tuple[Any, ...], options: dict[str, Any], group: dict[str, Any], veto: Tensor
+    name: str,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    group: dict[str, Any],
+    places: dict[int, int],
+    veto: Tensor,
 ) -> _Update | None:
     """A launch as it can be repeated: of plain tensors of one group, gated by the veto, not the first, which begins the
     moments. Its gradients are not kept."""
     parameters, gradients, *state = args
-    lr = group.get("lr")
-    members = set(map(id, group.get("params", ())))
+    lr = group["lr"]
+    members = set(map(id, group["params"]))
     repeatable = (
         all(type(t) in PLAIN for listed in args for t in listed)
         and all(id(p) in members and p.grad is g for p, g in zip(parameters, gradients, strict=True))
@@ -233,9 +273,11 @@ def _update(
         and options.get("found_inf") is veto
         and not options.get("is_first_step", False)
     )
+    if not repeatable:
+        return None
     kept = {key: value for key, value in options.items() if key not in ("lr", "found_inf")}
-    kinds = [p.dtype for p in parameters]
-    return _Update(name, parameters, kinds, tuple(state), kept, group) if repeatable else None
+    kinds, home = [p.dtype for p in parameters], parameters[0].device
+    return _Update(name, parameters, kinds, home, [_Pick(listed, places) for listed in state], kept, group)
 
 
 def _is_torchs(method: Any) -> bool:

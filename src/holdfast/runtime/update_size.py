@@ -119,6 +119,7 @@ class UpdateSize:
         self._states: dict[int, int] = {}
         """how many parameters had state when they were chosen: one that gets its moment later is chosen too, so that
         the choice depends on the state alone and not on when the process began"""
+        self._groups: dict[int, _Groups] = {}
         self._standing: _Standing | None = None
         self._made: tuple[list[Any], list[Any]] = [], []
 
@@ -126,7 +127,8 @@ class UpdateSize:
         """Param groups have changed: choose again."""
         self._chosen.clear()
         self._states.clear()
-        self._standing = None
+        self._groups.clear()
+        self._standing, self._made = None, ([], [])
 
     def look(self) -> Looked | None:
         """What is to be measured now; None while no second moment is known."""
@@ -143,7 +145,7 @@ class UpdateSize:
         if not (same(made[0], self._made[0]) and made[1] == self._made[1]):
             self._made = made
         states = [o.state for o, pairs in found for group in pairs for _ in group]
-        counts = [(o, o.state, len(o.state)) for o in self._optimizers.all]
+        counts = [(o, o.state, len(o.state), _Groups.of(o)) for o in self._optimizers.all]
         if len(gradients) == sum(map(len, self._chosen.values())):  # one that is missing now may be there the next time
             self._standing = _Standing.of(groups, gradients, states, counts, self._made)
         return Looked(groups, gradients, self._made)
@@ -166,8 +168,9 @@ class UpdateSize:
     def _of(self, n: int, optimizer: Optimizer) -> list[list[tuple[Seen, Tensor]]]:
         if not optimizer.state:
             return []
-        if self._states.get(n) != len(optimizer.state):
-            self._states[n] = len(optimizer.state)
+        groups = self._groups.get(n)
+        if self._states.get(n) != len(optimizer.state) or groups is None or not groups.stand(optimizer):
+            self._states[n], self._groups[n] = len(optimizer.state), _Groups.of(optimizer)
             self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
         by_group: dict[tuple[int, torch.device | None], list[tuple[Seen, Tensor]]] = {}
         state = optimizer.state
@@ -177,6 +180,21 @@ class UpdateSize:
         return list(by_group.values())
 
 
+class _Groups(NamedTuple):
+    """Which groups an optimizer has, and how many parameters are in each: which ones, `forget` is told of."""
+
+    dicts: list[dict[str, Any]]
+    sizes: list[int]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> _Groups:
+        return _Groups(list(optimizer.param_groups), [len(g["params"]) for g in optimizer.param_groups])
+
+    def stand(self, optimizer: Optimizer) -> bool:
+        now = optimizer.param_groups
+        return same(now, self.dicts) and [len(g["params"]) for g in now] == self.sizes
+
+
 class _Standing:
     """What was seen at a step, for the next ones: as long as it stands, only the gradients are others."""
 
@@ -184,7 +202,7 @@ class _Standing:
         self,
         groups: list[list[list[Seen]]],
         made: object,
-        states: list[tuple[Optimizer, Any, int]],
+        states: list[tuple[Optimizer, Any, int, _Groups]],
         rows: list[tuple[Any, ...]],
         options: list[tuple[dict[str, Any], Any, Any]],
     ) -> None:
@@ -196,7 +214,7 @@ class _Standing:
         groups: list[list[list[Seen]]],
         gradients: Sequence[Tensor],
         states: Sequence[Mapping[Any, Any]],
-        counts: list[tuple[Optimizer, Any, int]],
+        counts: list[tuple[Optimizer, Any, int, _Groups]],
         made: object,
     ) -> _Standing | None:
         """`states`: the optimizers', one for each that was seen. None where something is sharded, or not of tensors."""
@@ -215,8 +233,8 @@ class _Standing:
 
     def gradients(self) -> list[Tensor] | None:
         """Those of now; None where anything else has changed."""
-        for optimizer, state, count in self._states:
-            if optimizer.state is not state or len(state) != count:
+        for optimizer, state, count, groups in self._states:
+            if optimizer.state is not state or len(state) != count or not groups.stand(optimizer):
                 return None
         for group, eps, decay in self._options:
             if group.get("eps") is not eps or _decay(group) is not decay:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, adam
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
@@ -285,6 +285,22 @@ def test_neither_gradients_nor_parameters_that_are_gone_are_kept():
     assert gone() is None
 
 
+def test_state_that_is_moved_elsewhere_between_steps_gives_its_memory_back():
+    pair = settled()
+    held = [weakref.ref(v) for shelf in pair.ours.state.values() for v in shelf.values()]
+
+    def move(o: Optimizer) -> None:
+        for shelf in o.state.values():
+            for name in shelf:
+                shelf[name] = shelf[name].clone()
+
+    pair.in_both(move)
+    assert [ref() for ref in held] == [None] * len(held)
+    for _ in range(4):  # at every step: what lies there now is what is updated, repeated or not
+        pair.go()
+        pair.in_both(move)
+
+
 # ---- another gradient, the same optimizer
 
 
@@ -436,6 +452,22 @@ def test_another_way_to_gather_what_is_updated_is_used_every_time():
 
     pair.ours._init_group = own
     assert pair.go(5) == len(called) == 5
+
+
+@pytest.mark.parametrize("at", [0, 6])
+@pytest.mark.parametrize(("module", "name"), [(torch, "_fused_adamw_"), (adam, "adam")])
+def test_a_function_of_torchs_that_was_replaced_is_called_once_a_step(module, name, at, monkeypatch):
+    pair, called = Pair(adamw()), []
+    pair.go(at)
+    function = getattr(module, name)
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return function(*args, **{**kwargs, "weight_decay": 10 * kwargs["weight_decay"]})
+
+    monkeypatch.setattr(module, name, own)
+    pair.go(6)
+    assert len(called) == 12, "for both of the pair"
 
 
 def test_what_a_mode_changes_while_it_is_on_is_not_repeated_without_it():

@@ -102,6 +102,10 @@ def shelf_replaced(trained):
     trained.optimizer.state[trained.model[0].weight] = {name: value.clone() for name, value in state.items()}
 
 
+def group_replaced(trained):
+    trained.optimizer.param_groups[0] = {**trained.group, "eps": 1e-2}
+
+
 def eps_set(trained):
     trained.group["eps"] = 1e-3
 
@@ -112,7 +116,17 @@ def decay_set(trained):
 
 @pytest.mark.parametrize(
     "change",
-    [moment_replaced, moment_moved, count_replaced, count_moved, state_loaded, shelf_replaced, eps_set, decay_set],
+    [
+        moment_replaced,
+        moment_moved,
+        count_replaced,
+        count_moved,
+        state_loaded,
+        shelf_replaced,
+        group_replaced,
+        eps_set,
+        decay_set,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_whatever_changes_is_told(change):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -194,6 +195,16 @@ def test_a_gradient_that_was_missing_is_looked_at_again_when_it_is_back():
             p.grad = g * (n + 1) if n in there else None
         expected = by_hand(optimizer, [parameters[n] for n in there])
         assert size_now(sizes) == pytest.approx(expected, rel=1e-5), there
+
+
+def test_options_are_those_of_the_groups_there_are_now():
+    optimizer, parameters = stepped((64, 8), (64, 4))
+    sizes = UpdateSize(Optimizers([optimizer]))
+    assert size_now(sizes) == pytest.approx(by_hand(optimizer, parameters), rel=1e-5)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which makes new groups
+    for _ in range(2):
+        optimizer.param_groups[0]["betas"] = (0.9, 0.5)
+        assert size_now(sizes) == pytest.approx(by_hand(optimizer, parameters), rel=1e-5)
 
 
 def test_of_a_large_parameter_elements_from_everywhere_are_looked_at():

@@ -8,8 +8,8 @@ one of them, or comes from anyone else's code, is left to `step()`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import is_not, itemgetter
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,18 +42,42 @@ _MISSED = 4
 _FIXED = (bool, int, float, str, type(None))
 
 
+class _State(NamedTuple):
+    """What an optimizer holds for its parameters."""
+
+    keys: list[Any]
+    names: list[Any]
+    values: list[Any]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> _State | None:
+        """None where something else than dictionaries is there."""
+        shelves = optimizer.state.values()
+        if set(map(type, shelves)) - {dict}:
+            return None
+        names, values = list(chain.from_iterable(shelves)), [v for shelf in shelves for v in shelf.values()]
+        return _State(list(optimizer.state), names, values)
+
+
 class _Pick:
-    """Some of the optimizer's state, by its place in it: what lies there is not kept alive by us."""
+    """Some values of the state, by their place in it. They are not kept: whoever puts others there, or moves them to the
+    host for a while, is followed, and has the memory back."""
 
     def __init__(self, tensors: Sequence[Tensor], places: dict[int, int]) -> None:
         """KeyError where a tensor is not of the state."""
         self.count = len(tensors)
         self._pick = itemgetter(*[places[id(t)] for t in tensors]) if tensors else None
+        self._home: torch.device | None = tensors[0].device if tensors else None
+        self._kind: torch.dtype | None = tensors[0].dtype if tensors else None
 
-    def of(self, state: list[Any]) -> Sequence[Tensor]:
+    def of(self, values: list[Any]) -> Sequence[Tensor] | None:
+        """None where they are of another kind now, or elsewhere, by the first of them: that is for torch to refuse."""
         if self._pick is None:
             return []
-        return self._pick(state) if self.count > 1 else [self._pick(state)]
+        found: Sequence[Any] = self._pick(values) if self.count > 1 else [self._pick(values)]
+        first = found[0]
+        alike = type(first) is Tensor and first.dtype is self._kind and first.device == self._home
+        return found if alike else None
 
 
 class _Update(NamedTuple):
@@ -86,8 +110,8 @@ class FusedStep:
         """`allowed`: the hooks that may be left out when a step is repeated."""
         self._optimizer, self._allowed = optimizer, allowed
         self._went_by: list[Any] = []
-        self._state: list[int] = []
-        """what the state was made of, by ids alone: whoever moves it elsewhere wants the memory back"""
+        self._keys: list[Any] = []
+        self._names: list[Any] = []
         self._launches: list[_Update | _Count] | None = None
         self._absent: list[Tensor] = []
         """parameters that had no gradient"""
@@ -100,18 +124,19 @@ class FusedStep:
 
     def take(self, veto: Tensor) -> None:
         """As `step()` with this as `found_inf`. Under `no_grad`."""
-        now, state = self._goes_by(), self._made_of()
-        ids = list(map(id, state))
+        now, state = self._goes_by(), _State.of(self._optimizer)
+        if state is None:
+            return self._ask(veto)
         self._stood += 1
-        if ids != self._state or not same(now, self._went_by):
-            self._went_by, self._state = now, ids
+        if not (same(now, self._went_by) and same(state.keys, self._keys) and state.names == self._names):
+            self._went_by, self._keys, self._names = now, state.keys, state.names
             self._launches, self._absent, self._stood = None, [], 0
         if _profiler_enabled() or (veto.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._ask(veto)  # who looks wants to see it by its name, and a capture is refused by torch itself
         elif self._launches is not None:
-            if self._repeat(self._launches, state, veto):
+            if self._repeat(self._launches, state.values, veto):
                 self._missed = 0
-                return
+                return None
             self._ask(veto)
             self._missed += 1
             if self._missed == _MISSED:
@@ -119,12 +144,12 @@ class FusedStep:
         elif _is_power_of_two(self._stood) and self._could_be_repeated():  # tried again, ever more rarely
             with _Watching() as seen:
                 self._ask(veto)
-            if same(self._goes_by(), now) and same(
-                self._made_of(), state
-            ):  # else the next step is another than this was
-                self._launches = self._understood(seen.calls, state, veto)
+            after = _State.of(self._optimizer)
+            if after is not None and same(after.values, state.values) and same(self._goes_by(), now):
+                self._launches = self._understood(seen.calls, state.values, veto)
         else:
             self._ask(veto)
+        return None
 
     def _ask(self, veto: Tensor) -> None:
         optimizer: Any = self._optimizer
@@ -154,14 +179,6 @@ class FusedStep:
         found += _global_optimizer_post_hooks.values()
         return found
 
-    def _made_of(self) -> list[Any]:
-        """The state: whose, and what."""
-        state = self._optimizer.state
-        shelves = state.values()
-        found: list[Any] = [state, *state, *shelves]
-        found += [value for shelf in shelves if isinstance(shelf, dict) for value in shelf.values()]
-        return found
-
     # ---- one is watched
 
     def _could_be_repeated(self) -> bool:
@@ -184,11 +201,11 @@ class FusedStep:
         )
 
     def _understood(
-        self, calls: Sequence[tuple[Any, Any, dict[str, Any]]], state: list[Any], veto: Tensor
+        self, calls: Sequence[tuple[Any, Any, dict[str, Any]]], values: list[Any], veto: Tensor
     ) -> list[_Update | _Count] | None:
         """What the calls were, where each is known; None otherwise."""
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        places = {id(value): n for n, value in enumerate(state)}
+        places = {id(value): n for n, value in enumerate(values)}
         found: list[_Update | _Count] = []
         updated: set[int] = set()
         try:
@@ -211,27 +228,31 @@ class FusedStep:
 
     # ---- and repeated
 
-    def _repeat(self, launches: Sequence[_Update | _Count], held: list[Any], veto: Tensor) -> bool:
-        """False, and nothing done, where the gradients are not such as they were. `held`: the state of now."""
+    def _repeat(self, launches: Sequence[_Update | _Count], values: list[Any], veto: Tensor) -> bool:
+        """False, and nothing done, where gradients or state are not such as they were. `values`: the state of now."""
         ready: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         for launch in launches:
             if isinstance(launch, _Count):
                 by = [veto] * launch.counts.count if launch.by is None else launch.by
-                ready.append((launch.name, (launch.counts.of(held), by), launch.options))
+                if (counts := launch.counts.of(values)) is None:
+                    return False
+                ready.append((launch.name, (counts, by), launch.options))
                 continue
             name, parameters, kinds, home, state, options, group = launch
-            gradients, lr = [p.grad for p in parameters], group["lr"]
-            as_before = (
-                type(lr) is float
-                and all(map(is_not, gradients, repeat(None)))
-                and [p.dtype for p in parameters] == kinds
-                and parameters[0].device == home
-                and True not in [g.is_sparse for g in gradients]  # type: ignore[union-attr]
-            )
-            if not as_before:
+            gradients: list[Any] = [p.grad for p in parameters]
+            try:
+                sparse = True in [g.is_sparse for g in gradients]
+            except AttributeError:  # None
                 return False
-            args = parameters, gradients, *[pick.of(held) for pick in state]
-            ready.append((name, args, {**options, "lr": lr, "found_inf": veto}))
+            lr, moments = group["lr"], [pick.of(values) for pick in state]
+            changed = (
+                [p.dtype for p in parameters] != kinds
+                or parameters[0].device != home
+                or any(m is None for m in moments)
+            )
+            if sparse or changed or type(lr) is not float:
+                return False
+            ready.append((name, (parameters, gradients, *moments), {**options, "lr": lr, "found_inf": veto}))
         if veto.device != self._home or any(p.grad is not None for p in self._absent):
             return False
         for name, args, options in ready:

@@ -201,8 +201,6 @@ def _swap_states(o: Optimizer) -> None:
 CHANGES = [
     _replace_group,
     _swap_states,
-    _replace_moment,
-    _replace_shelf,
     _load,
     _drop_state,
     _add_group,
@@ -219,6 +217,49 @@ def test_a_change_of_what_it_goes_by_is_followed(change):
     assert pair.go() == 1, "the next one is torch's"
     pair.go(3)
     assert pair.go(2) == 0, "and then it is repeated again"
+
+
+@pytest.mark.parametrize("change", [_replace_moment, _replace_shelf], ids=["moment", "shelf"])
+def test_other_moments_in_the_place_of_those_that_were_there_are_the_ones_updated(change):
+    pair = settled()
+    pair.in_both(change)
+    assert pair.go(3) == 0
+
+
+def _to_double(o: Optimizer) -> None:
+    shelf = o.state[o.param_groups[0]["params"][0]]
+    shelf["exp_avg"] = shelf["exp_avg"].double()
+
+
+def _renamed(o: Optimizer) -> None:
+    shelf = o.state[o.param_groups[0]["params"][0]]
+    shelf["exp_avg_old"] = shelf.pop("exp_avg")
+
+
+def _forgotten_on_the_host(o: Optimizer) -> None:
+    shelf = o.state[o.param_groups[0]["params"][0]]
+    shelf["exp_avg_sq"] = shelf["exp_avg_sq"].to("meta")
+
+
+@pytest.mark.parametrize("change", [_to_double, _renamed, _forgotten_on_the_host])
+def test_moments_that_torch_refuses_are_refused_in_the_same_words_and_nothing_is_counted(change):
+    pair = settled()
+    pair.in_both(change)
+    said: list[str] = []
+    counts = [[shelf["step"].clone() for shelf in o.state.values()] for o in pair.both()]
+    pair.theirs.found_inf, pair.theirs.grad_scale = veto, _ = torch.zeros((), device=DEVICE), None
+    for o, step in ((pair.theirs, pair.theirs.step), (pair.ours, lambda: pair.step.take(veto))):
+        for p in o.param_groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        with pytest.raises((RuntimeError, KeyError)) as error, torch.no_grad():
+            step()
+        said.append(str(error.value).splitlines()[0])
+    assert said[0] == said[1]
+    for o, before in zip(pair.both(), counts, strict=True):
+        after = [shelf["step"] for shelf in o.state.values()]
+        assert [float(a - b) for a, b in zip(after, before, strict=True)] == [
+            float(a["step"] - b) for a, b in zip(pair.theirs.state.values(), counts[0], strict=True)
+        ]
 
 
 def test_new_data_in_an_old_tensor_is_seen():
@@ -247,7 +288,7 @@ def test_what_lies_beside_the_state_of_parameters_is_left_alone():
     before = pair.asked
     for _ in range(4):
         pair._one(torch.zeros((), device=DEVICE))
-    assert pair.asked - before < 4
+    assert pair.asked - before == 4
     assert pair.ours.state["global_step"] == 7
 
 

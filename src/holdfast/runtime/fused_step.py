@@ -188,7 +188,7 @@ class FusedStep:
         foreign = _global_optimizer_pre_hooks or _global_optimizer_post_hooks or not same(hooks, self._allowed())
         modes = any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
         options = [v for group in o.param_groups for name, v in group.items() if name not in ("lr", "params")]
-        parameters = [id(p) for group in o.param_groups for p in group["params"]]
+        parameters = [p for group in o.param_groups for p in group["params"]]
         return (
             not foreign
             and not modes
@@ -197,7 +197,8 @@ class FusedStep:
             and all(_is_torchs(getattr(module, name, None)) for module, name in _THROUGH)
             and all(getattr(torch, name) is kernel for name, kernel in _KERNELS.items())
             and all(map(_is_fixed, options))
-            and len(set(parameters)) == len(parameters)
+            and len(set(map(id, parameters))) == len(parameters)
+            and all(type(p) in PLAIN for p in parameters)  # a sharded one is not even watched
         )
 
     def _understood(

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.runtime import fused_step
 from holdfast.runtime.fused_step import FusedStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -458,6 +459,15 @@ def test_a_step_of_the_users_own_under_a_schedule_is_called_every_time():
     CosineAnnealingLR(pair.ours, T_max=5)
     CosineAnnealingLR(pair.theirs, T_max=5)
     assert pair.go(6) == len(called) == 6
+
+
+def test_parameters_of_another_kind_are_not_even_watched(monkeypatch):
+    class Own(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(fused_step, "_Watching", None)
+    pair = Pair(lambda ps: AdamW([Own(p.detach()) for p in ps], lr=0.01, fused=True))
+    assert pair.go(6) == 6
 
 
 def test_a_class_of_the_users_own_steps_by_itself():

@@ -1,6 +1,6 @@
 """A fused optimizer's `step()`, repeated: the launches that it made, with the gradients and the LR of now.
 
-Most of what such a step takes on the host is to find out what to launch. So one is watched, and for as long as all that it
+Much of what such a step takes on the host is to find out what to launch. So one is watched, and for as long as all that it
 went by is the very same, its launches are made again. They are torch's own, as torch called them; what is not known to be
 one of them, or comes from anyone else's code, is left to `step()`.
 """
@@ -23,6 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.runtime.members import PLAIN, same
+from holdfast.runtime.optimizers import parameters_of
 
 _aten: Any = torch.ops.aten
 _FUSED = {
@@ -172,7 +173,7 @@ class FusedStep:
             found.append(group)
             found += group["params"]
             found += group  # the names
-            found += [group[name] for name in group if name not in ("lr", "params")]
+            found += _options(group)
         found += o._optimizer_step_pre_hooks.values()
         found += o._optimizer_step_post_hooks.values()
         found += _global_optimizer_pre_hooks.values()
@@ -187,8 +188,8 @@ class FusedStep:
         hooks = [*o._optimizer_step_pre_hooks.values(), *o._optimizer_step_post_hooks.values()]
         foreign = _global_optimizer_pre_hooks or _global_optimizer_post_hooks or not same(hooks, self._allowed())
         modes = any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-        options = [v for group in o.param_groups for name, v in group.items() if name not in ("lr", "params")]
-        parameters = [p for group in o.param_groups for p in group["params"]]
+        options = [value for group in o.param_groups for value in _options(group)]
+        parameters = parameters_of(o)
         return (
             not foreign
             and not modes
@@ -223,7 +224,7 @@ class FusedStep:
                     found.append(update)
         except KeyError:  # another kernel than those known, or something else than the optimizer's own
             return None
-        self._absent = [p for group in self._optimizer.param_groups for p in group["params"] if id(p) not in updated]
+        self._absent = [p for p in parameters_of(self._optimizer) if id(p) not in updated]
         self._home = veto.device
         return found if updated and all(p.grad is None for p in self._absent) else None
 
@@ -312,6 +313,10 @@ def _is_torchs(method: Any) -> bool:
             return False
         method = getattr(method, "__wrapped__", None)
     return True
+
+
+def _options(group: dict[str, Any]) -> list[Any]:
+    return [group[name] for name in group if name not in ("lr", "params")]
 
 
 def _is_power_of_two(number: int) -> bool:

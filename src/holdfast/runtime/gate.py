@@ -18,7 +18,7 @@ from holdfast.core.errors import SetupError
 from holdfast.runtime.fused_step import FusedStep
 from holdfast.runtime.members import same
 from holdfast.runtime.norms import LocalNorms, NormAndClip
-from holdfast.runtime.optimizers import Optimizers
+from holdfast.runtime.optimizers import Optimizers, parameters_of
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import scaled
 from holdfast.runtime.sensing import Packed, Packing, Reading, Sensed
@@ -178,7 +178,4 @@ class Gate:
 
 def _all_have_state(optimizer: Optimizer) -> bool:
     """As it is from the second step on, in the order of the parameters; False where it takes a closer look."""
-    parameters: list[Tensor] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return same(list(optimizer.state), parameters) and all(optimizer.state.values())
+    return same(list(optimizer.state), parameters_of(optimizer)) and all(optimizer.state.values())

@@ -62,8 +62,7 @@ class Optimizers:
         """The ids of all of them: the same object as before where they are the same."""
         listed: list[Tensor] = []
         for optimizer in self.all:
-            for group in optimizer.param_groups:
-                listed += group["params"]
+            listed += parameters_of(optimizer)
         if not same(listed, self._listed):
             self._listed = listed
             self._each = list({id(p): p for p in listed}.values())
@@ -139,7 +138,7 @@ class Optimizers:
         kind, i, n, *_ = (*name.split("."), "", "", "")
         if kind != "optimizer" or not (i.isdecimal() and n.isdecimal()) or int(i) >= len(self.all):
             return None
-        parameters = _parameters(self.all[int(i)])
+        parameters = parameters_of(self.all[int(i)])
         return parameters[int(n)] if int(n) < len(parameters) else None
 
     def fits(self, groups: list[list[dict[str, Any]]]) -> bool:
@@ -150,7 +149,7 @@ class Optimizers:
     def put_back(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: Put) -> None:
         """Back to the saved state, in place, through `put`; state that did not exist then is removed."""
         for optimizer, state in zip(self.all, states, strict=True):
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             known = {id(parameters[k]) if isinstance(k, int) else k for k in state}
             for gone in [k for k in optimizer.state if (id(k) if isinstance(k, Tensor) else k) not in known]:
                 del optimizer.state[gone]
@@ -204,7 +203,7 @@ class _States:
         self._rest: dict[Any, Any] = {}
 
     def split(self, tensors: dict[str, Tensor]) -> dict[Any, Any]:
-        listed, state = _parameters(self._optimizer), self._optimizer.state
+        listed, state = parameters_of(self._optimizer), self._optimizer.state
         made = self._made
         if made is not None and same(listed, self._listed) and same(list(state), made.keys):
             shelves = list(state.values())
@@ -254,8 +253,12 @@ def _counted_on_device(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in groups for p in group["params"]}
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """In the order of its groups."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
 
 
 def clear_gradients(parameters: Sequence[Tensor]) -> None:

@@ -116,18 +116,16 @@ class UpdateSize:
         self._optimizers = optimizers
         self._chosen: dict[int, list[_Sample]] = {}
         """by the optimizer's place; empty for one that has state but no second moment"""
-        self._states: dict[int, int] = {}
-        """how many parameters had state when they were chosen: one that gets its moment later is chosen too, so that
-        the choice depends on the state alone and not on when the process began"""
-        self._groups: dict[int, _Groups] = {}
+        self._shapes: dict[int, _Shape] = {}
+        """of the optimizers when their parameters were chosen: one that gets its moment later is chosen too, so that the
+        choice depends on the state alone and not on when the process began"""
         self._standing: _Standing | None = None
         self._made: tuple[list[Any], list[Any]] = [], []
 
     def forget(self) -> None:
         """Param groups have changed: choose again."""
         self._chosen.clear()
-        self._states.clear()
-        self._groups.clear()
+        self._shapes.clear()
         self._standing, self._made = None, ([], [])
 
     def look(self) -> Looked | None:
@@ -145,9 +143,8 @@ class UpdateSize:
         if not (same(made[0], self._made[0]) and made[1] == self._made[1]):
             self._made = made
         states = [o.state for o, pairs in found for group in pairs for _ in group]
-        counts = [(o, o.state, len(o.state), _Groups.of(o)) for o in self._optimizers.all]
         if len(gradients) == sum(map(len, self._chosen.values())):  # one that is missing now may be there the next time
-            self._standing = _Standing.of(groups, gradients, states, counts, self._made)
+            self._standing = _Standing.of(groups, gradients, states, self._optimizers.all, self._made)
         return Looked(groups, gradients, self._made)
 
     @torch.no_grad()
@@ -168,9 +165,9 @@ class UpdateSize:
     def _of(self, n: int, optimizer: Optimizer) -> list[list[tuple[Seen, Tensor]]]:
         if not optimizer.state:
             return []
-        groups = self._groups.get(n)
-        if self._states.get(n) != len(optimizer.state) or groups is None or not groups.stand(optimizer):
-            self._states[n], self._groups[n] = len(optimizer.state), _Groups.of(optimizer)
+        shape = self._shapes.get(n)
+        if shape is None or not shape.is_of(optimizer):
+            self._shapes[n] = _Shape.of(optimizer)
             self._chosen[n] = _choose(optimizer, max(1, _TENSORS // len(self._optimizers.all)))
         by_group: dict[tuple[int, torch.device | None], list[tuple[Seen, Tensor]]] = {}
         state = optimizer.state
@@ -180,19 +177,23 @@ class UpdateSize:
         return list(by_group.values())
 
 
-class _Groups(NamedTuple):
-    """Which groups an optimizer has, and how many parameters are in each: which ones, `forget` is told of."""
+class _Shape(NamedTuple):
+    """How many parameters of an optimizer have state, which groups it has, and how many parameters are in each: which
+    ones, `forget` is told of."""
 
-    dicts: list[dict[str, Any]]
+    known: int
+    groups: list[dict[str, Any]]
     sizes: list[int]
 
     @staticmethod
-    def of(optimizer: Optimizer) -> _Groups:
-        return _Groups(list(optimizer.param_groups), [len(g["params"]) for g in optimizer.param_groups])
+    def of(optimizer: Optimizer) -> _Shape:
+        groups = optimizer.param_groups
+        return _Shape(len(optimizer.state), list(groups), [len(g["params"]) for g in groups])
 
-    def stand(self, optimizer: Optimizer) -> bool:
+    def is_of(self, optimizer: Optimizer) -> bool:
         now = optimizer.param_groups
-        return same(now, self.dicts) and [len(g["params"]) for g in now] == self.sizes
+        alike = len(optimizer.state) == self.known and same(now, self.groups)
+        return alike and [len(g["params"]) for g in now] == self.sizes
 
 
 class _Standing:
@@ -202,7 +203,7 @@ class _Standing:
         self,
         groups: list[list[list[Seen]]],
         made: object,
-        states: list[tuple[Optimizer, Any, int, _Groups]],
+        states: list[tuple[Optimizer, Any, _Shape]],
         rows: list[tuple[Any, ...]],
         options: list[tuple[dict[str, Any], Any, Any]],
     ) -> None:
@@ -214,10 +215,10 @@ class _Standing:
         groups: list[list[list[Seen]]],
         gradients: Sequence[Tensor],
         states: Sequence[Mapping[Any, Any]],
-        counts: list[tuple[Optimizer, Any, int, _Groups]],
+        optimizers: Sequence[Optimizer],
         made: object,
     ) -> _Standing | None:
-        """`states`: the optimizers', one for each that was seen. None where something is sharded, or not of tensors."""
+        """`states`: one for each that was seen. None where something is sharded, or not of tensors."""
         seen = [s for optimizer in groups for group in optimizer for s in group]
         rows: list[tuple[Any, ...]] = []
         for s, g, state in zip(seen, gradients, states, strict=True):
@@ -229,12 +230,12 @@ class _Standing:
             place = v, v.data_ptr(), step, step.data_ptr()
             rows.append((state, p, shelf, name, *place, g.stride(), g.dtype, g.numel(), g.device))
         options = [(g, g.get("eps"), _decay(g)) for g in {id(s.group): s.group for s in seen}.values()]
-        return _Standing(groups, made, counts, rows, options)
+        return _Standing(groups, made, [(o, o.state, _Shape.of(o)) for o in optimizers], rows, options)
 
     def gradients(self) -> list[Tensor] | None:
         """Those of now; None where anything else has changed."""
-        for optimizer, state, count, groups in self._states:
-            if optimizer.state is not state or len(state) != count or not groups.stand(optimizer):
+        for optimizer, state, shape in self._states:
+            if optimizer.state is not state or not shape.is_of(optimizer):
                 return None
         for group, eps, decay in self._options:
             if group.get("eps") is not eps or _decay(group) is not decay:

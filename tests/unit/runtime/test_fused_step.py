@@ -272,7 +272,7 @@ def test_new_data_in_an_old_tensor_is_seen():
         o.state[p]["exp_avg"].data = o.state[p]["exp_avg"].clone() * 2
 
     pair.in_both(move)
-    pair.go(3)
+    assert pair.go(3) == 0
 
 
 def test_an_option_that_is_another_at_every_step_is_never_repeated():
@@ -555,9 +555,8 @@ def test_what_torch_compile_does_to_optimizers_does_not_keep_it_from_being_repea
 def test_a_step_that_is_compiled_is_called_every_time():
     pair = settled()
     pair.ours.step = torch.compile(pair.ours.step, backend="eager")
-    before = pair.asked
     pair.go(4)
-    assert pair.asked - before == 4 or pair.step._launches is None
+    assert pair.step._launches is None
 
 
 def test_an_lr_that_is_a_tensor_is_left_to_torch():

@@ -283,8 +283,7 @@ def _update(
     places: dict[int, int],
     veto: Tensor,
 ) -> _Update | None:
-    """A launch as it can be repeated: of plain tensors of one group, gated by the veto, not the first, which begins the
-    moments. Its gradients are not kept."""
+    """A launch as it can be repeated: of plain tensors of one group, gated by the veto. Its gradients are not kept."""
     parameters, gradients, *state = args
     lr = group["lr"]
     members = set(map(id, group["params"]))
@@ -294,7 +293,6 @@ def _update(
         and type(lr) is float
         and options.get("lr") == lr
         and options.get("found_inf") is veto
-        and not options.get("is_first_step", False)
     )
     if not repeatable:
         return None

@@ -283,6 +283,19 @@ def test_an_option_that_is_another_at_every_step_is_never_repeated():
         assert pair.go() == 1
 
 
+def test_states_that_two_parameters_have_exchanged_go_with_them():
+    pair = settled(lambda ps: AdamW([ps[0], nn.Parameter(torch.zeros_like(ps[0]))], lr=0.01, fused=True))
+
+    def exchange(o: Optimizer) -> None:
+        a, b = o.param_groups[0]["params"]
+        of_a, of_b = o.state.pop(a), o.state.pop(b)
+        o.state[b], o.state[a] = of_a, of_b
+
+    pair.in_both(exchange)
+    assert pair.go() == 1
+    pair.go(4)
+
+
 def test_what_lies_beside_the_state_of_parameters_is_left_alone():
     pair = settled()
     pair.in_both(lambda o: o.state.__setitem__("global_step", 7))
@@ -587,8 +600,8 @@ def test_a_gradient_of_another_kind_is_refused_as_torch_refuses_it():
     for o in pair.both():
         for p in o.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
-        with torch.no_grad():
-            o.param_groups[0]["params"][0].data = o.param_groups[0]["params"][0].data.double()
+        with torch.no_grad():  # the last: torch has done nothing to those before it when it comes to refuse this one
+            o.param_groups[0]["params"][-1].data = o.param_groups[0]["params"][-1].data.double()
     veto = torch.zeros((), device=DEVICE)
     pair.theirs.found_inf, pair.theirs.grad_scale = veto, None
     with pytest.raises(RuntimeError) as theirs:
@@ -596,6 +609,7 @@ def test_a_gradient_of_another_kind_is_refused_as_torch_refuses_it():
     with pytest.raises(RuntimeError) as ours, torch.no_grad():
         pair.step.take(veto)
     assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
+    pair.compare()
 
 
 # ---- in a run

@@ -84,4 +84,5 @@ def test_a_run_killed_at_random_instants_ends_as_if_it_never_was(
     while tally.kills < KILLS[how] // 2:
         run_to_its_end(lives, tmp_path / f"run_{tally.runs}", variant, how, dice, references, tally)
     SUMMARY.append(tally.sum_up())
-    assert len(tally.under_way) >= 2, tally.under_way
+    if WHOLE or how == "at a call":  # six instants by the clock of a busy machine may all fall into one saving
+        assert len(tally.under_way) >= 2, tally.under_way

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.runtime import bits, sensing_fused
+from holdfast.runtime.norms import clip_factor
 from holdfast.runtime.sensing import Packing, Sensed
 from holdfast.runtime.sensing_fused import Fused
 from holdfast.runtime.snapshots.certify import fingerprint
@@ -271,7 +272,20 @@ def test_in_one_launch_a_step_is_sensed_as_in_several(overflow):
         packed, by_hand = one.pack(sensed), several.pack(sensed)
         assert packed is not None
         assert float(packed.veto) == float(several.veto(sensed, by_hand)), (loss, norm, most_loss, most_norm)
+        assert float(packed.lands) == 1.0 - float(packed.veto)
         assert str(packed.read()) == str(by_hand.read())
+
+
+def test_what_clipping_comes_to_is_to_the_bit_what_torch_has():
+    one, draw = Fused(), torch.Generator().manual_seed(0)
+    norms = [*torch.exp(4 * torch.randn(2000, generator=draw)).tolist(), 0.0, 1e-42, math.inf, math.nan]
+    clips = torch.exp(2 * torch.randn(len(norms), generator=draw)).tolist()
+    for norm, clip in zip(norms, clips, strict=True):
+        there = torch.tensor(norm, device="cuda")
+        packed = one.pack(Sensed(torch.ones((), device="cuda"), there, (None, None)), clip)
+        assert packed is not None
+        packed.read()
+        assert str(float(packed.factor)) == str(float(clip_factor(clip, there))), (norm, clip)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

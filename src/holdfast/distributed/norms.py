@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from holdfast.distributed.checkpoint.shards import is_dtensor
-from holdfast.runtime.norms import LocalNorms, Norm
+from holdfast.runtime.norms import LocalNorms, Norm, clip_factor
 from holdfast.runtime.sharded import local
 
 
@@ -44,15 +44,22 @@ class MeshNorms:
         return Norm(self._share(parameters).to(home), whole=False)
 
     @torch.no_grad()
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, own: Tensor, agreed: Tensor) -> None:
+    def clip(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        own: Tensor,
+        agreed: Tensor,
+        factor: Tensor | None = None,
+    ) -> None:
         """By `own` on one mesh, as torch does it. On several, ranks may have come to norms that differ in the last bit,
         and clipping by those would part what is replicated: by `agreed`."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not any(is_dtensor(g) for g in gradients):
-            self._local.clip(parameters, max_norm, own, agreed)
+            self._local.clip(parameters, max_norm, own, agreed, factor)
             return
         norm = own if len(_by_mesh(gradients)) == 1 else agreed.to(own.dtype)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        factor = clip_factor(max_norm, norm)
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for g in gradients:
             if g.is_sparse:

@@ -39,6 +39,8 @@ _METHODS = ("step", "_init_group")
 _THROUGH: tuple[tuple[Any, str], ...] = ((adam, "adam"), (adam, "_fused_adam"), (sgd, "sgd"), (sgd, "_fused_sgd"))
 """functions that a step goes through"""
 _KERNELS = {name: getattr(torch, name) for name in (*_FUSED.values(), "_foreach_add_", "_foreach_sub_")}
+_AS_A_TENSOR: dict[str, Any] = {"alpha": 1}
+"""without it, a single number is taken for one on the host, and waited for"""
 _MISSED = 4
 _FIXED = (bool, int, float, str, type(None))
 
@@ -56,8 +58,8 @@ class _State(NamedTuple):
         shelves = optimizer.state.values()
         if set(map(type, shelves)) - {dict}:
             return None
-        names, values = list(chain.from_iterable(shelves)), [v for shelf in shelves for v in shelf.values()]
-        return _State(list(optimizer.state), names, values)
+        values = chain.from_iterable(map(dict.values, shelves))
+        return _State(list(optimizer.state), list(chain.from_iterable(shelves)), list(values))
 
 
 class _Pick:
@@ -67,7 +69,8 @@ class _Pick:
     def __init__(self, tensors: Sequence[Tensor], places: dict[int, int]) -> None:
         """KeyError where a tensor is not of the state."""
         self.count = len(tensors)
-        self._pick = itemgetter(*[places[id(t)] for t in tensors]) if tensors else None
+        self.places = [places[id(t)] for t in tensors]
+        self._pick = itemgetter(*self.places) if tensors else None
         self._home: torch.device | None = tensors[0].device if tensors else None
         self._kind: torch.dtype | None = tensors[0].dtype if tensors else None
 
@@ -88,6 +91,8 @@ class _Update(NamedTuple):
     parameters: list[Tensor]
     kinds: list[torch.dtype]
     """the parameters', by which torch decides what goes into one launch"""
+    kind: torch.dtype | None
+    """where it is one"""
     home: torch.device
     state: list[_Pick]
     options: dict[str, Any]
@@ -102,6 +107,9 @@ class _Count(NamedTuple):
     counts: _Pick
     by: Any
     options: dict[str, Any]
+    paired: bool = False
+    """whether these are counted by one first and by the veto afterwards, and read by updates alone meanwhile, for which a
+    vetoed step's count is none: they may as well be counted once, by whether it lands"""
 
 
 class FusedStep:
@@ -123,8 +131,9 @@ class FusedStep:
         self._missed = 0
         """steps in a row that could not be repeated, for their gradients"""
 
-    def take(self, veto: Tensor) -> None:
-        """As `step()` with this as `found_inf`. Under `no_grad`."""
+    def take(self, veto: Tensor, lands: Tensor | None = None, kind: torch.dtype | None = None) -> None:
+        """As `step()` with this as `found_inf`. Under `no_grad`. `lands`: 1 less that, where it is known. `kind`: what all
+        gradients are, where they are known to be dense, and where their parameters are."""
         now, state = self._goes_by(), _State.of(self._optimizer)
         if state is None:
             return self._ask(veto)
@@ -135,7 +144,7 @@ class FusedStep:
         if _profiler_enabled() or (veto.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._ask(veto)  # who looks wants to see it by its name, and a capture is refused by torch itself
         elif self._launches is not None:
-            if self._repeat(self._launches, state.values, veto):
+            if self._repeat(self._launches, state.values, veto, lands, kind):
                 self._missed = 0
                 return None
             self._ask(veto)
@@ -226,33 +235,41 @@ class FusedStep:
             return None
         self._absent = [p for p in parameters_of(self._optimizer) if id(p) not in updated]
         self._home = veto.device
-        return found if updated and all(p.grad is None for p in self._absent) else None
+        return _paired(found) if updated and all(p.grad is None for p in self._absent) else None
 
     # ---- and repeated
 
-    def _repeat(self, launches: Sequence[_Update | _Count], values: list[Any], veto: Tensor) -> bool:
+    def _repeat(
+        self,
+        launches: Sequence[_Update | _Count],
+        values: list[Any],
+        veto: Tensor,
+        lands: Tensor | None,
+        kind: torch.dtype | None,
+    ) -> bool:
         """False, and nothing done, where gradients or state are not such as they were. `values`: the state of now."""
         ready: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         for launch in launches:
             if isinstance(launch, _Count):
-                by = [veto] * launch.counts.count if launch.by is None else launch.by
-                if (counts := launch.counts.of(values)) is None:
+                name, picked, by, options, paired = launch
+                if (counts := picked.of(values)) is None:
                     return False
-                ready.append((launch.name, (counts, by), launch.options))
+                if paired and lands is not None:
+                    if by is not None:
+                        ready.append((name, (counts, lands), _AS_A_TENSOR))
+                else:
+                    ready.append((name, (counts, [veto] * picked.count if by is None else by), options))
                 continue
-            name, parameters, kinds, home, state, options, group = launch
-            gradients: list[Any] = [p.grad for p in parameters]
-            try:
-                sparse = True in [g.is_sparse for g in gradients]
-            except AttributeError:  # None
-                return False
+            name, parameters, _, _, home, state, options, group = launch
+            gradients = [g for p in parameters if (g := p.grad) is not None]
             lr, moments = group["lr"], [pick.of(values) for pick in state]
-            changed = (
-                [p.dtype for p in parameters] != kinds
+            if (
+                len(gradients) != len(parameters)
+                or not _alike(launch, gradients, kind)
                 or parameters[0].device != home
                 or any(m is None for m in moments)
-            )
-            if sparse or changed or type(lr) is not float:
+                or type(lr) is not float
+            ):
                 return False
             ready.append((name, (parameters, gradients, *moments), {**options, "lr": lr, "found_inf": veto}))
         if veto.device != self._home or any(p.grad is not None for p in self._absent):
@@ -298,7 +315,30 @@ def _update(
         return None
     kept = {key: value for key, value in options.items() if key not in ("lr", "found_inf")}
     kinds, home = [p.dtype for p in parameters], parameters[0].device
-    return _Update(name, parameters, kinds, home, [_Pick(listed, places) for listed in state], kept, group)
+    kind = kinds[0] if len(set(kinds)) == 1 else None
+    return _Update(name, parameters, kinds, kind, home, [_Pick(listed, places) for listed in state], kept, group)
+
+
+def _alike(launch: _Update, gradients: Sequence[Tensor], known: torch.dtype | None) -> bool:
+    """Whether parameters and gradients are of the kinds that they were, and dense. A gradient is of its parameter's kind:
+    where all gradients are known to be of one, the parameters are."""
+    if known is not None and known is launch.kind:
+        return True
+    return True not in [g.is_sparse for g in gradients] and [p.dtype for p in launch.parameters] == launch.kinds
+
+
+def _paired(launches: list[_Update | _Count]) -> list[_Update | _Count]:
+    """Counts and the taking back of them, marked where it is once each, by one, in this order."""
+    counts = [(n, launch) for n, launch in enumerate(launches) if isinstance(launch, _Count)]
+    for n, count in counts:
+        same = [(m, c) for m, c in counts if not set(c.counts.places).isdisjoint(count.counts.places)]
+        if len(same) != 2 or same[0][0] != n:
+            continue
+        later, back = same[1]
+        alike = back.counts.places == count.counts.places and not count.options and not back.options
+        if alike and type(count.by) is int and count.by == 1 and back.by is None:
+            launches[n], launches[later] = count._replace(paired=True), back._replace(paired=True)
+    return launches
 
 
 def _is_torchs(method: Any) -> bool:

@@ -97,15 +97,16 @@ class Gate:
         lr_factor: float,
         *,
         own: Tensor | None = None,
+        kind: torch.dtype | None = None,
     ) -> Passage:
         """Clip and step, unless a flag says no. `found` is what the scaler found, per optimizer; `own` the gradient norm
-        as this rank has it, where `sensed` holds the one that all agreed on."""
+        as this rank has it, where `sensed` holds the one that all agreed on; `kind` what all gradients are known to be."""
         own = sensed.norm if own is None else own
         with torch.set_grad_enabled(False):  # `no_grad` takes three times as long to come and go
-            packed = (self._fused.pack(sensed) if self.on_device else None) or self._packing.pack(sensed)
+            packed = (self._fused.pack(sensed, max_norm) if self.on_device else None) or self._packing.pack(sensed)
             passage = Passage(packed, self._fresh() if self.on_device else (), found)
             if self.on_device:
-                self._on_device(self._veto(sensed, packed), sensed, own, parameters, found, max_norm, lr_factor)
+                self._on_device(packed, sensed, own, parameters, found, max_norm, lr_factor, kind)
             else:
                 self._on_host(passage.read(), sensed, own, parameters, found, max_norm, lr_factor)
         return passage
@@ -144,20 +145,28 @@ class Gate:
 
     def _on_device(
         self,
-        veto: Tensor,
+        packed: Packed | FusedPacked,
         sensed: Sensed,
         own: Tensor,
         parameters: Sequence[Tensor],
         found: dict[int, Tensor],
         max_norm: float | None,
         lr_factor: float,
+        kind: torch.dtype | None,
     ) -> None:
+        veto, lands, factor = self._veto(sensed, packed), None, None
+        if isinstance(packed, FusedPacked):
+            lands = packed.lands if self._armed else None
+            factor = packed.factor if own is sensed.norm else None
         if max_norm is not None:
-            self._norms.clip(parameters, max_norm, own, sensed.norm)
+            self._norms.clip(parameters, max_norm, own, sensed.norm, factor)
         with self._scaled(lr_factor):
             for optimizer, step in zip(self._optimizers, self._steps, strict=True):
                 flag = found.get(id(optimizer))
-                step.take(veto if flag is None else torch.maximum(veto, flag.view(()).to(veto.device)))
+                if flag is None:
+                    step.take(veto, lands, kind)
+                else:
+                    step.take(torch.maximum(veto, flag.view(()).to(veto.device)), None, kind)
         if self._scaler is not None:
             self._scaler.update_unless(veto if self._armed else None)
 

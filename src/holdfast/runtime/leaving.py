@@ -90,7 +90,9 @@ class Leaving:
             state.let_go()
         self._ours = True  # inside, `optimizer.step()` is ours
         try:
-            step.passage = run.gate.apply(sensed, self.parameters, found, step.clip, factor, own=own)
+            step.passage = run.gate.apply(
+                sensed, self.parameters, found, step.clip, factor, own=own, kind=left.norm.kind
+            )
         finally:
             self._ours = False
         run.checking.after_update(step.number)

@@ -16,6 +16,8 @@ class Norm(NamedTuple):
     value: Tensor
     whole: bool = True
     """False: `value` is this rank's share of the squared norm; the shares of all ranks add up to it"""
+    kind: torch.dtype | None = None
+    """of all gradients, where they are alike: dense, plain, and on one device"""
 
 
 class NormAndClip(Protocol):
@@ -29,9 +31,16 @@ class NormAndClip(Protocol):
         """The norm of the parameters themselves, on `home`; None where there are none."""
         ...
 
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, own: Tensor, agreed: Tensor) -> None:
+    def clip(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        own: Tensor,
+        agreed: Tensor,
+        factor: Tensor | None = None,
+    ) -> None:
         """The second half of `clip_grad_norm_`, under `no_grad`. `own` is what `of_gradients` gave, `agreed` what all ranks
-        agreed on."""
+        agreed on, `factor` what `clip_factor` would give, where that is known already."""
         ...
 
 
@@ -43,11 +52,14 @@ class LocalNorms:
     """
 
     def __init__(self) -> None:
-        self._sparse = self._alike = False
-        """of the gradients that were measured last: whether any are sparse, whether all are alike"""
+        self._sparse = False
+        self._kind: torch.dtype | None = None
+        """of the gradients that were measured last: whether any are sparse, and their kind where all are alike"""
         self._last: Sequence[Tensor] = ()
         self._together = False
         """whether the parameters that were asked about last are on one device"""
+        self._row = torch.empty(0)
+        self._cells: tuple[Tensor, ...] = ()
 
     def of_gradients(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
         with torch.set_grad_enabled(False):  # `no_grad` takes three times as long to come and go
@@ -55,10 +67,12 @@ class LocalNorms:
             if parameters is not self._last:  # a gradient is where its parameter is
                 self._last, self._together = parameters, len({p.device for p in parameters}) == 1
             self._sparse = True in {g.is_sparse for g in gradients}
-            plain = {type(g) for g in gradients} == {Tensor} and len({g.dtype for g in gradients}) == 1
-            self._alike = plain and self._together and not self._sparse
-            if self._alike:
-                return Norm(torch.linalg.vector_norm(_together(torch._foreach_norm(gradients, 2.0)), 2.0))
+            kinds = {g.dtype for g in gradients}
+            alike = self._together and not self._sparse and len(kinds) == 1 and set(map(type, gradients)) == {Tensor}
+            self._kind = kinds.pop() if alike else None
+            if alike:
+                norms = self._stacked(tuple(torch._foreach_norm(gradients, 2.0)))
+                return Norm(torch.linalg.vector_norm(norms, 2.0), kind=self._kind)
             if self._sparse:
                 gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             return Norm(get_total_norm(gradients))
@@ -66,30 +80,42 @@ class LocalNorms:
     def of_weights(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
         return Norm(get_total_norm(parameters).to(home)) if parameters else None
 
-    def clip(self, parameters: Sequence[Tensor], max_norm: float, own: Tensor, agreed: Tensor) -> None:
-        if not self._alike and not self._sparse:
+    def clip(
+        self,
+        parameters: Sequence[Tensor],
+        max_norm: float,
+        own: Tensor,
+        agreed: Tensor,
+        factor: Tensor | None = None,
+    ) -> None:
+        if self._kind is None and not self._sparse:
             clip_grads_with_norm_(parameters, max_norm, own)
             return
-        factor = torch.clamp(max_norm / (own + 1e-6), max=1.0)
+        factor = clip_factor(max_norm, own) if factor is None else factor
         gradients = _gradients(parameters)
-        if self._alike:
+        if self._kind is not None:
             torch._foreach_mul_(gradients, factor)
         else:
             for g in gradients:
                 g.mul_(factor.to(g.device))
+
+    def _stacked(self, norms: tuple[Tensor, ...]) -> Tensor:
+        """As `torch.stack`; on a GPU into the same memory at every step, in one launch that takes them as they are."""
+        first = norms[0]
+        if not first.is_cuda:
+            return torch.stack(norms)
+        row = self._row
+        if len(self._cells) != len(norms) or row.dtype is not first.dtype or row.device != first.device:
+            self._row = row = torch.empty(len(norms), dtype=first.dtype, device=first.device)
+            self._cells = tuple(row.unbind())
+        torch._foreach_copy_(self._cells, norms)
+        return row
 
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [g for p in parameters if (g := p.grad) is not None]
 
 
-def _together(norms: Sequence[Tensor]) -> Tensor:
-    """Stacked. On a GPU they lie side by side already, and to stack them one by one would take as long as to find them."""
-    first, last, count = norms[0], norms[-1], len(norms)
-    if first.is_cuda:
-        whole = first.untyped_storage()
-        size, offset = first.element_size(), first.storage_offset()
-        beside = last.storage_offset() == offset + count - 1 and whole.nbytes() >= (offset + count) * size
-        if beside and whole.data_ptr() == last.untyped_storage().data_ptr():
-            return first.as_strided((count,), (1,), offset)
-    return torch.stack(tuple(norms))
+def clip_factor(max_norm: float, norm: Tensor) -> Tensor:
+    """What `clip_grad_norm_` multiplies gradients by."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -7,6 +7,7 @@ there, or a number is not of the kind that the kernel reads, `sensing` itself do
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,19 +15,32 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.kernels import Kernel
+from holdfast.runtime.norms import clip_factor
 from holdfast.runtime.sensing import MOST, Known, Reading, Sensed, compared_with, reading
 from holdfast.runtime.update_size import Looked, Seen, elements_of, size_of
 
 _HERE = nullcontext()
+_TRIED = (
+    *((1.0, 1.0), (1.0, 3.0), (0.3, 1.7), (1.7, 0.3), (0.77, 12345.678), (1.0, 0.0), (5.0, 1e-42), (1e-40, 3.0)),
+    *((1.0, math.inf), (math.inf, 3.0), (math.inf, math.inf), (1.0, math.nan)),
+)
+"""limits to clip by, and norms, to try it out with"""
 
 
 class FusedPacked:
-    """The numbers on their way to the host, and the veto, where the step ran."""
+    """The numbers on their way to the host, and what follows from them, where the step ran."""
 
     def __init__(
-        self, place: Any, veto: Tensor, limits: Known, scaled: bool, elements: list[list[int]], spare: list[Any]
+        self,
+        place: Any,
+        answers: Sequence[Tensor],
+        limits: Known,
+        scaled: bool,
+        elements: list[list[int]],
+        spare: list[Any],
     ):
-        self.veto = veto
+        self.veto, self.lands, self.factor = answers
+        """1 where the update is not to land; 1 where it is; what gradients are multiplied by to be clipped"""
         self._place, self._limits, self._scaled, self._elements, self._spare = place, limits, scaled, elements, spare
 
     def read(self) -> Reading:
@@ -44,15 +58,16 @@ class Fused:
 
     def __init__(self) -> None:
         self._spare: list[Any] = []
-        self._veto: Tensor | None = None
+        self._answers = torch.empty(0)
+        self._each: Sequence[Tensor] = ()
         self._samples: Any = None
         self._elements: list[list[int]] = []
         self._made: object = None
         """what the table is of"""
         self._home: torch.device | None = None
 
-    def pack(self, sensed: Sensed) -> FusedPacked | None:
-        """Send everything that is sensed to the host, and come to the veto."""
+    def pack(self, sensed: Sensed, clip: float | None = None) -> FusedPacked | None:
+        """Send everything that is sensed to the host, come to the veto and, with `clip`, to what clipping comes to."""
         loss, norm, edges, found, scale, update, update_rms, weights, differs, extra = sensed
         if update_rms is not None or weights is not None or differs is not None or extra is not None:
             return None
@@ -69,18 +84,19 @@ class Fused:
             if not self._known(update, device, kernel):
                 return None
             samples, gradients = self._samples, update.gradients
-        if self._veto is None or self._veto.device != device:
-            self._veto = torch.zeros((), device=device)
+        if self._answers.device != device:
+            self._answers = torch.zeros(3, device=device)
+            self._each = self._answers.unbind()
         place = self._spare.pop() if self._spare else kernel.Place()
         most = _most(limits[0]), _most(limits[1])
         try:
             with _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device):
-                place.send(loss, norm, scaled, most, gradients, samples, self._veto)
+                place.send(loss, norm, scaled, most, clip, gradients, samples, self._answers)
         except Exception as error:  # another variant of the kernel, that could not be built
             KERNEL.give_up(error)
             return None
         elements = [] if samples is None else self._elements
-        return FusedPacked(place, self._veto, limits, scaled is not None, elements, self._spare)
+        return FusedPacked(place, self._each, limits, scaled is not None, elements, self._spare)
 
     def _known(self, update: Looked, home: torch.device, kernel: Any) -> bool:
         """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
@@ -126,12 +142,16 @@ def _most(limit: float | None) -> float:
 def _load(device: torch.device) -> Any:
     from holdfast.runtime import sensing_kernel
 
-    one, three = torch.ones((), device=device), torch.full((), 3.0, device=device)
+    one = torch.ones((), device=device)
     place = sensing_kernel.Place()
-    for norm, vetoed in ((one, 0.0), (three, 1.0)):  # the second time by the way that is short
-        veto = torch.full((), 7.0, device=device)
-        place.send(one, norm, None, (MOST, 2.0), (), None, veto)
-        if place.read()[:2] != [1.0, float(norm)] or float(veto) != vetoed:
+    for clip, norm in _TRIED:  # from the second on by the way that is short
+        there = torch.full((), norm, device=device)
+        answers = torch.full((3,), 7.0, device=device)
+        place.send(one, there, None, (MOST, 2.0), clip, (), None, answers)
+        veto, lands, factor = answers.tolist()
+        expected = float(clip_factor(clip, there))
+        clips = factor == expected or (math.isnan(factor) and math.isnan(expected))
+        if place.read()[0] != 1.0 or (veto, lands) != ((0.0, 1.0) if norm <= 2.0 else (1.0, 0.0)) or not clips:
             raise RuntimeError("it gives another answer than it should")
     return sensing_kernel
 

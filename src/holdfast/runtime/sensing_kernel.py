@@ -20,7 +20,7 @@ from holdfast.runtime.cuda_streams import current_stream
 
 MOST_SAMPLES = 16
 _BLOCK = 1024
-_LOSS, _NORM, _FOUND, _SCALE, _MOST_LOSS, _MOST_NORM, _GRADIENTS = range(7)
+_LOSS, _NORM, _FOUND, _SCALE, _MOST_LOSS, _MOST_NORM, _CLIP, _GRADIENTS = range(8)
 _NUMBERS = 64
 """of eight bytes; the first half is what goes in, single numbers in the second come out"""
 _OUT = 4
@@ -46,7 +46,7 @@ def _elements(address, at, here, KIND: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit  # type: ignore[untyped-decorator]
 def _sense(  # type: ignore[no-untyped-def]
     place,
-    veto,
+    answers,
     table,
     FOUND: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -70,10 +70,15 @@ def _sense(  # type: ignore[no-untyped-def]
             tl.store(out + 3, _number(given + 3))
         tl.store(out, loss)
         tl.store(out + 1, norm)
-        tl.store(veto, tl.where(high_loss & high_norm, 0.0, 1.0))
+        lands = tl.where(high_loss & high_norm, 1.0, 0.0)
+        tl.store(answers, 1.0 - lands)
+        tl.store(answers + 1, lands)
+        # To the bit what clipping comes to in torch: `reciprocal`, rounded, times the limit.
+        factor = tl.div_rn(1.0, norm + 1e-6) * tl.load(limits + 6).to(tl.float32)
+        tl.store(answers + 2, tl.where(factor > 1.0, 1.0, factor))
     else:
         entry = table + sample * 7
-        gradient, moment, steps = tl.load(given + 6 + sample), tl.load(entry), tl.load(entry + 1)
+        gradient, moment, steps = tl.load(given + 7 + sample), tl.load(entry), tl.load(entry + 1)
         count, width, stride = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
         floor = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
         decay = tl.load(entry + 6).to(tl.float64, bitcast=True).to(tl.float32)
@@ -124,24 +129,27 @@ class Place:
         norm: Tensor,
         scaled: tuple[Tensor, Tensor] | None,
         limits: tuple[float, float],
+        clip: float | None,
         gradients: Sequence[Tensor],
         samples: Samples | None,
-        veto: Tensor,
+        answers: Tensor,
     ) -> None:
-        """`scaled`: what the loss scaler found, and its scale. The caller sees to it that `fits` all of them."""
+        """`scaled`: what the loss scaler found, and its scale. The caller sees to it that `fits` all of them. `answers`: the
+        veto; its opposite; what gradients are multiplied by to be clipped, where `clip` is given."""
         given = self._given
         given[_LOSS], given[_NORM] = loss.data_ptr(), norm.data_ptr()
         self._limits[_MOST_LOSS], self._limits[_MOST_NORM] = limits
+        self._limits[_CLIP] = 1.0 if clip is None else clip
         if scaled is not None:
             given[_FOUND], given[_SCALE] = scaled[0].data_ptr(), scaled[1].data_ptr()
         for n, g in enumerate(gradients, _GRADIENTS):
             given[n] = g.data_ptr()
         self._count = count = len(gradients)
         if samples is None and self._no_table is None:
-            self._no_table = torch.zeros(_FIELDS, dtype=torch.int64, device=veto.device)
+            self._no_table = torch.zeros(_FIELDS, dtype=torch.int64, device=answers.device)
         table, kinds = (self._no_table, (0, 0)) if samples is None else (samples.table, samples.kinds)
-        stream = current_stream(veto.device)
-        _launch(stream, 1 + count, self._address, veto, table, scaled is not None, *kinds, _BLOCK)
+        stream = current_stream(answers.device)
+        _launch(stream, 1 + count, self._address, answers, table, scaled is not None, *kinds, _BLOCK)
         self.event.record(stream)
         self._sent = True
 

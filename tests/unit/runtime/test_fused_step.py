@@ -34,7 +34,9 @@ def parameters() -> list[nn.Parameter]:
 class Pair:
     """The same optimizer twice: one stepped by torch, one by ours, with the same gradients and the same vetoes."""
 
-    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    def __init__(self, make: Callable[[list[nn.Parameter]], Optimizer], *, told: bool = False) -> None:
+        """`told`: ours is told what the gate knows already, whether the step lands and what the gradients are."""
+        self.told = told
         self.theirs, self.ours = make(parameters()), make(parameters())
         self.step = FusedStep(self.ours, list)
         self._draw = torch.Generator().manual_seed(1)
@@ -66,7 +68,13 @@ class Pair:
         self.theirs.step()
         del self.theirs.found_inf, self.theirs.grad_scale
         with torch.no_grad():
-            self.step.take(veto)
+            self.step.take(*self._given(veto))
+
+    def _given(self, veto: Tensor) -> tuple[Any, ...]:
+        gradients = [p.grad for group in self.ours.param_groups for p in group["params"] if p.grad is not None]
+        kinds = {(g.dtype, g.is_sparse) for g in gradients}
+        kind = next(iter(kinds))[0] if len(kinds) == 1 and not any(g.is_sparse for g in gradients) else None
+        return (veto, 1.0 - veto, kind) if self.told else (veto,)
 
     def compare(self) -> None:
         theirs, ours = (o.state_dict() for o in self.both())
@@ -111,20 +119,35 @@ MADE: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("told", [False, True], ids=["", "told"])
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
-def test_repeated_steps_are_those_of_torch_bit_for_bit(make):
-    pair = Pair(make)
+def test_repeated_steps_are_those_of_torch_bit_for_bit(make, told):
+    pair = Pair(make, told=told)
     assert 0 < pair.go(4) < 4, "some are watched, some repeated"
     assert pair.go(STEPS) == 0
     assert pair.go(2, vetoed=True) == 0
     assert pair.go(2) == 0
+    assert pair.go(1, vetoed=True) == 0
+    assert pair.go(STEPS) == 0
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_steps_are_counted_in_one_launch_where_it_is_known_whether_they_land(told):
+    pair = Pair(adamw(), told=told)
+    pair.go(4)
+    given = pair._given(torch.tensor(0.0, device=DEVICE))
+    with torch.no_grad(), fused_step._Watching() as seen:
+        pair.step.take(*given)
+    names = [func.__name__ for func, _, _ in seen.calls if func.namespace == "aten"]
+    counted = ["_foreach_add_.Tensor"] if told else ["_foreach_add_.Scalar", "_foreach_sub_.List"]
+    assert sorted(names) == sorted([*counted, "_fused_adamw_.default"])
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE.keys())
 def test_first_steps_that_are_vetoed_are_not_repeated_as_such(make):
     pair = Pair(make)
     for _ in range(3):
-        pair._one(torch.tensor(1.0))
+        pair._one(torch.tensor(1.0, device=DEVICE))
         pair.in_both(lambda o: o.state.clear())  # as the gate does: what a step that was not brought into being goes
     pair.go(4)
     assert pair.go(STEPS) == 0

@@ -1,6 +1,7 @@
 """For every test: hypothesis draws the same cases each time. Of large products of cases `make test` runs a part, always the
 same and spread over all of them; `make soak` runs them all, and what is marked as its own."""
 
+import gc
 import os
 import zlib
 from collections import Counter
@@ -43,3 +44,9 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+
+
+def pytest_collection_finish(session):
+    """What was imported stays until the end: a tenth of the time would go into looking whether it is garbage."""
+    gc.collect()
+    gc.freeze()

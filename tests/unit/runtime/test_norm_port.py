@@ -22,7 +22,7 @@ class Asked(LocalNorms):
     def __init__(self) -> None:
         self.clips: list[tuple[float, float, float]] = []
 
-    def clip(self, parameters, max_norm, own, agreed) -> None:
+    def clip(self, parameters, max_norm, own, agreed, factor=None) -> None:
         self.clips.append((max_norm, float(own), float(agreed)))
 
 

@@ -82,11 +82,27 @@ class Gate:
                 'gate = "host"'
             )
         self.on_device = where == "device" or (where == "auto" and on_cuda and optimizers.fused)
+        self._chosen = where == "auto" and self.on_device
+        """that it is on the device was not asked for"""
         self._optimizers, self._scaler, self._armed = optimizers, scaler, armed
         self._norms = norms or LocalNorms()
         self._packing, self._fused = Packing(), Fused()
         self._steps = [FusedStep(o, optimizers.our_hooks) for o in optimizers]
         self._nothing: Tensor | None = None
+
+    def follow_hooks(self, *, alone: bool) -> str | None:
+        """Between two updates. Somebody who has hooked into them since the beginning would hear of those that do not land:
+        from here on the host decides. Of several ranks none can do so by itself; what is to be said of it."""
+        if not self._chosen or not self._optimizers.hooked():
+            return None
+        self._chosen = False
+        if alone:
+            self.on_device = False
+            return "a hook has been put on optimizer.step(): from here on the host decides whether an update lands"
+        return (
+            "a hook has been put on optimizer.step() after the Guard was made, and will also be called for updates that did "
+            "not land: register it before, on every rank"
+        )
 
     def apply(
         self,

@@ -81,10 +81,16 @@ class Optimizers:
         return float(self.outer[0].param_groups[0]["lr"])
 
     def vetoed_on_cuda(self) -> bool:
-        """Whether everything they update is on CUDA, and nobody else is told of an update by a hook, which would hear of one
-        that the device has kept from landing."""
-        hooked = any(o._optimizer_step_post_hooks for o in self.all) or bool(_global_optimizer_post_hooks)
-        return not hooked and all(p.is_cuda for p in self.parameters())
+        """Whether everything they update is on CUDA, and nobody else is told of an update."""
+        return not self.hooked() and all(p.is_cuda for p in self.parameters())
+
+    def hooked(self) -> bool:
+        """Whether somebody else is told of an update by a hook, which would hear of one that the device has kept from
+        landing."""
+        for optimizer in self.all:
+            if optimizer._optimizer_step_post_hooks:
+                return True
+        return bool(_global_optimizer_post_hooks)
 
     @property
     def fused(self) -> bool:

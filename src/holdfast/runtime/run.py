@@ -262,6 +262,7 @@ class Run:
         self.watch.in_step(None)
 
     def _leave(self, step: Step) -> None:
+        self.tell(self.gate.follow_hooks(alone=not self.meeting.several))
         left = self.leaving.measure(step)
         if self.pending is not None and not self.settle(step):
             self._discard(step)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.core.errors import StepError
+from holdfast.core.journal import read
 from holdfast.runtime.bits import in_words, look
 from holdfast.runtime.optimizers import Optimizers
 from holdfast.runtime.scaler import Scaler
@@ -62,6 +63,40 @@ def test_where_somebody_hooks_into_updates_the_host_decides(where):
     finally:
         if hook is not None:
             hook.remove()
+
+
+@pytest.mark.parametrize("where", ["optimizer", "everywhere"])
+def test_a_hook_that_comes_later_never_hears_of_an_update_that_did_not_land(where, monkeypatch, tmp_path):
+    monkeypatch.setattr(Optimizers, "vetoed_on_cuda", lambda self: not self.hooked())  # as if all were on a device
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    config = {**QUIET, "recover": {"ladder": ["skip", "stop"]}}
+    heard: list[int] = []
+    hook = None
+    with holdfast.Guard(model, optimizer, config=config, run_dir=tmp_path / "run") as guard:
+        assert guard._run.gate.on_device
+        outcomes = []
+        try:
+            for step in guard.steps(batches(), max_steps=10):
+                if step.number == 4:  # while the third is pending
+                    register = register_optimizer_step_post_hook if where == "everywhere" else None
+                    hook = (register or optimizer.register_step_post_hook)(lambda *_: heard.append(1))
+                with step:
+                    for (x,) in step.microbatches():
+                        bad = (step.number, step.attempt) == (6, 1)
+                        step.backward(model(x).square().mean() * (float("nan") if bad else 1.0))
+                outcomes.append(step)
+        finally:
+            if hook is not None:
+                hook.remove()
+        statuses = [str(step.outcome.status) for step in outcomes]
+    assert statuses.count("skipped") == 1 and statuses.count("committed") == 10
+    assert len(heard) == statuses[3:].count("committed")
+    said = [
+        e for e in read(tmp_path / "run" / "journal.jsonl").events if e["event"] == "note" and "hook" in e["message"]
+    ]
+    assert len(said) == 1
 
 
 def test_what_is_trained_on_the_cpu_too_is_not_on_cuda():

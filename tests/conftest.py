@@ -2,16 +2,16 @@
 same and spread over all of them; `make soak` runs them all, and what is marked as its own."""
 
 import gc
-import os
 import zlib
 from collections import Counter
 
 from hypothesis import settings
 
+from soak import WHOLE
+
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
 
-WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 WHOLE_ALWAYS = (
     "tests/architecture/",
     "tests/distributed/",
@@ -47,6 +47,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish(session):
-    """What was imported stays until the end: a tenth of the time would go into looking whether it is garbage."""
+    """What was imported stays until the end, and need not be looked through for garbage again and again."""
     gc.collect()
     gc.freeze()

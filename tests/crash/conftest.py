@@ -5,8 +5,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from crash_checks import SUMMARY, WHOLE, Reference
+from crash_checks import SUMMARY, Reference
 from crash_server import Server
+
+from soak import WHOLE
 
 
 def pytest_terminal_summary(terminalreporter):

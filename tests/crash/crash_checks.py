@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -18,8 +17,6 @@ from holdfast.core.journal import read
 from holdfast.core.quarantine import Quarantine
 from holdfast.core.types import Health
 
-WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
-"""all of it: `make soak`; else what fits among the other tests"""
 SUMMARY: list[str] = []
 """what is shown at the end of the whole test"""
 HALF = 20

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import pytest
 from crash_calls import applies
-from crash_checks import SUMMARY, WHOLE, Directory, Reference, same
+from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
 
 from holdfast.core.journal import read
+from soak import WHOLE
 
 CALLS = 300 if WHOLE else 8
 FULL = 12 if WHOLE else 2

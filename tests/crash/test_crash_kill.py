@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from crash_calls import applies
-from crash_checks import SUMMARY, WHOLE, Directory, Reference, same
+from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
+
+from soak import WHOLE
 
 KILLS = {"by the clock": 150 if WHOLE else 12, "at a call": 150 if WHOLE else 16}
 """for each variant half of them"""

@@ -28,7 +28,8 @@ def run(tmp_path: Path) -> Callable[..., None]:
     def launch(*jobs: str) -> None:
         log = tmp_path / "log"
         words = [sys.executable, str(HERE / "ranks.py"), str(tmp_path), *jobs]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        paths = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with log.open("wb") as file:
             process = subprocess.Popen(words, stdout=file, stderr=file, env=environment, start_new_session=True)
         status: int | str = f"not done after {WAIT_SECONDS} seconds"

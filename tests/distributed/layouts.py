@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
 from holdfast.distributed.norms import MeshNorms
+from holdfast.runtime.norms import Clip
 
 SAMPLES, GLOBAL = 160, 8
 """samples of an epoch, and of a step on all data-parallel ranks together"""
@@ -130,7 +131,7 @@ class Layout:
             return
         norms = MeshNorms(self.size)
         total = norms.of_gradients(parameters, to_clip=True).value
-        norms.clip(parameters, most, total, torch.stack(on_all(total)).amax())
+        norms.clip(parameters, Clip(most, total, torch.stack(on_all(total)).amax()))
 
     def state(self) -> list[Tensor]:
         """Every parameter and all optimizer state, as this rank has it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from holdfast.distributed.norms import MeshNorms
-from holdfast.runtime.norms import LocalNorms
+from holdfast.runtime.norms import Clip, LocalNorms
 
 
 def gradients(parameters: list[Tensor]) -> list[Tensor]:
@@ -43,7 +43,7 @@ def as_torch_clips(kind: str, rank: int, size: int) -> None:
         assert found.whole and type(found.value) is Tensor
         assert found.value.equal(expected), (kind, float(found.value), float(expected))
         with no_collective():
-            norms.clip(ours, max_norm, found.value, found.value.double() * 7)
+            norms.clip(ours, Clip(max_norm, found.value, found.value.double() * 7))
         assert alike(gradients(theirs), gradients(ours)), (kind, max_norm)
 
 
@@ -80,7 +80,7 @@ def mixed_meshes(kind: str, rank: int, size: int) -> None:
     agreed = found.value.double()
     dist.broadcast(agreed, 0)
     own = found.value * (1 + 1e-4 * rank)
-    norms.clip(parameters, 0.01, own, agreed)
+    norms.clip(parameters, Clip(0.01, own, agreed))
     factor = float((0.01 / (agreed.float() + 1e-6)).clamp(max=1.0))
     for p, was in zip(parameters, before, strict=True):
         assert full(p.grad).equal(was * factor)

@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from holdfast.reference.config import parse
 from holdfast.reference.trainer import Trainer, build
+from soak import WHOLE
 
 STEPS, BATCH = 10, 8
-WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     1: [{}],
     2: [{"data": 2}, {"shard": 2}, {"tensor": 2}],

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from holdfast.distributed.checkpoint.shards import is_dtensor
-from holdfast.runtime.norms import LocalNorms, Norm, clip_factor
+from holdfast.runtime.norms import Clip, LocalNorms, Norm, clip_factor
 from holdfast.runtime.sharded import local
 
 
@@ -44,22 +44,15 @@ class MeshNorms:
         return Norm(self._share(parameters).to(home), whole=False)
 
     @torch.no_grad()
-    def clip(
-        self,
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        own: Tensor,
-        agreed: Tensor,
-        factor: Tensor | None = None,
-    ) -> None:
-        """By `own` on one mesh, as torch does it. On several, ranks may have come to norms that differ in the last bit,
-        and clipping by those would part what is replicated: by `agreed`."""
+    def clip(self, parameters: Sequence[Tensor], by: Clip) -> None:
+        """By its own norm on one mesh, as torch does it. On several, ranks may have come to norms that differ in the last
+        bit, and clipping by those would part what is replicated: by the one that they agreed on."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not any(is_dtensor(g) for g in gradients):
-            self._local.clip(parameters, max_norm, own, agreed, factor)
+            self._local.clip(parameters, by)
             return
-        norm = own if len(_by_mesh(gradients)) == 1 else agreed.to(own.dtype)
-        factor = clip_factor(max_norm, norm)
+        one_mesh = len(_by_mesh(gradients)) == 1
+        factor = by.factor() if one_mesh else clip_factor(by.most, by.agreed.to(by.own.dtype))
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for g in gradients:
             if g.is_sparse:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from holdfast.core.errors import SetupError
 from holdfast.runtime.fused_step import FusedStep
 from holdfast.runtime.members import same
-from holdfast.runtime.norms import LocalNorms, NormAndClip
+from holdfast.runtime.norms import Clip, LocalNorms, NormAndClip
 from holdfast.runtime.optimizers import Optimizers, parameters_of
 from holdfast.runtime.scaler import Scaler
 from holdfast.runtime.schedule import scaled
@@ -142,7 +142,7 @@ class Gate:
                 self._scaler.leave()
             return
         if max_norm is not None:
-            self._norms.clip(parameters, max_norm, own, sensed.norm)
+            self._norms.clip(parameters, Clip(max_norm, own, sensed.norm))
         with self._scaled(lr_factor):
             for optimizer in self._optimizers:
                 flag = found.get(id(optimizer))
@@ -175,7 +175,7 @@ class Gate:
             lands = packed.lands if self._armed else None
             factor = packed.factor if own is sensed.norm else None
         if max_norm is not None:
-            self._norms.clip(parameters, max_norm, own, sensed.norm, factor)
+            self._norms.clip(parameters, Clip(max_norm, own, sensed.norm, factor))
         with self._scaled(lr_factor):
             for optimizer, step in zip(self._optimizers, self._steps, strict=True):
                 flag = found.get(id(optimizer))

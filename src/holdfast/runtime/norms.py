@@ -20,6 +20,21 @@ class Norm(NamedTuple):
     """of all gradients, where they are alike: dense, plain, and on one device"""
 
 
+class Clip(NamedTuple):
+    """What gradients are clipped by."""
+
+    most: float
+    own: Tensor
+    """what `of_gradients` gave"""
+    agreed: Tensor
+    """the norm that all ranks agreed on"""
+    known: Tensor | None = None
+    """what `clip_factor` gives of `own`, where that has been worked out already"""
+
+    def factor(self) -> Tensor:
+        return clip_factor(self.most, self.own) if self.known is None else self.known
+
+
 class NormAndClip(Protocol):
     """Measures gradients before they are clipped, and clips them by what was measured."""
 
@@ -31,16 +46,8 @@ class NormAndClip(Protocol):
         """The norm of the parameters themselves, on `home`; None where there are none."""
         ...
 
-    def clip(
-        self,
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        own: Tensor,
-        agreed: Tensor,
-        factor: Tensor | None = None,
-    ) -> None:
-        """The second half of `clip_grad_norm_`, under `no_grad`. `own` is what `of_gradients` gave, `agreed` what all ranks
-        agreed on, `factor` what `clip_factor` would give, where that is known already."""
+    def clip(self, parameters: Sequence[Tensor], by: Clip) -> None:
+        """The second half of `clip_grad_norm_`, under `no_grad`."""
         ...
 
 
@@ -80,18 +87,11 @@ class LocalNorms:
     def of_weights(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
         return Norm(get_total_norm(parameters).to(home)) if parameters else None
 
-    def clip(
-        self,
-        parameters: Sequence[Tensor],
-        max_norm: float,
-        own: Tensor,
-        agreed: Tensor,
-        factor: Tensor | None = None,
-    ) -> None:
+    def clip(self, parameters: Sequence[Tensor], by: Clip) -> None:
         if self._kind is None and not self._sparse:
-            clip_grads_with_norm_(parameters, max_norm, own)
+            clip_grads_with_norm_(parameters, by.most, by.own)
             return
-        factor = clip_factor(max_norm, own) if factor is None else factor
+        factor = by.factor()
         gradients = _gradients(parameters)
         if self._kind is not None:
             torch._foreach_mul_(gradients, factor)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections import Counter
 from random import Random
 from typing import Any, NamedTuple
@@ -32,9 +31,9 @@ from holdfast.core.types import (
     TightenClip,
     family,
 )
+from soak import WHOLE
 
 RUNGS = ("skip", "replay", "rollback", "stop")
-WHOLE = os.environ.get("HOLDFAST_SOAK", "") not in ("", "0")
 SOMETIMES = settings(max_examples=100 if WHOLE else 50, deadline=None, derandomize=True)
 OFTEN = settings(max_examples=200 if WHOLE else 100, deadline=None, derandomize=True)
 

@@ -22,8 +22,8 @@ class Asked(LocalNorms):
     def __init__(self) -> None:
         self.clips: list[tuple[float, float, float]] = []
 
-    def clip(self, parameters, max_norm, own, agreed, factor=None) -> None:
-        self.clips.append((max_norm, float(own), float(agreed)))
+    def clip(self, parameters, by) -> None:
+        self.clips.append((by.most, float(by.own), float(by.agreed)))
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

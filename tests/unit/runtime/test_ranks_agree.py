@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +23,9 @@ from torch.utils.data import DataLoader
 from holdfast.core.integrity import Class
 from holdfast.runtime.company import Company
 from holdfast.runtime.guard import Guard, Wired
+from soak import WHOLE
 
-PART = 1 if os.environ.get("HOLDFAST_SOAK", "") not in ("", "0") else 3
+PART = 1 if WHOLE else 3
 STEPS = 4
 WAIT_SECONDS = 20
 FAULTS = (

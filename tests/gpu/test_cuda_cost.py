@@ -74,9 +74,7 @@ class Bare:
 
 
 class Guarded(Bare):
-    def __init__(
-        self, run_dir: Path, config: dict[str, Any] | None = None, *, pinned: bool = True, **how: Any
-    ) -> None:
+    def __init__(self, run_dir: Path, config: dict[str, Any] | None = None, *, pinned: bool = True, **how: Any) -> None:
         super().__init__(**how)
         self.guard = holdfast.Guard(
             self.model,

@@ -3,6 +3,7 @@ without one."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -27,10 +28,11 @@ from test_snapshot_return import Bench, same
 from holdfast.runtime import bits as bits_module
 from holdfast.runtime.bits import bring, look
 from holdfast.runtime.kernels import Kernel
+from holdfast.runtime.snapshots import layout as layout_module
 from holdfast.runtime.snapshots import pages
 from holdfast.runtime.snapshots.blocks import Block
 from holdfast.runtime.snapshots.certify import fingerprint
-from holdfast.runtime.snapshots.copier import Copier
+from holdfast.runtime.snapshots.copier import Copier, seen
 from holdfast.runtime.snapshots.layout import Layout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -101,6 +103,55 @@ def test_a_block_holds_every_kind_of_tensor_bit_for_bit(home):
         assert one.bad[one.names.index("large")] == 0
     for (name, value), back in zip(sources.items(), live, strict=True):
         assert bits(block.tensors[name].cpu()) == bits(value.cpu()) == bits(back.cpu()), name
+
+
+def test_what_crosses_is_looked_at_while_the_last_of_it_is_under_way(monkeypatch):
+    monkeypatch.setattr(layout_module, "PIECE", MEGABYTE)
+    sources = {f"t{i}": torch.randn(MEGABYTE, device=CUDA) for i in range(64)}
+    copier = Copier(lambda name: None)
+    copy = copier.start(sources, live=True)
+    copier.wait()
+    sums = copy.result().sums
+    live = {name: torch.zeros_like(value) for name, value in sources.items()}
+    for changed in ([], ["t3"], ["t3", "t63"]):
+        for name in changed[-1:]:
+            copy.tensors[name].view(torch.int32)[7] ^= 1
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with copier.beside() as beside:
+                looked = copy.block.pour(list(live.values()), beside)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [one.names for one in looked] == [[f"t{i}" for i in range(60)]]
+        now, doubtful = seen(live, looked)
+        assert [name for name in sources if now[name] != sums[name]] == changed
+        assert not doubtful
+    copier.close()
+
+
+def test_a_run_goes_back_exactly_where_it_is_looked_at_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout_module, "PIECE", 1 << 10)
+    monkeypatch.setattr(layout_module, "SMALL", 1 << 6)
+    used: list[int] = []
+    beside = Copier.beside
+
+    @contextlib.contextmanager
+    def counted(self):
+        with beside(self) as look_at:
+            yield lambda tensors: used.append(len(tensors)) or look_at(tensors)
+
+    monkeypatch.setattr(Copier, "beside", counted)
+    torch.use_deterministic_algorithms(True)
+    try:
+        case = Case(shuffle="unique", epochs=5, augment=True, device="cuda", config=quick("auto", max_consecutive=2))
+        case.faults = at(case, 22, 23, 24)
+        run = case.guarded(tmp_path / "run")
+        assert "rollback" in run.actions()
+        assert_same(run, case.reference(run))
+        assert used, "some of it was looked at while the rest was under way"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_what_is_brought_back_is_looked_at_where_it_has_arrived(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.runtime.bits import Seen, look
 from holdfast.runtime.snapshots import blocks as blocks_module
 from holdfast.runtime.snapshots import layout as layout_module
 from holdfast.runtime.snapshots import pages
@@ -72,6 +73,30 @@ def test_a_block_holds_every_kind_of_tensor_bit_for_bit_and_gives_it_back(crossi
     assert live["picture"].stride() == sources["picture"].stride() != block.tensors["picture"].stride()
     block.pour(list(live.values()))
     assert all(bits(live[n]) == bits(v) for n, v in sources.items())
+
+
+def test_what_is_there_is_looked_at_while_the_last_of_it_is_under_way(monkeypatch):
+    monkeypatch.setattr(layout_module, "PIECE", 1 << 14)
+    sources = {f"t{n}": torch.full((1000 + n,), float(n + 1)) for n in range(40)}
+    sources |= {"few": torch.ones(3)}
+    monkeypatch.setattr(layout_module, "SMALL", 1 << 10)
+    layout = Layout(sources, HOST, crossing=True)
+    block, live = block_of(layout), {n: torch.zeros_like(v) for n, v in sources.items()}
+    block.fill(list(sources.values()), HOST)
+    asked: list[list[str]] = []
+
+    def beside(tensors: dict[str, torch.Tensor]) -> Seen:
+        asked.append(list(tensors))
+        assert all(torch.equal(value, sources[name]) for name, value in tensors.items()), "all of these are there"
+        assert not any(live[name].any() for name in live if name not in tensors), "and none of the others"
+        return look(tensors)
+
+    looked = block.pour(list(live.values()), beside)
+    assert asked == [["few", *(f"t{n}" for n in range(38))]]
+    assert [one.names for one in looked] == asked
+    assert all(torch.equal(live[name], value) for name, value in sources.items())
+    few = Layout({f"t{n}": torch.zeros(4) for n in range(9)}, HOST, crossing=True)
+    assert not few.early, "too little to be worth it"
 
 
 def test_no_copy_crosses_a_border_between_pieces_and_no_two_tensors_share_a_byte(monkeypatch):

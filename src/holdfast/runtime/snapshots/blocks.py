@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from holdfast.runtime import bits
 from holdfast.runtime.snapshots.layout import Layout, Row
 
+Beside: TypeAlias = Callable[[dict[str, Tensor]], bits.Seen]
 AHEAD = 1
 """blocks made before anybody asks for them, where making one takes time"""
 
@@ -77,9 +79,9 @@ class Block:
         _copy([self.views[i] for i in batch], [sources[i] for i in batch])
 
     @torch.no_grad()
-    def pour(self, targets: Sequence[Tensor]) -> list[bits.Seen]:
+    def pour(self, targets: Sequence[Tensor], beside: Beside | None = None) -> list[bits.Seen]:
         """The way back, into tensors that the layout fits: all of it is enqueued, and nothing waited for. Returns a look at
-        those that were looked at on their way."""
+        those that were looked at on their way. `beside`: who may look at some while the last ones are under way."""
         layout, looked = self.layout, []
         for number, pack in enumerate(layout.packs):
             staging = layout.staging(number)
@@ -88,6 +90,8 @@ class Block:
                 torch._foreach_copy_([targets[i] for i in row.members], views)
         for i in layout.alone:
             self._pour_alone(i, targets[i])
+            if beside is not None and i in layout.early:
+                looked.append(beside({layout.names[n]: targets[n] for n in layout.early[i]}))
         for device, here in layout.on.items():
             if layout.home is None:
                 live = {layout.names[i]: targets[i] for i in here}

@@ -9,7 +9,7 @@ thread does them. Nobody waits for that but certification.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.runtime import bits
 from holdfast.runtime.snapshots.aside import Aside
-from holdfast.runtime.snapshots.blocks import Block, Blocks
+from holdfast.runtime.snapshots.blocks import Beside, Block, Blocks
 from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite
 from holdfast.runtime.snapshots.copy import Copy, Examined, Issued, Look, Watched
 from holdfast.runtime.snapshots.layout import Layout
@@ -189,6 +189,26 @@ class Copier:
             event = _event()
             event.record(stream)
         return Issued(device, event, event)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[Beside]:
+        """Looks at tensors once the current stream has come so far, while that goes on with others; whatever it is given
+        afterwards waits for the look."""
+        used: list[tuple[torch.cuda.Stream, torch.cuda.Stream]] = []
+
+        def look(tensors: dict[str, Tensor]) -> bits.Seen:
+            device = next(iter(tensors.values())).device
+            stream, training = self._stream(device, "look"), torch.cuda.current_stream(device)
+            stream.wait_stream(training)
+            used.append((training, stream))
+            with torch.cuda.stream(stream):
+                return bits.look(tensors)
+
+        try:
+            yield look
+        finally:
+            for training, stream in used:
+                training.wait_stream(stream)
 
     def _aside(self, layout: Layout, device: torch.device) -> Aside | None:
         """For the copies of that layout, where they cross to the host and may be put aside."""

@@ -8,7 +8,7 @@ of tensors of the same names, shapes, types and places; so do the views of a blo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ PACKED = 64 << 20
 """at most so many bytes of small tensors go together: they pass through that much memory of the device"""
 PIECE = 64 << 20
 """no copy between host and device crosses a multiple of this: others get their turn, and memory is registered in parts"""
+_NEARLY_ALL = 15 / 16
 LARGE = 8 << 20
 """on a device, a plain copy of so many bytes is faster than the kernel that takes lists"""
 BATCH = 16 << 20
@@ -84,6 +85,8 @@ class Layout:
         self.rows: list[tuple[torch.device, Row]] = []
         """every row of small tensors, and where its copy lies; gaps in it are zeros"""
         self.alone: list[int] = []
+        self.early: dict[int, list[int]] = {}
+        """where there is much of it: by the one of `alone` with which nearly all of a device's is under way, what that is"""
         self.together: list[list[int]] = []
         self._staged: dict[int, Staging] = {}
         far = {d: home is not None and d != home if crossing is None else crossing for d in self.devices}
@@ -115,8 +118,16 @@ class Layout:
         self.sizes[home] = _up(at, _ALIGNED)
         if crosses:
             self.alone += large
+            self._part_early(small, large, [values[i].nbytes for i in large])
         else:
             self.together += _batches(values, here)
+
+    def _part_early(self, small: list[int], large: list[int], sizes: list[int]) -> None:
+        """Up to the first border after which there is little left; at least before the last."""
+        whole, done = sum(sizes), list(accumulate(sizes[:-1]))
+        nearly = next((n for n, so_far in enumerate(done) if so_far >= _NEARLY_ALL * whole), len(done) - 1)
+        if done and done[nearly] >= max(PIECE, whole // 2):
+            self.early[large[nearly]] = [*small, *large[: nearly + 1]]
 
     def _pack(self, values: list[Tensor], small: list[int], begin: int) -> Pack:
         by_dtype: dict[torch.dtype, list[int]] = {}

@@ -160,7 +160,8 @@ class Returning:
         looked: list[bits.Seen] = []
         if heavy is not None:
             assert snapshot is not None and snapshot.copy.block is not None
-            looked = snapshot.copy.block.pour(list(heavy.values()))
+            with self._copier.beside() as beside:
+                looked = snapshot.copy.block.pour(list(heavy.values()), beside)
             pairs.live.update(heavy)
         if tensors is None:
             assert snapshot is not None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from itertools import takewhile
 from typing import Any
 
 from torch import OutOfMemoryError
@@ -21,7 +20,7 @@ from holdfast.core.errors import InstabilityError, PolicyStop, RanksDisagree, St
 from holdfast.core.history import History
 from holdfast.core.ports import Clock
 from holdfast.core.shifts import LR_JUMP
-from holdfast.core.types import Finding, Flag, Incident, Outcome, Plan, Signal, Skip, Span, Status
+from holdfast.core.types import Incident, Outcome, Plan, Signal, Span, Status
 from holdfast.runtime import effects
 from holdfast.runtime.checking import Checking
 from holdfast.runtime.checkpoints import END, Checkpoints
@@ -36,8 +35,8 @@ from holdfast.runtime.optimizers import clear_gradients
 from holdfast.runtime.ranks import Ranks, Unwatched, Watch, Watched
 from holdfast.runtime.records import Records
 from holdfast.runtime.rng import Rng
-from holdfast.runtime.sensing import Reading
 from holdfast.runtime.serving import Serving
+from holdfast.runtime.settling import Settling
 from holdfast.runtime.setup import devices_of
 from holdfast.runtime.snapshots.keeper import Keeper
 from holdfast.runtime.snapshots.tier import Tier
@@ -47,10 +46,6 @@ from holdfast.runtime.sync import GradientSync
 from holdfast.runtime.witness import Witness
 
 log = logging.getLogger("holdfast")
-
-_LOOK_AT_STREAKS = (4, 16)
-_FORGET_EVERY = 16
-_NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
 class Run:
@@ -94,6 +89,7 @@ class Run:
         self.witness = Witness(state.modules, enabled=self.meeting.several)
         self.serving = Serving(self)
         self.leaving = Leaving(self, clip)
+        self.settling = Settling(self)
         self.step = 0
         """steps committed"""
         self.pending: Step | None = None
@@ -104,7 +100,6 @@ class Run:
         self.exhausted = False
         self.attempt = 1
         """how often the next step has been tried, counting the next time"""
-        self._overflows = 0
         self._told: BaseException | None = None
         """the error that the other ranks have been told of"""
 
@@ -244,7 +239,7 @@ class Run:
     def step_epochs(self, count: int) -> None:
         """That many epochs have ended."""
         for _ in range(count):
-            self._step_schedulers("epoch")
+            self.step_schedulers("epoch")
 
     def entered(self, step: Step) -> None:
         """The user's forward and backward begin: the other ranks' collectives are in them."""
@@ -264,7 +259,7 @@ class Run:
     def _leave(self, step: Step) -> None:
         self.tell(self.gate.follow_hooks(alone=not self.meeting.several))
         left = self.leaving.measure(step)
-        if self.pending is not None and not self.settle(step):
+        if self.pending is not None and not self.settling.settle(step):
             self._discard(step)
             return
         if self.pending is None and step.epochs_before:
@@ -277,7 +272,7 @@ class Run:
         self.leaving.update(step, left)
         self.pending = step
         if not self.gate.on_device:
-            self.settle(None)
+            self.settling.settle(None)
         elif not self.hooks.in_time:
             self.tell(self.keeper.updated(step.number))
 
@@ -289,7 +284,7 @@ class Run:
         self.current = None
         assert self.source is not None
         self.source.untell(step.epochs_before + step.ended_epochs)
-        self.engine.write("abandoned", step=step.number, data=_spans(step), batches=len(step.draws))
+        self.engine.write("abandoned", step=step.number, data=step.spans(), batches=len(step.draws))
         if isinstance(error, OutOfMemoryError):
             self.tell(self.keeper.out_of_memory())
 
@@ -301,10 +296,10 @@ class Run:
         self.source.untell(step.epochs_before + step.ended_epochs)
         self.rewind(step)
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
-        if self.pending is not None and not self.settle(step):
+        if self.pending is not None and not self.settling.settle(step):
             self.engine.became(step.result)  # the step before was undone: there is data again, the step's own with it
             return
-        self.engine.write("remainder", step=step.number, data=_spans(step), batches=len(step.draws))
+        self.engine.write("remainder", step=step.number, data=step.spans(), batches=len(step.draws))
         self.serving.ended_epochs = 0
         self.source.tell()
         self.step_epochs(self.serving.ended_epochs)
@@ -317,7 +312,7 @@ class Run:
         self.engine.became(step.result)
 
     def _unread(self, step: Step) -> Signal:
-        return Signal(step=step.number, attempt=step.attempt, loss=step.loss, data=_spans(step), seconds=step.seconds)
+        return Signal(step=step.number, attempt=step.attempt, loss=step.loss, data=step.spans(), seconds=step.seconds)
 
     # ---- settling
 
@@ -333,135 +328,14 @@ class Run:
             )
         if served is not None and served.entered:
             served = None
-        settled = self.settle(served)
+        settled = self.settling.settle(served)
         if not settled:
             self.exhausted = False
             if served is not None:
                 self.serving.serve_anew(served)
         return settled
 
-    def settle(self, following: Step | None) -> bool:
-        """Find out what became of the pending step and act on it. False: the data was put back; `following` is void."""
-        step, self.pending = self.pending, None
-        assert step is not None and step.passage is not None
-        reading = step.passage.read()
-        self.meeting.read(step, reading.extra)
-        signal = self.meeting.over_all(self._signal(step, reading), step)
-        vetoed = bool(reading.flags) and self.armed
-        if vetoed or signal.overflow:
-            step.passage.undo_first_touch(overflow=not vetoed)
-            self.checking.forget()
-        step.origin = self.meeting.blame(step, signal)
-        origin = None if step.origin is None else step.origin.evidence
-        plan = self.engine.judge(
-            signal, [*self._look_deeper(step, signal), *self.checking.findings(step, signal)], origin
-        )
-        self.meeting.decided(signal, plan)
-        if plan is None or not plan.actions:
-            if vetoed:
-                return effects.skip.perform(self, step, following, signal, plan, Skip())
-            self.stands(step, signal, healthy=plan is None or plan.by != "observe")
-            return True
-        self.keeper.unhealthy()
-        self.checkpoints.unhealthy()
-        return effects.carry_out(self, step, following, signal, plan, vetoed)
-
-    def stands(self, step: Step, signal: Signal, healthy: bool = True) -> None:
-        """Nothing undoes the step: its update has landed, or the loss scaler kept it from landing."""
-        if signal.overflow:
-            self._overflowed(step, signal)
-        else:
-            self._commit(step, signal, healthy)
-
-    def _signal(self, step: Step, reading: Reading) -> Signal:
-        return Signal(
-            step=step.number,
-            attempt=step.attempt,
-            loss=reading.loss,
-            grad_norm=reading.grad_norm,
-            lr=step.lr,
-            loss_scale=reading.loss_scale,
-            update_rms=reading.update_rms,
-            weight_norm=reading.weight_norm,
-            batch=None if step.look is None else step.look.batch,
-            clip=step.clip,
-            flags=reading.flags,
-            overflow=reading.overflow,
-            loss_limit=step.loss_limit,
-            grad_limit=step.grad_limit,
-            data=_spans(step),
-            samples=step.samples,
-            length=None if step.look is None else step.look.length,
-            seconds=step.seconds,
-        )
-
-    def _look_deeper(self, step: Step, signal: Signal) -> list[Finding]:
-        """Is it the batch, or was the state broken before it? Asked only when something is wrong already."""
-        self._overflows = self._overflows + 1 if signal.overflow else 0
-        nonfinite = signal.flags & _NONFINITE
-        asked = self.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS)
-        name = self.state.nonfinite(step.buffers) if asked else None
-        onset, how = signal.step - 1, "found when the step was not finite"
-        if name is None and not self.meeting.several and (alarm := self.keeper.take_alarm()) is not None:
-            name, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
-        if name is None and not self.meeting.alarmed and not (asked and self.meeting.several):
-            return []
-        return self.meeting.broken_state(name, onset, how, signal)
-
-    def _commit(self, step: Step, signal: Signal, healthy: bool) -> None:
-        self.step += 1
-        assert self.step == signal.step, "committed steps are numbered without gaps"
-        self.attempt = 1
-        self.positions[self.step] = step.draws[0].begin
-        before = self.state.interventions.factor()
-        self._step_schedulers("step")
-        self.state.interventions.commit()
-        self.meeting.weigh(step)
-        if (after := self.state.interventions.factor()) > LR_JUMP * before:
-            self.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", self.step)
-        if len(self.history.turns) > self.state.interventions.turns:
-            effects.interventions.again(self)
-        if healthy:
-            if self.engine.commit(signal) is not None:
-                self.checking.incident_closed()
-            self.keeper.healthy(self.step)
-            self.checkpoints.healthy(self.step)
-        step.result = Outcome(status=Status.COMMITTED, signal=signal)
-        self.records.metrics(step.result)
-        self.hooks.call("on_step_end", step.result)
-        self.leaving.hooked = True
-        self.keeper.committed(self.step, self.engine.state_dict)
-        if self.step % _FORGET_EVERY == 0:
-            self._forget()
-
-    def _forget(self) -> None:
-        """What lies further back than anything in memory could return to; without snapshots, than they would reach."""
-        number = max(1, self.step - self.config.snapshot.reach_steps)
-        position = self.positions.get(number)
-        oldest = self.keeper.oldest_position() or (None if position is None else (number, position))
-        if oldest is None:
-            return
-        assert self.source is not None
-        self.source.forget_before(oldest[1])
-        for number in list(takewhile(lambda n: n < oldest[0], self.positions)):  # in the order of their numbers
-            del self.positions[number]
-
-    def _overflowed(self, step: Step, signal: Signal) -> None:
-        """As torch does it: data, RNG and buffers are consumed, the scale has backed off, the schedule stays."""
-        self.keeper.not_committed()
-        self.attempt += 1
-        step.result = Outcome(status=Status.OVERFLOWED, signal=signal)
-        self.engine.became(step.result, loss_scale=signal.loss_scale)
-        self.records.metrics(step.result)
-
-    def not_committed(self, step: Step, outcome: Outcome, **fields: Any) -> None:
-        """An effect has dealt with the step in another way than committing it."""
-        self.attempt += 1
-        step.result = outcome
-        self.engine.became(outcome, **fields)
-        self.records.metrics(outcome)
-
-    def _step_schedulers(self, interval: Any, metric: float | None = None) -> None:
+    def step_schedulers(self, interval: Any, metric: float | None = None) -> None:
         before = self.state.optimizers.lr()
         self.state.schedulers.step(interval, metric)
         after = self.state.optimizers.lr()
@@ -471,7 +345,7 @@ class Run:
     def report_eval(self, metric: float) -> None:
         self.flush()
         metric = self.meeting.share_metric(metric)
-        self._step_schedulers("eval", metric)
+        self.step_schedulers("eval", metric)
         self.hooks.call("on_eval_end", metric)
 
     # ---- going back
@@ -488,7 +362,8 @@ class Run:
 
     def returned_to(self, step: int) -> None:
         """A snapshot has been put back: what was counted since is undone."""
-        self.step, self.attempt, self._overflows = step, 1, 0
+        self.step, self.attempt = step, 1
+        self.settling.returned()
         self.checking.returned_to(step)
         for number in [n for n in self.positions if n > step]:
             del self.positions[number]
@@ -536,16 +411,3 @@ class Run:
 def _said_by_the_first(record: logging.LogRecord) -> bool:
     """What all ranks have agreed on needs saying once. Errors are each rank's own, and so is everything for a debugger."""
     return record.levelno >= logging.ERROR or log.isEnabledFor(logging.DEBUG)
-
-
-def _spans(step: Step) -> tuple[Span, ...]:
-    """The step's stretches of data, neighbours joined."""
-    if len(step.draws) == 1:
-        return (step.draws[0].span,)
-    joined: list[Span] = []
-    for span in (d.span for d in step.draws):
-        if joined and joined[-1].epoch == span.epoch and joined[-1].stop == span.start:
-            joined[-1] = Span(span.epoch, joined[-1].start, span.stop)
-        else:
-            joined.append(span)
-    return tuple(joined)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.errors import StepError, StepIncomplete
-from holdfast.core.types import Outcome
+from holdfast.core.types import Outcome, Span
 from holdfast.runtime.agreement import Rows
 from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.fingerprint import Look
@@ -226,6 +226,18 @@ class Step:
             return self.draws[0].samples
         counts = [d.samples for d in self.draws]
         return None if any(c is None for c in counts) else sum(c for c in counts if c is not None)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Its stretches of data, neighbours joined."""
+        if len(self.draws) == 1:
+            return (self.draws[0].span,)
+        joined: list[Span] = []
+        for span in (d.span for d in self.draws):
+            if joined and joined[-1].epoch == span.epoch and joined[-1].stop == span.start:
+                joined[-1] = Span(span.epoch, joined[-1].start, span.stop)
+            else:
+                joined.append(span)
+        return tuple(joined)
 
     def _missing(self) -> str | None:
         if self.parts is None:

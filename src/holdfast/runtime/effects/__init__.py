@@ -34,7 +34,7 @@ def carry_out(run: Run, step: Step, following: Step | None, signal: Signal, plan
     elif vetoed or plan.first(Skip) is not None:
         goes_on = skip.perform(run, step, following, signal, plan, plan.first(Skip) or Skip())
     else:
-        run.stands(step, signal)
+        run.settling.stands(step, signal)
         goes_on = True
     interventions.intervene(run, plan)
     return goes_on

@@ -34,6 +34,6 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     run.keeper.not_committed()
     run.rewind(step)
     outcome = Outcome(status=Status.REPLAYED, signal=signal, plan=plan)
-    run.not_committed(step, outcome)
+    run.settling.not_committed(step, outcome)
     run.hooks.call("on_recovery", outcome)
     return False

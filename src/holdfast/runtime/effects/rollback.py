@@ -77,7 +77,7 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
     interventions.with_rollback(run, then)
     outcome = Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan)
     lost += run.clock.monotonic() - began
-    run.not_committed(step, outcome, from_step=undone, to_step=found.step, seconds_lost=lost)
+    run.settling.not_committed(step, outcome, from_step=undone, to_step=found.step, seconds_lost=lost)
     log.warning("step %d: %s: rolled back to step %d", signal.step, plan.reason, found.step)
     run.hooks.call("on_recovery", outcome)
     return False

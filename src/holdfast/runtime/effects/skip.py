@@ -48,7 +48,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     if not goes_on:
         put_back(run, step, following)
     outcome = Outcome(status=Status.SKIPPED, signal=signal, plan=plan)
-    run.not_committed(step, outcome)
+    run.settling.not_committed(step, outcome)
     run.hooks.call("on_recovery", outcome)
     return goes_on
 

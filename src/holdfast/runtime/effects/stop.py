@@ -31,7 +31,7 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Stop) -> N
     run.keeper.not_committed()
     run.stopping = action.reason
     outcome = Outcome(status=Status.STOPPED, signal=signal, plan=plan)
-    run.not_committed(step, outcome)
+    run.settling.not_committed(step, outcome)
     if action.code != 70:
         raise InstabilityError(
             f"{action.reason}; loss {signal.loss}, gradient norm {signal.grad_norm}; nothing was applied"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 import test_parts as made
+import torch
 from parts import assert_equal
 from resumed import Dies, assert_continued, idle, killed, live, relay, simple
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.core.checkpoints.manifest import name_of
@@ -72,6 +75,31 @@ def test_real_kills_inside_an_epoch_at_its_end_and_at_once(tmp_path):
     for at_step in (1, 5, 8, 8, 15):
         killed(r, tmp_path / "run", lambda guard, parts, step, n=at_step: step.number >= n)
     assert_continued(live(r, tmp_path / "run"), whole)
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "Philox"])
+def test_numpy_may_draw_from_another_bit_generator(kind, tmp_path):
+    before = np.random.get_bit_generator()
+
+    def trained(run_dir, steps: int) -> list[float]:
+        np.random.set_bit_generator(getattr(np.random, kind)(5))
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        loader = DataLoader(TensorDataset(torch.randn(60, 4)), batch_size=4, shuffle=True)
+        with holdfast.Guard(model, optimizer, run_dir=run_dir, config={"checkpoint": {"every_steps": 5}}) as guard:
+            for step in guard.steps(loader, max_steps=steps):
+                with step:
+                    for (rows,) in step.microbatches():
+                        step.backward(model(rows).pow(2).mean() * (1 + np.random.rand()))
+        return [*model.weight.detach().flatten().tolist(), np.random.rand()]
+
+    try:
+        whole = trained(tmp_path / "whole", 30)
+        trained(tmp_path / "relay", 17)
+        assert trained(tmp_path / "relay", 30) == whole
+    finally:
+        np.random.set_bit_generator(before)
 
 
 # ---- several saves of one step

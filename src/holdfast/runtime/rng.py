@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.runtime.streams import NumpyStream, PythonStream
+from holdfast.runtime.streams import NumpyStream, PythonStream, numpy_of, numpy_plain, restore_numpy
 
 
 class RngState(NamedTuple):
@@ -33,22 +32,12 @@ class RngState(NamedTuple):
 
     def plain(self) -> dict[str, Any]:
         """As plain values and tensors, for a file."""
-        numpy = self.numpy
-        if numpy is not None:
-            inner = numpy["state"]
-            numpy = {
-                **numpy,
-                "state": {"key": torch.from_numpy(inner["key"].astype("int64")), "pos": int(inner["pos"])},
-            }
-        return {**self._asdict(), "numpy": numpy}
+        return {**self._asdict(), "numpy": numpy_plain(self.numpy)}
 
     @staticmethod
     def of(plain: dict[str, Any]) -> RngState:
         """What `plain` gave."""
-        numpy = plain["numpy"]
-        if numpy is not None:
-            numpy = {**numpy, "state": {**numpy["state"], "key": numpy["state"]["key"].numpy().astype("uint32")}}
-        return RngState(**{**plain, "numpy": numpy})
+        return RngState(**{**plain, "numpy": numpy_of(plain["numpy"])})
 
 
 class Rng:
@@ -86,7 +75,7 @@ class Rng:
     def restore(self, state: RngState) -> None:
         random.setstate(state.python)
         if state.numpy is not None:
-            sys.modules["numpy"].random.set_state(state.numpy)
+            restore_numpy(state.numpy)
         torch.set_rng_state(state.torch)
         for index, value in zip(self._devices, state.devices, strict=True):
             torch.cuda.set_rng_state(value, index)

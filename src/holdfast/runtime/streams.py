@@ -15,6 +15,10 @@ import struct
 import sys
 from typing import Any, TypeAlias
 
+import torch
+
+from holdfast.core.errors import SetupError
+
 _HEADER = object.__basicsize__
 _TWISTER = 4 * 624 + 4
 """bytes of a Mersenne Twister: its words, and its place among them"""
@@ -81,6 +85,42 @@ class NumpyStream:
             self._state = get_state(legacy=False)
             self._seen = held if (words.raw, rest.raw) == held else None
         return self._state
+
+
+def restore_numpy(state: Any) -> None:
+    """What `NumpyStream` gave, perhaps in another process. SetupError where it is another bit generator's."""
+    import numpy
+
+    try:
+        numpy.random.set_state(state)
+    except ValueError:
+        was, now = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
+        if was == now:
+            raise
+        raise SetupError(
+            f"numpy.random drew from {was} when this was saved, and draws from {now} now: before the Guard is made, call "
+            f"numpy.random.set_bit_generator(numpy.random.{was}())"
+        ) from None
+
+
+def numpy_plain(state: Any) -> Any:
+    """A state of NumPy's, of whichever bit generator, as plain values and tensors: for a file."""
+    if isinstance(state, dict):
+        return {name: numpy_plain(value) for name, value in state.items()}
+    if hasattr(state, "astype"):
+        return torch.from_numpy(state.astype("int64")) if state.ndim else state.item()
+    return state
+
+
+def numpy_of(plain: Any) -> Any:
+    """What `numpy_plain` was given."""
+    return None if plain is None else _numpy_of(plain, "uint32" if plain["bit_generator"] == "MT19937" else "uint64")
+
+
+def _numpy_of(plain: Any, words: str) -> Any:
+    if isinstance(plain, dict):
+        return {name: _numpy_of(value, words) for name, value in plain.items()}
+    return plain.numpy().astype(words) if isinstance(plain, torch.Tensor) else plain
 
 
 def _at(address: int, size: int) -> Memory:

@@ -16,8 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.errors import SetupError
 from holdfast.runtime import streams
+from holdfast.runtime.data.packing import pack_streams, unpack_streams
 from holdfast.runtime.rng import Rng, RngState, _alike
+from holdfast.runtime.snapshots.encoding import decode, encode
 from holdfast.runtime.streams import NumpyStream, PythonStream
 
 
@@ -244,3 +247,39 @@ def test_captures_on_two_threads_do_not_mix():
         thread.join(60)
     assert not wrong and not any(t.is_alive() for t in threads)
     assert rngs[0].capture().same(rngs[1].capture())
+
+
+# ---- in a file
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+def test_a_state_of_numpys_goes_through_a_file_whatever_bit_generator_it_is_of(kind):
+    np.random.set_bit_generator(getattr(np.random, kind)(2**63 + 11))
+    np.random.randn(7)
+    rng = Rng()
+    state = rng.capture()
+    tensors: dict[str, torch.Tensor] = {}
+    text = encode({"rng": state.plain(), "streams": pack_streams(state, [])}, tensors)
+    then = (np.random.randn(3).tolist(), np.random.bytes(9))
+    back = decode(text, tensors)
+    for again in (RngState.of(back["rng"]), unpack_streams(back["streams"], rng.capture())):
+        assert _alike(again.numpy, state.numpy)
+        rng.restore(again)
+        assert (np.random.randn(3).tolist(), np.random.bytes(9)) == then
+
+
+def test_the_state_of_another_bit_generator_is_refused_with_the_cure():
+    np.random.set_bit_generator(np.random.PCG64(1))
+    state = Rng().capture()
+    np.random.set_bit_generator(np.random.SFC64(1))
+    with pytest.raises(SetupError, match=r"PCG64 .* SFC64 now.*set_bit_generator\(numpy.random.PCG64\(\)\)"):
+        Rng().restore(state)
+
+
+def test_streams_packed_by_earlier_versions_are_read():
+    state = Rng().capture()
+    packed = pack_streams(state, [])
+    plain = packed["numpy"]
+    packed["numpy"] = {**plain["state"], "has_gauss": plain["has_gauss"], "gauss": plain["gauss"]}
+    np.random.rand(3)
+    assert _alike(unpack_streams(packed, Rng().capture()).numpy, state.numpy)

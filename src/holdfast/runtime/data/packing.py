@@ -10,24 +10,15 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.rng import RngState
+from holdfast.runtime.streams import numpy_of, numpy_plain
 
 
 def pack_streams(state: RngState, own: Sequence[Tensor]) -> dict[str, Any]:
     """The global streams of the CPU, and those of the loader's own generators: what a sampler may draw from."""
     version, words, gauss = state.python
-    numpy = None
-    # Another bit generator than the usual one has another kind of state: it is left where it is.
-    if state.numpy is not None and state.numpy.get("bit_generator") == "MT19937":
-        key = state.numpy["state"]["key"]
-        numpy = {
-            "key": torch.tensor(key.astype("int64")),
-            "pos": int(state.numpy["state"]["pos"]),
-            "has_gauss": int(state.numpy["has_gauss"]),
-            "gauss": float(state.numpy["gauss"]),
-        }
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": numpy,
+        "numpy": numpy_plain(state.numpy),
         "torch": state.torch.clone(),
         "own": [t.clone() for t in own],
     }
@@ -35,20 +26,15 @@ def pack_streams(state: RngState, own: Sequence[Tensor]) -> dict[str, Any]:
 
 def unpack_streams(packed: dict[str, Any], present: RngState) -> RngState:
     """The streams that were packed; devices and what else was not are those of `present`."""
-    import numpy as np
-
-    python, numpy = packed["python"], None
-    if packed["numpy"] is not None:
-        kept = packed["numpy"]
-        numpy = {
-            "bit_generator": "MT19937",
-            "state": {"key": np.array(kept["key"].tolist(), dtype=np.uint32), "pos": kept["pos"]},
-            "has_gauss": kept["has_gauss"],
-            "gauss": kept["gauss"],
-        }
+    python, numpy = packed["python"], packed["numpy"]
+    if numpy is not None and "bit_generator" not in numpy:  # as earlier versions wrote it
+        rest = {name: value for name, value in numpy.items() if name not in ("key", "pos")}
+        numpy = {**rest, "bit_generator": "MT19937", "state": {"key": numpy["key"], "pos": numpy["pos"]}}
     words = tuple(python["words"].tolist())
     return present._replace(
-        python=(python["version"], words, python["gauss"]), numpy=numpy or present.numpy, torch=packed["torch"]
+        python=(python["version"], words, python["gauss"]),
+        numpy=numpy_of(numpy) or present.numpy,
+        torch=packed["torch"],
     )
 
 

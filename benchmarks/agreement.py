@@ -37,6 +37,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from benchmarks.blocks import write
+from benchmarks.options import count as above_zero
+from benchmarks.options import writable
 from holdfast.distributed.world import World
 
 CLIP = 1.0
@@ -296,12 +299,12 @@ def told_to_a_rank(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=10, help="of a block")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=32, help="samples a rank")
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--sizes", type=above_zero, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--rounds", type=above_zero, default=9)
+    parser.add_argument("--steps", type=above_zero, default=10, help="of a block")
+    parser.add_argument("--width", type=above_zero, default=512)
+    parser.add_argument("--batch", type=above_zero, default=32, help="samples a rank")
+    parser.add_argument("--json", type=writable, default=None)
     parser.add_argument("--check", action="store_true")
     told_to_a_rank(parser)
     options = parser.parse_args()
@@ -317,9 +320,7 @@ def main() -> int:
     }
     result = {"about": about, "runs": [launch("benchmarks.agreement", options, PASSED, size) for size in options.sizes]}
     print(table(result))
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=1))
+    write(options.json, result)
     wrong = failures(result)
     for line in wrong:
         print(line)

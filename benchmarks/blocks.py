@@ -23,7 +23,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.stopping import Patience
+
 SEED = 7
+SAY_EVERY = 10.0
+"""seconds"""
 Block = Callable[[int], None]
 """runs that many steps"""
 
@@ -42,20 +46,23 @@ def interleave(
     fewer: Mapping[str, int] | None = None,
     between: Callable[[str], None] | None = None,
     failed: Callable[[str, Exception], None] | None = None,
-    enough: Callable[[], bool] | None = None,
+    patience: Patience | None = None,
 ) -> dict[str, dict[int, float]]:
     """Milliseconds a step, by way and round. `fewer`: ways that take part in so many counted rounds only. `between`: after a
     block, outside of its time. A way that fails is left out from there on, unless it is the first one; `failed` is told.
-    `enough`: asked before a round."""
+    `patience`: asked before a round, whether it is over; there is one counted round at least, unless somebody says stop."""
+    patience = patience or Patience()
     order, left = random.Random(SEED), list(blocks)
-    first = left[0]
+    first, said = left[0], time.monotonic()
     times: dict[str, dict[int, float]] = {name: {} for name in blocks}
     for number in range(rounds + 1):
-        if number > 1 and enough is not None and enough():
+        if number > 1 and patience.over():
             break
         turn = [name for name in left if number <= (fewer or {}).get(name, rounds)]
         order.shuffle(turn)
         for name in turn:
+            if patience.told:
+                break
             try:
                 synchronize(device)
                 began = time.perf_counter()
@@ -72,6 +79,9 @@ def interleave(
                 continue
             if number:  # the first round allocates what later ones use again
                 times[name][number] = taken
+        if number == 1 or time.monotonic() > said + SAY_EVERY:
+            said = time.monotonic()
+            say(f"  round {number} of {rounds}")
     return times
 
 

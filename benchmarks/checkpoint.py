@@ -12,7 +12,6 @@ with status 1 unless the stall is under 5% of DCP save's and the throughput at l
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -30,6 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from benchmarks.blocks import write
+from benchmarks.options import count, positive, writable
 
 WIDTH = 2048
 STALL_SHARE, THROUGHPUT_SHARE = 0.05, 0.9
@@ -255,11 +256,11 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=1.2)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gb", type=positive, default=1.2)
+    parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", default=None, help="on the disk to measure; a temporary folder by default")
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--json", type=writable, default=None)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -271,9 +272,7 @@ def main() -> int:
             lambda text: print(text, file=sys.stderr, flush=True),
         )
     print(table(result))
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=1))
+    write(options.json, result)
     wrong = failures(result)
     for line in wrong:
         print(line)

@@ -18,6 +18,7 @@ import torch
 from benchmarks.blocks import against, cell, headline, interleave, markdown, say, synchronize
 from benchmarks.loops import Case, Guarded, Loop, Subject, difference, let_go
 from benchmarks.peers import ArcStyle, IsFinite, Item, Spike
+from benchmarks.stopping import Patience
 from holdfast.core.errors import ConfigError
 from holdfast.runtime.snapshots.memory import available_bytes
 
@@ -48,7 +49,7 @@ VARIANTS = {
     "disk": Variant("guard, checkpoints to disk", disk=True),
     "isfinite": Variant("isfinite per parameter", IsFinite),
     "item": Variant(".item() of loss and norm", Item),
-    "spike": Variant("Lightning SpikeDetection", Spike),
+    "spike": Variant("SpikeDetection of Lightning", Spike),
     "arc": Variant("arc-training style", ArcStyle),
 }
 
@@ -70,8 +71,9 @@ class Measured:
         self.found: dict[str, dict[str, Any]] = {}
         self.steps = 0
 
-    def run(self, over: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-        """Everything but what was not affordable any more: `over` is asked before a round."""
+    def run(self, patience: Patience | None = None) -> dict[str, Any]:
+        """Everything but what was not affordable any more."""
+        patience = patience or Patience()
         case = self.case
         bare = Loop(Subject(case))
         bare.warm_up()
@@ -93,7 +95,9 @@ class Measured:
             if variant.peer is not None:
                 self._try(name, lambda n=name, kind=variant.peer: peers.update({n: _warm(kind(subject))}))  # type: ignore[misc]
         for group in self._groups(subject):
-            self._together(bare, peers, group, over)
+            if patience.told:
+                break
+            self._together(bare, peers, group, patience)
             peers = {}
             let_go(case.device)
         result["variants"] = {name: self.found[name] for name in self.variants if name in self.found}
@@ -157,9 +161,11 @@ class Measured:
 
     # ---- timing
 
-    def _together(self, bare: Loop, peers: dict[str, Loop], group: list[str], over: Callable[[], bool]) -> None:
+    def _together(self, bare: Loop, peers: dict[str, Loop], group: list[str], patience: Patience) -> None:
         ways: dict[str, Loop] = {"bare": bare, **peers}
         for name in group:
+            if patience.told:
+                break
             self._try(name, lambda n=name: ways.update({n: self._guarded(n)}))  # type: ignore[misc]
         say(f"  {', '.join(ways)}: {self.effort.rounds} rounds of {self.steps} steps")
         gc.collect()
@@ -172,7 +178,7 @@ class Measured:
             fewer=dict.fromkeys(peers, min(self.effort.peer_rounds, self.effort.rounds)),
             between=lambda name: ways[name].between(),
             failed=self._failed,
-            enough=over,
+            patience=patience,
         )
         for name, way in ways.items():
             self._try(name, way.close)
@@ -194,12 +200,19 @@ class Measured:
         let_go(self.case.device)  # not before the error is gone, which holds on to what failed
 
     def _failed(self, name: str, why: Exception | str) -> None:
+        entry = self.found.setdefault(name, {"label": self.variants[name].label})
         if isinstance(why, Exception):
             if not isinstance(why, ConfigError):
                 traceback.print_exception(why)
+            entry["crashed"] = self.variants[name].peer is None and not cannot_be(why)
             why = " ".join(f"{type(why).__name__}: {why}".split())[:200]
         say(f"  {name}: {why}")
-        self.found.setdefault(name, {"label": self.variants[name].label})["failed"] = why
+        entry["failed"] = why
+
+
+def cannot_be(error: Exception) -> bool:
+    """Whether this machine has no room for it, or it is configured in a way that there is none: no fault of a guard's."""
+    return isinstance(error, ConfigError | torch.OutOfMemoryError)
 
 
 def _warm(loop: Loop) -> Loop:
@@ -251,7 +264,8 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"{case['case']}: {EQUAL_STEPS} steps bare and guarded are {case['equal']}")
         lines += [line for part in ("profile", "rollback") for line in case.get(part, {}).get("lines", [])]
     if result["left_out"]:
-        lines.append(f"left out: {', '.join(result['left_out'])}")
+        left = ", ".join(f"{one['case']} ({one['why']})" for one in result["left_out"])
+        lines.append(f"left out: {left}")
     return "\n".join(lines)
 
 
@@ -270,8 +284,10 @@ def _rows(case: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def failures(result: dict[str, Any], bars: Callable[[dict[str, Any], str], float | None] | None) -> list[str]:
-    """What is wrong with the measurement itself; and with `bars`, by case and variant, whose ratio is above its bar."""
-    found = []
+    """What is wrong with the measurement itself: what was changed, not committed or has crashed. With `bars`, by case and
+    variant, whose ratio is above its bar, too, and what was to be measured and was not."""
+    left = result.get("left_out", [])
+    found = [f"{one['case']}: not measured: {one['why']}" for one in left if one["crashed"] or bars is not None]
     for case in result["cases"]:
         named = case["case"]
         if case.get("equal", "identical") != "identical":
@@ -284,6 +300,8 @@ def failures(result: dict[str, Any], bars: Callable[[dict[str, Any], str], float
             bar = bars(case, name) if bars is not None else None
             if bar is not None and "ratio" not in entry:
                 found.append(f"{named}, {entry['label']}: not measured: {entry.get('failed', 'no round')}")
+            elif entry.get("crashed"):
+                found.append(f"{named}, {entry['label']}: {entry['failed']}")
             elif bar is not None and entry["ratio"]["median"] > bar:
                 found.append(f"{named}, {entry['label']}: {entry['ratio']['median']:.4f} is above {bar:g}")
     return found

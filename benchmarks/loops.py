@@ -71,7 +71,7 @@ class Training(Case):
         super().__init__(name, lr=size.lr, **how)
         self.size, self.batch, self.length = size, batch or size.batch, length or size.length
         rows = max(64 * self.batch, 2**23 // self.length)
-        self.rows = text(min(rows, 1 << 14), self.length, size.vocabulary)
+        self.rows = text(max(self.batch, min(rows, 1 << 14)), self.length, size.vocabulary)
 
     def __str__(self) -> str:
         return f"{self.name} {self.batch}x{self.length} {self.mode} {self.precision} {self.optimizer}"
@@ -198,7 +198,8 @@ class Guarded(Loop):
         super().__init__(subject)
         self.folder, self.every = folder, every
         self.config = {**QUIET, **(config or {})}
-        self.snapshots: list[int] = []
+        self.snapshots = 0
+        self._unexpected: str | None = None
         self.fill_seconds = 0.0
         self._settled = 0.0
         self.guard = holdfast.Guard(
@@ -213,8 +214,11 @@ class Guarded(Loop):
         ring = self._run.keeper.ring
         add = ring.add
 
-        def noted(snapshot: Any) -> Any:
-            self.snapshots.append(snapshot.step)
+        def noted(snapshot: Any) -> Any:  # counted and not kept: what the loop holds must not grow
+            due = self.snapshots * self.snapshot_every
+            if snapshot.step != due and self._unexpected is None:
+                self._unexpected = f"a snapshot was taken at step {snapshot.step} where one was due at {due}"
+            self.snapshots += 1
             return add(snapshot)
 
         ring.add = noted
@@ -237,6 +241,10 @@ class Guarded(Loop):
         if slots:
             gb = self.subject.nbytes() / 1e9
             self.notes.append(f"{slots} slots of {gb:.2f} GB, filled in {self.fill_seconds:.1f} s ({self.done} steps)")
+
+    @property
+    def snapshot_every(self) -> int:
+        return int(self.config["snapshot"].get("every_steps", 10))
 
     @property
     def takes_snapshots(self) -> bool:
@@ -272,13 +280,17 @@ class Guarded(Loop):
             said.append(f"{summary.committed} of {self.done} steps committed")
         if summary.overflowed and self.subject.scaler is None:
             said.append(f"{summary.overflowed} steps overflowed without a scaler")
+        dead = next((e["step"] for e in self._journal() if e["event"] == "finding" and e["kind"] == "dead_run"), None)
+        if dead is not None:
+            said.append(f"nothing was trained any more at step {dead}")
         if summary.incidents:
             said.append(f"incidents: {', '.join(i.kind for i in summary.incidents)}")
-        every = int(self.config["snapshot"].get("every_steps", 10))
-        due = list(range(0, summary.committed + 1, every)) if self.takes_snapshots else []
+        due = summary.committed // self.snapshot_every + 1 if self.takes_snapshots else 0
+        if self._unexpected is not None:
+            said.append(self._unexpected)
         # The last one may still have been in the making: it is whole when the step after it begins.
-        if self.snapshots not in (due, due[:-1]):
-            said.append(f"{len(self.snapshots)} snapshots taken where {len(due)} were due")
+        elif self.snapshots not in (due, due - 1):
+            said.append(f"{self.snapshots} snapshots taken where {due} were due")
         if self.config["checkpoint"].get("enabled", True):
             said += self._saves(summary.committed)
         return said

@@ -8,7 +8,7 @@ be. Bare and guarded blocks are interleaved as in benchmarks.gpu.overhead; the g
 run. With `steps`, one guarded run of that many steps with snapshots every 10, on the CPU, in ten windows with a bare one
 beside each: neither the ratio to bare nor the memory of the process may grow. Slopes are Theil-Sen over all windows but
 the first; `--check` ends with status 1 where the ratio grows by more than 5% over the run or memory by more than 1 MB a
-100,000 steps.
+100,000 steps, and where it was told to stop (SIGTERM or Ctrl-C) before all was measured. What was is shown.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from torch.utils.data import DataLoader
 from benchmarks.blocks import about, against, cell, headline, interleave, markdown, say, synchronize, write
 from benchmarks.gpt import loader
 from benchmarks.loops import Case, Guarded, Loop, Subject, let_go
+from benchmarks.options import count, positive, writable
+from benchmarks.stopping import Patience, asked_to_stop
 
 PARAMETERS: dict[str, list[float]] = {"cuda": [1, 10, 100, 1000], "cpu": [0.01, 0.1, 1, 10]}
 """millions, in TENSORS tensors"""
@@ -38,8 +40,8 @@ TENSORS = 100
 COUNTS = [10, 100, 1000, 10_000]
 SPREAD_OVER = {"cuda": 64, "cpu": 1}
 """millions of parameters, in so many tensors"""
-WINDOWS, PIECES = 10, 10
-"""of the long run, and pieces of a window: bare and guarded take turns"""
+WINDOWS, PIECES, FEWEST = 10, 10, 3
+"""of the long run; pieces of a window: bare and guarded take turns; windows without which there is no slope"""
 RATIO_GROWTH, MEMORY_GROWTH = 0.05, 1.0
 
 
@@ -55,21 +57,28 @@ class Flat(nn.Module):
         return (torch.cat(list(self.parts)) * (1 + 0.01 * batch.mean())).square().mean()
 
 
+class Endless(Flat):
+    """Follows numbers that are others in every batch, so that there is something to learn for ever."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return 1 + (torch.cat(list(self.parts)).view(-1, batch.shape[1]) - batch[0]).square().mean()
+
+
 class Parts(Case):
-    def __init__(self, parameters: int, tensors: int, device: str) -> None:
+    def __init__(self, parameters: int, tensors: int, device: str, kind: type[Flat] = Flat) -> None:
         super().__init__(f"{parameters:,} in {tensors:,}", device=device, precision="fp32", lr=1e-5)
-        self.parameters, self.tensors = parameters, tensors
+        self.parameters, self.tensors, self.kind = parameters, tensors, kind
 
     def model(self) -> nn.Module:
         with torch.device(self.device):
-            return Flat(self.parameters, self.tensors)
+            return self.kind(self.parameters, self.tensors)
 
     def batches(self) -> DataLoader[Tensor]:
         numbers = torch.rand(4096, 8, generator=torch.Generator().manual_seed(0))
         return loader(numbers, 8, pin=self.device == "cuda")
 
 
-def cost(case: Parts, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def cost(case: Parts, options: argparse.Namespace, folder: Path, patience: Patience) -> dict[str, Any]:
     """Bare and guarded, interleaved."""
     say(str(case))
     bare, ours = Loop(Subject(case)), Guarded(Subject(case), folder)
@@ -85,7 +94,7 @@ def cost(case: Parts, options: argparse.Namespace, folder: Path) -> dict[str, An
         gc.collect()
         gc.freeze()
         ways = {"bare": bare.block, "guard": ours.block}
-        times = interleave(ways, steps=steps, rounds=options.rounds, device=case.device)
+        times = interleave(ways, steps=steps, rounds=options.rounds, device=case.device, patience=patience)
     finally:
         ours.close()
     result = {"parameters": case.parameters, "tensors": case.tensors, "block_steps": steps, "times": times}
@@ -96,9 +105,9 @@ def cost(case: Parts, options: argparse.Namespace, folder: Path) -> dict[str, An
     return result
 
 
-def long_run(steps: int, folder: Path) -> dict[str, Any]:
-    """One guarded run in windows, a bare one beside it."""
-    case = Parts(1000, 10, "cpu")
+def long_run(steps: int, folder: Path, patience: Patience) -> dict[str, Any] | None:
+    """One guarded run in windows, a bare one beside it. None: stopped before there were enough to compare."""
+    case = Parts(1000, 10, "cpu", Endless)
     bare = Loop(Subject(case))
     ours = Guarded(Subject(case), folder, {"snapshot": {"every_steps": 10}})
     windows = []
@@ -106,6 +115,8 @@ def long_run(steps: int, folder: Path) -> dict[str, Any]:
     beside = max(1, window // 4)
     try:
         for number in range(WINDOWS):
+            if patience.told:
+                break
             took = {"bare": 0.0, "guard": 0.0}
             for _ in range(PIECES):
                 for name, loop, count in (("bare", bare, beside), ("guard", ours, window)):
@@ -116,7 +127,9 @@ def long_run(steps: int, folder: Path) -> dict[str, Any]:
             say(f"{windows[-1]}")
     finally:
         ours.close()
-    return {"steps": steps, "windows": windows, "problems": ours.problems(), **growth(windows)}
+    if len(windows) < FEWEST:
+        return None
+    return {"steps": windows[-1]["steps"], "windows": windows, "problems": ours.problems(), **growth(windows)}
 
 
 def growth(windows: list[dict[str, Any]]) -> dict[str, float]:
@@ -194,18 +207,26 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--what", nargs="+", choices=["parameters", "tensors", "steps"], default=None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a block, at least")
-    parser.add_argument("--steps", type=int, default=None, help="of the long run; without it there is none")
+    parser.add_argument("--rounds", type=count, default=7)
+    parser.add_argument("--seconds", type=positive, default=1.0, help="of a block, at least")
+    parser.add_argument("--steps", type=count, default=None, help="of the long run; without it there is none")
     parser.add_argument("--quick", action="store_true", help="small and short")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--json", type=writable, default=None)
     options = parser.parse_args(words)
     what = options.what or (["steps"] if options.steps else ["parameters", "tensors"])
     if options.device == "cuda" and not torch.cuda.is_available() and what != ["steps"]:
         parser.error("no CUDA device here; --device cpu")
-    if options.rounds < 1 or (options.steps or WINDOWS * PIECES) < WINDOWS * PIECES:
-        parser.error(f"at least one round, and at least {WINDOWS * PIECES} steps")
+    if (options.steps or WINDOWS * PIECES) < WINDOWS * PIECES:
+        parser.error(f"--steps {options.steps}: a long run has at least {WINDOWS * PIECES}")
+    if options.steps and "steps" not in what:
+        parser.error(f"--steps {options.steps} is of the long run: add steps to --what")
+    patience = Patience()
+    with asked_to_stop(patience):
+        return measure(options, what, patience)
+
+
+def measure(options: argparse.Namespace, what: Sequence[str], patience: Patience) -> int:
     millions: list[float] = PARAMETERS[options.device]
     total = int(SPREAD_OVER[options.device] * 1e6)
     counts = COUNTS
@@ -220,13 +241,20 @@ def main(words: Sequence[str] | None = None) -> int:
     result: dict[str, Any] = {"about": about(device), "costs": []}
     with tempfile.TemporaryDirectory() as name:
         for number, (parameters, tensors) in enumerate(cases):
-            result["costs"].append(cost(Parts(parameters, tensors, device), options, Path(name) / str(number)))
+            if patience.told:
+                break
+            case, folder = Parts(parameters, tensors, device), Path(name) / str(number)
+            found = cost(case, options, folder, patience)
+            if found["guard"]:
+                result["costs"].append(found)
             write(options.json, result)
-        if "steps" in what:
-            result["long"] = long_run(options.steps or 1_000_000, Path(name) / "long")
+        if "steps" in what and not patience.told:
+            result["long"] = long_run(options.steps or 1_000_000, Path(name) / "long", patience)
     print(table(result))
     write(options.json, result)
     wrong = failures(result, options.check)
+    if patience.told and options.check:
+        wrong.append("asked to stop before all was measured")
     for line in wrong:
         print(line)
     return 1 if wrong else 0

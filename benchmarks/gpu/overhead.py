@@ -7,10 +7,11 @@
 Without a model or an axis named, a list of cases in order of weight, as many as the budget allows. A case is a GPT trained
 on tokens in memory through a plain DataLoader, with clipping. Blocks begin and end between two snapshots. Of each guarded
 run it is checked that every step was committed and that the snapshots and checkpoints due were taken; otherwise the status
-is 1. `--check` adds the bars: status 1 where a ratio is above its own. `--check-equal` trains a few steps bare and guarded
+is 1, as where a guard fails. `--check` adds the bars: status 1 where a ratio is above its own, and where something that was
+to be measured was not. `--check-equal` trains a few steps bare and guarded
 with deterministic algorithms first and compares them bit for bit. `--profile` counts what a healthy step waits for and
 launches, `--rollback` times putting a snapshot back; `--rounds 0` leaves the timing out. When it is told to stop (SIGTERM,
-as from `timeout`, or Ctrl-C) it ends after the round it is in and shows what it has.
+as from `timeout`, or Ctrl-C) it ends after the block it is in and shows what it has; told again it ends at once.
 `--device cpu --quick` tries the script out on a tiny model.
 """
 
@@ -19,25 +20,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.blocks import about, say, write
-from benchmarks.comparing import VARIANTS, Effort, Measured, failures, table, unequal
+from benchmarks.comparing import VARIANTS, Effort, Measured, cannot_be, failures, table, unequal
 from benchmarks.gpt import SIZES
 from benchmarks.gpu.profiling import profile_case
 from benchmarks.gpu.rollback import rollback_case
 from benchmarks.loops import Training, let_go
+from benchmarks.options import count, count_or_zero, positive, writable
+from benchmarks.stopping import Patience, asked_to_stop
 
 BARS = {
     "30m": {"guard": 1.03},
@@ -63,6 +63,7 @@ DEFAULT = [
     Wish("1.4b", variants=(*SHORT, "isfinite", "item", "arc")),
     Wish("30m-small", variants=(*SHORT, "isfinite", "item", "spike")),
     Wish("30m", variants=SHORT),
+    Wish("30m", mode="compile", variants=SHORT),
     Wish("160m", mode="compile", variants=SHORT),
     Wish("160m", precision="fp16", variants=SHORT),
     Wish("160m", optimizer="foreach", variants=SHORT),
@@ -99,7 +100,7 @@ def usual_of(model: str) -> tuple[str, ...]:
 
 
 def measured(
-    wish: Wish, options: argparse.Namespace, folder: Path, over: Callable[[], bool]
+    wish: Wish, options: argparse.Namespace, folder: Path, patience: Patience
 ) -> tuple[Training, dict[str, Any]]:
     """One case, and what was asked for beside its timing."""
     folder.mkdir()
@@ -124,9 +125,9 @@ def measured(
         let_go(case.device)
     effort = Effort(options.rounds, options.peer_rounds, options.seconds, options.steps)
     variants = {name: VARIANTS[name] for name in wish.variants}
-    result = {**Measured(case, variants, effort, folder).run(over), **equal}
+    result = {**Measured(case, variants, effort, folder).run(patience), **equal}
     let_go(case.device)
-    if options.rollback and not over():
+    if options.rollback and not patience.over():
         result["rollback"] = looked("rollback", rollback_case, case, folder)
     return case, result
 
@@ -156,14 +157,16 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=count, default=None, help="of a sequence")
     parser.add_argument("--rounds", type=count_or_zero, default=7, help="counted ones; 0: no timing")
     parser.add_argument("--peer-rounds", type=count, default=3, help="of these, with the peers")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a block, at least")
+    parser.add_argument("--seconds", type=positive, default=1.5, help="of a block, at least")
     parser.add_argument("--steps", type=count, default=None, help="of a block, instead of --seconds")
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds after which no case and no round begins")
+    parser.add_argument(
+        "--budget", type=positive, default=480.0, help="seconds after which no case and no round begins"
+    )
     parser.add_argument("--check-equal", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--rollback", action="store_true")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--json", type=writable, default=None)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds of few steps")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
@@ -177,73 +180,39 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
-
-
-def count_or_zero(text: str) -> int:
-    return 0 if text == "0" else count(text)
-
-
-@contextmanager
-def asked_to_stop() -> Iterator[list[int]]:
-    """Empty until a signal says so: then nothing further begins, and what was measured is shown. A second one ends it."""
-    told: list[int] = []
-    before: dict[int, Any] = {}
-
-    def give_back() -> None:
-        while before:
-            signal.signal(*before.popitem())
-
-    def stop(number: int, frame: Any) -> None:
-        told.append(number)
-        give_back()
-        os.write(2, b"asked to stop: what has been measured follows\n")
-
-    if threading.current_thread() is threading.main_thread():
-        before.update({each: signal.signal(each, stop) for each in (signal.SIGTERM, signal.SIGINT)})
-    try:
-        yield told
-    finally:
-        give_back()
-
-
 def main(words: Sequence[str] | None = None) -> int:
-    with asked_to_stop() as told:
-        return measure(parsed(words), told)
+    options = parsed(words)
+    patience = Patience(options.budget)
+    with asked_to_stop(patience):
+        return measure(options, patience)
 
 
-def measure(options: argparse.Namespace, told: list[int]) -> int:
+def measure(options: argparse.Namespace, patience: Patience) -> int:
     if options.check_equal:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     began = time.monotonic()
-
-    def over() -> bool:
-        return bool(told) or time.monotonic() - began > options.budget
-
     result: dict[str, Any] = {"about": about(options.device), "cases": [], "left_out": []}
     done: list[tuple[Training, Path, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as name:
         for number, wish in enumerate(wishes(options)):
             named = " ".join(wish[:4])
-            if over():
-                result["left_out"].append(f"{named} ({'asked to stop' if told else 'over the budget'})")
+            if patience.over():
+                why = "asked to stop" if patience.told else "over the budget"
+                result["left_out"].append({"case": named, "why": why, "crashed": False})
                 continue
             say(f"{time.monotonic() - began:.0f} s: {named}")
             try:
                 folder = Path(name) / str(number)
-                case, found = measured(wish, options, folder, over)
+                case, found = measured(wish, options, folder, patience)
                 done.append((case, folder, found))
                 result["cases"].append(found)
             except Exception as error:
                 traceback.print_exc()
-                result["left_out"].append(f"{named} ({type(error).__name__}: {error})"[:300])
+                why = f"{type(error).__name__}: {error}"[:300]
+                result["left_out"].append({"case": named, "why": why, "crashed": not cannot_be(error)})
             let_go(options.device)
             write(options.json, result)
-        for case, folder, found in done if options.profile and not told else ():
+        for case, folder, found in done if options.profile and not patience.told else ():
             # When all is timed: once a profile has been taken, launching a kernel takes longer for good.
             found["profile"] = looked("profile", profile_case, case, folder)
     result["seconds"] = round(time.monotonic() - began, 1)

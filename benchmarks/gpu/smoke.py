@@ -30,8 +30,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.distributed as dist
 
+from benchmarks.blocks import write
 from benchmarks.gpu import checks
 from benchmarks.gpu.recipe import Setting, Training
+from benchmarks.options import writable
 
 PATIENCE = 240
 """seconds for the two processes"""
@@ -160,10 +162,10 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--json", type=writable, default=None)
     parser.add_argument("--quick", action="store_true", help="bf16 and the device gate only")
     parser.add_argument("--only", default="", help="the checks with this in their name")
-    parser.add_argument("--device", default="cuda", help="cpu: gloo in place of NCCL")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: gloo in place of NCCL")
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -173,20 +175,22 @@ def main() -> int:
     if options.rank is not None:
         one_of_two(options.device, Path(options.folder), options.rank)
         return 0
+    known = list(on_one_rank(options.device, options.quick))
+    todo = [check for check in known if options.only in check[0]]
+    if not todo:
+        names = ", ".join(check[0] for check in known)
+        parser.error(f"--only {options.only}: no check has that in its name; there are {names}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         join("nccl" if options.device == "cuda" else "gloo", folder / "meeting", 0, 1)
         parameters = Training(Setting(options.device, fused=False)).parameters
-        todo = [check for check in on_one_rank(options.device, options.quick) if options.only in check[0]]
         found = carry_out(todo, folder)
         dist.destroy_process_group()
         if not options.only:
             found += two_processes(options.device, folder / "two")
     result = {"about": about(options.device), "parameters": parameters, "checks": found}
     print(table(result))
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=1))
+    write(options.json, result)
     return 0 if all(r["passed"] for r in found) else 1
 
 

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from benchmarks.agreement import Guarded, Loop, Rows, join, launch, leave, told_to_a_rank
 from benchmarks.blocks import about, cell, headline, markdown, say, spread, write
+from benchmarks.options import count, writable
 from benchmarks.ranks.crowd import PARTS, host_work
 from benchmarks.ranks.model import ENOUGH, INTERVAL, SHAPES, enough, model
 from holdfast.distributed.world import World
@@ -204,26 +205,24 @@ def _fits(fits: dict[str, Any]) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8], help="ranks, a process each")
-    parser.add_argument("--beyond", type=int, nargs="+", default=[16, 64, 256, 1024, 4096], help="ranks to model")
-    parser.add_argument("--passes", type=int, default=3, help="over all sizes")
-    parser.add_argument("--rounds", type=int, default=5, help="of a pass")
-    parser.add_argument("--steps", type=int, default=10, help="of a block")
-    parser.add_argument("--gathers", type=int, default=40, help="of a block")
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=32, help="samples a rank")
-    parser.add_argument("--json", default=None)
+    parser.add_argument("--sizes", type=count, nargs="+", default=[1, 2, 3, 4, 6, 8], help="ranks, a process each")
+    parser.add_argument("--beyond", type=count, nargs="+", default=[16, 64, 256, 1024, 4096], help="ranks to model")
+    parser.add_argument("--passes", type=count, default=3, help="over all sizes")
+    parser.add_argument("--rounds", type=count, default=5, help="of a pass")
+    parser.add_argument("--steps", type=count, default=10, help="of a block")
+    parser.add_argument("--gathers", type=count, default=40, help="of a block")
+    parser.add_argument("--width", type=count, default=512)
+    parser.add_argument("--batch", type=count, default=32, help="samples a rank")
+    parser.add_argument("--json", type=writable, default=None)
     told_to_a_rank(parser)
     options = parser.parse_args(words)
     if options.rank is not None:
         rank_main(options, Path(options.folder), options.rank, options.of)
         return 0
-    if min(options.sizes) < 1 or min(options.beyond) < 2:
-        parser.error("at least one rank, and at least two to model")
+    if min(options.beyond) < 2:
+        parser.error("--beyond: at least two ranks to model")
     if not enough(options.sizes):
         parser.error(ENOUGH)
-    if min(options.passes, options.rounds, options.steps, options.gathers) < 1:
-        parser.error("at least one of each")
     torch.set_num_threads(1)
     known = {**about("cpu"), "load before": f"{os.getloadavg()[0]:.2f}"}
     sizes, cores = sorted(set(options.sizes)), os.cpu_count() or 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from benchmarks import overhead as on_cpu
 from benchmarks.gpt import SIZES
 from benchmarks.gpu import growth, overhead, profiling, rollback
 from benchmarks.loops import Guarded, Loop, Subject, Training
+from benchmarks.stopping import Patience, asked_to_stop
 
 TINY = ["--device", "cpu", "--quick", "--steps", "2", "--rounds", "1"]
 THREADS = ["--threads", str(torch.get_num_threads())]
@@ -174,9 +176,55 @@ def test_a_guard_that_changes_the_run_is_not_identical(
 
 
 def test_over_the_budget_cases_are_left_out_and_named(tmp_path: Path) -> None:
-    status, found = run(overhead.main, [*TINY, "--budget", "-1"], tmp_path)
+    status, found = run(overhead.main, [*TINY, "--budget", "1e-9"], tmp_path)
     assert status == 1 and found["cases"] == []
-    assert found["left_out"] == ["tiny eager fp32 fused (over the budget)"]
+    assert found["left_out"] == [{"case": "tiny eager fp32 fused", "why": "over the budget", "crashed": False}]
+
+
+def test_what_was_to_be_measured_and_was_not_has_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, "--optimizers", "fused", "sgd", "--variants", "guard", "--budget", "1e-9"]
+    monkeypatch.setattr(Patience, "over", _after(1))
+    status, found = run(overhead.main, words, tmp_path)
+    assert status == 0 and [c["optimizer"] for c in found["cases"]] == ["fused"]
+    monkeypatch.setattr(Patience, "over", _after(1))
+    assert overhead.main([*words, "--check"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "tiny eager fp32 sgd: not measured: over the budget"
+
+
+def _after(times: int) -> Any:
+    asked = [0]
+
+    def over(self: Patience) -> bool:
+        asked[0] += 1
+        return asked[0] > times
+
+    return over
+
+
+@pytest.mark.parametrize("variant", ["guard", "snap50", "disk"])
+def test_a_guard_that_crashes_is_a_failure_with_or_without_bars(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def crashes(self: Guarded, steps: int) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Guarded, "block", crashes)
+    status, found = run(overhead.main, [*TINY, "--variants", "item", variant], tmp_path)
+    assert status == 1 and found["cases"][0]["variants"]["item"]["ratio"]["count"] == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith("RuntimeError: broken")
+    assert overhead.main([*TINY, "--variants", variant, "--check"]) == 1
+
+
+def test_a_peer_that_crashes_is_told_of_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crashes(self: Any, loss: Any, norm: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(comparing.VARIANTS["item"].peer, "before_update", crashes)
+    monkeypatch.setattr(comparing.VARIANTS["item"].peer, "after_update", crashes)
+    status, found = run(overhead.main, [*TINY, "--variants", "item", "guard"], tmp_path)
+    assert status == 0 and "broken" in found["cases"][0]["variants"]["item"]["failed"]
 
 
 def test_a_case_that_fails_is_left_out_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +238,20 @@ def test_a_case_that_fails_is_left_out_and_the_next_one_runs(tmp_path: Path, mon
     words = [*TINY, "--optimizers", "fused", "sgd", "--variants", "guard"]
     status, found = run(overhead.main, words, tmp_path)
     assert status == 0 and [c["optimizer"] for c in found["cases"]] == ["sgd"]
-    assert found["left_out"] == ["tiny eager fp32 fused (OutOfMemoryError: too large)"]
+    (left,) = found["left_out"]
+    assert left == {"case": "tiny eager fp32 fused", "why": "OutOfMemoryError: too large", "crashed": False}
+
+
+def test_a_case_that_crashes_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY, "--modes", "eager", "compile", "--backend", "nonsense", "--variants", "guard"]
+    status, found = run(overhead.main, words, tmp_path)
+    assert status == 1 and [c["mode"] for c in found["cases"]] == ["eager"] and found["left_out"][0]["crashed"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("tiny compile fp32 fused: not measured: ")
+
+
+def test_a_batch_may_be_larger_than_the_data_usually_is() -> None:
+    case = tiny(batch=(1 << 14) + 5, length=2)
+    assert case.sample().shape[0] == case.batch
 
 
 @pytest.mark.parametrize(
@@ -200,12 +261,17 @@ def test_a_case_that_fails_is_left_out_and_the_next_one_runs(tmp_path: Path, mon
         ["--device", "cpu", "--graphed"],
         ["--device", "cpu", "--rounds", "-1"],
         ["--steps", "0"],
+        ["--seconds", "nan"],
+        ["--budget", "-1"],
+        ["--json", "."],
+        ["--json", "/dev/null/x"],
         ["x"],
     ],
 )
-def test_wrong_flags_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("main", [overhead.main, growth.main, on_cpu.main], ids=["gpu", "growth", "cpu"])
+def test_wrong_flags_are_refused(main: Any, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        overhead.main(words)
+        main(words)
     assert refused.value.code == 2 and "error:" in capsys.readouterr().err
 
 
@@ -269,7 +335,7 @@ def test_a_guarded_run_as_configured_has_no_problems(tmp_path: Path) -> None:
     assert loop.done % 4 == 2, "a block begins between two snapshots"
     loop.block(8)
     loop.close()
-    assert loop.problems() == [] and loop.snapshots[:3] == [0, 4, 8]
+    assert loop.problems() == [] and loop.snapshots == loop.done // 4 + 1
 
 
 def test_a_skipped_step_is_a_problem(tmp_path: Path) -> None:
@@ -412,6 +478,29 @@ def test_a_long_run_is_measured_in_windows(tmp_path: Path) -> None:
     assert all(w["rss_mb"] > 1 for w in found["long"]["windows"])
 
 
+@pytest.mark.parametrize("words", [["--steps", "50"], ["--steps", "0"], ["--what", "tensors", "--steps", "1000"]])
+def test_steps_of_no_long_run_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        growth.main(["--device", "cpu", *words])
+    assert refused.value.code == 2 and "--steps" in capsys.readouterr().err
+
+
+def test_the_long_run_never_stops_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has nothing left to learn is no training: by the weights of the run's end, had it begun there."""
+    subject = Subject(growth.Parts(1000, 10, "cpu", growth.Endless))
+    for p in subject.parameters:
+        p.data.fill_(0.5)  # what the batches are on average
+    loop = Guarded(subject, tmp_path / "sound")
+    loop.block(200)
+    loop.close()
+    assert loop.problems() == []
+    monkeypatch.setattr(growth.Flat, "forward", lambda self, batch: 0.0 * self.parts[0].sum())
+    loop = Guarded(Subject(growth.Parts(1000, 10, "cpu")), tmp_path / "dead")
+    loop.block(200)
+    loop.close()
+    assert loop.problems() == ["nothing was trained any more at step 32"]
+
+
 def windows(ratio: float, memory: float) -> list[dict[str, Any]]:
     return [
         {"steps": n * 100_000, "bare": 1.0, "guard": 2.0 + ratio * n, "rss_mb": 300.0 + memory * n + 50.0 * (n > 0)}
@@ -461,6 +550,60 @@ def test_the_batch_is_chosen_by_the_milliseconds_a_step_is_to_take(monkeypatch: 
         on_cpu.main(["--targets", "0"])
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_nothing_further_begins(number: int) -> None:
+    patience, seen = Patience(), []
+
+    def block(steps: int) -> None:
+        seen.append(steps)
+        if len(seen) == 5:
+            os.kill(os.getpid(), number)
+
+    with asked_to_stop(patience):
+        times = blocks.interleave({"a": block, "b": block}, steps=3, rounds=9, device="cpu", patience=patience)
+    assert len(seen) == 5 and len(times["a"]) + len(times["b"]) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_what_was_measured_on_the_cpu_is_shown_when_it_is_told_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick, count = Loop.block, [0]
+
+    def block(self: Loop, steps: int) -> None:
+        quick(self, steps)
+        count[0] += type(self) is Loop and steps == 2
+        if count[0] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+            count[0] += 1
+
+    monkeypatch.setattr(Loop, "block", block)
+    words = ["--targets", "3", "--optimizers", "sgd", "default", "--rounds", "1000", "--steps", "2", *THREADS]
+    status, found = run(on_cpu.main, words, tmp_path)
+    assert status == 0 and [c["optimizer"] for c in found["cases"]] == ["sgd"]
+    assert 0 < found["cases"][0]["variants"]["guard"]["ratio"]["count"] < 10
+    assert "left out: 3 ms default (asked to stop)" in capsys.readouterr().out
+
+
+def test_what_was_measured_of_growth_is_shown_when_it_is_told_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = [0]
+    resident = growth.resident_mb
+
+    def told() -> float:
+        measured[0] += 1
+        if measured[0] == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return resident()
+
+    monkeypatch.setattr(growth, "resident_mb", told)
+    status, found = run(growth.main, ["--steps", "200"], tmp_path)
+    assert status == 0 and found["long"]["steps"] == 80 and len(found["long"]["windows"]) == 4
+    measured[0] = 0
+    assert growth.main(["--steps", "200", "--check"]) == 1, "not all was measured"
+
+
 def test_what_was_measured_is_shown_when_it_is_told_to_stop(tmp_path):
     words = (
         "-m benchmarks.gpu.overhead --models tiny --device cpu --variants bare guard --rounds 100000 --steps 10 --json"
@@ -474,7 +617,7 @@ def test_what_was_measured_is_shown_when_it_is_told_to_stop(tmp_path):
     )
     assert process.stderr is not None
     for line in process.stderr:
-        if "100000 rounds of 10 steps" in line:
+        if "round 1 of 100000" in line:
             break
     process.send_signal(signal.SIGTERM)
     shown, said = process.communicate(timeout=60)

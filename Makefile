@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check soak demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead gpu-libs clean
+.PHONY: test check soak demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
@@ -52,8 +52,14 @@ bench-gpu: $(READY)
 
 # What the guard costs on a GPU, beside a bare loop and others, and how it grows; docs/performance.md has its tables.
 bench-gpu-overhead: $(READY)
-	$(BIN)/python -m benchmarks.gpu.overhead --check-equal --check --json build/gpu-overhead.json
+	$(BIN)/python -m benchmarks.gpu.overhead --check-equal --profile --check --budget 7200 --json build/gpu-overhead.json
+	$(BIN)/python -m benchmarks.gpu.overhead --models 1.4b --batch 2 --rounds 0 --rollback --check --json build/gpu-rollback.json
 	$(BIN)/python -m benchmarks.gpu.growth --json build/gpu-growth.json
+
+# How it grows with a million steps (half an hour) and with ranks, on the CPU; docs/performance.md has the tables.
+bench-growth: $(READY)
+	$(BIN)/python -m benchmarks.gpu.growth --device cpu --what steps --steps 1000000 --check --json build/growth-steps.json
+	$(BIN)/python -m benchmarks.ranks.growth --json build/growth-ranks.json
 
 # What the benchmarks need beside torch on a machine without network: unpacked into .gpu_libs, to be copied along.
 GPU_PYTHON ?= 3.12

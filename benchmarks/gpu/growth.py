@@ -115,14 +115,16 @@ def long_run(steps: int, folder: Path, patience: Patience) -> dict[str, Any] | N
     beside = max(1, window // 4)
     try:
         for number in range(WINDOWS):
-            if patience.told:
-                break
             took = {"bare": 0.0, "guard": 0.0}
             for _ in range(PIECES):
-                for name, loop, count in (("bare", bare, beside), ("guard", ours, window)):
+                if patience.told:
+                    break
+                for name, loop, each in (("bare", bare, beside), ("guard", ours, window)):
                     began = time.perf_counter()
-                    loop.block(count)
-                    took[name] += (time.perf_counter() - began) / count / PIECES * 1e3
+                    loop.block(each)
+                    took[name] += (time.perf_counter() - began) / each / PIECES * 1e3
+            if patience.told:
+                break
             windows.append({"steps": (number + 1) * window * PIECES, **took, "rss_mb": resident_mb()})
             say(f"{windows[-1]}")
     finally:

@@ -23,6 +23,8 @@ _HEADER = object.__basicsize__
 _TWISTER = 4 * 624 + 4
 """bytes of a Mersenne Twister: its words, and its place among them"""
 
+_TYPE = "type of the array"
+
 Memory: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 
@@ -98,29 +100,34 @@ def restore_numpy(state: Any) -> None:
         if was == now:
             raise
         raise SetupError(
-            f"numpy.random drew from {was} when this was saved, and draws from {now} now: before the Guard is made, call "
-            f"numpy.random.set_bit_generator(numpy.random.{was}())"
+            f"numpy.random drew from {was} when this was saved, and draws from {now} now: before the Guard is made, give it "
+            f"such a one again by numpy.random.set_bit_generator"
         ) from None
 
 
 def numpy_plain(state: Any) -> Any:
-    """A state of NumPy's, of whichever bit generator, as plain values and tensors: for a file."""
+    """A state of NumPy's, of whichever bit generator, as plain values and tensors: for a file. Words of 32 bits, which the
+    usual one has, go by themselves, others with their type."""
     if isinstance(state, dict):
         return {name: numpy_plain(value) for name, value in state.items()}
-    if hasattr(state, "astype"):
-        return torch.from_numpy(state.astype("int64")) if state.ndim else state.item()
-    return state
+    if not hasattr(state, "astype"):
+        return state
+    if not state.ndim:
+        return state.item()
+    kind = state.dtype.name
+    values = torch.from_numpy(state.astype("int64" if state.dtype.kind in "iu" else kind))
+    return values if kind == "uint32" else {_TYPE: kind, "values": values}
 
 
 def numpy_of(plain: Any) -> Any:
     """What `numpy_plain` was given."""
-    return None if plain is None else _numpy_of(plain, "uint32" if plain["bit_generator"] == "MT19937" else "uint64")
-
-
-def _numpy_of(plain: Any, words: str) -> Any:
-    if isinstance(plain, dict):
-        return {name: _numpy_of(value, words) for name, value in plain.items()}
-    return plain.numpy().astype(words) if isinstance(plain, torch.Tensor) else plain
+    if isinstance(plain, torch.Tensor):
+        return plain.numpy().astype("uint32")
+    if not isinstance(plain, dict):
+        return plain
+    if _TYPE in plain:
+        return plain["values"].numpy().astype(plain[_TYPE])
+    return {name: numpy_of(value) for name, value in plain.items()}
 
 
 def _at(address: int, size: int) -> Memory:

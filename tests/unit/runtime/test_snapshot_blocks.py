@@ -16,6 +16,7 @@ from holdfast.runtime.snapshots import blocks as blocks_module
 from holdfast.runtime.snapshots import layout as layout_module
 from holdfast.runtime.snapshots import pages
 from holdfast.runtime.snapshots.blocks import Block, Blocks
+from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.layout import Layout
 
 HOST = torch.device("cpu")
@@ -97,6 +98,20 @@ def test_what_is_there_is_looked_at_while_the_last_of_it_is_under_way(monkeypatc
     assert all(torch.equal(live[name], value) for name, value in sources.items())
     few = Layout({f"t{n}": torch.zeros(4) for n in range(9)}, HOST, crossing=True)
     assert not few.early, "too little to be worth it"
+
+
+def test_what_crosses_from_no_gpu_is_looked_at_as_well(monkeypatch):
+    monkeypatch.setattr(layout_module, "PIECE", 1 << 14)
+    monkeypatch.setattr(layout_module, "SMALL", 1 << 10)
+    sources = {f"t{n}": torch.full((1000,), float(n + 1)) for n in range(40)}
+    layout = Layout(sources, HOST, crossing=True)
+    block, live = block_of(layout), {n: torch.zeros_like(v) for n, v in sources.items()}
+    block.fill(list(sources.values()), HOST)
+    copier = Copier(lambda name: None)
+    with copier.beside() as beside:
+        (seen,) = block.pour(list(live.values()), beside)
+    copier.close()
+    assert seen.sums.tolist() == look({n: sources[n] for n in seen.names}).sums.tolist() and len(seen.names) > 30
 
 
 def test_no_copy_crosses_a_border_between_pieces_and_no_two_tensors_share_a_byte(monkeypatch):

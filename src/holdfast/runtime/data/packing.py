@@ -12,13 +12,18 @@ from torch import Tensor
 from holdfast.runtime.rng import RngState
 from holdfast.runtime.streams import numpy_of, numpy_plain
 
+_USUAL = "MT19937"
+
 
 def pack_streams(state: RngState, own: Sequence[Tensor]) -> dict[str, Any]:
     """The global streams of the CPU, and those of the loader's own generators: what a sampler may draw from."""
     version, words, gauss = state.python
+    numpy = numpy_plain(state.numpy)
+    if numpy is not None and numpy["bit_generator"] == _USUAL:  # its words are not in a part of their own
+        numpy = {"has_gauss": numpy["has_gauss"], "gauss": numpy["gauss"], **numpy["state"]}
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": numpy_plain(state.numpy),
+        "numpy": numpy,
         "torch": state.torch.clone(),
         "own": [t.clone() for t in own],
     }
@@ -27,9 +32,9 @@ def pack_streams(state: RngState, own: Sequence[Tensor]) -> dict[str, Any]:
 def unpack_streams(packed: dict[str, Any], present: RngState) -> RngState:
     """The streams that were packed; devices and what else was not are those of `present`."""
     python, numpy = packed["python"], packed["numpy"]
-    if numpy is not None and "bit_generator" not in numpy:  # as earlier versions wrote it
+    if numpy is not None and "bit_generator" not in numpy:
         rest = {name: value for name, value in numpy.items() if name not in ("key", "pos")}
-        numpy = {**rest, "bit_generator": "MT19937", "state": {"key": numpy["key"], "pos": numpy["pos"]}}
+        numpy = {**rest, "bit_generator": _USUAL, "state": {"key": numpy["key"], "pos": numpy["pos"]}}
     words = tuple(python["words"].tolist())
     return present._replace(
         python=(python["version"], words, python["gauss"]),

@@ -198,6 +198,8 @@ class Copier:
 
         def look(tensors: dict[str, Tensor]) -> bits.Seen:
             device = next(iter(tensors.values())).device
+            if device.type != "cuda":
+                return bits.look(tensors)
             stream, training = self._stream(device, "look"), torch.cuda.current_stream(device)
             stream.wait_stream(training)
             used.append((training, stream))

@@ -101,7 +101,7 @@ def restore_numpy(state: Any) -> None:
             raise
         raise SetupError(
             f"numpy.random drew from {was} when this was saved, and draws from {now} now: before the Guard is made, give it "
-            f"such a one again by numpy.random.set_bit_generator"
+            "such a one again by numpy.random.set_bit_generator"
         ) from None
 
 

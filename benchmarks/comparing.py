@@ -19,7 +19,7 @@ from benchmarks.blocks import against, cell, headline, interleave, markdown, say
 from benchmarks.loops import Case, Guarded, Loop, Subject, difference, let_go
 from benchmarks.peers import ArcStyle, IsFinite, Item, Spike
 from benchmarks.stopping import Patience
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 from holdfast.runtime.snapshots.memory import available_bytes
 
 EQUAL_STEPS = 24

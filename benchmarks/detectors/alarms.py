@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from benchmarks.detectors.course import Curve
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Severity, Signal
 from holdfast.core.detectors import build
-from holdfast.core.shifts import Shifts
-from holdfast.core.types import Finding, Severity, Signal
+from holdfast.core.detectors.expected_shifts import Shifts
 
 PALM_DISTANCE = 100
 """how far a costly alarm without an onset of its own goes back: PaLM's hundred steps"""

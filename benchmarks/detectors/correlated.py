@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Severity, Signal
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.divergence import Divergence
 from holdfast.core.detectors.loss_spike import LossSpike
-from holdfast.core.types import Severity, Signal
 
 
 def losses(rho: float, seed: int, steps: int) -> list[float]:

@@ -12,11 +12,11 @@ import numpy as np
 from benchmarks.detectors.alarms import signals
 from benchmarks.detectors.contenders import OURS
 from benchmarks.detectors.course import Curve, course
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
 from holdfast.core.detectors import build
 from holdfast.core.detectors.scan import scan
-from holdfast.diagnosis.losses import Losses
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.find.losses import Losses
+from holdfast.diagnosis.model.table import Table
 
 STRETCH = 500
 """steps timed at a time, detectors and deque in turn, so that both meet the same machine"""

@@ -188,7 +188,7 @@ def make(plan: Plan) -> Curve:
 
 
 def _config(plan: Plan, run_dir: Path) -> Any:
-    from holdfast.core.config import override, read_toml
+    from holdfast.core.base.config import override, read_toml
     from holdfast.reference.config import parse
 
     data = read_toml(ROOT / "configs" / "tiny.toml")

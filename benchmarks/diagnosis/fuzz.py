@@ -24,10 +24,10 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.core.errors import LogRefused, MissingDependency
+from holdfast.core.base.errors import LogRefused, MissingDependency
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.importers import FORMATS, read
-from holdfast.diagnosis.importers.tfrecord import masked_crc
+from holdfast.diagnosis.importers.reading.tfrecord import masked_crc
 
 SLOW = 2.0
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.detectors.corpus import CONFIDENT, folder, lines
-from holdfast.core.errors import LogRefused
+from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.diagnose import Report, diagnose
 from holdfast.diagnosis.importers import read
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.model.table import Table
 
 SORTS = {
     "nan": {"nan"},

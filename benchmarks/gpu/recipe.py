@@ -20,8 +20,8 @@ from holdfast.distributed.checkpoint.tier import DiskTier
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
-from holdfast.runtime.company import Company
-from holdfast.runtime.guard import Wired
+from holdfast.runtime.guard.guard import Wired
+from holdfast.runtime.ports.distributed_context import Company
 
 VOCABULARY, LENGTH, HEADS = 1024, 64, 4
 SIZES = {"cuda": (256, 4), "cpu": (32, 2)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.blocks import spread, synchronize
 from benchmarks.loops import Case, Guarded, Subject, let_go
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 
 TIMES = 4
 LARGEST = 4 << 30

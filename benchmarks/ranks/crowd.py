@@ -24,9 +24,9 @@ from holdfast.distributed.checkpoint.tier import DiskTier
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
-from holdfast.runtime.agreement import Column
-from holdfast.runtime.company import Company
-from holdfast.runtime.guard import Wired
+from holdfast.runtime.agree.rows import Column
+from holdfast.runtime.guard.guard import Wired
+from holdfast.runtime.ports.distributed_context import Company
 
 PARTS = ("agree", "read", "over_all")
 """of the meeting, in the order of a step"""

@@ -42,7 +42,7 @@ from benchmarks.options import count, writable
 from benchmarks.ranks.crowd import PARTS, host_work
 from benchmarks.ranks.model import ENOUGH, INTERVAL, SHAPES, enough, model
 from holdfast.distributed.world import World
-from holdfast.runtime.agreement import Column
+from holdfast.runtime.agree.rows import Column
 
 PASSED = ("rounds", "steps", "gathers", "width", "batch")
 PAUSE = 0.003

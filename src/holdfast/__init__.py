@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from holdfast.core.checkpoints.resume import resolve_resume_path
-from holdfast.core.config import Config
-from holdfast.core.errors import (
+from holdfast.core.base.config import Config
+from holdfast.core.base.errors import (
     ConfigError,
     DataError,
     HoldfastError,
@@ -30,9 +29,7 @@ from holdfast.core.errors import (
     StepError,
     StepIncomplete,
 )
-from holdfast.core.facts import record
-from holdfast.core.fingerprint import fingerprint
-from holdfast.core.types import (
+from holdfast.core.base.types import (
     CutLR,
     Finding,
     Incident,
@@ -49,7 +46,10 @@ from holdfast.core.types import (
     Stop,
     TightenClip,
 )
-from holdfast.core.version import __version__
+from holdfast.core.base.version import __version__
+from holdfast.core.checkpoints.resume import resolve_resume_path
+from holdfast.core.record.facts import record
+from holdfast.core.record.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from holdfast.compose import Guard

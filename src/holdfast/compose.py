@@ -6,19 +6,19 @@ import os
 import secrets
 import socket
 
-from holdfast.core.config import Config
-from holdfast.core.errors import SetupError
-from holdfast.core.rank_records import RankRecords
+from holdfast.core.base.config import Config
+from holdfast.core.base.errors import SetupError
+from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.checkpoint.tier import DiskTier
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.watch import StoreWatch
 from holdfast.distributed.world import World
-from holdfast.runtime.company import Company
-from holdfast.runtime.guard import Guard as _Guard
-from holdfast.runtime.guard import Wired
-from holdfast.runtime.norms import LocalNorms
-from holdfast.runtime.ranks import Unwatched, Watch
+from holdfast.runtime.guard.guard import Guard as _Guard
+from holdfast.runtime.guard.guard import Wired
+from holdfast.runtime.ports.distributed_context import Company
+from holdfast.runtime.ports.ranks import Unwatched, Watch
+from holdfast.runtime.tensors.norms import LocalNorms
 
 
 class Guard(_Guard):

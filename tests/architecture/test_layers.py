@@ -179,7 +179,7 @@ def test_layers_form_no_circle():
 
 def test_walk_sees_the_imports_that_are_there():
     found = {(i.module, i.target) for i in imports(PACKAGE)}
-    assert ("holdfast.core.quarantine", "holdfast.core.rundir") in found
+    assert ("holdfast.core.record.quarantine", "holdfast.core.record.rundir") in found
     assert ("holdfast.cli.main", "holdfast") in found
     assert ("holdfast", "torch") in found
     assert len(found) > 50
@@ -204,9 +204,9 @@ def synthetic(tmp_path: Path, module: str, source: str) -> Path:
 @pytest.mark.parametrize(
     "source",
     [
-        "import holdfast.runtime.guard",
+        "import holdfast.runtime.guard.guard",
         "from holdfast.runtime import guard",
-        "from holdfast.runtime.guard import Guard",
+        "from holdfast.runtime.guard.guard import Guard",
         "from holdfast import runtime",
         "from .. import runtime",
         "from ..runtime.guard import Guard",
@@ -214,8 +214,8 @@ def synthetic(tmp_path: Path, module: str, source: str) -> Path:
         "import holdfast",
         "def late():\n    from holdfast.runtime import guard",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from holdfast.runtime import guard",
-        "import importlib\nguard = importlib.import_module('holdfast.runtime.guard')",
-        "guard = __import__('holdfast.runtime.guard')",
+        "import importlib\nguard = importlib.import_module('holdfast.runtime.guard.guard')",
+        "guard = __import__('holdfast.runtime.guard.guard')",
         "import torch",
         "import torch.nn as nn",
         "from torch import nn",
@@ -257,10 +257,13 @@ def test_checker_fails_on_every_other_rule_broken(tmp_path, module, source):
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("core/right.py", "import json, msgspec, numpy\nfrom holdfast.core.types import Span\nfrom . import types"),
+        (
+            "core/right.py",
+            "import json, msgspec, numpy\nfrom holdfast.core.base.types import Span\nfrom . import types",
+        ),
         ("runtime/right.py", "import torch\nfrom torch import nn\nfrom holdfast.core import types"),
         ("runtime/deep/right.py", "from ..guard import Guard\nfrom ...core.types import Span"),
-        ("distributed/right.py", "import torch.distributed\nfrom holdfast.runtime.guard import Guard"),
+        ("distributed/right.py", "import torch.distributed\nfrom holdfast.runtime.guard.guard import Guard"),
         ("reports/right.py", "from holdfast.diagnosis import rules\nfrom holdfast.core import types"),
         ("cli/right.py", "import holdfast\nfrom holdfast.reports import html\nfrom holdfast.runtime import guard"),
         ("compose.py", "from holdfast import core, runtime, distributed, reports"),

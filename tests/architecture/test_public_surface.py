@@ -14,7 +14,7 @@ import typer
 
 import holdfast
 from holdfast.cli import main, prune, train, verify
-from holdfast.core.config import sections_of
+from holdfast.core.base.config import sections_of
 from holdfast.reference.config import OWN_SECTIONS, TrainConfig
 
 PUBLIC = [

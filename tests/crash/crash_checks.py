@@ -10,12 +10,12 @@ from typing import Any
 
 from crash_server import Ended, Server
 
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.resume import resolve_resume_path
 from holdfast.core.checkpoints.verify import verify
-from holdfast.core.journal import read
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Health
+from holdfast.core.record.journal import read
+from holdfast.core.record.quarantine import Quarantine
 
 SUMMARY: list[str] = []
 """what is shown at the end of the whole test"""

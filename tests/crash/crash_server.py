@@ -197,8 +197,8 @@ def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
 def _watch(board: Board) -> list[Any]:
     """Around what is done now and then, say so on the board. The tiers that are opened are listed."""
     from holdfast.distributed.checkpoint.tier import DiskTier
-    from holdfast.runtime.checkpoints import Checkpoints
-    from holdfast.runtime.effects import rollback
+    from holdfast.runtime.checkpoint.manager import Checkpoints
+    from holdfast.runtime.step.effects import rollback
 
     for owner, name, slot, phase, then in (
         (DiskTier, "_save", 1, "saving", ""),

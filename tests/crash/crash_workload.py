@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import CutLR, Plan, Rollback, SkipData
-from holdfast.core.types import family
+from holdfast.core.base.types import family
 
 WIDTH = 6
 ROWS = 96

@@ -15,7 +15,7 @@ from crash_calls import applies
 from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
 
-from holdfast.core.journal import read
+from holdfast.core.record.journal import read
 from soak import WHOLE
 
 CALLS = 300 if WHOLE else 8

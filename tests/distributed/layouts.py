@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
 from holdfast.distributed.norms import MeshNorms
-from holdfast.runtime.norms import Clip
+from holdfast.runtime.tensors.norms import Clip
 
 SAMPLES, GLOBAL = 160, 8
 """samples of an epoch, and of a step on all data-parallel ranks together"""

@@ -17,15 +17,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from holdfast.core.base.errors import HoldfastError, RunDirError
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import FileSum, Manifest
-from holdfast.core.errors import HoldfastError, RunDirError
 from holdfast.distributed.checkpoint import files
 from holdfast.distributed.checkpoint.catalogue import read_catalogue
 from holdfast.distributed.checkpoint.reading import Reader, read_tensors
 from holdfast.distributed.checkpoint.writing import write_rank
 from holdfast.distributed.world import World
-from holdfast.runtime.snapshots.certify import checksums
+from holdfast.runtime.tensors.inspect import checksums
 
 SHAPES: dict[str, tuple[tuple[int, ...], int | None, torch.dtype]] = {
     "even": ((24, 6), 0, torch.float32),

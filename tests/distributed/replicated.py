@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.core import config
-from holdfast.core.integrity import Corruption, Groups, culprits
-from holdfast.core.recurrence import Recurrence
+from holdfast.core.base import config
+from holdfast.core.decide.corruption import Corruption, Groups, culprits
+from holdfast.core.decide.recurrence import Recurrence
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
-from holdfast.runtime.integrity import Integrity
-from holdfast.runtime.sharded import local
+from holdfast.runtime.integrity.checks import Integrity
+from holdfast.runtime.tensors.sharded import local
 
 ALL: Groups = ((0, 1, 2, 3),)
 ROWS: Groups = ((0, 1), (2, 3))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from holdfast.distributed.norms import MeshNorms
-from holdfast.runtime.norms import Clip, LocalNorms
+from holdfast.runtime.tensors.norms import Clip, LocalNorms
 
 
 def gradients(parameters: list[Tensor]) -> list[Tensor]:

@@ -13,26 +13,26 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from holdfast.core.base.errors import SetupError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.errors import SetupError
-from holdfast.core.types import Health
 from holdfast.distributed.checkpoint.catalogue import read_catalogue
 from holdfast.distributed.checkpoint.tier import DiskTier
 from holdfast.distributed.world import World
+from holdfast.runtime.checkpoint.serialization import frame_of
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.gate import Gate
-from holdfast.runtime.rng import Rng
-from holdfast.runtime.saving import frame_of
-from holdfast.runtime.scaler import Scaler
-from holdfast.runtime.sensing import Sensed
-from holdfast.runtime.setup import build_state
-from holdfast.runtime.sharded import drop_gradients, local
+from holdfast.runtime.guard.setup import build_state
+from holdfast.runtime.ports.checkpoint_store import Label
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.returning import Returning
+from holdfast.runtime.snapshots.restore import Returning
 from holdfast.runtime.snapshots.snapshot import Snapshot
-from holdfast.runtime.snapshots.tier import Label
-from holdfast.runtime.state import RunState
-from holdfast.runtime.update_size import UpdateSize
+from holdfast.runtime.state.rng import Rng
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.scaler import Scaler
+from holdfast.runtime.tensors.sharded import drop_gradients, local
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.measurements import Sensed
+from holdfast.runtime.update.update_size import UpdateSize
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, kind: str, rank: int, steps: range) -> None:

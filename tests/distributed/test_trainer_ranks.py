@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from trained_ranks import BATCH, LAYOUTS, LEGS, STEPS, name_of
 
-from holdfast.core import journal
+from holdfast.core.record import journal
 
 WAIT_SECONDS = 60
 NEAR = 1e-5

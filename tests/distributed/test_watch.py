@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import journal
-from holdfast.core.rank_records import rank_file
+from holdfast.core.record import journal
+from holdfast.core.record.rank_records import rank_file
 
 PROGRAM = Path(__file__).with_name("watched.py")
 RESTART, FAILED, KILLED = 75, 1, -signal.SIGKILL
@@ -160,7 +160,7 @@ def test_a_failed_process_whose_destructors_hang_is_ended_all_the_same(tmp_path:
         """
         import os, sys, time
         import torch.distributed as dist
-        from holdfast.core.config import Liveness
+        from holdfast.core.base.config import Liveness
         from holdfast.distributed.watch import StoreWatch
 
         class Hangs:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from worlds import SAMPLES
 
-from holdfast.core import journal
 from holdfast.core.checkpoints.verify import verify
+from holdfast.core.record import journal
 
 
 def travel(run: Any, folder: Path, *legs: dict[str, int]) -> None:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.core.config import Liveness
-from holdfast.core.rank_records import RankRecords
+from holdfast.core.base.config import Liveness
+from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.store import connect
 from holdfast.distributed.watch import StoreWatch
 

@@ -302,7 +302,7 @@ class Run:
         self.cuda_random = torch.cuda.get_rng_state().tolist() if next(self.model.parameters()).is_cuda else None
 
     def journal(self) -> list[dict[str, Any]]:
-        from holdfast.core.journal import read
+        from holdfast.core.record.journal import read
 
         record = read(self.path / "journal.jsonl")
         assert record.torn == []

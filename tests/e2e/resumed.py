@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 import holdfast
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.folder import Folder
-from holdfast.core.journal import read
+from holdfast.core.record.journal import read
 
 FORK = multiprocessing.get_context("fork")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import holdfast
-from holdfast.core.journal import read
+from holdfast.core.record.journal import read
 
 mse = nn.functional.mse_loss
 

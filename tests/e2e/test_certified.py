@@ -8,8 +8,8 @@ from cases import Case, Net, assert_same
 from test_exact import at, quick
 
 import holdfast
-from holdfast.core.types import Finding, Severity
-from holdfast.runtime.snapshots.returning import Returning
+from holdfast.core.base.types import Finding, Severity
+from holdfast.runtime.snapshots.restore import Returning
 
 
 def snapshots(guard):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import plain
 
-from holdfast.core.config import template
+from holdfast.core.base.config import template
 
 ROOT = Path(__file__).parents[2]
 

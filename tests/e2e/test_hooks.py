@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.cli.ack import ack
-from holdfast.core.journal import read
+from holdfast.core.record.journal import read
 
 GATES = ["host", "device"]
 mse = nn.functional.mse_loss

@@ -15,8 +15,8 @@ import torch
 from cases import Case
 
 import holdfast
-from holdfast.core.journal import read
-from holdfast.core.quarantine import Quarantine
+from holdfast.core.record.journal import read
+from holdfast.core.record.quarantine import Quarantine
 
 LIVES = 40
 LANES = 4

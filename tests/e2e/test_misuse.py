@@ -13,7 +13,7 @@ from cases import Case, Net, Points
 from torch.utils.data import DataLoader
 
 import holdfast
-from holdfast.core.journal import read
+from holdfast.core.record.journal import read
 
 
 def parts():

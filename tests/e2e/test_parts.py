@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast
-from holdfast.core.journal import read
+from holdfast.core.record.journal import read
 
 mse = nn.functional.mse_loss
 

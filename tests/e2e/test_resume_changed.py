@@ -9,7 +9,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core import journal
+from holdfast.core.record import journal
 
 SCHEDULERS = {
     "none": lambda optimizer, steps: None,

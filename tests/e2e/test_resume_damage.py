@@ -12,9 +12,9 @@ import torch
 from ended import Dead, check_passed_over, often, tree, with_idle
 from resumed import assert_continued, copied, entries_of, idle, live
 
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.core.errors import RunDirError
-from holdfast.core.types import Health
 
 BIN, INDEX = "rank_00000.bin", "rank_00000.json"
 FILES = [BIN, INDEX, "manifest.json", "health.json"]

@@ -8,6 +8,7 @@ from ended import Dead, check_passed_over, often, with_idle
 from resumed import assert_continued, config_of, copied, entries_of, idle, live
 from test_resume_damage import BIN, INDEX, flipped
 
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.manifest import (
     FileSum,
     HealthRecord,
@@ -18,7 +19,6 @@ from holdfast.core.checkpoints.manifest import (
     unseal_manifest,
 )
 from holdfast.core.checkpoints.verify import sum_of
-from holdfast.core.types import Health
 
 
 @pytest.fixture(scope="module")

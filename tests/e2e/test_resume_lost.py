@@ -25,9 +25,9 @@ from test_exact import at
 from test_parts import Ema, one, param_groups
 from torch.optim import AdamW
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.errors import RunDirError, SetupError
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.core.errors import RunDirError, SetupError
 from holdfast.distributed.checkpoint.tier import DiskTier
 
 

@@ -26,8 +26,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 import holdfast
+from holdfast.core.base.errors import RunDirError, SetupError
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.core.errors import RunDirError, SetupError
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from resumed import (
 from test_exact import at
 
 import holdfast
-from holdfast.core.types import CutLR, Skip, TightenClip
+from holdfast.core.base.types import CutLR, Skip, TightenClip
 
 
 class Witness:

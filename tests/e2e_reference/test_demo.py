@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from holdfast.core import journal
-from holdfast.core.config import Config
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.config import Config
+from holdfast.core.base.errors import ConfigError
+from holdfast.core.record import journal
 from holdfast.drill import demo as drill
 from holdfast.drill.storm import demo_storm
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from holdfast.cli import main
-from holdfast.core import journal
-from holdfast.core.errors import ConfigError, DataError, RunDirError, SetupError
+from holdfast.core.base.errors import ConfigError, DataError, RunDirError, SetupError
+from holdfast.core.record import journal
 from holdfast.drill.faults.inf_gradient import InfGradient
 from holdfast.drill.faults.nan_batch import NanBatch
 from holdfast.drill.storm import Storm

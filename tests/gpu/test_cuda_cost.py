@@ -18,11 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.runtime import bits, sensing_fused
-from holdfast.runtime.norms import clip_factor
-from holdfast.runtime.sensing import Packing, Sensed
-from holdfast.runtime.sensing_fused import Fused
-from holdfast.runtime.snapshots.certify import fingerprint
+from holdfast.runtime.tensors import checksum as bits
+from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.norms import clip_factor
+from holdfast.runtime.update import fused_measurements as sensing_fused
+from holdfast.runtime.update.fused_measurements import Fused
+from holdfast.runtime.update.measurements import Packing, Sensed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDTH, ROWS = 64, 8

@@ -25,15 +25,15 @@ from test_exact import at, quick
 from test_snapshot_blocks import bits, tensors
 from test_snapshot_return import Bench, same
 
-from holdfast.runtime import bits as bits_module
-from holdfast.runtime.bits import bring, look
-from holdfast.runtime.kernels import Kernel
 from holdfast.runtime.snapshots import layout as layout_module
-from holdfast.runtime.snapshots import pages
-from holdfast.runtime.snapshots.blocks import Block
-from holdfast.runtime.snapshots.certify import fingerprint
+from holdfast.runtime.snapshots import pinned_memory as pages
+from holdfast.runtime.snapshots.buffer_pool import Block
 from holdfast.runtime.snapshots.copier import Copier, seen
 from holdfast.runtime.snapshots.layout import Layout
+from holdfast.runtime.tensors import checksum as bits_module
+from holdfast.runtime.tensors.checksum import bring, look
+from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.triton_kernels import Kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 HOST, CUDA = torch.device("cpu"), torch.device("cuda", 0)

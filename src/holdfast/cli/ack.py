@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.output import Json, emit
-from holdfast.core import journal
-from holdfast.core.config import Recover
-from holdfast.core.errors import RunDirError
-from holdfast.core.policy import Policy, State
-from holdfast.core.rundir import RunDir
+from holdfast.core.base.config import Recover
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.decide.policy import Policy, State
+from holdfast.core.record import journal
+from holdfast.core.record.rundir import RunDir
 
 _SAID = {
     "latched": "stopped by policy",

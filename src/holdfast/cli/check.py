@@ -13,8 +13,8 @@ from rich.text import Text
 
 from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
-from holdfast.core.config import Config, override, parse, read_toml, sections_of
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.config import Config, override, parse, read_toml, sections_of
+from holdfast.core.base.errors import ConfigError
 from holdfast.reference import config as trainers
 
 # typer hands over what it does not know in `context.args`, which is where --section.key=value arrives.

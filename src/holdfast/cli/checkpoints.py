@@ -17,7 +17,7 @@ from holdfast.cli.places import console, in_the_making, is_run, run_at, settings
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.resume import resolve_resume_path, survey
 from holdfast.core.checkpoints.verify import verify as verify_bytes
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 from holdfast.reports.clean import clean
 
 EXIT_NOTHING = verify.EXIT_NOTHING

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import MissingDependency
+from holdfast.core.base.errors import MissingDependency
 
 _LOG = logging.getLogger("holdfast")
 COLOURS = {"calm": "green", "unguarded": "red", "guarded": "cyan"}

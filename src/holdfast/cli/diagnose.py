@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.status import Status
 
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import ConfigError, LogRefused
-from holdfast.core.rundir import write_atomically
+from holdfast.core.base.errors import ConfigError, LogRefused
+from holdfast.core.record.rundir import write_atomically
 from holdfast.diagnosis.diagnose import SCHEMA_VERSION, Report
 from holdfast.diagnosis.diagnose import diagnose as judge
 from holdfast.diagnosis.importers import FORMATS, read
+from holdfast.diagnosis.model.table import COLUMNS, Table
 from holdfast.diagnosis.postmortem import build
-from holdfast.diagnosis.table import COLUMNS, Table
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 from holdfast.reports import markdown, terminal
 from holdfast.reports.clean import clean

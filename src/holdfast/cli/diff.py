@@ -13,7 +13,7 @@ from rich.text import Text
 
 from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.errors import RunDirError
 
 if TYPE_CHECKING:
     from holdfast.diagnosis.rundiff.report import Report

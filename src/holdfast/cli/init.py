@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from holdfast.cli.output import Json, emit
-from holdfast.core.config import template
-from holdfast.core.errors import HoldfastError, RunDirError
-from holdfast.core.rundir import write_atomically
+from holdfast.core.base.config import template
+from holdfast.core.base.errors import HoldfastError, RunDirError
+from holdfast.core.record.rundir import write_atomically
 
 
 def init(

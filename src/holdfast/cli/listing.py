@@ -14,10 +14,10 @@ from rich.text import Text
 
 from holdfast.cli.places import counted, size_of
 from holdfast.cli.planned import spoken
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import Survey
-from holdfast.core.types import Health
 from holdfast.reports.clean import clean
 
 SCHEMA = "holdfast.checkpoints/1"

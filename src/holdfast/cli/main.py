@@ -17,7 +17,7 @@ import typer
 import holdfast
 from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, plan, prepare, train
 from holdfast.cli.output import emit
-from holdfast.core.errors import ConfigError, HoldfastError, PolicyStop
+from holdfast.core.base.errors import ConfigError, HoldfastError, PolicyStop
 
 EXIT_ERROR = 1
 EXIT_BAD_CONFIG = 78

@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.core import facts, journal
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.resume import CHECKPOINTS
-from holdfast.core.errors import RunDirError
-from holdfast.core.rundir import RunDir
+from holdfast.core.record import facts, journal
+from holdfast.core.record.rundir import RunDir
 from holdfast.reports.clean import clean
 
 BY = "holdfast checkpoints"

@@ -12,10 +12,10 @@ from rich.console import Console
 from holdfast.cli import planned
 from holdfast.cli.output import Json, emit
 from holdfast.cli.planned import Inputs, Known, spoken
+from holdfast.core.base.config import CheckpointSection
+from holdfast.core.base.errors import ConfigError
 from holdfast.core.checkpoints import cadence
 from holdfast.core.checkpoints.measured import Measured, measure
-from holdfast.core.config import CheckpointSection
-from holdfast.core.errors import ConfigError
 from holdfast.reports.clean import clean
 
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})\s*(ms|s|m|h|d)?", re.ASCII)

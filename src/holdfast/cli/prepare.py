@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import ConfigError, DataError
+from holdfast.core.base.errors import ConfigError, DataError
 from holdfast.reference.prepare import prepare as make
 
 

@@ -14,14 +14,14 @@ from rich.text import Text
 from holdfast.cli import verify
 from holdfast.cli.output import Json, emit
 from holdfast.cli.places import BY, console, counted, held, noting, run_at, settings, size_of
+from holdfast.core.base.config import CheckpointSection
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.resume import CHECKPOINTS, Survey, survey
 from holdfast.core.checkpoints.retention import Rules, Saved, doomed
-from holdfast.core.config import CheckpointSection
-from holdfast.core.errors import RunDirError
-from holdfast.core.rundir import RunDir
-from holdfast.core.types import Health
+from holdfast.core.record.rundir import RunDir
 from holdfast.reports.clean import clean
 
 SCHEMA = "holdfast.checkpoints.prune/1"

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
-from holdfast.core.errors import ConfigError, DataError, MissingDependency, RunDirError, SetupError
+from holdfast.core.base.errors import ConfigError, DataError, MissingDependency, RunDirError, SetupError
 from holdfast.reference.config import TrainConfig, load
 
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}

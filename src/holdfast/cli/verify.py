@@ -17,13 +17,13 @@ from rich.text import Text
 
 from holdfast.cli.output import Json, emit
 from holdfast.cli.places import BY, console, counted, held, home_of, is_checkpoint, noting, run_at, size_of
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints import verify as checking
 from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.resume import CHECKPOINTS
-from holdfast.core.errors import RunDirError
-from holdfast.core.rundir import RunDir
-from holdfast.core.types import Health
+from holdfast.core.record.rundir import RunDir
 from holdfast.reports.clean import clean
 
 SCHEMA = "holdfast.checkpoints.verify/1"

@@ -8,12 +8,12 @@ from collections import Counter
 import msgspec
 import numpy as np
 
-from holdfast.diagnosis import episodes, hang, memory, recorded, throughput
-from holdfast.diagnosis.episode import Episode, Note
-from holdfast.diagnosis.record import Journal, open_journal
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.find import episodes, hang, memory, recorded, throughput
+from holdfast.diagnosis.model.answers import number
+from holdfast.diagnosis.model.episode import Episode, Note
+from holdfast.diagnosis.model.own_journal import Journal, open_journal
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.tree import walk
-from holdfast.diagnosis.tree.answers import number
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 from holdfast.diagnosis.tree.load import Tree
 from holdfast.diagnosis.tree.load import tree as load

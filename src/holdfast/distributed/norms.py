@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from holdfast.distributed.checkpoint.shards import is_dtensor
-from holdfast.runtime.norms import Clip, LocalNorms, Norm, clip_factor
-from holdfast.runtime.sharded import local
+from holdfast.runtime.tensors.norms import Clip, LocalNorms, Norm, clip_factor
+from holdfast.runtime.tensors.sharded import local
 
 
 class MeshNorms:

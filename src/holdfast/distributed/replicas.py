@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from holdfast.core.integrity import Class, Groups
+from holdfast.core.decide.corruption import Class, Groups
 from holdfast.distributed.checkpoint.shards import is_dtensor, slices_of
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.core.config import Liveness
-from holdfast.core.ports import Clock, SystemClock
+from holdfast.core.base.clock import Clock, SystemClock
+from holdfast.core.base.config import Liveness
 from holdfast.distributed.exchange import ANSWER_SECONDS, Exchange
 from holdfast.distributed.line import bounded
 from holdfast.distributed.pings import Pings

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.core.errors import HoldfastError
+from holdfast.core.base.errors import HoldfastError
 
 
 class World:

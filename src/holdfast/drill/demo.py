@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 from holdfast.compose import Guard
-from holdfast.core.errors import ConfigError
-from holdfast.core.types import Outcome
+from holdfast.core.base.errors import ConfigError
+from holdfast.core.base.types import Outcome
 from holdfast.drill.storm import Storm, demo_storm
 from holdfast.reference.config import TrainConfig, parse
 from holdfast.reference.trainer import INTERRUPTED, Result, Trainer, build, check_run_dir

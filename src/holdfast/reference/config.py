@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from holdfast.core.config import (
+from holdfast.core.base.config import (
     Config,
     Count,
     CountOrZero,
@@ -24,7 +24,7 @@ from holdfast.core.config import (
     read_toml,
     says,
 )
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 
 
 class Model(Section, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 from holdfast.reference.config import TrainConfig
 
 

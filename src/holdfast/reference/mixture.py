@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from holdfast.core.errors import DataError
+from holdfast.core.base.errors import DataError
 from holdfast.reference.tokens import Tokens
 
 BLOCK = 1000

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.core.errors import DataError, MissingDependency
+from holdfast.core.base.errors import DataError, MissingDependency
 from holdfast.reference.tokens import Writer
 
 _BYTES_END = 0

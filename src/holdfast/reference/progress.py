@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
-from holdfast.core.types import Outcome
+from holdfast.core.base.types import Outcome
 from holdfast.reference.config import TrainConfig
 from holdfast.reference.watch import Result
 

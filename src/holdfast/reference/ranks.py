@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 from holdfast.distributed.world import World
 
 

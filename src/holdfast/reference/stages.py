@@ -6,7 +6,7 @@ from typing import Any
 
 from holdfast.compose import Guard
 from holdfast.reference.mixture import Mixture
-from holdfast.runtime.step import Step
+from holdfast.runtime.step.step import Step
 
 
 class Stages:

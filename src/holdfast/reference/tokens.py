@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.core.errors import DataError
+from holdfast.core.base.errors import DataError
 
 _MAGIC = "holdfast-tokens"
 _HEADER = 4096

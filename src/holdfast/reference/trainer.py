@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from holdfast.compose import Guard
-from holdfast.core.errors import ConfigError, DataError, RunDirError, SetupError
+from holdfast.core.base.errors import ConfigError, DataError, RunDirError, SetupError
 from holdfast.reference import ranks
 from holdfast.reference.config import TrainConfig
 from holdfast.reference.interrupts import INTERRUPTED, leave_interrupts_to_the_trainer, stops_at_interrupt
@@ -26,8 +26,8 @@ from holdfast.reference.parallel import spread
 from holdfast.reference.stages import Stages
 from holdfast.reference.tokens import Tokens, embedded, open_tokens
 from holdfast.reference.watch import Result, View, Watch
-from holdfast.runtime.checkpoints import END
-from holdfast.runtime.sharded import reshard
+from holdfast.runtime.checkpoint.manager import END
+from holdfast.runtime.tensors.sharded import reshard
 
 
 class Tamper(Protocol):

@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from holdfast.compose import Guard
-from holdfast.core.tally import Summary
-from holdfast.core.types import Outcome
+from holdfast.core.base.types import Outcome
+from holdfast.core.record.tally import Summary
 from holdfast.reference.config import TrainConfig
 from holdfast.reference.mixture import Drawn
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
-from holdfast.diagnosis.tree.answers import number
+from holdfast.diagnosis.model.answers import number
 
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 _LOG_ABOVE = 30.0

@@ -11,8 +11,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from holdfast.diagnosis.diagnose import NoteLine, Report, Verdict, gravity, seen
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.postmortem.parts import Block, Bullets, Command, Grid, Paragraph, PostMortem, span
-from holdfast.diagnosis.table import Table
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 from holdfast.reports.clean import clean
 from holdfast.reports.curve import curve

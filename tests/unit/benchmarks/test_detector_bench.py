@@ -20,8 +20,8 @@ from benchmarks.detectors.curves import ANOMALY, CLEAN, SEEDS, make, seeds
 from benchmarks.detectors.intervals import poisson, wilson
 from benchmarks.detectors.scoring import Score, judge, latched, score
 
-from holdfast.core.config import Detect
-from holdfast.diagnosis.table import Builder
+from holdfast.core.base.config import Detect
+from holdfast.diagnosis.model.table import Builder
 
 
 def flat(steps: int = 200, events: list[Event] | None = None, kind: str = "made") -> Curve:

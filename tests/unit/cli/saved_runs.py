@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.runtime.checkpoints import Checkpoints
+from holdfast.runtime.checkpoint.manager import Checkpoints
 
 BATCH = 4
 

@@ -7,13 +7,13 @@ import os
 
 import pytest
 
-from holdfast.core import journal
-from holdfast.core.config import Recover
-from holdfast.core.policy import Policy
+from holdfast.core.base.config import Recover
+from holdfast.core.decide.policy import Policy
+from holdfast.core.record import journal
 
 HOLD = """
 import sys
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 RunDir(sys.argv[1]).acquire()
 print("held", flush=True)
 sys.stdin.read()

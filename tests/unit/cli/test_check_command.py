@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import overrides
-from holdfast.core import config
+from holdfast.core.base import config
 
 
 @pytest.fixture

@@ -17,19 +17,19 @@ import pytest
 import saved_runs
 
 from holdfast.cli import listing
-from holdfast.core import journal
+from holdfast.core.base.config import template
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Fork, Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.measured import measure
 from holdfast.core.checkpoints.resume import Survey, resolve_resume_path
-from holdfast.core.config import template
-from holdfast.core.types import Health
+from holdfast.core.record import journal
 
 HOLD = """
 import sys
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 RunDir(sys.argv[1]).acquire()
 print("held", flush=True)
 sys.stdin.read()

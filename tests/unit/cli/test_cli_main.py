@@ -11,7 +11,7 @@ import pytest
 
 import holdfast as package
 from holdfast.cli import init
-from holdfast.core.errors import PolicyStop
+from holdfast.core.base.errors import PolicyStop
 
 COMMANDS = ("demo", "train", "prepare", "init", "check", "ack")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.diagnosis import episodes
-from holdfast.diagnosis.episodes import Episode
+from holdfast.diagnosis.find import episodes
+from holdfast.diagnosis.find.episodes import Episode
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 
 N = 200

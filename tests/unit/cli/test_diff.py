@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from holdfast.cli import main
-from holdfast.core.journal import Journal, dumps
-from holdfast.core.rundir import to_json
+from holdfast.core.record.journal import Journal, dumps
+from holdfast.core.record.rundir import to_json
 from holdfast.diagnosis.rundiff.report import SCHEMA, Report
 
 STEPS = 200

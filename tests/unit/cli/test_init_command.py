@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from holdfast.core import config
+from holdfast.core.base import config
 
 
 def test_written_file_is_the_default_policy(holdfast, tmp_path):

@@ -14,8 +14,8 @@ from holdfast.cli import main
 from holdfast.cli.planned import SCHEMA, spoken
 from holdfast.core.checkpoints import measured
 from holdfast.core.checkpoints.measured import measure
-from holdfast.core.journal import dumps
-from holdfast.core.rundir import to_json
+from holdfast.core.record.journal import dumps
+from holdfast.core.record.rundir import to_json
 
 ALL = ("--save-cost", 12, "--step-time", 0.8, "--mtbf", "36h", "--restart", "5m")
 CONFIG = {"checkpoint": {"every_steps": 500, "certify_after": 20}}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from holdfast.core import journal
-from holdfast.core.types import Outcome, Signal, Status
+from holdfast.core.base.types import Outcome, Signal, Status
+from holdfast.core.record import journal
 from holdfast.reference.config import parse
 from holdfast.reference.progress import Show
 from holdfast.reference.tokens import Writer

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast.core.config import Config, Detect, Recover
-from holdfast.core.journal import Silent, dumps
-from holdfast.core.types import Finding, Kind, Severity, Signal, Verdict
+from holdfast.core.base.config import Config, Detect, Recover
+from holdfast.core.base.types import Finding, Kind, Severity, Signal, Verdict
+from holdfast.core.record.journal import Silent, dumps
 
 NO_DETECTORS = Detect(nonfinite=False, loss_spike=False, grad_spike=False)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import config
-from holdfast.core.config import SECTIONS, Config, load, override, parse, read_toml, template
-from holdfast.core.errors import ConfigError
+from holdfast.core.base import config
+from holdfast.core.base.config import SECTIONS, Config, load, override, parse, read_toml, template
+from holdfast.core.base.errors import ConfigError
 
 KEYS = [(section, key) for section, kind in SECTIONS.items() for key in kind.__struct_fields__]
 

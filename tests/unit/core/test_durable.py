@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import durable
+from holdfast.core.base import durable
 
 
 def once(call: Any, error: OSError) -> Any:

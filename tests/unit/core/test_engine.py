@@ -13,15 +13,9 @@ import numpy as np
 import pytest
 from builders import Memory, Scripted, finding, only_policy, signal
 
-from holdfast.core import incidents, journal
-from holdfast.core.config import Config, Recover
-from holdfast.core.engine import Engine, Limits
-from holdfast.core.errors import SetupError
-from holdfast.core.incidents import IncidentFiles
-from holdfast.core.journal import Journal
-from holdfast.core.policy import Policy
-from holdfast.core.rundir import RunDir
-from holdfast.core.types import (
+from holdfast.core.base.config import Config, Recover
+from holdfast.core.base.errors import SetupError
+from holdfast.core.base.types import (
     Finding,
     Flag,
     Incident,
@@ -36,6 +30,12 @@ from holdfast.core.types import (
     Status,
     Stop,
 )
+from holdfast.core.decide.engine import Engine, Limits
+from holdfast.core.decide.policy import Policy
+from holdfast.core.record import incidents, journal
+from holdfast.core.record.incidents import IncidentFiles
+from holdfast.core.record.journal import Journal
+from holdfast.core.record.rundir import RunDir
 
 VETOED = int(Flag.LOSS_NONFINITE)
 NAN = finding(Kind.NONFINITE_LOSS, step=5)

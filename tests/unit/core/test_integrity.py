@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.integrity import (
+from holdfast.core.base.types import Kind, Severity
+from holdfast.core.decide.corruption import (
     DIFFERS,
     SAME,
     UNSEEN,
@@ -20,8 +21,7 @@ from holdfast.core.integrity import (
     judge,
     tensors_apart,
 )
-from holdfast.core.recurrence import Recurrence
-from holdfast.core.types import Kind, Severity
+from holdfast.core.decide.recurrence import Recurrence
 
 words = st.integers(-(2**63), 2**63 - 1)
 

@@ -14,10 +14,10 @@ from clocks import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import journal
-from holdfast.core.errors import RunDirError
-from holdfast.core.journal import Journal, Silent
-from holdfast.core.types import Finding, Kind, Severity, Span
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Finding, Kind, Severity, Span
+from holdfast.core.record import journal
+from holdfast.core.record.journal import Journal, Silent
 
 
 def write(path: Path, *events: dict[str, Any]) -> bytes:
@@ -177,7 +177,7 @@ def test_line_of_garbage_is_reported_where_it_is_and_costs_no_other(tmp_path, ga
 
 WRITER = """
 import sys
-from holdfast.core.journal import Journal
+from holdfast.core.record.journal import Journal
 log = Journal(sys.argv[1])
 number = 0
 while True:
@@ -205,8 +205,8 @@ def test_killed_writer_leaves_every_event_it_was_told_was_written(tmp_path, star
 
 LIMITED = """
 import resource, sys
-from holdfast.core.errors import RunDirError
-from holdfast.core.journal import Journal
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.record.journal import Journal
 log = Journal(sys.argv[1], fsync=False)
 log.write("first")
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from clocks import FakeClock
 
-from holdfast.core import journal, metrics
-from holdfast.core.errors import RunDirError
-from holdfast.core.metrics import MetricsFile
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.record import journal, metrics
+from holdfast.core.record.metrics import MetricsFile
 
 LONG = 60.0
 """seconds that nothing here takes"""
@@ -352,7 +352,7 @@ def test_a_kill_costs_the_rows_of_the_last_moments_and_no_others(tmp_path):
     code = f"""
         import os, signal, sys
         from pathlib import Path
-        from holdfast.core.metrics import MetricsFile
+        from holdfast.core.record.metrics import MetricsFile
         file = MetricsFile(Path({str(path)!r}), 0.05)
         for step in range(10**9):
             file.write({{"step": step}})
@@ -384,7 +384,7 @@ def test_a_process_that_ends_without_closing_ends():
     code = """
         from pathlib import Path
         import tempfile
-        from holdfast.core.metrics import MetricsFile
+        from holdfast.core.record.metrics import MetricsFile
         file = MetricsFile(Path(tempfile.mkdtemp()) / "m.jsonl", 0.01)
         for step in range(5000):
             file.write({"step": step})

@@ -7,9 +7,9 @@ import logging
 import pytest
 from builders import Memory, Scripted, finding, only_policy, signal
 
-from holdfast.core.engine import Engine
-from holdfast.core.incidents import IncidentFiles
-from holdfast.core.types import Kind, Severity
+from holdfast.core.base.types import Kind, Severity
+from holdfast.core.decide.engine import Engine
+from holdfast.core.record.incidents import IncidentFiles
 
 LOUD = [Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH]
 QUIET = [Kind.PLATEAU, Kind.UPDATE_SPIKE, Kind.WEIGHT_NORM, Kind.SCALE_COLLAPSE, Kind.LOSS_SPIKE, "of_my_own"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from builders import verdict
 
-from holdfast.core.config import Recover
-from holdfast.core.policy import Policy
-from holdfast.core.types import (
+from holdfast.core.base.config import Recover
+from holdfast.core.base.types import (
     CutLR,
     Kind,
     Plan,
@@ -19,6 +18,7 @@ from holdfast.core.types import (
     TightenClip,
     Verdict,
 )
+from holdfast.core.decide.policy import Policy
 
 NAN = verdict(Kind.NONFINITE_LOSS)
 SPIKE = verdict(Kind.LOSS_SPIKE)

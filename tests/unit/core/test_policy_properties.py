@@ -14,11 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.core.config import Config, Recover
-from holdfast.core.engine import Engine
-from holdfast.core.incidents import IncidentFiles
-from holdfast.core.policy import Policy, State
-from holdfast.core.types import (
+from holdfast.core.base.config import Config, Recover
+from holdfast.core.base.types import (
     CutLR,
     Kind,
     Plan,
@@ -31,6 +28,9 @@ from holdfast.core.types import (
     TightenClip,
     family,
 )
+from holdfast.core.decide.engine import Engine
+from holdfast.core.decide.policy import Policy, State
+from holdfast.core.record.incidents import IncidentFiles
 from soak import WHOLE
 
 RUNGS = ("skip", "replay", "rollback", "stop")

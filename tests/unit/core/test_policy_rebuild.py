@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from builders import verdict
 
-from holdfast.core.config import Recover
-from holdfast.core.errors import RunDirError
-from holdfast.core.policy import Policy, State
-from holdfast.core.types import Kind, Rollback, Severity
+from holdfast.core.base.config import Recover
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Kind, Rollback, Severity
+from holdfast.core.decide.policy import Policy, State
 
 BAD_SPIKE = verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK)
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import RunDirError
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Span
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import Quarantine
 
 spans = st.builds(Span, st.integers(0, 2), st.integers(0, 40), st.integers(0, 40))
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core import journal
-from holdfast.core.errors import RunDirError
-from holdfast.core.rank_records import RankRecords, rank_file
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.record import journal
+from holdfast.core.record.rank_records import RankRecords, rank_file
 
 
 def test_a_rank_that_has_nothing_to_tell_makes_no_file(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.errors import RunDirError
-from holdfast.core.rundir import RunDir, to_json, write_atomically
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 
 HOLD = """
 import sys
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 RunDir(sys.argv[1]).acquire()
 print("held", flush=True)
 sys.stdin.read()
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 HOLD_AND_FORK = """
 import os, sys
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 rundir = RunDir(sys.argv[1])
 rundir.acquire()
 child = os.fork()
@@ -39,7 +39,7 @@ sys.stdin.read()
 
 HOLD_ON_A_FULL_DISK = """
 import resource, sys
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 RunDir(sys.argv[1]).acquire()
 print("held", flush=True)
@@ -162,7 +162,7 @@ def test_file_system_without_locks_is_said_to_be_that(rundir, monkeypatch):
 REPLACER = """
 import sys
 from pathlib import Path
-from holdfast.core.rundir import write_atomically
+from holdfast.core.record.rundir import write_atomically
 print("going", flush=True)
 while True:
     for letter in "ab":

@@ -7,11 +7,11 @@ import json
 import pytest
 from builders import Memory, Scripted, only_policy, signal
 
-from holdfast.core.engine import Engine
-from holdfast.core.errors import SetupError
-from holdfast.core.incidents import IncidentFiles
-from holdfast.core.shifts import Shifts
-from holdfast.core.types import Flag, Signal, Span
+from holdfast.core.base.errors import SetupError
+from holdfast.core.base.types import Flag, Signal, Span
+from holdfast.core.decide.engine import Engine
+from holdfast.core.detectors.expected_shifts import Shifts
+from holdfast.core.record.incidents import IncidentFiles
 
 HIGH, NAN = int(Flag.LOSS_HIGH), int(Flag.LOSS_NONFINITE)
 

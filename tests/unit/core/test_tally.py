@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.tally import Summary, Tally
+from holdfast.core.record.tally import Summary, Tally
 
 
 def tally(*events: dict[str, Any]) -> Summary:

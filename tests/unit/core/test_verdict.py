@@ -7,8 +7,8 @@ import itertools
 import pytest
 from builders import finding, signal
 
-from holdfast.core.types import Flag, Kind, Severity, family
-from holdfast.core.verdict import merge
+from holdfast.core.base.types import Flag, Kind, Severity, family
+from holdfast.core.decide.verdict import merge
 
 
 def test_no_finding_is_no_verdict():

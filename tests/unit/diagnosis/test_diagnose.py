@@ -13,9 +13,9 @@ from leaf_cases import CASES, FP32, jump
 from made import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run, table
 
 from holdfast.diagnosis import diagnose as module
-from holdfast.diagnosis import episodes, hang, memory, throughput
 from holdfast.diagnosis.diagnose import diagnose
-from holdfast.diagnosis.episodes import Note
+from holdfast.diagnosis.find import episodes, hang, memory, throughput
+from holdfast.diagnosis.find.episodes import Note
 from holdfast.diagnosis.tree.load import tree
 
 NAN = float("nan")

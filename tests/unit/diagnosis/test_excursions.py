@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import noise, table
 
-from holdfast.diagnosis import episodes
+from holdfast.diagnosis.find import episodes
 
 N = 600
 NAN = math.nan

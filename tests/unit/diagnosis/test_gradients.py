@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import N, healthy_loss, healthy_norm, put, run, table
 
-from holdfast.diagnosis import gradients
+from holdfast.diagnosis.find import gradients
 
 NAN = math.nan
 

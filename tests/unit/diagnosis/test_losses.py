@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import healthy_loss, noise, run, table
 
-from holdfast.diagnosis import episodes, losses
-from holdfast.diagnosis.losses import Losses, _medians, _outliers, _stretches
+from holdfast.diagnosis.find import episodes, losses
+from holdfast.diagnosis.find.losses import Losses, _medians, _outliers, _stretches
 
 N = 260_000
 AT = 170_123

@@ -12,8 +12,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import noise, table
 
-from holdfast.diagnosis import episodes, quiet
-from holdfast.diagnosis.losses import Losses
+from holdfast.diagnosis.find import episodes, quiet
+from holdfast.diagnosis.find.losses import Losses
 
 N = 600
 

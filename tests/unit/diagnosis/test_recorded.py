@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import episode
 
-from holdfast.core.journal import dumps
-from holdfast.diagnosis import episodes
+from holdfast.core.record.journal import dumps
 from holdfast.diagnosis.diagnose import diagnose, seen
+from holdfast.diagnosis.find import episodes
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.postmortem import build
 from holdfast.reports import markdown

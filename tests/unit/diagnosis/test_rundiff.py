@@ -10,7 +10,7 @@ import pytest
 from small_runs import STEPS, train
 
 import holdfast
-from holdfast.core.errors import HoldfastError
+from holdfast.core.base.errors import HoldfastError
 from holdfast.diagnosis import rundiff
 from holdfast.drill.faults.nan_batch import NanBatch
 from holdfast.drill.storm import Storm

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from holdfast.diagnosis import rundiff
+from holdfast.diagnosis.model.table import Builder
 from holdfast.diagnosis.rundiff import curves, report
 from holdfast.diagnosis.rundiff.checks import BY_ID, CHECKS, claims
 from holdfast.diagnosis.rundiff.load import complete, from_table
 from holdfast.diagnosis.rundiff.report import Report
 from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten
-from holdfast.diagnosis.table import Builder
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import FileSum, Manifest
 from holdfast.distributed.checkpoint.index import DTYPES
 from holdfast.distributed.checkpoint.writing import write_rank
-from holdfast.runtime.snapshots.certify import checksums
+from holdfast.runtime.tensors.inspect import checksums
 
 
 def of_every_dtype(seed: int = 0) -> dict[str, Tensor]:

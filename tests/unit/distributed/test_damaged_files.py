@@ -16,12 +16,12 @@ import pytest
 import torch
 from saved import manifest_of, save
 
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
-from holdfast.core.errors import RunDirError
 from holdfast.distributed.checkpoint import files
 from holdfast.distributed.checkpoint.reading import Reader, metadata, read_parts, read_tensors
 from holdfast.distributed.checkpoint.writing import write_rank
-from holdfast.runtime.snapshots.certify import checksums
+from holdfast.runtime.tensors.inspect import checksums
 
 NAMES = ["rank_00000.bin", "rank_00000.json", "rank_00001.bin", "rank_00001.json"]
 

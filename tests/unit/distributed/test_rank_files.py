@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from saved import bits, of_every_dtype, of_every_shape, private, same, save
 
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.errors import RunDirError
 from holdfast.distributed.checkpoint import files, writing
 from holdfast.distributed.checkpoint.reading import Reader, metadata, read_parts, read_tensors, world_size
 from holdfast.distributed.checkpoint.writing import write_rank

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.core.config import Liveness
+from holdfast.core.base.config import Liveness
 from holdfast.distributed import pings, watch
 from holdfast.distributed.store import Board, Ended, Failure
 from holdfast.distributed.watch import StoreWatch

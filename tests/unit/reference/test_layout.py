@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 from holdfast.reference.config import parse
 from holdfast.reference.layout import Layout, fit
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import DataError
+from holdfast.core.base.errors import DataError
 from holdfast.reference.mixture import BLOCK, Mixture, Weights, quotas
 from holdfast.reference.tokens import Tokens
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import DataError
+from holdfast.core.base.errors import DataError
 from holdfast.reference.tokens import Tokens, Writer, dtype_for, embedded, open_tokens
 
 SIZES = {"uint8": 256, "uint16": 50_304, "uint32": 200_000}

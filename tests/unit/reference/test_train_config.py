@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core import config as policy
-from holdfast.core.errors import ConfigError
+from holdfast.core.base import config as policy
+from holdfast.core.base.errors import ConfigError
 from holdfast.reference.config import OWN_SECTIONS, TrainConfig, is_trainers, load, parse, with_train
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))

@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis" / "tree"))
 from leaf_cases import CASES
 from made import N, episode, healthy_loss, healthy_norm, put, run
 
-from holdfast.diagnosis import episodes
 from holdfast.diagnosis.diagnose import diagnose
+from holdfast.diagnosis.find import episodes
+from holdfast.diagnosis.model.own_journal import MISSING
 from holdfast.diagnosis.postmortem import build
-from holdfast.diagnosis.record import MISSING
 from holdfast.reports import markdown, terminal
 
 TITLES = [

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis" / "tree"))
 from leaf_cases import CASES
 from made import N, episode, healthy_loss, noise, put, run
 
-from holdfast.diagnosis import episodes
 from holdfast.diagnosis.diagnose import diagnose
+from holdfast.diagnosis.find import episodes
 from holdfast.reports import terminal
 from holdfast.reports.clean import clean, markdown
 from holdfast.reports.curve import curve

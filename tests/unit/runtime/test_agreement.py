@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.engine import Limits
-from holdfast.core.errors import RanksDisagree
-from holdfast.runtime.agreement import Agreed, Column, Host, Measured, Rows, agree, alone
-from holdfast.runtime.norms import Norm
+from holdfast.core.base.errors import RanksDisagree
+from holdfast.core.decide.engine import Limits
+from holdfast.runtime.agree.rows import Agreed, Column, Host, Measured, Rows, agree, alone
+from holdfast.runtime.tensors.norms import Norm
 
 
 class Others:

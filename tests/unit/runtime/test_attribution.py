@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.core.types import Flag
-from holdfast.runtime.agreement import Column, Rows
-from holdfast.runtime.attribution import blame
+from holdfast.core.base.types import Flag
+from holdfast.runtime.agree.attribution import blame
+from holdfast.runtime.agree.rows import Column, Rows
 
 NAN, INF = math.nan, math.inf
 

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from holdfast.runtime import bits
-from holdfast.runtime.bits import look
-from holdfast.runtime.snapshots.certify import fingerprint
+from holdfast.runtime.tensors import checksum as bits
+from holdfast.runtime.tensors.checksum import look
+from holdfast.runtime.tensors.inspect import fingerprint
 
 HOST = torch.device("cpu")
 TENSORS = {

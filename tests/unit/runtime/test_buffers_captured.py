@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from operations import Operations
 from torch import Tensor, nn
 
-from holdfast.runtime.buffers import _SMALL, _STOOD, Buffers
+from holdfast.runtime.state.buffers import _SMALL, _STOOD, Buffers
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.runtime import cuda_streams
-from holdfast.runtime.cuda_streams import Streams, current_stream
+from holdfast.runtime.tensors import cuda_streams
+from holdfast.runtime.tensors.cuda_streams import Streams, current_stream
 
 CUDA = torch.device("cuda", 0)
 

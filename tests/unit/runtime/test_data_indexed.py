@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, WeightedRandomSampler
 
-from holdfast.core.errors import DataError
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Span
+from holdfast.core.base.errors import DataError
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.indexed import IndexedSource
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.rng import Rng
+from holdfast.runtime.state.rng import Rng
 
 
 class Numbers(Dataset):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from holdfast.runtime.gate import Gate
-from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.sensing import Sensed
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.measurements import Sensed
 
 
 def vetoed(optimizer: torch.optim.Optimizer) -> None:

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.runtime import fused_step
-from holdfast.runtime.fused_step import FusedStep
+from holdfast.runtime.update import fused_step
+from holdfast.runtime.update.fused_step import FusedStep
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = ((5, 3), (7,), (2, 2, 2), (1,))

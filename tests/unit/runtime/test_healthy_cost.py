@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core.journal import dumps
-from holdfast.core.types import Outcome, Plan, Signal, Span, Status
-from holdfast.runtime.records import line
+from holdfast.core.base.types import Outcome, Plan, Signal, Span, Status
+from holdfast.core.record.journal import dumps
+from holdfast.runtime.record.records import line
 
 
 def operations(of: Any) -> list[str]:

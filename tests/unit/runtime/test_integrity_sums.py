@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from holdfast.core import config
-from holdfast.core.integrity import DIFFERS, SAME, UNSEEN, Class
-from holdfast.runtime.integrity import Integrity, Single
-from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.ranks import Alone
-from holdfast.runtime.schedule import Schedulers
-from holdfast.runtime.snapshots.certify import fingerprint
-from holdfast.runtime.state import RunState
-from holdfast.runtime.sums import sums_of, weights
+from holdfast.core.base import config
+from holdfast.core.decide.corruption import DIFFERS, SAME, UNSEEN, Class
+from holdfast.runtime.integrity.checks import Integrity, Single
+from holdfast.runtime.integrity.checksums import sums_of, weights
+from holdfast.runtime.ports.ranks import Alone
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.schedule import Schedulers
+from holdfast.runtime.tensors.inspect import fingerprint
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.runtime.gate import Gate
-from holdfast.runtime.norms import LocalNorms
-from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.scaler import Scaler
-from holdfast.runtime.sensing import Sensed
-from holdfast.runtime.update_size import UpdateSize, sense, size_of
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.scaler import Scaler
+from holdfast.runtime.tensors.norms import LocalNorms
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.measurements import Sensed
+from holdfast.runtime.update.update_size import UpdateSize, sense, size_of
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core.errors import StepError
-from holdfast.core.journal import read
-from holdfast.runtime.bits import in_words, look
-from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.scaler import Scaler
-from holdfast.runtime.snapshots.certify import fingerprint
+from holdfast.core.base.errors import StepError
+from holdfast.core.record.journal import read
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.scaler import Scaler
+from holdfast.runtime.tensors.checksum import in_words, look
+from holdfast.runtime.tensors.inspect import fingerprint
 
 QUIET = {"snapshot": {"enabled": False}, "checkpoint": {"enabled": False}}
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from holdfast.core.integrity import Class
-from holdfast.runtime.company import Company
-from holdfast.runtime.guard import Guard, Wired
+from holdfast.core.decide.corruption import Class
+from holdfast.runtime.guard.guard import Guard, Wired
+from holdfast.runtime.ports.distributed_context import Company
 from soak import WHOLE
 
 PART = 1 if WHOLE else 3

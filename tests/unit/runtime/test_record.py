@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core import journal
-from holdfast.core.errors import ConfigError, RunDirError
-from holdfast.runtime.environment import revision
+from holdfast.core.base.errors import ConfigError, RunDirError
+from holdfast.core.record import journal
+from holdfast.runtime.record.environment import revision
 
 
 def parts():
@@ -109,7 +109,7 @@ def test_run_of_another_process_says_which(tmp_path, start):
     one.fit(loss, LOADER, max_steps=1)
     source = """
 import sys
-from holdfast.core.rundir import RunDir
+from holdfast.core.record.rundir import RunDir
 folder = RunDir(sys.argv[1]); folder.acquire(); print("held", flush=True); sys.stdin.read()
 """
     other = start(source, tmp_path)

@@ -24,13 +24,13 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from holdfast.core.errors import DataError
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Span
+from holdfast.core.base.errors import DataError
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.data.world import why_not_moved
-from holdfast.runtime.rng import Rng, RngState
+from holdfast.runtime.state.rng import Rng, RngState
 
 
 class Numbers(Dataset):

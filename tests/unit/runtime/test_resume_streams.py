@@ -11,7 +11,7 @@ import torch
 from test_resume_position import Life, Numbers, flat, seeded, whole_course
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.core.errors import DataError
+from holdfast.core.base.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
 

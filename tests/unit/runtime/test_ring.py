@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.config import SnapshotSection
-from holdfast.core.types import Health
+from holdfast.core.base.config import SnapshotSection
+from holdfast.core.base.types import Health
 from holdfast.runtime.snapshots.copy import Copy
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot

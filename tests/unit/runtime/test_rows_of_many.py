@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import RanksDisagree
-from holdfast.core.types import Signal
-from holdfast.runtime.agreement import Column, Rows
-from holdfast.runtime.attribution import readers
-from holdfast.runtime.meeting import Meeting
+from holdfast.core.base.errors import RanksDisagree
+from holdfast.core.base.types import Signal
+from holdfast.runtime.agree.attribution import readers
+from holdfast.runtime.agree.coordinator import Meeting
+from holdfast.runtime.agree.rows import Column, Rows
 
 LARGE = 2.0**32 - 1
 RANK = st.fixed_dictionaries(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.sensing_fused import Fused
-from holdfast.runtime.update_size import UpdateSize
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.update.fused_measurements import Fused
+from holdfast.runtime.update.update_size import UpdateSize
 
 HOME = torch.device("cpu")
 

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core.types import Flag
+from holdfast.core.base.types import Flag
 from holdfast.runtime.data.fingerprint import Look, fingerprint, length_of
-from holdfast.runtime.optimizers import Optimizers
-from holdfast.runtime.sensing import Packing, Sensed
-from holdfast.runtime.update_size import UpdateSize, sense, size_of
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.update.measurements import Packing, Sensed
+from holdfast.runtime.update.update_size import UpdateSize, sense, size_of
 
 STEPS = 12
 

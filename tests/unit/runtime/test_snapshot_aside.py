@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_snapshot_blocks import bits, block_of, tensors
 
-from holdfast.runtime.snapshots import aside as module
+from holdfast.runtime.snapshots import device_staging as module
 from holdfast.runtime.snapshots import layout as layout_module
-from holdfast.runtime.snapshots.aside import IN_A_ROW, LATE, MARGIN, Aside
+from holdfast.runtime.snapshots.device_staging import IN_A_ROW, LATE, MARGIN, Aside
 from holdfast.runtime.snapshots.layout import Layout
 
 HOST = torch.device("cpu")

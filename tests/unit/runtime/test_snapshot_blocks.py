@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.runtime.bits import Seen, look
-from holdfast.runtime.snapshots import blocks as blocks_module
+from holdfast.runtime.snapshots import buffer_pool as blocks_module
 from holdfast.runtime.snapshots import layout as layout_module
-from holdfast.runtime.snapshots import pages
-from holdfast.runtime.snapshots.blocks import Block, Blocks
+from holdfast.runtime.snapshots import pinned_memory as pages
+from holdfast.runtime.snapshots.buffer_pool import Block, Blocks
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.layout import Layout
+from holdfast.runtime.tensors.checksum import Seen, look
 
 HOST = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core.config import SnapshotSection
-from holdfast.core.journal import read
-from holdfast.runtime.setup import build_state
+from holdfast.core.base.config import SnapshotSection
+from holdfast.core.record.journal import read
+from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.snapshots import ring as ring_module
 from holdfast.runtime.snapshots.memory import available_bytes
 from holdfast.runtime.snapshots.ring import Ring

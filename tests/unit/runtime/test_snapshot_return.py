@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.core.base.config import SnapshotSection
+from holdfast.core.base.errors import StepError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.config import SnapshotSection
-from holdfast.core.errors import StepError
-from holdfast.core.types import Health
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.rng import Rng
-from holdfast.runtime.setup import build_state
+from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.snapshots.keeper import Keeper
-from holdfast.runtime.snapshots.returning import Returning
+from holdfast.runtime.snapshots.restore import Returning
+from holdfast.runtime.state.rng import Rng
 
 
 class Disk:

@@ -16,12 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.errors import SetupError
-from holdfast.runtime import streams
+from holdfast.core.base.errors import SetupError
 from holdfast.runtime.data.packing import pack_streams, unpack_streams
-from holdfast.runtime.rng import Rng, RngState, _alike
 from holdfast.runtime.snapshots.encoding import decode, encode
-from holdfast.runtime.streams import NumpyStream, PythonStream, numpy_of, numpy_plain
+from holdfast.runtime.state.host_rng import NumpyStream, PythonStream, numpy_of, numpy_plain
+from holdfast.runtime.state.rng import Rng, RngState, _alike
+from holdfast.runtime.state.run_state import host_rng as streams
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +205,7 @@ def test_a_state_read_while_another_thread_draws_is_not_taken_for_that_of_the_by
 def test_numpy_is_not_imported_for_it_and_followed_once_it_is():
     code = """
         import sys, random
-        from holdfast.runtime.streams import NumpyStream
+        from holdfast.runtime.state.host_rng import NumpyStream
         sys.modules.pop("numpy", None)
         stream = NumpyStream()
         assert stream.state() is None and "numpy" not in sys.modules

@@ -7,10 +7,10 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, Manifest, is_name, unseal_health, unseal_manifest
-from holdfast.core.errors import RunDirError
-from holdfast.core.types import Health
 
 _MOST_BYTES = 256 << 20
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from holdfast.core.plain import plain
+from holdfast.core.base.plain import plain
 
 Weight = Literal["refuse", "warn", "note"]
 

@@ -15,7 +15,9 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry, Trust, read_entry
 from holdfast.core.checkpoints.manifest import (
     HEALTH,
@@ -26,8 +28,6 @@ from holdfast.core.checkpoints.manifest import (
     seal,
     unseal_manifest,
 )
-from holdfast.core.errors import RunDirError
-from holdfast.core.types import Health
 
 __all__ = ["Entry", "Folder", "read_entry"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.errors import RunDirError
-from holdfast.core.types import Health
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -10,9 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.core import facts, journal
-from holdfast.core.errors import RunDirError
-from holdfast.core.rundir import RunDir
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.record import facts, journal
+from holdfast.core.record.rundir import RunDir
 
 _TAIL = 4_000_000
 """bytes of metrics.jsonl that are read, from its end: some ten thousand steps, the latest"""

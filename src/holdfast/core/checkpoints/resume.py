@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.core import facts, journal
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
+from holdfast.core.checkpoints.recovery_history import History
 from holdfast.core.checkpoints.verify import verify as verify_bytes
-from holdfast.core.errors import RunDirError
-from holdfast.core.history import History
-from holdfast.core.types import Health
+from holdfast.core.record import facts, journal
 
 log = logging.getLogger("holdfast")
 

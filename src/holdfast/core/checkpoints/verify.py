@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.core import durable
+from holdfast.core.base import durable
 from holdfast.core.checkpoints.entry import Entry, Trust, read_entry
 from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, FileSum, Manifest, is_name
 

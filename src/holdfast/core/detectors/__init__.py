@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.curry_train import CurryTrain
 from holdfast.core.detectors.dead_run import DeadRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from holdfast.core.types import Finding, Signal
+from holdfast.core.base.types import Finding, Signal
 
 
 @runtime_checkable

@@ -7,8 +7,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 RATIO, SUSTAIN, HISTORY = 5.0, 100, 1000
 _BACK, _SKIP_BATCHES = 100, 200

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.shifts import LR_JUMP
-from holdfast.core.types import Finding, Kind, Severity, Signal
+from holdfast.core.detectors.expected_shifts import LR_JUMP
 
 _BLOCK = 16
 _LENGTHS = ((1, 3), (4, 3), (16, 2))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors.log_spike import LogSpike
-from holdfast.core.types import Kind, Severity
 
 
 class GradSpike(LogSpike):

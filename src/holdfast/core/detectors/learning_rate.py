@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.shifts import LR_JUMP
-from holdfast.core.types import Finding, Kind, Severity, Signal
+from holdfast.core.detectors.expected_shifts import LR_JUMP
 
 _DECAYED, _STOPPED = 50, 200
 _STILL_HIGH = 0.2

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.detectors.course import Course
-from holdfast.core.types import Finding, Flag, Severity, Signal
+from holdfast.core.base.types import Finding, Flag, Severity, Signal
+from holdfast.core.detectors.baseline import Course
 
 _REBASELINE = 24
 _ACCEPT_AFTER = 8

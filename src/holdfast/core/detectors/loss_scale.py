@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _GROWTH_INTERVAL = 2000
 _STUCK_AFTER = 3 * _GROWTH_INTERVAL

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.config import Detect
-from holdfast.core.detectors.course import LARGEST, Course
-from holdfast.core.types import Finding, Flag, Kind, Severity, Signal
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
+from holdfast.core.detectors.baseline import LARGEST, Course
 
 _REBASELINE = 24
 _GROSS_Z, _GROSS_RATIO = 50.0, 5.0

@@ -7,8 +7,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 STEPS = 200
 _BLOCK = 10

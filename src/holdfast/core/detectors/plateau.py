@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 from holdfast.core.detectors.divergence import middle_of
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _BLOCK = 16
 _SMOOTH = 0.28

@@ -16,13 +16,13 @@ from multiprocessing import get_context
 from operator import gt
 from typing import Any, Literal, Protocol, overload
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Signal
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import Detector, Reader
+from holdfast.core.detectors.expected_shifts import LR_JUMP, Shifts
 from holdfast.core.detectors.loss_spike import LossSpike
 from holdfast.core.detectors.nonfinite import NonFinite
-from holdfast.core.shifts import LR_JUMP, Shifts
-from holdfast.core.types import Finding, Signal
 
 _FIELDS = {
     "loss": "loss",

@@ -7,8 +7,8 @@ import math
 from collections import deque
 from typing import Any
 
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 SIGMAS, WINDOW = 3.0, 100
 RECOVERED_SIGMAS, RECOVERY_STEPS = 0.5, 50

@@ -6,9 +6,9 @@ to eight steps before the loss does. On record only: the spike itself, if it com
 
 from __future__ import annotations
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors.log_spike import LogSpike
-from holdfast.core.types import Kind, Severity
 
 
 class UpdateSpike(LogSpike):

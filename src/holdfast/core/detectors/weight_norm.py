@@ -6,9 +6,9 @@ import math
 from collections import deque
 from typing import Any
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 _WITHIN = 200
 

@@ -14,10 +14,9 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from holdfast.core.errors import LogRefused
-from holdfast.diagnosis.importers import (
+from holdfast.core.base.errors import LogRefused
+from holdfast.diagnosis.importers.formats import (
     composer,
-    csvfile,
     deepspeed,
     fairseq,
     generic_csv,
@@ -38,13 +37,14 @@ from holdfast.diagnosis.importers import (
     wandb_csv,
     wandb_history,
 )
-from holdfast.diagnosis.importers.finish import limit
-from holdfast.diagnosis.importers.jsonlines import looks_like as json_lines
-from holdfast.diagnosis.importers.names import NoSuchColumn
-from holdfast.diagnosis.importers.source import Source
-from holdfast.diagnosis.importers.textformat import TextFormat, nothing
-from holdfast.diagnosis.importers.textlog import TextLog
-from holdfast.diagnosis.table import Event, Table
+from holdfast.diagnosis.importers.reading import csv_file as csvfile
+from holdfast.diagnosis.importers.reading.column_names import NoSuchColumn
+from holdfast.diagnosis.importers.reading.json_lines import looks_like as json_lines
+from holdfast.diagnosis.importers.reading.normalize import limit
+from holdfast.diagnosis.importers.reading.source import Source
+from holdfast.diagnosis.importers.reading.text_format import TextFormat, nothing
+from holdfast.diagnosis.importers.reading.text_log import TextLog
+from holdfast.diagnosis.model.table import Event, Table
 
 Read = Callable[[Source, Mapping[str, str] | None], list[Table]]
 

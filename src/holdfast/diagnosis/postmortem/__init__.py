@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.diagnosis.diagnose import Report
+from holdfast.diagnosis.model.own_journal import open_journal
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.postmortem import after, before
 from holdfast.diagnosis.postmortem.case import Case
 from holdfast.diagnosis.postmortem.parts import PostMortem, Section
-from holdfast.diagnosis.record import open_journal
-from holdfast.diagnosis.table import Table
 
 __all__ = ["PostMortem", "build"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 
+from holdfast.diagnosis.model.answers import number
+from holdfast.diagnosis.model.own_journal import MISSING, spoken
 from holdfast.diagnosis.postmortem import measure
 from holdfast.diagnosis.postmortem.case import Case
 from holdfast.diagnosis.postmortem.parts import Block, Bullets, Command, Grid, Paragraph, bullets, grid, span
-from holdfast.diagnosis.record import MISSING, spoken
-from holdfast.diagnosis.tree.answers import number
 
 
 def done(case: Case) -> list[Block]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from holdfast.diagnosis.model.answers import number
+from holdfast.diagnosis.model.own_journal import MISSING
 from holdfast.diagnosis.postmortem import measure
 from holdfast.diagnosis.postmortem.case import MOST_INCIDENTS, Case
 from holdfast.diagnosis.postmortem.parts import Block, Grid, Paragraph, bullets, grid, shown, span
-from holdfast.diagnosis.record import MISSING
-from holdfast.diagnosis.tree.answers import number
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 
 TRIGGERS = {

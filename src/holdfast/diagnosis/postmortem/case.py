@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holdfast.diagnosis.diagnose import Report, Verdict
-from holdfast.diagnosis.record import Journal
-from holdfast.diagnosis.table import Event, Table
+from holdfast.diagnosis.model.own_journal import Journal
+from holdfast.diagnosis.model.table import Event, Table
 
 MOST_INCIDENTS = 10
 """a run may have hundreds of spikes; the first ones are told in full, the rest counted"""

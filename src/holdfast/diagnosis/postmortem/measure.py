@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.diagnosis.diagnose import Verdict, seen
+from holdfast.diagnosis.model.answers import number
+from holdfast.diagnosis.model.own_journal import MISSING
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.postmortem.parts import shown
-from holdfast.diagnosis.record import MISSING
-from holdfast.diagnosis.table import Table
-from holdfast.diagnosis.tree.answers import number
 from holdfast.diagnosis.tree.window import finite, logged
 
 HEALTHY = 100

@@ -6,8 +6,8 @@ import math
 
 import msgspec
 
-from holdfast.diagnosis.record import MISSING
-from holdfast.diagnosis.tree.answers import number
+from holdfast.diagnosis.model.answers import number
+from holdfast.diagnosis.model.own_journal import MISSING
 
 
 class Paragraph(msgspec.Struct, frozen=True, tag="paragraph"):

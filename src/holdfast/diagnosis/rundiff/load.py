@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.core.errors import LogRefused, RunDirError
-from holdfast.core.rundir import RunDir
+from holdfast.core.base.errors import LogRefused, RunDirError
+from holdfast.core.record.rundir import RunDir
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.rundiff import rundir
 from holdfast.diagnosis.rundiff.side import Side, flatten, number
-from holdfast.diagnosis.table import Table
 
 # What other tools call the facts that have a meaning; looked for at the end of a setting's name.
 _ALIASES = {

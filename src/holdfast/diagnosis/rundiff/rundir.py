@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.core import facts as said
-from holdfast.core.errors import LogRefused, RunDirError
-from holdfast.core.facts import KNOWN
-from holdfast.core.rundir import RunDir
+from holdfast.core.base.errors import LogRefused, RunDirError
+from holdfast.core.record import facts as said
+from holdfast.core.record.facts import KNOWN
+from holdfast.core.record.rundir import RunDir
 from holdfast.diagnosis.rundiff.checks import claims
 from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten, number
 
@@ -75,7 +75,7 @@ def _about(side: Side, about: dict[str, Any]) -> None:
 def _curves(side: Side, place: Path) -> None:
     """The committed steps, without those that were rolled back: as the importer of run directories reads them."""
     # Late: the importers bring in every format there is.
-    from holdfast.diagnosis.importers import rundir
+    from holdfast.diagnosis.importers.formats import rundir
 
     try:
         (table,) = rundir.read(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.diagnosis.episodes import KINDS as OF_THE_CURVE
+from holdfast.diagnosis.find.episodes import KINDS as OF_THE_CURVE
 
 OF_THE_MACHINE = {
     "oom": "the device ran out of memory",

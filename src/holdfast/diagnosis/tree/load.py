@@ -11,8 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 import holdfast.diagnosis.tree.questions  # noqa: F401  (registers the questions)
-from holdfast.core.errors import ConfigError
-from holdfast.diagnosis.tree.answers import REGISTRY, Answer, Thresholds
+from holdfast.core.base.errors import ConfigError
+from holdfast.diagnosis.model.answers import REGISTRY, Answer, Thresholds
 from holdfast.diagnosis.tree.kinds import INCIDENTS
 
 ANSWERS = ("yes", "no", "unknown")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.diagnosis.tree.answers import number
+from holdfast.diagnosis.model.answers import number
 from holdfast.diagnosis.tree.load import SECTIONS, Asked, Leaf, Tree
 
 HEAD = """\

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.diagnosis.episode import Episode
-from holdfast.diagnosis.table import Table
-from holdfast.diagnosis.tree.answers import Answer, Value, number
+from holdfast.diagnosis.model.answers import Answer, Value, number
+from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.tree.load import Leaf, Tree
 
 _MOST_RIVALS = 4

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.diagnosis.episode import Episode
-from holdfast.diagnosis.table import Event, Table
+from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.table import Event, Table
 
 Values = NDArray[np.float64]
 

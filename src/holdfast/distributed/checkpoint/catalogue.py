@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from holdfast.core.base.durable import again, read_file, refused
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import Manifest
-from holdfast.core.durable import again, read_file, refused
-from holdfast.core.errors import RunDirError
 from holdfast.distributed.checkpoint.index import Entry, Index, bin_name, box, decode, index_name
 
 _LONGEST = 1 << 32

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.core.durable import again, close, open_regular, refused
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.durable import again, close, open_regular, refused
+from holdfast.core.base.errors import RunDirError
 from holdfast.distributed.checkpoint.behind import Crc
 from holdfast.distributed.checkpoint.index import Entry, Index, bin_name
 from holdfast.distributed.checkpoint.memory import raw
-from holdfast.runtime.snapshots.certify import checksums
+from holdfast.runtime.tensors.inspect import checksums
 
 SLICE = 16 << 20
 SPARED_SHARE, SPARED_BYTES = 1 / 8, 4 << 20

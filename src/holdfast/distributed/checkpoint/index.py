@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import torch
 
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.errors import RunDirError
 
 FORMAT = 1
 ALIGNMENT = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.errors import RunDirError
 from holdfast.distributed.checkpoint.index import NAMES
 
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import Manifest
-from holdfast.core.errors import RunDirError
 from holdfast.distributed.checkpoint.catalogue import Catalogue, Place, metadata_of, read_catalogue, read_index
 from holdfast.distributed.checkpoint.files import Wanted, read_wanted
 from holdfast.distributed.checkpoint.index import bin_name
 from holdfast.distributed.checkpoint.shards import chunk_of
-from holdfast.runtime.sharded import around, local
+from holdfast.runtime.tensors.sharded import around, local
 
 
 def read_parts(folder: Path, rank: int, manifest: Manifest | None = None) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.errors import RunDirError
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.errors import RunDirError, Unreadable
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.manifest import FileSum, Manifest, name_of
 from holdfast.core.checkpoints.resume import CHECKPOINTS, Passed, choose, resolve_resume_path
 from holdfast.core.checkpoints.verify import look, verify
-from holdfast.core.errors import RunDirError, Unreadable
-from holdfast.core.types import Health
 from holdfast.distributed.checkpoint.writing import write_rank
 from holdfast.distributed.world import World
-from holdfast.runtime.snapshots.certify import checksums
+from holdfast.runtime.ports.checkpoint_store import Frame, Label, News, Restored, Target
 from holdfast.runtime.snapshots.encoding import decode, encode
-from holdfast.runtime.snapshots.tier import Frame, Label, News, Restored, Target
+from holdfast.runtime.tensors.inspect import checksums
 
 log = logging.getLogger("holdfast")
 

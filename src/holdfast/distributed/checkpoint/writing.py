@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
+from holdfast.core.base.durable import again, close, refused, write_all, write_file
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
-from holdfast.core.durable import again, close, refused, write_all, write_file
-from holdfast.core.errors import RunDirError
 from holdfast.distributed.checkpoint.behind import Behind, Crc
 from holdfast.distributed.checkpoint.index import (
     NAMES,

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.core.errors import DataError
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Span
+from holdfast.core.base.errors import DataError
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.epochs import epoch_setters, samplers, standing_epoch
 from holdfast.runtime.data.order import Asked, Feed, Order
 from holdfast.runtime.data.resume import VERSION, Here, changes, left_of, refuse_foreign, resume_order, settle_ahead
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
 from holdfast.runtime.data.split import count_samples
-from holdfast.runtime.rng import Rng, RngState
+from holdfast.runtime.state.rng import Rng, RngState
 
 OnExclusion = Callable[[Span, int, str], None]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from holdfast.core.errors import DataError, HoldfastWarning
-from holdfast.core.quarantine import Quarantine
+from holdfast.core.base.errors import DataError, HoldfastWarning
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.indexed import IndexedSource, OnExclusion
 from holdfast.runtime.data.source import EpochEnd, Source
 from holdfast.runtime.data.stream import StreamSource
-from holdfast.runtime.rng import Rng
+from holdfast.runtime.state.rng import Rng
 
 _CURE = "pass a torch DataLoader over a map-style dataset (one with __getitem__ and __len__) for exact recovery"
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
-from holdfast.core.types import Span
+from holdfast.core.base.types import Span
 from holdfast.runtime.data.digest import Digest
 from holdfast.runtime.data.packing import pack_streams
 from holdfast.runtime.data.world import Deal, Share, describe, share_of
-from holdfast.runtime.rng import Rng
+from holdfast.runtime.state.rng import Rng
 
 
 class Asked:

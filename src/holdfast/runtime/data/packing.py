@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.runtime.rng import RngState
-from holdfast.runtime.streams import numpy_of, numpy_plain
+from holdfast.runtime.state.host_rng import numpy_of, numpy_plain
+from holdfast.runtime.state.rng import RngState
 
 _USUAL = "MT19937"
 

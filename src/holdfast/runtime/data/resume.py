@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.core.errors import DataError
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Span
+from holdfast.core.base.errors import DataError
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.digest import Digest
 from holdfast.runtime.data.order import Asked, Order
 from holdfast.runtime.data.packing import unpack_streams
 from holdfast.runtime.data.world import Deal, GlobalOrder, describe, differences, known
-from holdfast.runtime.rng import Rng
+from holdfast.runtime.state.rng import Rng
 
 VERSION = 1
 _END = object()

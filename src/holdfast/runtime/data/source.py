@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.core.types import Span
-from holdfast.runtime.rng import RngState
+from holdfast.core.base.types import Span
+from holdfast.runtime.state.rng import RngState
 
 
 class Position(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.core.errors import StepError
+from holdfast.core.base.errors import StepError
 
 Splitter = Callable[[Any, int], list[Any]]
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.core.errors import DataError
+from holdfast.core.base.errors import DataError
 from holdfast.runtime.data.fingerprint import fingerprint
 from holdfast.runtime.data.packing import pack_state, unpack_state
 from holdfast.runtime.data.resume import streams_as
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import marks
-from holdfast.runtime.rng import Rng
+from holdfast.runtime.state.rng import Rng
 
 
 class Begun(NamedTuple):

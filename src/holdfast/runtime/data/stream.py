@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.core.errors import DataError
-from holdfast.core.quarantine import Quarantine
-from holdfast.core.types import Span
+from holdfast.core.base.errors import DataError
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.indexed import OnExclusion
 from holdfast.runtime.data.packing import pack_streams
 from holdfast.runtime.data.resume import VERSION, refuse_foreign
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
 from holdfast.runtime.data.split import count_samples, marks
 from holdfast.runtime.data.stateful import Begun, Stateful, print_of, redraw, refuse_changed
-from holdfast.runtime.rng import Rng, RngState
+from holdfast.runtime.state.rng import Rng, RngState
 
 
 class StreamSource:

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from holdfast.runtime import bits
-from holdfast.runtime.snapshots.aside import Aside
-from holdfast.runtime.snapshots.blocks import Beside, Block, Blocks
-from holdfast.runtime.snapshots.certify import Intended, Sums, checksums, first_nonfinite
+from holdfast.runtime.snapshots.buffer_pool import Beside, Block, Blocks
 from holdfast.runtime.snapshots.copy import Copy, Examined, Issued, Look, Watched
+from holdfast.runtime.snapshots.device_staging import Aside
 from holdfast.runtime.snapshots.layout import Layout
-from holdfast.runtime.snapshots.pages import FEW, locked
+from holdfast.runtime.snapshots.pinned_memory import FEW, locked
+from holdfast.runtime.tensors import checksum as bits
+from holdfast.runtime.tensors.inspect import Intended, Sums, checksums, first_nonfinite
 
 HOST = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.snapshots.aside import Times
-from holdfast.runtime.snapshots.blocks import Block
-from holdfast.runtime.snapshots.certify import Sums, sound
+from holdfast.runtime.snapshots.buffer_pool import Block
+from holdfast.runtime.snapshots.device_staging import Times
+from holdfast.runtime.tensors.inspect import Sums, sound
 
 
 class Examined(NamedTuple):

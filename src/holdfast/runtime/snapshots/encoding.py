@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from holdfast.core.errors import RunDirError
+from holdfast.core.base.errors import RunDirError
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.tree import Slot, split
+from holdfast.runtime.tensors.nested_state import Slot, split
 
 PART = "part."
 """what the names of tensors that stood among the parts begin with"""

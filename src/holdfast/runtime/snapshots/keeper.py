@@ -8,20 +8,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from holdfast.core.base.config import SnapshotSection
+from holdfast.core.base.errors import StepError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.config import SnapshotSection
-from holdfast.core.errors import StepError
-from holdfast.core.types import Health
-from holdfast.runtime.buffers import Capture
 from holdfast.runtime.data.source import Position, Source
-from holdfast.runtime.ranks import Alone, Ranks
-from holdfast.runtime.rng import Rng, RngState
+from holdfast.runtime.ports.ranks import Alone, Ranks
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.returning import Returning
+from holdfast.runtime.snapshots.placement import Room
+from holdfast.runtime.snapshots.restore import Returning
 from holdfast.runtime.snapshots.ring import Ring
-from holdfast.runtime.snapshots.room import Room
 from holdfast.runtime.snapshots.snapshot import Snapshot
-from holdfast.runtime.state import RunState
+from holdfast.runtime.state.buffers import Capture
+from holdfast.runtime.state.rng import Rng, RngState
+from holdfast.runtime.state.run_state import RunState
 
 
 class Alarm(NamedTuple):

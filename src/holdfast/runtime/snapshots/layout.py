@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.members import PLAIN
+from holdfast.runtime.tensors.named_params import PLAIN
 
 SMALL = 256 << 10
 PACKED = 64 << 20

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from holdfast.core.config import SnapshotSection
-from holdfast.core.types import Health
+from holdfast.core.base.config import SnapshotSection
+from holdfast.core.base.types import Health
 from holdfast.runtime.snapshots.memory import available_bytes, free_on
 from holdfast.runtime.snapshots.snapshot import Snapshot
 

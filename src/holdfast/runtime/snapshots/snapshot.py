@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.types import Health
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.rng import RngState
-from holdfast.runtime.snapshots.certify import nbytes
 from holdfast.runtime.snapshots.copy import Copy, Examined
+from holdfast.runtime.state.rng import RngState
+from holdfast.runtime.tensors.inspect import nbytes
 
 
 class Snapshot:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.folder import Entry, Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.verify import sum_of
-from holdfast.core.types import Health
 
 RUN = "5f0e"
 GOOD, CANDIDATE, BAD, QUARANTINED = Health.GOOD, Health.CANDIDATE, Health.BAD, Health.QUARANTINED

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from checkpoint_builders import BAD, CANDIDATE, FILES, GOOD, QUARANTINED, Failing, hidden, save
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import FileSum, Manifest
 from holdfast.core.checkpoints.verify import sum_of, verify
-from holdfast.core.errors import RunDirError
 
 
 @pytest.fixture

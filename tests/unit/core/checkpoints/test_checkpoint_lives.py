@@ -16,11 +16,11 @@ from checkpoint_builders import CANDIDATE, GOOD, QUARANTINED, RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.resume import pick
-from holdfast.core.types import Health
 
 HEALTHY_STEPS = 3
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from checkpoint_builders import BAD, CANDIDATE, FILES, GOOD, QUARANTINED, RUN, flip, save
 
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import choose, resolve_resume_path
-from holdfast.core.errors import RunDirError
 
 FIRST = Lineage()
 

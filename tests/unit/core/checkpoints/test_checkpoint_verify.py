@@ -14,7 +14,9 @@ from checkpoint_builders import CANDIDATE, FILES, GOOD, RUN, flip, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core import durable
+from holdfast.core.base import durable
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Fork, Lineage
@@ -30,8 +32,6 @@ from holdfast.core.checkpoints.manifest import (
 )
 from holdfast.core.checkpoints.resume import choose
 from holdfast.core.checkpoints.verify import sum_of, verify
-from holdfast.core.errors import RunDirError
-from holdfast.core.types import Health
 
 EVERY = (*FILES, "manifest.json", "health.json")
 

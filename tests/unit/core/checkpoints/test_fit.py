@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.base.config import Config
 from holdfast.core.checkpoints.fit import NOT_ON_RECORD, Difference, compare, describe, refusal
-from holdfast.core.config import Config
 
 OFTEN = settings(max_examples=200, deadline=None, derandomize=True)
 SHA = "sha256:" + "5" * 64

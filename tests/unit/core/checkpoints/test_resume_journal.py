@@ -12,7 +12,7 @@ import holdfast
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import is_left, resolve_resume_path, survey
-from holdfast.core.journal import Journal
+from holdfast.core.record.journal import Journal
 
 FIRST = Lineage()
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.retention import Rules, Saved, doomed
-from holdfast.core.types import Health
 
 GOOD, BAD, CANDIDATE, QUARANTINED = Health.GOOD, Health.BAD, Health.CANDIDATE, Health.QUARANTINED
 SPARSE = Rules(keep_last=1, keep_every=0, powers=False, keep_bad=0)

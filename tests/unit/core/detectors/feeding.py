@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Flag, Severity, Signal
 from holdfast.core.detectors import (
     CurryTrain,
     DeadRun,
@@ -29,7 +30,6 @@ from holdfast.core.detectors import (
     WeightNorm,
 )
 from holdfast.core.detectors.base import Detector
-from holdfast.core.types import Finding, Flag, Severity, Signal
 
 DEFAULT = (
     NonFinite,

@@ -11,7 +11,7 @@ from feeding import ar1, noisy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.detectors.course import NORMAL_TAIL, Course
+from holdfast.core.detectors.baseline import NORMAL_TAIL, Course
 
 
 def fed(values, start: int = 32, *, falling: bool = True) -> Course:

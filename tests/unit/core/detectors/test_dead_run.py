@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from feeding import noisy, signal, watch
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import DeadRun
-from holdfast.core.types import Kind, Severity
 
 
 def both(losses, norms, **more):

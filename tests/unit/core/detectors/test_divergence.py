@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from feeding import ar1, costly, noisy, signal, watch
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import Divergence
-from holdfast.core.types import Finding, Flag, Kind, Severity
 
 
 def fresh(**config) -> Divergence:

@@ -7,9 +7,9 @@ from random import Random
 import pytest
 from feeding import signal, watch_field
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import DuplicateBatch
-from holdfast.core.types import Kind, Severity
 
 
 def watch_batches(batches, **more):

@@ -16,11 +16,11 @@ from feeding import AS_WRITTEN, BROKEN, DEFAULT, MADE, ODD, finite, play, same, 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Flag, Signal
 from holdfast.core.detectors import CurryTrain, Monotone, ThreeSigma, build
 from holdfast.core.detectors.base import Detector
-from holdfast.core.journal import dumps
-from holdfast.core.types import Flag, Signal
+from holdfast.core.record.journal import dumps
 
 SOME = settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CONFIGS = st.builds(

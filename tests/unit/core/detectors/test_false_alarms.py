@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from feeding import ar1, signal
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Severity
 from holdfast.core.detectors import build
-from holdfast.core.types import Severity
 
 LOGNORMAL = (math.exp(0.125), math.sqrt((math.exp(0.25) - 1) * math.exp(0.25)))
 NOISE: dict[str, Callable[[int, int], np.ndarray]] = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from feeding import noisy, only, signal, watch_field
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import GradSpike, build
-from holdfast.core.types import Finding, Flag, Kind, Severity
 
 
 def watch_norms(detector: GradSpike, norms, first: int = 1, **more) -> list[Finding]:

@@ -7,9 +7,9 @@ import math
 import pytest
 from feeding import watch_field
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import LearningRate
-from holdfast.core.types import Finding, Flag, Kind, Severity
 
 
 def watch_rates(rates, **more) -> list[Finding]:

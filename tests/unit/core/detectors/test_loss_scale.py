@@ -7,9 +7,9 @@ import math
 import pytest
 from feeding import signal, watch_field
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity
 from holdfast.core.detectors import LossScale
-from holdfast.core.types import Finding, Kind, Severity
 
 
 def overflow(detector: LossScale, step: int, scale: float | None = None) -> Finding | None:

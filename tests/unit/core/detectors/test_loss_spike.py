@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from feeding import ar1, costly, noisy, only, signal, watch
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import LossSpike
-from holdfast.core.types import Finding, Flag, Kind, Severity
 
 HIGH = int(Flag.LOSS_HIGH)
 

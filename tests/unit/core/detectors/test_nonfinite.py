@@ -7,9 +7,9 @@ import math
 import pytest
 from feeding import signal
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Flag, Kind, Severity
 from holdfast.core.detectors import NonFinite
-from holdfast.core.types import Flag, Kind, Severity
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

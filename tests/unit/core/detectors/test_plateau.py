@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from feeding import noisy, watch
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import Plateau
-from holdfast.core.types import Kind, Severity
 
 
 @pytest.mark.parametrize("offset", [0.0, -10.0])

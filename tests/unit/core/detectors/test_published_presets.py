@@ -13,9 +13,9 @@ from feeding import costly, noisy, signal, watch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import CurryTrain, Monotone, ThreeSigma, build
-from holdfast.core.types import Kind, Severity
 
 SOME = settings(max_examples=25, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 UNIFORM = math.log(50257)

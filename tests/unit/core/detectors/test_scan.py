@@ -15,12 +15,12 @@ from feeding import ar1, noisy, same
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors import LossSpike, build
 from holdfast.core.detectors import scan as scanning
+from holdfast.core.detectors.expected_shifts import Shifts
 from holdfast.core.detectors.scan import scan
-from holdfast.core.shifts import Shifts
-from holdfast.core.types import Finding, Kind, Severity, Signal
 
 SIGNAL_NAMES = {"batch_size": "samples", "sequence_length": "length"}
 SOME = settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from feeding import noisy, signal, watch_field
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import LossSpike, UpdateSpike
-from holdfast.core.types import Kind, Severity
 
 
 def test_update_far_over_its_course_is_noted_steps_before_the_loss_spikes():

@@ -8,9 +8,9 @@ import math
 import pytest
 from feeding import watch_field
 
-from holdfast.core.config import Detect
+from holdfast.core.base.config import Detect
+from holdfast.core.base.types import Flag, Kind, Severity
 from holdfast.core.detectors import WeightNorm
-from holdfast.core.types import Flag, Kind, Severity
 
 
 def watch_weights(norms, first: int = 1, **more):

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.core.errors import LogRefused
+from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers import read
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.model.table import Table
 
 CORPUS = Path(os.environ.get("HOLDFAST_CORPUS") or Path(__file__).resolve().parents[5] / "shared" / "corpus")
 INDEX = CORPUS / "INDEX.jsonl"

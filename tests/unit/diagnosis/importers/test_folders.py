@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.errors import LogRefused
+from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers import read
 
 

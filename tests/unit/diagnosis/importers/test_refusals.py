@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.errors import LogRefused
+from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis import importers
-from holdfast.diagnosis.importers import FORMATS, events, read, sniff
-from holdfast.diagnosis.importers import source as source_module
+from holdfast.diagnosis.importers import FORMATS, read, sniff
+from holdfast.diagnosis.importers.reading import events
+from holdfast.diagnosis.importers.reading import source as source_module
 
 
 def write(tmp_path, data, name="x.log"):

@@ -9,10 +9,10 @@ import struct
 import numpy as np
 import pytest
 
-from holdfast.core.errors import LogRefused, MissingDependency
-from holdfast.core.journal import Journal, dumps
+from holdfast.core.base.errors import LogRefused, MissingDependency
+from holdfast.core.record.journal import Journal, dumps
 from holdfast.diagnosis.importers import read, sniff
-from holdfast.diagnosis.importers.tfrecord import masked_crc
+from holdfast.diagnosis.importers.reading.tfrecord import masked_crc
 
 
 def one(path, **options):

@@ -8,13 +8,14 @@ import math
 import numpy as np
 import pytest
 
-from holdfast.core.errors import LogRefused
-from holdfast.diagnosis.importers import FORMATS, read, sniff, textformat
-from holdfast.diagnosis.importers import rows as rows_module
+from holdfast.core.base.errors import LogRefused
+from holdfast.diagnosis.importers import FORMATS, read, sniff
 from holdfast.diagnosis.importers import text_format as textformat_of
-from holdfast.diagnosis.importers.halves import read_halves
-from holdfast.diagnosis.importers.source import Source
-from holdfast.diagnosis.importers.textlog import TextLog
+from holdfast.diagnosis.importers.reading import blocks as rows_module
+from holdfast.diagnosis.importers.reading import text_format as textformat
+from holdfast.diagnosis.importers.reading.halves import read_halves
+from holdfast.diagnosis.importers.reading.source import Source
+from holdfast.diagnosis.importers.reading.text_log import TextLog
 
 
 def write(tmp_path, text, name="log.txt"):
@@ -129,7 +130,7 @@ def test_taken_in_bulk_equals_taken_line_by_line(tmp_path, name, monkeypatch):
     text = "\n".join(line.format(i=i, loss=a, norm=b) for i, (a, b) in enumerate(zip(losses, norms, strict=True)))
     path = write(tmp_path, text)
     bulk = one(path)
-    monkeypatch.setattr("holdfast.diagnosis.importers.textlog.learn", lambda line, reading: None)
+    monkeypatch.setattr("holdfast.diagnosis.importers.reading.text_log.learn", lambda line, reading: None)
     slow = one(path)
     assert len(bulk) == len(slow) == 400
     assert set(bulk.columns) == set(slow.columns)

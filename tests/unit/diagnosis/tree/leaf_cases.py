@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from made import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run, table
 
-from holdfast.diagnosis.episodes import Episode
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.find.episodes import Episode
+from holdfast.diagnosis.model.table import Table
 
 NAN, INF = float("nan"), float("inf")
 FP16, BF16, FP32 = ({"precision": name} for name in ("fp16", "bf16", "fp32"))

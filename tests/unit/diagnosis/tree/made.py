@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.diagnosis.episodes import Episode
-from holdfast.diagnosis.table import Event, Limit, Series, Table
+from holdfast.diagnosis.find.episodes import Episode
+from holdfast.diagnosis.model.table import Event, Limit, Series, Table
 
 N = 400
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from holdfast.core.errors import ConfigError
+from holdfast.core.base.errors import ConfigError
 from holdfast.diagnosis.tree.load import parse, tree
 
 TEXT = (importlib.resources.files("holdfast.diagnosis.tree") / "tree.toml").read_text()

@@ -7,7 +7,7 @@ import pytest
 from leaf_cases import CASES, jump
 from made import N, cosine, episode, healthy_loss, healthy_norm, put, run
 
-from holdfast.diagnosis.table import Limit
+from holdfast.diagnosis.model.table import Limit
 from holdfast.diagnosis.tree import walk
 from holdfast.diagnosis.tree.load import tree
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from made import episode, table
 from rich.console import Console
 
-from holdfast.diagnosis import episodes
 from holdfast.diagnosis.diagnose import diagnose, machine
+from holdfast.diagnosis.find import episodes
 from holdfast.diagnosis.postmortem import build
 from holdfast.diagnosis.tree import walk
 from holdfast.diagnosis.tree.kinds import INCIDENTS, OF_THE_CURVE

@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 
-from holdfast.diagnosis.episode import Episode
-from holdfast.diagnosis.table import Series, Table
+from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
+from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.table import Series, Table
+from holdfast.diagnosis.model.trend import trend
 from holdfast.diagnosis.tree import window
-from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
-from holdfast.diagnosis.tree.trend import trend
 
 _HELD_OUT = re.compile(r"eval|val|test|dev", re.IGNORECASE)
 _MOST_GAPS = 400

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.diagnosis.episode import Episode
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
+from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.table import Table
+from holdfast.diagnosis.model.trend import trend
 from holdfast.diagnosis.tree import window
-from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
-from holdfast.diagnosis.tree.trend import trend
 
 _FINGERPRINT = 2**20
 

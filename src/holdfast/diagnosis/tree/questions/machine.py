@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.diagnosis import hang, memory, throughput
-from holdfast.diagnosis.episode import Episode
-from holdfast.diagnosis.table import Table
+from holdfast.diagnosis.find import hang, memory, throughput
+from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
+from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.tree import window
-from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
 from holdfast.diagnosis.tree.kinds import OF_THE_MACHINE
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.diagnosis.episode import Episode
-from holdfast.diagnosis.table import Table
-from holdfast.diagnosis.tree.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
-from holdfast.diagnosis.tree.trend import blocks
+from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
+from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.table import Table
+from holdfast.diagnosis.model.trend import blocks
 from holdfast.diagnosis.tree.window import after, before, column, during, finite, logged
 
 

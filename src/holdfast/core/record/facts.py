@@ -1,0 +1,231 @@
+"""What a loop says of a run beside what the guard sees for itself: kept in run.json, every change in the journal.
+
+`holdfast diff` compares runs by these. The names it knows are in `KNOWN`; any other name is kept and compared as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.core.base.errors import ConfigError, RunDirError
+from holdfast.core.base.plain import text
+from holdfast.core.record import journal
+from holdfast.core.record.rundir import RunDir, to_json, write_atomically
+
+MOST_BYTES = 262_144
+_DEEPEST = 16
+_JOINED = "eval"
+"""results come one by one: each metric replaces only itself"""
+
+
+class Known(NamedTuple):
+    """A name with a meaning: whether a value fits, and the words for one that does."""
+
+    fits: Callable[[Any], bool]
+    says: str
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and 0 <= value < float("inf")
+
+
+def _by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and bool(value) and all(fits(v) for v in value.values())
+
+
+_COUNT = Known(_is_count, "a whole number from 1")
+_SHARES = Known(_by_name(_is_share), 'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}')
+
+KNOWN = {
+    "tokenizer": Known(lambda v: isinstance(v, str | dict), "text; holdfast.fingerprint(tokenizer) makes it"),
+    "vocab_size": _COUNT,
+    "sources": _SHARES,
+    "tokens_per_source": _SHARES,
+    "stages": Known(lambda v: isinstance(v, list), "a list of stages, each with its first step and weights"),
+    "data": Known(lambda v: isinstance(v, str | dict | list), "text; holdfast.fingerprint(path) makes it"),
+    "sequence_length": _COUNT,
+    "batch_size": _COUNT,
+    "tokens_per_step": _COUNT,
+    "world_size": _COUNT,
+    "precision": Known(lambda v: isinstance(v, str) and v != "", 'text, such as "bf16"'),
+    "seed": Known(lambda v: isinstance(v, int | dict) and not isinstance(v, bool), "a whole number, or a dict of them"),
+    "decode": Known(lambda v: isinstance(v, dict), 'a dict of settings, such as {"temperature": 0}'),
+    "eval": Known(_by_name(_is_number), 'a dict of metrics and numbers, such as {"hellaswag": 0.41}'),
+}
+
+
+def record(run: Any, /, *, step: int | None = None, **facts: Any) -> None:
+    """Put facts about a run into its run.json, so that it can be told from another later.
+
+        holdfast.record(guard, tokenizer=holdfast.fingerprint(tokenizer), sources={"web": 0.7, "code": 0.3})
+        holdfast.record(guard, step=1000, eval={"hellaswag": 0.41})
+        holdfast.record("runs/a", eval={"mmlu": 0.28})
+
+    run: a Guard, before it opens, while it is open or afterwards; or the path of a run directory that no process holds,
+    which needs no torch. A name given again takes the new value, None takes a fact back, and `eval` is joined metric by
+    metric; with `step` every result stays in the journal. Each change is an event `facts` there.
+    """
+    if isinstance(run, str | os.PathLike):
+        into_folder(run, check(facts, step), step)
+    elif callable(by_guard := getattr(run, "record", None)):
+        by_guard(step=step, **facts)
+    else:
+        raise ConfigError(
+            [f"the run is a {type(run).__name__}; pass a holdfast.Guard or the path of a run directory"], "record()"
+        )
+
+
+def check(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    """The facts as plain data; one ConfigError with everything that is wrong with them."""
+    errors: list[str] = []
+    if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+        errors.append(f"step = {text(step)}: a whole number from 0, or nothing")
+    if not facts:
+        errors.append('no facts given; name some, such as vocab_size=50257 or eval={"hellaswag": 0.41}')
+    plain: dict[str, Any] = {}
+    for name, value in facts.items():
+        try:
+            plain[name] = _plain(value, name, 0)
+        except ValueError as error:
+            errors.append(str(error))
+            continue
+        known = KNOWN.get(name)
+        if known is not None and plain[name] is not None and not known.fits(plain[name]):
+            errors.append(f"{name} = {text(value)[:80]}: must be {known.says}")
+    if not errors and (size := len(json.dumps(plain))) > MOST_BYTES:
+        largest = max(plain, key=lambda name: len(json.dumps(plain[name])))
+        errors.append(
+            f"{largest}: {size:,} bytes are more than run.json takes ({MOST_BYTES:,}); "
+            f"record its holdfast.fingerprint() instead"
+        )
+    if errors:
+        raise ConfigError(errors, "record()")
+    return plain
+
+
+def _plain(value: Any, where: str, depth: int) -> Any:
+    """Plain JSON data; ValueError with the place, the value and the cure where it is not."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if depth == _DEEPEST:
+        raise ValueError(f"{where}: deeper than {_DEEPEST} levels, or it holds itself; record the part that matters")
+    if isinstance(value, Mapping):
+        if (strange := next((k for k in value if not isinstance(k, str)), None)) is not None:
+            raise ValueError(f"{where}: the key {text(strange)} is not text; write str({text(strange)})")
+        return {str.__str__(k): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+    if callable(item := getattr(value, "item", None)):  # a number of another library, a tensor of one value
+        try:
+            return _plain(item(), where, _DEEPEST)
+        except Exception:
+            pass
+    cure = "holdfast.fingerprint(...) of it" if depth == 0 or hasattr(value, "get_vocab") else "text, numbers or lists"
+    raise ValueError(f"{where} = {text(value)[:80]}: a {type(value).__name__} is not plain JSON data; record {cure}")
+
+
+def merge(known: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What is known afterwards, what of `new` changes it, and what stood there before."""
+    result, changes, was = dict(known), {}, {}
+    for name, value in new.items():
+        before = result.get(name)
+        if name == _JOINED and isinstance(value, dict) and isinstance(before, dict):
+            after: Any = {**before, **value}
+        else:
+            after = value
+        if json.dumps(before) == json.dumps(after):  # as text: a NaN is the NaN that was there, and 1 is not True
+            continue
+        changes[name] = value
+        if before is not None:
+            was[name] = before
+        if after is None:
+            result.pop(name, None)
+        else:
+            result[name] = after
+    return result, changes, was
+
+
+def put(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], step: int | None) -> None:
+    """Into the journal, by its `write`, and then into run.json. The folder is held, and the facts are checked."""
+    about = read(folder.run) or {}
+    result, changes, was = merge(about.get("facts") or {}, facts)
+    if step is not None and _JOINED in facts:
+        changes[_JOINED] = facts[_JOINED]  # the same score at a later step is a result of its own
+    if not changes:
+        return
+    if step is not None:
+        write("facts", durable=True, step=step, facts=changes)
+    else:
+        write("facts", durable=True, facts=changes, **({"was": was} if was else {}))
+    write_atomically(folder.run, to_json({**about, "facts": result}))
+
+
+def rebuilt(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The facts as a journal has them, for a run.json that is lost."""
+    known: dict[str, Any] = {}
+    for event in events:
+        if event.get("event") == "facts" and isinstance(event.get("facts"), dict):
+            known = merge(known, event["facts"])[0]
+    return known
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """A run.json; None where there is none. RunDirError for one that is damaged."""
+    try:
+        about = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        about = None
+    if not isinstance(about, dict):
+        raise RunDirError(
+            f"{path} is not a JSON object; move it away, and the next Guard on this folder writes it anew"
+        )
+    return about
+
+
+def into_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], step: int | None) -> None:
+    """Into a run directory that nobody holds."""
+    folder = RunDir(path)
+    if not folder.path.exists():
+        raise RunDirError(f"{path}: no such folder; name the run_dir that was given to the Guard")
+    if not (folder.run.is_file() or folder.journal.is_file()):
+        raise RunDirError(
+            f"{path} is not a run directory: it has no {folder.run.name}; name the run_dir that was given to the Guard"
+        )
+    try:
+        folder.acquire()
+    except RunDirError as error:
+        if " is in use by " not in str(error):
+            raise
+        raise RunDirError(
+            f"{str(error).split(';')[0]}; while it runs, record through its Guard: holdfast.record(guard, ...)"
+        ) from None
+    try:
+        log = journal.Journal(folder.journal)
+        try:
+            put(folder, log.write, facts, step)
+        finally:
+            log.close()
+    finally:
+        folder.release()

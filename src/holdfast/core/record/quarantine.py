@@ -1,0 +1,190 @@
+"""Data that is never drawn again: stretches of the index stream, and sample ids. Only ever grows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.types import Span
+from holdfast.core.record.rundir import to_json, write_atomically
+
+
+class Quarantine:
+    """What is excluded and why. Written to its file, whole, before an exclusion takes effect."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._samples: set[int] = set()
+        self._ahead: list[dict[str, Any]] = []
+        self._entries: list[dict[str, Any]] = []
+        if path is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._load(path)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        return list(self._entries)
+
+    @property
+    def samples(self) -> frozenset[int]:
+        return frozenset(self._samples)
+
+    def spans(self) -> list[Span]:
+        return [Span(e, start, stop) for e in sorted(self._spans) for start, stop in self._spans[e]]
+
+    def covers(self, epoch: int, start: int, stop: int) -> bool:
+        """Whether the whole of [start, stop) of an epoch is excluded."""
+        return any(low <= start and stop <= high for low, high in self._spans.get(epoch, ()))
+
+    def keep(self, ids: list[Any]) -> list[Any]:
+        """The ids that may be drawn; the same list where all of them may."""
+        if not self._samples or not any(_plain(i) in self._samples for i in ids):
+            return ids
+        return [i for i in ids if _plain(i) not in self._samples]
+
+    def stand_in(self, ids: list[Any], length: int) -> list[Any]:
+        """As many ids as there are, each that may not be drawn replaced by the next one of `length` that may. For ranks that
+        step together: a batch that is smaller on one of them, or missing, would leave the others waiting."""
+        if self.keep(ids) is ids or len(self._samples) >= length:
+            return ids
+        return [self._next(int(i), length) if _plain(i) in self._samples else i for i in ids]
+
+    def _next(self, sample: int, length: int) -> int:
+        while sample in self._samples:
+            sample = (sample + 1) % length
+        return sample
+
+    def add_spans(self, spans: Iterable[Span], reason: str, **about: Any) -> None:
+        added = [s for s in spans if s.stop > s.start and not self.covers(*s)]
+        if not added:
+            return
+        self._record({"spans": [list(s) for s in added], "reason": reason, **about})
+        for span in added:
+            self._merge(span)
+
+    def add_ahead(self, epoch: int, first: int, batches: int, reason: str) -> None:
+        """Exclude batches of an epoch that has not begun: which samples they are is known when it does."""
+        entry = {"ahead": [epoch, first, batches], "reason": reason}
+        self._record(entry)
+        self._ahead.append(entry)
+
+    def ahead(self, epoch: int) -> list[tuple[int, int]]:
+        """The batches excluded ahead of an epoch that begins now: (first, count) each."""
+        return [(e["ahead"][1], e["ahead"][2]) for e in self._ahead if e["ahead"][0] == epoch]
+
+    def resolve_ahead(self, epoch: int) -> None:
+        """The epoch has begun and its spans are on record: what was excluded ahead of it need not be kept open."""
+        due = [e for e in self._ahead if e["ahead"][0] == epoch]
+        if due:
+            for entry in due:
+                entry["resolved"] = True
+            self._ahead = [e for e in self._ahead if e["ahead"][0] != epoch]
+            self.save()
+
+    def add_samples(self, ids: Iterable[int], reason: str, **about: Any) -> list[int]:
+        """Exclude sample ids; returns those that were not excluded before."""
+        added = [i for i in dict.fromkeys(map(int, ids)) if i not in self._samples]
+        if added:
+            self._record({"samples": added, "reason": reason, **about})
+            self._samples.update(added)
+        return added
+
+    def complete(self, events: Iterable[dict[str, Any]]) -> None:
+        """What the journal says is excluded and the file does not: it is lost, or a life ended between the two writes."""
+        added, window = len(self._entries), None
+        for event in events:
+            for entry in _entries_of(event):
+                self._add_quietly({**entry, "reason": str(event.get("reason"))})
+            if event.get("event") == "action" and event.get("action") == "rollback":
+                window = event
+            elif event.get("event") == "outcome":
+                window = None
+        stretch = None if window is None else window.get("window")
+        if window is not None and isinstance(stretch, dict):  # it was to be excluded, and may not have been
+            ahead = [int(stretch[key]) for key in ("epoch", "first", "batches")]
+            self._add_quietly({"ahead": ahead, "reason": str(window.get("reason"))})
+        if len(self._entries) > added:
+            self.save()
+
+    def _add_quietly(self, entry: dict[str, Any]) -> None:
+        spans = [s for s in _spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
+        samples = [i for i in map(int, entry.get("samples", ())) if i not in self._samples]
+        ahead = entry.get("ahead")
+        if ahead is not None and not any(e.get("ahead") == ahead for e in self._entries):
+            self._ahead.append(entry)
+        elif spans or samples:
+            for span in spans:
+                self._merge(span)
+            self._samples.update(samples)
+        else:
+            return
+        self._entries.append(entry)
+
+    def _merge(self, span: Span) -> None:
+        """Insert and join with what it overlaps or touches."""
+        start, stop = span.start, span.stop
+        apart = []
+        for low, high in self._spans.get(span.epoch, []):
+            if high < start or low > stop:
+                apart.append((low, high))
+            else:
+                start, stop = min(start, low), max(stop, high)
+        self._spans[span.epoch] = sorted([*apart, (start, stop)])
+
+    def _record(self, entry: dict[str, Any]) -> None:
+        """Write first: where the file cannot be written, nothing is excluded and the caller may try again."""
+        self._entries.append(entry)
+        try:
+            self.save()
+        except Exception:
+            self._entries.pop()
+            raise
+
+    def save(self) -> None:
+        if self._path is not None:
+            write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
+
+    def adopt(self, entries: list[dict[str, Any]]) -> None:
+        """What another rank has read from the file."""
+        for entry in entries:
+            for epoch, start, stop in entry.get("spans", ()):
+                self._merge(Span(int(epoch), int(start), int(stop)))
+            self._samples.update(int(i) for i in entry.get("samples", ()))
+            if "ahead" in entry and not entry.get("resolved"):
+                epoch, first, batches = map(int, entry["ahead"])
+                entry["ahead"] = [epoch, first, batches]
+                self._ahead.append(entry)
+        self._entries = list(entries)
+
+    def _load(self, path: Path) -> None:
+        try:
+            self.adopt(json.loads(path.read_text(encoding="utf-8"))["entries"])
+        except FileNotFoundError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
+            raise RunDirError(
+                f"{path} is damaged ({error}); move it away, and it is made again from the journal beside it"
+            ) from None
+
+
+def _plain(index: Any) -> Any:
+    """An index as a key: tensors and numpy integers compare equal to the int they hold, but hash differently."""
+    return index if type(index) is int else int(index) if hasattr(index, "__index__") else index
+
+
+def _entries_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """What an event excludes; a skip says it itself, before anything else does."""
+    if event.get("event") == "quarantine":
+        return [{k: event[k] for k in ("spans", "samples") if event.get(k)}]
+    if event.get("event") == "action" and event.get("action") == "skip":
+        return [{"spans": event.get("data") or []}, {"samples": event.get("samples") or []}]
+    return []
+
+
+def _spans(value: Any) -> list[Span]:
+    return [Span(*map(int, span)) for span in value or ()]

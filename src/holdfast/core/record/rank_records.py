@@ -1,0 +1,56 @@
+"""What one rank alone has to tell: `ranks/rank_00001.jsonl` in the run directory, a journal of its own for each.
+
+The run's journal is written by one rank and says what all have agreed on. What befalls a rank while the others wait for it
+cannot be agreed on; it is written here, by the rank itself.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.base import durable
+from holdfast.core.base.clock import Clock
+from holdfast.core.record.journal import Journal
+
+FOLDER = "ranks"
+
+
+def rank_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
+    return Path(run_dir) / FOLDER / f"rank_{rank:05d}.jsonl"
+
+
+class RankRecords:
+    """Appends to one rank's file, which is made by the first event; most runs have none. For several threads."""
+
+    def __init__(self, run_dir: str | os.PathLike[str], rank: int, *, clock: Clock | None = None) -> None:
+        self.path = rank_file(run_dir, rank)
+        self._clock = clock
+        self._journal: Journal | None = None
+        self._lock = threading.Lock()
+
+    def write(self, event: str, **fields: Any) -> None:
+        """On disk when this returns. RunDirError where it cannot be."""
+        with self._lock:
+            if self._journal is None:
+                self._journal = self._open()
+            self._journal.write(event, durable=True, **fields)
+
+    def close(self) -> None:
+        with self._lock:
+            journal, self._journal = self._journal, None
+            if journal is not None:
+                journal.close()
+
+    def _open(self) -> Journal:
+        folder = self.path.parent
+        try:
+            durable.make_folder(folder)
+            journal = Journal(self.path, clock=self._clock)
+            durable.fsync_folder(folder)
+            durable.fsync_folder(folder.parent)
+        except OSError as error:
+            raise durable.refused(self.path, "written", error) from None
+        return journal

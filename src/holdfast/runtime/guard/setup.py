@@ -1,0 +1,150 @@
+"""What is handed to the guard, checked once, with the cure in every refusal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import LBFGS, SGD, Adagrad, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from holdfast.core.base.errors import HoldfastWarning, SetupError
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.scaler import Scaler
+from holdfast.runtime.state.schedule import Interval, Schedulers
+from holdfast.runtime.tensors.sharded import is_sharded, local
+
+_REFUSED_MODULES = {
+    "FullyShardedDataParallel": "FSDP1 keeps flat parameters the guard cannot follow; use fully_shard (FSDP2)",
+    "DeepSpeedEngine": "DeepSpeed owns its optimizer and its step; guard the plain model with torch's own sharding",
+    "PipelineStage": "pipeline parallelism is not supported; use data, sharded or tensor parallelism",
+}
+
+
+def build_state(model: Any, optimizer: Any, scheduler: Any, scaler: Any, scheduler_interval: Any) -> RunState:
+    """The run's state from what the user has. SetupError for what cannot be guarded."""
+    modules = _modules(model)
+    optimizers = _optimizers(optimizer)
+    schedulers = _schedulers(scheduler, scheduler_interval, optimizers)
+    state = RunState(modules, optimizers, schedulers, _scaler(scaler))
+    _check_parameters(modules, optimizers)
+    return state
+
+
+def _modules(model: Any) -> list[tuple[str, nn.Module]]:
+    if isinstance(model, Mapping):
+        named = [(str(k), v) for k, v in model.items()]
+    elif isinstance(model, list | tuple):
+        named = [(str(i), v) for i, v in enumerate(model)]
+    else:
+        named = [("", model)]
+    if not named:
+        raise SetupError("Guard(model=...): no model given; pass an nn.Module, a list or a dict of them")
+    for _, module in named:
+        name = type(module).__name__
+        if name in _REFUSED_MODULES:
+            raise SetupError(f"Guard(model={name}): {_REFUSED_MODULES[name]}")
+        if not isinstance(module, nn.Module):
+            raise SetupError(f"Guard(model=...): expected an nn.Module, a list or a dict of them, not a {name}")
+    return named
+
+
+def _several(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _optimizers(optimizer: Any) -> Optimizers:
+    chosen = _several(optimizer)
+    if not chosen:
+        raise SetupError("Guard(optimizer=...): no optimizer given")
+    for o in chosen:
+        if isinstance(o, LBFGS):
+            raise SetupError(
+                "Guard(optimizer=LBFGS): it evaluates the loss several times a step through a closure, so a step cannot be "
+                "gated or replayed; use AdamW, SGD or any other first-order optimizer"
+            )
+        if not isinstance(o, Optimizer):
+            raise SetupError(f"Guard(optimizer=...): expected a torch optimizer, not a {type(o).__name__}")
+    return Optimizers(chosen)
+
+
+def _schedulers(scheduler: Any, interval: Any, optimizers: Optimizers) -> Schedulers:
+    chosen = _several(scheduler)
+    for s in chosen:
+        if not isinstance(s, LRScheduler):
+            raise SetupError(f"Guard(scheduler=...): expected a torch LR scheduler, not a {type(s).__name__}")
+        own = getattr(s, "optimizer", None)
+        if own is not None and all(own is not o for o in optimizers.all):
+            raise SetupError(
+                f"Guard(scheduler={type(s).__name__}): it drives another optimizer than the one given; build it on that one"
+            )
+    if interval is None:
+        intervals: Sequence[Any] = ["eval" if isinstance(s, ReduceLROnPlateau) else "step" for s in chosen]
+    else:
+        intervals = list(interval) if isinstance(interval, list | tuple) else [interval] * len(chosen)
+    if len(intervals) != len(chosen):
+        raise SetupError(f"Guard: {len(intervals)} scheduler_interval for {len(chosen)} schedulers; give one for each")
+    checked: list[Interval] = []
+    for i in intervals:
+        if i not in ("step", "epoch", "eval"):
+            raise SetupError(f"Guard(scheduler_interval={i!r}): choose 'step', 'epoch' or 'eval'")
+        checked.append(i)
+    return Schedulers(chosen, checked)
+
+
+def _scaler(scaler: Any) -> Scaler | None:
+    if scaler is None:
+        return None
+    if not isinstance(scaler, GradScaler):
+        raise SetupError(f"Guard(scaler=...): expected a torch.amp.GradScaler, not a {type(scaler).__name__}")
+    return Scaler(scaler) if scaler.is_enabled() else None
+
+
+def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimizers) -> None:
+    owned = {id(p): f"{prefix}.{name}" if prefix else name for prefix, m in modules for name, p in m.named_parameters()}
+    updated = optimizers.parameters()
+    strangers = [p for p in updated if id(p) not in owned]
+    if strangers:
+        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+        gathered = any(is_sharded(p) for _, m in modules for p in m.parameters())
+        raise SetupError(
+            f"the optimizer updates {len(strangers)} parameters that are not the model's (shapes {shapes}): they would be "
+            "left out of every snapshot; build the optimizer from model.parameters(), or pass every module it trains as "
+            "Guard([model, other], ...)"
+            + ("; after a forward under FSDP2, call reshard() on its modules before that" if gathered else "")
+        )
+    if not any(p.requires_grad for p in updated):
+        raise SetupError("the optimizer has no parameter that requires a gradient: nothing would be trained")
+    known = {id(p) for p in updated}
+    orphans = [n for _, m in modules for n, p in m.named_parameters() if p.requires_grad and id(p) not in known]
+    if orphans:
+        warnings.warn(
+            f"{len(orphans)} parameters require a gradient but no optimizer updates them ({', '.join(orphans[:3])}"
+            f"{', ...' if len(orphans) > 3 else ''}): they are left out of clipping; freeze them with "
+            "requires_grad_(False), or add them to the optimizer",
+            HoldfastWarning,
+            stacklevel=4,
+        )
+    for optimizer in optimizers.outer:
+        fused = [p for g in optimizer.param_groups if g.get("fused") for p in g["params"]]
+        if isinstance(optimizer, SGD | Adagrad) and any(is_sharded(p) for p in fused):
+            raise SetupError(
+                f"Guard(optimizer={type(optimizer).__name__}): torch's fused kernel for it takes no sharded parameters; "
+                "pass fused=False (foreach=True is nearly as fast), or use Adam or AdamW, whose does"
+            )
+    for p in updated:
+        if p.is_floating_point() and not bool(torch.isfinite(local(p)).all()):
+            raise SetupError(
+                f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load or initialise it anew"
+            )
+
+
+def devices_of(modules: Iterable[tuple[str, nn.Module]]) -> list[torch.device]:
+    return list({p.device for _, m in modules for p in m.parameters()})

@@ -116,7 +116,7 @@ class Order:
     def get(self, k: int) -> Any | None:
         """The k-th batch of indices, or None past the end. Asks the sampler only for what it was not asked before."""
         while not self._complete and k >= self._forgotten + len(self._batches):
-            before = self._rng.own()
+            before = self._rng.user_states()
             if self._inner is None:
                 self._about = describe(self._asked.samples)
                 self._streams = pack_streams(self._rng.capture(), self._own())
@@ -129,7 +129,7 @@ class Order:
                 self._short = self._asked.size is not None and size < self._asked.size
             except StopIteration:
                 self._complete = True
-            after = self._rng.own()
+            after = self._rng.user_states()
             if any(map(_moved, before, after)):
                 self._drawn[self._forgotten + len(self._batches) - (not self._complete)] = (before, after)
         i = k - self._forgotten
@@ -147,12 +147,12 @@ class Order:
         """Move the user's generators to where they were last asked: after going back they stand at an earlier place, and
         asking for more from there would give again what is on record."""
         for k in sorted(self._drawn):
-            self._rng.move_own(*self._drawn[k])
+            self._rng.replay_user_draws(*self._drawn[k])
 
     def draw_again(self, k: int) -> None:
         """Move the user's generators as asking for the k-th batch did, if they stand where they stood then."""
         if k in self._drawn:
-            self._rng.move_own(*self._drawn[k])
+            self._rng.replay_user_draws(*self._drawn[k])
 
     def span(self, k: int) -> Span:
         """The stretch of the global order that batch k takes, on all ranks together."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.runtime.state.host_rng import numpy_of, numpy_plain
+from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_to_plain
 from holdfast.runtime.state.rng import RngState
 
 _USUAL = "MT19937"
@@ -18,7 +18,7 @@ _USUAL = "MT19937"
 def pack_streams(state: RngState, own: Sequence[Tensor]) -> dict[str, Any]:
     """The global streams of the CPU, and those of the loader's own generators: what a sampler may draw from."""
     version, words, gauss = state.python
-    numpy = numpy_plain(state.numpy)
+    numpy = numpy_to_plain(state.numpy)
     if numpy is not None and numpy["bit_generator"] == _USUAL:  # its words are not in a part of their own
         numpy = {"has_gauss": numpy["has_gauss"], "gauss": numpy["gauss"], **numpy["state"]}
     return {
@@ -38,7 +38,7 @@ def unpack_streams(packed: dict[str, Any], present: RngState) -> RngState:
     words = tuple(python["words"].tolist())
     return present._replace(
         python=(python["version"], words, python["gauss"]),
-        numpy=numpy_of(numpy) or present.numpy,
+        numpy=numpy_from_plain(numpy) or present.numpy,
         torch=packed["torch"],
     )
 

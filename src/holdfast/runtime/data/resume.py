@@ -120,12 +120,12 @@ def _asked_again(
     ahead: list[tuple[Any, Any, Any]] = []
     ending = None
     while count < saved["asked"] or saved["ended"]:
-        before = here.rng.own()
+        before = here.rng.user_states()
         item: Any = next(source, _END)
         if item is _END:
-            ending = (before, here.rng.own())
+            ending = (before, here.rng.user_states())
             break
-        ahead.append((item, before, here.rng.own()))
+        ahead.append((item, before, here.rng.user_states()))
         count += 1 if here.asked.by_samples else len(item)
     inner = here.asked.of(_go_on(source, ahead, ending, here.rng))
     return Order.resumed(saved, place, inner, [], Digest(had), (here.asked, here.rng, here.states))
@@ -145,10 +145,10 @@ def _take(source: Iterator[Any], samples: int, asked: Asked) -> tuple[list[Any],
 def _go_on(source: Iterator[Any], ahead: list[tuple[Any, Any, Any]], ending: Any, rng: Rng) -> Iterator[Any]:
     """What had been asked for ahead of its use moves the user's generators as it did, if they stand where they did."""
     for item, before, after in ahead:
-        rng.move_own(before, after)
+        rng.replay_user_draws(before, after)
         yield item
     if ending is not None:
-        rng.move_own(*ending)
+        rng.replay_user_draws(*ending)
         return
     yield from source
 

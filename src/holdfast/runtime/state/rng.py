@@ -1,4 +1,4 @@
-"""Every random stream a run draws from, taken and put back as one."""
+"""Every random generator a run draws from, captured and restored together."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.runtime.state.host_rng import NumpyStream, PythonStream, numpy_of, numpy_plain, restore_numpy
+from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_state, numpy_to_plain, restore_numpy
 
 
 class RngState(NamedTuple):
-    """Where every stream stands. Nobody changes what it holds: two that are the same may share it."""
+    """Holds the state of every generator. Its values are never modified, so two captures may share them."""
 
     python: tuple[Any, ...]
     numpy: Any
@@ -21,58 +21,58 @@ class RngState(NamedTuple):
     generators: tuple[torch.Tensor, ...]
 
     def same(self, other: RngState) -> bool:
-        """Whether nothing was drawn between the two."""
+        """Return whether nothing was drawn between the two captures."""
         return (
             torch.equal(self.torch, other.torch)
             and self.python == other.python
-            and _alike(self.numpy, other.numpy)
+            and _numpy_equal(self.numpy, other.numpy)
             and all(map(torch.equal, self.devices, other.devices))
             and all(map(torch.equal, self.generators, other.generators))
         )
 
     def plain(self) -> dict[str, Any]:
-        """As plain values and tensors, for a file."""
-        return {**self._asdict(), "numpy": numpy_plain(self.numpy)}
+        """Return the state as plain values and tensors, for a file."""
+        return {**self._asdict(), "numpy": numpy_to_plain(self.numpy)}
 
     @staticmethod
     def of(plain: dict[str, Any]) -> RngState:
-        """What `plain` gave."""
-        return RngState(**{**plain, "numpy": numpy_of(plain["numpy"])})
+        """Invert `plain`."""
+        return RngState(**{**plain, "numpy": numpy_from_plain(plain["numpy"])})
 
 
 class Rng:
-    """The global generators of Python, NumPy and torch (CPU and the model's CUDA devices), and the loader's own."""
+    """The global generators of Python, NumPy and torch (CPU and the model's CUDA devices), and the user's own."""
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = sorted({d.index or 0 for d in devices if d.type == "cuda"})
         self._generators: list[torch.Generator] = []
-        self._python, self._numpy = PythonStream(), NumpyStream()
         if self._devices:
             torch.cuda.init()  # type: ignore[no-untyped-call]
 
     def include(self, generator: torch.Generator | None) -> None:
-        """Add a generator of the user's own; the default one is there already."""
+        """Capture this generator too. Ignores None and a generator that is already included."""
         if isinstance(generator, torch.Generator) and all(g is not generator for g in self._generators):
             self._generators.append(generator)
 
-    def own(self) -> tuple[torch.Tensor, ...]:
-        """Where the user's own generators stand."""
+    def user_states(self) -> tuple[torch.Tensor, ...]:
+        """Return the states of the included generators."""
         return tuple([g.get_state() for g in self._generators])
 
-    def move_own(self, before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...]) -> None:
-        """Draw from the user's own generators what was once drawn: those that stand at `before` go to `after`."""
+    def replay_user_draws(self, before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...]) -> None:
+        """Move each included generator that is in its state `before` to its state `after`; leave the others alone."""
         for generator, old, new in zip(self._generators, before, after, strict=False):
             if torch.equal(generator.get_state(), old):
                 generator.set_state(new)
 
     def capture(self) -> RngState:
-        """Draws nothing, and waits for no device."""
+        """Return the states of all generators. Draws nothing and does not synchronize with a device."""
         devices = [torch.cuda.default_generators[i].get_state() for i in self._devices]
         return RngState(
-            self._python.state(), self._numpy.state(), torch.default_generator.get_state(), tuple(devices), self.own()
+            random.getstate(), numpy_state(), torch.default_generator.get_state(), tuple(devices), self.user_states()
         )
 
     def restore(self, state: RngState) -> None:
+        """Put every generator back into its captured state. SetupError if NumPy's bit generator is another one."""
         random.setstate(state.python)
         if state.numpy is not None:
             restore_numpy(state.numpy)
@@ -83,12 +83,12 @@ class Rng:
             generator.set_state(value)
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two states of NumPy's are the same, whatever generator they are of."""
+def _numpy_equal(a: Any, b: Any) -> bool:
+    """Compare two NumPy states bit by bit, of whichever bit generator."""
     if a is b:
         return True
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(a[name], b[name]) for name in a)
+        return a.keys() == b.keys() and all(_numpy_equal(a[name], b[name]) for name in a)
     if hasattr(a, "tobytes") and hasattr(b, "tobytes"):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     return repr(a) == repr(b)

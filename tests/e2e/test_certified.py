@@ -217,7 +217,7 @@ def test_without_a_snapshot_in_memory_a_checkpoint_on_disk_is_returned_to(tmp_pa
     case.faults = at(case, 9, 10)
     run = case.guarded(tmp_path / "run")
     back = next(e for e in run.journal() if e.get("action") == "rollback")
-    assert back["restored"] == "step_00000006", "the newest that two healthy steps had followed"
+    assert back["restored_from"] == "step_00000006", "the newest that two healthy steps had followed"
     assert_same(run, case.reference(run))
 
 

@@ -125,7 +125,7 @@ def test_damage_found_by_a_rollback_is_passed_over_too(tmp_path):
     life = live(r, path, before=strike)
     back = next(e for e in life.journal() if e.get("action") == "rollback")
     assert [p["name"] for p in back["passed_over"]] == struck
-    assert back["restored"] == name_of(3, 0) and back["to_step"] == 3
+    assert back["restored_from"] == name_of(3, 0) and back["to_step"] == 3
     assert_continued(life, live(r, tmp_path / "whole"), seen=False)
 
 

@@ -54,7 +54,7 @@ def test_run_json_lost(dead, tmp_path):
     assert_continued(life, dead.whole)
 
 
-def test_journal_and_run_json_lost_is_refused_and_not_begun_anew(dead, tmp_path):
+def test_journal_and_run_json_lost_is_refused_and_not_started_over(dead, tmp_path):
     path = copied(dead.path, tmp_path / "run")
     (path / "journal.jsonl").unlink()
     (path / "run.json").unlink()

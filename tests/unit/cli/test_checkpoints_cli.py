@@ -476,7 +476,7 @@ def test_resume_path_of_a_run_killed_in_a_rollback_is_what_its_next_life_takes(h
     assert resumed[-1]["checkpoint"] == Path(found).name
 
 
-def test_run_begun_anew_after_a_resume_goes_on_from_its_new_checkpoints(holdfast, straight):
+def test_run_started_over_after_a_resume_goes_on_from_its_new_checkpoints(holdfast, straight):
     saved_runs.train(straight, 45)
     saved_runs.train(straight, 25, resume="never")
     found = holdfast("checkpoints", "resume-path", straight).out.strip()

@@ -30,9 +30,9 @@ def said(size: int, broken: dict[int, list[int]] | None = None) -> list[dict[str
         {
             "host": f"node{r}",
             "data": [[0, 8 * r, 8 * r + 8]],
-            "part": None,
+            "micro_batch": None,
             "samples": [r],
-            "broken": (broken or {}).get(r, []),
+            "nonfinite_samples": (broken or {}).get(r, []),
         }
         for r in range(size)
     ]

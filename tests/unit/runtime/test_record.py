@@ -125,7 +125,7 @@ def test_restart_goes_on_with_what_was_recorded(tmp_path):
         one = guard(tmp_path)
         holdfast.record(one, seed=value)
         one.fit(loss, LOADER, max_steps=2)
-    changes = [(e["facts"], e.get("was")) for e in said(tmp_path) if "seed" in e["facts"]]
+    changes = [(e["facts"], e.get("previous")) for e in said(tmp_path) if "seed" in e["facts"]]
     assert changes == [({"seed": 1}, None), ({"seed": 2}, {"seed": 1})]
 
 
@@ -171,7 +171,7 @@ def test_later_calls_merge_and_only_changes_are_written(tmp_path):
     assert facts(tmp_path) == {"sources": {"web": 1.0}, "note": "x"}
     events = said(tmp_path)
     assert len(events) == 3
-    assert events[1]["was"] == {"sources": {"web": 0.7, "code": 0.3}}
+    assert events[1]["previous"] == {"sources": {"web": 0.7, "code": 0.3}}
     assert events[2]["facts"] == {"note": "x", "precision": None}
 
 

@@ -1,8 +1,8 @@
-"""What recoveries have laid over the schedule of a run, in order, so that a restart from before them does it again.
+"""The LR and clip interventions of a run, in order, so that a restart from before one repeats it.
 
-A rollback that cut the LR is part of the run from then on. A later life that goes on from a checkpoint older than the cut
-comes to the same step again, and there the same cut must be made, or it would be another run. The saved state counts how
-many it holds (`Interventions.turns`); the journal has them all.
+A rollback that cut the LR is part of the run from then on. A process that resumes from a checkpoint older than the cut
+reaches the same step again and must make the same cut there, or it trains a different run. The saved state counts how
+many interventions it includes (`Interventions.turns`); the journal has all of them.
 """
 
 from __future__ import annotations
@@ -16,75 +16,72 @@ import msgspec
 from holdfast.core.base.types import CutLR, TightenClip
 from holdfast.core.checkpoints.lineage import Lineage
 
-Intervention = CutLR | TightenClip
 
-
-class Turn(msgspec.Struct, frozen=True):
-    """One intervention, made when `step` steps were committed."""
+class Intervention(msgspec.Struct, frozen=True):
+    """Holds one intervention, made when `step` steps were committed."""
 
     step: int
-    action: Intervention
+    action: CutLR | TightenClip
     incident: int | None = None
     reason: str = ""
 
 
-class History:
-    """The interventions on the way to where the run stands."""
+class RecoveryHistory:
+    """Holds the interventions and branches that led to the current state of the run."""
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
+        self.interventions: list[Intervention] = []
         self.branches = 0
-        """the highest number a branch has been given"""
+        """the highest branch number in use"""
         self.lineage: Lineage | None = None
-        """the branches the run has come through, where it ever went back"""
+        """the branches of the current state; None if the run never went back"""
 
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
-        """From the journal of earlier lives."""
+        """Read the history from the journal of earlier processes."""
         for event in events:
-            self.branches = max(self.branches, _whole(event.get("branch")))
+            self.branches = max(self.branches, _int_or_zero(event.get("branch")))
             if event.get("lineage") is not None:
                 with contextlib.suppress(msgspec.ValidationError):
                     self.lineage = msgspec.convert(event["lineage"], Lineage)
-            kind, action = event.get("event"), event.get("action")
-            if kind == "begun_anew":
-                self.turns.clear()
-            elif kind == "resumed" and event.get("turns") is not None:
-                self.turned_back(_whole(event["turns"]), ())
-            elif kind == "action" and action == "rollback":
-                self.turned_back(_whole(event.get("turns")), _turns(event.get("then")))
-            elif kind == "action" and action in ("cut_lr", "tighten_clip") and not event.get("part"):
-                self.turns.extend(_turns([event.get("turn")]))
+            name, action = event.get("event"), event.get("action")
+            if name == "started_over":
+                self.interventions.clear()
+            elif name == "resumed" and event.get("interventions_kept") is not None:
+                self.rolled_back(_int_or_zero(event["interventions_kept"]), ())
+            elif name == "action" and action == "rollback":
+                added = _interventions(event.get("interventions"))
+                self.rolled_back(_int_or_zero(event.get("interventions_kept")), added)
+            elif name == "action" and action in ("cut_lr", "tighten_clip") and not event.get("part_of_rollback"):
+                self.interventions.extend(_interventions([event.get("intervention")]))
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "turns": msgspec.to_builtins(self.turns),
+            "interventions": msgspec.to_builtins(self.interventions),
             "branches": self.branches,
             "lineage": msgspec.to_builtins(self.lineage),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.turns = msgspec.convert(state["turns"], list[Turn])
+        self.interventions = msgspec.convert(state["interventions"], list[Intervention])
         self.branches = state["branches"]
         self.lineage = msgspec.convert(state["lineage"], Lineage | None)
 
-    def turned_back(self, kept: int, then: Sequence[Turn]) -> None:
-        """A rollback: the state it returned to holds the first `kept`; `then` are those that came with it."""
-        self.turns = [*self.turns[:kept], *then]
+    def rolled_back(self, kept: int, added: Sequence[Intervention]) -> None:
+        """Keep the first `kept` interventions, which the restored state includes, and append those of the rollback."""
+        self.interventions = [*self.interventions[:kept], *added]
 
-    def due(self, held: int, step: int) -> list[Turn]:
-        """Those that the state does not hold although the run has come to their step."""
-        return [t for t in self.turns[held:] if t.step <= step]
+    def due(self, applied: int, step: int) -> list[Intervention]:
+        """Return the interventions at or before `step` that a state with the first `applied` of them lacks."""
+        return [i for i in self.interventions[applied:] if i.step <= step]
 
 
-def _turns(values: Any) -> list[Turn]:
-    found = []
+def _interventions(values: Any) -> list[Intervention]:
+    interventions = []
     for value in values if isinstance(values, list) else []:
-        try:
-            found.append(msgspec.convert(value, Turn))
-        except msgspec.ValidationError:  # written by another version: then it is not done again, and only that
-            continue
-    return found
+        with contextlib.suppress(msgspec.ValidationError):  # written by another version: only this one is not repeated
+            interventions.append(msgspec.convert(value, Intervention))
+    return interventions
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

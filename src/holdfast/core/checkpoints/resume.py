@@ -18,7 +18,7 @@ from holdfast.core.checkpoints.entry import Entry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
-from holdfast.core.checkpoints.recovery_history import History
+from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.checkpoints.verify import verify as verify_bytes
 from holdfast.core.record import facts, journal
 
@@ -185,7 +185,7 @@ def survey(run_dir: Path, check: Check = verify_bytes) -> Survey:
 
 def journal_lineage(run_dir: Path) -> Lineage | None:
     """The branches the run has come through, by its journal; None where that does not say, or cannot be read."""
-    history = History()
+    history = RecoveryHistory()
     try:
         history.rebuild(journal.read(run_dir / JOURNAL).events)
     except OSError:

@@ -174,7 +174,7 @@ def put(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], st
     if step is not None:
         write("facts", durable=True, step=step, facts=changes)
     else:
-        write("facts", durable=True, facts=changes, **({"was": was} if was else {}))
+        write("facts", durable=True, facts=changes, **({"previous": was} if was else {}))
     write_atomically(folder.run, to_json({**about, "facts": result}))
 
 

@@ -57,8 +57,45 @@ def _event(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
+_RENAMED_EVENTS = {"begun_anew": "started_over"}
+_RENAMED_FIELDS = {
+    "resumed": {"turns": "interventions_kept", "load_path": "by_load_path"},
+    "facts": {"was": "previous"},
+    "note": {"turn": "intervention", "part": "part_of_rollback"},
+    "action": {
+        "turns": "interventions_kept",
+        "then": "interventions",
+        "window": "skip_window",
+        "restored": "restored_from",
+        "turn": "intervention",
+        "part": "part_of_rollback",
+    },
+}
+_RENAMED_SUSPECT_FIELDS = {"part": "micro_batch", "part_data": "micro_batch_data", "broken": "nonfinite_samples"}
+
+
+def with_current_names(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event of any earlier version with the event and field names of this one."""
+    name = event.get("event")
+    if isinstance(name, str):
+        event = _renamed(event, _RENAMED_FIELDS.get(name, {}))
+        event["event"] = _RENAMED_EVENTS.get(name, name)
+    evidence = event.get("evidence")
+    origin = evidence.get("origin") if isinstance(evidence, dict) else None
+    for holder in (event, origin):
+        if isinstance(holder, dict) and isinstance(holder.get("suspects"), list):
+            holder["suspects"] = [
+                _renamed(s, _RENAMED_SUSPECT_FIELDS) if isinstance(s, dict) else s for s in holder["suspects"]
+            ]
+    return event
+
+
+def _renamed(fields: dict[str, Any], new_names: dict[str, str]) -> dict[str, Any]:
+    return {new_names.get(name, name): value for name, value in fields.items()} if new_names else fields
+
+
 def read(path: str | os.PathLike[str]) -> Record:
-    """Every event in the file, and every line that is not one."""
+    """Return every event in the file, with the names of this version, and every line that is not an event."""
     events: list[dict[str, Any]] = []
     torn: list[Torn] = []
     for number, offset, line in _lines(Path(path)):
@@ -66,7 +103,7 @@ def read(path: str | os.PathLike[str]) -> Record:
             continue
         event = _event(line)
         if event is not None:
-            events.append(event)
+            events.append(with_current_names(event))
         else:
             torn.append(Torn(number, offset, line))
     return Record(events, torn)

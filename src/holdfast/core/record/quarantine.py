@@ -104,7 +104,7 @@ class Quarantine:
                 window = event
             elif event.get("event") == "outcome":
                 window = None
-        stretch = None if window is None else window.get("window")
+        stretch = None if window is None else window.get("skip_window")
         if window is not None and isinstance(stretch, dict):  # it was to be excluded, and may not have been
             ahead = [int(stretch[key]) for key in ("epoch", "first", "batches")]
             self._add_quietly({"ahead": ahead, "reason": str(window.get("reason"))})

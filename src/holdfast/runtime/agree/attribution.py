@@ -46,10 +46,10 @@ def account(step: Step, *, rows: bool) -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "data": [list(d.span) for d in step.draws],
-        "part": worst if len(losses) > 1 else None,
-        "part_data": list(draw.span),
+        "micro_batch": worst if len(losses) > 1 else None,
+        "micro_batch_data": list(draw.span),
         "samples": ids,
-        "broken": bad_samples(step.draws) if rows else [],
+        "nonfinite_samples": bad_samples(step.draws) if rows else [],
     }
 
 
@@ -63,7 +63,7 @@ def _worst_part(step: Step) -> tuple[int, list[float]]:
 
 def blame(rows: Rows, accounts: Sequence[dict[str, Any]], flags: int, limit: float | None) -> Blame:
     """From what all ranks measured and said: the same on every rank."""
-    broken = sorted({int(i) for told in accounts for i in told["broken"]})
+    broken = sorted({int(i) for told in accounts for i in told["nonfinite_samples"]})
     ranks, by = _culprits(rows, accounts, flags, limit)
     evidence: dict[str, Any] = {"ranks": ranks, "by": by or "nothing tells the ranks apart"}
     if len(rows.of(Column.LOSS)) <= _LISTED:
@@ -87,7 +87,7 @@ def _culprits(rows: Rows, accounts: Sequence[dict[str, Any]], flags: int, limit:
         found = [r for r, norm in enumerate(witness) if not math.isfinite(norm)]
         if found and len(found) < len(witness):
             return found, "gradient"
-        found = [r for r, told in enumerate(accounts) if told["broken"]]
+        found = [r for r, told in enumerate(accounts) if told["nonfinite_samples"]]
         if found:
             return found, "data"
     groups = readers(rows)

@@ -78,8 +78,8 @@ def _begin(book: Checkpoints, tier: Tier, passed: list[Passed]) -> None:
     if book.config.resume == "never":
         if run.records.restarted:
             run.tell('[checkpoint] resume = "never": the run begins anew, whatever its run_dir holds')
-            run.engine.write("begun_anew", durable=True)
-            run.history.turns.clear()
+            run.engine.write("started_over", durable=True)
+            run.history.interventions.clear()
     elif any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in tier.entries()):
         listed = "; ".join(f"{p.name}: {p.why}" for p in passed)
         raise RunDirError(
@@ -124,16 +124,16 @@ def _go_on(
         run.tell("this rank was not there when it was saved: its random streams begin where they stand")
     held = run.state.interventions.turns
     if explicit:  # a person goes back: what recoveries did after that is not to be done again
-        run.history.turned_back(held, ())
+        run.history.rolled_back(held, ())
     run.engine.write(
         "resumed",
         durable=True,
         step=run.step,
         checkpoint=manifest.name,
-        load_path=explicit or None,
+        by_load_path=explicit or None,
         branch=book.lineage.branch,
         lineage=book.lineage,
-        turns=held if explicit else None,
+        interventions_kept=held if explicit else None,
         passed_over=[{"name": p.name, "step": p.step, "why": p.why} for p in passed] or None,
         seconds=time.perf_counter() - began,
     )

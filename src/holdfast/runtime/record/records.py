@@ -16,7 +16,7 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import PolicyStop, RunDirError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import Outcome, Signal
-from holdfast.core.checkpoints.recovery_history import History
+from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.record import facts
 from holdfast.core.record.incidents import IncidentFiles
@@ -52,7 +52,7 @@ class Records:
         self._said: list[tuple[int | None, Mapping[str, Any]]] = []
         """facts recorded before there was a folder to write them to"""
 
-    def open(self, engine: Engine, about: dict[str, Any], history: History) -> None:
+    def open(self, engine: Engine, about: dict[str, Any], history: RecoveryHistory) -> None:
         """Take hold of the folder and go on from what it says. PolicyStop if an earlier life was stopped for good."""
         self._given = about
         if self.rundir is None:

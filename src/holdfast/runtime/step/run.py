@@ -17,7 +17,7 @@ from holdfast.core.base.clock import Clock
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, StepError
 from holdfast.core.base.types import Incident, Outcome, Plan, Signal, Span, Status
-from holdfast.core.checkpoints.recovery_history import History
+from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.expected_shifts import LR_JUMP
@@ -79,7 +79,7 @@ class Run:
         on_cuda = state.optimizers.vetoed_on_cuda() and all(map(company.ranks.carries, devices))
         self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda, norms=self.norms)
         self.streams = Streams(devices)
-        self.history = History()
+        self.history = RecoveryHistory()
         self.checkpoints = Checkpoints(self, tier)
         self.keeper = Keeper(
             config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.neighbours

@@ -112,7 +112,7 @@ class Settling:
         run.meeting.weigh(step)
         if (after := run.state.interventions.factor()) > LR_JUMP * before:
             run.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", run.step)
-        if len(run.history.turns) > run.state.interventions.turns:
+        if len(run.history.interventions) > run.state.interventions.turns:
             effects.interventions.again(run)
         if healthy:
             if run.engine.commit(signal) is not None:

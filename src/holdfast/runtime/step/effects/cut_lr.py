@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.core.checkpoints.recovery_history import Turn
+from holdfast.core.checkpoints.recovery_history import Intervention
 from holdfast.runtime.state.schedule import Ramp
 
 if TYPE_CHECKING:
@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from holdfast.runtime.step.run import Run
 
 
-def perform(run: Run, turn: Turn, action: CutLR, *, part: bool, again: bool = False) -> None:
+def perform(
+    run: Run, intervention: Intervention, action: CutLR, *, part_of_rollback: bool, again: bool = False
+) -> None:
     """From the next committed step on: factor, factor + (1 - factor) / ramp, ..., 1.
 
-    `part`: a rollback's own event has it on record already. `again`: an earlier life did it, at this step.
+    `part_of_rollback`: a rollback's own event has it on record already. `again`: an earlier life did it, at this step.
     """
     scheduled = run.state.optimizers.lr()
     run.engine.write(
@@ -23,15 +25,15 @@ def perform(run: Run, turn: Turn, action: CutLR, *, part: bool, again: bool = Fa
         durable=True,
         action="cut_lr",
         message="an earlier life of the run cut the LR here" if again else None,
-        incident=turn.incident,
+        incident=intervention.incident,
         step=run.step,
         factor=action.factor,
         ramp_steps=action.ramp_steps,
         lr_from=scheduled * run.state.interventions.factor(),
         lr_to=scheduled * action.factor,
-        reason=turn.reason,
-        turn=turn,
-        part=part or None,
+        reason=intervention.reason,
+        intervention=intervention,
+        part_of_rollback=part_of_rollback or None,
     )
     run.state.interventions.ramp = Ramp(action.factor, action.ramp_steps)
     run.state.interventions.turns += 1

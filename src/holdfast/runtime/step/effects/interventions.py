@@ -6,40 +6,40 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.core.base.types import CutLR, Plan, TightenClip
-from holdfast.core.checkpoints.recovery_history import Turn
+from holdfast.core.checkpoints.recovery_history import Intervention
 from holdfast.runtime.step.effects import cut_lr, tighten_clip
 
 if TYPE_CHECKING:
     from holdfast.runtime.step.run import Run
 
 
-def turns_of(plan: Plan, step: int) -> list[Turn]:
+def interventions_of(plan: Plan, step: int) -> list[Intervention]:
     """The interventions of a plan, as they are to be made when `step` steps are committed."""
     chosen = [plan.first(CutLR), plan.first(TightenClip)]
-    return [Turn(step, action, plan.incident, plan.reason) for action in chosen if action is not None]
+    return [Intervention(step, action, plan.incident, plan.reason) for action in chosen if action is not None]
 
 
 def intervene(run: Run, plan: Plan) -> None:
     """Without a rollback: from the next update on."""
-    for turn in turns_of(plan, run.step):
-        run.history.turns.append(turn)
-        _perform(run, turn, part=False)
+    for intervention in interventions_of(plan, run.step):
+        run.history.interventions.append(intervention)
+        _perform(run, intervention, part_of_rollback=False)
 
 
-def with_rollback(run: Run, turns: Sequence[Turn]) -> None:
+def with_rollback(run: Run, interventions: Sequence[Intervention]) -> None:
     """The rollback has landed, and its event says what comes with it."""
-    for turn in turns:
-        _perform(run, turn, part=True)
+    for intervention in interventions:
+        _perform(run, intervention, part_of_rollback=True)
 
 
 def again(run: Run) -> None:
     """The run goes on from before an intervention of an earlier life: it is made again where it was made."""
-    for turn in run.history.due(run.state.interventions.turns, run.step):
-        _perform(run, turn, part=False, again=True)
+    for intervention in run.history.due(run.state.interventions.turns, run.step):
+        _perform(run, intervention, part_of_rollback=False, again=True)
 
 
-def _perform(run: Run, turn: Turn, *, part: bool, again: bool = False) -> None:
-    if isinstance(turn.action, CutLR):
-        cut_lr.perform(run, turn, turn.action, part=part, again=again)
+def _perform(run: Run, intervention: Intervention, *, part_of_rollback: bool, again: bool = False) -> None:
+    if isinstance(intervention.action, CutLR):
+        cut_lr.perform(run, intervention, intervention.action, part_of_rollback=part_of_rollback, again=again)
     else:
-        tighten_clip.perform(run, turn, turn.action, part=part, again=again)
+        tighten_clip.perform(run, intervention, intervention.action, part_of_rollback=part_of_rollback, again=again)

@@ -37,7 +37,7 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
     positions.setdefault(signal.step, step.draws[0].begin)
     data: SkipData | None = plan.first(SkipData)
     window = None if data is None else skip_data.window(run, data, positions, found.position)
-    then = interventions.turns_of(plan, found.step)
+    then = interventions.interventions_of(plan, found.step)
     branch = run.checkpoints.go_back(found)
     run.engine.write(
         "action",
@@ -51,16 +51,16 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
         by=plan.by,
         passed_over=told or None,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "before": action.before},
-        restored=found.where,
+        restored_from=found.where,
         ranks=None if step.origin is None else step.origin.ranks,
         suspects=None if step.origin is None else step.origin.evidence["suspects"],
         branch=branch,
         lineage=run.checkpoints.lineage,
-        turns=found.turns,
-        then=then,
-        window=None if window is None else window._asdict(),
+        interventions_kept=found.turns,
+        interventions=then,
+        skip_window=None if window is None else window._asdict(),
     )
-    run.history.turned_back(found.turns, then)
+    run.history.rolled_back(found.turns, then)
     run.checkpoints.leave_behind(f"left by the rollback to step {found.step}: {plan.reason}")
     lost = (undone - found.step) * (signal.seconds or 0.0)
     before = run.source.position

@@ -120,7 +120,7 @@ class Guarded(Loop):
             self.model, self.optimizer, clip_grad_norm=self.clip, run_dir=self._folder, config=QUIET
         )
         ranks: Any = self.guard._run.ranks
-        ranks.rows = self._timed(ranks.rows)
+        ranks.all_gather_rows = self._timed(ranks.all_gather_rows)
         for step in self.guard.steps(self.loader, max_steps=10**9):
             with step:
                 for batch in step.microbatches():
@@ -150,7 +150,7 @@ class Rows:
     def block(self, count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
-            self._world.rows(self._row)
+            self._world.all_gather_rows(self._row)
         return (time.perf_counter() - began) / count * 1e3
 
 

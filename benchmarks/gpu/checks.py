@@ -130,10 +130,10 @@ def rows_on_nccl(folder: Path, setting: Setting) -> str:
     """The one collective of a step: every bit of a row comes back, and the host does not wait."""
     pattern = torch.tensor([0x7FF8000000000123, -1, 1, 1 << 62, 0x7FF0000000000000], device=setting.device)
     row = pattern.view(torch.float64)
-    World(0, 1).rows(row)
+    World(0, 1).all_gather_rows(row)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = World(0, 1).rows(row)
+        found = World(0, 1).all_gather_rows(row)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found.shape == (1, 5) and torch.equal(found[0].view(torch.int64), pattern), found
@@ -143,7 +143,11 @@ def rows_on_nccl(folder: Path, setting: Setting) -> str:
 def gloo_does_not_carry(folder: Path, setting: Setting) -> str:
     """Two processes on one GPU: the rows go over the host, and so the host decides, fused optimizer or not."""
     world = World.current()
-    assert world.size == 2 and world.carries(torch.device("cpu")) and not world.carries(torch.device("cuda"))
+    assert (
+        world.size == 2
+        and world.supports_device(torch.device("cpu"))
+        and not world.supports_device(torch.device("cuda"))
+    )
     run = Training(setting).guarded(folder, max_steps=2)
     gated: Any = run.guard._run
     assert not gated.gate.on_device

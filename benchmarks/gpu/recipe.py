@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
-from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
 from holdfast.runtime.guard.guard import Wired
-from holdfast.runtime.ports.distributed_context import Company
+from holdfast.runtime.ports.distributed_context import DistributedContext
 
 VOCABULARY, LENGTH, HEADS = 1024, 64, 4
 SIZES = {"cuda": (256, 4), "cpu": (32, 2)}
@@ -178,22 +178,26 @@ class Mirror(World):
     def __init__(self) -> None:
         super().__init__(0, 2)
 
-    def carries(self, device: torch.device) -> bool:
-        return World(0, 1).carries(device)
+    def supports_device(self, device: torch.device) -> bool:
+        return World(0, 1).supports_device(device)
 
-    def rows(self, row: Tensor) -> Tensor:
-        return World(0, 1).rows(row).expand(2, -1).contiguous()
+    def all_gather_rows(self, row: Tensor) -> Tensor:
+        return World(0, 1).all_gather_rows(row).expand(2, -1).contiguous()
 
-    def gather(self, value: Any, seconds: float | None = None) -> list[Any]:
-        return World().gather(value) * 2
+    def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
+        return World().all_gather_object(value) * 2
 
-    def share(self, value: Any, seconds: float | None = None) -> Any:
-        return World().share(value)
+    def broadcast_object(self, value: Any, seconds: float | None = None) -> Any:
+        return World().broadcast_object(value)
 
 
 class MirrorGuard(holdfast.Guard):
     def _wire(self, run_dir: Any, config: Any) -> Wired:
-        return Wired(run_dir, DiskTier(run_dir, World(), 60.0), Company(Mirror(), MeshNorms(2), MeshReplicas(2)))
+        return Wired(
+            run_dir,
+            DiskCheckpointStore(run_dir, World(), 60.0),
+            DistributedContext(Mirror(), MeshNorms(2), MeshReplicas(2)),
+        )
 
 
 class Guarded:

@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader
 
 import holdfast
 from benchmarks.blocks import interleave, spread
-from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
 from holdfast.runtime.agree.rows import Column
 from holdfast.runtime.guard.guard import Wired
-from holdfast.runtime.ports.distributed_context import Company
+from holdfast.runtime.ports.distributed_context import DistributedContext
 
 PARTS = ("agree", "read", "over_all")
 """of the meeting, in the order of a step"""
@@ -40,10 +40,10 @@ class Crowd(World):
         self._apart = torch.arange(size, dtype=torch.float64)
         self.gathered, self.seconds = 0, 0.0
 
-    def carries(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         return True
 
-    def rows(self, row: Tensor) -> Tensor:
+    def all_gather_rows(self, row: Tensor) -> Tensor:
         began = time.perf_counter()
         found = row.repeat(self.size, 1)
         found[:, Column.BATCH] += self._apart
@@ -51,11 +51,11 @@ class Crowd(World):
         self.seconds += time.perf_counter() - began
         return found
 
-    def gather(self, value: Any, seconds: float | None = None) -> list[Any]:
-        return World().gather(value) * self.size
+    def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
+        return World().all_gather_object(value) * self.size
 
-    def share(self, value: Any, seconds: float | None = None) -> Any:
-        return World().share(value)
+    def broadcast_object(self, value: Any, seconds: float | None = None) -> Any:
+        return World().broadcast_object(value)
 
 
 class CrowdGuard(holdfast.Guard):
@@ -65,7 +65,11 @@ class CrowdGuard(holdfast.Guard):
 
     def _wire(self, run_dir: Any, config: Any) -> Wired:
         size = self._crowd.size
-        return Wired(run_dir, DiskTier(run_dir, World(), 60.0), Company(self._crowd, MeshNorms(1), MeshReplicas(size)))
+        return Wired(
+            run_dir,
+            DiskCheckpointStore(run_dir, World(), 60.0),
+            DistributedContext(self._crowd, MeshNorms(1), MeshReplicas(size)),
+        )
 
 
 class Member:

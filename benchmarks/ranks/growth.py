@@ -58,7 +58,7 @@ def from_idle(count: int, row: torch.Tensor, world: World) -> list[float]:
     for _ in range(count):
         time.sleep(PAUSE)
         began = time.perf_counter()
-        world.rows(row)
+        world.all_gather_rows(row)
         own.append((time.perf_counter() - began) * 1e3)
     told: list[Any] = [None] * world.size
     dist.all_gather_object(told, own)

@@ -9,15 +9,15 @@ import socket
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError
 from holdfast.core.record.rank_records import RankRecords
-from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
-from holdfast.distributed.watch import StoreWatch
+from holdfast.distributed.watch import StoreWatchdog
 from holdfast.distributed.world import World
 from holdfast.runtime.guard.guard import Guard as _Guard
 from holdfast.runtime.guard.guard import Wired
-from holdfast.runtime.ports.distributed_context import Company
-from holdfast.runtime.ports.ranks import Unwatched, Watch
+from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.ranks import NoWatchdog, RankWatchdog
 from holdfast.runtime.tensors.norms import LocalNorms
 
 
@@ -26,22 +26,22 @@ class Guard(_Guard):
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         world = World.current()
-        tier = None if run_dir is None else DiskTier(run_dir, world, config.checkpoint.patience_seconds)
+        tier = None if run_dir is None else DiskCheckpointStore(run_dir, world, config.checkpoint.patience_seconds)
         if world.size == 1:  # of one rank tensors may be sharded all the same
             norms = MeshNorms(1) if World.is_joined() else LocalNorms()
-            return Wired(run_dir, tier, Company(norms=norms, watch=_alone))
-        hosts = world.gather(socket.gethostname())
-        company = Company(
+            return Wired(run_dir, tier, DistributedContext(norms=norms, make_watchdog=_alone))
+        hosts = world.all_gather_object(socket.gethostname())
+        company = DistributedContext(
             world,
             MeshNorms(world.size),
             MeshReplicas(world.size),
             lambda: _watch(run_dir, config, world),
-            neighbours=hosts.count(hosts[world.rank]),
+            ranks_per_host=hosts.count(hosts[world.rank]),
         )
         return Wired(run_dir if world.rank == 0 else None, tier, company)
 
 
-def _alone() -> Watch:
+def _alone() -> RankWatchdog:
     """Made before its process joined the others, a guard would decide alone on every rank."""
     size = World.current().size
     if size > 1:
@@ -49,11 +49,11 @@ def _alone() -> Watch:
             f"the Guard was made before torch.distributed was initialised, and there are {size} ranks now: call "
             "init_process_group, wrap the model (DistributedDataParallel, fully_shard), and make the Guard after that"
         )
-    return Unwatched()
+    return NoWatchdog()
 
 
-def _watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> Watch:
-    session = world.share(secrets.token_hex(8))
+def _watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> RankWatchdog:
+    session = world.broadcast_object(secrets.token_hex(8))
     records = None if run_dir is None else RankRecords(run_dir, world.rank)
     record = (lambda *_, **__: None) if records is None else records.write
-    return StoreWatch(world.rank, world.size, config.liveness, record=record, session=session)
+    return StoreWatchdog(world.rank, world.size, config.liveness, record=record, session=session)

@@ -196,26 +196,26 @@ def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
 
 def _watch(board: Board) -> list[Any]:
     """Around what is done now and then, say so on the board. The tiers that are opened are listed."""
-    from holdfast.distributed.checkpoint.tier import DiskTier
+    from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
     from holdfast.runtime.checkpoint.manager import Checkpoints
     from holdfast.runtime.step.effects import rollback
 
     for owner, name, slot, phase, then in (
-        (DiskTier, "_save", 1, "saving", ""),
-        (DiskTier, "_mark", 1, "marking", ""),
-        (DiskTier, "_remove", 1, "pruning", ""),
+        (DiskCheckpointStore, "_save", 1, "saving", ""),
+        (DiskCheckpointStore, "_mark", 1, "marking", ""),
+        (DiskCheckpointStore, "_remove", 1, "pruning", ""),
         (Checkpoints, "resume", 0, "resuming", "startup"),
         (rollback, "perform", 0, "rollback", "step"),
     ):
         setattr(owner, name, _told(board, getattr(owner, name), slot, phase, then))
     tiers: list[Any] = []
-    opens = DiskTier.open
+    opens = DiskCheckpointStore.open
 
     def noted(tier: Any, *args: Any) -> None:
         tiers.append(tier)
         opens(tier, *args)
 
-    setattr(DiskTier, "open", noted)  # noqa: B010
+    setattr(DiskCheckpointStore, "open", noted)  # noqa: B010
     return tiers
 
 

@@ -98,7 +98,7 @@ def manifest_of(files_of_all: list[Any], size: int) -> Manifest:
 
 def gathered(found: dict[str, FileSum], size: int) -> Manifest:
     """The manifest, of what each rank says it wrote."""
-    told = World.current().gather({name: [said.bytes, said.sum] for name, said in found.items()})
+    told = World.current().all_gather_object({name: [said.bytes, said.sum] for name, said in found.items()})
     return manifest_of(told, size)
 
 
@@ -258,8 +258,8 @@ def values_told(folder: Path, rank: int, size: int) -> None:
     world = World.current()
     assert (world.rank, world.size) == (rank, size)
     for each in (world, world.apart()):
-        assert each.share({"from": rank, "é": [1, None]}) == {"from": 0, "é": [1, None]}
-        values = each.gather({"rank": rank, "long": "x" * (1000 * rank), "nan": float("nan")}, seconds=30)
+        assert each.broadcast_object({"from": rank, "é": [1, None]}) == {"from": 0, "é": [1, None]}
+        values = each.all_gather_object({"rank": rank, "long": "x" * (1000 * rank), "nan": float("nan")}, seconds=30)
         assert [(v["rank"], len(v["long"])) for v in values] == [(r, 1000 * r) for r in range(size)]
         assert all(v["nan"] != v["nan"] for v in values)
         each.barrier(30)

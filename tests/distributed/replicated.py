@@ -104,7 +104,7 @@ class Trained:
         row = self.checks.before_update(self.number)
         mend()
         assert row is not None
-        found = self.checks.judge(self.number, self.world.rows(row).tolist())
+        found = self.checks.judge(self.number, self.world.all_gather_rows(row).tolist())
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.checks.after_update(self.number)
@@ -129,7 +129,7 @@ def check_classes(held: Trained, expected: dict[str, Groups | None]) -> None:
             names = [f"model.{name}", f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"]
         for each in names:
             assert found.get(each) == groups, (each, found.get(each), groups)
-    lists = held.world.gather([[each.names, each.groups] for each in held.replicas.classes(held.state())])
+    lists = held.world.all_gather_object([[each.names, each.groups] for each in held.replicas.classes(held.state())])
     assert all(other == lists[0] for other in lists)
 
 
@@ -152,7 +152,7 @@ def check_flips(held: Trained, name: str, groups: Groups | None, rank: int, size
         assert all(f.ranks == (guilty,) and f.named for f in found), (tensor, found)
         # The replicas alone: it happened long ago.
         found = held.step(lambda: (held.checks.forget(), turn())[1], turn)
-        account = held.world.gather(held.checks.account(held.number))
+        account = held.world.all_gather_object(held.checks.account(held.number))
         if len(suspects) == 1:
             assert found == [], (tensor, found)
             continue
@@ -162,7 +162,7 @@ def check_flips(held: Trained, name: str, groups: Groups | None, rank: int, size
         names, fresh = culprits(wrong, account, held.checks.groups(held.number))
         assert names == (tensor,) and not fresh, (tensor, names)
         decision = Recurrence(size).seen(wrong, names, fresh)
-        told = held.world.gather([list(wrong.ranks), wrong.named, list(names), decision.text])
+        told = held.world.all_gather_object([list(wrong.ranks), wrong.named, list(names), decision.text])
         assert all(other == told[0] for other in told)
     assert held.step() == []
 
@@ -205,7 +205,7 @@ def meshes(folder: Path, rank: int, size: int) -> None:
     assert found["plain"] == ALL == classes[0].groups
     for number, (_, placements, groups) in enumerate(cases):
         assert found.get(str(number)) == groups, (number, placements, found.get(str(number)))
-    told = World.current().gather([[each.names, each.groups] for each in classes])
+    told = World.current().all_gather_object([[each.names, each.groups] for each in classes])
     assert all(other == told[0] for other in told)
     assert [each.groups for each in MeshReplicas(size).classes({})] == [ALL]
 
@@ -226,7 +226,7 @@ def own_state(folder: Path, rank: int, size: int) -> None:
     assert held.step() == []
     (wrong,) = held.step()
     assert wrong.ranks == (0, 1, 2, 3) and not wrong.named
-    accounts = held.world.gather(held.checks.account(2))
+    accounts = held.world.all_gather_object(held.checks.account(2))
     names, fresh = culprits(wrong, accounts, held.checks.groups(2))
     decision = Recurrence(size).seen(wrong, names, fresh)
     assert decision.leave_out and all(n.startswith("optimizer.") for n in decision.leave_out)

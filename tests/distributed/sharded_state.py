@@ -17,12 +17,12 @@ from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.distributed.checkpoint.catalogue import read_catalogue
-from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.world import World
 from holdfast.runtime.checkpoint.serialization import frame_of
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.guard.setup import build_state
-from holdfast.runtime.ports.checkpoint_store import Label
+from holdfast.runtime.ports.checkpoint_store import CheckpointLabel
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.restore import Returning
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -249,13 +249,13 @@ def save_sharded(folder: Path, rank: int, size: int) -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     state = build_state(model, optimizer, None, None, None)
     train(model, optimizer, "fsdp", rank, range(2))
-    tier = DiskTier(folder / "run", World.current(), 30)
+    tier = DiskCheckpointStore(folder / "run", World.current(), 30)
     tier.open("the-run")
     with no_collective():
         frame = frame_of(taken(state), state)._replace(lineage=Lineage())
-        tier.save(frame, Label("test", False, Health.GOOD, "", {}, {}))
+        tier.save(frame, CheckpointLabel("test", False, Health.GOOD, "", {}, {}))
         tier.wait()
-    (news,) = tier.news()
+    (news,) = tier.drain_events()
     assert news.status == "saved" and news.path is not None, news
     tier.close()
     whole = together(state)
@@ -272,7 +272,7 @@ def load_sharded(folder: Path, rank: int, size: int) -> None:
     model = build(kind, size, width=32)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     state = build_state(model, optimizer, None, None, None)
-    tier = DiskTier(folder / "run", World.current(), 30)
+    tier = DiskCheckpointStore(folder / "run", World.current(), 30)
     tier.open("the-run")
     entry, _ = tier.choose(lambda e: None)
     assert entry is not None

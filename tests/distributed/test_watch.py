@@ -161,7 +161,7 @@ def test_a_failed_process_whose_destructors_hang_is_ended_all_the_same(tmp_path:
         import os, sys, time
         import torch.distributed as dist
         from holdfast.core.base.config import Liveness
-        from holdfast.distributed.watch import StoreWatch
+        from holdfast.distributed.watch import StoreWatchdog
 
         class Hangs:
             def __del__(self, write=os.write, sleep=time.sleep):
@@ -170,12 +170,12 @@ def test_a_failed_process_whose_destructors_hang_is_ended_all_the_same(tmp_path:
 
         sys.hangs = Hangs()
         policy = Liveness(grace_seconds=1)
-        watch = StoreWatch(0, 1, policy, record=lambda *_, **__: None, session="s", store=dist.HashStore())
-        watch.begin()
+        watch = StoreWatchdog(0, 1, policy, record=lambda *_, **__: None, session="s", store=dist.HashStore())
+        watch.start()
         try:
             raise ValueError("broken")
         except ValueError as error:
-            watch.failed(error, 1, "forward")
+            watch.report_failure(error, 1, "forward")
             raise
         """
     )

@@ -1,4 +1,4 @@
-"""Ranks that fail, vanish, stop or leave early under a StoreWatch, driven as the guard drives it.
+"""Ranks that fail, vanish, stop or leave early under a StoreWatchdog, driven as the guard drives it.
 
 `python watched.py FOLDER SCENE:SIZE ...` imports once, then plays one scene after the other, a forked process a rank, and
 writes to FOLDER/SCENE/ends.json with what status and how long after `mark` each rank ended. Under torchrun: `restarted`.
@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from holdfast.core.base.config import Liveness
 from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.store import connect
-from holdfast.distributed.watch import StoreWatch
+from holdfast.distributed.watch import StoreWatchdog
 
 BOUND = 20
 POLICY = Liveness(every_steps=0, timeout_seconds=BOUND, grace_seconds=0.5)
@@ -97,7 +97,7 @@ class Rank:
     def __init__(self, folder: Path, rank: int, size: int, policy: Liveness, session: str = "one") -> None:
         self.folder, self.rank, self.size = folder, rank, size
         self.records = RankRecords(folder, rank)
-        self.watch = StoreWatch(rank, size, policy, record=self.records.write, session=session)
+        self.watch = StoreWatchdog(rank, size, policy, record=self.records.write, session=session)
         self.step, self.where = 0, "between steps"
 
     def train(self, steps: int, at: Callable[[int, int, str], None], batches: Any = None, ddp: bool = False) -> None:
@@ -108,19 +108,19 @@ class Rank:
         torch.manual_seed(0)
         model: nn.Module = DistributedDataParallel(Model(inside)) if ddp else Model(inside)
         optimizer = Descent(model, inside) if ddp else Plain(model, inside)
-        self.watch.begin()
+        self.watch.start()
         try:
             for self.step, (x,) in zip(range(1, steps + 1), batches or [(torch.ones(2, 4),)] * steps, strict=False):
-                self.watch.in_step(self.step)
+                self.watch.enter_step(self.step)
                 model(x).sum().backward()
                 inside("ping")
                 self.watch.ping(self.step)
                 optimizer.step()
-                self.watch.in_step(None)
+                self.watch.leave_step()
         except BaseException as error:
-            self.watch.failed(error, self.step, self.where)
+            self.watch.report_failure(error, self.step, self.where)
             raise
-        self.watch.ended(self.step)
+        self.watch.wait_for_others_to_finish(self.step)
         self.watch.close()
 
     def mark(self) -> None:
@@ -204,8 +204,8 @@ def healthy(me: Rank) -> None:
     """200 steps, a ping in every second, and loader workers that are forked and say that they have failed."""
 
     def worker(_: int) -> None:
-        me.watch.failed(Oops("in a worker"), 1, "forward")
-        me.watch.ended(1)
+        me.watch.report_failure(Oops("in a worker"), 1, "forward")
+        me.watch.wait_for_others_to_finish(1)
         me.watch.close()
 
     data = TensorDataset(torch.ones(400, 4))

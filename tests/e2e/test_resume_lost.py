@@ -28,7 +28,7 @@ from torch.optim import AdamW
 from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError, SetupError
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.distributed.checkpoint.tier import DiskTier
+from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 
 
 def faulty(**more) -> Recipe:
@@ -182,7 +182,7 @@ def test_more_steps_after_the_end(tmp_path):
 
 def test_an_end_on_a_slow_disk_is_handed_over_all_the_same(tmp_path, monkeypatch):
     """The scheduled save of the last step is still being written when the run ends there."""
-    real = DiskTier._save
+    real = DiskCheckpointStore._save
 
     def slowly(tier, frame, label):
         time.sleep(0.2)  # the disk's
@@ -190,7 +190,7 @@ def test_an_end_on_a_slow_disk_is_handed_over_all_the_same(tmp_path, monkeypatch
 
     r = often(epochs=None, max_steps=6)
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "_save", slowly)
+        patch.setattr(DiskCheckpointStore, "_save", slowly)
         live(r, tmp_path / "run")
     life = live(r, tmp_path / "run")
     assert (life.began, life.fed) == (6, {})

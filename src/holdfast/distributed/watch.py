@@ -42,7 +42,7 @@ _CAUSE_SECONDS = 0.5
 _WRITE_SECONDS = 2.0
 
 
-class StoreWatch:
+class StoreWatchdog:
     """A `Watch` by the store of torch.distributed.
 
     session: the same on all ranks and new in each life, for a launcher's store outlives its workers.
@@ -95,7 +95,7 @@ class StoreWatch:
         self._broken_since: float | None = None
         self._deadline: float | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         if self._thread is not None:
             return
         store = dist.distributed_c10d._get_default_store() if self._store is None else self._store
@@ -105,21 +105,26 @@ class StoreWatch:
         self._thread = threading.Thread(target=self._watch, name="holdfast-watch", daemon=True)
         self._thread.start()
 
-    def in_step(self, number: int | None) -> None:
-        self._entered += number is not None
-        self._number = number
+    def enter_step(self, step: int) -> None:
+        self._entered += 1
+        self._number = step
 
-    def meets(self, yes: bool) -> None:
-        self._words += yes
-        waits = Waits(rank=self._rank, nth=self._words, entered=self._entered, step=self._number or 0)
-        self._meets = waits if yes else None
+    def leave_step(self) -> None:
+        self._number = None
 
-    def ping(self, number: int) -> None:
+    def begin_exchange(self) -> None:
+        self._words += 1
+        self._meets = Waits(rank=self._rank, nth=self._words, entered=self._entered, step=self._number or 0)
+
+    def end_exchange(self) -> None:
+        self._meets = None
+
+    def ping(self, step: int) -> None:
         every = self._policy.every_steps
-        if every and number % every == 0 and self._here():
-            self._pings.launch(number)
+        if every and step % every == 0 and self._here():
+            self._pings.launch(step)
 
-    def failed(self, error: BaseException, step: int, where: str) -> None:
+    def report_failure(self, error: BaseException, step: int, where: str) -> None:
         if not self._here() or self._mine is not None:
             return
         kind = type(error).__name__
@@ -132,7 +137,7 @@ class StoreWatch:
         self._wake.set()
         self._told.wait(ANSWER_SECONDS + _STAY_SECONDS)
 
-    def ended(self, step: int) -> None:
+    def wait_for_others_to_finish(self, step: int) -> None:
         if not self._here() or self._mine is not None:
             return
         self._number = None

@@ -48,7 +48,7 @@ class World:
         )
         return World(self.rank, self.size, group)
 
-    def share(self, value: Any, seconds: float | None = None) -> Any:
+    def broadcast_object(self, value: Any, seconds: float | None = None) -> Any:
         """Rank 0's value, on every rank. What the others pass is not looked at."""
         if self.size == 1:
             return json.loads(json.dumps(value))
@@ -60,7 +60,7 @@ class World:
         self._wait("share", lambda: dist.broadcast(content, 0, group=self._group, async_op=True), seconds)
         return _decode(content)
 
-    def gather(self, value: Any, seconds: float | None = None) -> list[Any]:
+    def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
         """The values of all ranks, in the order of ranks, on every rank."""
         if self.size == 1:
             return [json.loads(json.dumps(value))]
@@ -74,7 +74,7 @@ class World:
         self._wait("gather", lambda: dist.all_gather(values, padded, group=self._group, async_op=True), seconds)
         return [_decode(content[: int(n)]) for content, n in zip(values, lengths, strict=True)]
 
-    def carries(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         """Whether the group's collectives take tensors that lie there, and leave the host free: gloo takes a GPU's too, but
         over the host, which waits."""
         if self.size == 1:
@@ -82,7 +82,7 @@ class World:
         backend = _backends(self._group).get(device.type)
         return backend is not None and (device.type == "cpu" or backend != "gloo")
 
-    def rows(self, row: Tensor) -> Tensor:
+    def all_gather_rows(self, row: Tensor) -> Tensor:
         """One row of every rank, in the order of ranks: (size, len(row)), bit for bit, where `row` lies."""
         found = torch.empty(self.size * len(row), dtype=row.dtype, device=row.device)
         self._bounded("agree", lambda: _gather_rows(found, row, group=self._group))

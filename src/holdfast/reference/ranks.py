@@ -72,4 +72,4 @@ def mean(value: Tensor) -> Tensor:
 
 def first_ranks(value: Any) -> Any:
     """The first rank's value, on every rank: one message struct."""
-    return msgspec.convert(World.current().share(msgspec.to_builtins(value)), type(value))
+    return msgspec.convert(World.current().broadcast_object(msgspec.to_builtins(value)), type(value))

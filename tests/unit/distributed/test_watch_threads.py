@@ -15,7 +15,7 @@ import torch.distributed as dist
 from holdfast.core.base.config import Liveness
 from holdfast.distributed import pings, watch
 from holdfast.distributed.store import Board, Ended, Failure
-from holdfast.distributed.watch import StoreWatch
+from holdfast.distributed.watch import StoreWatchdog
 
 FAST = Liveness(every_steps=2, timeout_seconds=0.6, poll_seconds=0.02, grace_seconds=0.1)
 PATIENT = Liveness(every_steps=2, timeout_seconds=20, poll_seconds=0.02, grace_seconds=20)
@@ -40,7 +40,7 @@ class Watched:
         self.store = dist.HashStore() if store is None else store
         self.exits: list[int] = []
         self.records: list[tuple[str, dict[str, Any]]] = []
-        self.watch = StoreWatch(
+        self.watch = StoreWatchdog(
             rank, size, policy, record=self.record, session="s", store=self.store, exit=self.exits.append
         )
         self.board = Board(self.store, "s", size)
@@ -60,7 +60,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watched]]:
 
     def one(*args: Any, **kwargs: Any) -> Watched:
         made.append(Watched(*args, **kwargs))
-        made[-1].watch.begin()
+        made[-1].watch.start()
         return made[-1]
 
     yield one
@@ -73,7 +73,7 @@ def test_what_a_peer_posted_ends_this_rank_with_its_cause(
     begin: Callable[..., Watched], caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = begin()
-    mine.watch.in_step(3)
+    mine.watch.enter_step(3)
     mine.board.post_failure(failure())
     assert mine.end() == 75
     ((event, fields),) = mine.records
@@ -97,7 +97,7 @@ def test_another_session_in_the_same_store_is_not_looked_at(begin: Callable[...,
     store = dist.HashStore()
     Board(store, "the life before", 1).post_failure(failure())
     mine = begin(size=1, store=store)
-    mine.watch.ended(3)
+    mine.watch.wait_for_others_to_finish(3)
     mine.watch.close()
     assert not mine.exits and not mine.records
 
@@ -107,7 +107,7 @@ def test_a_failure_is_recorded_then_posted_and_the_rank_seen_off(begin: Callable
     try:
         raise ValueError("x" * 10_000 + "\ud800")
     except ValueError as error:
-        mine.watch.failed(error, 5, "backward")
+        mine.watch.report_failure(error, 5, "backward")
     assert mine.records[0][0] == "failed" and mine.records[0][1]["type"] == "ValueError"
     posted = mine.board.failure()
     assert posted is not None and (posted.rank, posted.step, posted.where) == (0, 5, "backward")
@@ -120,7 +120,7 @@ def test_a_rank_that_fails_because_it_is_being_ended_ends_as_one_that_was_told(b
     mine = begin()
     mine.board.post_failure(failure())
     until(lambda: mine.records)
-    mine.watch.failed(RuntimeError("connection closed by peer"), 7, "backward")
+    mine.watch.report_failure(RuntimeError("connection closed by peer"), 7, "backward")
     assert mine.end() == 75
     assert [event for event, _ in mine.records] == ["peer_failed", "failed"]
     assert mine.records[1][1]["follows"] == 1
@@ -130,7 +130,7 @@ def test_records_that_fail_or_hang_do_not_keep_a_rank_from_ending(begin: Callabl
     mine = begin(size=1, policy=FAST)
     release = threading.Event()
     mine.watch._write = lambda *_, **__: release.wait(30)
-    mine.watch.failed(ValueError("broken"), 1, "forward")
+    mine.watch.report_failure(ValueError("broken"), 1, "forward")
     assert mine.end() == 1
     release.set()
 
@@ -166,7 +166,7 @@ def test_a_store_that_stops_answering_ends_the_rank_after_the_timeout_and_blocks
     until(lambda: store.store.check(["holdfast/s/ping/0"]))
     store.frozen = True
     began = time.monotonic()
-    mine.watch.failed(ValueError("broken"), 1, "forward")
+    mine.watch.report_failure(ValueError("broken"), 1, "forward")
     assert time.monotonic() - began < 4
     assert mine.end() == 1
 
@@ -191,7 +191,7 @@ def test_after_its_loop_a_rank_takes_a_store_that_is_gone_for_the_end(begin: Cal
     mine.watch._ended = 4
     until(lambda: mine.board.first_ended())
     mine.watch._exchange._store, mine.watch._exchange._board = Gone(), None
-    mine.watch.ended(4)
+    mine.watch.wait_for_others_to_finish(4)
     assert not mine.exits and not mine.records
 
 
@@ -200,22 +200,22 @@ def test_ended_waits_for_the_others_and_warns_when_they_do_not_come(
 ) -> None:
     store = dist.HashStore()
     both = [begin(rank=rank, store=store) for rank in range(2)]
-    leaving = threading.Thread(target=both[0].watch.ended, args=(4,))
+    leaving = threading.Thread(target=both[0].watch.wait_for_others_to_finish, args=(4,))
     leaving.start()
     until(both[1].board.first_ended)
     assert leaving.is_alive()
-    both[1].watch.ended(4)
+    both[1].watch.wait_for_others_to_finish(4)
     leaving.join(SECONDS)
     assert not leaving.is_alive() and not both[0].exits
 
     with caplog.at_level(logging.WARNING):
-        begin(policy=FAST).watch.ended(4)
+        begin(policy=FAST).watch.wait_for_others_to_finish(4)
     assert "rank 0 left its loop after step 4, and 0.6 s later some other has not" in caplog.text
 
 
 def test_only_a_rank_that_is_still_ahead_a_second_later_says_so(begin: Callable[..., Watched]) -> None:
     mine = begin()
-    mine.watch.in_step(8)
+    mine.watch.enter_step(8)
     mine.board.post_ended(Ended(rank=1, step=8))
     time.sleep(1.2)  # nothing is to happen in it
     assert not mine.exits
@@ -268,8 +268,8 @@ def test_nothing_is_done_in_a_forked_process(begin: Callable[..., Watched]) -> N
     mine = begin()
     pid = os.fork()
     if pid == 0:
-        mine.watch.failed(ValueError("in a worker"), 1, "forward")
-        mine.watch.ended(1)
+        mine.watch.report_failure(ValueError("in a worker"), 1, "forward")
+        mine.watch.wait_for_others_to_finish(1)
         mine.watch.close()
         os._exit(9 if mine.records or mine.watch._stop.is_set() else 0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -286,7 +286,7 @@ def test_time_a_process_was_stopped_for_does_not_count() -> None:
             return self.now
 
     clock = Jumps()
-    mine = StoreWatch(0, 1, PATIENT, record=lambda *_, **__: None, session="s", clock=clock)
+    mine = StoreWatchdog(0, 1, PATIENT, record=lambda *_, **__: None, session="s", clock=clock)
     clock.now = 3600.0
     mine._live()
     assert mine._lived < 6

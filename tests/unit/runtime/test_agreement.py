@@ -23,19 +23,19 @@ class Others:
         self.rank, self.size = rank, len(rows) + 1
         self._others = rows
 
-    def carries(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         return True
 
-    def rows(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         self.row = row
         rows = [*self._others]
         rows.insert(self.rank, row)
         return torch.stack(rows)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         raise AssertionError("a healthy step needs no second round")
 
-    share = gather
+    broadcast_object = all_gather_object
 
 
 def host(weight: float = 1.0, limits: Limits = Limits(None, None), **changed: Any) -> Host:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from holdfast.core.base import config
 from holdfast.core.decide.corruption import DIFFERS, SAME, UNSEEN, Class
-from holdfast.runtime.integrity.checks import Integrity, Single
+from holdfast.runtime.integrity.checks import Integrity
 from holdfast.runtime.integrity.checksums import sums_of, weights
-from holdfast.runtime.ports.ranks import Alone
+from holdfast.runtime.ports.ranks import SingleRank
+from holdfast.runtime.ports.replicas import SingleProcessReplicas
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.schedule import Schedulers
@@ -24,12 +25,12 @@ DTYPES = [
 ]  # fmt: skip
 
 
-class Pair(Alone):
+class Pair(SingleRank):
     """Two ranks of which this is one, and the other says the same."""
 
     size = 2
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return [value, value]
 
 
@@ -161,7 +162,7 @@ def test_classes_are_summed_apart():
 
 def test_classes_that_another_rank_does_not_have_are_not_compared():
     class Unlike(Pair):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather_object(self, value: Any) -> list[Any]:
             return [value, value[:1]]
 
     tensors = {"a": torch.ones(3), "b": torch.ones(3)}
@@ -201,7 +202,9 @@ class Trained:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **adam)
         state = RunState([("", self.model)], Optimizers([self.optimizer]), Schedulers([], []), None)
-        self.checks = Integrity(state.heavy, config.Integrity(window_every=every), Single(), Alone())
+        self.checks = Integrity(
+            state.heavy, config.Integrity(window_every=every), SingleProcessReplicas(), SingleRank()
+        )
         self.number = 0
 
     def step(self) -> list[int] | None:

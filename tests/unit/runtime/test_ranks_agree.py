@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.decide.corruption import Class
 from holdfast.runtime.guard.guard import Guard, Wired
-from holdfast.runtime.ports.distributed_context import Company
+from holdfast.runtime.ports.distributed_context import DistributedContext
 from soak import WHOLE
 
 PART = 1 if WHOLE else 3
@@ -69,20 +69,20 @@ class Fake:
     def __init__(self, table: Table, rank: int) -> None:
         self._table, self.rank, self.size = table, rank, table.size
 
-    def carries(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         return True
 
-    def rows(self, row: Tensor) -> Tensor:
+    def all_gather_rows(self, row: Tensor) -> Tensor:
         rows = self._table.meet(self.rank, row.clone())
         assert len({len(r) for r in rows}) == 1, "rows of different lengths"
         return torch.stack(rows)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         told = self._table.meet(self.rank, json.dumps(value))
         return [json.loads(t) for t in told]
 
-    def share(self, value: Any) -> Any:
-        return self.gather(value)[0]
+    def broadcast_object(self, value: Any) -> Any:
+        return self.all_gather_object(value)[0]
 
 
 class Replicated:
@@ -96,7 +96,7 @@ class Replicated:
 class RankGuard(Guard):
     """A guard that trains with others in the same process."""
 
-    def __init__(self, company: Company, *args: Any, **options: Any) -> None:
+    def __init__(self, company: DistributedContext, *args: Any, **options: Any) -> None:
         self._company = company
         super().__init__(*args, **options)
 
@@ -144,7 +144,7 @@ class Rank:
         data = [(i, torch.tensor([i % 3, i % 5, 1.0]) / 5, torch.tensor([0.1 * (i % 4)])) for i in range(4 * STEPS)]
         self.model, self.optimizer, self._struck = model, optimizer, set()
         ranks = Fake(self.table, self.rank)
-        company = Company(ranks, replicas=Replicated(ranks.size))
+        company = DistributedContext(ranks, replicas=Replicated(ranks.size))
         self.guard = RankGuard(company, model, optimizer, clip_grad_norm=1.0, config=self.config, hooks=[self])
         with self.guard:
             for step in self.guard.steps(DataLoader(data, batch_size=2), max_steps=STEPS, epochs=2):

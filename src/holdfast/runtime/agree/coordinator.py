@@ -130,7 +130,7 @@ class Meeting:
     def hear(self, number: int) -> bool:
         """What any rank has asked for since the last time, on all of them alike: it holds from step `number` on."""
         asked, self._asks = self._asks, []
-        told = [(rank, ask) for rank, asks in enumerate(self.ranks.gather(asked)) for ask in asks]
+        told = [(rank, ask) for rank, asks in enumerate(self.ranks.all_gather_object(asked)) for ask in asks]
         run, shifts = self._run, []
         for rank, ask in told:
             what, value = ask["what"], ask["value"]
@@ -150,21 +150,21 @@ class Meeting:
         """The first rank's hook decides for all."""
         if not self.several:
             return own
-        said = self.ranks.share(None if own is None else msgspec.to_builtins(own))
+        said = self.ranks.broadcast_object(None if own is None else msgspec.to_builtins(own))
         return None if said is None else msgspec.convert(said, Plan)
 
     def share_metric(self, metric: float) -> float:
         """An evaluation's result over all ranks: the one that all have, or their mean."""
         if not self.several:
             return metric
-        metrics = [float(m) for m in self.ranks.gather(metric)]
+        metrics = [float(m) for m in self.ranks.all_gather_object(metric)]
         return metrics[0] if len(set(metrics)) == 1 else sum(metrics) / len(metrics)
 
     def reason(self, why: str | None) -> str | None:
         """Why something cannot be done on one of the ranks: then none does it."""
         if not self.several:
             return why
-        return next((f"rank {r}: {w}" for r, w in enumerate(self.ranks.gather(why)) if w is not None), None)
+        return next((f"rank {r}: {w}" for r, w in enumerate(self.ranks.all_gather_object(why)) if w is not None), None)
 
     def together(self, do: Callable[[], None]) -> None:
         """Something that every rank does, and that may be refused on one of them: then it is on all."""
@@ -177,7 +177,7 @@ class Meeting:
         except Exception as error:
             mine = error
         code = mine.code if isinstance(mine, PolicyStop) else None
-        told = self.ranks.gather(None if mine is None else [f"{type(mine).__name__}: {mine}", code])
+        told = self.ranks.all_gather_object(None if mine is None else [f"{type(mine).__name__}: {mine}", code])
         if mine is not None:
             raise mine
         for rank, said in enumerate(told):
@@ -191,19 +191,14 @@ class Meeting:
             return None
         run, hooks = self._run, self._run.hooks
         about = {**about, "the policy's checksum": _checksum(run.config), "the gate on the device": run.gate.on_device}
-        told = self.ranks.gather([about, hooks.in_time, hooks.plans, bool(self._asks)])
+        told = self.ranks.all_gather_object([about, hooks.runs_between_steps, hooks.has_plan_hook, bool(self._asks)])
         for key in about:
             values = [t[0].get(key) for t in told]
             if any(v != values[0] for v in values):
                 return f"{key} is {', '.join(map(str, values[:16]))} in the order of ranks"
         # A hook may be on one rank alone (the first one logs, say); when steps settle, and who is asked, is alike on all.
-        hooks.in_time = any(t[1] for t in told)
-        plans = [t[2] for t in told]
-        if any(plans) and not plans[0] and not hooks.plans_asked:
-            run.tell(
-                "on_instability: the first rank has no such hook, and what those of other ranks answer does not count"
-            )
-        hooks.plans_asked = any(plans)
+        if (warning := hooks.match_ranks([t[1] for t in told], [t[2] for t in told])) is not None:
+            run.tell(warning)
         if any(t[3] for t in told):  # before anything is drawn
             self.hear(run.step + 1)
         return None
@@ -212,7 +207,7 @@ class Meeting:
 
     def broken_state(self, name: str | None, onset: int, how: str, signal: Signal) -> list[Finding]:
         """Non-finite state on any rank, found now or told of."""
-        names = [(rank, found) for rank, found in enumerate(self.ranks.gather(name)) if found is not None]
+        names = [(rank, found) for rank, found in enumerate(self.ranks.all_gather_object(name)) if found is not None]
         found = [(rank, Alarm(onset, tensor), how) for rank, tensor in names]
         found += [(rank, alarm, "found in a snapshot") for rank, alarm in self._alarms]
         self._alarms = []
@@ -244,7 +239,9 @@ class Meeting:
         if not self.several or not signal.flags or step.rows is None:
             return None
         broken = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
-        accounts = self.ranks.gather(attribution.account(step, rows=broken and self._run.config.quarantine.samples))
+        accounts = self.ranks.all_gather_object(
+            attribution.account(step, rows=broken and self._run.config.quarantine.samples)
+        )
         return attribution.blame(step.rows, accounts, signal.flags, signal.loss_limit)
 
 

@@ -119,8 +119,8 @@ def agree(ranks: Ranks, host: Host, own: Measured) -> Agreed:
     """The step's numbers over all ranks, by one collective."""
     home = own.loss.device
     row = _row(host, own, home)
-    there = home if ranks.carries(home) else torch.device("cpu")
-    rows = ranks.rows(row.to(there)).to(home)
+    there = home if ranks.supports_device(home) else torch.device("cpu")
+    rows = ranks.all_gather_rows(row.to(there)).to(home)
     columns = rows.unbind(1)
     loss = _mean(columns[Column.LOSS], columns[Column.WEIGHT])
     found = [columns[_FIXED + n].amax().float() for n in range(len(own.found))]

@@ -23,7 +23,7 @@ from holdfast.core.checkpoints.retention import Rules, Saved, doomed
 from holdfast.runtime.checkpoint import resume as resuming
 from holdfast.runtime.checkpoint.serialization import Found, frame_of, on_disk
 from holdfast.runtime.data.source import Position, Source
-from holdfast.runtime.ports.checkpoint_store import Label, News, Tier
+from holdfast.runtime.ports.checkpoint_store import CheckpointLabel, CheckpointStore, StoreEvent
 from holdfast.runtime.record.environment import with_added_groups
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
@@ -54,7 +54,7 @@ class Known:
 class Checkpoints:
     """The run's own checkpoints. Without a tier, or switched off, every method does nothing."""
 
-    def __init__(self, run: Run, tier: Tier | None) -> None:
+    def __init__(self, run: Run, tier: CheckpointStore | None) -> None:
         config = run.config.checkpoint
         self.run, self.config = run, config
         self.tier = tier if config.enabled else None
@@ -79,7 +79,9 @@ class Checkpoints:
         if initial:
             return START if self._fresh and self.config.at_start else None
         if self.config.every_steps and step % self.config.every_steps == 0:
-            saved = name_of(step, self.lineage.branch) in self.known and all(self.run.ranks.gather(self._unchanged()))
+            saved = name_of(step, self.lineage.branch) in self.known and all(
+                self.run.ranks.all_gather_object(self._unchanged())
+            )
             return None if saved else SCHEDULED
         return None
 
@@ -100,7 +102,7 @@ class Checkpoints:
         self.known[known.name] = known
         why = "the state the run began with" if snapshot.reason == START else ""
         about = with_added_groups(self.run.records.about(), self.run.state)
-        label = Label(snapshot.reason, known.handover, known.health, why, about, self.run.records.versions())
+        label = CheckpointLabel(snapshot.reason, known.handover, known.health, why, about, self.run.records.versions())
         self.tier.save(frame_of(snapshot, self.run.state), label)
         known.stall = time.perf_counter() - began + self.run.keeper.stalled - self._stalled
         self._stalled = self.run.keeper.stalled
@@ -126,13 +128,13 @@ class Checkpoints:
             if taken_back and served is not None:
                 run.serving.serve_anew(served)
 
-    def _now(self, tier: Tier, source: Source, reason: str) -> str | None:
+    def _now(self, tier: CheckpointStore, source: Source, reason: str) -> str | None:
         run = self.run
         tier.wait()  # what is being written of this very step can be marked only when it is there
         self.poll()
         known = self.known.get(name_of(run.step, self.lineage.branch))
         # One rank may have evaluated, and drawn random numbers for it: all write, or none does.
-        if not all(run.ranks.gather(known is not None and self._unchanged())) or known is None:
+        if not all(run.ranks.all_gather_object(known is not None and self._unchanged())) or known is None:
             run.keeper.now(run.step, reason, run.state.buffers.capture(), source, run.engine.state_dict)
         elif reason == END and known.health is Health.CANDIDATE:
             known.handover = True
@@ -147,16 +149,16 @@ class Checkpoints:
         """Whether the run, on this rank, stands where it stood when it was last saved."""
         return self._last is not None and self._last.step == self.run.step and self._last.same(_place_of(self.run))
 
-    def poll(self) -> list[News]:
+    def poll(self) -> list[StoreEvent]:
         """What has become of what was handed over, on record."""
         if self.tier is None:
             return []
-        told = self.tier.news()
+        told = self.tier.drain_events()
         for news in told:
             self._hear(news)
         return told
 
-    def _hear(self, news: News) -> None:
+    def _hear(self, news: StoreEvent) -> None:
         known = self.known.get(news.name)
         if news.status in ("saved", "refused", "failed"):
             assert known is not None, "it is known from the moment it was handed over"
@@ -171,7 +173,7 @@ class Checkpoints:
             self._say(known, news.status, news.why)
             self.prune()  # only now: what it takes the place of must not go before it is on disk that this one is good
 
-    def _written(self, known: Known, news: News) -> None:
+    def _written(self, known: Known, news: StoreEvent) -> None:
         run = self.run
         self._say(
             known,
@@ -283,7 +285,7 @@ class Checkpoints:
         """The first rank has read run.json, journal and quarantine; what they say holds on every rank."""
         assert self.tier is not None
         run = self.run
-        said = self.tier.share(
+        said = self.tier.broadcast_object(
             {
                 "identity": identity,
                 "restarted": run.records.restarted,
@@ -293,7 +295,7 @@ class Checkpoints:
                 "facts": run.records.facts,
             }
         )
-        if not self.tier.first:
+        if not self.tier.is_rank_zero:
             run.records.identity, run.records.restarted = said["identity"], said["restarted"]
             run.records.facts = said["facts"]
             run.history.load_state_dict(said["history"])
@@ -341,7 +343,7 @@ class Checkpoints:
         mine = [[k.step, k.branch] for k in good if self.lineage.holds(k.branch, k.step)]
         # Ranks hear at different times what has become of a checkpoint, and one may have given up what another has not:
         # the first one's word holds.
-        told = [Known(step, branch, Health.GOOD) for step, branch in self.tier.share(mine)]
+        told = [Known(step, branch, Health.GOOD) for step, branch in self.tier.broadcast_object(mine)]
         candidates = [self.known.get(k.name, k) for k in told]
         for limit in (before, at_latest):
             older = sorted((k for k in candidates if k.step <= limit), key=lambda k: (k.step, k.branch), reverse=True)

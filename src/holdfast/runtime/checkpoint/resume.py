@@ -13,7 +13,7 @@ from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import Passed, is_left
 from holdfast.runtime.checkpoint.serialization import Found, on_disk
-from holdfast.runtime.ports.checkpoint_store import Restored, Tier
+from holdfast.runtime.ports.checkpoint_store import CheckpointStore, RestoredCheckpoint
 
 if TYPE_CHECKING:
     from holdfast.runtime.checkpoint.manager import Checkpoints
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 
 
-def resume(book: Checkpoints, tier: Tier, load_path: str) -> Entry | None:
+def resume(book: Checkpoints, tier: CheckpointStore, load_path: str) -> Entry | None:
     """Put the run where it is to go on from: what that was. None where the run begins."""
     began = time.perf_counter()
     chosen, passed = (_named(book, tier, load_path), []) if load_path else _newest(book, tier)
@@ -35,7 +35,7 @@ def resume(book: Checkpoints, tier: Tier, load_path: str) -> Entry | None:
     return entry
 
 
-def _named(book: Checkpoints, tier: Tier, load_path: str) -> tuple[Entry, Restored]:
+def _named(book: Checkpoints, tier: CheckpointStore, load_path: str) -> tuple[Entry, RestoredCheckpoint]:
     """The one a person asked for: it wins over what would have been taken, and says so."""
     named = tier.find(load_path)
     would, _ = tier.choose(lambda e: _left(book.run, e)) if book.config.resume == "auto" else (None, [])
@@ -45,7 +45,7 @@ def _named(book: Checkpoints, tier: Tier, load_path: str) -> tuple[Entry, Restor
     return named, tier.load(named, book.run.state.target())
 
 
-def _newest(book: Checkpoints, tier: Tier) -> tuple[tuple[Entry, Restored] | None, list[Passed]]:
+def _newest(book: Checkpoints, tier: CheckpointStore) -> tuple[tuple[Entry, RestoredCheckpoint] | None, list[Passed]]:
     """The newest that is good and verifies; each that does not is condemned on the way."""
     if book.config.resume == "never":
         return None, []
@@ -72,7 +72,7 @@ def _left(run: Run, entry: Entry) -> str | None:
     return "it is on a branch that the run has left" if left else None
 
 
-def _begin(book: Checkpoints, tier: Tier, passed: list[Passed]) -> None:
+def _begin(book: Checkpoints, tier: CheckpointStore, passed: list[Passed]) -> None:
     """Nothing to go on from: refused where there should have been something, on record where a person wants it so."""
     run = book.run
     if book.config.resume == "never":
@@ -91,7 +91,7 @@ def _begin(book: Checkpoints, tier: Tier, passed: list[Passed]) -> None:
         book.leave_behind("the run began anew")
 
 
-def _compare(run: Run, saved: Restored) -> None:
+def _compare(run: Run, saved: RestoredCheckpoint) -> None:
     """What is other than when it was saved: refused where it is another run, said where it matters."""
     differences = fit.compare(saved.manifest.about, run.records.about())
     why = fit.refusal(differences)
@@ -104,7 +104,7 @@ def _compare(run: Run, saved: Restored) -> None:
 
 
 def _go_on(
-    book: Checkpoints, found: Found, saved: Restored, passed: list[Passed], began: float, *, explicit: bool
+    book: Checkpoints, found: Found, saved: RestoredCheckpoint, passed: list[Passed], began: float, *, explicit: bool
 ) -> None:
     run, manifest = book.run, saved.manifest
     foreign = manifest.run != run.records.identity
@@ -120,7 +120,7 @@ def _go_on(
     if foreign:
         run.tell(f"{manifest.name} is of another run ({manifest.run[:8]}): its quarantine and budgets stay with it")
         run.state.interventions.turns = 0
-    if not saved.own:
+    if not saved.has_local_rng:
         run.tell("this rank was not there when it was saved: its random streams begin where they stand")
     held = run.state.interventions.turns
     if explicit:  # a person goes back: what recoveries did after that is not to be done again

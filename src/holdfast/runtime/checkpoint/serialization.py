@@ -10,7 +10,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.checkpoint import config_overrides as given
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.data.world import why_not_moved
-from holdfast.runtime.ports.checkpoint_store import Frame, Restored
+from holdfast.runtime.ports.checkpoint_store import CheckpointContents, RestoredCheckpoint
 from holdfast.runtime.snapshots.encoding import PART
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
@@ -36,7 +36,7 @@ class Found(NamedTuple):
     """everything but the detectors, the data too"""
 
 
-def frame_of(snapshot: Snapshot, state: RunState) -> Frame:
+def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
     """What a whole snapshot is on disk. Nothing is copied: its memory is read until `written` is set."""
     assert snapshot.light is not None and snapshot.rng is not None
     parts = {
@@ -49,7 +49,7 @@ def frame_of(snapshot: Snapshot, state: RunState) -> Frame:
     spread = state.spread()
     tensors = {n: around(spread[n], t) if n in spread else t for n, t in snapshot.tensors().items()}
     snapshot.written.clear()
-    return Frame(
+    return CheckpointContents(
         snapshot.step,
         snapshot.lineage,
         parts,
@@ -74,7 +74,7 @@ def in_memory(run: Run, snapshot: Snapshot) -> Found:
     return Found(snapshot.step, snapshot.lineage, snapshot.turns, snapshot.detectors, "memory", position, put_back)
 
 
-def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
+def on_disk(run: Run, saved: RestoredCheckpoint, *, fresh: bool) -> Found:
     """A state that was read back; SetupError where it is not one of this run's model and optimizer.
 
     fresh: nothing was drawn yet in this process. Otherwise what the source has on record of its order serves better than
@@ -89,7 +89,7 @@ def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
         )
 
     tensors = {name: local(value) for name, value in saved.tensors.items()}
-    why = why_not_moved(parts["data"], then=saved.manifest.world_size, now=saved.world) if fresh else None
+    why = why_not_moved(parts["data"], then=saved.manifest.world_size, now=saved.world_size) if fresh else None
     if why is not None:
         raise DataError(f"checkpoint {saved.manifest.name}: {why}")
     position = Position(*(int(parts["data"][key]) for key in Position._fields))
@@ -102,7 +102,7 @@ def on_disk(run: Run, saved: Restored, *, fresh: bool) -> Found:
         else:
             run.source.seek(position)
         run.keeper.put_back(
-            saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.own else None
+            saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.has_local_rng else None
         )
         names = given.hold(run.state, saved.manifest.about, run.records.about())
         if names:

@@ -19,8 +19,8 @@ from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.loop import Steps
 from holdfast.runtime.guard.off import OffRun
 from holdfast.runtime.guard.setup import build_state
-from holdfast.runtime.ports.checkpoint_store import Tier
-from holdfast.runtime.ports.distributed_context import Company
+from holdfast.runtime.ports.checkpoint_store import CheckpointStore
+from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.record.environment import described, loop_of
 from holdfast.runtime.record.records import Records
@@ -31,8 +31,8 @@ class Wired(NamedTuple):
     """Where a run writes on this rank, where its checkpoints go, and whom it trains with."""
 
     run_dir: str | os.PathLike[str] | None
-    tier: Tier | None
-    company: Company
+    tier: CheckpointStore | None
+    company: DistributedContext
 
 
 class Guard:
@@ -110,7 +110,7 @@ class Guard:
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         """What belongs to layers above: `holdfast.Guard` knows of disks and of other ranks, this one of neither."""
-        return Wired(run_dir, None, Company())
+        return Wired(run_dir, None, DistributedContext())
 
     # ---- life
 

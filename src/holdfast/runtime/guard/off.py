@@ -24,13 +24,15 @@ from holdfast.runtime.update.local_grad_norms import Witness
 from holdfast.runtime.update.measurements import Sensed
 
 if TYPE_CHECKING:
-    from holdfast.runtime.ports.distributed_context import Company
+    from holdfast.runtime.ports.distributed_context import DistributedContext
 
 
 class OffRun:
     """Serves steps over the bare loader and applies every update."""
 
-    def __init__(self, state: RunState, *, clip: float | None, hooks: Hooks, clock: Clock, company: Company) -> None:
+    def __init__(
+        self, state: RunState, *, clip: float | None, hooks: Hooks, clock: Clock, company: DistributedContext
+    ) -> None:
         self.state, self.hooks, self.clock = state, hooks, clock
         self.ranks, self._norms = company.ranks, company.norms
         self.sync = GradientSync(state.given)
@@ -105,7 +107,7 @@ class OffRun:
         loss = step.mean_loss()
         assert loss is not None
         if (unit := step.unit_total()) is not None and self.ranks.size > 1:
-            total = sum(self.ranks.gather(step.weight))
+            total = sum(self.ranks.all_gather_object(step.weight))
             discount(parameters, torch.tensor(unit * self.ranks.size / total, dtype=torch.float64).to(loss))
             self.state.interventions.unit = math.ldexp(
                 1.0, round(math.log2(total / (self.ranks.size * (step.parts or 1))))

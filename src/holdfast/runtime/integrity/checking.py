@@ -13,7 +13,8 @@ from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
 from holdfast.core.decide.corruption import UNSEEN, Corruption, culprits, finding, ranks_text
 from holdfast.core.decide.recurrence import Recurrence
 from holdfast.runtime.agree.rows import ALIKE, Column
-from holdfast.runtime.integrity.checks import Integrity, Replicas
+from holdfast.runtime.integrity.checks import Integrity
+from holdfast.runtime.ports.replicas import Replicas
 from holdfast.runtime.tensors.sharded import is_sharded
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Checking:
                 self._recurrence.clean(kind)
         if not corruptions:
             return found
-        accounts = self._run.ranks.gather(self._integrity.account(step.number))
+        accounts = self._run.ranks.all_gather_object(self._integrity.account(step.number))
         return [*found, *(self._found(c, accounts, step.number) for c in corruptions)]
 
     def _gradients(self, step: Step, signal: Signal) -> list[Finding]:

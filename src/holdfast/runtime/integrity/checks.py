@@ -7,7 +7,7 @@ should have written to them (the window), and ranks that hold the same should ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,24 +17,10 @@ from holdfast.core.decide import corruption as core
 from holdfast.core.decide.corruption import UNSEEN, Class, Corruption, Groups
 from holdfast.runtime.integrity.checksums import Sums, digest, sums_of, weights
 from holdfast.runtime.ports.ranks import Ranks
+from holdfast.runtime.ports.replicas import Replicas
 
 _KEPT_CHECKS = 2
 """a check may be settled while the next is made"""
-
-
-class Replicas(Protocol):
-    """Who holds the same."""
-
-    def classes(self, tensors: Mapping[str, Tensor]) -> list[Class]:
-        """The tensors by who else holds them. The same on every rank, without asking."""
-        ...
-
-
-class Single:
-    """One process: nobody else holds anything."""
-
-    def classes(self, tensors: Mapping[str, Tensor]) -> list[Class]:
-        return [Class(tuple(tensors), ((0,),))]
 
 
 class Due(NamedTuple):
@@ -210,7 +196,7 @@ class Integrity:
         found = self._replicas.classes(tensors)
         if self._first is not None and number <= self._first + 1:
             own = [digest(repr(each.groups)).hex() for each in found]
-            told = self._ranks.gather(own)
+            told = self._ranks.all_gather_object(own)
             common = {each for each in own if all(each in other for other in told)}
             self._groups = [each.groups for each, mark in zip(found, own, strict=True) if mark in common]
         names = {each.groups: each.names for each in found}

@@ -1,7 +1,7 @@
-"""What a place for saved states offers, beyond the memory of the process: disk now, shared memory some day.
+"""Defines the store that keeps checkpoints outside the memory of the process.
 
-`save`, `mark` and `remove` are carried out in the background, in the order they were asked for. `news` says what has
-become of them; nobody waits but `wait`.
+`save`, `mark` and `remove` return at once and run in the background, in the order of the calls. `drain_events` returns
+their results. Only `wait` blocks.
 """
 
 from __future__ import annotations
@@ -17,33 +17,43 @@ from holdfast.core.checkpoints.entry import Entry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest
 from holdfast.core.checkpoints.resume import Passed
-from holdfast.runtime.snapshots.copy import Examined
 
-Target = Callable[[str, tuple[int, ...]], Tensor | None]
-"""the tensor of this run that a saved one, of that name and shape, is to be spread like; None: all of it is needed here"""
+FindTarget = Callable[[str, tuple[int, ...]], Tensor | None]
+"""Returns the tensor of this run that has the same sharding as the saved tensor of that name and shape. None: load all of
+it on this rank."""
 
 
-class Frame(NamedTuple):
-    """A run between two steps, on the host, being copied or whole."""
+class CopyInspection(NamedTuple):
+    """Holds the results of inspecting a finished copy."""
+
+    checksums: dict[str, int]
+    nonfinite: str | None
+    """the first tensor that holds NaN or Inf and should not"""
+    torn: bool
+    """whether a source tensor was written to during the copy"""
+
+
+class CheckpointContents(NamedTuple):
+    """Holds the state of a run between two steps, on the host. The tensors may still be being copied."""
 
     step: int
     lineage: Lineage
     parts: dict[str, Any]
-    """all that is no tensor, by name; tensors among it are small"""
+    """all state but `tensors`, by name; it may contain small tensors"""
     tensors: dict[str, Tensor]
-    """sharded ones as such, around what this rank has of them"""
-    ready: Callable[[str], None]
-    """waits until the tensor of that name is there"""
-    examine: Callable[[], Examined]
-    """waits until everything has been looked at"""
-    private: Callable[[str], bool]
-    """whether a tensor is a rank's own, and not the same on every rank"""
+    """DTensors wrap this rank's host copy of their shard"""
+    wait_for_tensor: Callable[[str], None]
+    """blocks until the tensor of that name is copied"""
+    wait_for_inspection: Callable[[], CopyInspection]
+    """blocks until all tensors are copied and inspected"""
+    is_private: Callable[[str], bool]
+    """whether a tensor belongs to this rank alone; other tensors are equal on all ranks"""
     release: Callable[[], None]
-    """called once its memory is no longer read"""
+    """called when the store no longer reads the memory"""
 
 
-class Label(NamedTuple):
-    """What is said about a saved state beside what it holds."""
+class CheckpointLabel(NamedTuple):
+    """Describes a checkpoint."""
 
     reason: str
     handover: bool
@@ -53,50 +63,49 @@ class Label(NamedTuple):
     versions: dict[str, str]
 
 
-class News(NamedTuple):
-    """What became of one thing that was asked for."""
+class StoreEvent(NamedTuple):
+    """Reports the result of one call to save, mark or remove."""
 
     name: str
     status: str
-    """saved, refused or failed; a health, once it is on disk; unmarked; kept, where it could not be removed"""
+    """saved, refused or failed; the new health; unmarked if marking failed; kept if removing failed"""
     why: str
     path: Path | None
     bytes: int
     seconds: float
 
 
-class Restored(NamedTuple):
-    """A saved state, read and verified."""
+class RestoredCheckpoint(NamedTuple):
+    """Holds a checkpoint that was read and verified."""
 
     manifest: Manifest
     parts: dict[str, Any]
     tensors: dict[str, Tensor]
-    """those that had a target, sharded like it; on the host"""
-    world: int
-    """how many ranks there are now"""
-    own: bool
-    """whether the random streams in it were this rank's; a rank that was not there then has none"""
+    """on the host; those with a target are sharded like it"""
+    world_size: int
+    """the current number of ranks"""
+    has_local_rng: bool
+    """whether its RNG state is this rank's; False on a rank that did not exist when it was saved"""
 
 
-class Tier(Protocol):
-    """One place. Its entries are listed with their health; only verified bytes come back from `load`.
+class CheckpointStore(Protocol):
+    """Keeps checkpoints in one location and lists them with their health. `load` returns verified bytes only.
 
-    Of several ranks, the `first` holds the run directory and says to the others what it knows: `share` gives every rank
-    the first one's value.
+    Rank 0 owns the run directory; `broadcast_object` gives its value to every rank.
     """
 
-    first: bool
+    is_rank_zero: bool
 
     def open(self, run: str) -> None: ...
-    def share(self, value: Any) -> Any: ...
-    def save(self, frame: Frame, label: Label) -> None: ...
+    def broadcast_object(self, value: Any) -> Any: ...
+    def save(self, contents: CheckpointContents, label: CheckpointLabel) -> None: ...
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None: ...
     def remove(self, names: Sequence[str]) -> None: ...
     def wait(self) -> None: ...
     def abort(self) -> None: ...
-    def news(self) -> list[News]: ...
+    def drain_events(self) -> list[StoreEvent]: ...
     def entries(self) -> list[Entry]: ...
-    def choose(self, doubted: Callable[[Entry], str | None]) -> tuple[Entry | None, list[Passed]]: ...
+    def choose(self, why_not: Callable[[Entry], str | None]) -> tuple[Entry | None, list[Passed]]: ...
     def find(self, path: str) -> Entry: ...
-    def load(self, entry: Entry, target: Target | None = None) -> Restored: ...
+    def load(self, entry: Entry, find_target: FindTarget | None = None) -> RestoredCheckpoint: ...
     def close(self) -> None: ...

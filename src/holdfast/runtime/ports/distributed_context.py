@@ -1,21 +1,21 @@
-"""Whom a run trains with, and how it deals with them. By default nobody."""
+"""Bundles everything a run needs to train with other ranks. The default is a single process."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast.runtime.integrity.checks import Replicas, Single
-from holdfast.runtime.ports.ranks import Alone, Ranks, Unwatched, Watch
+from holdfast.runtime.ports.ranks import NoWatchdog, Ranks, RankWatchdog, SingleRank
+from holdfast.runtime.ports.replicas import Replicas, SingleProcessReplicas
 from holdfast.runtime.tensors.norms import LocalNorms, NormAndClip
 
 
-class Company(NamedTuple):
-    """The ports to other ranks."""
+class DistributedContext(NamedTuple):
+    """Holds the ports to other ranks."""
 
-    ranks: Ranks = Alone()
+    ranks: Ranks = SingleRank()
     norms: NormAndClip = LocalNorms()
-    replicas: Replicas = Single()
-    watch: Callable[[], Watch] = Unwatched
-    neighbours: int = 1
-    """how many ranks share this host's memory"""
+    replicas: Replicas = SingleProcessReplicas()
+    make_watchdog: Callable[[], RankWatchdog] = NoWatchdog
+    ranks_per_host: int = 1
+    """ranks that share the memory of this host"""

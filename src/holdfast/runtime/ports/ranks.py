@@ -1,7 +1,7 @@
-"""What a run asks of the ranks it trains with. The layer that communicates implements it; one process is alone.
+"""Defines how a run communicates with its other ranks. `holdfast.distributed` implements it; one process needs no peers.
 
-Every rank makes the same calls in the same order. `rows` is the one collective of a healthy step; `gather` and `share` tell
-plain values (JSON) and are for moments when something is the matter, or has begun or ended.
+Every rank makes the same calls in the same order. A healthy step needs one collective, `all_gather_rows`. The other two
+exchange JSON values at the start and end of a run, and when something goes wrong.
 """
 
 from __future__ import annotations
@@ -16,116 +16,124 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """The ranks that train together."""
+    """Communicates with the ranks that train together."""
 
     rank: int
     size: int
 
-    def carries(self, device: torch.device) -> bool:
-        """Whether `rows` takes a tensor that lies there."""
+    def supports_device(self, device: torch.device) -> bool:
+        """Return whether `all_gather_rows` takes a tensor on `device` without blocking the host."""
         ...
 
-    def rows(self, row: Tensor) -> Tensor:
-        """One row of float64 from every rank, in the order of ranks: (size, len(row)), bit for bit, where `row` lies.
-        Enqueued where that is a device: the host does not wait."""
+    def all_gather_rows(self, row: Tensor) -> Tensor:
+        """Return the float64 rows of all ranks in rank order, as (size, len(row)) on the device of `row`, bit for bit.
+        On a GPU the call is only enqueued: the host does not wait."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on every rank."""
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks in rank order."""
         ...
 
-    def share(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Return the value of rank 0."""
         ...
 
 
-class Alone:
-    """One process."""
+class SingleRank:
+    """Implements Ranks for one process."""
 
     rank = 0
     size = 1
 
-    def carries(self, device: torch.device) -> bool:
+    def supports_device(self, device: torch.device) -> bool:
         return True
 
-    def rows(self, row: Tensor) -> Tensor:
+    def all_gather_rows(self, row: Tensor) -> Tensor:
         return row.unsqueeze(0)
 
-    def gather(self, value: Any) -> list[Any]:
-        return [json.loads(json.dumps(value))]
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [self.broadcast_object(value)]
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return json.loads(json.dumps(value))
 
 
-class Watched:
-    """Ranks whose words the watch knows of: one that waits for them while another is in a step that it will never leave is
-    found."""
+class MonitoredRanks:
+    """Reports each exchange of objects to the watchdog, which finds exchanges that not every rank will join."""
 
-    def __init__(self, ranks: Ranks, watch: Callable[[], Watch]) -> None:
-        self._ranks, self._watch = ranks, watch
+    def __init__(self, ranks: Ranks, watchdog: Callable[[], RankWatchdog]) -> None:
+        self._ranks, self._watchdog = ranks, watchdog
         self.rank, self.size = ranks.rank, ranks.size
 
-    def carries(self, device: torch.device) -> bool:
-        return self._ranks.carries(device)
+    def supports_device(self, device: torch.device) -> bool:
+        return self._ranks.supports_device(device)
 
-    def rows(self, row: Tensor) -> Tensor:
-        return self._ranks.rows(row)
+    def all_gather_rows(self, row: Tensor) -> Tensor:
+        return self._ranks.all_gather_rows(row)
 
-    def gather(self, value: Any) -> list[Any]:
-        with self._meets():
-            return self._ranks.gather(value)
+    def all_gather_object(self, value: Any) -> list[Any]:
+        with self._exchange():
+            return self._ranks.all_gather_object(value)
 
-    def share(self, value: Any) -> Any:
-        with self._meets():
-            return self._ranks.share(value)
+    def broadcast_object(self, value: Any) -> Any:
+        with self._exchange():
+            return self._ranks.broadcast_object(value)
 
     @contextmanager
-    def _meets(self) -> Iterator[None]:
-        watch = self._watch()
-        watch.meets(True)
+    def _exchange(self) -> Iterator[None]:
+        watchdog = self._watchdog()
+        watchdog.begin_exchange()
         yield
-        watch.meets(False)  # not after an error: then it is the error that counts
+        watchdog.end_exchange()  # after an error, report_failure follows instead
 
 
-class Watch(Protocol):
-    """Sees to it that no rank waits for one that will not come. All of it off the training thread's way."""
+class RankWatchdog(Protocol):
+    """Ends the process when this rank waits for one that will never come. Its work runs outside the training thread."""
 
-    def begin(self) -> None:
-        """The run is open on this rank."""
+    def start(self) -> None:
+        """Begin watching: the run is open on this rank."""
         ...
 
-    def in_step(self, number: int | None) -> None:
-        """The training thread is inside that step's forward and backward; None: between two steps."""
+    def enter_step(self, step: int) -> None:
+        """Note that the training thread is in the forward or backward pass of `step`."""
         ...
 
-    def meets(self, yes: bool) -> None:
-        """The training thread is exchanging words with all other ranks, which must come to the same; or is done with it."""
+    def leave_step(self) -> None:
+        """Note that the training thread is between two steps."""
         ...
 
-    def ping(self, number: int) -> None:
-        """A step is about to be agreed on: now and then a small collective with a bound on its time."""
+    def begin_exchange(self) -> None:
+        """Note that the training thread waits for all other ranks to join an exchange of objects."""
         ...
 
-    def failed(self, error: BaseException, step: int, where: str) -> None:
-        """This rank cannot go on, and the others may be waiting for it: tell them. Returns within a second or two."""
+    def end_exchange(self) -> None:
+        """Note that the exchange is complete."""
         ...
 
-    def ended(self, step: int) -> None:
-        """This rank has left its loop in good order after that many committed steps; waits, with a bound, for the others
-        to have done so too."""
+    def ping(self, step: int) -> None:
+        """Launch a small collective with a time limit every [liveness] every_steps steps. All ranks call it in each step."""
+        ...
+
+    def report_failure(self, error: BaseException, step: int, where: str) -> None:
+        """Report to the other ranks, which may wait for this one, that it cannot continue. Takes at most a few seconds."""
+        ...
+
+    def wait_for_others_to_finish(self, step: int) -> None:
+        """Report that this rank left its loop after `step` committed steps. Wait, with a time limit, for the others."""
         ...
 
     def close(self) -> None: ...
 
 
-class Unwatched:
-    """One process waits for nobody."""
+class NoWatchdog:
+    """Implements RankWatchdog for one process, which waits for no other."""
 
-    def begin(self) -> None: ...
-    def in_step(self, number: int | None) -> None: ...
-    def meets(self, yes: bool) -> None: ...
-    def ping(self, number: int) -> None: ...
-    def failed(self, error: BaseException, step: int, where: str) -> None: ...
-    def ended(self, step: int) -> None: ...
+    def start(self) -> None: ...
+    def enter_step(self, step: int) -> None: ...
+    def leave_step(self) -> None: ...
+    def begin_exchange(self) -> None: ...
+    def end_exchange(self) -> None: ...
+    def ping(self, step: int) -> None: ...
+    def report_failure(self, error: BaseException, step: int, where: str) -> None: ...
+    def wait_for_others_to_finish(self, step: int) -> None: ...
     def close(self) -> None: ...

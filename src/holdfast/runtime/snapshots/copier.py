@@ -15,8 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.buffer_pool import Beside, Block, Blocks
-from holdfast.runtime.snapshots.copy import Copy, Examined, Issued, Look, Watched
+from holdfast.runtime.snapshots.copy import Copy, Issued, Look, Watched
 from holdfast.runtime.snapshots.device_staging import Aside
 from holdfast.runtime.snapshots.layout import Layout
 from holdfast.runtime.snapshots.pinned_memory import FEW, locked
@@ -259,7 +260,7 @@ class Copier:
             fine |= copy.fine()
             # What is only not known to be finite is looked at one by one.
             doubtful = {n: t for n, t in copy.tensors.items() if n not in fine}
-            copy.examined.set_result(Examined(sums, first_nonfinite(doubtful, self._intended), torn))
+            copy.examined.set_result(CopyInspection(sums, first_nonfinite(doubtful, self._intended), torn))
         except BaseException as error:
             copy.examined.set_exception(error)
 

@@ -10,17 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.buffer_pool import Block
 from holdfast.runtime.snapshots.device_staging import Times
-from holdfast.runtime.tensors.inspect import Sums, sound
-
-
-class Examined(NamedTuple):
-    """What a look at the finished copy found."""
-
-    sums: Sums
-    nonfinite: str | None
-    torn: bool
+from holdfast.runtime.tensors.inspect import sound
 
 
 class Look(NamedTuple):
@@ -66,7 +59,7 @@ class Copy:
         self.copied = threading.Event()
         self._news = threading.Condition()
         self._there: set[str] = set()
-        self.examined: Future[Examined] = Future()
+        self.examined: Future[CopyInspection] = Future()
         self._issued = issued
         self._watched = watched
         self._torn = False
@@ -120,7 +113,7 @@ class Copy:
         rows = [row for home, row in layout.rows if sound(self.block.row(home, row))]
         return {layout.names[i] for row in rows for i in row.members}
 
-    def result(self) -> Examined:
+    def result(self) -> CopyInspection:
         """The examination, waited for."""
         found = self.examined.result()
         return found._replace(torn=True) if self._torn else found

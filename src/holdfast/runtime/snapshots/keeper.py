@@ -13,7 +13,7 @@ from holdfast.core.base.errors import StepError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position, Source
-from holdfast.runtime.ports.ranks import Alone, Ranks
+from holdfast.runtime.ports.ranks import Ranks, SingleRank
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.placement import Room
 from holdfast.runtime.snapshots.restore import Returning
@@ -60,7 +60,7 @@ class Keeper:
         neighbours: int = 1,
     ) -> None:
         self._config, self._state, self._rng, self._beyond = config, state, rng, beyond
-        self._ranks = ranks or Alone()
+        self._ranks = ranks or SingleRank()
         devices = {p.device for p in state.trained()}
         self.ring = Ring(config, neighbours, () if config.place == "host" else devices)
         self._copier = Copier(state.intended, staging=config.staging)
@@ -229,7 +229,7 @@ class Keeper:
                     self._alarm = Alarm(snapshot.step, found.nonfinite)
         light = snapshot.light_copy
         if snapshot.health is not Health.BAD and light is not None:
-            moved = self._state.thawed(light.result().sums)  # the sum of one number is that number
+            moved = self._state.thawed(light.result().checksums)  # the sum of one number is that number
             if moved is not None:
                 snapshot.condemn(f"{moved} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:
@@ -258,13 +258,13 @@ class Keeper:
             if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
                 passed.append(Passed(snapshot.step, "not certified yet"))
         mine = {s.step: s for s in self.ring.good_at_or_before(at_latest)}
-        everyones = set.intersection(*(set(steps) for steps in self._ranks.gather(sorted(mine))))
+        everyones = set.intersection(*(set(steps) for steps in self._ranks.all_gather_object(sorted(mine))))
         passed += [
             Passed(s, "another rank has none of this step that is certified") for s in sorted(set(mine) - everyones)
         ]
         for step in sorted(everyones, key=lambda s: (s <= before, s), reverse=True):
             snapshot = mine[step]
-            told = self._ranks.gather(self.returning.why_not(snapshot))
+            told = self._ranks.all_gather_object(self.returning.why_not(snapshot))
             why = next((w if self._ranks.size == 1 else f"rank {r}: {w}" for r, w in enumerate(told) if w), None)
             if why is None:
                 return snapshot, passed

@@ -78,7 +78,7 @@ class Returning:
         assert snapshot.light is not None
         tensors = snapshot.tensors()
         for copy in snapshot.copies:
-            if (name := _differs(seen(copy.tensors)[0], copy.result().sums)) is not None:
+            if (name := _differs(seen(copy.tensors)[0], copy.result().checksums)) is not None:
                 return _changed(name)
         if (moved := self._state.spoilt(snapshot.frozen)) is not None:
             return _spoilt(moved)
@@ -105,7 +105,7 @@ class Returning:
             return why
         # The copies are on their way from here on; all that is left for the host to do it does meanwhile.
         live, looked = self._put_tensors(snapshot.light, tensors, snapshot, heavy)
-        sums = {name: value for copy in snapshot.copies for name, value in copy.result().sums.items()}
+        sums = {name: value for copy in snapshot.copies for name, value in copy.result().checksums.items()}
         rest = {n: t for copy in snapshot.copies for n, t in copy.tensors.items() if n not in live}
         now, doubtful = seen(live, looked)
         now |= seen(rest)[0]

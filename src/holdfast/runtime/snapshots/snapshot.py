@@ -11,7 +11,8 @@ from torch import Tensor
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.snapshots.copy import Copy, Examined
+from holdfast.runtime.ports.checkpoint_store import CopyInspection
+from holdfast.runtime.snapshots.copy import Copy
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.tensors.inspect import nbytes
 
@@ -88,11 +89,11 @@ class Snapshot:
         self.written.wait()
         futures.wait([copy.examined for copy in self.copies])
 
-    def examine(self) -> Examined:
+    def examine(self) -> CopyInspection:
         """What a look at every copy found, waited for."""
         looks = [copy.result() for copy in self.copies]
-        return Examined(
-            {name: value for look in looks for name, value in look.sums.items()},
+        return CopyInspection(
+            {name: value for look in looks for name, value in look.checksums.items()},
             next((look.nonfinite for look in looks if look.nonfinite is not None), None),
             any(look.torn for look in looks),
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.core.base.errors import SetupError
-from holdfast.runtime.ports.checkpoint_store import Target
+from holdfast.runtime.ports.checkpoint_store import FindTarget
 from holdfast.runtime.state.buffers import Buffers, Capture
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
@@ -205,7 +205,7 @@ class RunState:
         found |= {f"buffer.{name}": value for name, value in self.buffers.whole().items()}
         return {name: value for name, value in found.items() if is_sharded(value)}
 
-    def target(self) -> Target:
+    def target(self) -> FindTarget:
         """What a saved tensor is to be spread like, so that this rank reads its own part alone. Optimizer state that is not
         there yet will be spread like its parameter."""
         spread = self.spread()

@@ -26,10 +26,10 @@ from holdfast.runtime.checkpoint.manager import END, Checkpoints
 from holdfast.runtime.data.source import Position, Source
 from holdfast.runtime.guard.setup import devices_of
 from holdfast.runtime.integrity.checking import Checking
-from holdfast.runtime.ports.checkpoint_store import Tier
-from holdfast.runtime.ports.distributed_context import Company
+from holdfast.runtime.ports.checkpoint_store import CheckpointStore
+from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import Hooks
-from holdfast.runtime.ports.ranks import Ranks, Unwatched, Watch, Watched
+from holdfast.runtime.ports.ranks import MonitoredRanks, NoWatchdog, Ranks, RankWatchdog
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.keeper import Keeper
 from holdfast.runtime.state.optimizers import clear_gradients
@@ -61,28 +61,30 @@ class Run:
         detectors: Sequence[Detector],
         records: Records,
         clock: Clock,
-        tier: Tier | None = None,
-        company: Company | None = None,
+        tier: CheckpointStore | None = None,
+        company: DistributedContext | None = None,
     ) -> None:
         self.state, self.config, self.clock = state, config, clock
         self.hooks, self.records = hooks, records
-        company = company or Company()
+        company = company or DistributedContext()
         self.norms = company.norms
-        self.ranks: Ranks = company.ranks if company.ranks.size == 1 else Watched(company.ranks, lambda: self.watch)
+        self.ranks: Ranks = (
+            company.ranks if company.ranks.size == 1 else MonitoredRanks(company.ranks, lambda: self.watch)
+        )
         self.meeting = Meeting(self, self.ranks)
-        self._make_watch = company.watch
-        self.watch: Watch = Unwatched()
+        self._make_watch = company.make_watchdog
+        self.watch: RankWatchdog = NoWatchdog()
         self.engine = Engine(config, detectors=detectors, on_instability=self._consult)
         devices = devices_of(state.modules)
         self.rng = Rng(devices)
         self.armed = config.recover.mode == "heal"
-        on_cuda = state.optimizers.vetoed_on_cuda() and all(map(company.ranks.carries, devices))
+        on_cuda = state.optimizers.vetoed_on_cuda() and all(map(company.ranks.supports_device, devices))
         self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda, norms=self.norms)
         self.streams = Streams(devices)
         self.history = RecoveryHistory()
         self.checkpoints = Checkpoints(self, tier)
         self.keeper = Keeper(
-            config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.neighbours
+            config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.ranks_per_host
         )
         self.checking = Checking(self, company.replicas)
         self.sync = GradientSync(state.given)
@@ -107,7 +109,7 @@ class Run:
 
     def open(self, about: dict[str, Any]) -> None:
         self.watch = self._make_watch()
-        self.watch.begin()
+        self.watch.start()
         if self.ranks.rank > 0:
             log.addFilter(_said_by_the_first)
         try:
@@ -147,7 +149,7 @@ class Run:
     def _consult(self, incident: Incident) -> Plan | None:
         """The user's hooks; of several ranks, the first one's."""
         own = self.hooks.plan(incident)
-        return self.meeting.share_plan(incident, own) if self.hooks.plans_asked else None
+        return self.meeting.share_plan(incident, own) if self.hooks.broadcasts_plans else None
 
     def fail(self, error: BaseException, where: str) -> None:
         """This rank cannot go on while the others may be waiting for it: they are told. What all ranks come to at the same
@@ -157,7 +159,7 @@ class Run:
             self._told = error
             number = self.step + 1 if self.current is None else self.current.number
             self.checkpoints.abort()
-            self.watch.failed(error, number, where)
+            self.watch.report_failure(error, number, where)
 
     def close(self, error: BaseException | None) -> None:
         """Settle what is pending, write the end down, let everything go. Never hides the user's own error."""
@@ -169,7 +171,7 @@ class Run:
             if self._told is None:  # with ranks that are going down nothing more can be settled
                 if self.flush():
                     self.serving.unserve(served)
-                self.watch.ended(self.step)
+                self.watch.wait_for_others_to_finish(self.step)
                 self.meeting.hear(self.step + 1)
                 self._last_save(error)
         except Exception as problem:  # ours, or out of a hook of the user's: what is held is let go first
@@ -233,7 +235,7 @@ class Run:
 
     def in_time(self) -> None:
         """Between two steps: a teacher or an average that on_step_end moves must move before the next forward sees it."""
-        if self.hooks.in_time:
+        if self.hooks.runs_between_steps:
             self.flush()
 
     def step_epochs(self, count: int) -> None:
@@ -244,7 +246,7 @@ class Run:
     def entered(self, step: Step) -> None:
         """The user's forward and backward begin: the other ranks' collectives are in them."""
         self.streams.follow()
-        self.watch.in_step(step.number)
+        self.watch.enter_step(step.number)
 
     def leave(self, step: Step) -> None:
         """A complete step: measure it, settle the one before, let its update land or not."""
@@ -254,7 +256,7 @@ class Run:
         except BaseException as error:
             self.fail(error, "the update")
             raise
-        self.watch.in_step(None)
+        self.watch.leave_step()
 
     def _leave(self, step: Step) -> None:
         self.tell(self.gate.follow_hooks(alone=not self.meeting.several))
@@ -273,13 +275,13 @@ class Run:
         self.pending = step
         if not self.gate.on_device:
             self.settling.settle(None)
-        elif not self.hooks.in_time:
+        elif not self.hooks.runs_between_steps:
             self.tell(self.keeper.updated(step.number))
 
     def abandon(self, step: Step, error: BaseException) -> None:
         """An error came out of the step: nothing of it is applied, and its data is gone."""
         self.fail(error, step.where)
-        self.watch.in_step(None)
+        self.watch.leave_step()
         self.leaving.drop_gradients()
         self.current = None
         assert self.source is not None
@@ -290,7 +292,7 @@ class Run:
 
     def discard_remainder(self, step: Step) -> None:
         """The data ended inside the step: fewer batches than it takes are left, and are not trained on."""
-        self.watch.in_step(None)
+        self.watch.leave_step()
         self.leaving.drop_gradients()
         assert self.source is not None
         self.source.untell(step.epochs_before + step.ended_epochs)

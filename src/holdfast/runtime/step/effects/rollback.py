@@ -97,7 +97,7 @@ def _find(run: Run, action: Rollback) -> tuple[Found | None, list[dict[str, Any]
         return memory, told
     oldest, latest = 0, action.at_latest
     if memory is not None:
-        every = run.ranks.share(run.keeper.ring.every)
+        every = run.ranks.broadcast_object(run.keeper.ring.every)
         oldest, latest = run.step - 4 * (run.step - action.before) - 2 * every, action.before
     found, over = run.checkpoints.find(action.before, latest, oldest)
     return found or memory, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]

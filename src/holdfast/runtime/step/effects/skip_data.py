@@ -30,7 +30,7 @@ def window(run: Run, action: SkipData, positions: dict[int, Position], here: Pos
     elif onset.epoch == here.epoch:
         start = _back(onset, action.batches // 2, floor=here.batch)
     # Of several ranks one may have gone further back than another, and remember less: the first one's word holds.
-    start = Position(*run.ranks.share(list(start)))
+    start = Position(*run.ranks.broadcast_object(list(start)))
     epoch, first = run.source.place(start)
     return Window(epoch, first, action.batches, start)
 

@@ -31,7 +31,13 @@ from holdfast.core.checkpoints.resume import CHECKPOINTS, Passed, choose, resolv
 from holdfast.core.checkpoints.verify import look, verify
 from holdfast.distributed.checkpoint.writing import write_rank
 from holdfast.distributed.world import World
-from holdfast.runtime.ports.checkpoint_store import Frame, Label, News, Restored, Target
+from holdfast.runtime.ports.checkpoint_store import (
+    CheckpointContents,
+    CheckpointLabel,
+    FindTarget,
+    RestoredCheckpoint,
+    StoreEvent,
+)
 from holdfast.runtime.snapshots.encoding import decode, encode
 from holdfast.runtime.tensors.inspect import checksums
 
@@ -40,47 +46,47 @@ log = logging.getLogger("holdfast")
 _POLL_SECONDS = 0.02
 
 
-class DiskTier:
+class DiskCheckpointStore:
     """The checkpoints folder of one run directory."""
 
     def __init__(self, run_dir: str | os.PathLike[str], world: World, patience: float) -> None:
         self._home = Path(run_dir).resolve()
         self._folder = Folder(self._home / CHECKPOINTS)
         self._world, self._patience = world, patience
-        self.first = world.rank == 0
+        self.is_rank_zero = world.rank == 0
         self._run = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
         self._asked: list[Future[None]] = []
         self._aborted = False
-        self._news: deque[News] = deque()
+        self._news: deque[StoreEvent] = deque()
 
     def open(self, run: str) -> None:
         """The run directory is held: what a killed process left half done is removed before anybody writes."""
         self._run = run
-        if self.first:
+        if self.is_rank_zero:
             try:
                 self._folder.sweep()
             except RunDirError as error:
                 log.warning("%s", error)
         self._world.barrier(self._patience)
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """What the first rank says, on every rank. Called by all."""
-        return self._world.share(value)
+        return self._world.broadcast_object(value)
 
     # ---- in the background
 
-    def save(self, frame: Frame, label: Label) -> None:
+    def save(self, frame: CheckpointContents, label: CheckpointLabel) -> None:
         self._ask(lambda: self._save(frame, label))
 
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None:
-        if self.first:
+        if self.is_rank_zero:
             self._ask(lambda: self._mark(name, health, why, handover))
         else:
             self._tell(name, str(health), why)
 
     def remove(self, names: Sequence[str]) -> None:
-        for name in names if self.first else ():
+        for name in names if self.is_rank_zero else ():
             self._ask(lambda name=name: self._remove(name))  # type: ignore[misc]
 
     def _ask(self, work: Callable[[], None]) -> None:
@@ -97,14 +103,14 @@ class DiskTier:
         """No other rank is waited for from here on; what needs them fails at once."""
         self._aborted = True
 
-    def news(self) -> list[News]:
+    def drain_events(self) -> list[StoreEvent]:
         told = []
         while self._news:
             told.append(self._news.popleft())
         return told
 
     def _tell(self, name: str, status: str, why: str = "", path: Path | None = None, **sizes: Any) -> None:
-        self._news.append(News(name, status, why, path, sizes.get("bytes", 0), sizes.get("seconds", 0.0)))
+        self._news.append(StoreEvent(name, status, why, path, sizes.get("bytes", 0), sizes.get("seconds", 0.0)))
 
     def _mark(self, name: str, health: Health, why: str, handover: bool) -> None:
         try:
@@ -120,7 +126,7 @@ class DiskTier:
         except (RunDirError, OSError) as error:
             self._tell(name, "kept", f"it could not be removed: {error}")
 
-    def _save(self, frame: Frame, label: Label) -> None:
+    def _save(self, frame: CheckpointContents, label: CheckpointLabel) -> None:
         name, began = name_of(frame.step, frame.lineage.branch), time.perf_counter()
         try:
             small: dict[str, Tensor] = {}
@@ -137,7 +143,7 @@ class DiskTier:
         finally:
             frame.release()
 
-    def _save_alone(self, frame: Frame, label: Label, share: _Share) -> tuple[Path, int]:
+    def _save_alone(self, frame: CheckpointContents, label: CheckpointLabel, share: _Share) -> tuple[Path, int]:
         staging = self._folder.staging(name_of(frame.step, frame.lineage.branch))
         try:
             files = share.write(staging, 0, 1, frame)
@@ -147,7 +153,9 @@ class DiskTier:
             raise
         return self._publish(staging, frame, label, files)
 
-    def _publish(self, staging: Path, frame: Frame, label: Label, files: dict[str, FileSum]) -> tuple[Path, int]:
+    def _publish(
+        self, staging: Path, frame: CheckpointContents, label: CheckpointLabel, files: dict[str, FileSum]
+    ) -> tuple[Path, int]:
         now = time.time()
         manifest = Manifest(
             run=self._run,
@@ -165,7 +173,7 @@ class DiskTier:
 
     # ---- of several ranks
 
-    def _save_together(self, frame: Frame, label: Label, share: _Share) -> tuple[Path, int]:
+    def _save_together(self, frame: CheckpointContents, label: CheckpointLabel, share: _Share) -> tuple[Path, int]:
         """Each rank its share. A rank that cannot says so in its note, and nothing is published."""
         world, name = self._world, name_of(frame.step, frame.lineage.branch)
         final = self._folder.path / name
@@ -232,7 +240,7 @@ class DiskTier:
         """By their small files alone: `load` compares every byte. What is `doubted` is passed over."""
         self.wait()
         said: Any = None
-        if self.first:
+        if self.is_rank_zero:
             strange: set[str] = set()
 
             def check(e: Entry) -> str | None:
@@ -243,7 +251,7 @@ class DiskTier:
             entry, passed = choose(self._folder, self._run, check=check)
             over = [list(p._replace(damaged=p.name in strange)) for p in passed]
             said = [None if entry is None else entry.name, over]
-        name, told = self._world.share(said)
+        name, told = self._world.broadcast_object(said)
         return (None if name is None else self._folder.entry(name)), [Passed(*p) for p in told]
 
     def find(self, path: str) -> Entry:
@@ -254,7 +262,7 @@ class DiskTier:
             raise RunDirError(f"load_path {path}: no such checkpoint")
         return entry
 
-    def load(self, entry: Entry, target: Target | None = None) -> Restored:
+    def load(self, entry: Entry, find_target: FindTarget | None = None) -> RestoredCheckpoint:
         """Everything in it, every byte compared. RunDirError on every rank where one of them cannot trust it."""
         # Its planners take a second to import, and a run that only saves does not need them.
         from holdfast.distributed.checkpoint.reading import read_parts, read_tensors
@@ -268,17 +276,17 @@ class DiskTier:
         try:
             if (strange := look(entry)) is not None:
                 raise RunDirError(strange)
-            tensors = read_tensors(entry.path, manifest, target or {}, rank=rank, size=self._world.size)
+            tensors = read_tensors(entry.path, manifest, find_target or {}, rank=rank, size=self._world.size)
             parts = decode(read_parts(entry.path, rank), tensors)
         except RunDirError as error:
             why, damaged = str(error), not isinstance(error, Unreadable)
         except OSError as error:
             why = str(durable.refused(entry.path, "read", error))
-        troubles = [t for t in self._world.gather([why, damaged]) if t[0]]
+        troubles = [t for t in self._world.all_gather_object([why, damaged]) if t[0]]
         if troubles:
             worst = next((t for t in troubles if t[1]), troubles[0])
             raise (RunDirError if worst[1] else Unreadable)(worst[0])
-        return Restored(manifest, parts, tensors, self._world.size, own)
+        return RestoredCheckpoint(manifest, parts, tensors, self._world.size, own)
 
     def close(self) -> None:
         self.wait()
@@ -292,7 +300,7 @@ class _Share(NamedTuple):
     tensors: dict[str, Tensor]
     sums: Callable[[], dict[str, int]]
 
-    def write(self, staging: Path, rank: int, size: int, frame: Frame) -> dict[str, FileSum]:
+    def write(self, staging: Path, rank: int, size: int, frame: CheckpointContents) -> dict[str, FileSum]:
         return write_rank(
             staging,
             self.tensors,
@@ -300,19 +308,19 @@ class _Share(NamedTuple):
             rank=rank,
             size=size,
             sums=self.sums,
-            private=frame.private,
-            ready=frame.ready,
+            private=frame.is_private,
+            ready=frame.wait_for_tensor,
         )
 
 
-def _examined(frame: Frame) -> dict[str, int]:
+def _examined(frame: CheckpointContents) -> dict[str, int]:
     """The sums of what was copied; refused where it is not to be saved."""
-    look = frame.examine()
+    look = frame.wait_for_inspection()
     if look.torn:
         raise RunDirError("a parameter changed while it was copied")
     if look.nonfinite is not None:
         raise _Refused(f"{look.nonfinite} holds NaN or Inf")
-    return look.sums
+    return look.checksums
 
 
 class _Refused(Exception):

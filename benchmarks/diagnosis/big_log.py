@@ -99,7 +99,7 @@ def measure(path: str, kind: str, count: int) -> dict[str, object]:
         wrong.append(f"spikes at {spikes[:3]}")
     if broken != [int(count * NAN)]:
         wrong.append(f"NaN at {broken[:3]}")
-    if table.step[0] != 0 or (table.step[-1] != count - 1 and not table.limit("downsampled_on_import")):
+    if table.step[0] != 0 or (table.step[-1] != count - 1 and not table.has_limit("downsampled_on_import")):
         wrong.append(f"steps {table.step[0]:g} to {table.step[-1]:g}")
     if kind != "rundir" and [event.kind for event in table.events] != ["overflow"]:
         wrong.append(f"events {table.events[:3]}")

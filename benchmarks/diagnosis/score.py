@@ -60,7 +60,7 @@ def cases(place: Path) -> list[Case]:
             continue
         group = index[label["file"]].get("run_group") or label["file"]
         length = float(table.step.max() - table.step.min()) if len(table) else 0.0
-        found.append(Case(label["file"], label, group, diagnose(table), table.interval(), length))
+        found.append(Case(label["file"], label, group, diagnose(table), table.step_interval(), length))
     return found
 
 

@@ -21,7 +21,7 @@ from benchmarks.detectors.intervals import poisson, wilson
 from benchmarks.detectors.scoring import Score, judge, latched, score
 
 from holdfast.core.base.config import Detect
-from holdfast.diagnosis.model.table import Builder
+from holdfast.diagnosis.model.table import Table
 
 
 def flat(steps: int = 200, events: list[Event] | None = None, kind: str = "made") -> Curve:
@@ -243,11 +243,9 @@ def test_table_numbers_and_plot_come_from_the_same_scores() -> None:
 
 
 def test_a_log_becomes_a_curve_with_what_is_absent_kept_absent() -> None:
-    builder = Builder("a.csv", "csv")
-    builder.row(10, {"loss": 2.0, "grad_norm": 1.0})
-    builder.row(20, {"lr": 1e-3})
-    builder.row(30, {"loss": math.nan, "grad_norm": None})
-    curve = corpus.as_curve(builder.build(), "a.csv")
+    columns = {"loss": np.array([2.0, 0.0, math.nan]), "grad_norm": np.ones(3), "lr": np.full(3, 1e-3)}
+    present = {"loss": np.array([1, 0, 1]) > 0, "grad_norm": np.array([1, 0, 0]) > 0, "lr": np.array([0, 1, 0]) > 0}
+    curve = corpus.as_curve(Table("a.csv", "csv", np.array([10.0, 20.0, 30.0]), columns, present), "a.csv")
     assert curve.steps.tolist() == [10, 30] and curve.norms() == [1.0, None] and math.isnan(curve.loss[1])
     case = corpus.Case("a.csv", curve, False, False, (corpus.Sought("nan", 31, 40), corpus.Sought("spike", 100, 110)))
     assert corpus.found(case, [Alarm(1, False, 0)]) == [True, False]

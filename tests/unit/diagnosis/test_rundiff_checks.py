@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdfast.diagnosis import rundiff
-from holdfast.diagnosis.model.table import Builder
+from holdfast.diagnosis.model.table import Series, Table
 from holdfast.diagnosis.rundiff import curves, report
 from holdfast.diagnosis.rundiff.checks import BY_ID, CHECKS, claims
 from holdfast.diagnosis.rundiff.load import complete, from_table
@@ -186,17 +186,23 @@ def test_what_a_recovery_took_off_the_lr_is_put_back():
 
 
 def table(path="log", *, lr=3e-4, seed=0, facts=None, tokens=None):
-    builder = Builder(path, "csv")
-    noise = np.random.default_rng(seed).normal(0, 0.02, 400)
-    for i, value in enumerate(falling(400)):
-        row = {"loss": value + noise[i], "lr": lr * (1 - i / 400)}
-        if tokens:
-            row["tokens"] = float(tokens * (i + 1))
-        builder.row(i + 1, row)
-    builder.evaluation("eval/accuracy", 400, 0.5 if lr == 3e-4 else 0.4)
-    made = builder.build()
-    made.facts = facts or {}
+    steps = np.arange(1.0, 401)
+    columns = {
+        "loss": falling(400) + np.random.default_rng(seed).normal(0, 0.02, 400),
+        "lr": lr * (1 - np.arange(400) / 400),
+    }
+    if tokens:
+        columns["tokens"] = tokens * steps
+    made = log(steps, **columns)
+    made.path, made.facts = path, facts or {}
+    made.evals["eval/accuracy"] = Series(np.array([400.0]), np.array([0.5 if lr == 3e-4 else 0.4]))
     return made
+
+
+def log(steps, **columns):
+    """A table in which every column has a value in every row."""
+    values = {name: np.asarray(column, dtype=float) for name, column in columns.items()}
+    return Table("log", "csv", np.asarray(steps, dtype=float), values, {n: np.isfinite(v) for n, v in values.items()})
 
 
 def compared(a, b):
@@ -257,24 +263,17 @@ def test_tokens_of_a_log_are_its_axis():
 
 
 def test_column_of_zeros_is_no_count_of_tokens():
-    builder = Builder("log", "csv")
-    for step in range(1, 50):
-        builder.row(step, {"loss": 1.0 / step, "tokens": 0.0})
-    read = from_table(builder.build())
+    steps = np.arange(1, 50)
+    read = from_table(log(steps, loss=1.0 / steps, tokens=np.zeros(49)))
     assert read.tokens is None
 
 
 def test_rows_of_a_step_logged_twice_count_once():
-    builder = Builder("log", "csv")
-    for step, loss in ((1, 3.0), (2, 9.0), (2, 2.5), (3, 2.0)):
-        builder.row(step, {"loss": loss})
-    read = from_table(builder.build())
+    read = from_table(log([1, 2, 2, 3], loss=[3.0, 9.0, 2.5, 2.0]))
     assert (read.step.tolist(), read.columns["loss"].tolist()) == ([1, 2, 3], [3.0, 2.5, 2.0])
 
 
 def test_log_without_a_single_number_in_common_is_all_unknown():
-    builder = Builder("log", "csv")
-    builder.row(1, {"accuracy": 0.1})
-    report = compared(builder.build(), table())
+    report = compared(log([1], accuracy=[0.1]), table())
     assert {"loss", "lr"} <= {entry.check for entry in report.not_compared}
     assert report.verdict.text.startswith("Nothing that could be compared differs")

@@ -114,7 +114,7 @@ def _at_the_start(losses: Losses) -> list[Stretch]:
     least = np.minimum.accumulate(head)
     out = np.flatnonzero(head > _START_RATIO * least)
     # One high record among the first few is no leap; the leap must be over what the loss was when it began.
-    enough = 1 if losses.table.interval() >= _SAMPLED else 2
+    enough = 1 if losses.table.step_interval() >= _SAMPLED else 2
     if len(out) < enough or float(head[out].max()) < _START_RATIO * float(head[0]):
         return []
     high = loss[early:] > _START_RATIO * float(head[0])
@@ -249,7 +249,7 @@ def _counts(losses: Losses, level: float, peak: float, rows: int, costly: bool) 
         return True
     if level > 0 and peak >= _ALONE_RATIO * level:
         return True
-    sampled = losses.table.interval() >= _SAMPLED
+    sampled = losses.table.step_interval() >= _SAMPLED
     return sampled and rows <= 2 and peak - level >= _ALONE_SHARE * abs(level)
 
 

@@ -50,7 +50,7 @@ class Losses:
         self.finite = np.isfinite(self.loss)
         self.negative = bool((self.loss[self.finite] < 0).any())
         """a reward, a bound, a log likelihood of densities: such losses swing, and may rise and mean no harm"""
-        self.settings = settings(len(self.loss), table.interval())
+        self.settings = settings(len(self.loss), table.step_interval())
         self.shifts = self._shifts()
         self.findings: list[Seen] = []
         if len(self.loss) >= LEAST_POINTS:

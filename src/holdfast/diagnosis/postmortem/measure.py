@@ -33,11 +33,11 @@ def cost(table: Table, verdicts: list[Verdict]) -> Cost:
         else:
             _, where = seen(table, verdict)
             undone += where.row_end - where.row_start + 1
-    steps = float(inside.sum()) * table.interval() + undone
+    steps = float(inside.sum()) * table.step_interval() + undone
     seconds = tokens = None
     if table.has("seconds"):
         picked = table.columns["seconds"][inside & table.present["seconds"]]
-        seconds = float(np.nansum(picked)) * table.interval()
+        seconds = float(np.nansum(picked)) * table.step_interval()
     if table.has("tokens"):
         count = table.columns["tokens"][inside & table.present["tokens"]]
         count = count[np.isfinite(count)]

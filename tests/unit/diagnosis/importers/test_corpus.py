@@ -101,9 +101,9 @@ def test_real_log_is_read_as_the_index_says(entry):
     assert differences(table, entry) == expected
     assert all(len(column) == len(table) for column in [*table.columns.values(), *table.present.values()])
     if entry["blank_cell_nan"]:
-        assert table.limit("nan_hidden")
+        assert table.has_limit("nan_hidden")
     if not table.has("loss"):
-        assert table.limit("no_loss")
+        assert table.has_limit("no_loss")
 
 
 @needs_corpus

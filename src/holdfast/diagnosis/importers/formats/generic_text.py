@@ -96,7 +96,7 @@ def _read(line: bytes, theirs: Mapping[str, str]) -> Reading | None:
 
 def polish(table: Table, sample: bytes) -> None:
     """A progress bar shows a step several times; the last time counts, for only then are all its values new."""
-    if len(table) < 2 or table.limit("no_step") or _BAR.search(sample) is None:
+    if len(table) < 2 or table.has_limit("no_step") or _BAR.search(sample) is None:
         return
     last = np.ones(len(table), dtype=bool)
     last[:-1] = table.step[1:] != table.step[:-1]

@@ -121,7 +121,7 @@ def _columns(records: Records, mapping: Mapping[str, str] | None) -> Columns:
 
 
 def _averaged(table: Table, facts: dict[str, Any]) -> Table:
-    usual = table.interval()
+    usual = table.step_interval()
     if usual > 1 and table.has("loss"):
         table.facts["logged_every"] = usual
         limit(

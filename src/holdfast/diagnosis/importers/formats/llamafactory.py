@@ -41,7 +41,7 @@ def read(source: Source, mapping: Mapping[str, str] | None = None) -> list[Table
         table.facts["planned_steps"] = total
     if lines.torn:
         limit(table, "truncated", "the last line stops in the middle")
-    usual = table.interval()
+    usual = table.step_interval()
     if usual > 1 and table.has("loss"):
         limit(
             table,

@@ -104,7 +104,7 @@ def polish(table: Table, sample: bytes) -> None:
     ):
         if (found := re.search(pattern, sample)) is not None:
             table.facts[name] = found[1].decode()
-    usual = table.interval()
+    usual = table.step_interval()
     if usual > 1:
         limit(
             table,

@@ -21,7 +21,7 @@ from holdfast.diagnosis.importers.reading.json_lines import JsonLines
 from holdfast.diagnosis.importers.reading.normalize import finish, limit
 from holdfast.diagnosis.importers.reading.records import loads
 from holdfast.diagnosis.importers.reading.source import Source
-from holdfast.diagnosis.model.table import Builder, Event, Series, Table
+from holdfast.diagnosis.model.table import MAX_EVENTS, Event, Series, Table
 
 NAME = "rundir"
 DESCRIPTION = "a Holdfast run directory: journal.jsonl, metrics.jsonl, run.json"
@@ -75,9 +75,8 @@ def is_run(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Table]:
-    builder = Builder(str(path), NAME)
-    _journal(path, builder)
-    table = builder.build()
+    table = Table(str(path), NAME, np.empty(0))
+    _journal(path, table)
     _about(path, table)
     metrics = path / "metrics.jsonl"
     if metrics.is_file() and metrics.stat().st_size:
@@ -171,7 +170,7 @@ def _last_of_each(
 
 
 def _tell(table: Table, odd: list[Row], undone: int, bad: int) -> None:
-    for row in odd[: Builder.MOST_EVENTS]:
+    for row in odd[:MAX_EVENTS]:
         loss = "" if row.loss is None else f", loss {_shown(row.loss)}"
         norm = "" if row.grad_norm is None else f", grad norm {_shown(row.grad_norm)}"
         table.events.append(Event(row.step, _STATUS.get(row.status, row.status), f"attempt {row.status}{loss}{norm}"))
@@ -193,24 +192,29 @@ def _shown(value: float) -> str:
     return "NaN" if value == _NAN else "Inf" if abs(value) == _INF else f"{value:.6g}"
 
 
-def _journal(path: Path, builder: Builder) -> None:
+def _journal(path: Path, table: Table) -> None:
     file = path / "journal.jsonl"
     try:
         source = Source(file)
     except LogRefused:
-        builder.limit("no_journal", "the directory has no journal that can be read: findings and actions are not known")
+        table.add_limit(
+            "no_journal", "the directory has no journal that can be read: findings and actions are not known"
+        )
         return
-    lines = JsonLines(source)
+    lines, lost = JsonLines(source), 0
     for event in lines:
         kind = _KINDS.get(str(event.get("event")))
         if event.get("event") == "facts" and isinstance(event.get("facts"), dict):
-            builder.table.facts.update(event["facts"])
+            table.facts.update(event["facts"])
         if kind is None:
             continue
         step = event.get("step", event.get("from_step"))
-        builder.event(float(step) if isinstance(step, int) and abs(step) < 2**53 else None, kind, _said(event))
+        at = float(step) if isinstance(step, int) and abs(step) < 2**53 else None
+        lost += not table.add_event(at, kind, _said(event))
+    if lost:
+        table.add_limit("events_lost", f"{lost} further events of the journal are not kept")
     if lines.broken or lines.torn:
-        builder.limit(
+        table.add_limit(
             "torn", f"{lines.broken + lines.torn} lines of the journal were torn by a kill and cannot be read"
         )
 

@@ -37,7 +37,7 @@ def polish(table: Table, sample: bytes) -> None:
         table.facts.update(
             global_batch_size=int(about[1][:18]), sequence_length=int(about[2][:18]), planned_steps=int(about[3][:18])
         )
-    usual = table.interval()
+    usual = table.step_interval()
     if usual > 1:
         limit(table, "downsampled", f"one record every {usual:g} steps, with the values of that step alone")
 

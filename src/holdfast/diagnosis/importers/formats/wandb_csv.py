@@ -90,5 +90,7 @@ def _spread(table: Table, metrics: dict[str, str], plain: dict[str, str], record
             points += len(i)
     if apart:
         limit(table, "averaged", f"{apart} of {points} points stand for several steps (their __MIN and __MAX differ)")
-    if len(table) >= 495 and table.interval() > 1:
-        limit(table, "downsampled", f"W&B charts are sampled: {len(table)} points, {table.interval():g} steps apart")
+    if len(table) >= 495 and table.step_interval() > 1:
+        limit(
+            table, "downsampled", f"W&B charts are sampled: {len(table)} points, {table.step_interval():g} steps apart"
+        )

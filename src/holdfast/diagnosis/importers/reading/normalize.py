@@ -11,7 +11,7 @@ FEW = 20
 
 
 def limit(table: Table, code: str, text: str) -> None:
-    if not table.limit(code):
+    if not table.has_limit(code):
         table.limits.append(Limit(code, text))
 
 
@@ -39,7 +39,7 @@ def _keep(table: Table, keep: NDArray[np.bool_]) -> None:
 
 def _drop_repeats(table: Table) -> None:
     """A record that repeats the step and every value of the one before it was printed twice."""
-    if len(table) < 2 or table.limit("no_step") or not table.columns:
+    if len(table) < 2 or table.has_limit("no_step") or not table.columns:
         return
     same = table.step[1:] == table.step[:-1]
     if not same.any():
@@ -66,7 +66,7 @@ def _backwards(table: Table, unfold: bool) -> None:
     if not len(drops):
         return
     if unfold and _by_epoch(table, drops):
-        usual = table.interval()
+        usual = table.step_interval()
         offset = np.zeros(len(table))
         for at in drops:
             offset[at:] += table.step[at - 1] + usual - table.step[0] * (table.step[at] == table.step[0])
@@ -92,7 +92,7 @@ def _by_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
     """Whether the step starts again with every epoch, as opposed to a run resumed from a checkpoint."""
     if any(event.kind == "restart" for event in table.events):
         return False
-    usual = table.interval()
+    usual = table.step_interval()
     low = table.step[drops] <= table.step[0] + usual
     if not low.all():
         return False
@@ -117,7 +117,7 @@ def _absent(table: Table) -> None:
 
 
 def _spacing(table: Table) -> None:
-    if len(table) < 3 or table.limit("no_step"):
+    if len(table) < 3 or table.has_limit("no_step"):
         return
     gaps = np.diff(table.step)
     gaps = gaps[gaps > 0]
@@ -129,6 +129,6 @@ def _spacing(table: Table) -> None:
         if len(many) > 1 and many.max() >= 2 * many.min():
             seen = ", ".join(f"{v:g}" for v in many[:4])
             limit(table, "mixed_interval", f"records are {seen} steps apart in different places")
-    usual = table.interval()
-    if usual >= 2 and not table.limit("averaged") and not table.limit("downsampled"):
+    usual = table.step_interval()
+    if usual >= 2 and not table.has_limit("averaged") and not table.has_limit("downsampled"):
         limit(table, "downsampled", f"one record every {usual:g} steps: what happens between them is not in the log")

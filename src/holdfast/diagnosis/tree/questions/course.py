@@ -124,7 +124,7 @@ def gaps(table: Table) -> tuple[str, window.Values, window.Values] | None:
     if len(x) < 5:
         return None
     gap, at = [], []
-    reach = max(float(np.ptp(x)) / 20.0, table.interval())
+    reach = max(float(np.ptp(x)) / 20.0, table.step_interval())
     every = -(-len(steps) // _MOST_GAPS)
     for step, value in zip(steps[::every].tolist(), values[::every].tolist(), strict=True):
         low, high = np.searchsorted(x, [step - reach, step + 0.5])

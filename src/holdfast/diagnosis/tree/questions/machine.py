@@ -26,7 +26,7 @@ def of_the_machine(table: Table, episode: Episode | None, t: Thresholds) -> Answ
 
 @question()
 def out_of_memory(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
-    said = window.events_in(table, episode, memory.reports(table), slack=table.interval())
+    said = window.events_in(table, episode, memory.reports(table), slack=table.step_interval())
     if not said and episode is not None and episode.kind == "oom":
         said = memory.reports(table)[:1]
     return decide(

@@ -169,7 +169,7 @@ def first_is_inf(table: Table, episode: Episode | None, t: Thresholds) -> Answer
     bad = [float(v) for v in during(table, episode, "loss") if not np.isfinite(v)][:1]
     if not bad:
         return unknown("no non-finite loss is on record here")
-    if table.limit("nan_hidden") or table.limit("averaged"):
+    if table.has_limit("nan_hidden") or table.has_limit("averaged"):
         return unknown("the log averages or replaces values: Inf and NaN cannot be told apart")
     return decide(
         bool(np.isinf(bad[0])),

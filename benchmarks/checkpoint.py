@@ -147,7 +147,7 @@ class Ours(Way):
     def start(self) -> None:
         book = self.subject.guard._run.checkpoints
         run = self.subject.guard._run
-        run.keeper.now(run.step, "asked for", run.state.buffers.capture(), run.source, run.engine.state_dict)
+        run.snapshots.take_now(run.step, "asked for", run.state.buffers.capture(), run.source, run.engine.state_dict)
         self.path = run.records.rundir.path / "checkpoints" / f"step_{run.step:08d}"
         self.tier = book.tier
 
@@ -167,7 +167,7 @@ class Ours(Way):
 
 def stalled(way: Way) -> float:
     """What a wait before the next update adds; only ours copies beside the next forward and backward."""
-    return float(way.subject.guard._run.keeper.stalled) if isinstance(way, Ours) else 0.0
+    return float(way.subject.guard._run.snapshots.stalled_seconds) if isinstance(way, Ours) else 0.0
 
 
 def measure(way: Way, usual: float) -> dict[str, float]:

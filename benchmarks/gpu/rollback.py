@@ -61,9 +61,9 @@ class Broken(Guarded):
         self.restored: list[float] = []
         self.copied: list[float] = []
         self._break = False
-        keeper: Any = self._run.keeper
-        keeper.find = self._timed(keeper.find, self.found)
-        keeper.restore = self._timed(keeper.restore, self.restored)
+        snapshots: Any = self._run.snapshots
+        snapshots.find_restore_point = self._timed(snapshots.find_restore_point, self.found)
+        snapshots.restore = self._timed(snapshots.restore, self.restored)
         sound = subject.loss
 
         def loss(batch: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Broken(Guarded):
 
     def time_copies(self) -> None:
         """The copying by itself, too; which keeps what follows it from going on meanwhile."""
-        returning: Any = self._run.keeper.returning  # type: ignore[attr-defined]
+        returning: Any = self._run.snapshots.restorer  # type: ignore[attr-defined]
         returning._put_tensors = self._timed(returning._put_tensors, self.copied)
 
     def break_once(self) -> None:

@@ -111,8 +111,8 @@ def resumes_and_returns_on_slices_of_a_mesh(folder: Path, rank: int, size: int) 
 
         def forget(guard: Any, step: Any) -> None:
             if rank == 1 and step.number == WHEN - 1:
-                for snapshot in list(guard._run.keeper.ring):
-                    guard._run.keeper.ring.drop(snapshot)
+                for snapshot in list(guard._run.snapshots.ring):
+                    guard._run.snapshots.ring.drop(snapshot)
 
         layout = Layout("fsdp_tp", rank, size)
         guard = train(layout, folder / "run", {**HOST, **SAVED, **BACK}, faults=bad(layout), each=forget)
@@ -264,8 +264,8 @@ def heard_of_earlier(folder: Path, rank: int, size: int) -> None:
         def each(guard: Any, step: Any) -> None:
             if step.number == WHEN and step.attempt == 1:
                 run = guard._run
-                for snapshot in list(run.keeper.ring):
-                    run.keeper.ring.drop(snapshot)
+                for snapshot in list(run.snapshots.ring):
+                    run.snapshots.ring.drop(snapshot)
                 if rank == 1:
                     good = [k for k in run.checkpoints.known.values() if str(k.health) == "good"]
                     del run.checkpoints.known[max(good, key=lambda k: k.step).name]

@@ -24,7 +24,7 @@ from holdfast.runtime.data.source import Position
 from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.ports.checkpoint_store import CheckpointLabel
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.restore import Returning
+from holdfast.runtime.snapshots.restore import Restorer
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
@@ -51,7 +51,7 @@ def evaluate(model: nn.Module) -> float:
 
 
 def taken(state: RunState) -> Snapshot:
-    """A snapshot as the keeper takes it."""
+    """A snapshot as the manager takes it."""
     copier = Copier(state.intended)
     snapshot = Snapshot(3, copier.start(state.heavy(), live=True), reason="test")
     snapshot.light, tensors = state.light()
@@ -67,9 +67,9 @@ def taken(state: RunState) -> Snapshot:
 
 
 def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """As the keeper does it."""
+    """As the manager does it."""
     copier = Copier(state.intended)
-    Returning(state, copier, Rng([])).put_back(light, tensors, None)
+    Restorer(state, copier, Rng([])).put_back(light, tensors, None)
     copier.close()
 
 

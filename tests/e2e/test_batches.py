@@ -615,8 +615,8 @@ def test_an_error_that_the_script_survives_loses_the_batch_and_nothing_else(gate
 def test_a_step_that_ends_out_of_memory_gets_back_what_copies_had_put_aside(tmp_path):
     model, optimizer = small()
     guard = holdfast.Guard(model, optimizer, run_dir=tmp_path / "run", config=quick("auto"))
-    keeper = guard._run.keeper
-    keeper._copier._asides[torch.device("cuda")] = type("Some", (), {"nbytes": 1 << 20, "note": None})()
+    snapshots = guard._run.snapshots
+    snapshots._copier._asides[torch.device("cuda")] = type("Some", (), {"nbytes": 1 << 20, "note": None})()
     with guard:
         for n, step in enumerate(guard.steps(DataLoader(Points(64), batch_size=8), epochs=1)):
             with contextlib.suppress(torch.OutOfMemoryError), step:

@@ -9,11 +9,11 @@ from test_exact import at, quick
 
 import holdfast
 from holdfast.core.base.types import Finding, Severity
-from holdfast.runtime.snapshots.restore import Returning
+from holdfast.runtime.snapshots.restore import Restorer
 
 
 def snapshots(guard):
-    return list(guard._run.keeper.ring)
+    return list(guard._run.snapshots.ring)
 
 
 class Late:
@@ -68,13 +68,13 @@ def test_a_snapshot_with_a_flipped_bit_is_passed_over(way, tmp_path, monkeypatch
     if way == "device":
         case.config["snapshot"] = {**case.config["snapshot"], "place": "device"}
     if way == "proven_in_place":
-        monkeypatch.setattr(Returning, "proves_in_place", lambda self, snapshot: True)
+        monkeypatch.setattr(Restorer, "proves_in_place", lambda self, snapshot: True)
     hit = []
 
     def flip(step, parts):
         if step.number == 40:
             guard = step._run
-            good = [s for s in guard.keeper.ring if s.health == "good"]
+            good = [s for s in guard.snapshots.ring if s.health == "good"]
             newest = good[-1]
             name = next(n for n in newest.copy.tensors if n.startswith("model."))
             newest.copy.result()
@@ -97,7 +97,7 @@ def test_a_nan_written_into_a_snapshot_is_found_at_restore(tmp_path):
 
     def poison(step, parts):
         if step.number == 40:
-            for snapshot in step._run.keeper.ring:
+            for snapshot in step._run.snapshots.ring:
                 if snapshot.health == "good" and snapshot.step > 0:
                     snapshot.copy.result()
                     name = next(
@@ -190,7 +190,7 @@ def test_no_snapshot_is_good_before_enough_healthy_steps(tmp_path):
     seen = []
 
     def look(step, parts):
-        for s in step._run.keeper.ring:
+        for s in step._run.snapshots.ring:
             if s.health == "good" and not s.initial:
                 seen.append(step.number - 1 - s.step)
 

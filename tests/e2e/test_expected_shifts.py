@@ -200,7 +200,7 @@ def test_a_note_leaves_the_step_healthy_and_the_run_clean(mode, tmp_path, caplog
     run = Small(tmp_path / "run", config=config, detectors=[Talkative()])
     with run.guard:
         run.train(run.loader(), max_steps=60)
-        ring = run.guard._run.keeper.ring
+        ring = run.guard._run.snapshots.ring
         assert {s.step: s.health.name for s in ring}[40] == "GOOD"
         assert run.guard._run.engine.policy.state.clock == 60
     assert run.guard.summary().status == "clean"

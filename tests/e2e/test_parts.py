@@ -437,7 +437,7 @@ def test_the_recipes_do_what_they_are_for(tmp_path):
 def test_frozen_weights_are_stored_once_and_shared_by_every_snapshot(tmp_path):
     r = Recipe(adapters, Case(shuffle="unique", count=64, epochs=3, config=quick()))
     run = r.guarded(tmp_path / "run")
-    snapshots = list(run.guard._run.keeper.ring)
+    snapshots = list(run.guard._run.snapshots.ring)
     assert len(snapshots) >= 3
     names = {"frozen.first.base.weight", "frozen.first.base.bias", "frozen.last.base.weight", "frozen.last.base.bias"}
     for snapshot in snapshots:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.runtime.tensors import checksum as bits
-from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.inspect import bit_checksum
 from holdfast.runtime.tensors.norms import clip_factor
 from holdfast.runtime.update import fused_measurements as sensing_fused
 from holdfast.runtime.update.fused_measurements import Fused
@@ -221,14 +221,14 @@ def test_one_pass_over_all_tensors_says_what_each_says_by_itself():
     assert bits.KERNEL.on(torch.device("cuda", 0)) is not None, "see the log for what Triton lacks here"
     found = tensors()
     side = torch.cuda.Stream()
-    seen = bits.look(found)
+    seen = bits.checksum_and_finite(found)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        again = bits.look(found)
+        again = bits.checksum_and_finite(found)
     torch.cuda.synchronize()
-    expected = [int(fingerprint(value)) for value in found.values()]
+    expected = [int(bit_checksum(value)) for value in found.values()]
     assert seen.sums.tolist() == again.sums.tolist() == expected
-    assert [int(fingerprint(value.cpu())) for value in found.values()] == expected
+    assert [int(bit_checksum(value.cpu())) for value in found.values()] == expected
     assert not any(
         seen.bad[n] for n, name in enumerate(seen.names) if name in ("large", "bf16", "fp16", "double", "one")
     )
@@ -240,19 +240,19 @@ def test_one_pass_over_all_tensors_says_what_each_says_by_itself():
 def test_one_value_that_is_not_finite_is_seen(name, value, at):
     found = tensors()
     found[name].view(-1)[at] = value
-    seen = bits.look(found)
+    seen = bits.checksum_and_finite(found)
     assert int(seen.bad[seen.names.index(name)]) == 1
     assert int(seen.bad[seen.names.index("whole")]) == 0
 
 
 def test_one_flipped_bit_changes_one_sum():
     found = tensors()
-    before = bits.look(found).sums.clone()
+    before = bits.checksum_and_finite(found).sums.clone()
     for name in ("large", "odd", "one", "bf16", "double", "whole"):
         raw = found[name].view(-1).view(torch.uint8)
         for byte in (0, len(raw) - 1):
             raw[byte] ^= 16
-            seen = bits.look(found)
+            seen = bits.checksum_and_finite(found)
             touched = {name} | ({"across", "slice"} if name == "large" else set())
             differ = {n for n, a, b in zip(seen.names, before.tolist(), seen.sums.tolist(), strict=True) if a != b}
             assert name in differ and differ <= touched

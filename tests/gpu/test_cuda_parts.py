@@ -79,7 +79,7 @@ def test_skips_and_a_rollback(make, fused, tmp_path):
 def test_what_is_registered_on_the_gpu_is_kept_on_the_host(tmp_path):
     """A ring of snapshots must not multiply an average in GPU memory."""
     run = recipe(recipes.ema_object, True).guarded(tmp_path / "run")
-    snapshots = list(run.guard._run.keeper.ring)
+    snapshots = list(run.guard._run.snapshots.ring)
     assert len(snapshots) >= 3
     for snapshot in snapshots:
         assert any(name.startswith("registered.ema.") for name in snapshot.tensors())

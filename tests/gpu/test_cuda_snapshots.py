@@ -31,8 +31,8 @@ from holdfast.runtime.snapshots.buffer_pool import Block
 from holdfast.runtime.snapshots.copier import Copier, seen
 from holdfast.runtime.snapshots.layout import Layout
 from holdfast.runtime.tensors import checksum as bits_module
-from holdfast.runtime.tensors.checksum import bring, look
-from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.checksum import checksum_and_finite, copy_and_checksum
+from holdfast.runtime.tensors.inspect import bit_checksum
 from holdfast.runtime.tensors.triton_kernels import Kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -98,7 +98,7 @@ def test_a_block_holds_every_kind_of_tensor_bit_for_bit(home):
     torch.cuda.synchronize()
     assert [one.names for one in looked] == ([list(sources)] if home is None else [])
     for one in looked:
-        assert one.sums.tolist() == [int(fingerprint(v)) for v in sources.values()]
+        assert one.sums.tolist() == [int(bit_checksum(v)) for v in sources.values()]
         assert one.bad[one.names.index("nan")] == 1
         assert one.bad[one.names.index("large")] == 0
     for (name, value), back in zip(sources.items(), live, strict=True):
@@ -157,17 +157,17 @@ def test_a_run_goes_back_exactly_where_it_is_looked_at_meanwhile(tmp_path, monke
 def test_what_is_brought_back_is_looked_at_where_it_has_arrived(monkeypatch):
     kept = {f"t{i}": torch.randn(n, device=CUDA) for i, n in enumerate((1, 3, 70_001, 1 << 20))}
     live = {n: torch.zeros_like(t) for n, t in kept.items()}
-    seen = bring(live, list(kept.values()))
+    seen = copy_and_checksum(live, list(kept.values()))
     assert seen is not None
-    assert seen.sums.tolist() == look(live).sums.tolist() == look(kept).sums.tolist()
+    assert seen.sums.tolist() == checksum_and_finite(live).sums.tolist() == checksum_and_finite(kept).sums.tolist()
     assert all(torch.equal(live[n], t) for n, t in kept.items())
     assert {t._version for t in live.values()} == {1}, "autograd is to know of it"
     kept["t2"].view(torch.int32)[7] ^= 1
-    again = bring(live, list(kept.values()))
+    again = copy_and_checksum(live, list(kept.values()))
     assert again is not None
     assert [a == b for a, b in zip(seen.sums.tolist(), again.sums.tolist(), strict=True)] == [True, True, False, True]
     monkeypatch.setattr(bits_module, "KERNEL", Kernel(_no_kernel, "it goes another way"))
-    assert bring(live, list(kept.values())) is None
+    assert copy_and_checksum(live, list(kept.values())) is None
 
 
 def _no_kernel(device):
@@ -205,14 +205,14 @@ def test_what_is_late_is_put_aside_and_every_copy_is_what_was_there(staging):
 def test_blocks_of_a_run_lie_where_they_should_and_are_few(place):
     bench = OnCuda(place=place)
     bench.go(30)
-    kept = list(bench.keeper.ring)
+    kept = list(bench.snapshots.ring)
     for snapshot in kept:
         snapshot.examine()
         for tensor in snapshot.copy.tensors.values():
             assert tensor.is_pinned() if place == "host" else tensor.is_cuda
     assert len({t.untyped_storage().data_ptr() for s in kept for t in s.copy.tensors.values()}) == len(kept)
-    assert bench.keeper._copier.count("heavy", on_host=place == "host") <= bench.keeper.ring.most() + 1
-    bench.keeper.close()
+    assert bench.snapshots._copier.count("heavy", on_host=place == "host") <= bench.snapshots.ring.max_snapshots() + 1
+    bench.snapshots.close()
 
 
 @pytest.mark.parametrize(
@@ -223,51 +223,51 @@ def test_a_copy_that_has_changed_is_passed_over_and_the_older_one_is_restored(na
     bench.go(4)
     expected = bench.bits()
     bench.go(4)
-    there = {s.step: s for s in bench.keeper.ring}
+    there = {s.step: s for s in bench.snapshots.ring}
     for step in (7, 6):
         there[step].examine()
         there[step].tensors()[name].view(-1).view(torch.uint8)[0] ^= 1
     bench.train()
-    found, passed = bench.keeper.find(7, 7)
+    found, passed = bench.snapshots.find_restore_point(7, 7)
     assert found is not None
     assert found.step == 4
     assert [(p.step, p.why) for p in passed] == [
         (s, f"its copy of {name} has changed since it was made") for s in (7, 6)
     ]
-    assert bench.keeper.returning.unsound, "its tensors are back, and the rest is not"
-    bench.keeper.restore(found)
+    assert bench.snapshots.restorer.is_partial, "its tensors are back, and the rest is not"
+    bench.snapshots.restore(found)
     assert same(bench.bits(), expected)
-    bench.keeper.close()
+    bench.snapshots.close()
 
 
 def test_a_parameter_that_is_written_to_while_it_is_copied_is_not_certified():
     bench = OnCuda()
     bench.go(2)
     bench.train()
-    bench.keeper.updated(bench.step)
+    bench.snapshots.on_update_submitted(bench.step)
     with torch.no_grad():
         bench.model[0].weight.add_(1.0)
-    making = bench.keeper._making
+    making = bench.snapshots._in_progress
     assert making is not None
-    bench.keeper.before_update()
+    bench.snapshots.wait_for_copies()
     assert making.copy.result().torn
-    bench.keeper.close()
+    bench.snapshots.close()
 
 
 def test_tensors_are_put_back_without_waiting(place):
     bench = OnCuda(place=place)
     bench.go(6)
-    found, _ = bench.keeper.find(5, 5)
+    found, _ = bench.snapshots.find_restore_point(5, 5)
     assert found is not None and found.light is not None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        returning = bench.keeper.returning
+        returning = bench.snapshots.restorer
         returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    bench.keeper.restore(found)
-    bench.keeper.close()
+    bench.snapshots.restore(found)
+    bench.snapshots.close()
 
 
 def test_taking_one_waits_for_nothing_once_there_is_memory(place):
@@ -275,14 +275,14 @@ def test_taking_one_waits_for_nothing_once_there_is_memory(place):
     bench.go(30)
     for _ in range(4):
         bench.train()
-        bench.keeper.healthy(bench.step)
+        bench.snapshots.count_healthy_step(bench.step)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            bench.keeper.updated(bench.step)
+            bench.snapshots.on_update_submitted(bench.step)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        bench.keeper.not_committed()
-    bench.keeper.close()
+        bench.snapshots.discard_in_progress()
+    bench.snapshots.close()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])

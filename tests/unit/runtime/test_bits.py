@@ -1,4 +1,4 @@
-"""One look at many tensors: the sums are what `fingerprint` says of each, wherever and however they lie."""
+"""One look at many tensors: the sums are what `bit_checksum` says of each, wherever and however they lie."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from holdfast.runtime.tensors import checksum as bits
-from holdfast.runtime.tensors.checksum import look
-from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.checksum import checksum_and_finite
+from holdfast.runtime.tensors.inspect import bit_checksum
 
 HOST = torch.device("cpu")
 TENSORS = {
@@ -34,29 +34,29 @@ TENSORS = {
 
 
 def test_the_sums_are_the_fingerprints():
-    seen = look(TENSORS)
+    seen = checksum_and_finite(TENSORS)
     assert seen.names == list(TENSORS)
-    assert seen.sums.tolist() == [int(fingerprint(value)) for value in TENSORS.values()]
+    assert seen.sums.tolist() == [int(bit_checksum(value)) for value in TENSORS.values()]
 
 
 def test_nobody_is_called_finite_who_is_not():
-    seen = look(TENSORS)
+    seen = checksum_and_finite(TENSORS)
     assert seen.bad[seen.names.index("nan")] == 1
 
 
 @pytest.mark.parametrize("name", ["matrix", "odd", "one", "bf16", "double", "whole", "slice", "across"])
 def test_one_flipped_bit_changes_one_sum(name):
-    before = look(TENSORS)
+    before = checksum_and_finite(TENSORS)
     changed = {n: t.clone() for n, t in TENSORS.items()}
     value = changed[name].T if name == "across" else changed[name]
     value.reshape(-1).view(torch.uint8)[-1] ^= 4
-    after = look(changed)
+    after = checksum_and_finite(changed)
     differ = [n for n, a, b in zip(before.names, before.sums.tolist(), after.sums.tolist(), strict=True) if a != b]
     assert differ == [name]
 
 
 def test_nothing_to_look_at_is_nothing_seen():
-    seen = look({})
+    seen = checksum_and_finite({})
     assert (seen.names, seen.sums.tolist(), seen.bad.tolist()) == ([], [], [])
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from operations import Operations
 from torch import Tensor, nn
 
-from holdfast.runtime.state.buffers import _SMALL, _STOOD, Buffers
+from holdfast.runtime.state.buffers import _SMALL, _STOOD, ModuleBuffers
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -29,9 +29,9 @@ class Holder(nn.Module):
             self.register_buffer(name, value)
 
 
-def settled(*modules: nn.Module) -> Buffers:
+def settled(*modules: nn.Module) -> ModuleBuffers:
     """Buffers that have stood for long enough to be copied together."""
-    buffers = Buffers([(f"m{i}", m) for i, m in enumerate(modules)])
+    buffers = ModuleBuffers([(f"m{i}", m) for i, m in enumerate(modules)])
     for _ in range(_STOOD + 2):
         buffers.capture()
     return buffers

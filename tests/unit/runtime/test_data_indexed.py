@@ -213,7 +213,7 @@ def test_served_again_a_batch_is_loaded_again_and_nothing_moves():
     source, *_ = source_of(DataLoader(data, batch_size=7, shuffle=True))
     first, second = source.draw(), source.draw()
     stood = streams()
-    assert source.serve_again([second]) is None
+    assert source.requeue([second]) is None
     again = source.draw()
     assert again.batch.tolist() == second.batch.tolist()
     assert (again.span, again.begin) == (second.span, second.begin)

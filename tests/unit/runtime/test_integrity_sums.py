@@ -17,7 +17,7 @@ from holdfast.runtime.ports.replicas import SingleProcessReplicas
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.schedule import Schedulers
-from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.inspect import bit_checksum
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -128,7 +128,7 @@ def test_sums_are_the_fingerprints_wherever_the_memory_lies():
         sums = sums_of({**views, **{f"{n}.copy": v.clone() for n, v in views.items()}})
         found = dict(zip(sums.names, sums.values.tolist(), strict=True))
         for name, view in views.items():
-            assert found[name] == found[f"{name}.copy"] == int(fingerprint(view)), (dtype, name)
+            assert found[name] == found[f"{name}.copy"] == int(bit_checksum(view)), (dtype, name)
 
 
 def test_weighing_loses_no_bit():

@@ -16,8 +16,8 @@ from holdfast.core.base.errors import StepError
 from holdfast.core.record.journal import read
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
-from holdfast.runtime.tensors.checksum import in_words, look
-from holdfast.runtime.tensors.inspect import fingerprint
+from holdfast.runtime.tensors.checksum import checksum_and_finite, is_word_aligned
+from holdfast.runtime.tensors.inspect import bit_checksum
 
 QUIET = {"snapshot": {"enabled": False}, "checkpoint": {"enabled": False}}
 
@@ -126,7 +126,7 @@ class Wrapped(Tensor):
 
 def test_what_wraps_other_tensors_is_never_read_by_its_address():
     plain = torch.randn(8)
-    assert in_words(plain) and in_words(nn.Parameter(torch.randn(8))) and in_words(torch.arange(5))
+    assert is_word_aligned(plain) and is_word_aligned(nn.Parameter(torch.randn(8))) and is_word_aligned(torch.arange(5))
     for odd in (
         plain.as_subclass(Wrapped),
         torch.randn(4, 4).T,
@@ -134,9 +134,9 @@ def test_what_wraps_other_tensors_is_never_read_by_its_address():
         torch.randn(9)[1:],
         torch.randn(4, dtype=torch.complex64),
     ):
-        assert not in_words(odd)
-    seen = look({"wrapped": plain.as_subclass(Wrapped), "plain": plain})
-    assert seen.sums.tolist() == [int(fingerprint(plain))] * 2
+        assert not is_word_aligned(odd)
+    seen = checksum_and_finite({"wrapped": plain.as_subclass(Wrapped), "plain": plain})
+    assert seen.sums.tolist() == [int(bit_checksum(plain))] * 2
 
 
 def test_a_run_whose_state_is_back_in_part_serves_no_step():
@@ -147,7 +147,7 @@ def test_a_run_whose_state_is_back_in_part_serves_no_step():
         with next(steps) as step:
             for (x,) in step.microbatches():
                 step.backward(model(x).square().mean())
-        guard._run.keeper.returning.unsound = True
+        guard._run.snapshots.restorer.is_partial = True
         with pytest.raises(StepError, match="put back in part"):
             next(steps)
-        guard._run.keeper.returning.unsound = False
+        guard._run.snapshots.restorer.is_partial = False

@@ -186,7 +186,7 @@ class Rank:
         if "flipped_bit" in now:
             self.model.weight.data.view(torch.int32)[0, 1] ^= 1 << 19
         if "spoilt_snapshots" in now:
-            for snapshot in guard._run.keeper.ring:
+            for snapshot in guard._run.snapshots.ring:
                 snapshot.copy.copied.wait(WAIT_SECONDS)
                 next(iter(snapshot.copy.tensors.values())).add_(1.0)
 

@@ -325,13 +325,13 @@ def test_epochs_asked_for_one_at_a_time_begin_with_those_of_the_life_before():
     seeded()
     life = Life(LOADERS["seed and epoch"](8), epochs=1)
     first = life.rest()
-    life.source.extend(1)
+    life.source.allow_epochs(1)
     life.draws(1)
     rest = Life.resumed(life.save(), LOADERS["seed and epoch"](8), epochs=1)
     assert rest.rest() == []
-    rest.source.extend(1)
+    rest.source.allow_epochs(1)
     assert len(rest.rest()) == 1
-    rest.source.extend(1)
+    rest.source.allow_epochs(1)
     assert sorted(flat(rest.rest())) == sorted(flat(first))
     assert (life.ended, rest.ended) == ([0], [1, 2])
 

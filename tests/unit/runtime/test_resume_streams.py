@@ -115,7 +115,7 @@ def test_a_batch_to_be_served_again_is_served_again_in_the_next_life():
             if taken_before:
                 life.save()
             draws = [life.source.draw(), life.source.draw()]
-            assert life.source.serve_again(draws) is None
+            assert life.source.requeue(draws) is None
             position = life.source.position
             rest = Life.resumed(life.save(), STREAMS[kind]())
             assert rest.source.position == position

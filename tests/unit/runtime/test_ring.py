@@ -73,7 +73,7 @@ def test_never_more_than_it_says_with_the_one_being_made(how, lag):
     run = Run(ring, lag, how["start"])
     for _ in range(how["steps"]):
         run.commit()
-        assert len(ring) + 1 <= ring.most(), [s.step for s in ring]
+        assert len(ring) + 1 <= ring.max_snapshots(), [s.step for s in ring]
 
 
 @given(settled, st.integers(1, 60), st.data())
@@ -110,7 +110,7 @@ def test_what_is_kept_is_in_order_and_each_once(how):
 
 
 def test_the_count_grows_with_the_logarithm_of_the_reach():
-    assert [ring_of(10, reach).most() for reach in (10, 100, 1_000, 10_000, 100_000)] == [4, 8, 11, 14, 18]
+    assert [ring_of(10, reach).max_snapshots() for reach in (10, 100, 1_000, 10_000, 100_000)] == [4, 8, 11, 14, 18]
 
 
 def test_good_ones_are_offered_newest_first_and_only_good_ones():

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.core.base.types import Flag
-from holdfast.runtime.data.fingerprint import Look, fingerprint, length_of
+from holdfast.runtime.data.fingerprint import BatchFingerprint, fingerprint, sequence_length
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.update.measurements import Packing, Sensed
 from holdfast.runtime.update.update_size import UpdateSize, sense, size_of
@@ -423,10 +423,10 @@ def test_what_is_not_contiguous_or_needs_a_gradient_has_one():
 
 def test_step_has_one_for_all_its_batches_in_their_order():
     def look(*batches):
-        seen = Look(fingerprint=True)
+        seen = BatchFingerprint(fingerprint=True)
         for batch in batches:
             seen.add(batch)
-        return seen.batch
+        return seen.checksum
 
     a, b = torch.ones(2, 2), torch.zeros(2, 2)
     assert look(a, b) == look(a.clone(), b.clone()) != look(b, a)
@@ -484,12 +484,12 @@ def test_metrics_carry_what_was_measured_and_not_the_fingerprint(tmp_path):
     ],
 )
 def test_length_of_sequences(batch, length):
-    assert length_of(batch) == length
+    assert sequence_length(batch) == length
 
 
 def test_batches_of_different_lengths_in_one_step_have_none():
-    look = Look(fingerprint=False)
+    look = BatchFingerprint(fingerprint=False)
     look.add(torch.zeros(2, 8, dtype=torch.int64))
-    assert look.length == 8
+    assert look.sequence_length == 8
     look.add(torch.zeros(2, 9, dtype=torch.int64))
-    assert (look.length, look.batch) == (None, None)
+    assert (look.sequence_length, look.checksum) == (None, None)

@@ -17,7 +17,7 @@ from holdfast.runtime.snapshots import pinned_memory as pages
 from holdfast.runtime.snapshots.buffer_pool import Block, Blocks
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.layout import Layout
-from holdfast.runtime.tensors.checksum import Seen, look
+from holdfast.runtime.tensors.checksum import Checksums, checksum_and_finite
 
 HOST = torch.device("cpu")
 
@@ -86,11 +86,11 @@ def test_what_is_there_is_looked_at_while_the_last_of_it_is_under_way(monkeypatc
     block.fill(list(sources.values()), HOST)
     asked: list[list[str]] = []
 
-    def beside(tensors: dict[str, torch.Tensor]) -> Seen:
+    def beside(tensors: dict[str, torch.Tensor]) -> Checksums:
         asked.append(list(tensors))
         assert all(torch.equal(value, sources[name]) for name, value in tensors.items()), "all of these are there"
         assert not any(live[name].any() for name in live if name not in tensors), "and none of the others"
-        return look(tensors)
+        return checksum_and_finite(tensors)
 
     looked = block.pour(list(live.values()), beside)
     assert asked == [["few", *(f"t{n}" for n in range(38))]]
@@ -111,7 +111,10 @@ def test_what_crosses_from_no_gpu_is_looked_at_as_well(monkeypatch):
     with copier.beside() as beside:
         (seen,) = block.pour(list(live.values()), beside)
     copier.close()
-    assert seen.sums.tolist() == look({n: sources[n] for n in seen.names}).sums.tolist() and len(seen.names) > 30
+    assert (
+        seen.sums.tolist() == checksum_and_finite({n: sources[n] for n in seen.names}).sums.tolist()
+        and len(seen.names) > 30
+    )
 
 
 def test_no_copy_crosses_a_border_between_pieces_and_no_two_tensors_share_a_byte(monkeypatch):

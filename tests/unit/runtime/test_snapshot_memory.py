@@ -36,17 +36,17 @@ def test_the_cadence_grows_until_it_fits_and_the_reach_stays(every, times, size,
     reach, budget = every * times, int(room * size) + shared
     ring = ring_of(every, reach, budget)
     said = ring.budget(size, shared)
-    assert ring.every % every == 0
-    assert ring.every < 2 * reach or ring.every == every
+    assert ring.every_steps % every == 0
+    assert ring.every_steps < 2 * reach or ring.every_steps == every
     if ring.enabled:
-        assert ring.most() * size + shared <= budget + 1
-        assert ring.every * 2 ** (ring.levels() - 1) >= reach
-        assert (said is not None) == (ring.every != every)
+        assert ring.max_snapshots() * size + shared <= budget + 1
+        assert ring.every_steps * 2 ** (ring.levels() - 1) >= reach
+        assert (said is not None) == (ring.every_steps != every)
         if said is not None:
-            assert f"every {ring.every} steps instead of every {every}" in said
-            looser = ring_of(ring.every // 2, reach, budget)
+            assert f"every {ring.every_steps} steps instead of every {every}" in said
+            looser = ring_of(ring.every_steps // 2, reach, budget)
             # A budget in GB is a float: it may be a byte short of what was meant.
-            assert looser.most() * size + shared >= budget, "it need not have grown that far"
+            assert looser.max_snapshots() * size + shared >= budget, "it need not have grown that far"
     else:
         assert said is not None
         assert "snapshots are off" in said
@@ -58,10 +58,10 @@ def test_the_cadence_grows_until_it_fits_and_the_reach_stays(every, times, size,
 def test_without_a_number_a_quarter_of_what_is_free(monkeypatch):
     monkeypatch.setattr(ring_module, "available_bytes", lambda: 4000)
     ring = Ring(SnapshotSection())
-    assert ring.budget(1000 // ring.most()) is None
-    assert ring.every == 10
-    assert ring.budget(1000 // ring.most() + 1) is not None
-    assert ring.every == 20
+    assert ring.budget(1000 // ring.max_snapshots()) is None
+    assert ring.every_steps == 10
+    assert ring.budget(1000 // ring.max_snapshots() + 1) is not None
+    assert ring.every_steps == 20
 
 
 def write(path, text):
@@ -142,9 +142,9 @@ def train(tmp_path, megabytes, steps=40, model=None, register=None, optimizer=to
 
 def held(guard) -> int:
     """The bytes of host memory all snapshots take, each storage counted once."""
-    keeper = guard._run.keeper
+    snapshots = guard._run.snapshots
     storages = {}
-    for snapshot in [*keeper.ring, *([keeper._making] if keeper._making else [])]:
+    for snapshot in [*snapshots.ring, *([snapshots._in_progress] if snapshots._in_progress else [])]:
         for tensor in snapshot.tensors().values():
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
@@ -155,7 +155,7 @@ def test_what_is_held_stays_under_the_budget(megabytes, tmp_path):
     """One snapshot of this model with Adam's state takes 0.05 MB."""
     guard, largest, notes = train(tmp_path, megabytes)
     assert 0 < largest <= megabytes * 1e6
-    assert len(guard._run.keeper.ring) >= 2
+    assert len(guard._run.snapshots.ring) >= 2
     assert bool(notes) == (megabytes < 10)
     assert all("instead of every" in n for n in notes)
 
@@ -175,7 +175,7 @@ def test_what_is_frozen_counts_once(tmp_path):
     guard, largest, notes = train(tmp_path, 0.5, model=model)
     assert notes == []
     assert 0.26e6 < largest <= 0.5e6
-    assert guard._run.keeper.ring.enabled
+    assert guard._run.snapshots.ring.enabled
 
 
 def test_a_frozen_part_larger_than_the_budget_turns_snapshots_off(tmp_path):

@@ -15,8 +15,8 @@ from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.guard.setup import build_state
-from holdfast.runtime.snapshots.keeper import Keeper
-from holdfast.runtime.snapshots.restore import Returning
+from holdfast.runtime.snapshots.manager import SnapshotManager
+from holdfast.runtime.snapshots.restore import Restorer
 from holdfast.runtime.state.rng import Rng
 
 
@@ -29,10 +29,10 @@ class Disk:
         self.every = every
         self.reading: list[Any] = []
 
-    def due(self, step: int, *, initial: bool = False) -> str | None:
+    def save_reason(self, step: int, *, initial: bool = False) -> str | None:
         return "scheduled" if self.every and step and step % self.every == 0 else None
 
-    def take(self, snapshot: Any) -> None:
+    def submit(self, snapshot: Any) -> None:
         snapshot.written.clear()
         self.reading.append(snapshot)
 
@@ -45,7 +45,7 @@ class Data:
 
 
 class Bench:
-    """A model with optimizer state, and a keeper that is driven by hand."""
+    """A model with optimizer state, and a snapshot manager that is driven by hand."""
 
     def __init__(self, disk: Disk | None = None, **config: Any) -> None:
         torch.manual_seed(1)
@@ -55,15 +55,15 @@ class Bench:
         self.state = build_state(self.model, self.optimizer, None, None, None)
         self.disk = disk or Disk()
         settings = {"every_steps": 1, "reach_steps": 4, "certify_after": 1, "memory_gb": 1.0, **config}
-        self.keeper = Keeper(SnapshotSection(**settings), self.state, Rng(), self.disk)
-        self.keeper.begin(0)
+        self.snapshots = SnapshotManager(SnapshotSection(**settings), self.state, Rng(), self.disk)
+        self.snapshots.begin_run(0)
         self.step = 0
 
     def build(self) -> nn.Module:
         return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 1))
 
     def train(self) -> None:
-        self.keeper.before_update()
+        self.snapshots.wait_for_copies()
         for p in self.model.parameters():
             p.grad = torch.randn_like(p)
         self.optimizer.step()
@@ -71,10 +71,10 @@ class Bench:
 
     def snapshot(self) -> list[str]:
         """The step is committed and the next begins: what was said."""
-        keeper = self.keeper
-        keeper.healthy(self.step)
-        keeper.committed(self.step, dict)
-        said = keeper.next_begins(Rng().capture, self.state.buffers.capture(), Data(), dict)  # type: ignore[arg-type]
+        snapshots = self.snapshots
+        snapshots.count_healthy_step(self.step)
+        snapshots.on_commit(self.step, dict)
+        said = snapshots.on_step_begin(Rng().capture, self.state.buffers.capture(), Data(), dict)  # type: ignore[arg-type]
         return [said] if said else []
 
     def go(self, steps: int) -> None:
@@ -98,49 +98,49 @@ def place(request):
 def test_a_long_run_uses_the_same_blocks_again(place):
     bench = Bench(place=place)
     bench.go(40)
-    keeper = bench.keeper
-    assert keeper._copier.count("heavy", on_host=place == "host") <= keeper.ring.most() + 1
-    storages = {t.untyped_storage().data_ptr() for s in keeper.ring for t in s.copy.tensors.values()}
-    assert len(storages) == len(keeper.ring), "one block a snapshot"
-    keeper.close()
+    snapshots = bench.snapshots
+    assert snapshots._copier.count("heavy", on_host=place == "host") <= snapshots.ring.max_snapshots() + 1
+    storages = {t.untyped_storage().data_ptr() for s in snapshots.ring for t in s.copy.tensors.values()}
+    assert len(storages) == len(snapshots.ring), "one block a snapshot"
+    snapshots.close()
 
 
 def test_a_slow_disk_is_waited_for_and_no_more_memory_is_taken():
     bench = Bench(Disk(every=1))
-    keeper = bench.keeper
-    most = keeper.ring.most() + 1
+    snapshots = bench.snapshots
+    most = snapshots.ring.max_snapshots() + 1
     said: list[str] = []
-    while keeper._copier.count("heavy", on_host=True) < most:
+    while snapshots._copier.count("heavy", on_host=True) < most:
         bench.train()
         said += bench.snapshot()
     assert said == []
     for again in range(2):
-        while keeper._copier.ready("heavy", on_host=True):
+        while snapshots._copier.ready("heavy", on_host=True):
             bench.train()
             bench.snapshot()
         bench.train()
-        stalled = keeper.stalled
+        stalled = snapshots.stalled_seconds
         waiting = threading.Thread(target=lambda: said.extend(bench.snapshot()))
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive(), "it takes memory that it was not given"
-        for snapshot in keeper._room._leaving:
+        for snapshot in snapshots._placement._leaving:
             snapshot.written.set()
         waiting.join(10)
         assert not waiting.is_alive()
-        assert keeper._copier.count("heavy", on_host=True) <= most
-        assert keeper.stalled - stalled > 0.1
+        assert snapshots._copier.count("heavy", on_host=True) <= most
+        assert snapshots.stalled_seconds - stalled > 0.1
         assert len(said) == 1, f"told once, not again ({again})"
     assert "waits for the disk" in said[0]
     for snapshot in bench.disk.reading:
         snapshot.written.set()
-    keeper.close()
+    snapshots.close()
 
 
 @pytest.fixture(params=["before", "in place"])
 def proof(request, monkeypatch):
     if request.param == "in place":
-        monkeypatch.setattr(Returning, "proves_in_place", lambda self, snapshot: True)
+        monkeypatch.setattr(Restorer, "proves_in_place", lambda self, snapshot: True)
     return request.param
 
 
@@ -157,24 +157,24 @@ def test_a_copy_that_has_changed_is_passed_over_and_the_older_one_is_restored(na
     bench.go(4)
     expected = bench.bits()
     bench.go(4)
-    keeper = bench.keeper
-    there = {s.step: s for s in keeper.ring}
+    snapshots = bench.snapshots
+    there = {s.step: s for s in snapshots.ring}
     for step in (7, 6):
         flip(there[step], name)
     bench.train()
-    found, passed = keeper.find(7, 7)
+    found, passed = snapshots.find_restore_point(7, 7)
     assert found is not None
     assert found.step == 4
     why = f"its copy of {name} has changed since it was made"
     assert [(p.step, p.why) for p in passed] == [(7, why), (6, why)]
     assert there[7].health is there[6].health is Health.BAD
-    assert keeper.returning.unsound == (proof == "in place")
-    keeper.restore(found)
+    assert snapshots.restorer.is_partial == (proof == "in place")
+    snapshots.restore(found)
     assert same(bench.bits(), expected)
-    assert not keeper.returning.unsound
+    assert not snapshots.restorer.is_partial
     bench.step = 4
     bench.go(2)
-    keeper.close()
+    snapshots.close()
 
 
 def test_restoring_is_exact_when_state_has_come_or_gone_since(proof, place):
@@ -186,50 +186,50 @@ def test_restoring_is_exact_when_state_has_come_or_gone_since(proof, place):
     expected = bench.bits()
     bench.go(2)
     del bench.optimizer.state[bench.model[0].weight]
-    found, _ = bench.keeper.find(4, 4)
+    found, _ = bench.snapshots.find_restore_point(4, 4)
     assert found is not None
     assert found.step == 4
-    bench.keeper.restore(found)
+    bench.snapshots.restore(found)
     names = sorted(bench.state.heavy())
     assert names == sorted(found.copy.tensors)
     assert all(torch.equal(found.copy.tensors[n], v) for n, v in bench.state.heavy().items())
     assert sum(v.numel() for v in bench.bits()) == sum(v.numel() for v in expected)
-    found, _ = bench.keeper.find(0, 0)
+    found, _ = bench.snapshots.find_restore_point(0, 0)
     assert found is not None
-    bench.keeper.restore(found)
+    bench.snapshots.restore(found)
     assert same(bench.bits(), before)
     assert not bench.optimizer.state
-    bench.keeper.close()
+    bench.snapshots.close()
 
 
 def test_until_all_of_it_is_back_nothing_is_saved(monkeypatch):
-    monkeypatch.setattr(Returning, "proves_in_place", lambda self, snapshot: True)
+    monkeypatch.setattr(Restorer, "proves_in_place", lambda self, snapshot: True)
     bench = Bench()
     bench.go(4)
-    for snapshot in list(bench.keeper.ring):
+    for snapshot in list(bench.snapshots.ring):
         flip(snapshot, "model.0.weight")
-    found, passed = bench.keeper.find(4, 4)
+    found, passed = bench.snapshots.find_restore_point(4, 4)
     assert found is None
     assert len(passed) >= 2
     bench.step += 1
     with pytest.raises(StepError, match="nothing is saved of it"):
         bench.snapshot()
-    bench.keeper.close()
+    bench.snapshots.close()
 
 
 def test_all_copies_of_a_restore_are_enqueued_in_a_few_calls(monkeypatch):
     bench = Bench()
     bench.go(4)
-    found, _ = bench.keeper.find(4, 4)
-    bench.keeper.idle()
+    found, _ = bench.snapshots.find_restore_point(4, 4)
+    bench.snapshots.wait_until_idle()
     calls: list[int] = []
     foreach = torch._foreach_copy_
     monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b, *more: calls.append(len(a)) or foreach(a, b, *more))
     assert found is not None
     assert found.light is not None
-    returning = bench.keeper.returning
+    returning = bench.snapshots.restorer
     returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
     assert sum(calls) == len(bench.state.heavy()) + 3, "BatchNorm has three buffers"
     assert len(calls) == 2
-    bench.keeper.restore(found)
-    bench.keeper.close()
+    bench.snapshots.restore(found)
+    bench.snapshots.close()

@@ -23,7 +23,7 @@ from holdfast.core.decide.engine import Limits
 from holdfast.runtime.agree import attribution
 from holdfast.runtime.agree.rows import Agreed, Column, Host, Measured, Rows, agree, alone
 from holdfast.runtime.ports.ranks import Ranks
-from holdfast.runtime.snapshots.keeper import Alarm
+from holdfast.runtime.snapshots.manager import NonfiniteSnapshot
 from holdfast.runtime.tensors.norms import Norm
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Meeting:
         self.several = ranks.size > 1
         self._asks: list[dict[str, Any]] = []
         self._history = 0
-        self._alarms: list[tuple[int, Alarm]] = []
+        self._alarms: list[tuple[int, NonfiniteSnapshot]] = []
 
     # ---- at every step
 
@@ -62,16 +62,16 @@ class Meeting:
         return agree(self.ranks, self._host(step, limits), own) if self.several else alone(limits, own)
 
     def _host(self, step: Step, limits: Limits) -> Host:
-        look = step.look
+        fingerprint = step.fingerprint
         return Host(
             step.number,
             step.attempt,
             self._history,
             bool(self._asks),
             step.seconds,
-            None if look is None else look.batch,
+            None if fingerprint is None else fingerprint.checksum,
             step.samples,
-            None if look is None else look.length,
+            None if fingerprint is None else fingerprint.sequence_length,
             step.weight,
             step.weighted,
             limits,
@@ -79,7 +79,7 @@ class Meeting:
 
     def _raise_alarm(self) -> None:
         """What a snapshot of this rank alone was found to hold, the others do not know yet."""
-        if self.several and (alarm := self._run.keeper.take_alarm()) is not None:
+        if self.several and (alarm := self._run.snapshots.pop_nonfinite()) is not None:
             self.ask("alarm", alarm._asdict())
 
     def read(self, step: Step, extra: Tensor | None) -> bool:
@@ -143,7 +143,7 @@ class Meeting:
             elif what == "quarantine":
                 run.leave_samples_out(value["samples"], value["reason"], rank=rank)
             elif what == "alarm":
-                self._alarms.append((rank, Alarm(**value)))
+                self._alarms.append((rank, NonfiniteSnapshot(**value)))
         return bool(shifts)
 
     def share_plan(self, incident: Incident, own: Plan | None) -> Plan | None:
@@ -208,7 +208,7 @@ class Meeting:
     def broken_state(self, name: str | None, onset: int, how: str, signal: Signal) -> list[Finding]:
         """Non-finite state on any rank, found now or told of."""
         names = [(rank, found) for rank, found in enumerate(self.ranks.all_gather_object(name)) if found is not None]
-        found = [(rank, Alarm(onset, tensor), how) for rank, tensor in names]
+        found = [(rank, NonfiniteSnapshot(onset, tensor), how) for rank, tensor in names]
         found += [(rank, alarm, "found in a snapshot") for rank, alarm in self._alarms]
         self._alarms = []
         if not found:

@@ -22,7 +22,7 @@ from holdfast.core.checkpoints.resume import Passed, is_left
 from holdfast.core.checkpoints.retention import Rules, Saved, doomed
 from holdfast.runtime.checkpoint import resume as resuming
 from holdfast.runtime.checkpoint.serialization import Found, frame_of, on_disk
-from holdfast.runtime.data.source import Position, Source
+from holdfast.runtime.data.source import BatchSource, Position
 from holdfast.runtime.ports.checkpoint_store import CheckpointLabel, CheckpointStore, StoreEvent
 from holdfast.runtime.record.environment import with_added_groups
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -72,7 +72,7 @@ class Checkpoints:
 
     # ---- saving
 
-    def due(self, step: int, *, initial: bool = False) -> str | None:
+    def save_reason(self, step: int, *, initial: bool = False) -> str | None:
         """Why the state after `step` is to be written, or None."""
         if self.tier is None:
             return None
@@ -85,7 +85,7 @@ class Checkpoints:
             return None if saved else SCHEDULED
         return None
 
-    def take(self, snapshot: Snapshot) -> None:
+    def submit(self, snapshot: Snapshot) -> None:
         """A snapshot is whole and wanted on disk."""
         assert self.tier is not None and snapshot.reason is not None
         began = time.perf_counter()
@@ -104,8 +104,8 @@ class Checkpoints:
         about = with_added_groups(self.run.records.about(), self.run.state)
         label = CheckpointLabel(snapshot.reason, known.handover, known.health, why, about, self.run.records.versions())
         self.tier.save(frame_of(snapshot, self.run.state), label)
-        known.stall = time.perf_counter() - began + self.run.keeper.stalled - self._stalled
-        self._stalled = self.run.keeper.stalled
+        known.stall = time.perf_counter() - began + self.run.snapshots.stalled_seconds - self._stalled
+        self._stalled = self.run.snapshots.stalled_seconds
         self._fresh = False
         self._last = _saved_at(snapshot)
 
@@ -128,14 +128,14 @@ class Checkpoints:
             if taken_back and served is not None:
                 run.serving.serve_anew(served)
 
-    def _now(self, tier: CheckpointStore, source: Source, reason: str) -> str | None:
+    def _now(self, tier: CheckpointStore, source: BatchSource, reason: str) -> str | None:
         run = self.run
         tier.wait()  # what is being written of this very step can be marked only when it is there
         self.poll()
         known = self.known.get(name_of(run.step, self.lineage.branch))
         # One rank may have evaluated, and drawn random numbers for it: all write, or none does.
         if not all(run.ranks.all_gather_object(known is not None and self._unchanged())) or known is None:
-            run.keeper.now(run.step, reason, run.state.buffers.capture(), source, run.engine.state_dict)
+            run.snapshots.take_now(run.step, reason, run.state.buffers.capture(), source, run.engine.state_dict)
         elif reason == END and known.health is Health.CANDIDATE:
             known.handover = True
             self.mark(known, Health.CANDIDATE, "the state an orderly end left")
@@ -194,7 +194,7 @@ class Checkpoints:
         del self.known[known.name]
         log.warning("step %d: the checkpoint was %s: %s", known.step, news.status, news.why)
         if news.status == "refused":
-            run.keeper.alarm(known.step, news.why.split(" ")[0])
+            run.snapshots.report_nonfinite(known.step, news.why.split(" ")[0])
 
     def _say(self, known: Known, status: str, why: str, **fields: Any) -> None:
         self.run.engine.write("checkpoint", status=status, step=known.step, name=known.name, why=why or None, **fields)

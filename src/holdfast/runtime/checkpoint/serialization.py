@@ -68,7 +68,7 @@ def in_memory(run: Run, snapshot: Snapshot) -> Found:
     source = run.source
 
     def put_back() -> None:
-        run.keeper.restore(snapshot)
+        run.snapshots.restore(snapshot)
         source.seek(position)
 
     return Found(snapshot.step, snapshot.lineage, snapshot.turns, snapshot.detectors, "memory", position, put_back)
@@ -97,11 +97,11 @@ def on_disk(run: Run, saved: RestoredCheckpoint, *, fresh: bool) -> Found:
     def put_back() -> None:
         assert run.source is not None
         notes: list[str] = []
-        if fresh or not run.source.remembers(position):
+        if fresh or not run.source.can_seek(position):
             notes = run.source.resume(parts["data"])
         else:
             run.source.seek(position)
-        run.keeper.put_back(
+        run.snapshots.restore_saved(
             saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.has_local_rng else None
         )
         names = given.hold(run.state, saved.manifest.about, run.records.about())

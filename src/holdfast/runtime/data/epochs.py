@@ -17,7 +17,7 @@ def epoch_setters(loader: Any) -> list[Callable[[int], None]]:
     return [s.set_epoch for s in samplers(loader) if callable(getattr(s, "set_epoch", None))]
 
 
-def standing_epoch(loader: Any) -> int:
+def current_epoch(loader: Any) -> int:
     """The epoch its sampler stands at, if somebody has set one: a loop that goes on at epoch 5 counts from there."""
     for sampler in samplers(loader):
         if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):

@@ -20,7 +20,7 @@ _BLOCKS, _BYTES = 4, 1024
 """stretches looked at, spread over a tensor, and how long each is"""
 
 
-class Look:
+class BatchFingerprint:
     """One step's batches, in the order they were handed out."""
 
     def __init__(self, *, fingerprint: bool) -> None:
@@ -30,22 +30,22 @@ class Look:
 
     def add(self, batch: Any) -> None:
         self._count += 1
-        self._lengths.add(length_of(batch))
+        self._lengths.add(sequence_length(batch))
         if self._crc is not None:
             self._crc = fingerprint(batch, self._crc)
 
     @property
-    def batch(self) -> int | None:
+    def checksum(self) -> int | None:
         """The fingerprint of all of them; None where one could not be looked at."""
         return self._crc if self._count else None
 
     @property
-    def length(self) -> int | None:
+    def sequence_length(self) -> int | None:
         """The length that all their sequences have, or None."""
         return next(iter(self._lengths)) if len(self._lengths) == 1 else None
 
 
-def length_of(batch: Any) -> int | None:
+def sequence_length(batch: Any) -> int | None:
     """T where the batch is sequences of whole numbers, shaped (B, T): its "input_ids", or its first tensor."""
     if isinstance(batch, Tensor):
         first: Tensor | None = batch

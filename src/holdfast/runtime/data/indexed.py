@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
-from holdfast.runtime.data.epochs import epoch_setters, samplers, standing_epoch
+from holdfast.runtime.data.epochs import current_epoch, epoch_setters, samplers
 from holdfast.runtime.data.order import Asked, Feed, Order
 from holdfast.runtime.data.resume import VERSION, Here, changes, left_of, refuse_foreign, resume_order, settle_ahead
 from holdfast.runtime.data.source import Draw, EpochEnd, Position
@@ -63,7 +63,7 @@ class IndexedSource:
         self._before_iter, self._on_exclusion = before_iter, on_exclusion
         self._asked = Asked(loader)
         self._single = self._asked.single
-        self._setters, self._base_epoch = epoch_setters(loader), standing_epoch(loader)
+        self._setters, self._base_epoch = epoch_setters(loader), current_epoch(loader)
         found = [getattr(holder, "generator", None) for holder in (loader, *samplers(loader))]
         own = {id(g): g for g in found if isinstance(g, torch.Generator)}
         self._here = Here(self._asked, rng, list(own.values()))
@@ -92,7 +92,7 @@ class IndexedSource:
         self._untold = 0
         """epochs that have ended and have to be told of again; going back makes them end again"""
 
-    def extend(self, epochs: int | None) -> None:
+    def allow_epochs(self, epochs: int | None) -> None:
         """Allow this many further epochs from the one it stands in, or no end.
 
         A resumed run whose loop asks for one epoch at a time is first asked for those that an earlier life has had.
@@ -158,7 +158,7 @@ class IndexedSource:
         while True:
             if self._iterator is None:
                 if self._last is not None and self._order.epoch >= self._last:
-                    self.tell()
+                    self.emit_epoch_ends()
                     raise StopIteration
                 self._open()
             # A loader of the user's own kind may load one batch ahead: then a step begins here, not where it was loaded.
@@ -177,14 +177,14 @@ class IndexedSource:
             begin = Position(self._order.epoch, issued.k, issued.span.start)
             self._order.reached(issued.k + 1)
             self._empty_epochs = 0
-            self.tell()
+            self.emit_epoch_ends()
             samples = count_samples(batch) or 1 if self._single else len(issued.ids)
             return Draw(batch, issued.span, issued.ids, samples, at, begin, rng or issued.rng)
 
-    def untell(self, epochs: int) -> None:
+    def defer_epoch_ends(self, epochs: int) -> None:
         self._untold += epochs
 
-    def tell(self) -> None:
+    def emit_epoch_ends(self) -> None:
         for epoch in range(self._order.epoch - self._untold, self._order.epoch):
             self._on_epoch_end(epoch)
         self._untold = 0
@@ -211,18 +211,18 @@ class IndexedSource:
 
     # ---- back, and past
 
-    def serve_again(self, draws: list[Draw]) -> str | None:
+    def requeue(self, draws: list[Draw]) -> str | None:
         """The next `draw` gives these batches again, loaded anew. Never fails here."""
         self.seek(draws[0].begin)
         return None
 
-    def rewound_to(self, draw: Draw) -> RngState | None:
+    def rewind_to(self, draw: Draw) -> RngState | None:
         """Where the random streams stood right before the batch was loaded."""
         return draw.rng
 
-    def remembers(self, position: Position) -> bool:
+    def can_seek(self, position: Position) -> bool:
         """Whether `seek` can go there by what is on record."""
-        epoch, batch = self.place(position)
+        epoch, batch = self.locate(position)
         order = self._orders.get(epoch)
         return position == self._beginning or (order is not None and order.remembers(batch))
 
@@ -232,7 +232,7 @@ class IndexedSource:
             self._orders = {self._begins: self._new_order(self._begins)}
             # Persistent workers are started anew too: starting them draws their seed.
             self._loader._iterator, self._quietly = None, self._used_before
-        epoch, cursor = self.place(position)
+        epoch, cursor = self.locate(position)
         order = self._orders.get(epoch)
         if order is None:
             raise DataError(f"cannot go back to epoch {position.epoch}: its order is no longer on record")
@@ -243,7 +243,7 @@ class IndexedSource:
         self._order, self._cursor, self._at = order, cursor, position
         self._again, self._untold = order.begun, 0
 
-    def place(self, position: Position) -> tuple[int, int]:
+    def locate(self, position: Position) -> tuple[int, int]:
         """The epoch and the batch that come after a position."""
         return (self._begins, 0) if position == self._beginning else (position.epoch, position.batch)
 
@@ -303,7 +303,7 @@ class IndexedSource:
 
     def exclude(self, start: Position, batches: int, reason: str) -> None:
         """Quarantine `batches` batches from `start` on, into epochs that have not begun if need be."""
-        epoch, first = self.place(start)
+        epoch, first = self.locate(start)
         order = self._orders.get(epoch)
         if order is None or not order.begun:
             self._quarantine.add_ahead(epoch, first, batches, reason)

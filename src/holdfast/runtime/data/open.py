@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from holdfast.core.base.errors import DataError, HoldfastWarning
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.indexed import IndexedSource, OnExclusion
-from holdfast.runtime.data.source import EpochEnd, Source
+from holdfast.runtime.data.source import BatchSource, EpochEnd
 from holdfast.runtime.data.stream import StreamSource
 from holdfast.runtime.state.rng import Rng
 
@@ -29,7 +29,7 @@ def open_source(
     before_iter: Callable[[], None],
     on_exclusion: OnExclusion,
     in_step: bool = False,
-) -> Source:
+) -> BatchSource:
     """The source for a loader. Draws nothing. in_step: other ranks draw as many batches of as many samples."""
     if isinstance(loader, Iterator):
         raise DataError(

@@ -68,7 +68,7 @@ class StreamSource:
         """how the epoch it draws from began"""
         self._latest: Draw | None = None
 
-    def extend(self, epochs: int | None) -> None:
+    def allow_epochs(self, epochs: int | None) -> None:
         """Allow this many further epochs from the one it stands in, or no end.
 
         A resumed run whose loop asks for one epoch at a time is first asked for those that an earlier life has had.
@@ -112,10 +112,10 @@ class StreamSource:
             self._told += 1
             self._on_epoch_end(self._told - 1)
 
-    def untell(self, epochs: int) -> None:
+    def defer_epoch_ends(self, epochs: int) -> None:
         self._told -= epochs
 
-    def tell(self) -> None:
+    def emit_epoch_ends(self) -> None:
         self._tell(self._epoch)
 
     def _begin_epoch(self) -> None:
@@ -136,7 +136,7 @@ class StreamSource:
             if isinstance(self._loader, DataLoader) and not self._loader.persistent_workers:
                 torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
 
-    def rewound_to(self, draw: Draw) -> RngState | None:
+    def rewind_to(self, draw: Draw) -> RngState | None:
         """The run goes back to right before this batch, and the random streams to what is returned, if they can."""
         self._told = min(self._told, draw.span.epoch)
         if draw.rng is None or draw.begin.batch < self._opaque:
@@ -149,7 +149,7 @@ class StreamSource:
             if self._iterator is None:
                 if self._last is not None and self._epoch >= self._last:
                     self._seed_again(self._epoch - 1)
-                    self.tell()
+                    self.emit_epoch_ends()
                     raise StopIteration
                 self._begin_epoch()
             assert self._iterator is not None
@@ -185,14 +185,14 @@ class StreamSource:
         self._iterator = None
         self._epoch += 1
 
-    def serve_again(self, draws: list[Draw]) -> str | None:
+    def requeue(self, draws: list[Draw]) -> str | None:
         """Give these batches again; says why not where one of them has been changed in place since."""
         if any(draw.marks != marks(draw.batch) for draw in draws):
             return "a batch of this stream was modified in place and cannot be served again; it is dropped"
         self._held.extendleft(reversed(draws))
         return None
 
-    def remembers(self, position: Position) -> bool:
+    def can_seek(self, position: Position) -> bool:
         """Always: it does not go back, whatever the position."""
         return True
 
@@ -270,7 +270,7 @@ class StreamSource:
         self._given.clear()
         return notes
 
-    def place(self, position: Position) -> tuple[int, int]:
+    def locate(self, position: Position) -> tuple[int, int]:
         """The epoch, and the batch counted over all epochs, that come after a position."""
         return position.epoch, position.batch
 

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.types import Outcome, Signal, Span, Status
-from holdfast.runtime.data.epochs import epoch_setters, standing_epoch
+from holdfast.runtime.data.epochs import current_epoch, epoch_setters
 from holdfast.runtime.data.source import Draw, Position
 from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.ports.hooks import Hooks
@@ -50,7 +50,7 @@ class OffRun:
 
     def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
         if loader is not self._loader:
-            self._loader, self._batches, self._epoch = loader, None, standing_epoch(loader)
+            self._loader, self._batches, self._epoch = loader, None, current_epoch(loader)
         self._left = None if epochs is None else epochs + (self._batches is not None)
         self.exhausted = False
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.checksum import look
-from holdfast.runtime.tensors.inspect import strided
-from holdfast.runtime.tensors.named_params import part_of
+from holdfast.runtime.tensors.checksum import checksum_and_finite
+from holdfast.runtime.tensors.inspect import dense_parts
+from holdfast.runtime.tensors.named_params import local_part
 
 
 class Sums(NamedTuple):
@@ -36,14 +36,14 @@ class Sums(NamedTuple):
 
 def sums_of(tensors: Mapping[str, Tensor]) -> Sums:
     """Where most of the state lies on a device, what lies on the host (step counts) is sent there, without waiting."""
-    parts = {name: part_of(value) for name, value in tensors.items()}
+    parts = {name: local_part(value) for name, value in tensors.items()}
     devices = list(dict.fromkeys(part.device for part in parts.values())) or [torch.device("cpu")]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     names: list[str] = []
     values = []
     for device in devices:
         here = parts if len(devices) == 1 else {name: part for name, part in parts.items() if part.device == device}
-        seen = look(here, finite=False)
+        seen = checksum_and_finite(here, finite=False)
         names += seen.names
         values.append(_move(seen.sums, home))
     return Sums(names, torch.cat(values), {name: _stamp(tensors[name]) for name in names})
@@ -53,7 +53,7 @@ def _stamp(value: Tensor) -> tuple[int, ...] | None:
     """Where it lies, and the counts of writes in place: a DTensor's own, and that of the tensor inside it."""
     try:
         inner = getattr(value, "_local_tensor", value)
-        where = inner if inner.layout is torch.strided else strided(inner)[-1]
+        where = inner if inner.layout is torch.strided else dense_parts(inner)[-1]
         return where.data_ptr(), value._version, inner._version
     except RuntimeError:  # made in inference mode: writes are not counted
         return None

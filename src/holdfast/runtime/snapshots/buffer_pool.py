@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.runtime.snapshots.layout import Layout, Row
 from holdfast.runtime.tensors import checksum as bits
 
-Beside: TypeAlias = Callable[[dict[str, Tensor]], bits.Seen]
+Beside: TypeAlias = Callable[[dict[str, Tensor]], bits.Checksums]
 AHEAD = 1
 """blocks made before anybody asks for them, where making one takes time"""
 
@@ -79,7 +79,7 @@ class Block:
         _copy([self.views[i] for i in batch], [sources[i] for i in batch])
 
     @torch.no_grad()
-    def pour(self, targets: Sequence[Tensor], beside: Beside | None = None) -> list[bits.Seen]:
+    def pour(self, targets: Sequence[Tensor], beside: Beside | None = None) -> list[bits.Checksums]:
         """The way back, into tensors that the layout fits: all of it is enqueued, and nothing waited for. Returns a look at
         those that were looked at on their way. `beside`: who may look at some while the last ones are under way."""
         layout, looked = self.layout, []
@@ -95,7 +95,7 @@ class Block:
         for device, here in layout.on.items():
             if layout.home is None:
                 live = {layout.names[i]: targets[i] for i in here}
-                if (seen := bits.bring(live, [self.views[i] for i in here])) is not None:
+                if (seen := bits.copy_and_checksum(live, [self.views[i] for i in here])) is not None:
                     looked.append(seen)
                     continue
             for batch in layout.together:

@@ -63,7 +63,7 @@ class Copier:
             # Of the stream that writes to it, so that it is not given away while that is still at it.
             with torch.cuda.stream(self._stream(home)) if home.type == "cuda" else contextlib.nullcontext():
                 found[home] = torch.empty(size, dtype=torch.uint8, device=home)
-                bits.prepare_to_bring(home, layout.dtypes)
+                bits.compile_copy_kernel(home, layout.dtypes)
                 for _, row in (each for each in layout.rows if each[0] == home):
                     found[home][row.start : row.start + row.nbytes].zero_()
         return Block(layout, found)
@@ -183,7 +183,7 @@ class Copier:
         stream = self._stream(device, "look")
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            found = bits.look(here)
+            found = bits.checksum_and_finite(here)
             looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
             for value in here.values():
                 value.record_stream(stream)
@@ -197,15 +197,15 @@ class Copier:
         afterwards waits for the look."""
         used: list[tuple[torch.cuda.Stream, torch.cuda.Stream]] = []
 
-        def look(tensors: dict[str, Tensor]) -> bits.Seen:
+        def look(tensors: dict[str, Tensor]) -> bits.Checksums:
             device = next(iter(tensors.values())).device
             if device.type != "cuda":
-                return bits.look(tensors)
+                return bits.checksum_and_finite(tensors)
             stream, training = self._stream(device, "look"), torch.cuda.current_stream(device)
             stream.wait_stream(training)
             used.append((training, stream))
             with torch.cuda.stream(stream):
-                return bits.look(tensors)
+                return bits.checksum_and_finite(tensors)
 
         try:
             yield look
@@ -283,7 +283,7 @@ class Copier:
             worker.shutdown(wait=True)
 
 
-def seen(tensors: Mapping[str, Tensor], looked: Sequence[bits.Seen] = ()) -> tuple[Sums, list[str]]:
+def seen(tensors: Mapping[str, Tensor], looked: Sequence[bits.Checksums] = ()) -> tuple[Sums, list[str]]:
     """The sums of all of them, and the names of those that may hold NaN or Inf. One wait for each device. `looked`: a look
     at some of them, enqueued already."""
     devices: dict[torch.device, dict[str, Tensor]] = {}
@@ -291,7 +291,7 @@ def seen(tensors: Mapping[str, Tensor], looked: Sequence[bits.Seen] = ()) -> tup
     for name, value in tensors.items():
         if value.layout is torch.strided and name not in known:
             devices.setdefault(value.device, {})[name] = value
-    looks = [*looked, *(bits.look(here) for here in devices.values())]
+    looks = [*looked, *(bits.checksum_and_finite(here) for here in devices.values())]
     odd = {name: value for name, value in tensors.items() if value.layout is not torch.strided}
     sums, doubtful = checksums(odd), list(odd)
     for look in looks:

@@ -13,7 +13,7 @@ from torch import Tensor
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.buffer_pool import Block
 from holdfast.runtime.snapshots.device_staging import Times
-from holdfast.runtime.tensors.inspect import sound
+from holdfast.runtime.tensors.inspect import known_finite
 
 
 class Look(NamedTuple):
@@ -110,7 +110,7 @@ class Copy:
         if self.block is None:
             return set()
         layout = self.block.layout
-        rows = [row for home, row in layout.rows if sound(self.block.row(home, row))]
+        rows = [row for home, row in layout.rows if known_finite(self.block.row(home, row))]
         return {layout.names[i] for row in rows for i in row.members}
 
     def result(self) -> CopyInspection:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.tensors.nested_state import Slot, split
+from holdfast.runtime.tensors.nested_state import TensorSlot, split_tensors
 
 PART = "part."
 """what the names of tensors that stood among the parts begin with"""
@@ -17,7 +17,7 @@ PART = "part."
 
 def encode(parts: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """The parts as text; tensors among them go to `tensors`. RunDirError for what JSON cannot hold."""
-    return json.dumps(_encode(split(parts, PART.rstrip("."), tensors)))
+    return json.dumps(_encode(split_tensors(parts, PART.rstrip("."), tensors)))
 
 
 def decode(text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def decode(text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _encode(value: Any) -> Any:
     """JSON that keeps tuples, keys that are no strings, positions, and the places of tensors."""
-    if isinstance(value, Slot):
+    if isinstance(value, TensorSlot):
         return {"$tensor": value.name}
     if isinstance(value, Position):
         return {"$position": list(value)}
@@ -59,7 +59,7 @@ def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return value
     if "$tensor" in value:
         name = value["$tensor"]
-        return tensors[name] if name.startswith(PART) else Slot(name)
+        return tensors[name] if name.startswith(PART) else TensorSlot(name)
     if "$position" in value:
         return Position(*value["$position"])
     if "$tuple" in value:

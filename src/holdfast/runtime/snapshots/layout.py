@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.named_params import PLAIN
+from holdfast.runtime.tensors.named_params import PLAIN_TYPES
 
 SMALL = 256 << 10
 PACKED = 64 << 20
@@ -235,7 +235,7 @@ def _batches(values: Sequence[Tensor], here: list[int]) -> list[list[int]]:
 
 
 def _lies_flat(value: Tensor) -> bool:
-    return type(value) in PLAIN and value.layout is torch.strided and not value.is_quantized
+    return type(value) in PLAIN_TYPES and value.layout is torch.strided and not value.is_quantized
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

@@ -60,7 +60,7 @@ class Room:
             self._unprepared = False
             if self._ring.enabled and self._on_host:
                 self._copier.layout("heavy", self._state.heavy())
-                self._copier.prepare(self._ring.most())
+                self._copier.prepare(self._ring.max_snapshots())
 
     # ---- in
 
@@ -79,7 +79,7 @@ class Room:
             self._copier.retire("heavy", on_host=False)  # what lies there for later use would be missed elsewhere
             copy = self._copier.start(tensors, live=True)
         if not self._unprepared:
-            self._copier.prepare(self._ring.most())
+            self._copier.prepare(self._ring.max_snapshots())
         if copy.block is not None:
             said.append(self._once(copy.block.note))
         said += map(self._once, self._copier.notes())
@@ -87,7 +87,7 @@ class Room:
 
     def _make(self, on_host: bool) -> str | None:
         """Where there are as many copies as there may be, wait until one that has left the ring is read no more."""
-        most = self._ring.most() + 1 if self._ring.enabled else 2
+        most = self._ring.max_snapshots() + 1 if self._ring.enabled else 2
         self.let_go()
         waited = False
         copier = self._copier

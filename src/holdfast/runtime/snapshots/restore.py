@@ -52,7 +52,7 @@ class Pairs:
         self._lists.clear()
 
 
-class Returning:
+class Restorer:
     """One run's way back."""
 
     def __init__(self, state: RunState, copier: Copier, rng: Rng) -> None:
@@ -61,7 +61,7 @@ class Returning:
         """whose tensors are in place and proven; the rest is not back yet"""
         self._written_to: set[torch.device] = set()
         """the devices that tensors are being put back on"""
-        self.unsound = False
+        self.is_partial = False
         """some of the state has been put back, and not all of it"""
 
     def why_not(self, snapshot: Snapshot) -> str | None:
@@ -130,7 +130,7 @@ class Returning:
             self._put_tensors(snapshot.light, tensors, snapshot, self._as_they_came(snapshot))
         self._finish(snapshot.light, tensors, snapshot.rng)
 
-    def put_back(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
+    def restore_saved(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         """The same from parts that another process may have saved; without random streams they stay where they are."""
         self._put_tensors(light, tensors, None, None)
         self._finish(light, tensors, rng)
@@ -150,14 +150,14 @@ class Returning:
         tensors: dict[str, Tensor] | None,
         snapshot: Snapshot | None,
         heavy: dict[str, Tensor] | None,
-    ) -> tuple[dict[str, Tensor], list[bits.Seen]]:
+    ) -> tuple[dict[str, Tensor], list[bits.Checksums]]:
         """Every tensor that training or forward moves, and what is frozen. Returns them, by the names that they were saved
         under, and a look at those that were looked at on their way. `heavy`: what `_as_they_came` says; `tensors`: all of
         the snapshot's own, or None where nobody has asked."""
         self._copier.wait()
-        self.unsound = True
+        self.is_partial = True
         pairs = Pairs()
-        looked: list[bits.Seen] = []
+        looked: list[bits.Checksums] = []
         if heavy is not None:
             assert snapshot is not None and snapshot.copy.block is not None
             with self._copier.beside() as beside:
@@ -191,7 +191,7 @@ class Returning:
             self._rng.restore(rng)
         for device in {*self._written_to, *(v.device for v in named.values() if v.is_cuda)}:
             torch.cuda.current_stream(device).synchronize()  # what was copied from may be used again
-        self._there, self.unsound = None, False
+        self._there, self.is_partial = None, False
 
 
 def _alike(saved: Tensor, live: Tensor) -> bool:

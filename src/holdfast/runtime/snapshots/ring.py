@@ -22,7 +22,7 @@ class Ring:
 
     def __init__(self, config: SnapshotSection, neighbours: int = 1, devices: Collection[torch.device] = ()) -> None:
         self._config = config
-        self.every = config.every_steps
+        self.every_steps = config.every_steps
         self.enabled = config.enabled
         self._kept: list[Snapshot] = []
         on_cuda = [d for d in devices if d.type == "cuda"]
@@ -37,31 +37,31 @@ class Ring:
         return len(self._kept)
 
     def due(self, step: int) -> bool:
-        return self.enabled and step % self.every == 0
+        return self.enabled and step % self.every_steps == 0
 
     def levels(self) -> int:
-        return max(1, math.ceil(math.log2(max(1.0, self._config.reach_steps / self.every))) + 1)
+        return max(1, math.ceil(math.log2(max(1.0, self._config.reach_steps / self.every_steps))) + 1)
 
-    def most(self) -> int:
+    def max_snapshots(self) -> int:
         """How many snapshots are alive at once at the most: two of the finest cadence and one more of every coarser one,
         the last good one and the one being made."""
         return self.levels() + 3
 
     def budget(self, nbytes: int, shared: int = 0) -> str | None:
         """Fit the ring into memory, given the size of one snapshot and of what all share; what had to give, or None."""
-        before, room = self.every, self._budget - shared
-        while self.most() * nbytes > room and self.every < self._config.reach_steps:
-            self.every *= 2
+        before, room = self.every_steps, self._budget - shared
+        while self.max_snapshots() * nbytes > room and self.every_steps < self._config.reach_steps:
+            self.every_steps *= 2
         takes = f"a snapshot takes {nbytes / 1e9:.2f} GB"
         takes += f", what is frozen {shared / 1e9:.2f} GB," if shared else ""
         takes += f" and {self._budget / 1e9:.2f} GB of {self._where} memory are allowed"
-        if self.most() * nbytes > room:
+        if self.max_snapshots() * nbytes > room:
             self.enabled = False
             return f"{takes}: snapshots are off and nothing can be rolled back; raise [snapshot] memory_gb" + (
                 ', or set place = "host"' if self._where == "device" else ""
             )
-        if self.every != before:
-            return f"{takes}: one every {self.every} steps instead of every {before}"
+        if self.every_steps != before:
+            return f"{takes}: one every {self.every_steps} steps instead of every {before}"
         return None
 
     def add(self, snapshot: Snapshot) -> list[Snapshot]:
@@ -72,7 +72,7 @@ class Ring:
     def _prune(self, newest: int) -> list[Snapshot]:
         wanted: set[int] = set()
         for level in range(self.levels()):
-            spacing = self.every * 2**level
+            spacing = self.every_steps * 2**level
             last = newest // spacing * spacing
             wanted |= {last, last - spacing}
         good = [s for s in self._kept if s.health is Health.GOOD]

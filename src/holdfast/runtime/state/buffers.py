@@ -38,7 +38,7 @@ class Pack(NamedTuple):
 Packs = list[tuple[Pack, Tensor]]
 
 
-class Capture:
+class BufferCapture:
     """Copies of all buffers, as of one moment. Never changed afterwards."""
 
     def __init__(self, single: Sequence[Tensor | None], packs: Packs) -> None:
@@ -96,7 +96,7 @@ class _Together:
         return [module._buffers.get(key) for _, module, key in self._where]  # type: ignore[misc]
 
 
-class Buffers:
+class ModuleBuffers:
     """Every buffer of the modules, by module and name, so that one that forward rebinds is followed."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -126,7 +126,7 @@ class Buffers:
         """What this rank has of the buffers as they are, by full name."""
         return {name: local(value) for name, value in self.whole().items()}
 
-    def capture(self) -> Capture:
+    def capture(self) -> BufferCapture:
         """Copies as of now. A capture is never changed afterwards."""
         if not self._places:
             return _NONE
@@ -137,7 +137,7 @@ class Buffers:
                 packs = self._together.copy()
                 assert packs is not None, "nobody has changed anything meanwhile"
             settled = [self._copy(i) for i in self._single]
-        captured = Capture(list(self._copies), packs)
+        captured = BufferCapture(list(self._copies), packs)
         if any(settled):
             self._regroup()
         return captured
@@ -169,7 +169,7 @@ class Buffers:
             self._copies[i] = self._seen[i] = None
 
     @torch.no_grad()
-    def restore(self, capture: Capture) -> None:
+    def restore(self, capture: BufferCapture) -> None:
         """Put every buffer back to what it was at `capture`."""
         for (_, module, key), saved in zip(self._places, capture.tensors(), strict=True):
             value = module._buffers.get(key)
@@ -184,15 +184,15 @@ class Buffers:
                 module._buffers[key] = saved.clone()
         self._seen = [None] * len(self._places)
 
-    def as_named(self, capture: Capture) -> dict[str, Tensor]:
+    def as_named(self, capture: BufferCapture) -> dict[str, Tensor]:
         return {name: c for (name, _, _), c in zip(self._places, capture.tensors(), strict=True) if c is not None}
 
-    def from_named(self, tensors: dict[str, Tensor]) -> Capture:
+    def from_named(self, tensors: dict[str, Tensor]) -> BufferCapture:
         """A capture from host copies by name; what a name lacks was None."""
-        return Capture([tensors.get(name) for name, _, _ in self._places], [])
+        return BufferCapture([tensors.get(name) for name, _, _ in self._places], [])
 
 
-_NONE = Capture((), [])
+_NONE = BufferCapture((), [])
 
 
 def _shapes(tensors: list[Tensor]) -> list[torch.Size]:

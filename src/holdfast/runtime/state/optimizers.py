@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from holdfast.runtime.tensors.named_params import PLAIN, same
-from holdfast.runtime.tensors.nested_state import Put, at_once, join, split
+from holdfast.runtime.tensors.named_params import PLAIN_TYPES, same_objects
+from holdfast.runtime.tensors.nested_state import WriteTensor, join_tensors, split_tensors, write_now
 from holdfast.runtime.tensors.sharded import is_sharded, local
 
 
@@ -63,7 +63,7 @@ class Optimizers:
         listed: list[Tensor] = []
         for optimizer in self.all:
             listed += parameters_of(optimizer)
-        if not same(listed, self._listed):
+        if not same_objects(listed, self._listed):
             self._listed = listed
             self._each = list({id(p): p for p in listed}.values())
             self._ids = frozenset(map(id, listed))
@@ -131,7 +131,7 @@ class Optimizers:
         found: dict[str, Tensor] = {}
         rest = [
             [
-                split({k: v for k, v in group.items() if k != "params"}, f"group.{i}.{n}", found)
+                split_tensors({k: v for k, v in group.items() if k != "params"}, f"group.{i}.{n}", found)
                 for n, group in enumerate(optimizer.param_groups)
             ]
             for i, optimizer in enumerate(self.all)
@@ -152,7 +152,7 @@ class Optimizers:
         return [len(g) for g in groups] == [len(o.param_groups) for o in self.all]
 
     @torch.no_grad()
-    def put_back(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: Put) -> None:
+    def put_back(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: WriteTensor) -> None:
         """Back to the saved state, in place, through `put`; state that did not exist then is removed."""
         for optimizer, state in zip(self.all, states, strict=True):
             parameters = parameters_of(optimizer)
@@ -165,7 +165,7 @@ class Optimizers:
                 owner = key if isinstance(key, Tensor) else None
                 device = None if owner is None else owner.device
                 scalars = device if id(key) in counted else None
-                optimizer.state[key] = join(
+                optimizer.state[key] = join_tensors(
                     skeleton, tensors, optimizer.state.get(key), device, scalars=scalars, owner=owner, put=put
                 )
 
@@ -173,16 +173,16 @@ class Optimizers:
         """Group options back to what they were."""
         for optimizer, saved in zip(self.all, groups, strict=True):
             for group, options in zip(optimizer.param_groups, saved, strict=True):
-                group.update(join(options, tensors, group, None, put=at_once))
+                group.update(join_tensors(options, tensors, group, None, put=write_now))
 
     def split_own(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What an optimizer keeps as plain attributes of its own (counts, slow weights), not copied."""
-        return [split(self._own(o), f"own.{i}", tensors) for i, o in enumerate(self.all)]
+        return [split_tensors(self._own(o), f"own.{i}", tensors) for i, o in enumerate(self.all)]
 
     def join_own(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         for optimizer, values in zip(self.all, saved, strict=True):
             own = vars(optimizer)
-            own.update({k: join(v, tensors, own.get(k), None, put=at_once) for k, v in values.items()})
+            own.update({k: join_tensors(v, tensors, own.get(k), None, put=write_now) for k, v in values.items()})
 
     def _own(self, optimizer: Optimizer) -> dict[str, Any]:
         own = {k: v for k, v in vars(optimizer).items() if k not in _TORCHS}
@@ -211,7 +211,7 @@ class _States:
     def split(self, tensors: dict[str, Tensor]) -> dict[Any, Any]:
         listed, state = parameters_of(self._optimizer), self._optimizer.state
         made = self._made
-        if made is not None and same(listed, self._listed) and same(list(state), made.keys):
+        if made is not None and same_objects(listed, self._listed) and same_objects(list(state), made.keys):
             shelves = list(state.values())
             values = [v for shelf in shelves for v in shelf.values()]
             alike = len(values) == len(made.paths) and all(map(eq, map(tuple, shelves), made.names))
@@ -226,7 +226,7 @@ class _States:
         index = {id(p): n for n, p in enumerate(self._listed)}
         found: dict[str, Tensor] = {}
         self._rest = {
-            index.get(id(key), key): split(value, f"{self._name}.{index.get(id(key), key)}", found)
+            index.get(id(key), key): split_tensors(value, f"{self._name}.{index.get(id(key), key)}", found)
             for key, value in self._optimizer.state.items()
             if value
         }
@@ -235,7 +235,7 @@ class _States:
         self._made = None
         if all(type(shelf) is dict for shelf in shelves):
             values = [v for shelf in shelves for v in shelf.values()]
-            if len(found) == len(values) and all(type(v) in PLAIN or is_sharded(v) for v in values):
+            if len(found) == len(values) and all(type(v) in PLAIN_TYPES or is_sharded(v) for v in values):
                 self._made = _Made(keys, list(map(tuple, shelves)), list(map(type, [*shelves, *values])), list(found))
 
 

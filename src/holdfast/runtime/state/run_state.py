@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from holdfast.core.base.errors import SetupError
 from holdfast.runtime.ports.checkpoint_store import FindTarget
-from holdfast.runtime.state.buffers import Buffers, Capture
+from holdfast.runtime.state.buffers import BufferCapture, ModuleBuffers
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import Interventions, Schedulers
 from holdfast.runtime.state.wrappers import bare, hands_out, set_hands_out
 from holdfast.runtime.tensors import checksum as bits
-from holdfast.runtime.tensors.inspect import fingerprint, first_nonfinite, nbytes, nonfinite
-from holdfast.runtime.tensors.named_params import PLAIN, Members, part_of, same
-from holdfast.runtime.tensors.nested_state import Put, Slot, at_once, join, split
+from holdfast.runtime.tensors.inspect import bit_checksum, first_nonfinite, nbytes, nonfinite_mask
+from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
+from holdfast.runtime.tensors.nested_state import TensorSlot, WriteTensor, join_tensors, split_tensors, write_now
 from holdfast.runtime.tensors.sharded import Followed, gathering, is_sharded, local, reshard
 
 
@@ -47,7 +47,7 @@ class _Divided(NamedTuple):
 
 
 class RunState:
-    """The parts, by name. `heavy` and `light` take them apart, `put_back` and `join` put them back bit for bit.
+    """The parts, by name. `heavy` and `light` take them apart, `put_back` and `join_tensors` put them back bit for bit.
 
     Of what is sharded, this rank's part is all that is ever looked at, copied or written to: no rank waits for another.
     """
@@ -67,8 +67,8 @@ class RunState:
         self.schedulers = schedulers
         self.scaler = scaler
         self.interventions = Interventions()
-        self.buffers = Buffers(self.modules)
-        self._members = Members(self.modules)
+        self.buffers = ModuleBuffers(self.modules)
+        self._members = NamedParams(self.modules)
         self._divided = _Divided([], [], 0, [], [], [])
         self._registered: dict[str, Any] = {}
         self.apart: set[str] = set()
@@ -85,7 +85,7 @@ class RunState:
     def _intend(self, tensors: dict[str, Tensor]) -> None:
         """A mask of -inf is non-finite by intent: what is not trained may be so where it was from the start."""
         for name, value in tensors.items():
-            bad = nonfinite(value)
+            bad = nonfinite_mask(value)
             if bad is not None and bool(bad.any()):
                 self._intended[name] = bad.cpu()
 
@@ -153,15 +153,15 @@ class RunState:
     def heavy_as_in(self, rest: dict[str, Any]) -> dict[str, Tensor] | None:
         """The same, where optimizer state is made of the same parts as it was then, and of tensors alone."""
         tensors, state = self._heavy()
-        return tensors if same(rest["optimizer_state"], state) else None
+        return tensors if same_objects(rest["optimizer_state"], state) else None
 
     def _heavy(self) -> tuple[dict[str, Tensor], list[dict[Any, Any]]]:
         divided = self._parameters()
         tensors: dict[str, Tensor] = dict(zip(divided.names, divided.trained, strict=True))
         state = self.optimizers.split_state(tensors)
-        if set(map(type, tensors.values())).issubset(PLAIN):
+        if set(map(type, tensors.values())).issubset(PLAIN_TYPES):
             return tensors, state
-        return {name: part_of(value) for name, value in tensors.items()}, state
+        return {name: local_part(value) for name, value in tensors.items()}, state
 
     def light(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
@@ -187,7 +187,7 @@ class RunState:
         for name in names:
             thing = self._registered[name]
             state = self._tensors(name, thing) if isinstance(thing, nn.Module) else thing.state_dict()
-            rest[name] = split(state, f"registered.{name}", tensors)
+            rest[name] = split_tensors(state, f"registered.{name}", tensors)
         return rest
 
     def _tensors(self, name: str, module: nn.Module) -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ class RunState:
         for name, value in current.items():
             if name not in self._frozen:
                 self._frozen[name] = value.to("cpu", copy=True)
-                self._prints[name] = int(fingerprint(self._frozen[name]))
+                self._prints[name] = int(bit_checksum(self._frozen[name]))
         return {f"frozen.{name}": self._frozen[name] for name in current}
 
     def thawed(self, prints: Mapping[str, int]) -> str | None:
@@ -255,7 +255,7 @@ class RunState:
     def spoilt(self, frozen: dict[str, Tensor]) -> str | None:
         """The first of the shared copies that does not hold what it held when it was made, or None."""
         for name, copied in frozen.items():
-            if int(fingerprint(copied)) != self.print_of(name):
+            if int(bit_checksum(copied)) != self.print_of(name):
                 return name
         return None
 
@@ -266,24 +266,26 @@ class RunState:
         return sum(map(nbytes, own.values())), sum(map(nbytes, self._frozen_parts().values()))
 
     @torch.no_grad()
-    def put_back(self, rest: dict[str, Any], tensors: dict[str, Tensor], put: Put, *, heavy: bool = True) -> None:
+    def put_back(
+        self, rest: dict[str, Any], tensors: dict[str, Tensor], put: WriteTensor, *, heavy: bool = True
+    ) -> None:
         """The tensors that training moves, of the modules and of the optimizers, through `put`, in place. Without what is
         `heavy`: that has been seen to already."""
         divided = self._parameters()
         if heavy:
             for name, p in zip(divided.names, divided.trained, strict=True):
                 saved = name if name in tensors else f"frozen.{name.removeprefix('model.')}"
-                put(saved, part_of(p), tensors[saved])
+                put(saved, local_part(p), tensors[saved])
             self.optimizers.put_back(rest["optimizer_state"], tensors, put)
         for name, p in divided.frozen:
             saved = f"frozen.{name}" if f"model.{name}" not in tensors else f"model.{name}"
-            put(saved, part_of(p), tensors[saved])
+            put(saved, local_part(p), tensors[saved])
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
                 current = self._tensors(name, thing)
                 for key, kept in rest["registered"][name].items():
-                    if isinstance(kept, Slot):
-                        put(kept.name, part_of(current[key]), tensors[kept.name])
+                    if isinstance(kept, TensorSlot):
+                        put(kept.name, local_part(current[key]), tensors[kept.name])
                     else:  # a sparse one
                         local(current[key]).copy_(kept)
 
@@ -301,7 +303,7 @@ class RunState:
                 reshard(thing)
             else:
                 saved = rest["registered"][name]
-                thing.load_state_dict(join(saved, tensors, thing.state_dict(), None, put=at_once))
+                thing.load_state_dict(join_tensors(saved, tensors, thing.state_dict(), None, put=write_now))
         self.let_go()
         for (_, module), flag in zip(self.given, rest.get("wrapped", ()), strict=False):
             set_hands_out(module, flag)
@@ -317,7 +319,7 @@ class RunState:
         if (why := self.fits_but_tensors(rest)) is not None:
             return why
         for name, parameter in self._named():
-            p = parameter if whole else part_of(parameter)
+            p = parameter if whole else local_part(parameter)
             saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
             if saved is None:
                 return f"parameter {name} was not there then"
@@ -353,7 +355,7 @@ class RunState:
         kind, _, own = name.partition(".")
         return self._intended.get(f"frozen.{own}" if kind == "model" else name)
 
-    def nonfinite(self, buffers: Capture) -> str | None:
+    def nonfinite(self, buffers: BufferCapture) -> str | None:
         """The first tensor of the state that holds NaN or Inf where it should not. Waits for the device.
 
         Buffers are looked at as they were at `buffers`: a bad batch has moved them, and moving them back undoes that.
@@ -369,8 +371,8 @@ def _prints(frozen: dict[str, Tensor]) -> dict[str, Tensor]:
     for device in {value.device for value in frozen.values()}:
         here = {name: value for name, value in frozen.items() if value.device == device}
         if device.type == "cpu":
-            found.update({name: fingerprint(value) for name, value in here.items()})
+            found.update({name: bit_checksum(value) for name, value in here.items()})
         else:
-            seen = bits.look(here, finite=False)
+            seen = bits.checksum_and_finite(here, finite=False)
             found.update(zip(seen.names, seen.sums.unbind(), strict=True))
     return found

@@ -84,7 +84,7 @@ class Leaving:
         step.clip = self._max_norm()
         factor = state.interventions.factor()
         step.lr = state.optimizers.lr() * factor
-        run.keeper.before_update()
+        run.snapshots.wait_for_copies()
         if self.hooked:  # they may have evaluated, and FSDP2 keeps what it gathered for that
             self.hooked = False
             state.let_go()

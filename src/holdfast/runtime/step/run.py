@@ -23,7 +23,7 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.runtime.agree.coordinator import Meeting
 from holdfast.runtime.checkpoint.manager import END, Checkpoints
-from holdfast.runtime.data.source import Position, Source
+from holdfast.runtime.data.source import BatchSource, Position
 from holdfast.runtime.guard.setup import devices_of
 from holdfast.runtime.integrity.checking import Checking
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore
@@ -31,7 +31,7 @@ from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import MonitoredRanks, NoWatchdog, Ranks, RankWatchdog
 from holdfast.runtime.record.records import Records
-from holdfast.runtime.snapshots.keeper import Keeper
+from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
@@ -83,7 +83,7 @@ class Run:
         self.streams = Streams(devices)
         self.history = RecoveryHistory()
         self.checkpoints = Checkpoints(self, tier)
-        self.keeper = Keeper(
+        self.snapshots = SnapshotManager(
             config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.ranks_per_host
         )
         self.checking = Checking(self, company.replicas)
@@ -127,7 +127,7 @@ class Run:
         self.leaving.forbid_foreign_steps()
 
     @property
-    def source(self) -> Source | None:
+    def source(self) -> BatchSource | None:
         """Where batches come from; None before the first loop."""
         return self.serving.source
 
@@ -144,7 +144,7 @@ class Run:
         if first:
             trusted = self.checkpoints.resume()
             effects.interventions.again(self)
-        self.tell(self.keeper.begin(self.step, trusted=trusted))
+        self.tell(self.snapshots.begin_run(self.step, trusted=trusted))
 
     def _consult(self, incident: Incident) -> Plan | None:
         """The user's hooks; of several ranks, the first one's."""
@@ -182,7 +182,7 @@ class Run:
             self.witness.close,
             self.state.optimizers.release,
             self.checkpoints.close,
-            self.keeper.close,
+            self.snapshots.close,
             self.serving.close,
             lambda: self._write_end(error or trouble),
             self.records.close,
@@ -220,7 +220,7 @@ class Run:
 
     def serve(self, accumulate: int) -> Step | None:
         """The next step, or None when the data has ended."""
-        if self.keeper.returning.unsound:
+        if self.snapshots.restorer.is_partial:
             raise StepError("the run's state was put back in part and could not be proven: it cannot go on from here")
         self.streams.follow()
         try:
@@ -276,7 +276,7 @@ class Run:
         if not self.gate.on_device:
             self.settling.settle(None)
         elif not self.hooks.runs_between_steps:
-            self.tell(self.keeper.updated(step.number))
+            self.tell(self.snapshots.on_update_submitted(step.number))
 
     def abandon(self, step: Step, error: BaseException) -> None:
         """An error came out of the step: nothing of it is applied, and its data is gone."""
@@ -285,17 +285,17 @@ class Run:
         self.leaving.drop_gradients()
         self.current = None
         assert self.source is not None
-        self.source.untell(step.epochs_before + step.ended_epochs)
+        self.source.defer_epoch_ends(step.epochs_before + step.ended_epochs)
         self.engine.write("abandoned", step=step.number, data=step.spans(), batches=len(step.draws))
         if isinstance(error, OutOfMemoryError):
-            self.tell(self.keeper.out_of_memory())
+            self.tell(self.snapshots.release_device_memory())
 
     def discard_remainder(self, step: Step) -> None:
         """The data ended inside the step: fewer batches than it takes are left, and are not trained on."""
         self.watch.leave_step()
         self.leaving.drop_gradients()
         assert self.source is not None
-        self.source.untell(step.epochs_before + step.ended_epochs)
+        self.source.defer_epoch_ends(step.epochs_before + step.ended_epochs)
         self.rewind(step)
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
         if self.pending is not None and not self.settling.settle(step):
@@ -303,7 +303,7 @@ class Run:
             return
         self.engine.write("remainder", step=step.number, data=step.spans(), batches=len(step.draws))
         self.serving.ended_epochs = 0
-        self.source.tell()
+        self.source.emit_epoch_ends()
         self.step_epochs(self.serving.ended_epochs)
         self.exhausted = True
 
@@ -355,7 +355,7 @@ class Run:
     def rewind(self, step: Step) -> None:
         """Random streams and buffers as they were before the step's data was loaded, and the schedule with them."""
         assert self.source is not None
-        rng = self.source.rewound_to(step.draws[0]) if step.draws else None
+        rng = self.source.rewind_to(step.draws[0]) if step.draws else None
         if rng is not None:
             self.rng.restore(rng)
         self.state.buffers.restore(step.buffers)

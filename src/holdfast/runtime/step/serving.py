@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.base.errors import RanksDisagree
-from holdfast.runtime.data.fingerprint import Look
+from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.open import open_source
-from holdfast.runtime.data.source import Source
-from holdfast.runtime.state.buffers import Capture
+from holdfast.runtime.data.source import BatchSource
+from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.step.step import Step
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Serving:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.source: Source | None = None
+        self.source: BatchSource | None = None
         self._loader: Any = None
         self.ended_epochs = 0
         """epochs that ended since the step before was served"""
@@ -32,7 +32,7 @@ class Serving:
         """Take batches from `loader` from here on. The same one again goes on where it stands. Whether it is another."""
         run = self._run
         if self.source is not None and loader is self._loader:
-            self.source.extend(epochs)
+            self.source.allow_epochs(epochs)
             return False
         source = open_source(
             loader,
@@ -56,7 +56,7 @@ class Serving:
 
     def _before_iter(self) -> None:
         """The loader may fork workers: no thread of ours runs meanwhile."""
-        self._run.keeper.idle()
+        self._run.snapshots.wait_until_idle()
         if getattr(self._loader, "num_workers", 0):
             self._run.records.idle()
 
@@ -97,12 +97,12 @@ class Serving:
                     run.step_epochs(self.ended_epochs)
                     return None
                 # The last step settles first; it may be undone. Then the data ends again, or there is more of it.
-                self.source.untell(self.ended_epochs)
+                self.source.defer_epoch_ends(self.ended_epochs)
                 run.flush()
         number = run.step + 1 + (run.pending is not None)
         attempt = 1 if run.pending is not None else run.attempt
         step = Step(run, number, attempt, accumulate, first, buffers)
-        step.look = Look(fingerprint=run.config.detect.watch)
+        step.fingerprint = BatchFingerprint(fingerprint=run.config.detect.watch)
         if run.pending is None:
             run.step_epochs(self.ended_epochs)
         else:
@@ -110,12 +110,12 @@ class Serving:
         run.current = step
         return step
 
-    def _next_begins(self) -> Capture:
+    def _next_begins(self) -> BufferCapture:
         """What a snapshot of the step before still lacks, and the buffers to come back to."""
         run = self._run
         assert self.source is not None
         buffers = run.state.buffers.capture()
-        run.tell(run.keeper.next_begins(run.rng.capture, buffers, self.source, run.engine.state_dict))
+        run.tell(run.snapshots.on_step_begin(run.rng.capture, buffers, self.source, run.engine.state_dict))
         self.ended_epochs = 0
         return buffers
 

@@ -53,7 +53,7 @@ class Settling:
                 return effects.skip.perform(run, step, following, signal, plan, Skip())
             self.stands(step, signal, healthy=plan is None or plan.by != "observe")
             return True
-        run.keeper.unhealthy()
+        run.snapshots.reset_healthy_counts()
         run.checkpoints.unhealthy()
         return effects.carry_out(run, step, following, signal, plan, vetoed)
 
@@ -74,7 +74,7 @@ class Settling:
             loss_scale=reading.loss_scale,
             update_rms=reading.update_rms,
             weight_norm=reading.weight_norm,
-            batch=None if step.look is None else step.look.batch,
+            batch=None if step.fingerprint is None else step.fingerprint.checksum,
             clip=step.clip,
             flags=reading.flags,
             overflow=reading.overflow,
@@ -82,7 +82,7 @@ class Settling:
             grad_limit=step.grad_limit,
             data=step.spans(),
             samples=step.samples,
-            length=None if step.look is None else step.look.length,
+            length=None if step.fingerprint is None else step.fingerprint.sequence_length,
             seconds=step.seconds,
         )
 
@@ -94,7 +94,7 @@ class Settling:
         asked = run.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS)
         name = run.state.nonfinite(step.buffers) if asked else None
         onset, how = signal.step - 1, "found when the step was not finite"
-        if name is None and not run.meeting.several and (alarm := run.keeper.take_alarm()) is not None:
+        if name is None and not run.meeting.several and (alarm := run.snapshots.pop_nonfinite()) is not None:
             name, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
         if name is None and not run.meeting.alarmed and not (asked and run.meeting.several):
             return []
@@ -117,13 +117,13 @@ class Settling:
         if healthy:
             if run.engine.commit(signal) is not None:
                 run.checking.incident_closed()
-            run.keeper.healthy(run.step)
+            run.snapshots.count_healthy_step(run.step)
             run.checkpoints.healthy(run.step)
         step.result = Outcome(status=Status.COMMITTED, signal=signal)
         run.records.metrics(step.result)
         run.hooks.call("on_step_end", step.result)
         run.leaving.hooked = True
-        run.keeper.committed(run.step, run.engine.state_dict)
+        run.snapshots.on_commit(run.step, run.engine.state_dict)
         if run.step % _FORGET_EVERY == 0:
             self._forget()
 
@@ -132,7 +132,7 @@ class Settling:
         run = self._run
         number = max(1, run.step - run.config.snapshot.reach_steps)
         position = run.positions.get(number)
-        oldest = run.keeper.oldest_position() or (None if position is None else (number, position))
+        oldest = run.snapshots.oldest_position() or (None if position is None else (number, position))
         if oldest is None:
             return
         assert run.source is not None
@@ -143,7 +143,7 @@ class Settling:
     def _overflowed(self, step: Step, signal: Signal) -> None:
         """As torch does it: data, RNG and buffers are consumed, the scale has backed off, the schedule stays."""
         run = self._run
-        run.keeper.not_committed()
+        run.snapshots.discard_in_progress()
         run.attempt += 1
         step.result = Outcome(status=Status.OVERFLOWED, signal=signal)
         run.engine.became(step.result, loss_scale=signal.loss_scale)

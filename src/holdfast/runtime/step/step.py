@@ -12,10 +12,10 @@ from torch import Tensor
 from holdfast.core.base.errors import StepError, StepIncomplete
 from holdfast.core.base.types import Outcome, Span
 from holdfast.runtime.agree.rows import Rows
-from holdfast.runtime.data.fingerprint import Look
+from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
-from holdfast.runtime.state.buffers import Capture
+from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.tensors.sharded import local, no_gradients
 from holdfast.runtime.update.gate import Passage
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 class Step:
     """One step of the loop, of `accumulate` batches. It may be served more than once before it is committed."""
 
-    def __init__(self, run: Run, number: int, attempt: int, accumulate: int, first: Draw, buffers: Capture) -> None:
+    def __init__(
+        self, run: Run, number: int, attempt: int, accumulate: int, first: Draw, buffers: BufferCapture
+    ) -> None:
         self._run = run
         self.number = number
         """the number it will have if it is committed, counted from 1"""
@@ -50,7 +52,7 @@ class Step:
         self.schedule: Schedule | None = None
         """where the schedule stood before those moved it"""
         self.data_ended = False
-        self.look: Look | None = None
+        self.fingerprint: BatchFingerprint | None = None
         """what its batches looked like when they were handed out; None where nobody asks"""
         self.result: Outcome | None = None
         self.rows: Rows | None = None
@@ -309,8 +311,8 @@ class _Microbatches:
                 raise StopIteration
             draw = step.draws[self._taken]
             self._taken += 1
-            if step.look is not None:
-                step.look.add(draw.batch)
+            if step.fingerprint is not None:
+                step.fingerprint.add(draw.batch)
             self._pieces = self._cut(draw)
         piece, weight = self._pieces.pop(0)
         step._note_piece(weight, len(self._pieces))

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.inspect import fingerprint
-from holdfast.runtime.tensors.named_params import PLAIN, part_of
+from holdfast.runtime.tensors.inspect import bit_checksum
+from holdfast.runtime.tensors.named_params import PLAIN_TYPES, local_part
 from holdfast.runtime.tensors.triton_kernels import Kernel
 
 _PIECE = 1 << 16
 """words of eight bytes that one program of the kernel reads"""
 _KEPT = 4
-_PLAIN, _STRIDED = frozenset(PLAIN), frozenset({torch.strided})
+_PLAIN, _STRIDED = frozenset(PLAIN_TYPES), frozenset({torch.strided})
 _LANES = {
     torch.float32: "32",
     torch.float64: "64",
@@ -30,18 +30,18 @@ _LANES = {
 }
 
 
-class Seen(NamedTuple):
+class Checksums(NamedTuple):
     """One number a tensor, in the order of `names`, on the tensors' device."""
 
     names: list[str]
     sums: Tensor
-    """the same as `fingerprint` says of each, or of a copy of it anywhere"""
+    """the same as `bit_checksum` says of each, or of a copy of it anywhere"""
     bad: Tensor
     """0: every value is finite; 1: it may hold NaN or Inf, or nobody has looked"""
 
 
 @torch.no_grad()
-def look(tensors: Mapping[str, Tensor], *, finite: bool = True) -> Seen:
+def checksum_and_finite(tensors: Mapping[str, Tensor], *, finite: bool = True) -> Checksums:
     """Enqueued on the current stream. All tensors are on one device. `finite`: whether anybody wants to know."""
     names, values = list(tensors), _parts(tensors.values())
     device = values[0].device if values else torch.device("cpu")
@@ -50,7 +50,7 @@ def look(tensors: Mapping[str, Tensor], *, finite: bool = True) -> Seen:
 
 
 @torch.no_grad()
-def bring(live: Mapping[str, Tensor], kept: Sequence[Tensor]) -> Seen | None:
+def copy_and_checksum(live: Mapping[str, Tensor], kept: Sequence[Tensor]) -> Checksums | None:
     """Copy what is kept of them into live tensors, and look at what has arrived there, at one stroke: enqueued on the
     current stream. All are on one device; what is kept of each lies in words, of the same type and shape. None: there is
     no such stroke here, and what is in the live tensors now has no meaning."""
@@ -61,11 +61,11 @@ def bring(live: Mapping[str, Tensor], kept: Sequence[Tensor]) -> Seen | None:
 def _parts(values: Iterable[Tensor]) -> list[Tensor]:
     """What this rank has of each."""
     found = list(values)
-    return found if _PLAIN.issuperset(map(type, found)) else [part_of(value) for value in found]
+    return found if _PLAIN.issuperset(map(type, found)) else [local_part(value) for value in found]
 
 
-def prepare_to_bring(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
-    """Build now what `bring` will need, so that a return does not wait for a compiler."""
+def compile_copy_kernel(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
+    """Build now what `copy_and_checksum` will need, so that a return does not wait for a compiler."""
     if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
         return
     nothing = torch.zeros(1, 4, dtype=torch.int64, device=device)
@@ -77,10 +77,10 @@ def prepare_to_bring(device: torch.device, dtypes: Collection[torch.dtype]) -> N
         KERNEL.give_up(error)
 
 
-def _one_by_one(names: list[str], values: list[Tensor], device: torch.device, finite: bool) -> Seen:
+def _one_by_one(names: list[str], values: list[Tensor], device: torch.device, finite: bool) -> Checksums:
     if not names:
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        return Seen(names, nothing, nothing)
+        return Checksums(names, nothing, nothing)
     sums: dict[int, Tensor] = {}
     for kind in (torch.float32, torch.int64):  # single numbers, of which optimizers have one a parameter, together
         single = [i for i, value in enumerate(values) if value.dim() == 0 and value.dtype is kind]
@@ -97,16 +97,16 @@ def _one_by_one(names: list[str], values: list[Tensor], device: torch.device, fi
         norms = torch.stack([n.double() for n in torch._foreach_norm([values[i] for i in normed])])
         places = torch.tensor(normed).to(device, non_blocking=True)
         bad.index_copy_(0, places, (~norms.isfinite()).to(torch.int64))
-    return Seen(names, together, bad)
+    return Checksums(names, together, bad)
 
 
 def _sum(value: Tensor) -> Tensor:
-    """`fingerprint`, by the shortest way where the memory allows it: launching costs more than summing."""
+    """`bit_checksum`, by the shortest way where the memory allows it: launching costs more than summing."""
     size = value.element_size()
     words = value.layout is torch.strided and value.is_contiguous() and value.numel() > 0
     if words and value.numel() * size % 8 == value.storage_offset() * size % 8 == 0 and value.dtype.is_floating_point:
         return value.view(-1).view(torch.int64).sum()
-    return fingerprint(value)
+    return bit_checksum(value)
 
 
 # ---- at one stroke
@@ -129,7 +129,7 @@ _tables: dict[tuple[Any, ...], _Table] = {}
 
 def _at_one_stroke(
     names: list[str], values: list[Tensor], device: torch.device, kept: Sequence[Tensor] | None = None
-) -> Seen | None:
+) -> Checksums | None:
     """None: there is no kernel, or no such variant of it."""
     if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
         return None
@@ -149,11 +149,11 @@ def _at_one_stroke(
     for place in table.rest:
         if kept is not None:
             values[place].copy_(kept[place])
-        found[0, place].copy_(fingerprint(values[place]))
+        found[0, place].copy_(bit_checksum(values[place]))
         found[1, place].fill_(1)  # to assign a number would be to wait
     if kept is not None:  # who kept a graph across it is to be told by autograd, as after any other write in place
         torch.autograd.graph.increment_version([v for v in values if not v.is_inference()])
-    return Seen(names, found[0], found[1])
+    return Checksums(names, found[0], found[1])
 
 
 def _known(values: list[Tensor], device: torch.device) -> _Table:
@@ -185,7 +185,7 @@ def _table(values: list[Tensor], device: torch.device) -> _Table:
     rest = []
     starts = torch.zeros(len(values), dtype=torch.int64)
     for place, value in enumerate(values):
-        if not in_words(value):
+        if not is_word_aligned(value):
             rest.append(place)
         elif value.numel():
             kind = _LANES.get(value.dtype, "none")
@@ -199,7 +199,7 @@ def _table(values: list[Tensor], device: torch.device) -> _Table:
     return _Table(rows, there, rest, starts)
 
 
-def in_words(value: Tensor) -> bool:
+def is_word_aligned(value: Tensor) -> bool:
     """Whether the kernel may read it by its address, and knows its numbers."""
     if not _lies_flat(value):
         return False
@@ -209,7 +209,7 @@ def in_words(value: Tensor) -> bool:
 
 def _lies_flat(value: Tensor) -> bool:
     """What wraps other tensors has no address."""
-    return type(value) in PLAIN and value.layout is torch.strided
+    return type(value) in PLAIN_TYPES and value.layout is torch.strided
 
 
 def _pieces(found: list[tuple[int, int, int]], device: torch.device) -> Tensor:

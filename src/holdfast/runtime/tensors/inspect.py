@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.named_params import part_of
+from holdfast.runtime.tensors.named_params import local_part
 from holdfast.runtime.tensors.sharded import local
 
 Sums = dict[str, int]
@@ -18,13 +18,13 @@ _COMPARED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 @torch.no_grad()
 def checksums(tensors: dict[str, Tensor]) -> Sums:
     """A sum over the bits of each tensor: any single flipped bit changes it."""
-    return {name: int(fingerprint(value)) for name, value in tensors.items()}
+    return {name: int(bit_checksum(value)) for name, value in tensors.items()}
 
 
 @torch.no_grad()
-def fingerprint(value: Tensor) -> Tensor:
+def bit_checksum(value: Tensor) -> Tensor:
     """The sum over a tensor's bits, where the tensor is: nobody waits for it."""
-    parts = strided(value)
+    parts = dense_parts(value)
     total = _sum(parts[0])
     for part in parts[1:]:
         total = total + _sum(part)
@@ -50,10 +50,10 @@ def _sum(value: Tensor) -> Tensor:
 @torch.no_grad()
 def first_nonfinite(tensors: dict[str, Tensor], intended: Intended) -> str | None:
     """The first tensor whose part here holds NaN or Inf where it should not."""
-    for name, value in ((name, part_of(value)) for name, value in tensors.items()):
-        if sound(value):
+    for name, value in ((name, local_part(value)) for name, value in tensors.items()):
+        if known_finite(value):
             continue
-        bad = nonfinite(value)
+        bad = nonfinite_mask(value)
         if bad is None:
             continue
         allowed = intended(name)
@@ -64,16 +64,16 @@ def first_nonfinite(tensors: dict[str, Tensor], intended: Intended) -> str | Non
     return None
 
 
-def sound(value: Tensor) -> bool:
+def known_finite(value: Tensor) -> bool:
     """Whether the least and the greatest value say that all are finite: on a CPU fifteen times as fast as a look at each."""
     if value.device.type != "cpu" or value.dtype not in _COMPARED or value.layout is not torch.strided:
         return False
     return value.numel() == 0 or all(bool(torch.isfinite(v)) for v in torch.aminmax(value))
 
 
-def nonfinite(value: Tensor) -> Tensor | None:
+def nonfinite_mask(value: Tensor) -> Tensor | None:
     """Where it holds NaN or Inf; None for a tensor that cannot. Of a sparse one, its values count."""
-    value = strided(value)[-1]
+    value = dense_parts(value)[-1]
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
         return None
     if value.is_floating_point() and value.element_size() == 1:
@@ -81,7 +81,7 @@ def nonfinite(value: Tensor) -> Tensor | None:
     return ~torch.isfinite(value)
 
 
-def strided(value: Tensor) -> list[Tensor]:
+def dense_parts(value: Tensor) -> list[Tensor]:
     """The dense tensors that this rank's part of a tensor of any layout is made of, the values last."""
     value = local(value)
     if value.layout is torch.strided:
@@ -94,4 +94,4 @@ def strided(value: Tensor) -> list[Tensor]:
 
 
 def nbytes(value: Tensor) -> int:
-    return sum(part.nbytes for part in strided(value))
+    return sum(part.nbytes for part in dense_parts(value))

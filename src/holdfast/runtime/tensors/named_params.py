@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 from holdfast.runtime.tensors.sharded import Followed, local
 
-PLAIN = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 """what lies in ordinary memory, all of it here: no subclass that means something else by a copy"""
 
 
-def same(now: Sequence[Any], then: Sequence[Any]) -> bool:
+def same_objects(now: Sequence[Any], then: Sequence[Any]) -> bool:
     """Whether these are the very same objects in the same order."""
     return len(now) == len(then) and all(map(is_, now, then))
 
 
-def part_of(value: Tensor) -> Tensor:
+def local_part(value: Tensor) -> Tensor:
     """What this rank has of a tensor; a plain one as it is."""
-    return value if type(value) in PLAIN else local(value)
+    return value if type(value) in PLAIN_TYPES else local(value)
 
 
-class Tree(NamedTuple):
+class ModuleTree(NamedTuple):
     """The modules of a model and what hangs on them."""
 
     modules: list[nn.Module]
@@ -35,22 +35,24 @@ class Tree(NamedTuple):
     held: list[Any]
 
     @staticmethod
-    def of(modules: list[nn.Module]) -> Tree:
+    def of(modules: list[nn.Module]) -> ModuleTree:
         """By the dictionaries of torch, without a name made anew."""
         shelves = [shelf for m in modules for shelf in (m._parameters, m._modules)]
-        return Tree(modules, [n for shelf in shelves for n in shelf], [v for shelf in shelves for v in shelf.values()])
+        return ModuleTree(
+            modules, [n for shelf in shelves for n in shelf], [v for shelf in shelves for v in shelf.values()]
+        )
 
     def stands(self) -> bool:
-        now = Tree.of(self.modules)
-        return now.names == self.names and same(now.held, self.held)
+        now = ModuleTree.of(self.modules)
+        return now.names == self.names and same_objects(now.held, self.held)
 
 
-class Members:
+class NamedParams:
     """The parameters of several modules, sharded ones as such, each once."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._followed = [(prefix, module, Followed(module)) for prefix, module in modules]
-        self._tree: Tree | None = None
+        self._tree: ModuleTree | None = None
         self._updated: frozenset[int] = frozenset()
         self._named: list[tuple[str, Tensor]] = []
 
@@ -58,7 +60,7 @@ class Members:
         """`updated`: the ids of what optimizers update. The same list as before where all is as it was."""
         if self._tree is None or updated is not self._updated or not self._tree.stands():
             self._named = self._walk(updated)
-            self._tree = Tree.of([m for _, module, _ in self._followed for m in module.modules()])
+            self._tree = ModuleTree.of([m for _, module, _ in self._followed for m in module.modules()])
             self._updated = updated
         return self._named
 

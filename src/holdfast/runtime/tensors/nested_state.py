@@ -11,37 +11,37 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.sharded import around, is_sharded, local
 
-Put = Callable[[str, Tensor, Tensor], None]
+WriteTensor = Callable[[str, Tensor, Tensor], None]
 """what is saved under that name is to be written into the tensor that comes first: at once, or together with others"""
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """Where a tensor stood in a skeleton."""
 
     name: str
 
 
-def split(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def split_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """The skeleton of `value`: every dense tensor goes to `tensors` under its path, a sharded one as such; all else is
     copied."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         tensors[name] = value if is_sharded(value) else value.detach()
-        return Slot(name)
+        return TensorSlot(name)
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {k: split(v, f"{name}.{k}", tensors) for k, v in value.items()}
+        return {k: split_tensors(v, f"{name}.{k}", tensors) for k, v in value.items()}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return type(value)(split(v, f"{name}.{i}", tensors) for i, v in enumerate(value))
+        return type(value)(split_tensors(v, f"{name}.{i}", tensors) for i, v in enumerate(value))
     return copy.deepcopy(value)
 
 
-def at_once(name: str, target: Tensor, saved: Tensor) -> None:
+def write_now(name: str, target: Tensor, saved: Tensor) -> None:
     target.copy_(saved)
 
 
 @torch.no_grad()
-def join(
+def join_tensors(
     skeleton: Any,
     tensors: dict[str, Tensor],
     current: Any,
@@ -49,7 +49,7 @@ def join(
     *,
     scalars: torch.device | None = None,
     owner: Tensor | None = None,
-    put: Put,
+    put: WriteTensor,
 ) -> Any:
     """The value a skeleton stands for. A tensor of `current` in the same place is written in place and kept; of a sharded
     one, this rank's part.
@@ -58,7 +58,7 @@ def join(
     is made on `device`, a number without a dimension on `scalars`, or where it was saved; spread like its `owner` is, where
     it has the shape of this rank's part of that.
     """
-    if isinstance(skeleton, Slot):
+    if isinstance(skeleton, TensorSlot):
         saved = tensors[skeleton.name]
         mine = local(current) if isinstance(current, Tensor) else None
         if mine is not None and mine.shape == saved.shape and mine.dtype == saved.dtype:
@@ -73,12 +73,15 @@ def join(
     if isinstance(skeleton, dict):
         old = current if isinstance(current, dict) else {}
         return {
-            k: join(v, tensors, old.get(k), device, scalars=scalars, owner=owner, put=put) for k, v in skeleton.items()
+            k: join_tensors(v, tensors, old.get(k), device, scalars=scalars, owner=owner, put=put)
+            for k, v in skeleton.items()
         }
     if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
         items = current if isinstance(current, list | tuple) else ()
         return type(skeleton)(
-            join(v, tensors, items[i] if i < len(items) else None, device, scalars=scalars, owner=owner, put=put)
+            join_tensors(
+                v, tensors, items[i] if i < len(items) else None, device, scalars=scalars, owner=owner, put=put
+            )
             for i, v in enumerate(skeleton)
         )
     return skeleton.clone() if isinstance(skeleton, Tensor) else copy.deepcopy(skeleton)

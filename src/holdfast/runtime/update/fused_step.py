@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.runtime.state.optimizers import parameters_of
-from holdfast.runtime.tensors.named_params import PLAIN, same
+from holdfast.runtime.tensors.named_params import PLAIN_TYPES, same_objects
 
 _aten: Any = torch.ops.aten
 _FUSED = {
@@ -138,7 +138,9 @@ class FusedStep:
         if state is None:
             return self._ask(veto)
         self._stood += 1
-        if not (same(now, self._went_by) and same(state.keys, self._keys) and state.names == self._names):
+        if not (
+            same_objects(now, self._went_by) and same_objects(state.keys, self._keys) and state.names == self._names
+        ):
             self._went_by, self._keys, self._names = now, state.keys, state.names
             self._launches, self._absent, self._stood = None, [], 0
         if _profiler_enabled() or (veto.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -155,7 +157,7 @@ class FusedStep:
             with _Watching() as seen:
                 self._ask(veto)
             after = _State.of(self._optimizer)
-            if after is not None and same(after.values, state.values) and same(self._goes_by(), now):
+            if after is not None and same_objects(after.values, state.values) and same_objects(self._goes_by(), now):
                 self._launches = self._understood(seen.calls, state.values, veto)
         else:
             self._ask(veto)
@@ -195,7 +197,9 @@ class FusedStep:
         """Whether it goes by nothing but what `_goes_by` lists: no code but torch's, no option that could be written to."""
         o = self._optimizer
         hooks = [*o._optimizer_step_pre_hooks.values(), *o._optimizer_step_post_hooks.values()]
-        foreign = _global_optimizer_pre_hooks or _global_optimizer_post_hooks or not same(hooks, self._allowed())
+        foreign = (
+            _global_optimizer_pre_hooks or _global_optimizer_post_hooks or not same_objects(hooks, self._allowed())
+        )
         modes = any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
         options = [value for group in o.param_groups for value in _options(group)]
         parameters = parameters_of(o)
@@ -208,7 +212,7 @@ class FusedStep:
             and all(getattr(torch, name) is kernel for name, kernel in _KERNELS.items())
             and all(map(_is_fixed, options))
             and len(set(map(id, parameters))) == len(parameters)
-            and all(type(p) in PLAIN for p in parameters)  # a sharded one is not even watched
+            and all(type(p) in PLAIN_TYPES for p in parameters)  # a sharded one is not even watched
         )
 
     def _understood(
@@ -305,7 +309,7 @@ def _update(
     lr = group["lr"]
     members = set(map(id, group["params"]))
     repeatable = (
-        all(type(t) in PLAIN for listed in args for t in listed)
+        all(type(t) in PLAIN_TYPES for listed in args for t in listed)
         and all(id(p) in members and p.grad is g for p, g in zip(parameters, gradients, strict=True))
         and type(lr) is float
         and options.get("lr") == lr
@@ -331,10 +335,10 @@ def _paired(launches: list[_Update | _Count]) -> list[_Update | _Count]:
     """Counts and the taking back of them, marked where it is once each, by one, in this order."""
     counts = [(n, launch) for n, launch in enumerate(launches) if isinstance(launch, _Count)]
     for n, count in counts:
-        same = [(m, c) for m, c in counts if not set(c.counts.places).isdisjoint(count.counts.places)]
-        if len(same) != 2 or same[0][0] != n:
+        same_objects = [(m, c) for m, c in counts if not set(c.counts.places).isdisjoint(count.counts.places)]
+        if len(same_objects) != 2 or same_objects[0][0] != n:
             continue
-        later, back = same[1]
+        later, back = same_objects[1]
         alike = back.counts.places == count.counts.places and not count.options and not back.options
         if alike and type(count.by) is int and count.by == 1 and back.by is None:
             launches[n], launches[later] = count._replace(paired=True), back._replace(paired=True)

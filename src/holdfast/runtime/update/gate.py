@@ -18,7 +18,7 @@ from holdfast.core.base.errors import SetupError
 from holdfast.runtime.state.optimizers import Optimizers, parameters_of
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import scaled
-from holdfast.runtime.tensors.named_params import same
+from holdfast.runtime.tensors.named_params import same_objects
 from holdfast.runtime.tensors.norms import Clip, LocalNorms, NormAndClip
 from holdfast.runtime.update.fused_measurements import Fused, FusedPacked
 from holdfast.runtime.update.fused_step import FusedStep
@@ -203,4 +203,4 @@ class Gate:
 
 def _all_have_state(optimizer: Optimizer) -> bool:
     """As it is from the second step on, in the order of the parameters; False where it takes a closer look."""
-    return same(list(optimizer.state), parameters_of(optimizer)) and all(optimizer.state.values())
+    return same_objects(list(optimizer.state), parameters_of(optimizer)) and all(optimizer.state.values())

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.runtime.state.optimizers import Optimizers
-from holdfast.runtime.tensors.named_params import same
+from holdfast.runtime.tensors.named_params import same_objects
 from holdfast.runtime.tensors.sharded import local
 
 _TENSORS, _RUNS, _WIDTH = 8, 64, 64
@@ -140,7 +140,7 @@ class UpdateSize:
         groups = [[[seen for seen, _ in group] for group in pairs] for _, pairs in found]
         gradients = [g for _, pairs in found for group in pairs for _, g in group]
         made = _made_of(groups, gradients)
-        if not (same(made[0], self._made[0]) and made[1] == self._made[1]):
+        if not (same_objects(made[0], self._made[0]) and made[1] == self._made[1]):
             self._made = made
         states = [o.state for o, pairs in found for group in pairs for _ in group]
         if len(gradients) == sum(map(len, self._chosen.values())):  # one that is missing now may be there the next time
@@ -192,7 +192,7 @@ class _Shape(NamedTuple):
 
     def is_of(self, optimizer: Optimizer) -> bool:
         now = optimizer.param_groups
-        alike = len(optimizer.state) == self.known and same(now, self.groups)
+        alike = len(optimizer.state) == self.known and same_objects(now, self.groups)
         return alike and [len(g["params"]) for g in now] == self.sizes
 
 

@@ -16,7 +16,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
     """The step is served again next; `following` is void. A stream that cannot give it again drops it instead."""
     assert run.source is not None
     draws = [*step.draws, *(following.draws if following is not None else ())]
-    why = run.meeting.reason(run.source.serve_again(draws))
+    why = run.meeting.reason(run.source.requeue(draws))
     if why is not None:
         run.engine.write("note", step=signal.step, message=why, data=signal.data)
         return skip.perform(run, step, following, signal, plan, Skip())
@@ -31,7 +31,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
         data=signal.data,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
-    run.keeper.not_committed()
+    run.snapshots.discard_in_progress()
     run.rewind(step)
     outcome = Outcome(status=Status.REPLAYED, signal=signal, plan=plan)
     run.settling.not_committed(step, outcome)

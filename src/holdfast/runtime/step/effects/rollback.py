@@ -3,7 +3,7 @@
 All of it is in one event, forced to disk before anything takes effect: a life that ends in between is followed by one that
 finds the data excluded and makes the same interventions at the same step. On a device the tensors are back before that,
 since only there is it seen whether they are what was certified, and so how far back it goes. That outlives no process; and
-if the event cannot be written, or nothing holds, the keeper lets nothing be saved of them.
+if the event cannot be written, or nothing holds, the snapshot manager refuses to save them.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def _find(run: Run, action: Rollback) -> tuple[Found | None, list[dict[str, Any]
     a life that has just begun remembers nothing older than where it began, and is to land where the life before it would
     have landed. One that is much older would cost more than it is worth.
     """
-    snapshot, passed = run.keeper.find(action.before, action.at_latest)
+    snapshot, passed = run.snapshots.find_restore_point(action.before, action.at_latest)
     told: list[dict[str, Any]] = [{"step": p.step, "why": p.why} for p in passed]
     memory = None if snapshot is None or snapshot.position is None else in_memory(run, snapshot)
     if memory is not None and memory.step <= action.before:
         return memory, told
     oldest, latest = 0, action.at_latest
     if memory is not None:
-        every = run.ranks.broadcast_object(run.keeper.ring.every)
+        every = run.ranks.broadcast_object(run.snapshots.ring.every_steps)
         oldest, latest = run.step - 4 * (run.step - action.before) - 2 * every, action.before
     found, over = run.checkpoints.find(action.before, latest, oldest)
     return found or memory, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]

@@ -40,7 +40,7 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
         ranks = [] if step.origin is None else step.origin.ranks
         whose = f"; from rank {', '.join(map(str, ranks))}" if ranks else ""
         log.warning("step %d skipped: loss %s, gradient norm %s%s", signal.step, signal.loss, signal.grad_norm, whose)
-    run.keeper.not_committed()
+    run.snapshots.discard_in_progress()
     leave_out(run, step, signal, rows, reason, incident)
     run.rewind(step)
     crossed = len({d.span.epoch for d in step.draws}) > 1
@@ -76,5 +76,5 @@ def put_back(run: Run, step: Step, following: Step | None) -> None:
     assert run.source is not None
     if run.source.exact:
         run.source.seek(step.draws[0].begin)
-    elif following is not None and (why := run.source.serve_again(following.draws)) is not None:
+    elif following is not None and (why := run.source.requeue(following.draws)) is not None:
         run.engine.write("note", step=step.number, message=why, data=[d.span for d in following.draws])

@@ -31,7 +31,7 @@ def window(run: Run, action: SkipData, positions: dict[int, Position], here: Pos
         start = _back(onset, action.batches // 2, floor=here.batch)
     # Of several ranks one may have gone further back than another, and remember less: the first one's word holds.
     start = Position(*run.ranks.broadcast_object(list(start)))
-    epoch, first = run.source.place(start)
+    epoch, first = run.source.locate(start)
     return Window(epoch, first, action.batches, start)
 
 

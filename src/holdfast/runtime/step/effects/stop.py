@@ -28,7 +28,7 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Stop) -> N
         by=plan.by,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
-    run.keeper.not_committed()
+    run.snapshots.discard_in_progress()
     run.stopping = action.reason
     outcome = Outcome(status=Status.STOPPED, signal=signal, plan=plan)
     run.settling.not_committed(step, outcome)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from benchmarks.detectors.course import Curve
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Severity, Signal
 from holdfast.core.detectors import build
 from holdfast.core.detectors.expected_shifts import Shifts
@@ -74,9 +74,9 @@ class Holdfast:
 
     costly = True
 
-    def __init__(self, config: Detect | None = None, name: str = "holdfast", factor: float = 1.0) -> None:
+    def __init__(self, config: DetectSection | None = None, name: str = "holdfast", factor: float = 1.0) -> None:
         self.name = name
-        self.config = scaled(config if config is not None else Detect(), factor)
+        self.config = scaled(config if config is not None else DetectSection(), factor)
 
     def run(self, curve: Curve) -> list[Alarm]:
         detectors, declared, alarms = build(self.config), set(curve.shifts), []
@@ -100,7 +100,7 @@ def _alarm(finding: Finding, at: int, step: int) -> Alarm:
     return Alarm(at, True, max(0, onset - MARGIN) // EVERY * EVERY)
 
 
-def scaled(config: Detect, factor: float) -> Detect:
+def scaled(config: DetectSection, factor: float) -> DetectSection:
     """The configuration with every threshold that counts deviations multiplied by `factor`."""
     names = [name for name in config.__struct_fields__ if name.endswith("_z") or "_z_" in name]
     return msgspec.structs.replace(config, **{name: getattr(config, name) * factor for name in names})

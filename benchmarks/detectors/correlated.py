@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Severity, Signal
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.divergence import Divergence
@@ -33,10 +33,10 @@ def rollbacks(detector: Detector, values: list[float]) -> int:
 
 def main() -> None:
     for rho in (0.0, 0.5, 0.8, 0.9):
-        count = sum(rollbacks(LossSpike(Detect()), losses(rho, seed, 300)) for seed in range(200))
+        count = sum(rollbacks(LossSpike(DetectSection()), losses(rho, seed, 300)) for seed in range(200))
         print(f"loss_spike, correlation {rho}: {count} false rollbacks in 200 runs of 300 steps")
     for rho in (0.8, 0.9, 0.95):
-        count = sum(rollbacks(Divergence(Detect()), losses(rho, seed, 3000)) for seed in range(10))
+        count = sum(rollbacks(Divergence(DetectSection()), losses(rho, seed, 3000)) for seed in range(10))
         print(f"divergence, correlation {rho}: {count} false rollbacks in 10 runs of 3,000 steps")
 
 

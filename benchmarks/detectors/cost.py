@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.detectors.alarms import signals
 from benchmarks.detectors.contenders import OURS
 from benchmarks.detectors.course import Curve, course
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.detectors import build
 from holdfast.core.detectors.scan import scan
 from holdfast.diagnosis.find.losses import Losses
@@ -45,7 +45,7 @@ def per_step(stretches: int) -> tuple[float, float]:
     """Microseconds a step for `limits` and `observe` of every detector, and for a deque's append; medians of stretches."""
     curve = _long(stretches * STRETCH)
     stream = signals(curve)
-    detectors, recent = build(Detect()), deque[float](maxlen=1000)
+    detectors, recent = build(DetectSection()), deque[float](maxlen=1000)
     judged, appended = [], []
     for at in range(0, len(stream), STRETCH):
         part = stream[at : at + STRETCH]

@@ -56,7 +56,7 @@ def rolled_back(folder: Path, setting: Setting, mirrored: bool = False) -> str:
 
 def bit_flip(folder: Path, setting: Setting, replicas: bool = False) -> str:
     """Between two updates, on the last rank, once. `replicas`: found by comparing ranks, otherwise by the window."""
-    every = {"replicas_every": 1 if replicas else 0, "window_every": 0 if replicas else 1}
+    every = {"replicas_every": 1 if replicas else 0, "between_updates_every": 0 if replicas else 1}
     training = Training(setting)
     flipped: list[int] = []
 

@@ -32,7 +32,7 @@ FACTORS = {"nan": float("nan"), "spike": 300.0}
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 2},
     "recover": {"rollback_margin": 1, "skip_batches": 2, "probation_steps": 6, "lr_factor": 1.0},
-    "quarantine": {"samples": False},
+    "quarantine": {"nonfinite_samples": False},
     "checkpoint": {"enabled": False},
 }
 

@@ -26,7 +26,7 @@ class Guard(_Guard):
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         world = World.current()
-        tier = None if run_dir is None else DiskCheckpointStore(run_dir, world, config.checkpoint.patience_seconds)
+        tier = None if run_dir is None else DiskCheckpointStore(run_dir, world, config.checkpoint.rank_timeout_seconds)
         if world.size == 1:  # of one rank tensors may be sharded all the same
             norms = MeshNorms(1) if World.is_joined() else LocalNorms()
             return Wired(run_dir, tier, DistributedContext(norms=norms, make_watchdog=_alone))

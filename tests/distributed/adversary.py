@@ -28,7 +28,7 @@ WHEN = 15
 HOST = {"detect": {"gate": "host", "warmup_steps": 8}}
 DEVICE = {"detect": {"gate": "device", "warmup_steps": 8}}
 BACK = {"recover": {**QUICK["recover"], "ladder": ["rollback", "stop"]}}
-SAVED = {"checkpoint": {"every_steps": 4, "certify_after": 1, "patience_seconds": 20}}
+SAVED = {"checkpoint": {"every_steps": 4, "certify_after": 1, "rank_timeout_seconds": 20}}
 
 
 @contextmanager
@@ -365,7 +365,7 @@ def _single_rows(folder: Path, rank: int, size: int) -> None:
 
     layout, data = Layout("ddp", rank, size), Few({7: "nan", 11: "nan"})
     loader = DataLoader(data, sampler=DistributedSampler(data, size, rank, shuffle=True))
-    guard = train(layout, folder / "rows", {**HOST, "quarantine": {"samples": True}}, loader=loader, epochs=3)
+    guard = train(layout, folder / "rows", {**HOST, "quarantine": {"nonfinite_samples": True}}, loader=loader, epochs=3)
     assert on_all(guard.step) == [28, 28], on_all(guard.step)
     states = on_all([float(t.double().sum()) for t in layout.state()])
     assert states[0] == states[1]

@@ -17,7 +17,7 @@ EVERY, WHEN = 5, 7
 # Not to before the first step: there DistributedDataParallel orders its buckets anew, and more than two ranks then add up
 # their gradients in another order.
 RECOVER = {"rollback_margin": 0, "probation_steps": 6, "lr_factor": 1.0}
-CONFIG = {"integrity": {"replicas_every": EVERY, "window_every": 0}, "recover": RECOVER}
+CONFIG = {"integrity": {"replicas_every": EVERY, "between_updates_every": 0}, "recover": RECOVER}
 
 
 def flip(value: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ def persistent(folder: Path, rank: int, size: int) -> None:
 def window(folder: Path, rank: int, size: int) -> None:
     """Where nothing is replicated: what changed between two updates is found on the rank it changed on."""
     layout = Layout("fsdp", rank, size)
-    config = {"integrity": {"replicas_every": 0, "window_every": 1}}
+    config = {"integrity": {"replicas_every": 0, "between_updates_every": 1}}
     each = _once(rank == 1, lambda: flip(layout.model.down.weight.to_local()))
     run = Guarded(layout, folder / "window", config=config, each=each)
     dist.barrier()

@@ -47,7 +47,7 @@ def main(folder: Path, kind: str) -> None:
     if where == "update":
         layout.optimizer.register_step_pre_hook(update)
     config = {
-        "checkpoint": {"every_steps": 2, "certify_after": 1, "patience_seconds": 30},
+        "checkpoint": {"every_steps": 2, "certify_after": 1, "rank_timeout_seconds": 30},
         "liveness": {"poll_seconds": 0.1},
     }
     guard = holdfast.Guard(layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=folder / "run", config=config)

@@ -27,7 +27,7 @@ STEPS = SAMPLES // GLOBAL
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 2},
     "recover": {"rollback_margin": 1, "skip_batches": 2, "probation_steps": 6, "lr_factor": 1.0},
-    "quarantine": {"samples": False},
+    "quarantine": {"nonfinite_samples": False},
     "checkpoint": {"enabled": False},
     "liveness": {"every_steps": 5, "timeout_seconds": 30, "poll_seconds": 0.1},
 }

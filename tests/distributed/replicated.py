@@ -82,7 +82,7 @@ class Trained:
         options = [{"params": found, "fused" if fused else "foreach": True} for (_, fused), found in groups.items()]
         self.optimizer = torch.optim.AdamW(options, lr=0.01)
         self.world, self.replicas = World.current(), MeshReplicas(size)
-        section = config.Integrity(replicas_every=1, window_every=1)
+        section = config.IntegritySection(replicas_every=1, between_updates_every=1)
         self.checks = Integrity(self.state, section, self.replicas, self.world)
         data = rank // 2 if way is fsdp_tp else 0 if way is tp else rank
         self.generator = torch.Generator().manual_seed(100 + data)

@@ -160,7 +160,7 @@ def test_a_failed_process_whose_destructors_hang_is_ended_all_the_same(tmp_path:
         """
         import os, sys, time
         import torch.distributed as dist
-        from holdfast.core.base.config import Liveness
+        from holdfast.core.base.config import LivenessSection
         from holdfast.distributed.watch import StoreWatchdog
 
         class Hangs:
@@ -169,7 +169,7 @@ def test_a_failed_process_whose_destructors_hang_is_ended_all_the_same(tmp_path:
                 sleep(60)
 
         sys.hangs = Hangs()
-        policy = Liveness(grace_seconds=1)
+        policy = LivenessSection(grace_seconds=1)
         watch = StoreWatchdog(0, 1, policy, record=lambda *_, **__: None, session="s", store=dist.HashStore())
         watch.start()
         try:

@@ -74,7 +74,7 @@ def configuration(run_dir: Path, distributed: dict[str, int], **sections: dict[s
         "scheduler": {"warmup_steps": 3},
         "eval": {"every": 4, "batches": 2},
         "distributed": distributed,
-        "checkpoint": {"patience_seconds": 30},
+        "checkpoint": {"rank_timeout_seconds": 30},
     }
     return parse({name: {**small.get(name, {}), **sections.get(name, {})} for name in {**small, **sections}}, "test")
 

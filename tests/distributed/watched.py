@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.core.base.config import Liveness
+from holdfast.core.base.config import LivenessSection
 from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.store import connect
 from holdfast.distributed.watch import StoreWatchdog
 
 BOUND = 20
-POLICY = Liveness(every_steps=0, timeout_seconds=BOUND, grace_seconds=0.5)
-PINGS = Liveness(every_steps=1, timeout_seconds=1, grace_seconds=0.5)
+POLICY = LivenessSection(every_steps=0, timeout_seconds=BOUND, grace_seconds=0.5)
+PINGS = LivenessSection(every_steps=1, timeout_seconds=1, grace_seconds=0.5)
 
 
 class Oops(Exception):
@@ -94,7 +94,7 @@ class Descent(torch.optim.SGD):
 class Rank:
     """One rank: its watch, and a model it trains. `at(rank, step, where)` is called inside each part of a step."""
 
-    def __init__(self, folder: Path, rank: int, size: int, policy: Liveness, session: str = "one") -> None:
+    def __init__(self, folder: Path, rank: int, size: int, policy: LivenessSection, session: str = "one") -> None:
         self.folder, self.rank, self.size = folder, rank, size
         self.records = RankRecords(folder, rank)
         self.watch = StoreWatchdog(rank, size, policy, record=self.records.write, session=session)
@@ -215,7 +215,7 @@ def healthy(me: Rank) -> None:
     dist.barrier()  # the host of the store goes last
 
 
-SCENES: dict[str, tuple[Callable[[Rank], None], Liveness]] = {
+SCENES: dict[str, tuple[Callable[[Rank], None], LivenessSection]] = {
     "forward": (breaks("forward", {1}), POLICY),
     "backward": (breaks("backward", {0}), POLICY),
     "update": (breaks("update", {1}), POLICY),
@@ -227,7 +227,7 @@ SCENES: dict[str, tuple[Callable[[Rank], None], Liveness]] = {
     "stops": (stops(1), PINGS),
     "host_stops": (stops(0), PINGS),
     "hangs_in_its_end": (hangs_in_its_end, POLICY),
-    "healthy": (healthy, Liveness(every_steps=2, timeout_seconds=BOUND)),
+    "healthy": (healthy, LivenessSection(every_steps=2, timeout_seconds=BOUND)),
 }
 
 

@@ -53,7 +53,7 @@ def leg(folder: Path, rank: int, size: int) -> None:
     data = Numbered()
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
     loader = DataLoader(data, batch_size=plan["batch"], sampler=sampler, num_workers=plan["workers"])
-    config = {"checkpoint": {"every_steps": 2, "certify_after": 1, "patience_seconds": 30}}
+    config = {"checkpoint": {"every_steps": 2, "certify_after": 1, "rank_timeout_seconds": 30}}
     guard = holdfast.Guard(wrapped, optimizer, run_dir=folder / "run", config=config)
     served: list[tuple[int, list[int]]] = []
     with guard:

@@ -39,7 +39,7 @@ def config_of(gate: str = "host", checkpoint: dict[str, Any] | None = None, **re
         "snapshot": {"every_steps": 4, "certify_after": 3},
         "recover": back | recover,
         "detect": {"gate": gate, "warmup_steps": 6},
-        "quarantine": {"samples": False},
+        "quarantine": {"nonfinite_samples": False},
         "journal": {"fsync": False},
         "metrics": {"flush_seconds": 0.0},
     }

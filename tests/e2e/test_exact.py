@@ -10,7 +10,7 @@ NAN = {"nan": lambda x: x * float("nan"), "inf": lambda x: x + float("inf")}
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 3},
     "recover": {"rollback_margin": 2, "skip_batches": 6, "lr_ramp_steps": 7, "probation_steps": 8},
-    "quarantine": {"samples": False},
+    "quarantine": {"nonfinite_samples": False},
 }
 
 
@@ -180,7 +180,7 @@ def test_broken_state_is_rolled_back_to_the_run_that_never_had_it(optimizer, gat
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_tighter_clip_after_a_rollback(gate, tmp_path):
     case = Case(optimizer="adamw_fused", shuffle="unique", epochs=5)
-    case.config = quick(gate, max_consecutive=2, clip_after=0.05, clip_after_steps=9, lr_factor=1.0)
+    case.config = quick(gate, max_consecutive=2, clip_after_rollback=0.05, clip_after_rollback_steps=9, lr_factor=1.0)
     case.faults = at(case, 15, 16)
     run = check(case, tmp_path, "rollback", "tighten_clip")
     assert "cut_lr" not in run.actions()

@@ -156,7 +156,7 @@ def test_the_ramp_back_to_the_schedule_raises_nothing(factor, ramp, tmp_path):
     case = Case(scheduler="none", shuffle="none", count=8 * 400, epochs=1, dropout=0.0)
     case.faults = bad(*range(150, 154))
     recover = {"max_consecutive": 2, "lr_factor": factor, "lr_ramp_steps": ramp, "skip_batches": 6}
-    case.config = {"recover": recover, "quarantine": {"samples": False}}
+    case.config = {"recover": recover, "quarantine": {"nonfinite_samples": False}}
     run = case.guarded(tmp_path / "run")
     assert {"rollback", "cut_lr"} <= set(run.actions())
     journal = run.journal()

@@ -38,7 +38,7 @@ def live(run_dir: Path, ready) -> None:
             "rollback_margin": 1,
             "ladder": ["skip", "rollback", "stop"],
         },
-        "quarantine": {"samples": False},
+        "quarantine": {"nonfinite_samples": False},
         "metrics": {"flush_seconds": 0.0},
     }
     case.guarded(run_dir, hooks=[Begun(ready)])

@@ -60,7 +60,7 @@ def test_retention_through_rollbacks_and_a_kill(tmp_path):
         ({"keep_last": 1}, {27, 30}),
         ({"keep_last": 3}, {21, 24, 27, 30}),
         ({"keep_last": 1, "keep_every": 6}, {0, 6, 12, 18, 24, 27, 30}),
-        ({"keep_last": 1, "keep_powers": True}, None),
+        ({"keep_last": 1, "keep_powers_of_two": True}, None),
     ],
 )
 def test_what_is_kept(rules, kept, tmp_path):

@@ -27,7 +27,7 @@ from holdfast.runtime.update.measurements import Packing, Sensed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDTH, ROWS = 64, 8
-QUIET = {"snapshot": {"enabled": False}, "checkpoint": {"enabled": False}, "integrity": {"window_every": 0}}
+QUIET = {"snapshot": {"enabled": False}, "checkpoint": {"enabled": False}, "integrity": {"between_updates_every": 0}}
 
 
 def build(optimizer: str = "adamw") -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli.output import Json, emit
-from holdfast.core.base.config import Recover
+from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.decide.policy import Policy, State
 from holdfast.core.record import journal
@@ -58,7 +58,7 @@ def ack(
 
 def _state(record: journal.Record, source: Path) -> State:
     """What the policy would find if the run were started now."""
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     try:
         policy.rebuild(record.events)
     except RunDirError as error:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
-from holdfast.core.base.config import Config, override, parse, read_toml, sections_of
+from holdfast.core.base.config import Config, override, parse, read_toml, section_types
 from holdfast.core.base.errors import ConfigError
 from holdfast.reference import config as trainers
 
@@ -72,7 +72,7 @@ def changes(policy: Config) -> dict[str, dict[str, Any]]:
     values = msgspec.to_builtins(policy)
     return {
         f"{section}.{key}": {"value": values[section][key], "default": defaults[section][key]}
-        for section, kind in sections_of(type(policy)).items()
+        for section, kind in section_types(type(policy)).items()
         for key in kind.__struct_fields__
         if values[section][key] != defaults[section][key]
     }

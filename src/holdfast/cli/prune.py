@@ -110,8 +110,11 @@ def _rules(
         return typed if typed is not None else known if fits else getattr(default, name)
 
     return Rules(
-        rule(keep_last, "keep_last"), rule(keep_every, "keep_every"), rule(powers, "keep_powers"), rule(keep_bad, "keep_bad")
-    )  # fmt: skip
+        rule(keep_last, "keep_last"),
+        rule(keep_every, "keep_every"),
+        rule(powers, "keep_powers_of_two"),
+        rule(keep_bad, "keep_bad"),
+    )
 
 
 # ---- judging

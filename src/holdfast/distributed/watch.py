@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.core.base.clock import Clock, SystemClock
-from holdfast.core.base.config import Liveness
+from holdfast.core.base.config import LivenessSection
 from holdfast.distributed.exchange import ANSWER_SECONDS, Exchange
 from holdfast.distributed.line import bounded
 from holdfast.distributed.pings import Pings
@@ -54,7 +54,7 @@ class StoreWatchdog:
         self,
         world_rank: int,
         size: int,
-        liveness: Liveness,
+        liveness: LivenessSection,
         *,
         record: Callable[..., None],
         session: str,

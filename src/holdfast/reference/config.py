@@ -13,32 +13,32 @@ import msgspec
 
 from holdfast.core.base.config import (
     Config,
+    ConfigSection,
     Count,
     CountOrZero,
     Fraction,
     NonNegative,
     Positive,
-    Section,
+    doc,
     override,
     parse_as,
     read_toml,
-    says,
 )
 from holdfast.core.base.errors import ConfigError
 
 
-class Model(Section, frozen=True):
+class Model(ConfigSection, frozen=True):
     """One decoder-only transformer: RMSNorm, RoPE, SwiGLU, SDPA."""
 
-    vocab_size: Annotated[Count, says("at least one more than the largest token id")] = 256
-    context: Annotated[Count, says("tokens in a sequence")] = 128
-    layers: Annotated[Count, says("blocks")] = 4
-    heads: Annotated[Count, says("attention heads")] = 4
-    width: Annotated[Count, says("of the residual stream; a multiple of 2 x heads")] = 128
-    hidden: Annotated[CountOrZero, says("of the SwiGLU; 0: 8/3 of the width, rounded up to a multiple of 64")] = 0
-    qk_norm: Annotated[bool, says("normalise queries and keys: keeps attention logits from growing")] = False
-    z_loss: Annotated[NonNegative, says("weight of the squared log-partition in the loss; 1e-4 is usual")] = 0.0
-    tie_embeddings: Annotated[bool, says("one matrix for input and output")] = True
+    vocab_size: Annotated[Count, doc("at least one more than the largest token id")] = 256
+    context: Annotated[Count, doc("tokens in a sequence")] = 128
+    layers: Annotated[Count, doc("blocks")] = 4
+    heads: Annotated[Count, doc("attention heads")] = 4
+    width: Annotated[Count, doc("of the residual stream; a multiple of 2 x heads")] = 128
+    hidden: Annotated[CountOrZero, doc("of the SwiGLU; 0: 8/3 of the width, rounded up to a multiple of 64")] = 0
+    qk_norm: Annotated[bool, doc("normalise queries and keys: keeps attention logits from growing")] = False
+    z_loss: Annotated[NonNegative, doc("weight of the squared log-partition in the loss; 1e-4 is usual")] = 0.0
+    tie_embeddings: Annotated[bool, doc("one matrix for input and output")] = True
 
     @property
     def hidden_width(self) -> int:
@@ -59,63 +59,63 @@ class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     weights: tuple[Annotated[float, msgspec.Meta(ge=0)], ...]
 
 
-class Dataset(Section, frozen=True):
+class Dataset(ConfigSection, frozen=True):
     """Where tokens come from. Without sources: the bytes of Python's own standard library."""
 
-    sources: Annotated[tuple[Source, ...], says("token files from `holdfast prepare`, with weights")] = ()
-    stages: Annotated[tuple[Stage, ...], says("other weights from a step on")] = ()
-    eval_share: Annotated[Fraction, says("of every source, held out for evaluation, from its end")] = 0.05
-    workers: Annotated[CountOrZero, says("loader processes")] = 0
+    sources: Annotated[tuple[Source, ...], doc("token files from `holdfast prepare`, with weights")] = ()
+    stages: Annotated[tuple[Stage, ...], doc("other weights from a step on")] = ()
+    eval_share: Annotated[Fraction, doc("of every source, held out for evaluation, from its end")] = 0.05
+    workers: Annotated[CountOrZero, doc("loader processes")] = 0
 
 
-class Train(Section, frozen=True):
+class Train(ConfigSection, frozen=True):
     """How long, how large, where."""
 
-    run_dir: Annotated[str, says("the run's folder")] = "runs/train"
-    steps: Annotated[Count, says("committed steps")] = 400
-    batch_size: Annotated[Count, says("sequences in a batch, of all ranks together")] = 16
-    accumulate: Annotated[Count, says("batches in a step")] = 1
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], says("of forward and backward; weights are fp32")] = "fp32"
-    compile: Annotated[bool, says("torch.compile the model")] = False
-    device: Annotated[Literal["auto", "cpu", "cuda"], says("auto: a GPU if there is one")] = "auto"
-    seed: Annotated[CountOrZero, says("of weights and data order")] = 0
-    clip_grad_norm: Annotated[NonNegative, says("0: do not clip")] = 1.0
-    log_every: Annotated[Count, says("steps between lines where there is no terminal")] = 50
-    threads: Annotated[CountOrZero, says("torch's threads on the CPU; 0: as many as there are cores")] = 0
+    run_dir: Annotated[str, doc("the run's folder")] = "runs/train"
+    steps: Annotated[Count, doc("committed steps")] = 400
+    batch_size: Annotated[Count, doc("sequences in a batch, of all ranks together")] = 16
+    accumulate: Annotated[Count, doc("batches in a step")] = 1
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], doc("of forward and backward; weights are fp32")] = "fp32"
+    compile: Annotated[bool, doc("torch.compile the model")] = False
+    device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: a GPU if there is one")] = "auto"
+    seed: Annotated[CountOrZero, doc("of weights and data order")] = 0
+    clip_grad_norm: Annotated[NonNegative, doc("0: do not clip")] = 1.0
+    log_every: Annotated[Count, doc("steps between lines where there is no terminal")] = 50
+    threads: Annotated[CountOrZero, doc("torch's threads on the CPU; 0: as many as there are cores")] = 0
 
 
-class OptimizerSection(Section, frozen=True):
+class OptimizerSection(ConfigSection, frozen=True):
     """AdamW, fused where the device has it."""
 
-    lr: Annotated[Positive, says("at its peak")] = 3e-3
-    beta1: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], says("of the first moment")] = 0.9
-    beta2: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], says("of the second moment")] = 0.95
-    eps: Annotated[Positive, says("in the denominator")] = 1e-8
-    weight_decay: Annotated[NonNegative, says("on matrices; not on norms and biases")] = 0.1
+    lr: Annotated[Positive, doc("at its peak")] = 3e-3
+    beta1: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], doc("of the first moment")] = 0.9
+    beta2: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], doc("of the second moment")] = 0.95
+    eps: Annotated[Positive, doc("in the denominator")] = 1e-8
+    weight_decay: Annotated[NonNegative, doc("on matrices; not on norms and biases")] = 0.1
 
 
-class SchedulerSection(Section, frozen=True):
+class SchedulerSection(ConfigSection, frozen=True):
     """The learning rate over the steps."""
 
-    kind: Annotated[Literal["cosine", "wsd", "constant"], says("wsd: warm up, stay, decay")] = "cosine"
-    warmup_steps: Annotated[CountOrZero, says("linear, from 0")] = 40
-    decay_share: Annotated[Fraction, says("wsd: share of the steps that decay, at the end")] = 0.2
-    floor: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)], says("where it ends, as a share of the peak")] = 0.1
+    kind: Annotated[Literal["cosine", "wsd", "constant"], doc("wsd: warm up, stay, decay")] = "cosine"
+    warmup_steps: Annotated[CountOrZero, doc("linear, from 0")] = 40
+    decay_share: Annotated[Fraction, doc("wsd: share of the steps that decay, at the end")] = 0.2
+    floor: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)], doc("where it ends, as a share of the peak")] = 0.1
 
 
-class Eval(Section, frozen=True):
+class Eval(ConfigSection, frozen=True):
     """Held-out loss."""
 
-    every: Annotated[CountOrZero, says("committed steps between evaluations; 0: only at the end")] = 100
-    batches: Annotated[Count, says("batches in each")] = 8
+    every: Annotated[CountOrZero, doc("committed steps between evaluations; 0: only at the end")] = 100
+    batches: Annotated[Count, doc("batches in each")] = 8
 
 
-class Distributed(Section, frozen=True):
+class Distributed(ConfigSection, frozen=True):
     """How the ranks that torchrun starts share the run. The three multiplied are their number."""
 
-    data: Annotated[CountOrZero, says("copies of the model; 0: what is left of the ranks")] = 0
-    shard: Annotated[Count, says("ranks that a copy is sharded over (FSDP2)")] = 1
-    tensor: Annotated[Count, says("ranks that every matrix is cut among; it divides heads and hidden")] = 1
+    data: Annotated[CountOrZero, doc("copies of the model; 0: what is left of the ranks")] = 0
+    shard: Annotated[Count, doc("ranks that a copy is sharded over (FSDP2)")] = 1
+    tensor: Annotated[Count, doc("ranks that every matrix is cut among; it divides heads and hidden")] = 1
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from benchmarks.detectors.curves import ANOMALY, CLEAN, SEEDS, make, seeds
 from benchmarks.detectors.intervals import poisson, wilson
 from benchmarks.detectors.scoring import Score, judge, latched, score
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.diagnosis.model.table import Table
 
 
@@ -193,7 +193,7 @@ def test_a_plain_nan_is_found_by_the_detectors_as_built() -> None:
 
 
 def test_a_factor_scales_what_counts_deviations_and_nothing_else() -> None:
-    plain, double = Detect(), scaled(Detect(), 2.0)
+    plain, double = DetectSection(), scaled(DetectSection(), 2.0)
     assert double.loss_z == 2 * plain.loss_z and double.grad_z == 2 * plain.grad_z
     assert double.warmup_steps == plain.warmup_steps
 

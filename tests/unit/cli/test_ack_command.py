@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from holdfast.core.base.config import Recover
+from holdfast.core.base.config import RecoverSection
 from holdfast.core.decide.policy import Policy
 from holdfast.core.record import journal
 
@@ -68,7 +68,7 @@ def test_what_is_reset_is_said_and_recorded(holdfast, run):
 
 def test_run_started_after_it_has_its_budgets_back(holdfast, run):
     assert holdfast("ack", run).status == 0
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     policy.rebuild(events(run))
     assert policy.state.latched is None
     assert policy.state.rollbacks == []

@@ -371,7 +371,7 @@ def test_prune_removes_what_was_said_writes_it_first_and_the_run_goes_on(holdfas
 def test_rules_are_the_runs_own_where_no_option_says_otherwise(holdfast, tmp_path):
     saved_runs.train(tmp_path / "a", 45)
     saved_runs.train(
-        tmp_path / "a", 45, keep_last=2, keep_every=20, keep_powers=True, keep_bad=0
+        tmp_path / "a", 45, keep_last=2, keep_every=20, keep_powers_of_two=True, keep_bad=0
     )  # done: only the record
     said = holdfast("checkpoints", "prune", tmp_path / "a", "--dry-run", "--json").json
     assert said["rules"] == {"keep_last": 2, "keep_every": 20, "powers": True, "keep_bad": 0}
@@ -383,7 +383,7 @@ def test_rules_are_the_runs_own_where_no_option_says_otherwise(holdfast, tmp_pat
 def test_rules_of_a_run_that_says_nothing_are_the_defaults(holdfast, straight):
     (straight / "journal.jsonl").unlink()
     run = json.loads((straight / "run.json").read_text())
-    run["config"]["checkpoint"] = {"keep_last": "many", "keep_every": -1, "keep_powers": 1, "keep_bad": None}
+    run["config"]["checkpoint"] = {"keep_last": "many", "keep_every": -1, "keep_powers_of_two": 1, "keep_bad": None}
     (straight / "run.json").write_text(json.dumps(run))
     said = holdfast("checkpoints", "prune", straight, "--dry-run", "--json").json
     assert said["rules"] == {"keep_last": 3, "keep_every": 0, "powers": False, "keep_bad": 1}

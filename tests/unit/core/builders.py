@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast.core.base.config import Config, Detect, Recover
+from holdfast.core.base.config import Config, DetectSection, RecoverSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal, Verdict
 from holdfast.core.record.journal import Silent, dumps
 
-NO_DETECTORS = Detect(nonfinite=False, loss_spike=False, grad_spike=False)
+NO_DETECTORS = DetectSection(nonfinite=False, loss_spike=False, grad_spike=False)
 
 
 def signal(step: int = 100, loss: float = 2.0, grad_norm: float | None = 1.0, **more: Any) -> Signal:
@@ -42,7 +42,7 @@ def verdict(
 
 def only_policy(**recover: Any) -> Config:
     """A configuration whose findings all come from the test's own detector."""
-    return Config(detect=NO_DETECTORS, recover=Recover(**recover))
+    return Config(detect=NO_DETECTORS, recover=RecoverSection(**recover))
 
 
 class Scripted:

@@ -12,8 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.base import config
-from holdfast.core.base.config import SECTIONS, Config, load, override, parse, read_toml, template
-from holdfast.core.base.errors import ConfigError
+from holdfast.core.base.config import (
+    RENAMED_KEYS,
+    SECTIONS,
+    Config,
+    load,
+    override,
+    parse,
+    read_toml,
+    template,
+    with_current_keys,
+)
+from holdfast.core.base.errors import ConfigError, HoldfastWarning
 
 KEYS = [(section, key) for section, kind in SECTIONS.items() for key in kind.__struct_fields__]
 
@@ -98,11 +108,11 @@ def test_unknown_preset_lists_the_presets():
     [
         ("divergence", False),
         ("update_spike", False),
-        ("watch", False),
+        ("advisory", False),
         ("loss_z_rollback", 5.5),
         ("loss_rise", 0.1),
         ("loss_rise_rollback", 0.0),
-        ("loss_rise_abs", 0.01),
+        ("loss_rise_initial", 0.01),
         ("grad_ratio", 3.0),
         ("update_z", 5.0),
         ("update_ratio", 2.5),
@@ -110,7 +120,7 @@ def test_unknown_preset_lists_the_presets():
         ("divergence_rise", 0.0),
         ("overflow_streak", 8),
         ("plateau_steps", 500),
-        ("weight_ratio", 1.5),
+        ("weight_norm_ratio", 1.5),
     ],
 )
 def test_key_of_a_detector_is_read_and_stands_in_the_template(key, value):
@@ -125,8 +135,8 @@ def test_key_of_a_detector_is_read_and_stands_in_the_template(key, value):
         ("update_z", 0),
         ("divergence_rise", -0.1),
         ("plateau_steps", 0),
-        ("weight_ratio", -2),
-        ("watch", "yes"),
+        ("weight_norm_ratio", -2),
+        ("advisory", "yes"),
         ("preset", 3),
     ],
 )
@@ -142,7 +152,7 @@ def test_none_means_the_defaults():
 
 
 def test_config_is_passed_through_as_it_is():
-    given_config = Config(recover=config.Recover(mode="observe"))
+    given_config = Config(recover=config.RecoverSection(mode="observe"))
     assert load(given_config) is given_config
 
 
@@ -190,6 +200,46 @@ def test_file_that_is_no_toml_is_refused_with_the_reason(tmp_path, content, says
     with pytest.raises(ConfigError, match=says) as raised:
         load(path)
     assert str(path) in str(raised.value)
+
+
+# ---- keys of earlier versions
+
+OLD_KEYS = [(section, old, new) for section, keys in RENAMED_KEYS.items() for old, new in keys.items()]
+
+
+@pytest.mark.parametrize(("section", "old", "new"), OLD_KEYS)
+def test_old_key_is_read_with_a_warning_that_names_the_new_one(section, old, new):
+    default = getattr(getattr(Config(), section), new)
+    other = not default if isinstance(default, bool) else default + 3
+    with pytest.warns(HoldfastWarning, match=rf"\[{section}\] {old} is now called {new}"):
+        read = parse({section: {old: other}}, "test")
+    assert read == parse({section: {new: other}}, "test") != Config()
+
+
+@pytest.mark.parametrize(("section", "old", "new"), OLD_KEYS)
+def test_old_and_new_key_at_once_are_refused(section, old, new):
+    default = getattr(getattr(Config(), section), new)
+    assert only_error({section: {old: default, new: default}}) == (
+        f"[{section}] {old} is the old name of {new}, and both are given; remove {old}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("in_file", "typed"),
+    [("patience_seconds", "rank_timeout_seconds"), ("rank_timeout_seconds", "rank_timeout_seconds")],
+)
+def test_override_wins_over_either_name_of_its_key_in_the_file(in_file, typed):
+    data = override({"checkpoint": {in_file: 30.0}}, [f"checkpoint.{typed}=45.0"])
+    assert parse(data, "test").checkpoint.rank_timeout_seconds == 45.0
+
+
+def test_recorded_configuration_of_an_earlier_version_gets_the_keys_of_this_one():
+    recorded = {"checkpoint": {"keep_powers": True, "keep_last": 2}, "model": {"width": 8}, "odd": 3}
+    assert with_current_keys(recorded) == {
+        "checkpoint": {"keep_powers_of_two": True, "keep_last": 2},
+        "model": {"width": 8},
+        "odd": 3,
+    }
 
 
 # ---- single errors, and the cure each names

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from builders import Memory, Scripted, finding, only_policy, signal
 
-from holdfast.core.base.config import Config, Recover
+from holdfast.core.base.config import Config, RecoverSection
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import (
     Finding,
@@ -411,7 +411,7 @@ def test_journal_on_disk_rebuilds_the_policy_as_it_was(folder):
     plan = first.judge(signal(7))
     first.write("action", durable=True, action="rollback", incident=plan.incident, step=7, to_step=2)
     first.policy.landed(2)
-    again = Policy(Recover(probation_steps=5, max_consecutive=3))
+    again = Policy(RecoverSection(probation_steps=5, max_consecutive=3))
     again.rebuild(journal.read(folder.journal).events)
     assert again.state == first.policy.state
     assert again.state.incident.target == 2
@@ -604,7 +604,7 @@ def test_windows_of_a_detector_that_is_not_in_the_state_stay():
 
 
 def test_a_dead_run_that_is_only_observed_is_not_written_down_at_every_step(tmp_path):
-    engine = Engine(Config(recover=Recover(mode="observe")))
+    engine = Engine(Config(recover=RecoverSection(mode="observe")))
     kept = Journal(tmp_path / "journal.jsonl")
     engine.open(kept, IncidentFiles(None))
     for step in range(1, 1001):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 from holdfast.core.base.types import CutLR, TightenClip
+from holdfast.core.checkpoints.fit import compare
 from holdfast.core.checkpoints.recovery_history import Intervention, RecoveryHistory
+from holdfast.core.record import facts
 from holdfast.core.record.journal import read, with_current_names
 from holdfast.core.record.quarantine import Quarantine
 
@@ -69,6 +71,15 @@ def test_suspects_of_an_old_journal_are_renamed_in_actions_and_in_findings():
     finding = with_current_names({"event": "finding", "evidence": {"origin": {"suspects": [suspect, 3]}}})
     assert action["suspects"] == [renamed]
     assert finding["evidence"]["origin"]["suspects"] == [renamed, 3]
+
+
+def test_configuration_of_an_old_process_has_the_keys_of_this_version(tmp_path):
+    old = {"event": "restart", "environment": {"config": {"checkpoint": {"keep_powers": True}}, "seed": 1}}
+    new = {"config": {"checkpoint": {"keep_powers_of_two": True}}, "seed": 1}
+    assert with_current_names(old)["environment"] == new
+    (tmp_path / "run.json").write_text(json.dumps(old["environment"]))
+    assert facts.read(tmp_path / "run.json") == new
+    assert compare(old["environment"], new) == []
 
 
 def test_names_of_this_version_and_strange_events_stay_as_they_are():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from builders import verdict
 
-from holdfast.core.base.config import Recover
+from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.types import (
     CutLR,
     Kind,
@@ -47,18 +47,18 @@ def healthy(policy: Policy, steps: int) -> None:
 
 
 def test_one_bad_step_is_skipped():
-    assert do(Policy(Recover()), NAN).actions == (Skip(),)
+    assert do(Policy(RecoverSection()), NAN).actions == (Skip(),)
 
 
 def test_note_is_put_on_record_and_opens_no_incident():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     plan = do(policy, verdict(Kind.SCALE_COLLAPSE, Severity.NOTE))
     assert (plan.actions, plan.incident) == ((), None)
     assert policy.state.incident is None
 
 
 def test_note_inside_an_incident_carries_its_number_and_does_not_prolong_it():
-    policy = Policy(Recover(probation_steps=2))
+    policy = Policy(RecoverSection(probation_steps=2))
     do(policy, NAN)
     policy.commit()
     plan = do(policy, verdict(Kind.SCALE_COLLAPSE, Severity.NOTE))
@@ -68,26 +68,26 @@ def test_note_inside_an_incident_carries_its_number_and_does_not_prolong_it():
 
 
 def test_max_consecutive_bad_steps_climb_to_a_replay_then_to_a_rollback():
-    policy = Policy(Recover(max_consecutive=4))
+    policy = Policy(RecoverSection(max_consecutive=4))
     assert names(policy, *[NAN] * 5) == ["Skip", "Skip", "Skip", "Replay", "Rollback"]
 
 
 def test_one_healthy_step_in_between_starts_the_row_anew():
-    policy = Policy(Recover(max_consecutive=3))
+    policy = Policy(RecoverSection(max_consecutive=3))
     assert names(policy, NAN, NAN) == ["Skip", "Skip"]
     healthy(policy, 1)
     assert names(policy, NAN, NAN, NAN) == ["Skip", "Skip", "Replay"]
 
 
 def test_reasons_say_how_many_and_that_replaying_did_not_help():
-    policy = Policy(Recover(max_consecutive=2))
+    policy = Policy(RecoverSection(max_consecutive=2))
     do(policy, NAN)
     assert do(policy, NAN).reason == "2 bad steps in a row"
     assert do(policy, NAN).reason == "3 bad steps in a row, and replaying did not help"
 
 
 def test_skips_of_one_incident_run_out_although_healthy_steps_lie_between():
-    policy = Policy(Recover(max_skips_per_incident=3, probation_steps=10))
+    policy = Policy(RecoverSection(max_skips_per_incident=3, probation_steps=10))
     said = []
     for _ in range(5):
         said += names(policy, NAN)
@@ -96,7 +96,7 @@ def test_skips_of_one_incident_run_out_although_healthy_steps_lie_between():
 
 
 def test_skips_of_another_incident_are_counted_anew():
-    policy = Policy(Recover(max_skips_per_incident=3, probation_steps=10))
+    policy = Policy(RecoverSection(max_skips_per_incident=3, probation_steps=10))
     said = []
     for _ in range(5):
         said += names(policy, NAN)
@@ -105,26 +105,26 @@ def test_skips_of_another_incident_are_counted_anew():
 
 
 def test_replay_is_tried_once_an_incident():
-    policy = Policy(Recover(max_consecutive=2, probation_steps=10))
+    policy = Policy(RecoverSection(max_consecutive=2, probation_steps=10))
     assert names(policy, NAN, NAN) == ["Skip", "Replay"]
     healthy(policy, 5)
     assert names(policy, NAN, NAN) == ["Skip", "Rollback"]
 
 
 def test_replay_is_tried_once_an_incident_although_it_is_the_mildest_rung():
-    policy = Policy(Recover(ladder=("replay", "rollback", "stop"), probation_steps=10))
+    policy = Policy(RecoverSection(ladder=("replay", "rollback", "stop"), probation_steps=10))
     assert names(policy, NAN) == ["Replay"]
     healthy(policy, 5)
     assert names(policy, NAN) == ["Rollback"]
 
 
 def test_after_a_rollback_the_row_is_counted_anew():
-    policy = Policy(Recover(max_consecutive=2))
+    policy = Policy(RecoverSection(max_consecutive=2))
     assert names(policy, BAD_SPIKE, NAN, NAN) == ["Rollback", "Skip", "Replay"]
 
 
 def test_whole_ladder_from_the_first_skip_to_the_stop():
-    policy = Policy(Recover(max_consecutive=3))
+    policy = Policy(RecoverSection(max_consecutive=3))
     assert names(policy, *[NAN] * 6) == ["Skip", "Skip", "Replay", "Rollback", "Rollback", "Stop"]
     assert policy.state.latched == (
         "nonfinite_loss at step 100 (onset 100): nonfinite_loss again, on probation after a rollback; "
@@ -133,13 +133,13 @@ def test_whole_ladder_from_the_first_skip_to_the_stop():
 
 
 def test_skip_that_comes_too_late_is_a_rollback():
-    plan = do(Policy(Recover()), verdict(Kind.LOSS_SPIKE, Severity.SKIP, vetoed=False))
+    plan = do(Policy(RecoverSection()), verdict(Kind.LOSS_SPIKE, Severity.SKIP, vetoed=False))
     assert plan.first(Rollback) is not None
     assert "too late to skip" in plan.reason
 
 
 def test_finding_of_rollback_severity_is_a_rollback_although_it_was_vetoed():
-    plan = do(Policy(Recover()), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, vetoed=True))
+    plan = do(Policy(RecoverSection()), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, vetoed=True))
     assert plan.first(Rollback) is not None
     assert plan.first(Skip) is None
 
@@ -163,18 +163,18 @@ def test_finding_of_rollback_severity_is_a_rollback_although_it_was_vetoed():
     ids=lambda value: "-".join(value),
 )
 def test_rung_that_is_not_in_the_ladder_is_passed_over(ladder, nan, late):
-    config = Recover(ladder=ladder, max_consecutive=2)
+    config = RecoverSection(ladder=ladder, max_consecutive=2)
     assert names(Policy(config), *[NAN] * len(nan)) == nan
     assert names(Policy(config), *[BAD_SPIKE] * len(late)) == late
 
 
 def test_stop_for_want_of_rungs_says_so():
-    plan = do(Policy(Recover(ladder=("skip",))), BAD_STATE)
+    plan = do(Policy(RecoverSection(ladder=("skip",))), BAD_STATE)
     assert plan.reason == "nonfinite_state: the state itself is suspect; the ladder has nothing more to try"
 
 
 def test_no_rollback_at_all_where_the_budget_is_zero():
-    for config in (Recover(max_rollbacks_per_incident=0), Recover(max_rollbacks_per_window=0)):
+    for config in (RecoverSection(max_rollbacks_per_incident=0), RecoverSection(max_rollbacks_per_window=0)):
         assert names(Policy(config), BAD_SPIKE) == ["Stop"]
 
 
@@ -182,38 +182,40 @@ def test_no_rollback_at_all_where_the_budget_is_zero():
 
 
 def test_nan_batch_on_probation_of_a_spike_rollback_is_skipped():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     assert names(policy, BAD_SPIKE, NAN) == ["Rollback", "Skip"]
     assert policy.state.incident.number == 1
 
 
 def test_spike_on_probation_of_a_spike_rollback_is_rolled_back_again():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     assert names(policy, BAD_SPIKE, verdict(Kind.GRAD_SPIKE)) == ["Rollback", "Rollback"]
 
 
 def test_spike_after_the_probation_of_a_spike_rollback_is_skipped():
-    policy = Policy(Recover(probation_steps=20))
+    policy = Policy(RecoverSection(probation_steps=20))
     do(policy, BAD_SPIKE)
     healthy(policy, 20)
     assert names(policy, SPIKE) == ["Skip"]
 
 
 def test_both_families_that_were_rolled_back_for_climb_at_once():
-    policy = Policy(Recover(max_consecutive=1, max_rollbacks_per_incident=4, ladder=("skip", "rollback", "stop")))
+    policy = Policy(
+        RecoverSection(max_consecutive=1, max_rollbacks_per_incident=4, ladder=("skip", "rollback", "stop"))
+    )
     assert names(policy, NAN, SPIKE) == ["Rollback", "Rollback"]
-    policy = Policy(Recover(max_rollbacks_per_incident=4))
+    policy = Policy(RecoverSection(max_rollbacks_per_incident=4))
     assert names(policy, BAD_SPIKE, BAD_STATE, SPIKE) == ["Rollback", "Rollback", "Rollback"]
 
 
 def test_kind_of_the_users_own_is_a_family_by_itself():
-    policy = Policy(Recover(max_rollbacks_per_incident=4))
+    policy = Policy(RecoverSection(max_rollbacks_per_incident=4))
     mine, other = verdict("mine", Severity.ROLLBACK), verdict("other")
     assert names(policy, mine, other, verdict("mine")) == ["Rollback", "Skip", "Rollback"]
 
 
 def test_incident_takes_the_name_of_what_it_turned_out_to_be():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     do(policy, NAN)
     do(policy, SPIKE)
     assert policy.state.incident.kind == Kind.NONFINITE_LOSS
@@ -225,7 +227,7 @@ def test_incident_takes_the_name_of_what_it_turned_out_to_be():
 
 
 def test_state_family_first_rolls_back_and_changes_nothing_else_then_with_both():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     first, second = do(policy, BAD_STATE), do(policy, BAD_STATE)
     assert [type(a) for a in first.actions] == [Rollback]
     assert [type(a) for a in second.actions] == [Rollback, SkipData, CutLR]
@@ -234,13 +236,13 @@ def test_state_family_first_rolls_back_and_changes_nothing_else_then_with_both()
 
 
 def test_state_family_after_a_spike_rollback_is_no_first_return():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     do(policy, BAD_SPIKE)
     assert [type(a) for a in do(policy, BAD_STATE).actions] == [Rollback, SkipData, CutLR]
 
 
 def test_each_rollback_skips_twice_the_data_and_cuts_the_lr_by_another_power():
-    policy = Policy(Recover(max_rollbacks_per_incident=4, skip_batches=10, lr_factor=0.3, lr_ramp_steps=77))
+    policy = Policy(RecoverSection(max_rollbacks_per_incident=4, skip_batches=10, lr_factor=0.3, lr_ramp_steps=77))
     plans = [do(policy, BAD_SPIKE) for _ in range(4)]
     assert [p.first(SkipData).batches for p in plans] == [10, 20, 40, 80]
     assert [p.first(CutLR).factor for p in plans] == pytest.approx([0.3, 0.09, 0.027, 0.0081])
@@ -248,17 +250,17 @@ def test_each_rollback_skips_twice_the_data_and_cuts_the_lr_by_another_power():
 
 
 def test_data_is_skipped_around_the_onset_and_not_around_the_step_it_was_seen_at():
-    plan = do(Policy(Recover()), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=100, onset=93))
+    plan = do(Policy(RecoverSection()), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=100, onset=93))
     assert plan.first(SkipData).around == 93
 
 
 def test_nothing_is_done_to_data_lr_and_clip_where_the_configuration_says_so():
-    plan = do(Policy(Recover(skip_batches=0, lr_factor=1.0, clip_after=0.0)), BAD_SPIKE)
+    plan = do(Policy(RecoverSection(skip_batches=0, lr_factor=1.0, clip_after_rollback=0.0)), BAD_SPIKE)
     assert [type(a) for a in plan.actions] == [Rollback]
 
 
 def test_clip_is_tightened_where_asked_for_whatever_the_cause():
-    config = Recover(clip_after=0.4, clip_after_steps=33)
+    config = RecoverSection(clip_after_rollback=0.4, clip_after_rollback_steps=33)
     for said in (BAD_SPIKE, BAD_STATE):
         assert do(Policy(config), said).first(TightenClip) == TightenClip(max_norm=0.4, steps=33)
 
@@ -267,12 +269,14 @@ def test_clip_is_tightened_where_asked_for_whatever_the_cause():
 
 
 def test_rollback_prefers_the_margin_and_takes_what_is_before_the_onset():
-    plan = do(Policy(Recover(rollback_margin=10)), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=100, onset=97))
+    plan = do(
+        Policy(RecoverSection(rollback_margin=10)), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=100, onset=97)
+    )
     assert plan.first(Rollback) == Rollback(before=86, at_latest=96)
 
 
 def test_margin_doubles_with_every_rollback_and_goes_before_where_the_last_one_landed():
-    policy = Policy(Recover(rollback_margin=10, max_rollbacks_per_incident=3))
+    policy = Policy(RecoverSection(rollback_margin=10, max_rollbacks_per_incident=3))
     policy.adopt(policy.propose(BAD_SPIKE))
     policy.landed(80)
     second = policy.adopt(policy.propose(verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=98)))
@@ -283,7 +287,7 @@ def test_margin_doubles_with_every_rollback_and_goes_before_where_the_last_one_l
 
 
 def test_another_incident_does_not_know_where_the_last_one_landed():
-    policy = Policy(Recover(rollback_margin=10, probation_steps=5))
+    policy = Policy(RecoverSection(rollback_margin=10, probation_steps=5))
     policy.adopt(policy.propose(BAD_SPIKE))
     policy.landed(20)
     healthy(policy, 5)
@@ -292,20 +296,22 @@ def test_another_incident_does_not_know_where_the_last_one_landed():
 
 
 def test_rollback_to_a_number_goes_at_least_that_many_steps_back():
-    far = do(Policy(Recover(rollback_to=50)), BAD_SPIKE).first(Rollback)
+    far = do(Policy(RecoverSection(rollback_to=50)), BAD_SPIKE).first(Rollback)
     assert far == Rollback(before=50, at_latest=99)
-    near = do(Policy(Recover(rollback_to=3, rollback_margin=10)), BAD_SPIKE).first(Rollback)
+    near = do(Policy(RecoverSection(rollback_to=3, rollback_margin=10)), BAD_SPIKE).first(Rollback)
     assert near == Rollback(before=89, at_latest=99), "the margin asks for more"
 
 
 def test_rollback_never_goes_before_the_beginning():
     for onset, step in ((1, 1), (1, 3), (2, 500)):
-        plan = do(Policy(Recover(rollback_to=1000)), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step, onset))
+        plan = do(Policy(RecoverSection(rollback_to=1000)), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step, onset))
         assert plan.first(Rollback) == Rollback(before=0, at_latest=onset - 1)
 
 
 def test_onset_after_the_step_it_was_seen_at_is_not_believed():
-    plan = do(Policy(Recover(rollback_margin=0)), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=100, onset=120))
+    plan = do(
+        Policy(RecoverSection(rollback_margin=0)), verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=100, onset=120)
+    )
     assert plan.first(Rollback) == Rollback(before=99, at_latest=99)
 
 
@@ -314,7 +320,7 @@ def test_onset_after_the_step_it_was_seen_at_is_not_believed():
 
 @pytest.mark.parametrize("kind", [Kind.NONFINITE_LOSS, Kind.NONFINITE_GRAD])
 def test_nan_action_raise_stops_with_code_1_and_does_not_latch(kind):
-    policy = Policy(Recover(nan_action="raise"))
+    policy = Policy(RecoverSection(nan_action="raise"))
     plan = do(policy, verdict(kind))
     assert plan.actions == (Stop(f"{kind} at step 100 (onset 100): nan_action is 'raise'", code=1),)
     assert policy.state.latched is None
@@ -322,20 +328,20 @@ def test_nan_action_raise_stops_with_code_1_and_does_not_latch(kind):
 
 
 def test_nan_action_raise_is_about_the_batch_and_not_about_a_spike_or_the_state():
-    policy = Policy(Recover(nan_action="raise"))
+    policy = Policy(RecoverSection(nan_action="raise"))
     assert names(policy, SPIKE, BAD_STATE) == ["Skip", "Rollback"]
 
 
 @pytest.mark.parametrize("action", ["warn", "skip"])
 def test_other_nan_actions_skip(action):
-    assert names(Policy(Recover(nan_action=action)), NAN) == ["Skip"]
+    assert names(Policy(RecoverSection(nan_action=action)), NAN) == ["Skip"]
 
 
 # ---- observe
 
 
 def test_observe_says_what_would_be_done():
-    policy = Policy(Recover(mode="observe"))
+    policy = Policy(RecoverSection(mode="observe"))
     assert policy.observe(NAN).reason == "observe only; would skip: nonfinite_loss"
     said = policy.observe(BAD_SPIKE).reason
     assert said == "observe only; would rollback + skip_data + cut_lr: loss_spike: the state itself is suspect"
@@ -345,7 +351,7 @@ def test_observe_says_what_would_be_done():
 
 
 def test_observe_tracks_the_incident_from_its_opening_to_its_end():
-    policy = Policy(Recover(mode="observe", probation_steps=2))
+    policy = Policy(RecoverSection(mode="observe", probation_steps=2))
     assert policy.observe(NAN).incident == 1
     policy.commit()
     assert policy.observe(NAN).incident == 1
@@ -356,7 +362,7 @@ def test_observe_tracks_the_incident_from_its_opening_to_its_end():
 
 def test_note_in_observe_mode_opens_no_incident_and_does_not_prolong_one():
     note = verdict(Kind.SCALE_COLLAPSE, Severity.NOTE)
-    policy = Policy(Recover(mode="observe", probation_steps=2))
+    policy = Policy(RecoverSection(mode="observe", probation_steps=2))
     assert policy.observe(note).incident is None
     assert policy.state.incident is None
     policy.observe(NAN)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from holdfast.core.base.config import Config, Recover
+from holdfast.core.base.config import Config, RecoverSection
 from holdfast.core.base.types import (
     CutLR,
     Kind,
@@ -58,7 +58,7 @@ class Commits(NamedTuple):
 # Weighted towards what lets a stream go on: after a stop there is nothing more to see.
 some_ladders = [tuple(r for r, kept in zip(RUNGS, f"{n:04b}", strict=True) if kept == "1") for n in range(1, 16)]
 recovers = st.builds(
-    Recover,
+    RecoverSection,
     preset=st.sampled_from(["default"] * 5 + ["strict"]),
     nan_action=st.sampled_from(["warn"] * 4 + ["skip", "raise"]),
     max_consecutive=st.integers(1, 6),
@@ -72,7 +72,7 @@ recovers = st.builds(
     window_steps=st.integers(1, 30),
     skip_batches=st.integers(0, 8),
     lr_factor=st.sampled_from([1.0, 0.5, 0.1]),
-    clip_after=st.sampled_from([0.0, 1.0]),
+    clip_after_rollback=st.sampled_from([0.0, 1.0]),
 )
 
 NO_HOOK: list[Plan | None] = [None]
@@ -119,7 +119,7 @@ by_policy, by_anyone = streams(NO_HOOK), streams(ANY_HOOK)
 class Life:
     """Plays a stream against a policy as the runtime does, and keeps books of its own."""
 
-    def __init__(self, config: Recover) -> None:
+    def __init__(self, config: RecoverSection) -> None:
         self.config = config
         self.policy = Policy(config)
         self.step = 0
@@ -172,7 +172,7 @@ def stopped(plan: Plan | None) -> bool:
     return plan is not None and plan.first(Stop) is not None
 
 
-def most_rollbacks(config: Recover) -> int:
+def most_rollbacks(config: RecoverSection) -> int:
     """Without commits there is one incident and one window."""
     if "rollback" not in config.ladder:
         return 0
@@ -210,7 +210,9 @@ def test_budgets_hold_when_a_hook_always_asks_for_a_rollback(config, stream):
 
 
 def test_full_budgets_can_be_used_and_not_one_rollback_more():
-    config = Recover(max_rollbacks_per_incident=2, max_rollbacks_per_window=5, window_steps=50, probation_steps=10)
+    config = RecoverSection(
+        max_rollbacks_per_incident=2, max_rollbacks_per_window=5, window_steps=50, probation_steps=10
+    )
     spike = Found(Kind.LOSS_SPIKE, Severity.ROLLBACK, True, 0, True, None, 0)
     life = Life(config)
     life.play(Commits(100))
@@ -226,7 +228,7 @@ def test_full_budgets_can_be_used_and_not_one_rollback_more():
 
 
 def test_window_slides_so_that_an_old_rollback_is_forgiven():
-    config = Recover(max_rollbacks_per_window=1, window_steps=50, probation_steps=10)
+    config = RecoverSection(max_rollbacks_per_window=1, window_steps=50, probation_steps=10)
     spike = Found(Kind.LOSS_SPIKE, Severity.ROLLBACK, True, 0, True, None, 0)
     early, late = Life(config), Life(config)
     for life, between in ((early, 49), (late, 50)):
@@ -281,7 +283,7 @@ def test_findings_without_a_commit_reach_a_stop_within_the_bound(config, stream)
 
 def test_bound_on_findings_without_a_commit_is_reached_exactly():
     """A cause that is new after each rollback takes every finding there is: no smaller bound would hold."""
-    config = Recover(max_consecutive=3, max_rollbacks_per_incident=2)
+    config = RecoverSection(max_consecutive=3, max_rollbacks_per_incident=2)
     kinds = [Kind.NONFINITE_LOSS] * 4 + [Kind.LOSS_SPIKE] * 3 + ["my_own"] * 3
     life = Life(config)
     life.play(Commits(100))
@@ -308,7 +310,7 @@ def test_hook_that_never_stops_is_stopped_within_the_bound(config, stream):
 @pytest.mark.parametrize("action", [Skip(), Replay(), CutLR(factor=0.5, ramp_steps=1), None], ids=str)
 def test_hook_that_always_asks_for_the_same_goes_on_while_steps_are_committed(action):
     """The bound is on standing still, not on how often a hook may have its way."""
-    config = Recover(max_consecutive=2, max_skips_per_incident=3)
+    config = RecoverSection(max_consecutive=2, max_skips_per_incident=3)
     asks = Plan(actions=() if action is None else (action,), by="hook")
     life = Life(config)
     for _ in range(50):
@@ -389,7 +391,7 @@ def test_state_rebuilt_from_the_journal_is_the_live_one_after_every_plan_landing
         written = len(memory.lines)
 
 
-def check_rebuilt(engine: Engine, memory: Memory, config: Recover, only_if_after: int = -1) -> None:
+def check_rebuilt(engine: Engine, memory: Memory, config: RecoverSection, only_if_after: int = -1) -> None:
     """What a process started now would know. A commit alone is not written down: it is asked only where it was."""
     if len(memory.lines) > only_if_after:
         again = Policy(config)
@@ -398,7 +400,7 @@ def check_rebuilt(engine: Engine, memory: Memory, config: Recover, only_if_after
 
 
 def test_plan_a_life_ended_before_is_taken_back_once_and_counts_when_it_happens_again():
-    live = Policy(Recover())
+    live = Policy(RecoverSection())
     live.adopt(live.propose(verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, 50, 50)))
     plan = {"event": "plan", "actions": [{"action": "rollback"}], "policy": live.state_dict()}
     restart = {"event": "restart"}
@@ -411,7 +413,7 @@ def test_plan_a_life_ended_before_is_taken_back_once_and_counts_when_it_happens_
         ([{**plan, "actions": [{"action": "stop"}]}], 1),
         ([plan, restart, {"event": "progress", "policy": live.state_dict()}], 1),
     ):
-        rebuilt = Policy(Recover())
+        rebuilt = Policy(RecoverSection())
         rebuilt.rebuild(events)
         assert len(rebuilt.state.rollbacks) == rollbacks, events
 
@@ -455,7 +457,7 @@ def test_stop_latches_until_it_is_acknowledged(config, before, after):
 
 
 def test_stop_of_a_hook_latches_too_and_no_hook_can_lift_it():
-    life = Life(Recover())
+    life = Life(RecoverSection())
     stop = Plan(actions=(Stop("by hand"),), by="hook")
     life.play(Found(Kind.LOSS_SPIKE, Severity.SKIP, True, 0, True, stop, 0))
     for lift in (Plan(actions=(Skip(),), by="hook"), Plan(by="hook"), Plan(actions=(Stop("no", 1),), by="hook")):
@@ -465,7 +467,7 @@ def test_stop_of_a_hook_latches_too_and_no_hook_can_lift_it():
 
 
 def test_acknowledgement_starts_every_budget_anew_and_keeps_clock_and_numbers():
-    life = Life(Recover(preset="strict"))
+    life = Life(RecoverSection(preset="strict"))
     spike = Found(Kind.LOSS_SPIKE, Severity.ROLLBACK, True, 0, True, None, 0)
     life.play(Commits(300))
     for _ in range(3):
@@ -551,7 +553,7 @@ new_spikes = st.builds(
 @SOMETIMES
 @given(st.lists(st.tuples(new_spikes, st.lists(quiet, max_size=5)), min_size=3, max_size=3))
 def test_strict_stops_at_the_third_new_spike_and_at_nothing_before(stream):
-    life = Life(Recover(preset="strict", max_consecutive=1000, max_skips_per_incident=1000))
+    life = Life(RecoverSection(preset="strict", max_consecutive=1000, max_skips_per_incident=1000))
     for number, (spike, between) in enumerate(stream, 1):
         assert stopped(life.play(spike)) == (number == 3)
         if number < 3:
@@ -561,7 +563,7 @@ def test_strict_stops_at_the_third_new_spike_and_at_nothing_before(stream):
 
 
 def test_default_preset_counts_spikes_and_does_not_stop_for_them():
-    life = Life(Recover(max_consecutive=1000, max_skips_per_incident=1000))
+    life = Life(RecoverSection(max_consecutive=1000, max_skips_per_incident=1000))
     for _ in range(20):
         assert not stopped(life.play(Found(Kind.LOSS_SPIKE, Severity.SKIP, True, 0, True, None, 0)))
         life.play(Commits(1))
@@ -612,7 +614,7 @@ def test_observe_leaves_a_state_with_spent_budgets_as_it_is(config, stream, last
 @SOMETIMES
 @given(st.integers(1, 12), st.lists(st.integers(0, 20), min_size=1, max_size=8), st.booleans())
 def test_incident_closes_after_exactly_the_probation_and_a_finding_before_that_belongs_to_it(probation, gaps, observe):
-    policy = Policy(Recover(probation_steps=probation, max_consecutive=1000, max_skips_per_incident=1000))
+    policy = Policy(RecoverSection(probation_steps=probation, max_consecutive=1000, max_skips_per_incident=1000))
     number, open_for = 0, None
     for gap in gaps:
         said = verdict(Kind.NONFINITE_LOSS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from builders import verdict
 
-from holdfast.core.base.config import Recover
+from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Kind, Rollback, Severity
 from holdfast.core.decide.policy import Policy, State
@@ -14,7 +14,7 @@ BAD_SPIKE = verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK)
 
 
 def rebuilt(*events: dict) -> State:
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     policy.rebuild(events)
     return policy.state
 
@@ -35,16 +35,16 @@ def test_acknowledgement_counts_from_where_it_stands_in_the_journal():
 
 
 def test_landing_of_a_rollback_is_remembered_so_that_the_next_one_goes_before_it():
-    first = Policy(Recover(rollback_margin=0))
+    first = Policy(RecoverSection(rollback_margin=0))
     first.adopt(first.propose(BAD_SPIKE))
     plan = {"event": "plan", "policy": first.state_dict()}
-    second = Policy(Recover(rollback_margin=0))
+    second = Policy(RecoverSection(rollback_margin=0))
     second.rebuild([plan, {"event": "action", "action": "rollback", "to_step": 60}])
     assert second.propose(BAD_SPIKE).first(Rollback) == Rollback(before=59, at_latest=60)
 
 
 def test_landing_before_the_incident_at_hand_is_not_its_own():
-    policy = Policy(Recover(rollback_margin=0, max_rollbacks_per_incident=9))
+    policy = Policy(RecoverSection(rollback_margin=0, max_rollbacks_per_incident=9))
     policy.propose(BAD_SPIKE)
     landed = {"event": "action", "action": "rollback", "to_step": 60}
     assert rebuilt(landed, {"event": "plan", "policy": policy.state_dict()}).incident.target is None
@@ -52,7 +52,7 @@ def test_landing_before_the_incident_at_hand_is_not_its_own():
 
 
 def test_only_a_rollback_that_says_where_it_landed_has_landed():
-    policy = Policy(Recover())
+    policy = Policy(RecoverSection())
     policy.propose(BAD_SPIKE)
     plan = {"event": "plan", "policy": policy.state_dict()}
     for event in ({"event": "action", "action": "rollback"}, {"event": "outcome", "to_step": 60}):

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from holdfast.core.base.config import Liveness
+from holdfast.core.base.config import LivenessSection
 from holdfast.distributed import pings, watch
 from holdfast.distributed.store import Board, Ended, Failure
 from holdfast.distributed.watch import StoreWatchdog
 
-FAST = Liveness(every_steps=2, timeout_seconds=0.6, poll_seconds=0.02, grace_seconds=0.1)
-PATIENT = Liveness(every_steps=2, timeout_seconds=20, poll_seconds=0.02, grace_seconds=20)
+FAST = LivenessSection(every_steps=2, timeout_seconds=0.6, poll_seconds=0.02, grace_seconds=0.1)
+PATIENT = LivenessSection(every_steps=2, timeout_seconds=20, poll_seconds=0.02, grace_seconds=20)
 SECONDS = 10.0
 
 
@@ -36,7 +36,7 @@ def until(true: Callable[[], Any]) -> None:
 class Watched:
     """A watch whose exits and records are kept."""
 
-    def __init__(self, rank: int = 0, size: int = 2, policy: Liveness = PATIENT, store: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 2, policy: LivenessSection = PATIENT, store: Any = None) -> None:
         self.store = dist.HashStore() if store is None else store
         self.exits: list[int] = []
         self.records: list[tuple[str, dict[str, Any]]] = []

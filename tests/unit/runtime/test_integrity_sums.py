@@ -56,7 +56,7 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def pair(tensors: dict[str, Tensor], replicas=None, **settings: int | bool) -> Integrity:
-    section = config.Integrity(**{"replicas_every": 1, "window_every": 0, **settings})
+    section = config.IntegritySection(**{"replicas_every": 1, "between_updates_every": 0, **settings})
     return Integrity(lambda: tensors, section, replicas or Everywhere(), Pair())
 
 
@@ -144,7 +144,7 @@ def test_order_of_names_makes_no_difference():
 def test_empty_shards_and_no_tensors_have_sums():
     assert len(row(pair({"a": torch.empty(0, 4), "b": torch.empty(0, dtype=torch.bfloat16)}))) == 1
     assert row(pair({})) == [0]
-    assert row(pair({}, window_every=1)) == [0, UNSEEN]
+    assert row(pair({}, between_updates_every=1)) == [0, UNSEEN]
 
 
 def test_classes_are_summed_apart():
@@ -166,20 +166,22 @@ def test_classes_that_another_rank_does_not_have_are_not_compared():
             return [value, value[:1]]
 
     tensors = {"a": torch.ones(3), "b": torch.ones(3)}
-    checks = Integrity(lambda: tensors, config.Integrity(replicas_every=1, window_every=0), Named(), Unlike())
+    checks = Integrity(
+        lambda: tensors, config.IntegritySection(replicas_every=1, between_updates_every=0), Named(), Unlike()
+    )
     assert len(row(checks)) == 1 and checks.unlike == ["b"]
 
 
 def test_parameters_alone_where_the_optimizer_is_not_to_be_looked_at():
     tensors = {"model.w": torch.ones(2), "optimizer.0.0.step": torch.ones(())}
-    alone, both = pair(tensors, optimizer=False), pair(tensors)
+    alone, both = pair(tensors, include_optimizer=False), pair(tensors)
     before = row(alone), row(both)
     tensors["optimizer.0.0.step"] += 1
     assert row(alone) == before[0] and row(both) != before[1]
 
 
 def test_every_so_many_steps_and_in_the_first_two_of_a_life():
-    checks = pair({"w": torch.ones(2)}, replicas_every=10, window_every=15)
+    checks = pair({"w": torch.ones(2)}, replicas_every=10, between_updates_every=15)
     checks.before_update(7)
     due = {n: checks.checks(n) for n in range(7, 61)}
     assert [n for n, d in due.items() if d.replicas] == [7, 8, 10, 20, 30, 40, 50, 60]
@@ -187,7 +189,7 @@ def test_every_so_many_steps_and_in_the_first_two_of_a_life():
     assert [n for n in due if checks.due(n)] == [7, 8, 10, 15, 20, 30, 40, 45, 50, 60]
     assert checks.before_update(9) is None
     assert [len(row(checks, n)) for n in (10, 15, 30)] == [1, 1, 2]
-    never = pair({"w": torch.ones(2)}, replicas_every=0, window_every=0)
+    never = pair({"w": torch.ones(2)}, replicas_every=0, between_updates_every=0)
     assert not any(never.due(n) for n in range(100)) and never.before_update(1) is None
 
 
@@ -203,7 +205,7 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **adam)
         state = RunState([("", self.model)], Optimizers([self.optimizer]), Schedulers([], []), None)
         self.checks = Integrity(
-            state.heavy, config.Integrity(window_every=every), SingleProcessReplicas(), SingleRank()
+            state.heavy, config.IntegritySection(between_updates_every=every), SingleProcessReplicas(), SingleRank()
         )
         self.number = 0
 

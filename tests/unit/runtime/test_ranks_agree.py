@@ -241,7 +241,7 @@ def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, sc
             "detect": {"gate": gate, "warmup_steps": 2},
             "recover": {**RECOVER, "ladder": ladder},
             "snapshot": {"every_steps": 2, "certify_after": 1},
-            "integrity": {"replicas_every": 2, "window_every": 4},
+            "integrity": {"replicas_every": 2, "between_updates_every": 4},
         }
         ranks = [Rank(r, table, faults[r], config) for r in range(size)]
         threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]

@@ -368,7 +368,7 @@ def test_weight_norm_is_of_the_weights_as_the_fiftieth_step_found_them():
 
 
 def test_weight_norm_and_fingerprint_are_not_measured_where_nothing_is_watched():
-    signals, _ = train(OPTIMIZERS["adamw"], steps=60, config={"detect": {"watch": False}})
+    signals, _ = train(OPTIMIZERS["adamw"], steps=60, config={"detect": {"advisory": False}})
     assert {(s.weight_norm, s.batch) for s in signals} == {(None, None)}
 
 

@@ -79,7 +79,7 @@ def test_what_is_late_again_and_again_is_put_aside_and_then_nothing_is_late():
     assert aside.nbytes == taken
     assert aside.note is not None
     assert "0.01 GB" in aside.note
-    assert "staging = false" in aside.note
+    assert "device_staging = false" in aside.note
 
 
 def test_what_was_late_once_or_twice_changes_nothing():

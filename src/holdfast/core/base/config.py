@@ -1,6 +1,6 @@
-"""The written policy: TOML sections as structs, validated on construction, every error reported at once.
+"""The written policy: one struct per TOML section, validated on construction; every error is reported at once.
 
-The comment that `holdfast init` writes beside a key is the `description` here: one text, one place.
+The description of a key appears in three places from this one text: the file `holdfast init` writes, the docs, here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import difflib
 import math
 import os
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -16,10 +17,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from holdfast.core.base.errors import ConfigError
+from holdfast.core.base.errors import ConfigError, HoldfastWarning
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True):
+class ConfigSection(msgspec.Struct, frozen=True, kw_only=True):
     """Base of every section."""
 
 
@@ -31,13 +32,13 @@ Fraction = Annotated[float, Meta(gt=0, le=1)]
 Rung = Literal["skip", "replay", "rollback", "stop"]
 
 
-def says(text: str) -> Meta:
-    """The sentence that explains a key, in the file `holdfast init` writes and in the docs."""
+def doc(text: str) -> Meta:
+    """Attach the sentence that explains a key."""
     return Meta(description=text)
 
 
-class Detect(Section, frozen=True):
-    """What counts as trouble. Thresholds for a step come from the steps before it."""
+class DetectSection(ConfigSection, frozen=True):
+    """What counts as trouble. The thresholds for a step are computed from the steps before it."""
 
     preset: Annotated[
         Literal[
@@ -49,197 +50,208 @@ class Detect(Section, frozen=True):
             "three-sigma-as-written",
             "monotone-200-as-written",
         ],
-        says("whose rule watches the loss: our own, or a published one, its defects mended or as written"),
+        doc("rule for the loss: the default, or a published rule, fixed or as written"),
     ] = "default"
-    nonfinite: Annotated[bool, says("NaN or Inf in loss, gradient, parameters or optimizer state")] = True
-    loss_spike: Annotated[bool, says("a loss far above its own recent course")] = True
-    grad_spike: Annotated[bool, says("a gradient norm far above its own recent course")] = True
-    divergence: Annotated[bool, says("a loss that has left its best level, slowly or fast")] = True
-    update_spike: Annotated[bool, says("an update far larger than the optimizer's second moment foresees")] = True
-    watch: Annotated[
+    nonfinite: Annotated[bool, doc("NaN or Inf in loss, gradient, parameters or optimizer state")] = True
+    loss_spike: Annotated[bool, doc("a loss far above its recent baseline")] = True
+    grad_spike: Annotated[bool, doc("a gradient norm far above its recent baseline")] = True
+    divergence: Annotated[bool, doc("a loss that rises above its best level, slowly or fast")] = True
+    update_spike: Annotated[bool, doc("an update far larger than the optimizer's second moment predicts")] = True
+    advisory: Annotated[
         bool,
-        says("on record only: plateau, LR jump or freeze, stuck loss scale, repeated batch, weight norm, dead run"),
+        doc("recorded only: plateau, LR jump or freeze, stuck loss scale, repeated batch, weight norm, dead run"),
     ] = True
-    warmup_steps: Annotated[Count, says("healthy steps to learn from before a spike can be called")] = 40
-    loss_z: Annotated[Positive, says("skip a step whose loss is this many deviations above its course")] = 8.0
+    warmup_steps: Annotated[Count, doc("healthy steps to learn from before a spike can be reported")] = 40
+    loss_z: Annotated[Positive, doc("skip a step whose loss is this many deviations above its baseline")] = 8.0
     loss_z_rollback: Annotated[
-        Positive, says("roll back when several losses are about this many deviations above it")
+        Positive, doc("roll back when several losses are about this many deviations above it")
     ] = 6.0
-    loss_rise: Annotated[NonNegative, says("and at least this share of the loss above it")] = 0.25
-    loss_rise_rollback: Annotated[NonNegative, says("counting those at least this share above it")] = 0.015
-    loss_rise_abs: Annotated[NonNegative, says("and at least this share of where the loss began")] = 0.002
-    grad_z: Annotated[Positive, says("skip a step whose log gradient norm is this many deviations up")] = 8.0
-    grad_ratio: Annotated[Positive, says("and at least this many times its course")] = 5.0
-    update_z: Annotated[Positive, says("on record: the log of the update size is this many deviations up")] = 8.0
-    update_ratio: Annotated[Positive, says("and at least this many times its course")] = 3.0
-    divergence_z: Annotated[Positive, says("roll back when the loss is this many deviations above its best level")] = (
-        6.0
-    )
-    divergence_rise: Annotated[NonNegative, says("and at least this share of it")] = 0.03
-    overflow_streak: Annotated[Count, says("fp16: this many overflows in a row are a finding")] = 32
-    plateau_steps: Annotated[Count, says("on record: no new best level for this many steps")] = 2000
-    weight_ratio: Annotated[Positive, says("on record: the norm of the weights changed this much in 200 steps")] = 2.0
+    loss_rise: Annotated[NonNegative, doc("and at least this share of the loss above it")] = 0.25
+    loss_rise_rollback: Annotated[NonNegative, doc("counting losses at least this share above it")] = 0.015
+    loss_rise_initial: Annotated[NonNegative, doc("and at least this share of the initial loss")] = 0.002
+    grad_z: Annotated[Positive, doc("skip a step whose log gradient norm is this many deviations up")] = 8.0
+    grad_ratio: Annotated[Positive, doc("and at least this many times its baseline")] = 5.0
+    update_z: Annotated[Positive, doc("recorded: the log of the update size is this many deviations up")] = 8.0
+    update_ratio: Annotated[Positive, doc("and at least this many times its baseline")] = 3.0
+    divergence_z: Annotated[Positive, doc("roll back when the loss is this many deviations above its best level")] = 6.0
+    divergence_rise: Annotated[NonNegative, doc("and at least this share of it")] = 0.03
+    overflow_streak: Annotated[Count, doc("fp16: this many overflows in a row are a finding")] = 32
+    plateau_steps: Annotated[Count, doc("recorded: no new best level for this many steps")] = 2000
+    weight_norm_ratio: Annotated[Positive, doc("recorded: the weight norm changed this many times in 200 steps")] = 2.0
     gate: Annotated[
         Literal["auto", "host", "device"],
-        says(
-            "where a bad update is stopped: on the device (fused optimizers), or by the host, which waits for it; "
+        doc(
+            "what stops a bad update: the device (fused optimizers), or the host, which waits for the step; "
             "auto: device for fused optimizers on an accelerator, host otherwise"
         ),
     ] = "auto"
 
 
-class Recover(Section, frozen=True):
+class RecoverSection(ConfigSection, frozen=True):
     """What is done about it, and how often."""
 
-    mode: Annotated[Literal["heal", "observe"], says("observe: find and record everything, act on nothing")] = "heal"
-    preset: Annotated[Literal["default", "strict"], says("strict: the third spike of the run stops it")] = "default"
+    mode: Annotated[Literal["heal", "observe"], doc("observe: find and record everything, act on nothing")] = "heal"
+    preset: Annotated[Literal["default", "strict"], doc("strict: the third spike of the run stops it")] = "default"
     nan_action: Annotated[
         Literal["warn", "skip", "raise"],
-        says("a non-finite step is skipped with a warning, skipped with a journal entry only, or raises"),
+        doc("a non-finite step is skipped with a warning, skipped with a journal entry only, or raises"),
     ] = "warn"
-    max_consecutive: Annotated[Count, says("this many bad steps in a row climb the ladder")] = 10
-    max_skips_per_incident: Annotated[Count, says("and so do this many skips in one incident")] = 100
-    ladder: Annotated[tuple[Rung, ...], says("what is tried, mildest first")] = (
-        "skip",
-        "replay",
-        "rollback",
-        "stop",
-    )
+    max_consecutive: Annotated[Count, doc("this many bad steps in a row climb the ladder")] = 10
+    max_skips_per_incident: Annotated[Count, doc("and so do this many skips in one incident")] = 100
+    ladder: Annotated[tuple[Rung, ...], doc("what is tried, mildest first")] = ("skip", "replay", "rollback", "stop")
     rollback_to: Annotated[
         Literal["last_good"] | Count,
-        says('"last_good": the newest certified snapshot before the onset; or a number: at least that many steps back'),
+        doc('"last_good": the newest certified snapshot before the onset; or a number: at least that many steps back'),
     ] = "last_good"
-    rollback_margin: Annotated[CountOrZero, says("prefer a snapshot at least this many steps older than the onset")] = (
-        10
-    )
-    probation_steps: Annotated[Count, says("healthy steps after which an incident is closed")] = 100
-    max_rollbacks_per_incident: Annotated[CountOrZero, says("the next finding stops the run")] = 2
-    max_rollbacks_per_window: Annotated[CountOrZero, says("in the sliding window below")] = 8
-    window_steps: Annotated[Count, says("length of that window, in committed steps")] = 2000
-    skip_batches: Annotated[CountOrZero, says("batches quarantined by a rollback, half of them before the onset")] = 200
+    rollback_margin: Annotated[CountOrZero, doc("prefer a snapshot at least this many steps older than the onset")] = 10
+    probation_steps: Annotated[Count, doc("healthy steps after which an incident is closed")] = 100
+    max_rollbacks_per_incident: Annotated[CountOrZero, doc("the next finding stops the run")] = 2
+    max_rollbacks_per_window: Annotated[CountOrZero, doc("in the sliding window below")] = 8
+    window_steps: Annotated[Count, doc("length of that window, in committed steps")] = 2000
+    skip_batches: Annotated[CountOrZero, doc("batches quarantined by a rollback, half of them before the onset")] = 200
     lr_factor: Annotated[
-        Fraction, says("learning rate after a rollback, as a share of the scheduled one; 1: leave it")
+        Fraction, doc("learning rate after a rollback, as a share of the scheduled one; 1: unchanged")
     ] = 0.5
-    lr_ramp_steps: Annotated[Count, says("committed steps over which it returns to the schedule, linearly")] = 100
-    clip_after: Annotated[NonNegative, says("gradient clip after a rollback; 0: leave it")] = 0.0
-    clip_after_steps: Annotated[Count, says("committed steps it stays for")] = 100
+    lr_ramp_steps: Annotated[Count, doc("committed steps over which it returns to the schedule, linearly")] = 100
+    clip_after_rollback: Annotated[NonNegative, doc("gradient clip after a rollback; 0: unchanged")] = 0.0
+    clip_after_rollback_steps: Annotated[Count, doc("committed steps this clip holds for")] = 100
 
 
-class SnapshotSection(Section, frozen=True):
-    """Copies of the run in memory, to roll back to."""
+class SnapshotSection(ConfigSection, frozen=True):
+    """Copies of the run in memory, for rollbacks."""
 
-    enabled: Annotated[bool, says("without snapshots nothing can be rolled back")] = True
-    every_steps: Annotated[Count, says("committed steps between snapshots")] = 10
-    reach_steps: Annotated[Count, says("how far back the ring reaches, at powers of two")] = 1000
-    certify_after: Annotated[Count, says("healthy steps that must follow before a snapshot counts as good")] = 10
-    memory_gb: Annotated[NonNegative, says("memory for them; 0: a quarter of what is free")] = 0.0
+    enabled: Annotated[bool, doc("without snapshots nothing can be rolled back")] = True
+    every_steps: Annotated[Count, doc("committed steps between snapshots")] = 10
+    reach_steps: Annotated[Count, doc("age of the oldest snapshot kept, in steps; ages are powers of two")] = 1000
+    certify_after: Annotated[Count, doc("healthy steps that must follow before a snapshot counts as good")] = 10
+    memory_gb: Annotated[NonNegative, doc("memory for snapshots; 0: a quarter of what is free")] = 0.0
     place: Annotated[
-        Literal["host", "device"],
-        says("where they are kept; device: faster, and needs that much free memory there"),
+        Literal["host", "device"], doc("which memory holds them; device: faster, needs that much free device memory")
     ] = "host"
-    staging: Annotated[
-        bool,
-        says("where a copy to the host would delay updates, its last part waits in free memory of the device"),
+    device_staging: Annotated[
+        bool, doc("if a copy to the host delays updates, keep its last part in free device memory meanwhile")
     ] = True
 
 
-class CheckpointSection(Section, frozen=True):
-    """Copies of the run on disk, to go on from in another process. They need a run_dir."""
+class CheckpointSection(ConfigSection, frozen=True):
+    """Copies of the run on disk, to resume from in another process. They need a run_dir."""
 
-    enabled: Annotated[bool, says("without them a run that dies begins anew")] = True
+    enabled: Annotated[bool, doc("without checkpoints a run that dies starts over")] = True
     every_steps: Annotated[
-        CountOrZero, says("committed steps between them; 0: only at the start, at the end and when asked")
+        CountOrZero, doc("committed steps between checkpoints; 0: only at the start, at the end and on request")
     ] = 1000
-    at_start: Annotated[bool, says("the state the run begins with, so that there is always one to go on from")] = True
-    at_end: Annotated[bool, says("the state an orderly end leaves, to go on from exactly there")] = True
-    certify_after: Annotated[Count, says("healthy steps that must follow before one counts as good")] = 10
-    keep_last: Annotated[Count, says("good ones that are kept; the newest good one is never deleted")] = 3
-    keep_every: Annotated[CountOrZero, says("keep every good one whose step is a multiple of this; 0: none")] = 0
-    keep_powers: Annotated[bool, says("and one for every power of two of the cadence behind the newest")] = False
-    keep_bad: Annotated[CountOrZero, says("bad or suspect ones kept for a look at them")] = 1
+    at_start: Annotated[bool, doc("save the initial state, so that there is always one to resume from")] = True
+    at_end: Annotated[bool, doc("save the state at an orderly end, to resume exactly there")] = True
+    certify_after: Annotated[Count, doc("healthy steps that must follow before a checkpoint counts as good")] = 10
+    keep_last: Annotated[Count, doc("good checkpoints to keep; the newest good one is never deleted")] = 3
+    keep_every: Annotated[CountOrZero, doc("keep every good one whose step is a multiple of this; 0: none")] = 0
+    keep_powers_of_two: Annotated[
+        bool, doc("keep one at each age of 1, 2, 4, 8, ... times every_steps behind the newest")
+    ] = False
+    keep_bad: Annotated[CountOrZero, doc("bad or suspect checkpoints kept for inspection")] = 1
     resume: Annotated[
-        Literal["auto", "never"], says("auto: a run_dir that has checkpoints goes on from the newest good one")
+        Literal["auto", "never"], doc("auto: resume from the newest good checkpoint in run_dir, if there is one")
     ] = "auto"
-    load_path: Annotated[str, says("go on from this checkpoint instead, whatever the run_dir holds")] = ""
-    patience_seconds: Annotated[Positive, says("how long ranks wait for each other's part of one")] = 600.0
+    load_path: Annotated[str, doc("resume from this checkpoint instead, whatever run_dir holds")] = ""
+    rank_timeout_seconds: Annotated[
+        Positive, doc("how long a rank waits for the other ranks' parts of a checkpoint")
+    ] = 600.0
 
 
-class Integrity(Section, frozen=True):
+class IntegritySection(ConfigSection, frozen=True):
     """Silent corruption: whether the state is what the updates made it."""
 
     replicas_every: Annotated[
-        CountOrZero,
-        says("compare a checksum of the state among the ranks that hold the same, every so many steps; 0: never"),
+        CountOrZero, doc("compare checksums of the state among ranks that hold the same, every N steps; 0: never")
     ] = 100
-    window_every: Annotated[
+    between_updates_every: Annotated[
         CountOrZero,
-        says("compare the state at the end of an update with the start of the next, every so many steps; 0: never"),
+        doc("compare the state at the end of an update with the start of the next, every N steps; 0: never"),
     ] = 100
-    optimizer: Annotated[bool, says("the optimizer's state too, not the parameters alone")] = True
+    include_optimizer: Annotated[bool, doc("compare the optimizer state too, not the parameters alone")] = True
 
 
-class Liveness(Section, frozen=True):
+class LivenessSection(ConfigSection, frozen=True):
     """Ranks that wait for each other."""
 
-    every_steps: Annotated[
-        CountOrZero, says("a small collective with a bound on its time, every so many steps; 0: never")
-    ] = 100
-    timeout_seconds: Annotated[Positive, says("how long a rank may keep the others waiting in it")] = 300.0
-    poll_seconds: Annotated[Positive, says("how often a rank asks whether another one has failed")] = 0.2
-    grace_seconds: Annotated[Positive, says("how long a rank that has failed, or is told so, has to end by itself")] = (
+    every_steps: Annotated[CountOrZero, doc("a small collective with a timeout, every N steps; 0: never")] = 100
+    timeout_seconds: Annotated[Positive, doc("how long a rank may keep the others waiting in it")] = 300.0
+    poll_seconds: Annotated[Positive, doc("how often a rank asks whether another one has failed")] = 0.2
+    grace_seconds: Annotated[Positive, doc("how long a rank has to end by itself after it or another rank failed")] = (
         3.0
     )
 
 
-class Quarantine(Section, frozen=True):
+class QuarantineSection(ConfigSection, frozen=True):
     """Data that is never drawn again."""
 
-    samples: Annotated[
-        bool, says("remember the ids of rows that hold NaN or Inf, and leave them out of later epochs")
+    nonfinite_samples: Annotated[
+        bool, doc("remember the ids of rows that hold NaN or Inf, and leave them out of later epochs")
     ] = True
 
 
-class Metrics(Section, frozen=True):
+class MetricsSection(ConfigSection, frozen=True):
     """metrics.jsonl."""
 
-    enabled: Annotated[bool, says("one line a settled step")] = True
-    flush_seconds: Annotated[NonNegative, says("lines are written out at least this often")] = 1.0
+    enabled: Annotated[bool, doc("write one line per settled step")] = True
+    flush_seconds: Annotated[NonNegative, doc("lines are written out at least this often")] = 1.0
 
 
-class JournalSection(Section, frozen=True):
+class JournalSection(ConfigSection, frozen=True):
     """journal.jsonl."""
 
-    fsync: Annotated[bool, says("force actions to disk before they take effect")] = True
+    fsync: Annotated[bool, doc("force actions to disk before they take effect")] = True
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The whole policy. Every section and every key has a default."""
 
-    detect: Detect = Detect()
-    recover: Recover = Recover()
+    detect: DetectSection = DetectSection()
+    recover: RecoverSection = RecoverSection()
     snapshot: SnapshotSection = SnapshotSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    integrity: Integrity = Integrity()
-    liveness: Liveness = Liveness()
-    quarantine: Quarantine = Quarantine()
-    metrics: Metrics = Metrics()
+    integrity: IntegritySection = IntegritySection()
+    liveness: LivenessSection = LivenessSection()
+    quarantine: QuarantineSection = QuarantineSection()
+    metrics: MetricsSection = MetricsSection()
     journal: JournalSection = JournalSection()
 
 
-def sections_of(whole: type[Config]) -> dict[str, type[Section]]:
-    """The sections a configuration has, by name. The reference trainer's has some of its own."""
-    return {f.name: f.type for f in msgspec.structs.fields(whole)}
+RENAMED_KEYS = {
+    "detect": {"watch": "advisory", "loss_rise_abs": "loss_rise_initial", "weight_ratio": "weight_norm_ratio"},
+    "recover": {"clip_after": "clip_after_rollback", "clip_after_steps": "clip_after_rollback_steps"},
+    "snapshot": {"staging": "device_staging"},
+    "checkpoint": {"keep_powers": "keep_powers_of_two", "patience_seconds": "rank_timeout_seconds"},
+    "integrity": {"window_every": "between_updates_every", "optimizer": "include_optimizer"},
+    "quarantine": {"samples": "nonfinite_samples"},
+}
+"""section -> old key -> the key of this version"""
 
 
-SECTIONS = sections_of(Config)
+def with_current_keys(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration that any earlier version recorded, under the keys of this one."""
+    return {
+        name: {RENAMED_KEYS.get(name, {}).get(key, key): value for key, value in body.items()}
+        if isinstance(body, Mapping)
+        else body
+        for name, body in recorded.items()
+    }
+
+
+def section_types(config_type: type[Config]) -> dict[str, type[ConfigSection]]:
+    """Return the sections of a configuration by name. The reference trainer's configuration has more of them."""
+    return {f.name: f.type for f in msgspec.structs.fields(config_type)}
+
+
+SECTIONS = section_types(Config)
 AnyConfig = TypeVar("AnyConfig", bound=Config)
-Across = Callable[[Any], Iterator[tuple[str, ...]]]
+CrossCheck = Callable[[Any], Iterator[tuple[str, ...]]]
 
 
 def load(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """A checked Config from a path, a mapping of sections, a Config, or None for the defaults.
+    """Return a checked Config from a path, a mapping of sections, a Config, or None for the defaults.
 
-    Raises ConfigError with every error there is, not the first one.
+    Raises ConfigError with every error, not only the first.
     """
     if source is None:
         return Config()
@@ -256,7 +268,7 @@ def load(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> 
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The file as a mapping; a file that cannot be read or parsed is a ConfigError."""
+    """Return the file as a mapping. Raise ConfigError if it cannot be read or parsed."""
     try:
         text = Path(path).read_bytes().decode()
     except FileNotFoundError:
@@ -274,37 +286,55 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse(data: Mapping[str, Any], source: str) -> Config:
-    """Check every section and key of `data`; the Config, or one ConfigError with all that is wrong."""
+    """Check every section and key of `data`. Raise one ConfigError that lists everything wrong."""
     return parse_as(Config, data, source)
 
 
-def parse_as(whole: type[AnyConfig], data: Mapping[str, Any], source: str, across: Across | None = None) -> AnyConfig:
-    """The same for a configuration with further sections; `across` yields what is wrong between keys of its own."""
-    known = sections_of(whole)
+def parse_as(
+    config_type: type[AnyConfig], data: Mapping[str, Any], source: str, cross_check: CrossCheck | None = None
+) -> AnyConfig:
+    """Check a configuration that may have more sections; `cross_check` yields errors between its own keys."""
+    known = section_types(config_type)
     errors: list[str] = []
     wrong: set[str] = set()
-    sections: dict[str, Section] = {}
+    sections: dict[str, ConfigSection] = {}
     for name, body in data.items():
-        kind = known.get(name)
-        if kind is None:
+        section_type = known.get(name)
+        if section_type is None:
             errors.append(_unknown_section(name, body, known))
         elif not isinstance(body, Mapping):
             errors.append(f"{name} = {body!r}: {name} is a section; write [{name}] and its keys under it")
         else:
-            values = _section(name, kind, body, errors)
-            sections[name] = kind(**values)
+            body = _with_renamed_keys(name, body, source, errors)
+            values = _check_section(name, section_type, body, errors)
+            sections[name] = section_type(**values)
             wrong.update(f"{name}.{key}" for key in body if key not in values)
-    config = whole(**sections)  # type: ignore[arg-type]
-    # A key that is wrong by itself stands at its default here: what that default collides with is not the user's doing.
-    between = [*_across(config), *(across(config) if across is not None else ())]
-    errors.extend(error for error, *keys in between if wrong.isdisjoint(keys))
+    config = config_type(**sections)  # type: ignore[arg-type]
+    # A key that is wrong by itself has its default here: a conflict with that default is not the user's error.
+    conflicts = [*_cross_check(config), *(cross_check(config) if cross_check is not None else ())]
+    errors.extend(error for error, *keys in conflicts if wrong.isdisjoint(keys))
     if errors:
         raise ConfigError(errors, source)
     return config
 
 
-def _section(name: str, kind: type[Section], body: Mapping[str, Any], errors: list[str]) -> dict[str, Any]:
-    fields = {f.name: f for f in msgspec.structs.fields(kind)}
+def _with_renamed_keys(name: str, body: Mapping[str, Any], source: str, errors: list[str]) -> Mapping[str, Any]:
+    """Return the section under the keys of this version; warn about old keys, and refuse a key given twice."""
+    renamed = RENAMED_KEYS.get(name, {})
+    current = {key: value for key, value in body.items() if key not in renamed}
+    for old, new in renamed.items():
+        if old in body and new in body:
+            errors.append(f"[{name}] {old} is the old name of {new}, and both are given; remove {old}")
+        elif old in body:
+            warnings.warn(f"{source}: [{name}] {old} is now called {new}; rename it", HoldfastWarning, stacklevel=4)
+            current[new] = body[old]
+    return current
+
+
+def _check_section(
+    name: str, section_type: type[ConfigSection], body: Mapping[str, Any], errors: list[str]
+) -> dict[str, Any]:
+    fields = {f.name: f for f in msgspec.structs.fields(section_type)}
     values: dict[str, Any] = {}
     for key, value in body.items():
         field = fields.get(key)
@@ -316,24 +346,24 @@ def _section(name: str, kind: type[Section], body: Mapping[str, Any], errors: li
                 raise msgspec.ValidationError("Expected a finite number")
             values[key] = msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
-            what = _plain(str(error), field.type)
+            what = _readable(str(error), field.type)
             errors.append(f"[{name}] {key} = {value!r}: {what[:1].lower()}{what[1:]}; the default is {field.default!r}")
     return values
 
 
-def _plain(message: str, kind: Any) -> str:
-    choices = [arg for hint in (kind, *get_args(kind)) for arg in get_args(hint) if isinstance(arg, str)]
+def _readable(message: str, value_type: Any) -> str:
+    choices = [arg for hint in (value_type, *get_args(value_type)) for arg in get_args(hint) if isinstance(arg, str)]
     if choices and "enum" in message:
         return f"choose one of {', '.join(map(repr, choices))}"
     return message.replace("`", "").rstrip(".")
 
 
-def _unknown_section(name: str, body: Any, known: Mapping[str, type[Section]]) -> str:
+def _unknown_section(name: str, body: Any, known: Mapping[str, type[ConfigSection]]) -> str:
     if not isinstance(body, Mapping):
-        homes = [s for s, kind in known.items() if name in kind.__struct_fields__]
+        homes = [s for s, section_type in known.items() if name in section_type.__struct_fields__]
         if homes:
             return f"{name}: belongs under [{homes[0]}]"
-        keys = {key: section for section, kind in known.items() for key in kind.__struct_fields__}
+        keys = {key: section for section, t in known.items() for key in t.__struct_fields__}
         close = difflib.get_close_matches(str(name), keys, n=1)
         if close:
             return f"{name}: unknown key; did you mean {close[0]!r} under [{keys[close[0]]}]?"
@@ -347,14 +377,14 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
     return f"; known are {', '.join(sorted(known))}"
 
 
-def _across(config: Config) -> Iterator[tuple[str, ...]]:
-    """What is wrong between keys that are each right by themselves: the error, then the keys it is about."""
+def _cross_check(config: Config) -> Iterator[tuple[str, ...]]:
+    """Yield each conflict between keys that are valid by themselves: the error, then the keys."""
     ladder = config.recover.ladder
     order = list(get_args(Rung))
     if not ladder:
         yield ('[recover] ladder = []: needs at least one rung; the mildest policy is ["stop"]',)
     elif len(set(ladder)) != len(ladder):
-        yield (f"[recover] ladder = {list(ladder)!r}: names a rung twice",)
+        yield (f"[recover] ladder = {list(ladder)!r}: lists a rung twice",)
     elif sorted(ladder, key=order.index) != list(ladder):
         yield (f"[recover] ladder = {list(ladder)!r}: out of order; the order is {', '.join(order)}",)
     snapshot = config.snapshot
@@ -368,23 +398,27 @@ def _across(config: Config) -> Iterator[tuple[str, ...]]:
     if config.detect.loss_z_rollback > config.detect.loss_z:
         yield (
             f"[detect] loss_z_rollback = {config.detect.loss_z_rollback} is above loss_z = {config.detect.loss_z}: "
-            "a step that passes unskipped could never add up to a spike; lower it",
+            "a step that is not skipped could never count towards a spike; lower it",
             "detect.loss_z_rollback",
             "detect.loss_z",
         )
 
 
 def override(config_data: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """Apply `section.key=value` assignments, values read as TOML (a bare word is a string)."""
+    """Apply `section.key=value` assignments; values are TOML, and a bare word is a string."""
     errors: list[str] = []
     for text in assignments:
-        path, found, value = text.partition("=")
+        path, equals, value = text.partition("=")
         section, dot, key = path.strip().lstrip("-").partition(".")
-        if not (found and dot and section and key):
+        if not (equals and dot and section and key):
             errors.append(f"{text!r}: write it as section.key=value")
             continue
         body = config_data.setdefault(section, {})
         if isinstance(body, dict):
+            for old, new in RENAMED_KEYS.get(section, {}).items():  # an override wins over either name in the file
+                if key in (old, new):
+                    body.pop(old, None)
+                    body.pop(new, None)
             body[key] = _toml_value(value.strip())
     if errors:
         raise ConfigError(errors, "overrides")
@@ -399,13 +433,13 @@ def _toml_value(text: str) -> Any:
 
 
 def template() -> str:
-    """The default policy as a commented TOML file."""
-    lines = ["# Holdfast policy. Every key is optional; what is written here is the default.", ""]
-    for name, kind in SECTIONS.items():
-        lines += [f"# {(kind.__doc__ or '').strip()}", f"[{name}]"]
-        hints = get_type_hints(kind, include_extras=True)
-        width = max(len(f"{f.name} = {_toml(f.default)}") for f in msgspec.structs.fields(kind))
-        for field in msgspec.structs.fields(kind):
+    """Return the default policy as a commented TOML file."""
+    lines = ["# Holdfast policy. Every key is optional; the values here are the defaults.", ""]
+    for name, section_type in SECTIONS.items():
+        lines += [f"# {(section_type.__doc__ or '').strip()}", f"[{name}]"]
+        hints = get_type_hints(section_type, include_extras=True)
+        width = max(len(f"{f.name} = {_toml(f.default)}") for f in msgspec.structs.fields(section_type))
+        for field in msgspec.structs.fields(section_type):
             text = f"{field.name} = {_toml(field.default)}"
             lines.append(f"{text:<{width}}  # {_description(hints[field.name])}")
         lines.append("")

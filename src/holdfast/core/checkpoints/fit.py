@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.plain import plain
 
 Weight = Literal["refuse", "warn", "note"]
@@ -97,6 +98,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference
 
     NaN equals NaN, 1 equals 1.0, a tuple equals a list. What only one side has on record is never a reason to refuse.
     """
+    if isinstance(config := saved.get("config"), Mapping):
+        saved = {**saved, "config": with_current_keys(config)}
     then, present = dict(_flat(plain(dict(saved)))), dict(_flat(plain(dict(now))))
     found: dict[str, Difference] = {}
     for name in dict.fromkeys((*then, *present)):

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.core.base.config import Recover
+from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import (
     Action,
@@ -73,7 +73,7 @@ class State(msgspec.Struct):
 class Policy:
     """`propose` a plan for a verdict, `adopt` the plan that is to be carried out, `commit` each healthy step."""
 
-    def __init__(self, config: Recover) -> None:
+    def __init__(self, config: RecoverSection) -> None:
         self._config = config
         self.state = State()
 
@@ -216,8 +216,8 @@ class Policy:
             actions.append(SkipData(batches=config.skip_batches * 2**depth, around=onset))
         if config.lr_factor < 1 and not innocent:
             actions.append(CutLR(factor=config.lr_factor ** (depth + 1), ramp_steps=config.lr_ramp_steps))
-        if config.clip_after > 0:
-            actions.append(TightenClip(max_norm=config.clip_after, steps=config.clip_after_steps))
+        if config.clip_after_rollback > 0:
+            actions.append(TightenClip(max_norm=config.clip_after_rollback, steps=config.clip_after_rollback_steps))
         return self._plan(tuple(actions), reason)
 
     def _in_window(self) -> list[int]:

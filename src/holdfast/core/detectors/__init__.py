@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.curry_train import CurryTrain
 from holdfast.core.detectors.dead_run import DeadRun
@@ -20,7 +20,7 @@ from holdfast.core.detectors.update_spike import UpdateSpike
 from holdfast.core.detectors.weight_norm import WeightNorm
 
 
-def build(config: Detect) -> list[Detector]:
+def build(config: DetectSection) -> list[Detector]:
     """The detectors a configuration asks for, in the order they run."""
     chosen: list[Detector] = []
     if config.nonfinite:
@@ -30,7 +30,7 @@ def build(config: Detect) -> list[Detector]:
         chosen.append(GradSpike(config))
     if config.update_spike:
         chosen.append(UpdateSpike(config))
-    if config.watch:
+    if config.advisory:
         chosen += [
             Plateau(config),
             LearningRate(config),
@@ -41,7 +41,7 @@ def build(config: Detect) -> list[Detector]:
     return chosen
 
 
-def _on_the_loss(config: Detect) -> list[Detector]:
+def _on_the_loss(config: DetectSection) -> list[Detector]:
     mended = not config.preset.endswith("-as-written")
     match config.preset.removesuffix("-as-written"):
         case "curry-train":

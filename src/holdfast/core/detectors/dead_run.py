@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 
@@ -22,7 +22,7 @@ class DeadRun(Unlimited):
     name = "dead_run"
     field, with_loss, stretch = "loss", True, 1024
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         del config
         self._last: tuple[float, float | None] | None = None
         self._count = 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 from holdfast.core.detectors.expected_shifts import LR_JUMP
@@ -93,7 +93,7 @@ class Divergence(Unlimited):
     name = "divergence"
     field, with_loss, stretch = "loss", True, _BLOCK
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         self._config = config
         self._restart()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 
@@ -24,7 +24,7 @@ class DuplicateBatch(Unlimited):
     name = "duplicate_batch"
     field = "batch"
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         del config
         self._seen: OrderedDict[int, int] = OrderedDict()
         self._recent: list[int] = []

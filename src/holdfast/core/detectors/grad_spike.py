@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors.log_spike import LogSpike
 
@@ -15,5 +15,5 @@ class GradSpike(LogSpike):
     severity = Severity.SKIP
     vetoes = "grad_norm"
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         super().__init__(config.warmup_steps, config.grad_z, config.grad_ratio)

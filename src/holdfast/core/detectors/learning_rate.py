@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 from holdfast.core.detectors.expected_shifts import LR_JUMP
@@ -25,7 +25,7 @@ class LearningRate(Unlimited):
     name = "learning_rate"
     field, with_loss, stretch = "lr", False, 1024
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         del config
         self._last: float | None = None
         self._peak = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 
@@ -23,7 +23,7 @@ class LossScale(Unlimited):
     name = "loss_scale"
     field = "loss_scale"
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         self._streak_limit = config.overflow_streak
         self._streak = 0
         self._onset = 0

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
 from holdfast.core.detectors.baseline import LARGEST, Course
 
@@ -45,7 +45,7 @@ class LossSpike:
     name = "loss_spike"
     field, with_loss, stretch = "loss", True, 16
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         self._config = config
         self._course = Course(config.warmup_steps)
         # Where noise is multiplicative (a loss near zero), only its logarithm has an even scale: both must agree.
@@ -86,7 +86,7 @@ class LossSpike:
 
     def _least(self, share: float, expected: float) -> float:
         """The smallest rise that counts."""
-        return max(share * abs(expected), self._config.loss_rise_abs * abs(self._began or 0.0))
+        return max(share * abs(expected), self._config.loss_rise_initial * abs(self._began or 0.0))
 
     def _deviations(self, loss: float, ahead: int = 1) -> float:
         """How far out a loss is, in deviations such that `loss_z_rollback` of them are `_UNIT`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 
@@ -20,7 +20,7 @@ class NonFinite(Unlimited):
 
     name = "nonfinite"
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         del config
 
     def observe(self, signal: Signal) -> Finding | None:

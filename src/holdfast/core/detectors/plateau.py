@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 from holdfast.core.detectors.divergence import middle_of
@@ -22,7 +22,7 @@ class Plateau(Unlimited):
     name = "plateau"
     field, with_loss, stretch = "loss", True, _BLOCK
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         self._after = config.plateau_steps
         self._block: list[float] = []
         self._level: float | None = None

@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from operator import gt
 from typing import Any, Literal, Protocol, overload
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Signal
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import Detector, Reader
@@ -92,7 +92,7 @@ def _pick(values: list[Any], rows: list[int], whole: bool) -> list[Any]:
 @overload
 def scan(
     log: Columns,
-    config: Detect | None = None,
+    config: DetectSection | None = None,
     *,
     shifts: Iterable[int] = (),
     detectors: Sequence[Detector] | None = None,
@@ -100,7 +100,7 @@ def scan(
 @overload
 def scan(
     log: Columns,
-    config: Detect | None = None,
+    config: DetectSection | None = None,
     *,
     shifts: Iterable[int] = (),
     detectors: Sequence[Detector] | None = None,
@@ -108,7 +108,7 @@ def scan(
 ) -> list[tuple[int, Finding]]: ...
 def scan(
     log: Columns,
-    config: Detect | None = None,
+    config: DetectSection | None = None,
     *,
     shifts: Iterable[int] = (),
     detectors: Sequence[Detector] | None = None,
@@ -121,7 +121,7 @@ def scan(
     rows = Rows(log)
     if "loss" not in rows.fields:
         return []
-    chosen = build(config or Detect()) if detectors is None else list(detectors)
+    chosen = build(config or DetectSection()) if detectors is None else list(detectors)
     # A shift declared where no loss was logged counts from the next row that has one.
     borders = {*recognised(rows), *(bisect_left(rows.rows, row) for row in shifts)}
     found = _found(list(enumerate(chosen)), rows, sorted(borders))

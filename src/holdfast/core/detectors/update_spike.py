@@ -6,7 +6,7 @@ to eight steps before the loss does. On record only: the spike itself, if it com
 
 from __future__ import annotations
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors.log_spike import LogSpike
 
@@ -19,5 +19,5 @@ class UpdateSpike(LogSpike):
     severity = Severity.NOTE
     vetoes = None
 
-    def __init__(self, config: Detect) -> None:
+    def __init__(self, config: DetectSection) -> None:
         super().__init__(config.warmup_steps, config.update_z, config.update_ratio)

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from typing import Any
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors.base import Unlimited
 
@@ -20,8 +20,8 @@ class WeightNorm(Unlimited):
     name = "weight_norm"
     field = "weight_norm"
 
-    def __init__(self, config: Detect) -> None:
-        self._ratio, self._warmup = config.weight_ratio, config.warmup_steps
+    def __init__(self, config: DetectSection) -> None:
+        self._ratio, self._warmup = config.weight_norm_ratio, config.warmup_steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WITHIN + 1)
         self._said = False
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.errors import ConfigError, RunDirError
 from holdfast.core.base.plain import text
 from holdfast.core.record import journal
@@ -201,6 +202,8 @@ def read(path: Path) -> dict[str, Any] | None:
         raise RunDirError(
             f"{path} is not a JSON object; move it away, and the next Guard on this folder writes it anew"
         )
+    if isinstance(about.get("config"), dict):
+        about["config"] = with_current_keys(about["config"])
     return about
 
 

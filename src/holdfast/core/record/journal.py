@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock, SystemClock
+from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.plain import plain, text
 
@@ -75,11 +76,14 @@ _RENAMED_SUSPECT_FIELDS = {"part": "micro_batch", "part_data": "micro_batch_data
 
 
 def with_current_names(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event of any earlier version with the event and field names of this one."""
+    """Return an event of any earlier version with the event, field and configuration names of this one."""
     name = event.get("event")
     if isinstance(name, str):
         event = _renamed(event, _RENAMED_FIELDS.get(name, {}))
         event["event"] = _RENAMED_EVENTS.get(name, name)
+    environment = event.get("environment")
+    if isinstance(environment, dict) and isinstance(environment.get("config"), dict):
+        event["environment"] = {**environment, "config": with_current_keys(environment["config"])}
     evidence = event.get("evidence")
     origin = evidence.get("origin") if isinstance(evidence, dict) else None
     for holder in (event, origin):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding
 from holdfast.core.detectors import build
 from holdfast.core.detectors.baseline import NORMAL_TAIL
@@ -125,15 +125,15 @@ class Losses:
         return min(before, since + int(np.searchsorted(self.step[since : before + 1], step)))
 
 
-def settings(points: int, interval: float) -> Detect:
+def settings(points: int, interval: float) -> DetectSection:
     """The detectors as online; a short log cannot spare as many records to learn from."""
     patience = max(200.0, 0.25 * points) * interval
-    return Detect(warmup_steps=max(8, min(40, points // 8)), plateau_steps=max(1, int(min(patience, 1e9))))
+    return DetectSection(warmup_steps=max(8, min(40, points // 8)), plateau_steps=max(1, int(min(patience, 1e9))))
 
 
-def _slow_only(config: Detect) -> Detect:
+def _slow_only(config: DetectSection) -> DetectSection:
     """Only what is slow by nature."""
-    return Detect(
+    return DetectSection(
         warmup_steps=config.warmup_steps,
         plateau_steps=config.plateau_steps,
         nonfinite=False,

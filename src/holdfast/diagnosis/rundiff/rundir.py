@@ -11,6 +11,7 @@ import numpy as np
 from holdfast.core.base.errors import LogRefused, RunDirError
 from holdfast.core.record import facts as said
 from holdfast.core.record.facts import KNOWN
+from holdfast.core.record.journal import with_current_names
 from holdfast.core.record.rundir import RunDir
 from holdfast.diagnosis.rundiff.checks import claims
 from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten, number
@@ -113,7 +114,7 @@ def _journal(side: Side, path: Path, about: dict[str, Any]) -> None:
             if kind == "facts":
                 _evals(over_time, event)
             elif kind == "restart":
-                _restarted(side, about, event.get("environment"))
+                _restarted(side, about, with_current_names(event).get("environment"))
             elif kind == "run_end" and isinstance(event.get("summary"), dict):
                 side.status = event["summary"].get("status")
             elif (recovery := _recovery(event)) is not None:

@@ -227,7 +227,7 @@ class DiskCheckpointStore:
                 raise RunDirError("the run is ending")
             if time.monotonic() > ends:
                 said = otherwise if isinstance(otherwise, str) else otherwise()
-                raise RunDirError(f"{said} after {self._patience:g} s ([checkpoint] patience_seconds)")
+                raise RunDirError(f"{said} after {self._patience:g} s ([checkpoint] rank_timeout_seconds)")
             time.sleep(_POLL_SECONDS)
 
     # ---- reading back, on the training thread

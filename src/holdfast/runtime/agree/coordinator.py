@@ -240,7 +240,7 @@ class Meeting:
             return None
         broken = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
         accounts = self.ranks.all_gather_object(
-            attribution.account(step, rows=broken and self._run.config.quarantine.samples)
+            attribution.account(step, rows=broken and self._run.config.quarantine.nonfinite_samples)
         )
         return attribution.blame(step.rows, accounts, signal.flags, signal.loss_limit)
 

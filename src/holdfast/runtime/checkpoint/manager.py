@@ -66,7 +66,7 @@ class Checkpoints:
         """gone on from another run's: there is nothing of its own to return to yet"""
         self._unused = None if config.enabled else tier
         self._load_path = config.load_path
-        self._rules = Rules(config.keep_last, config.keep_every, config.keep_powers, config.keep_bad)
+        self._rules = Rules(config.keep_last, config.keep_every, config.keep_powers_of_two, config.keep_bad)
         self._stalled = 0.0
         self._last: _Place | None = None
 

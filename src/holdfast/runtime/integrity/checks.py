@@ -50,7 +50,7 @@ class Integrity:
     def __init__(
         self,
         state: Callable[[], Mapping[str, Tensor]],
-        config: config.Integrity,
+        config: config.IntegritySection,
         replicas: Replicas,
         ranks: Ranks,
     ) -> None:
@@ -81,7 +81,7 @@ class Integrity:
         """Every so many steps, and in the first two of a life: what differs there already was never the same."""
         first = number if self._first is None else self._first
         fresh = first <= number <= first + 1
-        replicas, window = self._config.replicas_every, self._config.window_every
+        replicas, window = self._config.replicas_every, self._config.between_updates_every
         return Due(
             replicas > 0 and self._ranks.size > 1 and (fresh or number % replicas == 0),
             window > 0 and (fresh or number % window == 0),
@@ -189,7 +189,9 @@ class Integrity:
 
     def _watched(self) -> Mapping[str, Tensor]:
         tensors = self._state()
-        return tensors if self._config.optimizer else {n: t for n, t in tensors.items() if n.startswith("model.")}
+        return (
+            tensors if self._config.include_optimizer else {n: t for n, t in tensors.items() if n.startswith("model.")}
+        )
 
     def _classes(self, tensors: Mapping[str, Tensor], number: int) -> list[Class]:
         """Those that every rank has. Asked when the run has begun and not again, so that rows never differ in length."""

@@ -103,7 +103,7 @@ class Aside:
         self.nbytes += size
         self.note = (
             f"updates have waited for copies to the host: the last {self.nbytes / 1e9:.2f} GB of each are put aside in the "
-            "device's memory from here on; [snapshot] staging = false forbids it"
+            "device's memory from here on; [snapshot] device_staging = false forbids it"
         )
         at = 0
         for i in chosen:

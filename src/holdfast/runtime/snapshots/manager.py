@@ -63,7 +63,7 @@ class SnapshotManager:
         self._ranks = ranks or SingleRank()
         devices = {p.device for p in state.trained()}
         self.ring = Ring(config, neighbours, () if config.place == "host" else devices)
-        self._copier = Copier(state.intended, staging=config.staging)
+        self._copier = Copier(state.intended, staging=config.device_staging)
         self._placement = Room(state, self._copier, self.ring, config.place, devices)
         self.restorer = Restorer(state, self._copier, rng)
         self._in_progress: Snapshot | None = None

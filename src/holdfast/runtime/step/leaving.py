@@ -142,7 +142,7 @@ class Leaving:
 
     def sense_weights(self, step: Step, loss: Tensor) -> Norm | None:
         """Now and then: the weights as the step found them."""
-        due = self._run.config.detect.watch and step.number % _WEIGH_EVERY == 0
+        due = self._run.config.detect.advisory and step.number % _WEIGH_EVERY == 0
         return self._run.norms.of_weights(self.parameters, loss.device) if due else None
 
     # ---- whose update it is

@@ -102,7 +102,7 @@ class Serving:
         number = run.step + 1 + (run.pending is not None)
         attempt = 1 if run.pending is not None else run.attempt
         step = Step(run, number, attempt, accumulate, first, buffers)
-        step.fingerprint = BatchFingerprint(fingerprint=run.config.detect.watch)
+        step.fingerprint = BatchFingerprint(fingerprint=run.config.detect.advisory)
         if run.pending is None:
             run.step_epochs(self.ended_epochs)
         else:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Severity, Signal
 from holdfast.core.detectors import (
     CurryTrain,
@@ -44,12 +44,12 @@ DEFAULT = (
     WeightNorm,
     DeadRun,
 )
-MADE: dict[str, Callable[[Detect], Any]] = {kind.name: kind for kind in DEFAULT} | {
+MADE: dict[str, Callable[[DetectSection], Any]] = {kind.name: kind for kind in DEFAULT} | {
     "curry_train": lambda config: CurryTrain(True, sustain=3, history=12),
     "three_sigma": lambda config: ThreeSigma(True, window=12),
     "monotone": lambda config: Monotone(True, steps=40),
 }
-AS_WRITTEN: dict[str, Callable[[Detect], Any]] = {
+AS_WRITTEN: dict[str, Callable[[DetectSection], Any]] = {
     "curry_train": lambda config: CurryTrain(False, sustain=3, history=12),
     "three_sigma": lambda config: ThreeSigma(False, window=12),
     "monotone": lambda config: Monotone(False, steps=5),

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from feeding import ar1, costly, noisy, signal, watch
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import Divergence
 
 
 def fresh(**config) -> Divergence:
-    return Divergence(Detect(**config))
+    return Divergence(DetectSection(**config))
 
 
 def with_lr(losses, rates) -> list[Finding]:

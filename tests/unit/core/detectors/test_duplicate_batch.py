@@ -7,13 +7,13 @@ from random import Random
 import pytest
 from feeding import signal, watch_field
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import DuplicateBatch
 
 
 def watch_batches(batches, **more):
-    return watch_field(DuplicateBatch(Detect()), "batch", batches, **more)
+    return watch_field(DuplicateBatch(DetectSection()), "batch", batches, **more)
 
 
 def test_batches_that_never_repeat_are_left_alone():
@@ -65,14 +65,14 @@ def test_batch_from_longer_ago_than_is_remembered_is_new():
 
 
 def test_another_attempt_at_a_step_is_no_repeat():
-    detector = DuplicateBatch(Detect())
+    detector = DuplicateBatch(DetectSection())
     for step in range(1, 50):
         for attempt in (1, 2, 3):
             assert detector.observe(signal(step, batch=step, attempt=attempt)) is None
 
 
 def test_declared_shift_forgets_the_batches():
-    detector = DuplicateBatch(Detect())
+    detector = DuplicateBatch(DetectSection())
     watch_field(detector, "batch", range(100))
     detector.rebaseline()
     assert watch_field(detector, "batch", range(100), first=101) == []

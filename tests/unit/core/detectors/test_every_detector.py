@@ -16,7 +16,7 @@ from feeding import AS_WRITTEN, BROKEN, DEFAULT, MADE, ODD, finite, play, same, 
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Flag, Signal
 from holdfast.core.detectors import CurryTrain, Monotone, ThreeSigma, build
 from holdfast.core.detectors.base import Detector
@@ -24,7 +24,7 @@ from holdfast.core.record.journal import dumps
 
 SOME = settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
 CONFIGS = st.builds(
-    Detect, warmup_steps=st.integers(1, 40), overflow_streak=st.integers(1, 4), plateau_steps=st.integers(1, 50)
+    DetectSection, warmup_steps=st.integers(1, 40), overflow_streak=st.integers(1, 4), plateau_steps=st.integers(1, 50)
 )
 SEEDS = st.integers(0, 30)
 NAMES = list(MADE)
@@ -56,9 +56,9 @@ def test_state_through_json_text_at_every_step_gives_the_same_findings_and_limit
 @given(SEEDS)
 def test_state_of_a_rule_as_written_goes_through_json_text_at_every_step(name, seed):
     kind = AS_WRITTEN[name]
-    whole, broken = kind(Detect()), kind(Detect())
+    whole, broken = kind(DetectSection()), kind(DetectSection())
     for event in stream(seed, 150):
-        broken = again(kind, Detect(), broken)
+        broken = again(kind, DetectSection(), broken)
         assert same(play(broken, event), play(whole, event))
 
 
@@ -82,7 +82,7 @@ def test_limits_are_never_nan_and_state_and_evidence_are_plain_json_after_anythi
 @SOME
 @given(SEEDS)
 def test_number_that_is_none_never_enters_nor_shows_in_the_evidence(name, seed):
-    detector = MADE[name](Detect(warmup_steps=5, plateau_steps=50))
+    detector = MADE[name](DetectSection(warmup_steps=5, plateau_steps=50))
     for event in stream(seed, 200, rare=BROKEN, share=0.2):
         found = play(detector, event)
         assert finite(detector.state_dict()) or name == "dead_run", "the norm it saw: see test_dead_run.py"
@@ -95,7 +95,7 @@ def test_number_that_is_none_never_enters_nor_shows_in_the_evidence(name, seed):
 @SOME
 @given(SEEDS)
 def test_evidence_is_finite_wherever_the_values_are(name, seed):
-    detector = MADE[name](Detect(warmup_steps=5, plateau_steps=50))
+    detector = MADE[name](DetectSection(warmup_steps=5, plateau_steps=50))
     for event in stream(seed, 200, rare=ODD, share=0.1):
         found = play(detector, event)
         assert found is None or finite(found.evidence)
@@ -132,7 +132,7 @@ def test_state_that_was_taken_stays_as_it_was_while_the_run_goes_on(name, seed, 
 @SOME
 @given(SEEDS)
 def test_nonfinite_losses_in_between_leave_no_trace(name, seed):
-    clean, dirty = MADE[name](Detect(warmup_steps=5)), MADE[name](Detect(warmup_steps=5))
+    clean, dirty = MADE[name](DetectSection(warmup_steps=5)), MADE[name](DetectSection(warmup_steps=5))
     random = Random(seed)
     for event in stream(seed, 150, rare=ODD):
         if not isinstance(event, str) and random.random() < 0.5:
@@ -149,7 +149,7 @@ def test_gate_that_uses_the_limits_handed_out_finds_what_the_detector_finds_alon
     """Told by flag and limit, or left to look for itself: the same findings. Until a new level is accepted, that is: under
     a veto it never is, since what was vetoed need not belong to it."""
     field, flag = ("loss", Flag.LOSS_HIGH) if name == "loss_spike" else ("grad_norm", Flag.GRAD_HIGH)
-    alone, gated = MADE[name](Detect(warmup_steps=warmup)), MADE[name](Detect(warmup_steps=warmup))
+    alone, gated = MADE[name](DetectSection(warmup_steps=warmup)), MADE[name](DetectSection(warmup_steps=warmup))
     for event in stream(seed, 200):
         if isinstance(event, str):
             play(alone, event)
@@ -181,7 +181,7 @@ def long_run() -> list[Signal]:
 def test_state_stays_small_over_a_hundred_thousand_steps(name, long_run):
     """A state is what a snapshot carries: bounded by a window, not by the run."""
     make = {"curry_train": CurryTrain, "three_sigma": ThreeSigma, "monotone": Monotone}
-    detector: Detector = make[name]() if name in make else MADE[name](Detect())
+    detector: Detector = make[name]() if name in make else MADE[name](DetectSection())
     observe, longest = detector.observe, 0
     for first in range(0, 100_000, 9_973):
         for one in long_run[first : first + 9_973]:
@@ -195,7 +195,7 @@ def test_state_stays_small_over_a_hundred_thousand_steps(name, long_run):
 def test_no_skip_and_no_rollback_for_finite_values_before_the_warm_up_is_over(kind, warmup):
     for seed in range(20):
         random = np.random.default_rng(seed)
-        detector = kind(Detect(warmup_steps=warmup))
+        detector = kind(DetectSection(warmup_steps=warmup))
         for step in range(1, warmup + 1):
             value = float(random.choice([2.0, 2.1, 1e-3, 1e6, 1e30]))
             found = detector.observe(
@@ -207,19 +207,19 @@ def test_no_skip_and_no_rollback_for_finite_values_before_the_warm_up_is_over(ki
 def test_every_detector_of_the_configuration_is_built_in_its_order_and_no_other():
     watching = ["plateau", "learning_rate", "duplicate_batch", "weight_norm", "dead_run"]
     spikes = ["loss_spike", "divergence", "grad_spike", "update_spike"]
-    assert [d.name for d in build(Detect())] == ["nonfinite", "loss_scale", *spikes, *watching]
-    assert [d.name for d in build(Detect(watch=False, nonfinite=False))] == spikes
+    assert [d.name for d in build(DetectSection())] == ["nonfinite", "loss_scale", *spikes, *watching]
+    assert [d.name for d in build(DetectSection(watch=False, nonfinite=False))] == spikes
     for name in spikes:
-        assert [d.name for d in build(Detect(watch=False, nonfinite=False, **{name: False}))] == [
+        assert [d.name for d in build(DetectSection(watch=False, nonfinite=False, **{name: False}))] == [
             s for s in spikes if s != name
         ]
     none = dict.fromkeys(["nonfinite", "loss_spike", "grad_spike", "divergence", "update_spike", "watch"], False)
-    assert build(Detect(**none)) == []
+    assert build(DetectSection(**none)) == []
 
 
 @pytest.mark.parametrize("preset", ["default", "curry-train", "three-sigma-as-written", "monotone-200"])
 def test_whatever_is_built_is_a_detector_with_a_name_of_its_own(preset):
-    built = build(Detect(preset=preset))
+    built = build(DetectSection(preset=preset))
     assert all(isinstance(d, Detector) for d in built)
     assert len({d.name for d in built}) == len(built)
 
@@ -235,7 +235,7 @@ def test_whole_online_set_costs_less_than_a_few_thousand_appends():
             zip(2.2 + 0.05 * random.normal(size=4000), random.lognormal(0, 0.2, 4000), strict=True), 1
         )
     ]
-    detectors, kept = build(Detect()), deque(maxlen=1000)
+    detectors, kept = build(DetectSection()), deque(maxlen=1000)
     sets, appends = [], []
     for first in range(0, 4000, 200):
         begun = time.perf_counter()

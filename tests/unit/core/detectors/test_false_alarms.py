@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from feeding import ar1, signal
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Severity
 from holdfast.core.detectors import build
 
@@ -33,7 +33,7 @@ def test_healthy_noise_never_rolls_back_and_rarely_skips(noise, skips):
     for seed in range(4):
         losses = course * (1 + 0.05 * NOISE[noise](count, seed))
         norms = 0.3 * np.exp(0.2 * NOISE[noise](count, seed + 100))
-        detectors = build(Detect())
+        detectors = build(DetectSection())
         for step in range(count):
             seen = signal(step + 1, float(losses[step]), float(norms[step]), lr=1e-3, batch=step)
             said.update(f.severity for d in detectors if (f := d.observe(seen)) is not None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from feeding import noisy, only, signal, watch_field
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import GradSpike, build
 
@@ -19,7 +19,7 @@ def watch_norms(detector: GradSpike, norms, first: int = 1, **more) -> list[Find
 
 
 def learned(**config) -> GradSpike:
-    detector = GradSpike(Detect(**config))
+    detector = GradSpike(DetectSection(**config))
     assert watch_norms(detector, noisy(300)) == []
     return detector
 
@@ -36,7 +36,7 @@ def test_bloom_divergence_is_found_before_the_loss_shows_it(count, wobble, found
         random = np.random.default_rng(seed)
         norms = 0.24 * np.exp(wobble * random.normal(size=count))
         before = [(float(2.2 + 0.03 * random.normal()), float(norm)) for norm in norms]
-        detectors = build(Detect())
+        detectors = build(DetectSection())
         found = []
         for step, (loss, norm) in enumerate(before + BLOOM, 1):
             found += [f for d in detectors if (f := d.observe(signal(step, loss, norm))) is not None]
@@ -47,7 +47,7 @@ def test_bloom_divergence_is_found_before_the_loss_shows_it(count, wobble, found
 
 @pytest.mark.parametrize("warmup", [1, 20, 50])
 def test_warm_up_is_silent_and_ends_after_as_many_healthy_steps_as_configured(warmup):
-    detector = GradSpike(Detect(warmup_steps=warmup))
+    detector = GradSpike(DetectSection(warmup_steps=warmup))
     assert watch_norms(detector, noisy(warmup - 1)) == []
     assert detector.limits() == {}
     assert watch_norms(detector, [1e4], first=warmup) == []
@@ -70,7 +70,7 @@ def test_gradient_norm_that_is_low_or_less_than_five_times_its_course_is_left_al
 
 def test_both_deviations_and_ratio_must_be_exceeded():
     uneven = np.exp(0.5 * np.random.default_rng(0).normal(size=500))
-    detector = GradSpike(Detect())
+    detector = GradSpike(DetectSection())
     assert watch_norms(detector, map(float, uneven)) == []
     assert watch_norms(detector, [15.0], first=501) == [], "15 times, and not 8 deviations"
     assert watch_norms(learned(grad_ratio=20.0), [2.2 * 15], first=301) == [], "far out, and not 20 times"
@@ -120,7 +120,7 @@ def test_flag_of_the_gate_is_the_truth_where_there_is_a_limit():
 
 
 def test_vetoed_norms_are_not_learned_from():
-    detector, clean = GradSpike(Detect(warmup_steps=60)), GradSpike(Detect(warmup_steps=60))
+    detector, clean = GradSpike(DetectSection(warmup_steps=60)), GradSpike(DetectSection(warmup_steps=60))
     for step, value in enumerate(noisy(60), 1):
         detector.observe(signal(step, 2.0, 1e30, flags=int(Flag.LOSS_HIGH)))
         detector.observe(signal(step, 2.0, value))
@@ -151,4 +151,4 @@ def test_second_shift_before_the_first_was_learned_keeps_the_gross_limit():
 @pytest.mark.parametrize("wobble", [0.1, 0.3, 0.6])
 def test_healthy_norms_are_rarely_skipped(wobble):
     norms = np.exp(wobble * np.random.default_rng(2).normal(size=6000)) * np.linspace(3, 0.5, 6000)
-    assert len(watch_norms(GradSpike(Detect()), map(float, norms))) <= 1
+    assert len(watch_norms(GradSpike(DetectSection()), map(float, norms))) <= 1

@@ -7,13 +7,13 @@ import math
 import pytest
 from feeding import watch_field
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import LearningRate
 
 
 def watch_rates(rates, **more) -> list[Finding]:
-    return watch_field(LearningRate(Detect()), "lr", rates, **more)
+    return watch_field(LearningRate(DetectSection()), "lr", rates, **more)
 
 
 def cosine(n: int, total: int = 2000, warmup: int = 100, floor: float = 0.1) -> float:
@@ -85,7 +85,7 @@ def test_rate_that_moves_on_after_a_freeze_may_freeze_again():
 
 
 def test_declared_shift_may_move_the_rate():
-    detector = LearningRate(Detect())
+    detector = LearningRate(DetectSection())
     watch_field(detector, "lr", [1e-3] * 100)
     detector.rebaseline()
     assert watch_field(detector, "lr", [1e-2] * 100, first=101) == []
@@ -97,7 +97,7 @@ def test_rate_that_is_no_rate_is_passed_over(junk):
 
 
 def test_steps_that_did_not_land_are_passed_over():
-    detector = LearningRate(Detect())
+    detector = LearningRate(DetectSection())
     watch_field(detector, "lr", [1e-3] * 100)
     assert watch_field(detector, "lr", [1.0], first=101, overflow=True) == []
     assert watch_field(detector, "lr", [1.0], first=101, flags=int(Flag.GRAD_HIGH)) == []

@@ -7,7 +7,7 @@ import math
 import pytest
 from feeding import signal, watch_field
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity
 from holdfast.core.detectors import LossScale
 
@@ -18,7 +18,7 @@ def overflow(detector: LossScale, step: int, scale: float | None = None) -> Find
 
 def test_sawtooth_of_a_dynamic_scale_is_healthy():
     """Doubled after 2000 good steps, halved by an overflow, for 20,000 steps; and the first steps, which find the level."""
-    detector, scale, good = LossScale(Detect()), 2.0**24, 0
+    detector, scale, good = LossScale(DetectSection()), 2.0**24, 0
     for step in range(1, 20_001):
         if scale > 65536.0:
             assert overflow(detector, step, scale) is None
@@ -31,7 +31,7 @@ def test_sawtooth_of_a_dynamic_scale_is_healthy():
 
 
 def test_overflows_are_no_finding_until_they_are_a_streak():
-    detector = LossScale(Detect(overflow_streak=32))
+    detector = LossScale(DetectSection(overflow_streak=32))
     seen = [overflow(detector, n, 65536.0) for n in range(1, 66)]
     assert [n for n, f in enumerate(seen, 1) if f is not None] == [32, 64]
     found = seen[31]
@@ -40,7 +40,7 @@ def test_overflows_are_no_finding_until_they_are_a_streak():
 
 
 def test_one_good_step_ends_the_streak():
-    detector = LossScale(Detect(overflow_streak=4))
+    detector = LossScale(DetectSection(overflow_streak=4))
     for first in (1, 5, 9):
         assert all(overflow(detector, first + n) is None for n in range(3))
         assert detector.observe(signal(first + 3)) is None
@@ -48,7 +48,7 @@ def test_one_good_step_ends_the_streak():
 
 
 def test_declared_shift_does_not_end_a_streak():
-    detector = LossScale(Detect(overflow_streak=4))
+    detector = LossScale(DetectSection(overflow_streak=4))
     for n in range(3):
         overflow(detector, n)
     detector.rebaseline()
@@ -56,7 +56,7 @@ def test_declared_shift_does_not_end_a_streak():
 
 
 def test_scale_under_one_is_noted_once_until_it_has_recovered():
-    detector = LossScale(Detect())
+    detector = LossScale(DetectSection())
     assert overflow(detector, 5, 1.0) is None
     noted = overflow(detector, 6, 0.5)
     assert (noted.kind, noted.severity, noted.onset) == (Kind.SCALE_COLLAPSE, Severity.NOTE, 5)
@@ -68,20 +68,20 @@ def test_scale_under_one_is_noted_once_until_it_has_recovered():
 
 
 def test_collapse_is_seen_in_a_log_that_has_only_the_scale():
-    found = watch_field(LossScale(Detect()), "loss_scale", [4.0, 2.0, 1.0, 0.5, 0.25])
+    found = watch_field(LossScale(DetectSection()), "loss_scale", [4.0, 2.0, 1.0, 0.5, 0.25])
     assert [(f.step, f.kind) for f in found] == [(4, Kind.SCALE_COLLAPSE)]
 
 
 def test_scale_that_never_moves_is_noted_as_not_engaged():
-    found = watch_field(LossScale(Detect()), "loss_scale", [1024.0] * 8000)
+    found = watch_field(LossScale(DetectSection()), "loss_scale", [1024.0] * 8000)
     assert [(f.step, f.onset, f.kind, f.severity) for f in found] == [(6001, 1, Kind.SCALE_STUCK, Severity.NOTE)]
     assert found[0].evidence["loss_scale"] == 1024.0
 
 
 @pytest.mark.parametrize("scales", [[1.0] * 8000, [None] * 8000, [2.0 ** (n // 5000) for n in range(20_000)]])
 def test_scale_of_one_no_scale_and_one_that_grows_now_and_then_are_not_stuck(scales):
-    assert watch_field(LossScale(Detect()), "loss_scale", scales) == []
+    assert watch_field(LossScale(DetectSection()), "loss_scale", scales) == []
 
 
 def test_scale_that_is_not_a_number_is_not_a_scale():
-    assert watch_field(LossScale(Detect()), "loss_scale", [1024.0, math.nan, 1024.0]) == []
+    assert watch_field(LossScale(DetectSection()), "loss_scale", [1024.0, math.nan, 1024.0]) == []

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from feeding import ar1, costly, noisy, only, signal, watch
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity
 from holdfast.core.detectors import LossSpike
 
@@ -20,7 +20,7 @@ HIGH = int(Flag.LOSS_HIGH)
 
 def learned(count: int = 300, seed: int = 0, **config: Any) -> LossSpike:
     """One that has seen a healthy stretch around 2.2."""
-    detector = LossSpike(Detect(**config))
+    detector = LossSpike(DetectSection(**config))
     assert watch(detector, noisy(count, seed)) == []
     return detector
 
@@ -33,7 +33,7 @@ def brief(found: list[Finding]) -> list[tuple[int, str, bool]]:
 
 
 def test_warm_up_is_silent_and_ends_after_as_many_healthy_steps_as_configured():
-    detector = LossSpike(Detect(warmup_steps=50))
+    detector = LossSpike(DetectSection(warmup_steps=50))
     for step, value in enumerate(noisy(49), 1):
         assert detector.observe(signal(step, value, None)) is None
         assert detector.limits() == {}
@@ -42,7 +42,7 @@ def test_warm_up_is_silent_and_ends_after_as_many_healthy_steps_as_configured():
 
 
 def test_shift_declared_in_the_warm_up_does_not_shorten_it():
-    detector = LossSpike(Detect(warmup_steps=50))
+    detector = LossSpike(DetectSection(warmup_steps=50))
     detector.rebaseline()
     watch(detector, noisy(49))
     assert detector.limits() == {}
@@ -62,7 +62,7 @@ def test_shift_declared_in_the_warm_up_does_not_shorten_it():
     ],
 )
 def test_spikes_inside_the_warm_up_do_not_blind_it_afterwards(size, spikes):
-    detector = LossSpike(Detect(warmup_steps=40))
+    detector = LossSpike(DetectSection(warmup_steps=40))
     watch(detector, [size * v if n in spikes else v for n, v in enumerate(noisy(40), 1)])
     assert only(detector.limits()) < 2.2 * 2.5
     assert costly(watch(detector, [2.2 * 3] * 5, first=41)) != []
@@ -72,7 +72,7 @@ def test_spikes_inside_the_warm_up_do_not_blind_it_afterwards(size, spikes):
 def test_spike_is_found_from_step_50_on(seed):
     losses = np.array(noisy(100, seed))
     losses[50:60] *= 1.5
-    found = watch(LossSpike(Detect()), losses)
+    found = watch(LossSpike(DetectSection()), losses)
     assert brief(found[:1]) == [(51, "SKIP", True)]
     assert [f.step for f in costly(found)] == [53]
 
@@ -181,7 +181,7 @@ def test_excursion_that_ended_is_said_again_when_another_begins():
 def test_burst_of_spikes_is_skipped_one_by_one_and_ends_as_recovered(seed):
     losses = np.array(noisy(1000, seed))
     losses[[600, 603, 606, 609]] *= 1.4
-    found = watch(LossSpike(Detect()), losses)
+    found = watch(LossSpike(DetectSection()), losses)
     skipped = [f.step for f in found if f.severity]
     assert skipped[:3] == [601, 604, 607]
     assert set(skipped) <= {601, 604, 607, 610}
@@ -216,7 +216,7 @@ def test_without_a_limit_from_the_gate_its_own_decides():
 
 
 def test_vetoed_steps_are_not_learned_from():
-    detector, clean = LossSpike(Detect()), LossSpike(Detect())
+    detector, clean = LossSpike(DetectSection()), LossSpike(DetectSection())
     for step, value in enumerate(noisy(60), 1):
         detector.observe(signal(step, 3.0, None, flags=int(Flag.GRAD_NONFINITE)))
         detector.observe(signal(step, value, None))
@@ -251,13 +251,13 @@ def test_spike_is_found_right_after_a_burst_of_nans():
 )
 def test_loss_that_is_vouched_for_leaves_the_state_that_observe_leaves(rho):
     """`calm` and `observe` on the same loss, at every height up to the limit."""
-    taught = LossSpike(Detect())
+    taught = LossSpike(DetectSection())
     watch(taught, 2.2 + 0.05 * ar1(2000, 1, rho))
     watch(taught, [2.2] * 20, first=2001)
     state = json.loads(json.dumps(taught.state_dict()))
     assert state["score"] == 0.0
     for loss in np.linspace(2.0, 2.0 * only(taught.limits()) - 2.2, 200).tolist():
-        looked, vouched = LossSpike(Detect()), LossSpike(Detect())
+        looked, vouched = LossSpike(DetectSection()), LossSpike(DetectSection())
         for detector in (looked, vouched):
             detector.load_state_dict(json.loads(json.dumps(state)))
         if vouched.calm([loss], [2021]):
@@ -280,7 +280,7 @@ def test_spike_does_not_enter_the_course_it_is_measured_by():
 
 def test_zero_is_never_high_and_never_enters():
     """A hinge loss that no sample of the batch violates."""
-    detector, clean = LossSpike(Detect()), LossSpike(Detect())
+    detector, clean = LossSpike(DetectSection()), LossSpike(DetectSection())
     for step, value in enumerate(noisy(400), 1):
         if step % 2:
             assert detector.observe(signal(step, 0.0, None)) is None
@@ -320,7 +320,7 @@ def test_single_low_loss_does_not_hide_a_rise_that_follows():
 
 
 def test_falling_loss_is_followed_and_a_spike_down_there_is_found():
-    detector = LossSpike(Detect())
+    detector = LossSpike(DetectSection())
     assert watch(detector, [(2 + 8 * math.exp(-n / 150)) * w / 2.2 for n, w in enumerate(noisy(1500, seed=2))]) == []
     assert brief(watch(detector, [3.0], first=1501)) == [(1501, "SKIP", True)]
 
@@ -336,14 +336,14 @@ def test_fast_divergence_is_found_before_the_loss_has_risen_by_a_third():
 
 
 def test_negative_losses_are_watched_like_positive_ones():
-    detector = LossSpike(Detect())
+    detector = LossSpike(DetectSection())
     assert watch(detector, [-5.0 + 0.1 * (w - 2.2) / 0.044 for w in noisy(300)]) == []
     assert watch(detector, [-4.5], first=301) == []
     assert brief(watch(detector, [-3.0], first=302)) == [(302, "SKIP", True)]
 
 
 def test_limit_on_a_negative_loss_is_not_the_one_of_when_it_was_positive():
-    detector = LossSpike(Detect())
+    detector = LossSpike(DetectSection())
     watch(detector, noisy(100, level=3.0) + [-5.0 + v - 2.2 for v in noisy(1000)])
     assert only(detector.limits()) < -3.0
 
@@ -351,22 +351,22 @@ def test_limit_on_a_negative_loss_is_not_the_one_of_when_it_was_positive():
 def test_loss_that_crosses_zero_slowly_alarms_nobody():
     losses = [3.0 - 0.02 * n + 0.1 * (w - 2.2) / 0.044 for n, w in enumerate(noisy(500))]
     assert min(losses) < -5 < 2 < max(losses)
-    assert watch(LossSpike(Detect()), losses) == []
+    assert watch(LossSpike(DetectSection()), losses) == []
 
 
 def test_loss_that_crosses_zero_fast_does_not_break_it():
     """The course is already under zero while no loss has been, and then comes the first that is, above the course."""
-    detector = LossSpike(Detect(warmup_steps=33))
+    detector = LossSpike(DetectSection(warmup_steps=33))
     watch(detector, [10 - 0.3 * n for n in range(33)] + [0.05, -0.1])
     assert math.isfinite(only(detector.limits()))
     for seed in range(100):
         noise = np.random.default_rng(seed).normal(size=120)
-        assert costly(watch(LossSpike(Detect()), 3 - 0.06 * np.arange(120) + 0.05 * noise)) == []
+        assert costly(watch(LossSpike(DetectSection()), 3 - 0.06 * np.arange(120) + 0.05 * noise)) == []
 
 
 @pytest.mark.parametrize("level", [1.5, 0.0, -3.0, 1e-8, 1e8])
 def test_constant_losses_alarm_nobody_until_they_jump(level):
-    detector = LossSpike(Detect())
+    detector = LossSpike(DetectSection())
     assert watch(detector, [level] * 500) == []
     assert watch(detector, [math.nextafter(level, math.inf), level], first=501) == []
     if level != 0.0:
@@ -423,7 +423,7 @@ def test_healthy_losses_of_every_kind_raise_no_costly_alarm(kind, skips):
     """`skips`: of a hundred steps at most. A single batch out of line may be skipped; it is cheap."""
     said: Counter[Severity] = Counter()
     for seed in range(4):
-        said.update(f.severity for f in watch(LossSpike(Detect()), healthy(2000, kind, seed)))
+        said.update(f.severity for f in watch(LossSpike(DetectSection()), healthy(2000, kind, seed)))
     assert said[Severity.ROLLBACK] == 0
     assert said[Severity.SKIP] <= skips * 80
 
@@ -433,14 +433,14 @@ def test_healthy_losses_of_every_kind_raise_no_costly_alarm(kind, skips):
 def test_spike_inside_noise_whose_neighbours_are_alike_is_found_at_once(rho, seed):
     losses = 2.2 + 0.05 * ar1(1000, seed, rho)
     losses[800:840] += 1.0
-    found = [f for f in watch(LossSpike(Detect()), losses) if f.severity]
+    found = [f for f in watch(LossSpike(DetectSection()), losses) if f.severity]
     assert brief(found[:3]) == [(801, "SKIP", True), (802, "SKIP", False), (803, "ROLLBACK", False)]
 
 
 def test_outlier_that_comes_each_epoch_does_not_hide_a_spike_that_stays():
     losses = healthy(2000, "the same outlier each epoch", 1)
     losses[1700:1760] = 6.0
-    found = costly(watch(LossSpike(Detect()), losses))
+    found = costly(watch(LossSpike(DetectSection()), losses))
     assert [f.step for f in found][:1] and 1701 <= found[0].step <= 1712
 
 
@@ -479,7 +479,7 @@ def test_after_an_announced_shift_only_gross_losses_are_high_until_24_steps_are_
 
 
 def test_gross_is_fifty_deviations_where_the_noise_is_wide():
-    detector = LossSpike(Detect())
+    detector = LossSpike(DetectSection())
     watch(detector, noisy(300, noise=0.2))
     deviation = detector.state_dict()["course"]["scale"]
     detector.rebaseline()

@@ -13,7 +13,7 @@ from feeding import costly, noisy, signal, watch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Kind, Severity
 from holdfast.core.detectors import CurryTrain, Monotone, ThreeSigma, build
 
@@ -313,9 +313,9 @@ def test_declared_shift_is_a_new_beginning_for_a_published_rule(kind):
     [("curry-train", CurryTrain), ("three-sigma", ThreeSigma), ("monotone-200", Monotone)],
 )
 def test_preset_puts_the_published_rule_in_place_of_our_own_on_the_loss(preset, kind):
-    default = [d.name for d in build(Detect())]
+    default = [d.name for d in build(DetectSection())]
     for name in (preset, f"{preset}-as-written"):
-        built = build(Detect(preset=name))
+        built = build(DetectSection(preset=name))
         (rule,) = [d for d in built if isinstance(d, kind)]
         assert [d.name for d in built if d is not rule] == [
             d for d in default if d not in ("loss_spike", "divergence")
@@ -326,5 +326,5 @@ def test_preset_puts_the_published_rule_in_place_of_our_own_on_the_loss(preset, 
 def test_preset_as_written_and_mended_are_two():
     losses = noisy(1000) + [50.0] * 1500
     for preset, expected in (("curry-train", 1), ("curry-train-as-written", 899)):
-        (rule,) = [d for d in build(Detect(preset=preset)) if d.name == "curry_train"]
+        (rule,) = [d for d in build(DetectSection(preset=preset)) if d.name == "curry_train"]
         assert len(watch(rule, losses)) == expected

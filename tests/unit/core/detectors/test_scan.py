@@ -15,7 +15,7 @@ from feeding import ar1, noisy, same
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors import LossSpike, build
 from holdfast.core.detectors import scan as scanning
@@ -45,7 +45,7 @@ def log_of(rows: list[dict[str, float | None]], steps: list[int] | None = None) 
     return log
 
 
-def row_by_row(log: Log, config: Detect, shifts: set[int] = frozenset()) -> list[Finding]:
+def row_by_row(log: Log, config: DetectSection, shifts: set[int] = frozenset()) -> list[Finding]:
     """What a run would have said: shifts recognised first, then every detector in its order."""
     detectors, recognised, found = build(config), Shifts(by_lr=True), []
     declared = False
@@ -112,7 +112,7 @@ def random_rows(seed: int, count: int) -> list[dict[str, float | None]]:
     return rows
 
 
-def assert_same(log: Log, config: Detect, shifts: set[int] = frozenset(), of: str = "") -> list[Finding]:
+def assert_same(log: Log, config: DetectSection, shifts: set[int] = frozenset(), of: str = "") -> list[Finding]:
     expected, got = row_by_row(log, config, shifts), scan(log, config, shifts=shifts)
     if of:
         expected, got = [f for f in expected if f.detector == of], [f for f in got if f.detector == of]
@@ -126,17 +126,17 @@ def assert_same(log: Log, config: Detect, shifts: set[int] = frozenset(), of: st
 def test_scan_finds_what_observe_finds_row_by_row(seed, shifts, warmup):
     rows = random_rows(seed, 1200)
     declared = {row for row in shifts if rows[row]["loss"] is not None}
-    assert_same(log_of(rows), Detect(warmup_steps=warmup, plateau_steps=200), declared)
+    assert_same(log_of(rows), DetectSection(warmup_steps=warmup, plateau_steps=200), declared)
 
 
 def test_scan_finds_what_observe_finds_after_a_jump_among_losses_that_are_alike():
-    assert_same(log_of(random_rows(354, 1200)), Detect(warmup_steps=5, plateau_steps=200), {354, 883, 316})
+    assert_same(log_of(random_rows(354, 1200)), DetectSection(warmup_steps=5, plateau_steps=200), {354, 883, 316})
 
 
 @pytest.mark.parametrize("preset", ["curry-train", "three-sigma", "monotone-200", "curry-train-as-written"])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_scan_finds_what_observe_finds_with_any_preset(preset, seed):
-    assert_same(log_of(random_rows(seed, 1500)), Detect(preset=preset))
+    assert_same(log_of(random_rows(seed, 1500)), DetectSection(preset=preset))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_scan_takes_in_no_value_beyond_arithmetic_either(value):
     losses = [v - 4.0 for v in noisy(600)]
     losses[400] = value
     losses[500] = 1e38
-    assert_same(log_of([{"loss": loss} for loss in losses]), Detect())
+    assert_same(log_of([{"loss": loss} for loss in losses]), DetectSection())
 
 
 @SOME
@@ -166,7 +166,7 @@ def test_scan_of_values_of_any_size_finds_what_observe_finds(seed):
         }
         for _ in range(800)
     ]
-    assert_same(log_of(rows), Detect())
+    assert_same(log_of(rows), DetectSection())
 
 
 @pytest.mark.parametrize("rho", [0.5, 0.8, 0.9, 0.95])
@@ -178,7 +178,7 @@ def test_scan_finds_what_observe_finds_where_neighbours_are_alike(rho):
         losses[random.integers(300, 2000, 60)] += random.uniform(0.1, 0.4, 60)
         for first in random.integers(300, 1990, 8):
             losses[first : first + 6] += 0.3
-        assert_same(log_of([{"loss": float(loss)} for loss in losses]), Detect(), of="loss_spike")
+        assert_same(log_of([{"loss": float(loss)} for loss in losses]), DetectSection(), of="loss_spike")
 
 
 def test_findings_come_in_the_order_of_the_rows_and_within_a_row_in_the_order_of_the_detectors():
@@ -238,7 +238,7 @@ def test_batch_size_and_sequence_length_that_change_together_are_one_shift_as_on
         for n, row in enumerate(rows, 1)
     ]
     assert sum(t is not None for t in told) == 1
-    assert_same(log, Detect())
+    assert_same(log, DetectSection())
 
 
 def test_log_without_rows_or_without_a_single_loss_has_no_findings():
@@ -253,7 +253,7 @@ def test_log_without_a_column_for_the_loss_has_no_findings():
 def test_only_the_detectors_that_were_given_are_asked():
     rows = [{"loss": loss} for loss in noisy(200)] + [{"loss": 9.0}, {"loss": math.nan}]
     assert {f.detector for f in scan(log_of(rows))} == {"loss_spike", "nonfinite"}
-    assert {f.detector for f in scan(log_of(rows), detectors=[LossSpike(Detect())])} == {"loss_spike"}
+    assert {f.detector for f in scan(log_of(rows), detectors=[LossSpike(DetectSection())])} == {"loss_spike"}
 
 
 def test_scan_of_a_long_log_finds_the_same_with_a_second_process(monkeypatch):

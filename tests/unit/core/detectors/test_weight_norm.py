@@ -8,13 +8,13 @@ import math
 import pytest
 from feeding import watch_field
 
-from holdfast.core.base.config import Detect
+from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Flag, Kind, Severity
 from holdfast.core.detectors import WeightNorm
 
 
 def watch_weights(norms, first: int = 1, **more):
-    return watch_field(WeightNorm(Detect()), "weight_norm", norms, first, **more)
+    return watch_field(WeightNorm(DetectSection()), "weight_norm", norms, first, **more)
 
 
 @pytest.mark.parametrize(("rate", "way"), [(1.01, "grew"), (0.99, "shrank")])
@@ -34,7 +34,7 @@ def test_slow_growth_is_left_alone():
 def test_early_growth_counts_from_the_warm_up_on():
     norms = [1.0 + n for n in range(40)] + [41.0] * 300
     assert watch_weights(norms) == []
-    assert watch_field(WeightNorm(Detect(warmup_steps=1)), "weight_norm", norms) != []
+    assert watch_field(WeightNorm(DetectSection(warmup_steps=1)), "weight_norm", norms) != []
 
 
 def test_norm_that_settled_may_be_noted_again():
@@ -43,16 +43,16 @@ def test_norm_that_settled_may_be_noted_again():
 
 
 def test_norms_measured_now_and_then_are_compared_within_two_hundred_steps():
-    detector = WeightNorm(Detect())
+    detector = WeightNorm(DetectSection())
     found = [f for n in range(40) for f in watch_field(detector, "weight_norm", [10.0 * 1.2**n], first=100 + 50 * n)]
     assert [f.evidence["steps"] for f in found] == [200]
-    detector = WeightNorm(Detect())
+    detector = WeightNorm(DetectSection())
     assert [f for n in range(9) for f in watch_field(detector, "weight_norm", [10.0 * 3**n], first=100 + 201 * n)] == []
 
 
 @pytest.mark.parametrize("junk", [None, math.nan, math.inf, 0.0, -3.0])
 def test_norm_that_is_none_is_passed_over(junk):
-    detector = WeightNorm(Detect())
+    detector = WeightNorm(DetectSection())
     watch_field(detector, "weight_norm", [50.0] * 100)
     before = json.dumps(detector.state_dict())
     assert watch_field(detector, "weight_norm", [junk], first=101) == []
@@ -68,7 +68,7 @@ def test_change_beyond_arithmetic_is_noted_and_breaks_nothing(norms):
 
 
 def test_declared_shift_forgets_the_norms():
-    detector = WeightNorm(Detect())
+    detector = WeightNorm(DetectSection())
     watch_field(detector, "weight_norm", [10.0] * 100)
     detector.rebaseline()
     assert watch_field(detector, "weight_norm", [30.0] * 100, first=101) == []

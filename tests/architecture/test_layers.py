@@ -1,20 +1,14 @@
-"""Imports point one way. Walks every import of the package, and fails on an arrow that points the wrong way."""
+"""Each layer imports only the layers below it, and only the libraries it may use."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from package_imports import PACKAGE, imports, layer, modules, targets
 
-import holdfast
-
-PACKAGE = Path(holdfast.__file__).parent
-
-# A layer, and what it may import beside itself. "" is the package's own __init__, through which users come in: it
-# imports core, and the Guard only when asked for it.
+# Each layer, and the layers it may import. "" is the package's __init__: it imports core at once, and the Guard on demand.
 BELOW_COMPOSE = ["core", "runtime", "distributed", "supervise", "replay"]
 EXPLAINS = ["diagnosis", "reports"]
 BELOW_DRILL = ["", *BELOW_COMPOSE, *EXPLAINS, "compose", "integrations", "reference"]
@@ -39,153 +33,66 @@ TENSOR_PACKAGES = {
     "transformers", "accelerate", "lightning", "pytorch_lightning", "deepspeed",
 }  # fmt: skip
 TORCH_FREE = {"", "core", "diagnosis", "reports", "cli"}
+# core decides. Starting processes is left to the layers above, so that a detector can run anywhere.
+PROCESS_MODULES = ("multiprocessing", "subprocess", "os.fork", "concurrent.futures")
+KNOWN_WRONG = {"holdfast.core.detectors.scan": "scan.py starts worker processes"}
+"""modules that break a rule today; remove each entry when the module is fixed"""
 
 
-class Import(NamedTuple):
-    """One import of `target` by `module`, wherever in the file it stands."""
-
-    module: str
-    target: str
-    line: int
-    typing_only: bool
-
-
-def modules(package: Path) -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
-def imports(package: Path) -> list[Import]:
-    known = modules(package)
-    return [found for module, path in known.items() for found in _imports_of(module, path, known)]
-
-
-def _imports_of(module: str, path: Path, known: dict[str, Path]) -> Iterator[Import]:
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    guarded = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    here = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(tree):
-        for target in _targets(node, here, known):
-            yield Import(module, target, getattr(node, "lineno", 0), id(node) in guarded)
-
-
-def _targets(node: ast.AST, here: str, known: dict[str, Path]) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-        parents = here.split(".")[: len(here.split(".")) - node.level + 1] if node.level else []
-        base = ".".join([*parents, *([node.module] if node.module else [])])
-        for alias in node.names:
-            inner = f"{base}.{alias.name}"
-            # A name of our own counts as the module it is taken from; of others it may be a module that is not here.
-            ours = base.split(".")[0] == "holdfast"
-            yield base if ours and inner not in known and base in known else inner
-    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        name = ast.unparse(node.func)
-        if name in ("__import__", "import_module", "importlib.import_module") and isinstance(node.args[0].value, str):
-            yield node.args[0].value
-    elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
-        yield "torch.distributed"
-
-
-def layer(module: str) -> str | None:
-    """The layer of one of our modules; None for anybody else's."""
-    parts = module.split(".")
-    if parts[0] != "holdfast":
-        return None
-    return parts[1] if len(parts) > 1 else ""
-
-
-def wrong_arrows(package: Path) -> list[str]:
-    """Every import that breaks a rule, as `module:line: why`."""
+def wrong_imports(package: Path) -> list[str]:
+    """Return every import that breaks a rule, as `module:line: why`."""
     wrong = []
     for module, target, line, _ in imports(package):
-        source, aim = layer(module), layer(target)
+        source, imported = layer(module), layer(target)
         assert source is not None
         if source not in ALLOWED:
-            wrong.append(f"{module}: {source!r} is no layer; place it in DESIGN.md, then here")
-        elif aim is not None and aim != source and aim not in ALLOWED[source]:
+            wrong.append(f"{module}: {source!r} is not a layer; add it to ALLOWED")
+        elif imported is not None and imported != source and imported not in ALLOWED[source]:
             wrong.append(f"{module}:{line}: {source or 'holdfast'} imports {target}")
         elif source in TORCH_FREE and target.split(".")[0] in TENSOR_PACKAGES and module != "holdfast":
             wrong.append(f"{module}:{line}: {source} imports {target}")
         elif source == "runtime" and (target + ".").startswith("torch.distributed."):
             wrong.append(f"{module}:{line}: runtime uses {target}")
+        elif source == "core" and any((target + ".").startswith(f"{name}.") for name in PROCESS_MODULES):
+            wrong.append(f"{module}:{line}: core uses {target}")
     return sorted(set(wrong))
 
 
-def cycles(package: Path) -> list[list[str]]:
-    """Groups of modules that import each other when run, directly or around a corner."""
-    known = modules(package)
-    graph: dict[str, set[str]] = {module: set() for module in known}
-    for module, target, _, typing_only in imports(package):
-        while target not in known and "." in target:
-            target = target.rpartition(".")[0]
-        if target in known and target != module and not typing_only:
-            graph[module].add(target)
-    reach = {module: _reachable(graph, module) for module in graph}
-    groups = {tuple(sorted(other for other in reach[m] if m in reach[other])) for m in graph if m in reach[m]}
-    return [list(group) for group in sorted(groups)]
+def test_every_layer_imports_only_layers_below_it():
+    assert [wrong for wrong in wrong_imports(PACKAGE) if wrong.split(":")[0] not in KNOWN_WRONG] == []
 
 
-def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    seen: set[str] = set()
-    waiting = list(graph[start])
-    while waiting:
-        module = waiting.pop()
-        if module not in seen:
-            seen.add(module)
-            waiting.extend(graph[module])
-    return seen
-
-
-# ---- the package
-
-
-def test_every_import_points_the_right_way():
-    assert wrong_arrows(PACKAGE) == []
+def test_every_known_exception_is_still_needed():
+    assert {wrong.split(":")[0] for wrong in wrong_imports(PACKAGE)} >= set(KNOWN_WRONG)
 
 
 def test_every_folder_and_file_has_a_layer():
     assert {layer(module) for module in modules(PACKAGE)} <= set(ALLOWED)
 
 
-def test_no_two_modules_import_each_other():
-    assert cycles(PACKAGE) == []
-
-
-def test_package_itself_imports_torch_and_the_runtime_only_when_asked_for_the_guard():
+def test_importing_holdfast_imports_only_core():
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     at_once = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    targets = {target for node in at_once for target in _targets(node, "holdfast", modules(PACKAGE))}
-    assert {layer(target) for target in targets} <= {"core", None}
-    assert not {target.split(".")[0] for target in targets} & TENSOR_PACKAGES
+    imported = {target for node in at_once for target in targets(node, "holdfast", modules(PACKAGE))}
+    assert {layer(target) for target in imported} <= {"core", None}
+    assert not {target.split(".")[0] for target in imported} & TENSOR_PACKAGES
 
 
-def test_layers_form_no_circle():
+def test_the_layers_are_listed_from_bottom_to_top():
     order = list(ALLOWED)
     for name, below in ALLOWED.items():
         assert all(order.index(other) < order.index(name) for other in below)
 
 
-def test_walk_sees_the_imports_that_are_there():
-    found = {(i.module, i.target) for i in imports(PACKAGE)}
-    assert ("holdfast.core.record.quarantine", "holdfast.core.record.rundir") in found
-    assert ("holdfast.cli.main", "holdfast") in found
-    assert ("holdfast", "torch") in found
-    assert len(found) > 50
+def test_the_reader_finds_the_imports():
+    pairs = {(i.module, i.target) for i in imports(PACKAGE)}
+    assert ("holdfast.core.record.quarantine", "holdfast.core.record.rundir") in pairs
+    assert ("holdfast.cli.main", "holdfast") in pairs
+    assert ("holdfast", "torch") in pairs
+    assert len(pairs) > 50
 
 
-# ---- the checker itself
+# The checker itself, on small packages
 
 
 def synthetic(tmp_path: Path, module: str, source: str) -> Path:
@@ -221,10 +128,14 @@ def synthetic(tmp_path: Path, module: str, source: str) -> Path:
         "from torch import nn",
         "from torch.nn import Module",
         "def late():\n    import torchdata.stateful_dataloader",
+        "import subprocess",
+        "from multiprocessing import get_context",
+        "import os\npid = os.fork()",
+        "from concurrent.futures import ProcessPoolExecutor",
     ],
 )
-def test_checker_fails_on_a_wrong_arrow_from_core(tmp_path, source):
-    (wrong,) = wrong_arrows(synthetic(tmp_path, "core/wrong.py", source))
+def test_checker_rejects_a_wrong_import_in_core(tmp_path, source):
+    (wrong,) = wrong_imports(synthetic(tmp_path, "core/wrong.py", source))
     assert wrong.startswith("holdfast.core.wrong:")
 
 
@@ -248,9 +159,9 @@ def test_checker_fails_on_a_wrong_arrow_from_core(tmp_path, source):
         ("helpers.py", "import json"),
     ],
 )
-def test_checker_fails_on_every_other_rule_broken(tmp_path, module, source):
+def test_checker_rejects_a_wrong_import_elsewhere(tmp_path, module, source):
     package = synthetic(tmp_path, module, source)
-    (wrong,) = wrong_arrows(package)
+    (wrong,) = wrong_imports(package)
     assert modules(package)[wrong.split(":")[0]] == package / module
 
 
@@ -269,18 +180,5 @@ def test_checker_fails_on_every_other_rule_broken(tmp_path, module, source):
         ("compose.py", "from holdfast import core, runtime, distributed, reports"),
     ],
 )
-def test_checker_passes_the_right_arrows(tmp_path, module, source):
-    assert wrong_arrows(synthetic(tmp_path, module, source)) == []
-
-
-def test_checker_finds_a_circle_around_a_corner(tmp_path):
-    package = synthetic(tmp_path, "core/a.py", "from holdfast.core import b")
-    (package / "core" / "b.py").write_text("def late():\n    import holdfast.core.c")
-    (package / "core" / "c.py").write_text("from .a import name")
-    assert cycles(package) == [["holdfast.core.a", "holdfast.core.b", "holdfast.core.c"]]
-
-
-def test_import_for_types_only_makes_no_circle(tmp_path):
-    package = synthetic(tmp_path, "core/a.py", "from holdfast.core import b")
-    (package / "core" / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from . import a")
-    assert cycles(package) == []
+def test_checker_accepts_allowed_imports(tmp_path, module, source):
+    assert wrong_imports(synthetic(tmp_path, module, source)) == []

@@ -158,7 +158,7 @@ class Ours(Way):
     def restore(self) -> None:
         run = self.subject.guard._run
         saved = self.tier.load(self.tier.find(str(self.path)))
-        run.state.join(saved.parts["light"], saved.tensors)
+        run.state.restore_small_state(saved.parts["light"], saved.tensors)
 
     def clear(self) -> None:
         if self.subject.guard is not None and hasattr(self, "path"):

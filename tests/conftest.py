@@ -16,7 +16,6 @@ WHOLE_ALWAYS = (
     "tests/architecture/",
     "tests/distributed/",
     "tests/unit/core/",
-    "tests/unit/runtime/test_fused_step",
     "tests/unit/runtime/test_first_touch",
 )
 SHARES = {"tests/e2e/": ((30, 9), (15, 7), (8, 5), (4, 3)), "tests/": ((30, 6), (15, 4), (8, 3))}

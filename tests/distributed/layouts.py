@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
 from holdfast.distributed.norms import MeshNorms
-from holdfast.runtime.tensors.norms import Clip
+from holdfast.runtime.tensors.norms import ClipSpec
 
 SAMPLES, GLOBAL = 160, 8
 """samples of an epoch, and of a step on all data-parallel ranks together"""
@@ -130,8 +130,8 @@ class Layout:
             torch.nn.utils.clip_grad_norm_(parameters, most)
             return
         norms = MeshNorms(self.size)
-        total = norms.of_gradients(parameters, to_clip=True).value
-        norms.clip(parameters, Clip(most, total, torch.stack(on_all(total)).amax()))
+        total = norms.gradient_norm(parameters, to_clip=True).value
+        norms.clip(parameters, ClipSpec(most, total, torch.stack(on_all(total)).amax()))
 
     def state(self) -> list[Tensor]:
         """Every parameter and all optimizer state, as this rank has it."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from holdfast.distributed.norms import MeshNorms
-from holdfast.runtime.tensors.norms import Clip, LocalNorms
+from holdfast.runtime.tensors.norms import ClipSpec, LocalNorms
 
 
 def gradients(parameters: list[Tensor]) -> list[Tensor]:
@@ -39,11 +39,11 @@ def as_torch_clips(kind: str, rank: int, size: int) -> None:
             backward(model, kind, rank, 1)
         assert alike(gradients(theirs), gradients(ours))
         expected = full(clip_grad_norm_(theirs, max_norm))
-        found = norms.of_gradients(ours, to_clip=True)
-        assert found.whole and type(found.value) is Tensor
+        found = norms.gradient_norm(ours, to_clip=True)
+        assert found.is_total and type(found.value) is Tensor
         assert found.value.equal(expected), (kind, float(found.value), float(expected))
         with no_collective():
-            norms.clip(ours, Clip(max_norm, found.value, found.value.double() * 7))
+            norms.clip(ours, ClipSpec(max_norm, found.value, found.value.double() * 7))
         assert alike(gradients(theirs), gradients(ours)), (kind, max_norm)
 
 
@@ -52,10 +52,10 @@ def shares_add_up(kind: str, rank: int, size: int) -> None:
     backward(model, kind, rank, 1)
     parameters = list(model.parameters())
     before = collectives()
-    found = norms.of_gradients(parameters, to_clip=False)
-    weights = norms.of_weights(parameters, torch.device("cpu"))
+    found = norms.gradient_norm(parameters, to_clip=False)
+    weights = norms.weight_norm(parameters, torch.device("cpu"))
     assert kind.endswith("sequence") or collectives() == before, kind
-    assert not found.whole and weights is not None and not weights.whole
+    assert not found.is_total and weights is not None and not weights.is_total
     assert type(found.value) is Tensor and found.value.dim() == 0
     assert total(found.value) == pytest.approx(squared([p.grad for p in parameters if p.grad is not None]), rel=1e-5)
     assert total(weights.value) == pytest.approx(squared(parameters), rel=1e-5)
@@ -63,7 +63,7 @@ def shares_add_up(kind: str, rank: int, size: int) -> None:
         if rank == size - 1:
             largest = max((p.grad.to_local() for p in parameters if hasattr(p, "to_local")), key=Tensor.numel)
             largest.view(-1)[0] = bad
-        assert not math.isfinite(total(norms.of_gradients(parameters, to_clip=False).value)), (kind, bad)
+        assert not math.isfinite(total(norms.gradient_norm(parameters, to_clip=False).value)), (kind, bad)
 
 
 def mixed_meshes(kind: str, rank: int, size: int) -> None:
@@ -75,12 +75,12 @@ def mixed_meshes(kind: str, rank: int, size: int) -> None:
         clip_grad_norm_(parameters, 0.01)
     expected = math.sqrt(squared([p.grad for p in parameters if p.grad is not None]))
     before = [full(p.grad).clone() for p in parameters]
-    found = norms.of_gradients(parameters, to_clip=True)
-    assert found.whole and float(found.value) == pytest.approx(expected, rel=1e-5)
+    found = norms.gradient_norm(parameters, to_clip=True)
+    assert found.is_total and float(found.value) == pytest.approx(expected, rel=1e-5)
     agreed = found.value.double()
     dist.broadcast(agreed, 0)
     own = found.value * (1 + 1e-4 * rank)
-    norms.clip(parameters, Clip(0.01, own, agreed))
+    norms.clip(parameters, ClipSpec(0.01, own, agreed))
     factor = float((0.01 / (agreed.float() + 1e-6)).clamp(max=1.0))
     for p, was in zip(parameters, before, strict=True):
         assert full(p.grad).equal(was * factor)
@@ -92,9 +92,9 @@ def plain_is_local(rank: int, size: int) -> None:
     parameters = list(model.parameters())
     with no_collective():
         for to_clip in (True, False):
-            found = norms.of_gradients(parameters, to_clip=to_clip)
-            assert found.whole and found.value.equal(LocalNorms().of_gradients(parameters, to_clip=to_clip).value)
-        assert norms.of_weights([], torch.device("cpu")) is None
+            found = norms.gradient_norm(parameters, to_clip=to_clip)
+            assert found.is_total and found.value.equal(LocalNorms().gradient_norm(parameters, to_clip=to_clip).value)
+        assert norms.weight_norm([], torch.device("cpu")) is None
 
 
 def norms_of_two(folder: Path, rank: int, size: int) -> None:

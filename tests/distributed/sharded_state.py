@@ -29,9 +29,9 @@ from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.scaler import Scaler
-from holdfast.runtime.tensors.sharded import drop_gradients, local
+from holdfast.runtime.tensors.sharded import drop_accumulated_gradients, local
 from holdfast.runtime.update.gate import Gate
-from holdfast.runtime.update.measurements import Sensed
+from holdfast.runtime.update.measurements import DeviceMeasurements
 from holdfast.runtime.update.update_size import UpdateSize
 
 
@@ -52,13 +52,13 @@ def evaluate(model: nn.Module) -> float:
 
 def taken(state: RunState) -> Snapshot:
     """A snapshot as the manager takes it."""
-    copier = Copier(state.intended)
-    snapshot = Snapshot(3, copier.start(state.heavy(), live=True), reason="test")
-    snapshot.light, tensors = state.light()
+    copier = Copier(state.allowed_nonfinite)
+    snapshot = Snapshot(3, copier.start(state.update_tensors(), live=True), reason="test")
+    snapshot.light, tensors = state.small_state()
     snapshot.light_copy = copier.start(tensors, live=False)
     named = {f"buffer.{n}": b for n, b in state.buffers.as_named(state.buffers.capture()).items()}
     snapshot.buffers = copier.start(named, live=False)
-    snapshot.frozen, snapshot.rng, snapshot.position = state.frozen(), Rng([]).capture(), Position(0, 0, 0)
+    snapshot.frozen, snapshot.rng, snapshot.position = state.frozen_copies(), Rng([]).capture(), Position(0, 0, 0)
     copier.wait()
     look = snapshot.examine()
     assert look.nonfinite is None and not look.torn
@@ -68,8 +68,8 @@ def taken(state: RunState) -> Snapshot:
 
 def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """As the manager does it."""
-    copier = Copier(state.intended)
-    Restorer(state, copier, Rng([])).put_back(light, tensors, None)
+    copier = Copier(state.allowed_nonfinite)
+    Restorer(state, copier, Rng([])).restore_saved(light, tensors, None)
     copier.close()
 
 
@@ -93,9 +93,9 @@ def there_and_back(kind: str, optimizer_name: str, rank: int, size: int) -> None
     assert not alike(before, after)
     with no_collective():
         assert snapshot.light is not None
-        assert state.fits(snapshot.light, snapshot.tensors()) is None
+        assert state.mismatch(snapshot.light, snapshot.tensors()) is None
         put_back(state, snapshot.light, snapshot.tensors())
-        assert state.nonfinite(state.buffers.capture()) is None
+        assert state.first_nonfinite(state.buffers.capture()) is None
     assert alike(before, bits(model, optimizer)), (kind, optimizer_name)
     # Not through DDP: an evaluation has a say in when it hands out buffers.
     assert evaluate(getattr(model, "module", model)) != said, "what was gathered before is not what is computed with"
@@ -115,20 +115,20 @@ def followed(rank: int, size: int) -> None:
         build_state(model, OPTIMIZERS["adamw"](model.parameters()), None, None, None)
     evaluate(model)
     state = build_state(model, optimizer, None, None, None)
-    names = set(state.heavy()) | set(state.frozen())
+    names = set(state.update_tensors()) | set(state.frozen_copies())
     assert {"model.up.weight", "frozen.last.weight"} <= names
-    held = {name: value.data_ptr() for name, value in state.heavy().items()}
-    trained = state.trained()
+    held = {name: value.data_ptr() for name, value in state.update_tensors().items()}
+    trained = state.trained_parameters()
     out = model(torch.ones(2, 6))
     assert not isinstance(model.up.weight, DTensor), "it is gathered now"
-    assert {name: value.data_ptr() for name, value in state.heavy().items()} == held
-    assert [id(p) for p in state.trained()] == [id(p) for p in trained]
+    assert {name: value.data_ptr() for name, value in state.update_tensors().items()} == held
+    assert [id(p) for p in state.trained_parameters()] == [id(p) for p in trained]
     out.square().mean().backward()
     optimizer.step()
     model.extra = fully_shard(nn.Linear(6, 6), mesh=line(size))
     optimizer.add_param_group({"params": list(model.extra.parameters())})
-    assert "model.extra.weight" in state.heavy() and len(state.trained()) == len(trained) + 2
-    assert state.heavy()["model.extra.weight"].shape == (6 // size, 6)
+    assert "model.extra.weight" in state.update_tensors() and len(state.trained_parameters()) == len(trained) + 2
+    assert state.update_tensors()["model.extra.weight"].shape == (6 // size, 6)
 
 
 def dropped(rank: int, size: int) -> None:
@@ -142,7 +142,7 @@ def dropped(rank: int, size: int) -> None:
             model.zero_grad()
             model.set_requires_gradient_sync(True)
             if drop:
-                drop_gradients(model)
+                drop_accumulated_gradients(model)
         backward(model, "fsdp", rank, 2)
         found.append([mine(p.grad) for p in model.parameters()])
     assert alike(found[0], found[1])
@@ -157,10 +157,10 @@ def vetoed_on_the_device(rank: int, size: int) -> None:
     before = bits(model, optimizer)
     for norm, lands in ((float("nan"), False), (1.0, True), (float("inf"), False)):
         backward(model, "fsdp", rank, 1)
-        sensed = Sensed(torch.tensor(1.0), torch.tensor(norm), (None, None))
-        passage = gate.apply(sensed, state.trained(), {}, None, 1.0)
+        sensed = DeviceMeasurements(torch.tensor(1.0), torch.tensor(norm), (None, None))
+        passage = gate.apply(sensed, state.trained_parameters(), {}, None, 1.0)
         if not lands:
-            passage.undo_first_touch(overflow=False)
+            passage.drop_new_optimizer_state(overflow=False)
         optimizer.zero_grad()
         assert alike(before, bits(model, optimizer)) != lands
         before = bits(model, optimizer)
@@ -182,13 +182,13 @@ def overflow_is_agreed_on(rank: int, size: int) -> None:
         found = scaler.unscale([optimizer])
         assert all(type(flag) is Tensor for flag in found.values())
         assert float(found[id(optimizer)]) == float(rank == 1 and kind == "ddp")
-        scaler.agree({id(optimizer): torch.tensor(1.0)})
+        scaler.set_found_inf({id(optimizer): torch.tensor(1.0)})
         scaler.update()
-        assert scaler.value() == 4.0
+        assert scaler.get_scale() == 4.0
         scaler.scale(torch.tensor(1.0))
-        scaler.agree({id(optimizer): torch.tensor(1.0)})  # it had no gradients on this rank
+        scaler.set_found_inf({id(optimizer): torch.tensor(1.0)})  # it had no gradients on this rank
         scaler.update()
-        assert scaler.value() == 2.0
+        assert scaler.get_scale() == 2.0
 
 
 def update_size_in_shares(rank: int, size: int) -> None:
@@ -199,7 +199,7 @@ def update_size_in_shares(rank: int, size: int) -> None:
         fully_shard(layer, mesh=line(size))
     optimizer = torch.optim.AdamW([*model[0].parameters(), *model[2].parameters()], lr=0.1)
     sizes = UpdateSize(build_state(model, optimizer, None, None, None).optimizers)
-    assert sizes.shares(torch.device("cpu")) is None
+    assert sizes.sum_of_squares(torch.device("cpu")) is None
     for step in range(3):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         model(x).square().sum(-1).sqrt().mean().backward()
@@ -207,7 +207,7 @@ def update_size_in_shares(rank: int, size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     with no_collective():
-        found = sizes.shares(torch.device("cpu"))
+        found = sizes.sum_of_squares(torch.device("cpu"))
     assert found is not None
     told = torch.tensor([float(found[0]), found[1]], dtype=torch.float64)
     dist.all_reduce(told)
@@ -240,8 +240,8 @@ def state_of_four(folder: Path, rank: int, size: int) -> None:
 
 def together(state: RunState) -> dict[str, Tensor]:
     """Parameters and optimizer state, each put together from all ranks."""
-    spread = state.spread()
-    return {n: full(spread.get(n, t)).clone() for n, t in state.heavy().items()}
+    spread = state.sharded_tensors()
+    return {n: full(spread.get(n, t)).clone() for n, t in state.update_tensors().items()}
 
 
 def save_sharded(folder: Path, rank: int, size: int) -> None:
@@ -280,7 +280,7 @@ def load_sharded(folder: Path, rank: int, size: int) -> None:
     assert isinstance(saved.tensors["model.up.weight"], DTensor) == (size > 1)
     assert isinstance(saved.tensors["optimizer.0.0.exp_avg"], DTensor) == (size > 1)
     assert local(saved.tensors["model.up.weight"]).numel() == mine(model.up.weight).numel()
-    assert state.fits(saved.parts["light"], saved.tensors, whole=True) is None
+    assert state.mismatch(saved.parts["light"], saved.tensors, whole=True) is None
     put_back(state, saved.parts["light"], {n: local(t) for n, t in saved.tensors.items()})
     expected = torch.load(folder / "whole.pt", weights_only=True)
     found = together(state)
@@ -291,6 +291,6 @@ def load_sharded(folder: Path, rank: int, size: int) -> None:
     larger = build(kind, size, width=64)
     other = build_state(larger, OPTIMIZERS["adamw"](larger.parameters()), None, None, None)
     saved = tier.load(entry, other.target())
-    why = other.fits(saved.parts["light"], saved.tensors, whole=True)
+    why = other.mismatch(saved.parts["light"], saved.tensors, whole=True)
     assert why is not None and "up.weight" in why
     tier.close()

@@ -22,8 +22,8 @@ from holdfast.runtime.tensors import checksum as bits
 from holdfast.runtime.tensors.inspect import bit_checksum
 from holdfast.runtime.tensors.norms import clip_factor
 from holdfast.runtime.update import fused_measurements as sensing_fused
-from holdfast.runtime.update.fused_measurements import Fused
-from holdfast.runtime.update.measurements import Packing, Sensed
+from holdfast.runtime.update.fused_measurements import FusedPacker
+from holdfast.runtime.update.measurements import DeviceMeasurements, MeasurementPacker
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WIDTH, ROWS = 64, 8
@@ -218,7 +218,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_one_pass_over_all_tensors_says_what_each_says_by_itself():
-    assert bits.KERNEL.on(torch.device("cuda", 0)) is not None, "see the log for what Triton lacks here"
+    assert bits.KERNEL.get(torch.device("cuda", 0)) is not None, "see the log for what Triton lacks here"
     found = tensors()
     side = torch.cuda.Stream()
     seen = bits.checksum_and_finite(found)
@@ -266,11 +266,11 @@ LIMITS = [None, 5.0, -2.0, 1e300]
 @pytest.mark.parametrize("overflow", [None, 0.0, 1.0])
 def test_in_one_launch_a_step_is_sensed_as_in_several(overflow):
     """The veto and everything that is read, over all that may be wrong with loss and norm."""
-    one, several = Fused(), Packing()
+    one, several = FusedPacker(), MeasurementPacker()
     for loss, norm, most_loss, most_norm in itertools.product(VALUES, VALUES, LIMITS, LIMITS):
         numbers = [None if v is None else torch.tensor(v, device="cuda") for v in (loss, norm, overflow)]
         scale = None if overflow is None else torch.tensor(64.0, device="cuda")
-        sensed = Sensed(numbers[0], numbers[1], (most_loss, most_norm), numbers[2], scale)
+        sensed = DeviceMeasurements(numbers[0], numbers[1], (most_loss, most_norm), numbers[2], scale)
         packed, by_hand = one.pack(sensed), several.pack(sensed)
         assert packed is not None
         assert float(packed.veto) == float(several.veto(sensed, by_hand)), (loss, norm, most_loss, most_norm)
@@ -279,12 +279,12 @@ def test_in_one_launch_a_step_is_sensed_as_in_several(overflow):
 
 
 def test_what_clipping_comes_to_is_to_the_bit_what_torch_has():
-    one, draw = Fused(), torch.Generator().manual_seed(0)
+    one, draw = FusedPacker(), torch.Generator().manual_seed(0)
     norms = [*torch.exp(4 * torch.randn(2000, generator=draw)).tolist(), 0.0, 1e-42, math.inf, math.nan]
     clips = torch.exp(2 * torch.randn(len(norms), generator=draw)).tolist()
     for norm, clip in zip(norms, clips, strict=True):
         there = torch.tensor(norm, device="cuda")
-        packed = one.pack(Sensed(torch.ones((), device="cuda"), there, (None, None)), clip)
+        packed = one.pack(DeviceMeasurements(torch.ones((), device="cuda"), there, (None, None)), clip)
         assert packed is not None
         packed.read()
         assert str(float(packed.factor)) == str(float(clip_factor(clip, there))), (norm, clip)

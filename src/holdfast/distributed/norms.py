@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from holdfast.distributed.checkpoint.shards import is_dtensor
-from holdfast.runtime.tensors.norms import Clip, LocalNorms, Norm, clip_factor
+from holdfast.runtime.tensors.norms import ClipSpec, LocalNorms, Norm, clip_factor
 from holdfast.runtime.tensors.sharded import local
 
 
@@ -27,24 +27,24 @@ class MeshNorms:
         self._local = LocalNorms()
 
     @torch.no_grad()
-    def of_gradients(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
+    def gradient_norm(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
         """A share where nothing is to be clipped and something is sharded. Every rank comes to the same kind, since that
         goes by what the parameters are; and calls no collective for it, unless gradients are still partial."""
         if not any(is_dtensor(p) for p in parameters):
-            return self._local.of_gradients(parameters, to_clip=to_clip)
+            return self._local.gradient_norm(parameters, to_clip=to_clip)
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         if to_clip:
             return Norm(_whole(gradients))
-        return Norm(self._share([_summed(g) for g in gradients]), whole=False)
+        return Norm(self._share([_summed(g) for g in gradients]), is_total=False)
 
     @torch.no_grad()
-    def of_weights(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
+    def weight_norm(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
         if not any(is_dtensor(p) for p in parameters):
-            return self._local.of_weights(parameters, home)
-        return Norm(self._share(parameters).to(home), whole=False)
+            return self._local.weight_norm(parameters, home)
+        return Norm(self._share(parameters).to(home), is_total=False)
 
     @torch.no_grad()
-    def clip(self, parameters: Sequence[Tensor], by: Clip) -> None:
+    def clip(self, parameters: Sequence[Tensor], by: ClipSpec) -> None:
         """By its own norm on one mesh, as torch does it. On several, ranks may have come to norms that differ in the last
         bit, and clipping by those would part what is replicated: by the one that they agreed on."""
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -52,7 +52,7 @@ class MeshNorms:
             self._local.clip(parameters, by)
             return
         one_mesh = len(_by_mesh(gradients)) == 1
-        factor = by.factor() if one_mesh else clip_factor(by.most, by.agreed.to(by.own.dtype))
+        factor = by.factor() if one_mesh else clip_factor(by.max_norm, by.agreed_norm.to(by.local_norm.dtype))
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for g in gradients:
             if g.is_sparse:

@@ -83,9 +83,9 @@ def test_one_loss_that_is_not_finite_makes_the_step_so_and_stays_in_its_row(bad)
 
 def test_whole_norms_give_the_largest_and_shares_add_up():
     assert float(together((host(), measured(1.0, 2.0)), (host(), measured(1.0, 2.5))).norm) == 2.5
-    shares = [measured(1.0, norm=0.0)._replace(norm=Norm(torch.tensor(v), whole=False)) for v in (9.0, 16.0)]
+    shares = [measured(1.0, norm=0.0)._replace(norm=Norm(torch.tensor(v), is_total=False)) for v in (9.0, 16.0)]
     assert float(together((host(), shares[0]), (host(), shares[1])).norm) == 5.0
-    broken = shares[1]._replace(norm=Norm(torch.tensor(math.nan), whole=False))
+    broken = shares[1]._replace(norm=Norm(torch.tensor(math.nan), is_total=False))
     assert math.isnan(float(together((host(), shares[0]), (host(), broken)).norm))
 
 

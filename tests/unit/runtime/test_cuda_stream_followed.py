@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.runtime.tensors import cuda_streams
-from holdfast.runtime.tensors.cuda_streams import Streams, current_stream
+from holdfast.runtime.tensors.cuda_streams import StreamTracker, current_stream
 
 CUDA = torch.device("cuda", 0)
 
@@ -54,32 +54,32 @@ def test_an_object_is_made_only_for_another_stream(device):
 
 
 def test_another_stream_waits_for_the_one_before_there_and_back(device):
-    streams = Streams([CUDA, torch.device("cpu")])
-    streams.follow()
-    streams.follow()
+    streams = StreamTracker([CUDA, torch.device("cpu")])
+    streams.wait_for_last_stream()
+    streams.wait_for_last_stream()
     assert [s.waited for s in device.made] == [[]]
     device.handle = 8
-    streams.follow()
-    streams.follow()
+    streams.wait_for_last_stream()
+    streams.wait_for_last_stream()
     device.handle = 7
-    streams.follow()
+    streams.wait_for_last_stream()
     assert [(s.handle, s.waited) for s in device.made] == [(7, []), (8, [7]), (7, [8])]
 
 
 def test_what_others_have_asked_in_between_makes_no_difference(device):
-    streams = Streams([CUDA])
-    streams.follow()
+    streams = StreamTracker([CUDA])
+    streams.wait_for_last_stream()
     device.handle = 8
     current_stream(CUDA)
     device.handle = 7
-    streams.follow()
+    streams.wait_for_last_stream()
     assert all(s.waited == [] for s in device.made)
     device.handle = 8
     current_stream(CUDA)
-    streams.follow()
+    streams.wait_for_last_stream()
     assert device.made[-1].waited == [7]
 
 
 def test_a_run_without_a_gpu_asks_nobody(device):
-    Streams([torch.device("cpu")]).follow()
+    StreamTracker([torch.device("cpu")]).wait_for_last_stream()
     assert device.made == []

@@ -9,7 +9,7 @@ from torch.optim import SGD, AdamW
 
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.update.gate import Gate
-from holdfast.runtime.update.measurements import Sensed
+from holdfast.runtime.update.measurements import DeviceMeasurements
 
 
 def vetoed(optimizer: torch.optim.Optimizer) -> None:
@@ -17,8 +17,8 @@ def vetoed(optimizer: torch.optim.Optimizer) -> None:
     for p in parameters:
         p.grad = torch.ones_like(p)
     gate = Gate(Optimizers([optimizer]), None, "device", True, False)
-    sensed = Sensed(torch.tensor(float("nan")), torch.tensor(1.0), (None, None))
-    gate.apply(sensed, parameters, {}, None, 1.0).undo_first_touch(overflow=False)
+    sensed = DeviceMeasurements(torch.tensor(float("nan")), torch.tensor(1.0), (None, None))
+    gate.apply(sensed, parameters, {}, None, 1.0).drop_new_optimizer_state(overflow=False)
 
 
 @pytest.mark.parametrize("kind", [SGD, AdamW])

@@ -205,7 +205,10 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **adam)
         state = RunState([("", self.model)], Optimizers([self.optimizer]), Schedulers([], []), None)
         self.checks = Integrity(
-            state.heavy, config.IntegritySection(between_updates_every=every), SingleProcessReplicas(), SingleRank()
+            state.update_tensors,
+            config.IntegritySection(between_updates_every=every),
+            SingleProcessReplicas(),
+            SingleRank(),
         )
         self.number = 0
 

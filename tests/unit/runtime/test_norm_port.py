@@ -12,7 +12,7 @@ from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.tensors.norms import LocalNorms
 from holdfast.runtime.update.gate import Gate
-from holdfast.runtime.update.measurements import Sensed
+from holdfast.runtime.update.measurements import DeviceMeasurements
 from holdfast.runtime.update.update_size import UpdateSize, sense, size_of
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ class Asked(LocalNorms):
         self.clips: list[tuple[float, float, float]] = []
 
     def clip(self, parameters, by) -> None:
-        self.clips.append((by.most, float(by.own), float(by.agreed)))
+        self.clips.append((by.max_norm, float(by.local_norm), float(by.agreed_norm)))
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -40,10 +40,10 @@ def test_gate_clips_through_its_port_by_what_this_rank_and_all_ranks_measured(wh
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     gate = Gate(Optimizers([optimizer]), None, where, armed=True, on_cuda=False, norms=norms)
     trained(model, optimizer, 1)
-    sensed = Sensed(torch.tensor(1.0), torch.tensor(2.0), (None, None))
-    gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0, own=torch.tensor(3.0))
+    sensed = DeviceMeasurements(torch.tensor(1.0), torch.tensor(2.0), (None, None))
+    gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0, local_norm=torch.tensor(3.0))
     gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0)
-    gate.apply(sensed, list(model.parameters()), {}, None, 1.0, own=torch.tensor(3.0))
+    gate.apply(sensed, list(model.parameters()), {}, None, 1.0, local_norm=torch.tensor(3.0))
     assert norms.clips == [(0.5, 3.0, 2.0), (0.5, 2.0, 2.0)]
 
 
@@ -58,9 +58,9 @@ def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():
     model = nn.Linear(6, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     sizes = UpdateSize(Optimizers([optimizer]))
-    assert sizes.shares(CPU) is None and sizes.look() is None
+    assert sizes.sum_of_squares(CPU) is None and sizes.sample() is None
     trained(model, optimizer, 3)
-    shares, size = sizes.shares(CPU), sizes.look()
+    shares, size = sizes.sum_of_squares(CPU), sizes.sample()
     assert shares is not None and size is not None
     squares, count = shares
     assert count > 0 and math.sqrt(float(squares) / count) == pytest.approx(alone(size), rel=1e-6)
@@ -79,8 +79,8 @@ def test_shares_are_those_of_the_first_optimizer_that_has_a_second_moment():
         if step < 2:
             plain.step()
             adam.step()
-    own = UpdateSize(Optimizers([adam])).look()
-    shares = both.shares(CPU)
+    own = UpdateSize(Optimizers([adam])).sample()
+    shares = both.sum_of_squares(CPU)
     assert shares is not None and own is not None
     assert math.sqrt(float(shares[0]) / shares[1]) == pytest.approx(alone(own), rel=1e-6)
 
@@ -95,6 +95,6 @@ def test_scaler_goes_by_what_was_agreed_on_and_not_by_what_this_rank_found():
         if poison:
             model.weight.grad[0, 0] = torch.inf
         assert float(scaler.unscale([optimizer])[id(optimizer)]) == poison
-        scaler.agree({id(optimizer): torch.tensor(agreed)})
+        scaler.set_found_inf({id(optimizer): torch.tensor(agreed)})
         scaler.update()
-        assert scaler.value() == becomes
+        assert scaler.get_scale() == becomes

@@ -59,7 +59,7 @@ def test_where_somebody_hooks_into_updates_the_host_decides(where):
     elif where == "everywhere":
         hook = register_optimizer_step_post_hook(lambda *_: None)
     try:
-        assert found.vetoed_on_cuda() == (where == "nowhere")
+        assert found.can_veto_on_cuda() == (where == "nowhere")
     finally:
         if hook is not None:
             hook.remove()
@@ -67,7 +67,9 @@ def test_where_somebody_hooks_into_updates_the_host_decides(where):
 
 @pytest.mark.parametrize("where", ["optimizer", "everywhere"])
 def test_a_hook_that_comes_later_never_hears_of_an_update_that_did_not_land(where, monkeypatch, tmp_path):
-    monkeypatch.setattr(Optimizers, "vetoed_on_cuda", lambda self: not self.hooked())  # as if all were on a device
+    monkeypatch.setattr(
+        Optimizers, "can_veto_on_cuda", lambda self: not self.has_step_hooks()
+    )  # as if all were on a device
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -102,7 +104,7 @@ def test_a_hook_that_comes_later_never_hears_of_an_update_that_did_not_land(wher
 def test_what_is_trained_on_the_cpu_too_is_not_on_cuda():
     found = Optimizers([torch.optim.AdamW([nn.Parameter(torch.ones(2))])])
     found.parameters = lambda: [SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)]  # type: ignore
-    assert not found.vetoed_on_cuda()
+    assert not found.can_veto_on_cuda()
 
 
 def test_an_overflow_on_two_devices_is_one_overflow():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from holdfast.runtime.state.optimizers import Optimizers
-from holdfast.runtime.update.fused_measurements import Fused
+from holdfast.runtime.update.fused_measurements import FusedPacker
 from holdfast.runtime.update.update_size import UpdateSize
 
 HOME = torch.device("cpu")
@@ -41,7 +41,7 @@ class Trained:
         self.model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **options)
         self.size = UpdateSize(Optimizers([self.optimizer]))
-        self.fused, self.kernel = Fused(), Told()
+        self.fused, self.kernel = FusedPacker(), Told()
         self.train()
 
     @property
@@ -58,7 +58,7 @@ class Trained:
         self.optimizer.step()
 
     def known(self):
-        looked = self.size.look()
+        looked = self.size.sample()
         assert looked is not None
         return self.fused._known(looked, HOME, self.kernel)
 
@@ -162,7 +162,7 @@ def test_options_in_tensors_are_not_for_the_kernel(name, value):
 def test_gradients_of_another_kind_are_told_and_mixed_ones_are_not_for_the_kernel():
     trained = Trained()
     assert trained.known()
-    looked = trained.size.look()
+    looked = trained.size.sample()
     low = looked._replace(gradients=[g.bfloat16() for g in looked.gradients], made=object())
     assert trained.fused._known(low, HOME, trained.kernel)
     assert [dtype for _, dtype in trained.kernel.tables] == [torch.float32, torch.bfloat16]

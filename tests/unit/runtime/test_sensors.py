@@ -17,7 +17,7 @@ import holdfast
 from holdfast.core.base.types import Flag
 from holdfast.runtime.data.fingerprint import BatchFingerprint, fingerprint, sequence_length
 from holdfast.runtime.state.optimizers import Optimizers
-from holdfast.runtime.update.measurements import Packing, Sensed
+from holdfast.runtime.update.measurements import DeviceMeasurements, MeasurementPacker
 from holdfast.runtime.update.update_size import UpdateSize, sense, size_of
 
 STEPS = 12
@@ -177,7 +177,7 @@ def sensed(optimizer) -> float | None:
 
 def size_now(sizes: UpdateSize) -> float | None:
     """As the host works it out of what has travelled."""
-    looked = sizes.look()
+    looked = sizes.sample()
     sampled = None if looked is None else sense(looked)
     return None if sampled is None else size_of(torch.cat(sampled.parts).tolist(), sampled.elements)
 
@@ -301,16 +301,16 @@ def number(value, kind=torch.float32):
 def test_what_was_measured_is_read_back_by_its_name(scale, update, weights, extra):
     optimizer, parameters = stepped((16, 16), (16, 8))
     further = None if extra is None else torch.tensor(extra).view(torch.float64)
-    sensed = Sensed(
+    sensed = DeviceMeasurements(
         number(2.0),
         number(3.0),
         (None, 2.5),
-        scale=None if scale is None else torch.tensor([scale]),
-        update=None if update is None else UpdateSize(Optimizers([optimizer])).look(),
-        weights=number(weights),
+        loss_scale=None if scale is None else torch.tensor([scale]),
+        update_samples=None if update is None else UpdateSize(Optimizers([optimizer])).sample(),
+        weight_norm=number(weights),
         extra=further,
     )
-    found = Packing().pack(sensed).read()
+    found = MeasurementPacker().pack(sensed).read()
     assert found[:5] == (2.0, 3.0, int(Flag.GRAD_HIGH), False, scale)
     assert found.update_rms == (update and pytest.approx(by_hand(optimizer, parameters), rel=1e-5))
     assert found.weight_norm == weights
@@ -325,12 +325,12 @@ LIMITS = [None, 5.0, 4.0, -2.0, 0.1, 0.1 + 1e-9, 1e300, math.inf]
 @pytest.mark.parametrize("overflow", [None, 0.0, 1.0])
 def test_the_device_stops_exactly_what_the_host_flags(overflow, ranks):
     """The veto is 1 where a flag is set, or the scaler's own business where it found an overflow."""
-    packing = Packing()
+    packing = MeasurementPacker()
     for loss, norm, most_loss, most_norm in itertools.product(VALUES, VALUES, LIMITS, LIMITS):
         limits = (most_loss, most_norm)
         if ranks == 2:
             limits = tuple(number(math.inf if limit is None else limit, torch.float64) for limit in limits)
-        sensed = Sensed(number(loss), number(norm), limits, number(overflow))
+        sensed = DeviceMeasurements(number(loss), number(norm), limits, number(overflow))
         packed = packing.pack(sensed)
         veto, reading = packing.veto(sensed, packed), packed.read()
         case = loss, norm, most_loss, most_norm
@@ -345,10 +345,10 @@ def test_the_device_stops_exactly_what_the_host_flags(overflow, ranks):
 
 
 def test_ranks_whose_gradients_differ_are_stopped():
-    packing = Packing()
+    packing = MeasurementPacker()
     for differs in (False, True):
         limits = number(math.inf, torch.float64), number(math.inf, torch.float64)
-        sensed = Sensed(number(1.0), number(1.0), limits, differs=torch.tensor(differs))
+        sensed = DeviceMeasurements(number(1.0), number(1.0), limits, grads_differ=torch.tensor(differs))
         packed = packing.pack(sensed)
         assert float(packing.veto(sensed, packed)) == differs
         assert packed.read().flags == (int(Flag.GRAD_DIFFERS) if differs else 0)

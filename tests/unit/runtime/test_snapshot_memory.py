@@ -207,8 +207,8 @@ def test_frozen_weights_are_one_storage_in_all_snapshots():
     model = model_of(8)
     model[0].requires_grad_(False)
     state = build_state(model, torch.optim.SGD(model[1].parameters(), 0.1), None, None, None)
-    first, second = state.frozen(), state.frozen()
+    first, second = state.frozen_copies(), state.frozen_copies()
     assert first.keys() == {"frozen.0.weight", "frozen.0.bias"}
     assert all(first[name] is second[name] for name in first)
     assert all(first[f"frozen.0.{n}"].data_ptr() != p.data_ptr() for n, p in model[0].named_parameters())
-    assert not any(name.endswith(("0.weight", "0.bias")) for name in state.heavy())
+    assert not any(name.endswith(("0.weight", "0.bias")) for name in state.update_tensors())

@@ -83,7 +83,7 @@ class Bench:
             self.snapshot()
 
     def bits(self) -> list[torch.Tensor]:
-        return [v.detach().to_dense().clone() for v in (*self.state.heavy().values(), *self.model.buffers())]
+        return [v.detach().to_dense().clone() for v in (*self.state.update_tensors().values(), *self.model.buffers())]
 
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
@@ -190,9 +190,9 @@ def test_restoring_is_exact_when_state_has_come_or_gone_since(proof, place):
     assert found is not None
     assert found.step == 4
     bench.snapshots.restore(found)
-    names = sorted(bench.state.heavy())
+    names = sorted(bench.state.update_tensors())
     assert names == sorted(found.copy.tensors)
-    assert all(torch.equal(found.copy.tensors[n], v) for n, v in bench.state.heavy().items())
+    assert all(torch.equal(found.copy.tensors[n], v) for n, v in bench.state.update_tensors().items())
     assert sum(v.numel() for v in bench.bits()) == sum(v.numel() for v in expected)
     found, _ = bench.snapshots.find_restore_point(0, 0)
     assert found is not None
@@ -229,7 +229,7 @@ def test_all_copies_of_a_restore_are_enqueued_in_a_few_calls(monkeypatch):
     assert found.light is not None
     returning = bench.snapshots.restorer
     returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
-    assert sum(calls) == len(bench.state.heavy()) + 3, "BatchNorm has three buffers"
+    assert sum(calls) == len(bench.state.update_tensors()) + 3, "BatchNorm has three buffers"
     assert len(calls) == 2
     bench.snapshots.restore(found)
     bench.snapshots.close()

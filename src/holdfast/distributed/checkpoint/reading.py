@@ -27,7 +27,7 @@ from holdfast.distributed.checkpoint.catalogue import Catalogue, Place, metadata
 from holdfast.distributed.checkpoint.files import Wanted, read_wanted
 from holdfast.distributed.checkpoint.index import bin_name
 from holdfast.distributed.checkpoint.shards import chunk_of
-from holdfast.runtime.tensors.sharded import around, local
+from holdfast.runtime.tensors.sharded import local, shard_like
 
 
 def read_parts(folder: Path, rank: int, manifest: Manifest | None = None) -> str:
@@ -133,7 +133,7 @@ def _made(name: str, place: Place, target: Tensor | None) -> Tensor:
             "make the model as it was, or begin from another checkpoint"
         )
     chunk_of(name, target)  # refuses what cannot be placed
-    made: Tensor = around(target, torch.empty(local(target).shape, dtype=entry.torch_dtype))
+    made: Tensor = shard_like(target, torch.empty(local(target).shape, dtype=entry.torch_dtype))
     return made
 
 

@@ -52,11 +52,11 @@ class Meeting:
         own = Measured(
             loss,
             norm,
-            None if scaler is None else scaler.tensor(),
+            None if scaler is None else scaler.scale_tensor(),
             found,
             run.leaving.sense_update_share(loss) if self.several else None,
             run.leaving.sense_weights(step, loss),
-            run.witness.take() if self.several else None,
+            run.witness.pop() if self.several else None,
             checks,
         )
         return agree(self.ranks, self._host(step, limits), own) if self.several else alone(limits, own)
@@ -114,7 +114,7 @@ class Meeting:
         if self.several and step.weighted and step.rows is not None:
             mean = sum(step.rows.of(Column.WEIGHT)) / (self.ranks.size * (step.parts or 1))
             if mean > 0 and math.isfinite(mean):
-                self._run.state.interventions.unit = math.ldexp(1.0, round(math.log2(mean)))
+                self._run.state.interventions.weight_unit = math.ldexp(1.0, round(math.log2(mean)))
 
     def decided(self, signal: Signal, plan: Plan | None) -> None:
         """What was decided goes into the checksum that the ranks compare at the next step."""

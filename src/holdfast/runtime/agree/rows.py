@@ -21,7 +21,7 @@ from holdfast.core.base.errors import RanksDisagree
 from holdfast.core.decide.engine import Limits
 from holdfast.runtime.ports.ranks import Ranks
 from holdfast.runtime.tensors.norms import Norm
-from holdfast.runtime.update.measurements import Edges
+from holdfast.runtime.update.measurements import MeasurementLimits
 
 
 class Column(IntEnum):
@@ -102,7 +102,7 @@ class Agreed(NamedTuple):
 
     loss: Tensor
     norm: Tensor
-    limits: Edges
+    limits: MeasurementLimits
     found: Sequence[Tensor]
     update: Tensor | None
     weights: Tensor | None
@@ -128,25 +128,25 @@ def agree(ranks: Ranks, host: Host, own: Measured) -> Agreed:
     if own.update is not None:
         update = (columns[Column.UPDATE].sum() / columns[Column.UPDATE_COUNT].sum().clamp(min=1.0)).sqrt()
     if own.weights is not None:
-        weights = _norm(columns[Column.WEIGHTS], own.weights.whole)
+        weights = _norm(columns[Column.WEIGHTS], own.weights.is_total)
     limits = columns[Column.LOSS_LIMIT].amin(), columns[Column.GRAD_LIMIT].amin()
     return Agreed(
         loss,
-        _norm(columns[Column.NORM], own.norm.whole),
+        _norm(columns[Column.NORM], own.norm.is_total),
         limits,
         found,
         update,
         weights,
         columns[Column.WEIGHT].sum(),
-        _differ(columns[Column.NORM]) if own.norm.whole else None,
+        _differ(columns[Column.NORM]) if own.norm.is_total else None,
         rows.reshape(-1),
     )
 
 
 def alone(limits: Limits, own: Measured) -> Agreed:
     """The numbers of one process, which are what they are."""
-    norm = own.norm.value if own.norm.whole else own.norm.value.sqrt()
-    weights = None if own.weights is None else _norm(own.weights.value.reshape(1), own.weights.whole)
+    norm = own.norm.value if own.norm.is_total else own.norm.value.sqrt()
+    weights = None if own.weights is None else _norm(own.weights.value.reshape(1), own.weights.is_total)
     extra = None if own.checks is None else own.checks.view(torch.float64)
     return Agreed(own.loss, norm, limits, own.found, None, weights, None, None, extra)
 

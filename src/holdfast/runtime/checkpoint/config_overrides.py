@@ -30,7 +30,7 @@ def hold(state: RunState, then: Mapping[str, Any], now: Mapping[str, Any]) -> li
     pairs = zip(then.get("schedulers") or [], now.get("schedulers") or [], strict=False)
     for scheduler, (old, new) in zip(state.schedulers.all, pairs, strict=False):
         names += _scheduler(scheduler, old, new)
-    state.schedulers.stand()
+    state.schedulers.record_positions()
     return sorted(set(names))
 
 

@@ -401,6 +401,6 @@ def _saved_at(snapshot: Snapshot) -> _Place:
 def _place_of(run: Run) -> _Place:
     """Where it stands now."""
     assert run.source is not None
-    light, tensors = run.state.light()
+    light, tensors = run.state.small_state()
     tensors |= {f"buffer.{n}": b.detach() for n, b in run.state.buffers.named().items()}
     return _Place(run.step, light, tensors, run.rng.capture(), run.source.position, run.engine.state_dict())

@@ -119,10 +119,10 @@ def _go_on(
         )
     if foreign:
         run.tell(f"{manifest.name} is of another run ({manifest.run[:8]}): its quarantine and budgets stay with it")
-        run.state.interventions.turns = 0
+        run.state.interventions.applied = 0
     if not saved.has_local_rng:
         run.tell("this rank was not there when it was saved: its random streams begin where they stand")
-    held = run.state.interventions.turns
+    held = run.state.interventions.applied
     if explicit:  # a person goes back: what recoveries did after that is not to be done again
         run.history.rolled_back(held, ())
     run.engine.write(

@@ -14,7 +14,7 @@ from holdfast.runtime.ports.checkpoint_store import CheckpointContents, Restored
 from holdfast.runtime.snapshots.encoding import PART
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
-from holdfast.runtime.tensors.sharded import around, local
+from holdfast.runtime.tensors.sharded import local, shard_like
 
 if TYPE_CHECKING:
     from holdfast.runtime.state.run_state import RunState
@@ -46,8 +46,8 @@ def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
         "rng": snapshot.rng.plain(),
         "data": snapshot.data,
     }
-    spread = state.spread()
-    tensors = {n: around(spread[n], t) if n in spread else t for n, t in snapshot.tensors().items()}
+    spread = state.sharded_tensors()
+    tensors = {n: shard_like(spread[n], t) if n in spread else t for n, t in snapshot.tensors().items()}
     snapshot.written.clear()
     return CheckpointContents(
         snapshot.step,
@@ -56,7 +56,7 @@ def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
         tensors,
         snapshot.wait_for,
         snapshot.examine,
-        lambda name: name.startswith(("buffer.", PART)) or state.private(name),
+        lambda name: name.startswith(("buffer.", PART)) or state.is_rank_specific(name),
         snapshot.written.set,
     )
 
@@ -81,7 +81,7 @@ def on_disk(run: Run, saved: RestoredCheckpoint, *, fresh: bool) -> Found:
     asking the sampler again: one that is no function of seed and epoch would give another.
     """
     parts = saved.parts
-    why = run.state.fits(parts["light"], saved.tensors, whole=True)
+    why = run.state.mismatch(parts["light"], saved.tensors, whole=True)
     if why is not None:
         raise SetupError(
             f"checkpoint {saved.manifest.name} does not fit this run: {why}; name another run_dir for another run, or set "

@@ -186,7 +186,7 @@ class Guard:
         microbatches: int = 1,
     ) -> Summary:
         """The loop in one call. `loss_fn(model, batch)` returns the mean loss of the batch."""
-        modules = self._run.state.given
+        modules = self._run.state.wrapped_modules
         model = modules[0][1] if len(modules) == 1 else dict(modules)
         owns = self._phase == "new"
         self._open()

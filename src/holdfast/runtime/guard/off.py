@@ -17,11 +17,11 @@ from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.step.step import Step, discount
-from holdfast.runtime.tensors.sharded import drop_gradients
+from holdfast.runtime.tensors.sharded import drop_accumulated_gradients
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.gradient_sync import GradientSync
-from holdfast.runtime.update.local_grad_norms import Witness
-from holdfast.runtime.update.measurements import Sensed
+from holdfast.runtime.update.local_grad_norms import LocalGradNorms
+from holdfast.runtime.update.measurements import DeviceMeasurements
 
 if TYPE_CHECKING:
     from holdfast.runtime.ports.distributed_context import DistributedContext
@@ -35,8 +35,8 @@ class OffRun:
     ) -> None:
         self.state, self.hooks, self.clock = state, hooks, clock
         self.ranks, self._norms = company.ranks, company.norms
-        self.sync = GradientSync(state.given)
-        self.witness = Witness((), enabled=False)
+        self.sync = GradientSync(state.wrapped_modules)
+        self.witness = LocalGradNorms((), enabled=False)
         self.step = 0
         self.stopping: str | None = None
         self.exhausted = False
@@ -99,7 +99,7 @@ class OffRun:
             return Draw(batch, Span(0, 0, 0), None, count_samples(batch), here, here, None)
 
     def leave(self, step: Step) -> None:
-        parameters = self.state.trained()
+        parameters = self.state.trained_parameters()
         if (factor := step.correction()) != 1.0:
             discount(parameters, factor)
         scaler = self.state.scaler
@@ -109,13 +109,13 @@ class OffRun:
         if (unit := step.unit_total()) is not None and self.ranks.size > 1:
             total = sum(self.ranks.all_gather_object(step.weight))
             discount(parameters, torch.tensor(unit * self.ranks.size / total, dtype=torch.float64).to(loss))
-            self.state.interventions.unit = math.ldexp(
+            self.state.interventions.weight_unit = math.ldexp(
                 1.0, round(math.log2(total / (self.ranks.size * (step.parts or 1))))
             )
         clipping = self._clip is not None
-        norm = self._norms.of_gradients(parameters, to_clip=clipping).value if clipping else loss
-        sensed = Sensed(loss, norm, (None, None))
-        self._gate.apply(sensed, parameters, found, self._clip, 1.0, own=norm)
+        norm = self._norms.gradient_norm(parameters, to_clip=clipping).value if clipping else loss
+        sensed = DeviceMeasurements(loss, norm, (None, None))
+        self._gate.apply(sensed, parameters, found, self._clip, 1.0, local_norm=norm)
         clear_gradients(parameters)
         if any(float(f) for f in found.values()):
             step.result = Outcome(status=Status.OVERFLOWED, signal=Signal(step=self.step + 1, loss=step.loss))
@@ -126,11 +126,11 @@ class OffRun:
         self.hooks.call("on_step_end", step.result)
 
     def abandon(self, step: Step, error: BaseException | None = None) -> None:
-        clear_gradients(self.state.trained())
+        clear_gradients(self.state.trained_parameters())
         for _, module in self.state.modules:
-            drop_gradients(module)
+            drop_accumulated_gradients(module)
         if self.state.scaler is not None:
-            self.state.scaler.leave()
+            self.state.scaler.reset_after_skip()
 
     def discard_remainder(self, step: Step) -> None:
         self.abandon(step)

@@ -33,10 +33,10 @@ class Checking:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What only an update changes, sharded tensors as such."""
-        heavy = self._run.state.heavy()
+        heavy = self._run.state.update_tensors()
         if not any(is_sharded(p) for p in self._run.leaving.parameters):
             return heavy
-        spread = self._run.state.spread()
+        spread = self._run.state.sharded_tensors()
         return {name: spread.get(name, value) for name, value in heavy.items()}
 
     def before_update(self, number: int) -> Tensor | None:
@@ -104,7 +104,7 @@ class Checking:
         if decision.leave_out:
             self._integrity.leave_out(corruption.kind, decision.leave_out)
             if corruption.kind == "replica":
-                self._run.state.apart.update(decision.leave_out)
+                self._run.state.rank_specific.update(decision.leave_out)
         found = finding(corruption, decision, tensors, self._integrity.last_good)
         if decision.heals or decision.leave_out:
             return found

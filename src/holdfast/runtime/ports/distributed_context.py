@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from holdfast.runtime.ports.ranks import NoWatchdog, Ranks, RankWatchdog, SingleRank
 from holdfast.runtime.ports.replicas import Replicas, SingleProcessReplicas
-from holdfast.runtime.tensors.norms import LocalNorms, NormAndClip
+from holdfast.runtime.tensors.norms import GradientNorms, LocalNorms
 
 
 class DistributedContext(NamedTuple):
     """Holds the ports to other ranks."""
 
     ranks: Ranks = SingleRank()
-    norms: NormAndClip = LocalNorms()
+    norms: GradientNorms = LocalNorms()
     replicas: Replicas = SingleProcessReplicas()
     make_watchdog: Callable[[], RankWatchdog] = NoWatchdog
     ranks_per_host: int = 1

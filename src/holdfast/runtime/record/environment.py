@@ -102,7 +102,7 @@ def described(state: RunState, schedulers: Sequence[Any], clip: float | None) ->
     return {
         "model": [_kind(m).__name__ for _, m in state.modules],
         "parameters": sum(p.numel() for p in parameters),
-        "trained": sum(p.numel() for p in state.trained()),
+        "trained": sum(p.numel() for p in state.trained_parameters()),
         "dtypes": dict(dtypes),
         "devices": sorted({_device(p.device) for p in parameters}),
         "optimizers": [type(o).__name__ for o in state.optimizers.all],
@@ -129,7 +129,7 @@ def with_added_groups(about: dict[str, Any], state: RunState) -> dict[str, Any]:
         more = [_group(g) for g in optimizer.param_groups[len(groups) :]]
         groups.extend(more)
         added = added or bool(more)
-    trained = sum(p.numel() for p in state.trained())
+    trained = sum(p.numel() for p in state.trained_parameters())
     return {**about, "optimizer_groups": said, "trained": trained} if added else about
 
 

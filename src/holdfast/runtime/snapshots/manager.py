@@ -61,9 +61,9 @@ class SnapshotManager:
     ) -> None:
         self._config, self._state, self._rng, self._sink = config, state, rng, sink
         self._ranks = ranks or SingleRank()
-        devices = {p.device for p in state.trained()}
+        devices = {p.device for p in state.trained_parameters()}
         self.ring = Ring(config, neighbours, () if config.place == "host" else devices)
-        self._copier = Copier(state.intended, staging=config.device_staging)
+        self._copier = Copier(state.allowed_nonfinite, staging=config.device_staging)
         self._placement = Room(state, self._copier, self.ring, config.place, devices)
         self.restorer = Restorer(state, self._copier, rng)
         self._in_progress: Snapshot | None = None
@@ -84,7 +84,7 @@ class SnapshotManager:
         for old in self.ring.drop_after(-1):
             self._placement.leave(old)
         self._in_progress = None
-        _, said = self._placement.fit(self._state.heavy(), at_first=True)
+        _, said = self._placement.fit(self._state.update_tensors(), at_first=True)
         wanted = self.ring.enabled or self._sink.save_reason(step, initial=True) is not None
         self._due_step, self._initial = (step if wanted else None), True
         return said
@@ -158,7 +158,7 @@ class SnapshotManager:
                 "and start it again, and the run goes on from its last good checkpoint"
             )
         began = time.perf_counter()
-        tensors = self._state.heavy()
+        tensors = self._state.update_tensors()
         layout, fitted = self._placement.fit(tensors)
         reason = reason or self._sink.save_reason(step, initial=initial)
         if reason is None and not (initial and self.ring.enabled) and not self.ring.due(step):
@@ -181,13 +181,13 @@ class SnapshotManager:
     def _add_light(self, detectors: dict[str, Any]) -> None:
         snapshot = self._in_progress
         assert snapshot is not None
-        snapshot.light, tensors = self._state.light()
+        snapshot.light, tensors = self._state.small_state()
         if snapshot.reason is not None:  # it outlives the process, and is not looked at again before it is restored
-            tensors |= self._state.moved(tensors)
+            tensors |= self._state.copy_changed_frozen(tensors)
         snapshot.light_copy = self._copier.start(
             tensors, live=False, part="light", on_host=self._placement.on_host(snapshot.reason)
         )
-        snapshot.frozen = self._state.frozen()
+        snapshot.frozen = self._state.frozen_copies()
         snapshot.detectors = detectors
         self._finish(snapshot)
 
@@ -234,7 +234,7 @@ class SnapshotManager:
                     self._nonfinite = NonfiniteSnapshot(snapshot.step, found.nonfinite)
         light = snapshot.light_copy
         if snapshot.health is not Health.BAD and light is not None:
-            moved = self._state.thawed(light.result().checksums)  # the sum of one number is that number
+            moved = self._state.changed_frozen_weight(light.result().checksums)  # the sum of one number is that number
             if moved is not None:
                 snapshot.condemn(f"{moved} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:

@@ -50,7 +50,7 @@ class Room:
         if layout is self._sized or not self._ring.enabled or not (whole or at_first):
             return layout, None
         self._sized = layout
-        light, shared = self._state.nbytes()
+        light, shared = self._state.snapshot_nbytes()
         size = (1 if whole else 3) * layout.nbytes + light
         return layout, self._ring.budget(size, shared if self._on_host else 0)
 
@@ -59,7 +59,7 @@ class Room:
         if self._unprepared:
             self._unprepared = False
             if self._ring.enabled and self._on_host:
-                self._copier.layout("heavy", self._state.heavy())
+                self._copier.layout("heavy", self._state.update_tensors())
                 self._copier.prepare(self._ring.max_snapshots())
 
     # ---- in

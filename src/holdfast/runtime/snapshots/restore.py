@@ -80,13 +80,13 @@ class Restorer:
         for copy in snapshot.copies:
             if (name := _differs(seen(copy.tensors)[0], copy.result().checksums)) is not None:
                 return _changed(name)
-        if (moved := self._state.spoilt(snapshot.frozen)) is not None:
+        if (moved := self._state.corrupted_frozen_copy(snapshot.frozen)) is not None:
             return _spoilt(moved)
         fine = snapshot.copy.fine()
-        held = first_nonfinite({n: t for n, t in tensors.items() if n not in fine}, self._state.intended)
+        held = first_nonfinite({n: t for n, t in tensors.items() if n not in fine}, self._state.allowed_nonfinite)
         if held is not None:
             return f"{held} holds NaN or Inf"
-        return self._state.fits(snapshot.light, tensors)
+        return self._state.mismatch(snapshot.light, tensors)
 
     # ---- in place
 
@@ -97,10 +97,10 @@ class Restorer:
         heavy = self._as_they_came(snapshot)
         tensors: dict[str, Tensor] | None = None
         if heavy is not None and not snapshot.frozen:
-            why = self._state.fits_but_tensors(snapshot.light)
+            why = self._state.small_state_mismatch(snapshot.light)
         else:
             tensors = snapshot.tensors()
-            why = self._state.fits(snapshot.light, tensors)
+            why = self._state.mismatch(snapshot.light, tensors)
         if why is not None:
             return why
         # The copies are on their way from here on; all that is left for the host to do it does meanwhile.
@@ -112,9 +112,9 @@ class Restorer:
         if (name := _differs(now, sums)) is not None:
             return _changed(name)
         for name in snapshot.frozen:
-            if name in live and now[name] != self._state.print_of(name):
+            if name in live and now[name] != self._state.frozen_fingerprint(name):
                 return _spoilt(name)
-        held = first_nonfinite({n: live[n] for n in doubtful} | rest, self._state.intended)
+        held = first_nonfinite({n: live[n] for n in doubtful} | rest, self._state.allowed_nonfinite)
         if held is not None:
             return f"{held} holds NaN or Inf"
         self._there = snapshot
@@ -141,7 +141,7 @@ class Restorer:
         block = snapshot.copy.block
         if block is None or block.layout.odd:
             return None
-        heavy = self._state.heavy_as_in(snapshot.light)
+        heavy = self._state.update_tensors_if_same_structure(snapshot.light)
         return heavy if heavy is not None and block.layout.fits(heavy, block.layout.home) else None
 
     def _put_tensors(
@@ -166,7 +166,7 @@ class Restorer:
         if tensors is None:
             assert snapshot is not None
             tensors = snapshot.tensors()
-        self._state.put_back(light, tensors, pairs.put, heavy=heavy is None)
+        self._state.restore_tensors(light, tensors, pairs.put, heavy=heavy is None)
         for name, value in self._state.buffers.named().items():
             saved = tensors.get(_BUFFER + name)
             if saved is not None and _alike(saved, value):
@@ -177,7 +177,7 @@ class Restorer:
 
     def _finish(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         state = self._state
-        state.join(light, tensors)
+        state.restore_small_state(light, tensors)
         named = state.buffers.named()
         saved = {n.removeprefix(_BUFFER): t for n, t in tensors.items() if n.startswith(_BUFFER)}
         for name, value in saved.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.runtime.tensors.inspect import nbytes
-from holdfast.runtime.tensors.sharded import around, is_sharded, local
+from holdfast.runtime.tensors.sharded import is_sharded, local, shard_like
 
 _SMALL = 64 * 1024
 _STOOD = 4
@@ -179,7 +179,7 @@ class ModuleBuffers:
             elif mine is not None and mine.shape == saved.shape and mine.dtype == saved.dtype:
                 mine.copy_(saved)
             elif is_sharded(value):
-                module._buffers[key] = around(value, saved.clone())
+                module._buffers[key] = shard_like(value, saved.clone())
             else:
                 module._buffers[key] = saved.clone()
         self._seen = [None] * len(self._places)

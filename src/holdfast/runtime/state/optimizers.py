@@ -16,7 +16,7 @@ from holdfast.runtime.tensors.nested_state import WriteTensor, join_tensors, spl
 from holdfast.runtime.tensors.sharded import is_sharded, local
 
 
-def with_inner(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+def with_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     """The optimizers and those they wrap (Muon with an AdamW inside), each once, outer ones first."""
     found: list[Optimizer] = []
 
@@ -42,9 +42,8 @@ class Optimizers:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.outer = list(optimizers)
-        self.all = with_inner(self.outer)
+        self.all = with_wrapped(self.outer)
         self._hooks: list[Any] = []
-        self._check: Callable[..., None] | None = None
         self._listed: list[Tensor] = []
         self._each: list[Tensor] = []
         self._ids: frozenset[int] = frozenset()
@@ -55,10 +54,10 @@ class Optimizers:
 
     def parameters(self) -> list[Tensor]:
         """Every parameter any of them updates, each once."""
-        self.ids()
+        self.parameter_ids()
         return list(self._each)
 
-    def ids(self) -> frozenset[int]:
+    def parameter_ids(self) -> frozenset[int]:
         """The ids of all of them: the same object as before where they are the same."""
         listed: list[Tensor] = []
         for optimizer in self.all:
@@ -69,7 +68,7 @@ class Optimizers:
             self._ids = frozenset(map(id, listed))
         return self._ids
 
-    def groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:
         """Every param group, each once: a wrapper may share its groups with what it wraps."""
         seen: dict[int, dict[str, Any]] = {}
         for optimizer in self.all:
@@ -80,11 +79,11 @@ class Optimizers:
     def lr(self) -> float:
         return float(self.outer[0].param_groups[0]["lr"])
 
-    def vetoed_on_cuda(self) -> bool:
+    def can_veto_on_cuda(self) -> bool:
         """Whether everything they update is on CUDA, and nobody else is told of an update."""
-        return not self.hooked() and all(p.is_cuda for p in self.parameters())
+        return not self.has_step_hooks() and all(p.is_cuda for p in self.parameters())
 
-    def hooked(self) -> bool:
+    def has_step_hooks(self) -> bool:
         """Whether somebody else is told of an update by a hook, which would hear of one that the device has kept from
         landing."""
         for optimizer in self.all:
@@ -93,7 +92,7 @@ class Optimizers:
         return bool(_global_optimizer_post_hooks)
 
     @property
-    def fused(self) -> bool:
+    def all_fused(self) -> bool:
         """Whether each takes a `found_inf` tensor and leaves everything alone where it is 1."""
         return all(
             getattr(o, "_step_supports_amp_scaling", False) and all(g.get("fused") for g in o.param_groups)
@@ -108,16 +107,11 @@ class Optimizers:
                 raise error()
 
         self._hooks = [o.register_step_pre_hook(check) for o in self.outer]
-        self._check = check
 
-    def our_hooks(self) -> list[Callable[..., None]]:
-        """What each of them has been hooked with here."""
-        return [] if self._check is None else [self._check]
-
-    def release(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._check = [], None
+        self._hooks = []
 
     # ---- state apart and back
 
@@ -139,7 +133,7 @@ class Optimizers:
         tensors.update({name: local(value).clone() for name, value in found.items()})
         return rest
 
-    def owner(self, name: str) -> Tensor | None:
+    def owning_parameter(self, name: str) -> Tensor | None:
         """The parameter whose state a tensor is, by the name that `split_state` gives it; None where there is none."""
         kind, i, n, *_ = (*name.split("."), "", "", "")
         if kind != "optimizer" or not (i.isdecimal() and n.isdecimal()) or int(i) >= len(self.all):
@@ -147,12 +141,12 @@ class Optimizers:
         parameters = parameters_of(self.all[int(i)])
         return parameters[int(n)] if int(n) < len(parameters) else None
 
-    def fits(self, groups: list[list[dict[str, Any]]]) -> bool:
+    def groups_match(self, groups: list[list[dict[str, Any]]]) -> bool:
         """Whether the saved options were taken with the param groups there are now."""
         return [len(g) for g in groups] == [len(o.param_groups) for o in self.all]
 
     @torch.no_grad()
-    def put_back(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: WriteTensor) -> None:
+    def restore_state(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: WriteTensor) -> None:
         """Back to the saved state, in place, through `put`; state that did not exist then is removed."""
         for optimizer, state in zip(self.all, states, strict=True):
             parameters = parameters_of(optimizer)
@@ -169,24 +163,24 @@ class Optimizers:
                     skeleton, tensors, optimizer.state.get(key), device, scalars=scalars, owner=owner, put=put
                 )
 
-    def join_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
+    def restore_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
         """Group options back to what they were."""
         for optimizer, saved in zip(self.all, groups, strict=True):
             for group, options in zip(optimizer.param_groups, saved, strict=True):
                 group.update(join_tensors(options, tensors, group, None, put=write_now))
 
-    def split_own(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    def split_attributes(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         """What an optimizer keeps as plain attributes of its own (counts, slow weights), not copied."""
         return [split_tensors(self._own(o), f"own.{i}", tensors) for i, o in enumerate(self.all)]
 
-    def join_own(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
+    def restore_attributes(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         for optimizer, values in zip(self.all, saved, strict=True):
             own = vars(optimizer)
             own.update({k: join_tensors(v, tensors, own.get(k), None, put=write_now) for k, v in values.items()})
 
     def _own(self, optimizer: Optimizer) -> dict[str, Any]:
         own = {k: v for k, v in vars(optimizer).items() if k not in _TORCHS}
-        trained = self.ids() if own else ()
+        trained = self.parameter_ids() if own else ()
         return {k: v for k, v in own.items() if _is_plain(v, trained)}
 
 

@@ -18,15 +18,15 @@ from holdfast.runtime.state.buffers import BufferCapture, ModuleBuffers
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import Interventions, Schedulers
-from holdfast.runtime.state.wrappers import bare, hands_out, set_hands_out
+from holdfast.runtime.state.wrappers import broadcasts_buffers, set_broadcasts_buffers, unwrap
 from holdfast.runtime.tensors import checksum as bits
 from holdfast.runtime.tensors.inspect import bit_checksum, first_nonfinite, nbytes, nonfinite_mask
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
 from holdfast.runtime.tensors.nested_state import TensorSlot, WriteTensor, join_tensors, split_tensors, write_now
-from holdfast.runtime.tensors.sharded import Followed, gathering, is_sharded, local, reshard
+from holdfast.runtime.tensors.sharded import ShardedParameters, fsdp_modules, is_sharded, local, reshard
 
 
-class Schedule(NamedTuple):
+class ScheduleState(NamedTuple):
     """Where the schedule stands."""
 
     schedulers: list[dict[str, Any]]
@@ -47,7 +47,7 @@ class _Divided(NamedTuple):
 
 
 class RunState:
-    """The parts, by name. `heavy` and `light` take them apart, `put_back` and `join_tensors` put them back bit for bit.
+    """The parts, by name. `heavy` and `light` take them apart, `put_back` and `join` put them back bit for bit.
 
     Of what is sharded, this rank's part is all that is ever looked at, copied or written to: no rank waits for another.
     """
@@ -59,10 +59,10 @@ class RunState:
         schedulers: Schedulers,
         scaler: Scaler | None,
     ) -> None:
-        self.given = list(modules)
-        self.modules = [(name, bare(module)) for name, module in modules]
+        self.wrapped_modules = list(modules)
+        self.modules = [(name, unwrap(module)) for name, module in modules]
         """without what wraps them, so that names are the same with and without"""
-        self._gathering = [part for _, module in self.modules for part in gathering(module)]
+        self._fsdp_modules = [part for _, module in self.modules for part in fsdp_modules(module)]
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.scaler = scaler
@@ -71,9 +71,9 @@ class RunState:
         self._members = NamedParams(self.modules)
         self._divided = _Divided([], [], 0, [], [], [])
         self._registered: dict[str, Any] = {}
-        self.apart: set[str] = set()
+        self.rank_specific: set[str] = set()
         """tensors that were found to differ among ranks from the first comparison on: each has its own"""
-        self._followed_registered: dict[str, Followed] = {}
+        self._followed_registered: dict[str, ShardedParameters] = {}
         self._moving: set[str] = set()
         """weights that no optimizer has, found to change all the same (a teacher that follows the model)"""
         self._frozen: dict[str, Tensor] = {}
@@ -100,7 +100,7 @@ class RunState:
             raise SetupError(f"register({name!r}, ...): that name is taken; choose another")
         self._registered[name] = thing
         if isinstance(thing, nn.Module):
-            self._followed_registered[name] = Followed(thing)
+            self._followed_registered[name] = ShardedParameters(thing)
         tensors: dict[str, Tensor] = {}
         self._split_registered([name], tensors)
         self._intend(tensors)
@@ -109,20 +109,20 @@ class RunState:
     def registered(self) -> set[str]:
         return set(self._registered)
 
-    def private(self, name: str) -> bool:
+    def is_rank_specific(self, name: str) -> bool:
         """Whether each rank has its own value of a tensor: what is registered and no module may differ among them."""
         kind, _, rest = name.partition(".")
         owner = next((n for n in self._registered if kind == "registered" and (rest + ".").startswith(f"{n}.")), None)
-        return name in self.apart or (owner is not None and not isinstance(self._registered[owner], nn.Module))
+        return name in self.rank_specific or (owner is not None and not isinstance(self._registered[owner], nn.Module))
 
-    def trained(self) -> list[Tensor]:
+    def trained_parameters(self) -> list[Tensor]:
         """The parameters the optimizers update, in the model's own order."""
-        chosen = self.optimizers.ids()
+        chosen = self.optimizers.parameter_ids()
         return [p for _, p in self._named() if id(p) in chosen]
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """The parameters of all modules, sharded ones as such, each once."""
-        return self._members.named(self.optimizers.ids())
+        return self._members.named(self.optimizers.parameter_ids())
 
     def _parameters(self) -> _Divided:
         """Those that may change, and the frozen ones. Divided anew where one has come, gone, or begun to be trained."""
@@ -130,7 +130,7 @@ class RunState:
         grads = [p.requires_grad for _, p in named]
         if named is known.named and grads == known.grads and len(self._moving) == known.moving:
             return known
-        chosen = self.optimizers.ids()
+        chosen = self.optimizers.parameter_ids()
         trained: list[tuple[str, Tensor]] = []
         frozen: list[tuple[str, Tensor]] = []
         for name, p in named:
@@ -146,11 +146,11 @@ class RunState:
 
     # ---- apart and back
 
-    def heavy(self) -> dict[str, Tensor]:
+    def update_tensors(self) -> dict[str, Tensor]:
         """The tensors that change only in an update: they can be copied beside the next forward and backward."""
         return self._heavy()[0]
 
-    def heavy_as_in(self, rest: dict[str, Any]) -> dict[str, Tensor] | None:
+    def update_tensors_if_same_structure(self, rest: dict[str, Any]) -> dict[str, Tensor] | None:
         """The same, where optimizer state is made of the same parts as it was then, and of tensors alone."""
         tensors, state = self._heavy()
         return tensors if same_objects(rest["optimizer_state"], state) else None
@@ -163,7 +163,7 @@ class RunState:
             return tensors, state
         return {name: local_part(value) for name, value in tensors.items()}, state
 
-    def light(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def small_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
         tensors: dict[str, Tensor] = {}
         rest: dict[str, Any] = {
@@ -171,12 +171,12 @@ class RunState:
             "optimizer_groups": self.optimizers.split_groups(tensors),
             "schedulers": self.schedulers.state_dict(),
             "interventions": self.interventions.state_dict(),
-            "wrapped": [hands_out(module) for _, module in self.given],
-            "scaler": None if self.scaler is None else self.scaler.split(tensors),
+            "wrapped": [broadcasts_buffers(module) for _, module in self.wrapped_modules],
+            "scaler": None if self.scaler is None else self.scaler.split_state(tensors),
         }
         found: dict[str, Tensor] = {}
         rest["registered"] = self._split_registered(self._registered, found)
-        rest["optimizer_own"] = self.optimizers.split_own(found)
+        rest["optimizer_own"] = self.optimizers.split_attributes(found)
         tensors.update({name: local(value).clone() for name, value in found.items()})
         tensors.update({f"print.{name}": value for name, value in _prints(self._frozen_parts()).items()})
         return rest, tensors
@@ -194,13 +194,13 @@ class RunState:
         """The tensors of a registered module."""
         return dict((*self._followed_registered[name].named(), *module.named_buffers()))
 
-    def spread(self) -> dict[str, Tensor]:
+    def sharded_tensors(self) -> dict[str, Tensor]:
         """The sharded tensors of the run, by the names that a snapshot has for this rank's parts of them."""
         found: dict[str, Tensor] = {}
         for name, p in self._named():
             found[f"model.{name}"] = found[f"frozen.{name}"] = p
         self.optimizers.split_state(found)
-        self.optimizers.split_own(found)
+        self.optimizers.split_attributes(found)
         self._split_registered(self._registered, found)
         found |= {f"buffer.{name}": value for name, value in self.buffers.whole().items()}
         return {name: value for name, value in found.items() if is_sharded(value)}
@@ -208,16 +208,16 @@ class RunState:
     def target(self) -> FindTarget:
         """What a saved tensor is to be spread like, so that this rank reads its own part alone. Optimizer state that is not
         there yet will be spread like its parameter."""
-        spread = self.spread()
+        spread = self.sharded_tensors()
 
         def find(name: str, shape: tuple[int, ...]) -> Tensor | None:
             live = spread.get(name)
-            live = self.optimizers.owner(name) if live is None else live
+            live = self.optimizers.owning_parameter(name) if live is None else live
             return live if live is not None and is_sharded(live) and tuple(live.shape) == shape else None
 
         return find
 
-    def frozen(self) -> dict[str, Tensor]:
+    def frozen_copies(self) -> dict[str, Tensor]:
         """Host copies of the weights that are not trained: made once, shared by every snapshot."""
         current = self._frozen_parts()
         for name, value in current.items():
@@ -226,7 +226,7 @@ class RunState:
                 self._prints[name] = int(bit_checksum(self._frozen[name]))
         return {f"frozen.{name}": self._frozen[name] for name in current}
 
-    def thawed(self, prints: Mapping[str, int]) -> str | None:
+    def changed_frozen_weight(self, prints: Mapping[str, int]) -> str | None:
         """The first frozen weight that was not, by its fingerprint, what the shared copy holds; None where all were.
 
         A write through `.data` leaves no other trace. Such a weight is kept like a trained one from then on.
@@ -235,38 +235,38 @@ class RunState:
         self._moving.update(moved)
         return moved[0] if moved else None
 
-    def print_of(self, name: str) -> int:
+    def frozen_fingerprint(self, name: str) -> int:
         """The fingerprint of a shared copy, by its name in a snapshot, when it was made."""
         return self._prints[name.removeprefix("frozen.")]
 
-    def moved(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def copy_changed_frozen(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights that are taken for frozen and are not what the shared copy holds, copied as they are now. Waits once
         for each device."""
         prints: dict[str, int] = {}
         for device in {value.device for name, value in tensors.items() if name.startswith("print.")}:
             here = [n for n, value in tensors.items() if n.startswith("print.") and value.device == device]
             prints.update(zip(here, torch.stack([tensors[n] for n in here]).tolist(), strict=True))
-        if self.thawed(prints) is None:
+        if self.changed_frozen_weight(prints) is None:
             return {}
         divided = self._parameters()
         moving = zip(divided.names, divided.trained, strict=True)
         return {name: local(p).clone() for name, p in moving if f"print.{name.removeprefix('model.')}" in prints}
 
-    def spoilt(self, frozen: dict[str, Tensor]) -> str | None:
+    def corrupted_frozen_copy(self, frozen: dict[str, Tensor]) -> str | None:
         """The first of the shared copies that does not hold what it held when it was made, or None."""
         for name, copied in frozen.items():
-            if int(bit_checksum(copied)) != self.print_of(name):
+            if int(bit_checksum(copied)) != self.frozen_fingerprint(name):
                 return name
         return None
 
-    def nbytes(self) -> tuple[int, int]:
+    def snapshot_nbytes(self) -> tuple[int, int]:
         """What a snapshot holds of buffers and registered objects, and what all of them share, in bytes."""
         own = {f"buffer.{n}": b for n, b in self.buffers.named().items()}
         self._split_registered(self._registered, own)
         return sum(map(nbytes, own.values())), sum(map(nbytes, self._frozen_parts().values()))
 
     @torch.no_grad()
-    def put_back(
+    def restore_tensors(
         self, rest: dict[str, Any], tensors: dict[str, Tensor], put: WriteTensor, *, heavy: bool = True
     ) -> None:
         """The tensors that training moves, of the modules and of the optimizers, through `put`, in place. Without what is
@@ -276,7 +276,7 @@ class RunState:
             for name, p in zip(divided.names, divided.trained, strict=True):
                 saved = name if name in tensors else f"frozen.{name.removeprefix('model.')}"
                 put(saved, local_part(p), tensors[saved])
-            self.optimizers.put_back(rest["optimizer_state"], tensors, put)
+            self.optimizers.restore_state(rest["optimizer_state"], tensors, put)
         for name, p in divided.frozen:
             saved = f"frozen.{name}" if f"model.{name}" not in tensors else f"model.{name}"
             put(saved, local_part(p), tensors[saved])
@@ -290,33 +290,33 @@ class RunState:
                         local(current[key]).copy_(kept)
 
     @torch.no_grad()
-    def join(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore_small_state(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """All else, once the tensors are back. FSDP2 is to forget what it has gathered of what was."""
-        self.optimizers.join_groups(rest["optimizer_groups"], tensors)
+        self.optimizers.restore_groups(rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
         if self.scaler is not None:
-            self.scaler.join(rest["scaler"], tensors)
-        self.optimizers.join_own(rest["optimizer_own"], tensors)
+            self.scaler.restore_state(rest["scaler"], tensors)
+        self.optimizers.restore_attributes(rest["optimizer_own"], tensors)
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
                 reshard(thing)
             else:
                 saved = rest["registered"][name]
                 thing.load_state_dict(join_tensors(saved, tensors, thing.state_dict(), None, put=write_now))
-        self.let_go()
-        for (_, module), flag in zip(self.given, rest.get("wrapped", ()), strict=False):
-            set_hands_out(module, flag)
+        self.reshard()
+        for (_, module), flag in zip(self.wrapped_modules, rest.get("wrapped", ()), strict=False):
+            set_broadcasts_buffers(module, flag)
 
-    def let_go(self) -> None:
+    def reshard(self) -> None:
         """FSDP2 is to forget what it has gathered: an update is about to change it."""
-        for part in self._gathering:
+        for part in self._fsdp_modules:
             part.reshard()
 
-    def fits(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
+    def mismatch(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
         """Why a snapshot cannot be put back into the run as it is now, or None. `whole`: sharded tensors are there as such,
         and not only this rank's parts."""
-        if (why := self.fits_but_tensors(rest)) is not None:
+        if (why := self.small_state_mismatch(rest)) is not None:
             return why
         for name, parameter in self._named():
             p = parameter if whole else local_part(parameter)
@@ -327,9 +327,9 @@ class RunState:
                 return f"parameter {name} was {tuple(saved.shape)} {saved.dtype} then, and is {tuple(p.shape)} {p.dtype} now"
         return None
 
-    def fits_but_tensors(self, rest: dict[str, Any]) -> str | None:
+    def small_state_mismatch(self, rest: dict[str, Any]) -> str | None:
         """The same for all that is no parameter."""
-        if not self.optimizers.fits(rest["optimizer_groups"]):
+        if not self.optimizers.groups_match(rest["optimizer_groups"]):
             return "the optimizer's param groups have changed since"
         if (self.scaler is None) != (rest["scaler"] is None):
             return f"a GradScaler was {'not ' if rest['scaler'] is None else ''}in use then (another precision)"
@@ -338,30 +338,30 @@ class RunState:
                 return f"{name!r} was not registered then"
         return None
 
-    def schedule(self) -> Schedule:
+    def schedule_state(self) -> ScheduleState:
         """The schedulers, and the group options they write to, copied."""
         tensors: dict[str, Tensor] = {}
-        return Schedule(self.schedulers.state_dict(), self.optimizers.split_groups(tensors), tensors)
+        return ScheduleState(self.schedulers.state_dict(), self.optimizers.split_groups(tensors), tensors)
 
-    def reschedule(self, kept: Schedule) -> None:
+    def restore_schedule(self, kept: ScheduleState) -> None:
         """Schedulers and group options back to what they were."""
-        self.optimizers.join_groups(kept.groups, kept.tensors)
+        self.optimizers.restore_groups(kept.groups, kept.tensors)
         self.schedulers.load_state_dict(kept.schedulers)
 
     # ---- health
 
-    def intended(self, name: str) -> Tensor | None:
+    def allowed_nonfinite(self, name: str) -> Tensor | None:
         """Where a tensor that is not trained may be non-finite, as a mask on the host, or None for nowhere."""
         kind, _, own = name.partition(".")
         return self._intended.get(f"frozen.{own}" if kind == "model" else name)
 
-    def nonfinite(self, buffers: BufferCapture) -> str | None:
+    def first_nonfinite(self, buffers: BufferCapture) -> str | None:
         """The first tensor of the state that holds NaN or Inf where it should not. Waits for the device.
 
         Buffers are looked at as they were at `buffers`: a bad batch has moved them, and moving them back undoes that.
         """
         named = {f"buffer.{n}": b for n, b in self.buffers.as_named(buffers).items()}
-        return first_nonfinite({**self.heavy(), **named}, self.intended)
+        return first_nonfinite({**self.update_tensors(), **named}, self.allowed_nonfinite)
 
 
 @torch.no_grad()

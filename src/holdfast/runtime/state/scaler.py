@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 class Scaler:
-    """One step's dealings with a scaler: `scale`, `unscale`, then `update` or `leave`."""
+    """One step's dealings with a scaler: `scale`, `unscale`, then `update` or `reset_after_skip`."""
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler: Any = scaler
@@ -23,11 +23,11 @@ class Scaler:
     def scale(self, loss: Tensor) -> Tensor:
         return self._scaler.scale(loss)  # type: ignore[no-any-return]
 
-    def value(self) -> float:
+    def get_scale(self) -> float:
         """The scale as a number. Waits for the device."""
         return float(self._scaler.get_scale())
 
-    def tensor(self) -> Tensor:
+    def scale_tensor(self) -> Tensor:
         return self._scaler._scale  # type: ignore[no-any-return]
 
     def unscale(self, optimizers: list[Optimizer]) -> dict[int, Tensor]:
@@ -46,7 +46,7 @@ class Scaler:
         return found
 
     @torch.no_grad()
-    def agree(self, found: dict[int, Tensor]) -> None:
+    def set_found_inf(self, found: dict[int, Tensor]) -> None:
         """What all ranks found, by optimizer as `unscale` says it, takes the place of what this one did: `update` goes by
         it. An optimizer that had no gradients here has them elsewhere."""
         for key, agreed in found.items():
@@ -61,14 +61,14 @@ class Scaler:
         if any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values()):
             self._scaler.update()
 
-    def leave(self) -> None:
+    def reset_after_skip(self) -> None:
         """As if the step had not been: the scale and its growth count stay. Still clears what `unscale_` recorded."""
         if self._scaler._scale is not None:
             self._scaler.update(self._scaler._scale.clone())
 
     @torch.no_grad()
-    def update_unless(self, veto: Tensor | None) -> None:
-        """`leave` where the veto is not 0, `update` elsewhere, decided on the device."""
+    def update_unless_vetoed(self, veto: Tensor | None) -> None:
+        """`reset_after_skip` where the veto is not 0, `update` elsewhere, decided on the device."""
         if veto is None:
             self.update()
             return
@@ -80,7 +80,7 @@ class Scaler:
             torch.where(vetoed, was, each, out=each)
 
     @torch.no_grad()
-    def split(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def split_state(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if self._scaler._scale is None:
             return {"state": self._scaler.state_dict()}
         tensors["scaler.scale"] = self._scaler._scale.clone()
@@ -88,7 +88,7 @@ class Scaler:
         return {}
 
     @torch.no_grad()
-    def join(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def restore_state(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         if "state" in rest:
             state = rest["state"]
             if self._scaler._scale is None:

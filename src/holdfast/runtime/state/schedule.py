@@ -44,17 +44,17 @@ class Schedulers:
                 scheduler.step(metric)
             else:
                 scheduler.step()
-        self.stand()
+        self.record_positions()
 
     @property
     def all(self) -> list[Any]:
         return [scheduler for scheduler, _ in self._pairs]
 
-    def stand(self) -> None:
+    def record_positions(self) -> None:
         """The guard itself has changed them."""
         self._stands = [_stand(s) for s, _ in self._pairs]
 
-    def has(self, interval: Interval) -> bool:
+    def has_interval(self, interval: Interval) -> bool:
         return any(own == interval for _, own in self._pairs)
 
     def check(self) -> None:
@@ -73,69 +73,73 @@ class Schedulers:
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         for (scheduler, _), state in zip(self._pairs, states, strict=True):
             scheduler.load_state_dict(copy.deepcopy(state))
-        self.stand()
+        self.record_positions()
 
 
 def _stand(scheduler: Any) -> Any:
     return getattr(scheduler, "last_epoch", None)
 
 
-class Ramp(msgspec.Struct):
-    """An LR factor that returns to 1 linearly over `steps` committed steps."""
+class LrRamp(msgspec.Struct):
+    """Holds an LR factor that returns to 1 linearly over `steps` committed steps."""
 
     factor: float
     steps: int
-    done: int = 0
+    steps_done: int = msgspec.field(default=0, name="done")
 
-    def now(self) -> float:
-        return self.factor + (1.0 - self.factor) * (self.done / self.steps)
+    def value(self) -> float:
+        """Return the factor for the next step."""
+        return self.factor + (1.0 - self.factor) * (self.steps_done / self.steps)
 
 
 class Interventions(msgspec.Struct):
-    """What a recovery has laid over the schedule. Part of a run's state: it goes back with a rollback."""
+    """Holds what recoveries have changed about the schedule. It is part of the run's state, so a rollback restores it.
 
-    ramp: Ramp | None = None
-    clip: float | None = None
-    clip_left: int = 0
-    turns: int = 0
-    """how many interventions the state holds, of those on the way to it"""
-    unit: float = 1.0
-    """what several ranks weigh their parts by: about what the parts of the last step weighed, a power of two, so that it
-    changes no bit of the result"""
+    The names given to `msgspec.field` are the keys in checkpoint files.
+    """
+
+    lr_ramp: LrRamp | None = msgspec.field(default=None, name="ramp")
+    tightened_clip: float | None = msgspec.field(default=None, name="clip")
+    clip_steps_left: int = msgspec.field(default=0, name="clip_left")
+    applied: int = msgspec.field(default=0, name="turns")
+    """how many of the run's interventions this state includes"""
+    weight_unit: float = msgspec.field(default=1.0, name="unit")
+    """the divisor of micro-batch weights, the same on all ranks: about the weight of a micro-batch in the last step. It is a
+    power of two, so it changes no bit of the result"""
 
     def commit(self) -> None:
-        """A step was committed: everything is one step nearer to normal."""
-        if self.ramp is not None:
-            self.ramp.done += 1
-            if self.ramp.done >= self.ramp.steps:
-                self.ramp = None
-        if self.clip is not None:
-            self.clip_left -= 1
-            if self.clip_left <= 0:
-                self.clip = None
+        """Count one committed step towards the end of the ramp and of the tightened clip."""
+        if self.lr_ramp is not None:
+            self.lr_ramp.steps_done += 1
+            if self.lr_ramp.steps_done >= self.lr_ramp.steps:
+                self.lr_ramp = None
+        if self.tightened_clip is not None:
+            self.clip_steps_left -= 1
+            if self.clip_steps_left <= 0:
+                self.tightened_clip = None
 
-    def factor(self) -> float:
-        return 1.0 if self.ramp is None else self.ramp.now()
+    def lr_factor(self) -> float:
+        return 1.0 if self.lr_ramp is None else self.lr_ramp.value()
 
-    def max_norm(self, own: float | None) -> float | None:
-        """The clip in force: the tighter of the user's and the recovery's."""
-        if self.clip is None:
-            return own
-        return self.clip if own is None else min(own, self.clip)
+    def max_norm(self, configured: float | None) -> float | None:
+        """Return the clip norm in force: the tighter of the configured one and the recovery's."""
+        if self.tightened_clip is None:
+            return configured
+        return self.tightened_clip if configured is None else min(configured, self.tightened_clip)
 
     def state_dict(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loaded = msgspec.convert(state, Interventions)
-        self.ramp, self.clip, self.clip_left = loaded.ramp, loaded.clip, loaded.clip_left
-        self.turns, self.unit = loaded.turns, loaded.unit
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(loaded, name))
 
 
 @contextmanager
-def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
-    """Every `lr` times `factor` inside, exactly what it was outside."""
-    kept = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
+def scaled_lr(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Multiply every `lr` by `factor` inside the context, and restore exactly the old values after it."""
+    before = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
     try:
         for group in groups:
             if isinstance(group["lr"], Tensor):
@@ -144,7 +148,7 @@ def scaled(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
                 group["lr"] = group["lr"] * factor
         yield
     finally:
-        for group, lr in zip(groups, kept, strict=True):
+        for group, lr in zip(groups, before, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].copy_(lr)
             else:

@@ -7,12 +7,12 @@ from torch import nn
 _INSIDE = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 
 
-def bare(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """The user's own."""
     return _layers(module)[-1]
 
 
-def hands_out(module: nn.Module) -> bool | None:
+def broadcasts_buffers(module: nn.Module) -> bool | None:
     """Whether DistributedDataParallel will hand out the first rank's buffers at the next forward: it does not after a
     forward without gradients, so that an evaluation has a say in what follows. None where there are none to hand out."""
     for layer in _layers(module):
@@ -22,7 +22,7 @@ def hands_out(module: nn.Module) -> bool | None:
     return None
 
 
-def set_hands_out(module: nn.Module, flag: bool | None) -> None:
+def set_broadcasts_buffers(module: nn.Module, flag: bool | None) -> None:
     for layer in _layers(module):
         if flag is not None and hasattr(layer, "require_forward_param_sync"):
             layer.require_forward_param_sync = flag  # type: ignore[assignment]

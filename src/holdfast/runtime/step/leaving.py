@@ -12,9 +12,9 @@ from holdfast.runtime.agree.rows import Agreed
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.step.step import discount
 from holdfast.runtime.tensors.norms import Norm
-from holdfast.runtime.tensors.sharded import drop_gradients
-from holdfast.runtime.update.measurements import Sensed
-from holdfast.runtime.update.update_size import Looked, UpdateSize
+from holdfast.runtime.tensors.sharded import drop_accumulated_gradients
+from holdfast.runtime.update.measurements import DeviceMeasurements
+from holdfast.runtime.update.update_size import UpdateSamples, UpdateSize
 
 if TYPE_CHECKING:
     from holdfast.runtime.step.run import Run
@@ -51,7 +51,7 @@ class Leaving:
         if (factor := step.correction()) != 1.0:
             discount(self.parameters, factor)
         found = {} if scaler is None else scaler.unscale(run.state.optimizers.outer)
-        norm = run.norms.of_gradients(self.parameters, to_clip=self._max_norm() is not None)
+        norm = run.norms.gradient_norm(self.parameters, to_clip=self._max_norm() is not None)
         loss = step.mean_loss()
         assert loss is not None, "a complete step has a loss"
         return Left(loss, norm, found)
@@ -62,19 +62,19 @@ class Leaving:
         step.loss_limit, step.grad_limit = limits = run.engine.limits()
         checks = run.checking.before_update(step.number)
         agreed = run.meeting.agree(step, left.loss, left.norm, self._flags(left), limits, checks)
-        own = left.norm.value if left.norm.whole else agreed.norm
+        own = left.norm.value if left.norm.is_total else agreed.norm
         if run.meeting.several and not run.gate.on_device and run.meeting.read(step, _to_host(agreed.extra)):
             step.loss_limit, step.grad_limit = limits = run.engine.limits()
             agreed = agreed._replace(limits=limits)
         run.watch.ping(step.number)  # not before it is known, where the host knows, that all are at the same step
         found = self._agree_on_overflow(left.found, agreed)
         agreed, own = self._weigh(step, agreed, own)
-        sensed = Sensed(
+        sensed = DeviceMeasurements(
             agreed.loss,
             agreed.norm,
             agreed.limits,
             _any(agreed.found),
-            None if state.scaler is None else state.scaler.tensor(),
+            None if state.scaler is None else state.scaler.scale_tensor(),
             None if run.meeting.several else self._look_at_update(),
             agreed.update,
             agreed.weights,
@@ -82,17 +82,15 @@ class Leaving:
             agreed.extra,
         )
         step.clip = self._max_norm()
-        factor = state.interventions.factor()
+        factor = state.interventions.lr_factor()
         step.lr = state.optimizers.lr() * factor
         run.snapshots.wait_for_copies()
         if self.hooked:  # they may have evaluated, and FSDP2 keeps what it gathered for that
             self.hooked = False
-            state.let_go()
+            state.reshard()
         self._ours = True  # inside, `optimizer.step()` is ours
         try:
-            step.passage = run.gate.apply(
-                sensed, self.parameters, found, step.clip, factor, own=own, kind=left.norm.kind
-            )
+            step.passage = run.gate.apply(sensed, self.parameters, found, step.clip, factor, local_norm=own)
         finally:
             self._ours = False
         run.checking.after_update(step.number)
@@ -114,7 +112,7 @@ class Leaving:
             return found
         pairs = zip(self._run.state.optimizers.outer, agreed.found, strict=True)
         found = {id(o): flag for o, flag in pairs if id(o) in found}
-        scaler.agree(found)
+        scaler.set_found_inf(found)
         return found
 
     def _weigh(self, step: Step, agreed: Agreed, own: Tensor) -> tuple[Agreed, Tensor]:
@@ -133,17 +131,17 @@ class Leaving:
         """How many optimizers a loss scaler looks at."""
         return 0 if self._run.state.scaler is None else len(self._run.state.optimizers.outer)
 
-    def _look_at_update(self) -> Looked | None:
-        return self._update_size.look() if self._run.config.detect.update_spike else None
+    def _look_at_update(self) -> UpdateSamples | None:
+        return self._update_size.sample() if self._run.config.detect.update_spike else None
 
     def sense_update_share(self, loss: Tensor) -> tuple[Tensor, float] | None:
         """This rank's part of the update's size. The optimizer's state comes into being on all ranks at once."""
-        return self._update_size.shares(loss.device) if self._run.config.detect.update_spike else None
+        return self._update_size.sum_of_squares(loss.device) if self._run.config.detect.update_spike else None
 
     def sense_weights(self, step: Step, loss: Tensor) -> Norm | None:
         """Now and then: the weights as the step found them."""
         due = self._run.config.detect.advisory and step.number % _WEIGH_EVERY == 0
-        return self._run.norms.of_weights(self.parameters, loss.device) if due else None
+        return self._run.norms.weight_norm(self.parameters, loss.device) if due else None
 
     # ---- whose update it is
 
@@ -154,19 +152,19 @@ class Leaving:
 
     def follow_groups(self) -> None:
         """A group added on the way (gradual unfreezing): its gradients are clipped and cleared like the others."""
-        ids = self._run.state.optimizers.ids()
+        ids = self._run.state.optimizers.parameter_ids()
         if ids is not self._ids:
-            self._ids, self.parameters = ids, self._run.state.trained()
-            self._update_size.forget()
+            self._ids, self.parameters = ids, self._run.state.trained_parameters()
+            self._update_size.reset()
 
     def drop_gradients(self) -> None:
         """A step that is not to be: nothing of it is left."""
         self.follow_groups()
         clear_gradients(self.parameters)
         for _, module in self._run.state.modules:
-            drop_gradients(module)
+            drop_accumulated_gradients(module)
         if self._run.state.scaler is not None:
-            self._run.state.scaler.leave()
+            self._run.state.scaler.reset_after_skip()
 
 
 def _foreign_step() -> Exception:

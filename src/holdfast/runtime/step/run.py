@@ -40,10 +40,10 @@ from holdfast.runtime.step.leaving import Leaving
 from holdfast.runtime.step.serving import Serving
 from holdfast.runtime.step.settling import Settling
 from holdfast.runtime.step.step import Step
-from holdfast.runtime.tensors.cuda_streams import Streams
+from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.gradient_sync import GradientSync
-from holdfast.runtime.update.local_grad_norms import Witness
+from holdfast.runtime.update.local_grad_norms import LocalGradNorms
 
 log = logging.getLogger("holdfast")
 
@@ -78,17 +78,17 @@ class Run:
         devices = devices_of(state.modules)
         self.rng = Rng(devices)
         self.armed = config.recover.mode == "heal"
-        on_cuda = state.optimizers.vetoed_on_cuda() and all(map(company.ranks.supports_device, devices))
+        on_cuda = state.optimizers.can_veto_on_cuda() and all(map(company.ranks.supports_device, devices))
         self.gate = Gate(state.optimizers, state.scaler, config.detect.gate, self.armed, on_cuda, norms=self.norms)
-        self.streams = Streams(devices)
+        self.streams = StreamTracker(devices)
         self.history = RecoveryHistory()
         self.checkpoints = Checkpoints(self, tier)
         self.snapshots = SnapshotManager(
             config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.ranks_per_host
         )
         self.checking = Checking(self, company.replicas)
-        self.sync = GradientSync(state.given)
-        self.witness = Witness(state.modules, enabled=self.meeting.several)
+        self.sync = GradientSync(state.wrapped_modules)
+        self.witness = LocalGradNorms(state.modules, enabled=self.meeting.several)
         self.serving = Serving(self)
         self.leaving = Leaving(self, clip)
         self.settling = Settling(self)
@@ -180,7 +180,7 @@ class Run:
         parts: tuple[Callable[[], None], ...] = (
             lambda: self.sync.before_forward(last=True),
             self.witness.close,
-            self.state.optimizers.release,
+            self.state.optimizers.remove_hooks,
             self.checkpoints.close,
             self.snapshots.close,
             self.serving.close,
@@ -222,7 +222,7 @@ class Run:
         """The next step, or None when the data has ended."""
         if self.snapshots.restorer.is_partial:
             raise StepError("the run's state was put back in part and could not be proven: it cannot go on from here")
-        self.streams.follow()
+        self.streams.wait_for_last_stream()
         try:
             return self.serving.serve(accumulate)
         except BaseException as error:
@@ -245,12 +245,12 @@ class Run:
 
     def entered(self, step: Step) -> None:
         """The user's forward and backward begin: the other ranks' collectives are in them."""
-        self.streams.follow()
+        self.streams.wait_for_last_stream()
         self.watch.enter_step(step.number)
 
     def leave(self, step: Step) -> None:
         """A complete step: measure it, settle the one before, let its update land or not."""
-        self.streams.follow()
+        self.streams.wait_for_last_stream()
         try:
             self._leave(step)
         except BaseException as error:
@@ -259,16 +259,16 @@ class Run:
         self.watch.leave_step()
 
     def _leave(self, step: Step) -> None:
-        self.tell(self.gate.follow_hooks(alone=not self.meeting.several))
+        self.tell(self.gate.check_step_hooks(is_distributed=self.meeting.several))
         left = self.leaving.measure(step)
         if self.pending is not None and not self.settling.settle(step):
             self._discard(step)
             return
         if self.pending is None and step.epochs_before:
             self.step_epochs(step.epochs_before)
-        if step.ended_epochs and self.state.schedulers.has("epoch"):
+        if step.ended_epochs and self.state.schedulers.has_interval("epoch"):
             # An epoch ended between two of its batches: as in a plain loop, the schedule moves before the update.
-            step.schedule = self.state.schedule()
+            step.schedule = self.state.schedule_state()
             self.step_epochs(step.ended_epochs)
         step.number, step.attempt = self.step + 1, self.attempt
         self.leaving.update(step, left)
@@ -360,7 +360,7 @@ class Run:
             self.rng.restore(rng)
         self.state.buffers.restore(step.buffers)
         if step.schedule is not None:
-            self.state.reschedule(step.schedule)
+            self.state.restore_schedule(step.schedule)
 
     def returned_to(self, step: int) -> None:
         """A snapshot has been put back: what was counted since is undone."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.core.base.types import Finding, Flag, Outcome, Signal, Skip, Status
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.runtime.step import effects
-from holdfast.runtime.update.measurements import Reading
+from holdfast.runtime.update.measurements import HostMeasurements
 
 if TYPE_CHECKING:
     from holdfast.runtime.step.run import Run
@@ -41,7 +41,7 @@ class Settling:
         signal = run.meeting.over_all(self._signal(step, reading), step)
         vetoed = bool(reading.flags) and run.armed
         if vetoed or signal.overflow:
-            step.passage.undo_first_touch(overflow=not vetoed)
+            step.passage.drop_new_optimizer_state(overflow=not vetoed)
             run.checking.forget()
         step.origin = run.meeting.blame(step, signal)
         origin = None if step.origin is None else step.origin.evidence
@@ -64,7 +64,7 @@ class Settling:
         else:
             self._commit(step, signal, healthy)
 
-    def _signal(self, step: Step, reading: Reading) -> Signal:
+    def _signal(self, step: Step, reading: HostMeasurements) -> Signal:
         return Signal(
             step=step.number,
             attempt=step.attempt,
@@ -92,7 +92,7 @@ class Settling:
         self._overflows = self._overflows + 1 if signal.overflow else 0
         nonfinite = signal.flags & _NONFINITE
         asked = run.config.detect.nonfinite and (nonfinite or self._overflows in _LOOK_AT_STREAKS)
-        name = run.state.nonfinite(step.buffers) if asked else None
+        name = run.state.first_nonfinite(step.buffers) if asked else None
         onset, how = signal.step - 1, "found when the step was not finite"
         if name is None and not run.meeting.several and (alarm := run.snapshots.pop_nonfinite()) is not None:
             name, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
@@ -106,13 +106,13 @@ class Settling:
         assert run.step == signal.step, "committed steps are numbered without gaps"
         run.attempt = 1
         run.positions[run.step] = step.draws[0].begin
-        before = run.state.interventions.factor()
+        before = run.state.interventions.lr_factor()
         run.step_schedulers("step")
         run.state.interventions.commit()
         run.meeting.weigh(step)
-        if (after := run.state.interventions.factor()) > LR_JUMP * before:
+        if (after := run.state.interventions.lr_factor()) > LR_JUMP * before:
             run.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", run.step)
-        if len(run.history.interventions) > run.state.interventions.turns:
+        if len(run.history.interventions) > run.state.interventions.applied:
             effects.interventions.again(run)
         if healthy:
             if run.engine.commit(signal) is not None:

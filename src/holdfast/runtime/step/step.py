@@ -16,12 +16,12 @@ from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.state.buffers import BufferCapture
-from holdfast.runtime.tensors.sharded import local, no_gradients
-from holdfast.runtime.update.gate import Passage
+from holdfast.runtime.tensors.sharded import local, zero_gradients
+from holdfast.runtime.update.gate import UpdateHandle
 
 if TYPE_CHECKING:
     from holdfast.runtime.agree.attribution import Blame
-    from holdfast.runtime.state.run_state import Schedule
+    from holdfast.runtime.state.run_state import ScheduleState
     from holdfast.runtime.step.run import Run
 
 
@@ -39,7 +39,7 @@ class Step:
         self.accumulate = accumulate
         self.draws = [first]
         self.buffers = buffers
-        self.passage: Passage | None = None
+        self.passage: UpdateHandle | None = None
         self.loss_limit: float | None = None
         self.grad_limit: float | None = None
         self.lr = 0.0
@@ -49,7 +49,7 @@ class Step:
         """epochs that ended right before it, found while the step before was pending"""
         self.ended_epochs = 0
         """epochs that ended between its batches"""
-        self.schedule: Schedule | None = None
+        self.schedule: ScheduleState | None = None
         """where the schedule stood before those moved it"""
         self.data_ended = False
         self.fingerprint: BatchFingerprint | None = None
@@ -87,7 +87,7 @@ class Step:
             )
         self._state = "open"
         self._unit = (
-            self._run.state.interventions.unit
+            self._run.state.interventions.weight_unit
         )  # as it is now: the step before may settle, and change it, meanwhile
         self._began = self._run.clock.monotonic()
         self._run.entered(self)
@@ -144,7 +144,7 @@ class Step:
             if several:  # the others wait for this rank's gradients: none
                 with ExitStack() as none:
                     for _, module in self._run.state.modules:
-                        none.enter_context(no_gradients(module))
+                        none.enter_context(zero_gradients(module))
                     self._backward(value * 0.0, counts=False)
             return
         if self._reference is None:
@@ -168,7 +168,7 @@ class Step:
         scaler = self._run.state.scaler
         self.where = "backward"
         (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
-        self._run.witness.collect(counts)
+        self._run.witness.finish_backward(counts)
         self.where = "forward"
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.inspect import bit_checksum
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, local_part
-from holdfast.runtime.tensors.triton_kernels import Kernel
+from holdfast.runtime.tensors.triton_kernels import OptionalKernel
 
 _PIECE = 1 << 16
 """words of eight bytes that one program of the kernel reads"""
@@ -66,7 +66,7 @@ def _parts(values: Iterable[Tensor]) -> list[Tensor]:
 
 def compile_copy_kernel(device: torch.device, dtypes: Collection[torch.dtype]) -> None:
     """Build now what `copy_and_checksum` will need, so that a return does not wait for a compiler."""
-    if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
+    if device.type != "cuda" or (kernel := KERNEL.get(device)) is None:
         return
     nothing = torch.zeros(1, 4, dtype=torch.int64, device=device)
     try:
@@ -74,7 +74,7 @@ def compile_copy_kernel(device: torch.device, dtypes: Collection[torch.dtype]) -
             for kind in {_LANES.get(dtype, "none") for dtype in dtypes}:
                 kernel(nothing, nothing.view(2, 2), kind, _PIECE, nothing[0])
     except Exception as error:
-        KERNEL.give_up(error)
+        KERNEL.disable(error)
 
 
 def _one_by_one(names: list[str], values: list[Tensor], device: torch.device, finite: bool) -> Checksums:
@@ -131,7 +131,7 @@ def _at_one_stroke(
     names: list[str], values: list[Tensor], device: torch.device, kept: Sequence[Tensor] | None = None
 ) -> Checksums | None:
     """None: there is no kernel, or no such variant of it."""
-    if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
+    if device.type != "cuda" or (kernel := KERNEL.get(device)) is None:
         return None
     table = _known(values, device)
     found = torch.zeros(2, len(values), dtype=torch.int64, device=device)
@@ -143,7 +143,7 @@ def _at_one_stroke(
             try:
                 kernel(rows, found, kind, _PIECE, ways)
             except Exception as error:
-                KERNEL.give_up(error)
+                KERNEL.disable(error)
                 return None
             rows.record_stream(stream)
     for place in table.rest:
@@ -232,4 +232,4 @@ def _load(device: torch.device) -> Callable[..., None]:
     return launch
 
 
-KERNEL = Kernel(_load, "checksums go tensor by tensor")
+KERNEL = OptionalKernel(_load, "checksums go tensor by tensor")

@@ -20,13 +20,13 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     return last[1]
 
 
-class Streams:
+class StreamTracker:
     """One run's. Work on another stream than before is made to wait, on the device, for what was queued on that one."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._last: dict[torch.device, torch.cuda.Stream | None] = {d: None for d in devices if d.type == "cuda"}
 
-    def follow(self) -> None:
+    def wait_for_last_stream(self) -> None:
         for device, last in self._last.items():
             now = current_stream(device)
             if now is not last:

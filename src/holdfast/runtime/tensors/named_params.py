@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from holdfast.runtime.tensors.sharded import Followed, local
+from holdfast.runtime.tensors.sharded import ShardedParameters, local
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """what lies in ordinary memory, all of it here: no subclass that means something else by a copy"""
@@ -51,7 +51,7 @@ class NamedParams:
     """The parameters of several modules, sharded ones as such, each once."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._followed = [(prefix, module, Followed(module)) for prefix, module in modules]
+        self._followed = [(prefix, module, ShardedParameters(module)) for prefix, module in modules]
         self._tree: ModuleTree | None = None
         self._updated: frozenset[int] = frozenset()
         self._named: list[tuple[str, Tensor]] = []

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.sharded import around, is_sharded, local
+from holdfast.runtime.tensors.sharded import is_sharded, local, shard_like
 
 WriteTensor = Callable[[str, Tensor, Tensor], None]
 """what is saved under that name is to be written into the tensor that comes first: at once, or together with others"""
@@ -68,7 +68,7 @@ def join_tensors(
         made = torch.empty_like(saved, device=home or saved.device)
         put(skeleton.name, made, saved)
         if owner is not None and is_sharded(owner) and saved.dim() and saved.shape == local(owner).shape:
-            return around(owner, made)
+            return shard_like(owner, made)
         return made
     if isinstance(skeleton, dict):
         old = current if isinstance(current, dict) else {}

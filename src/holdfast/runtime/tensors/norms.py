@@ -14,39 +14,37 @@ class Norm(NamedTuple):
     """The norm of all gradients, or this rank's part in it."""
 
     value: Tensor
-    whole: bool = True
+    is_total: bool = True
     """False: `value` is this rank's share of the squared norm; the shares of all ranks add up to it"""
-    kind: torch.dtype | None = None
-    """of all gradients, where they are alike: dense, plain, and on one device"""
 
 
-class Clip(NamedTuple):
+class ClipSpec(NamedTuple):
     """What gradients are clipped by."""
 
-    most: float
-    own: Tensor
-    """what `of_gradients` gave"""
-    agreed: Tensor
+    max_norm: float
+    local_norm: Tensor
+    """what `gradient_norm` gave"""
+    agreed_norm: Tensor
     """the norm that all ranks agreed on"""
-    known: Tensor | None = None
-    """what `clip_factor` gives of `own`, where that has been worked out already"""
+    known_factor: Tensor | None = None
+    """what `clip_factor` gives of `local_norm`, where that has been worked out already"""
 
     def factor(self) -> Tensor:
-        return clip_factor(self.most, self.own) if self.known is None else self.known
+        return clip_factor(self.max_norm, self.local_norm) if self.known_factor is None else self.known_factor
 
 
-class NormAndClip(Protocol):
+class GradientNorms(Protocol):
     """Measures gradients before they are clipped, and clips them by what was measured."""
 
-    def of_gradients(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
+    def gradient_norm(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
         """Exactly as `clip_grad_norm_` computes it where they are to be clipped by it; else as is cheapest."""
         ...
 
-    def of_weights(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
+    def weight_norm(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
         """The norm of the parameters themselves, on `home`; None where there are none."""
         ...
 
-    def clip(self, parameters: Sequence[Tensor], by: Clip) -> None:
+    def clip(self, parameters: Sequence[Tensor], by: ClipSpec) -> None:
         """The second half of `clip_grad_norm_`, under `no_grad`."""
         ...
 
@@ -68,7 +66,7 @@ class LocalNorms:
         self._row = torch.empty(0)
         self._cells: tuple[Tensor, ...] = ()
 
-    def of_gradients(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
+    def gradient_norm(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
         with torch.set_grad_enabled(False):  # `no_grad` takes three times as long to come and go
             gradients = _gradients(parameters)
             if parameters is not self._last:  # a gradient is where its parameter is
@@ -79,17 +77,17 @@ class LocalNorms:
             self._kind = kinds.pop() if alike else None
             if alike:
                 norms = self._stacked(tuple(torch._foreach_norm(gradients, 2.0)))
-                return Norm(torch.linalg.vector_norm(norms, 2.0), kind=self._kind)
+                return Norm(torch.linalg.vector_norm(norms, 2.0))
             if self._sparse:
                 gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
             return Norm(get_total_norm(gradients))
 
-    def of_weights(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
+    def weight_norm(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
         return Norm(get_total_norm(parameters).to(home)) if parameters else None
 
-    def clip(self, parameters: Sequence[Tensor], by: Clip) -> None:
+    def clip(self, parameters: Sequence[Tensor], by: ClipSpec) -> None:
         if self._kind is None and not self._sparse:
-            clip_grads_with_norm_(parameters, by.most, by.own)
+            clip_grads_with_norm_(parameters, by.max_norm, by.local_norm)
             return
         factor = by.factor()
         gradients = _gradients(parameters)

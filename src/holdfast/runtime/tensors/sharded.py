@@ -26,7 +26,7 @@ def local(value: Tensor) -> Tensor:
     return mine.detach()
 
 
-def around(target: Any, part: Tensor) -> Any:
+def shard_like(target: Any, part: Tensor) -> Any:
     """A tensor spread like `target` around other local memory, which may be on the host while the mesh is of devices
     (`from_local` would move it there)."""
     spec: Any = target._spec
@@ -39,16 +39,16 @@ def around(target: Any, part: Tensor) -> Any:
 def reshard(module: nn.Module) -> None:
     """FSDP2 keeps what it has gathered: the root after an evaluation, all of it where it was told to. It is to let go of
     that and gather anew."""
-    for part in gathering(module):
+    for part in fsdp_modules(module):
         part.reshard()
 
 
-def gathering(module: nn.Module) -> list[Any]:
+def fsdp_modules(module: nn.Module) -> list[Any]:
     """The parts of a module that FSDP2 gathers, each at once."""
     return [m for m in module.modules() if all(callable(getattr(m, n, None)) for n in ("reshard", "unshard"))]
 
 
-def drop_gradients(module: nn.Module) -> None:
+def drop_accumulated_gradients(module: nn.Module) -> None:
     """What FSDP2 has summed up over the first parts of a step, gathered and not yet averaged, where there is to be no last
     part. `p.grad` does not show it, and nothing public clears it."""
     for held in _held(module):
@@ -66,7 +66,7 @@ def _held(module: nn.Module) -> Iterator[Any]:
 
 
 @contextmanager
-def no_gradients(module: nn.Module) -> Iterator[None]:
+def zero_gradients(module: nn.Module) -> Iterator[None]:
     """A backward inside hands every parameter a gradient of zeros, whatever comes out of it: other ranks wait for this
     rank's gradients, and 0 times a mean over nothing is NaN."""
     gathered = [getattr(held, "_unsharded_param", None) for held in _held(module)]
@@ -79,7 +79,7 @@ def no_gradients(module: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-class Followed:
+class ShardedParameters:
     """A module's parameters by name.
 
     While FSDP2 has gathered some, others stand in their places; the optimizer, and we, mean those that were there first.

@@ -14,7 +14,7 @@ log = logging.getLogger("holdfast")
 T = TypeVar("T")
 
 
-class Kernel(Generic[T]):
+class OptionalKernel(Generic[T]):
     """`load` builds it and tries it out, on a device. `without` says what is slower where that fails."""
 
     def __init__(self, load: Callable[[torch.device], T], without: str) -> None:
@@ -22,7 +22,7 @@ class Kernel(Generic[T]):
         self._tried = False
         self._found: T | None = None
 
-    def on(self, device: torch.device) -> T | None:
+    def get(self, device: torch.device) -> T | None:
         """The kernel, or None. Tried once in the life of a process."""
         if not self._tried:
             self._tried = True
@@ -30,10 +30,10 @@ class Kernel(Generic[T]):
                 with torch.cuda.device(device):
                     self._found = self._load(device)
             except Exception as error:  # whatever keeps it from being built
-                self.give_up(error)
+                self.disable(error)
         return self._found
 
-    def give_up(self, error: Exception) -> None:
+    def disable(self, error: Exception) -> None:
         """It cannot be used after all: a variant of it could not be built."""
         log.info("%s: %s: %s", self._without, type(error).__name__, str(error)[:200])
         self._tried, self._found = True, None

@@ -15,9 +15,16 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.tensors.norms import clip_factor
-from holdfast.runtime.tensors.triton_kernels import Kernel
-from holdfast.runtime.update.measurements import MOST, Known, Reading, Sensed, compared_with, reading
-from holdfast.runtime.update.update_size import Looked, Seen, elements_of, size_of
+from holdfast.runtime.tensors.triton_kernels import OptionalKernel
+from holdfast.runtime.update.measurements import (
+    MOST,
+    DeviceMeasurements,
+    HostMeasurements,
+    Known,
+    compared_with,
+    reading,
+)
+from holdfast.runtime.update.update_size import Seen, UpdateSamples, elements_of, size_of
 
 _HERE = nullcontext()
 _TRIED = (
@@ -27,7 +34,7 @@ _TRIED = (
 """limits to clip by, and norms, to try it out with"""
 
 
-class FusedPacked:
+class FusedMeasurements:
     """The numbers on their way to the host, and what follows from them, where the step ran."""
 
     def __init__(
@@ -39,11 +46,11 @@ class FusedPacked:
         elements: list[list[int]],
         spare: list[Any],
     ):
-        self.veto, self.lands, self.factor = answers
+        self.veto, self.lands, self.clip_factor = answers
         """1 where the update is not to land; 1 where it is; what gradients are multiplied by to be clipped"""
         self._place, self._limits, self._scaled, self._elements, self._spare = place, limits, scaled, elements, spare
 
-    def read(self) -> Reading:
+    def read(self) -> HostMeasurements:
         """Once: the memory serves another step then."""
         loss, norm, found, scale, *squares = self._place.read()
         self._spare.append(self._place)
@@ -53,7 +60,7 @@ class FusedPacked:
         return reading(named, self._limits, size_of(squares, self._elements))
 
 
-class Fused:
+class FusedPacker:
     """One run's; None from `pack` where it is not for the kernel."""
 
     def __init__(self) -> None:
@@ -66,13 +73,13 @@ class Fused:
         """what the table is of"""
         self._home: torch.device | None = None
 
-    def pack(self, sensed: Sensed, clip: float | None = None) -> FusedPacked | None:
+    def pack(self, sensed: DeviceMeasurements, clip: float | None = None) -> FusedMeasurements | None:
         """Send everything that is sensed to the host, come to the veto and, with `clip`, to what clipping comes to."""
         loss, norm, edges, found, scale, update, update_rms, weights, differs, extra = sensed
         if update_rms is not None or weights is not None or differs is not None or extra is not None:
             return None
         device = loss.device
-        if device.type != "cuda" or (kernel := KERNEL.on(device)) is None:
+        if device.type != "cuda" or (kernel := KERNEL.get(device)) is None:
             return None
         _, limits = compared_with(edges)
         scaled = None if found is None or scale is None else (found, scale)
@@ -93,12 +100,12 @@ class Fused:
             with _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device):
                 place.send(loss, norm, scaled, most, clip, gradients, samples, self._answers)
         except Exception as error:  # another variant of the kernel, that could not be built
-            KERNEL.give_up(error)
+            KERNEL.disable(error)
             return None
         elements = [] if samples is None else self._elements
-        return FusedPacked(place, self._each, limits, scaled is not None, elements, self._spare)
+        return FusedMeasurements(place, self._each, limits, scaled is not None, elements, self._spare)
 
-    def _known(self, update: Looked, home: torch.device, kernel: Any) -> bool:
+    def _known(self, update: UpdateSamples, home: torch.device, kernel: Any) -> bool:
         """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
         if update.made is self._made and home == self._home:
             return self._samples is not None
@@ -156,4 +163,4 @@ def _load(device: torch.device) -> Any:
     return sensing_kernel
 
 
-KERNEL = Kernel(_load, "a step is sensed in several launches")
+KERNEL = OptionalKernel(_load, "a step is sensed in several launches")

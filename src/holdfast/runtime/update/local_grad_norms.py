@@ -20,8 +20,8 @@ _MOST, _LARGEST = 64, 1 << 16
 """parameters looked at, and elements of one, at the most"""
 
 
-class Witness:
-    """`collect` after every backward, `take` once a step."""
+class LocalGradNorms:
+    """`finish_backward` after every backward, `pop` once a step."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]], *, enabled: bool) -> None:
         self._seen: list[Tensor] = []
@@ -53,7 +53,7 @@ class Witness:
         if not own.is_sparse:
             self._seen.append(torch.linalg.vector_norm(own, dtype=torch.float32))
 
-    def collect(self, counts: bool = True) -> None:
+    def finish_backward(self, counts: bool = True) -> None:
         """A backward is done: what was seen of it, as one number; nothing, where it does not count."""
         if self._seen:
             seen, self._seen = self._seen, []
@@ -65,7 +65,7 @@ class Witness:
         squares = torch.stack([n.to(seen[0].device) for n in seen]).double().square().sum()
         self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
 
-    def take(self) -> Tensor | None:
+    def pop(self) -> Tensor | None:
         """The norm over the step; None where nothing was seen."""
         squares, self._squares = self._squares, None
         self._seen = []

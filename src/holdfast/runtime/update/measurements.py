@@ -18,10 +18,10 @@ from torch import Tensor
 
 from holdfast.core.base.types import Flag
 from holdfast.runtime.tensors.cuda_streams import current_stream
-from holdfast.runtime.update.update_size import Looked, Sampled, sense, size_of
+from holdfast.runtime.update.update_size import UpdateSamples, UpdateSums, sense, size_of
 
 Known = tuple[float | None, float | None]
-Edges = Known | tuple[Tensor, Tensor]
+MeasurementLimits = Known | tuple[Tensor, Tensor]
 """what the loss and the gradient norm are compared with, where there is something to compare with"""
 
 MOST = torch.finfo(torch.float32).max
@@ -30,7 +30,7 @@ _LOSS_HIGH, _GRAD_HIGH, _GRAD_DIFFERS = int(Flag.LOSS_HIGH), int(Flag.GRAD_HIGH)
 _BY_LOSS = _LOSS_NONFINITE | _LOSS_HIGH
 
 
-class Reading(NamedTuple):
+class HostMeasurements(NamedTuple):
     """What was sensed, as numbers."""
 
     loss: float
@@ -43,21 +43,21 @@ class Reading(NamedTuple):
     extra: Tensor | None = None
 
 
-class Sensed(NamedTuple):
+class DeviceMeasurements(NamedTuple):
     """A step's measurements, still on the device, single numbers all of them but the last."""
 
     loss: Tensor
-    norm: Tensor
-    limits: Edges
-    found: Tensor | None = None
+    grad_norm: Tensor
+    limits: MeasurementLimits
+    found_inf: Tensor | None = None
     """above 0: a loss scaler found Inf or NaN among the gradients"""
-    scale: Tensor | None = None
-    update: Looked | None = None
+    loss_scale: Tensor | None = None
+    update_samples: UpdateSamples | None = None
     """what `UpdateSize.look` has found"""
     update_rms: Tensor | None = None
     """the update size, where ranks have worked it out together"""
-    weights: Tensor | None = None
-    differs: Tensor | None = None
+    weight_norm: Tensor | None = None
+    grads_differ: Tensor | None = None
     """whether ranks that should have the same gradient do not"""
     extra: Tensor | None = None
     """further values of float64, in a row, that travel with them"""
@@ -68,7 +68,7 @@ def reading(
     limits: tuple[float | None, float | None],
     size: float | None,
     extra: Tensor | None = None,
-) -> Reading:
+) -> HostMeasurements:
     """The flags, from the numbers and what they are compared with."""
     loss, norm = named["loss"], named["norm"]
     most_loss, most_norm = limits
@@ -85,12 +85,12 @@ def reading(
         flags |= _GRAD_DIFFERS
     # Under a loss scaler, a non-finite gradient with an ordinary loss is its overflow.
     overflow = named.get("found", 0.0) > 0 and not flags & _BY_LOSS
-    return Reading(
+    return HostMeasurements(
         loss, norm, 0 if overflow else flags, overflow, named.get("scale"), size, named.get("weights"), extra
     )
 
 
-class Packed:
+class PackedMeasurements:
     """The numbers on their way to the host. `read` waits for them, and for nothing enqueued later."""
 
     def __init__(
@@ -98,7 +98,7 @@ class Packed:
         values: Tensor,
         names: list[str],
         limits: Known | None,
-        update: Sampled | None,
+        update: UpdateSums | None,
         extra: int,
         spare: list[_Place],
     ) -> None:
@@ -115,7 +115,7 @@ class Packed:
             place.memory.copy_(values, non_blocking=True)
             place.event.record(current_stream(values.device))  # which need not be the current device
 
-    def read(self) -> Reading:
+    def read(self) -> HostMeasurements:
         """Once: the memory serves another step then."""
         if self._place is not None:
             self._place.event.synchronize()
@@ -130,14 +130,14 @@ class Packed:
         return reading(named, self.limits or (named["most_loss"], named["most_norm"]), size, extra)
 
 
-class Packing:
+class MeasurementPacker:
     """Puts a run's numbers together, step after step, in memory that is used again. Nothing of it has a graph."""
 
     def __init__(self) -> None:
         self._spare: list[_Place] = []
         self._edges: tuple[object, tuple[Tensor, Tensor]] | None = None
 
-    def pack(self, sensed: Sensed) -> Packed:
+    def pack(self, sensed: DeviceMeasurements) -> PackedMeasurements:
         """Send them to the host."""
         agreed, limits = compared_with(sensed.limits)
         # Single numbers of torch's default kind fit into four bytes; what ranks have agreed on, and sums, take eight.
@@ -145,40 +145,42 @@ class Packing:
         kind, home = (torch.float64 if wide else torch.float32), sensed.loss.device
         numbers = {
             "loss": sensed.loss.float(),
-            "norm": sensed.norm.float(),
-            "found": sensed.found,
-            "scale": sensed.scale,
+            "norm": sensed.grad_norm.float(),
+            "found": sensed.found_inf,
+            "scale": sensed.loss_scale,
             "update_rms": sensed.update_rms,
-            "weights": sensed.weights,
-            "differs": sensed.differs,
+            "weights": sensed.weight_norm,
+            "differs": sensed.grads_differ,
             "most_loss": None if agreed is None else agreed[0],
             "most_norm": None if agreed is None else agreed[1],
         }
         names = [name for name, value in numbers.items() if value is not None]
         parts = [v.to(home, kind).view(1) for v in numbers.values() if v is not None]
-        sampled = None if sensed.update is None else sense(sensed.update)
+        sampled = None if sensed.update_samples is None else sense(sensed.update_samples)
         if sampled is not None:
             parts += [part.to(home, kind) for part in sampled.parts]
         if sensed.extra is not None:
             parts.append(sensed.extra.to(home))
         extra = 0 if sensed.extra is None else len(sensed.extra)
-        return Packed(torch.cat(parts), names, limits, sampled, extra, self._spare)
+        return PackedMeasurements(torch.cat(parts), names, limits, sampled, extra, self._spare)
 
-    def veto(self, sensed: Sensed, packed: Packed) -> Tensor:
+    def veto(self, sensed: DeviceMeasurements, packed: PackedMeasurements) -> Tensor:
         """1.0 where a flag will be set, 0.0 elsewhere, on the device."""
         values = packed.values[:2]
-        if sensed.found is not None:  # a norm that the scaler has found out about is not for us
-            found = sensed.found.to(values.device).view(1) > 0
+        if sensed.found_inf is not None:  # a norm that the scaler has found out about is not for us
+            found = sensed.found_inf.to(values.device).view(1) > 0
             values = torch.cat([values[:1], values[1:].masked_fill(found, -MOST)])
         low, high = self._edges_of(sensed, packed, values)
         # What is not what it is cut down to is too high, or not finite; NaN is never what it is.
         bad = torch.ne(torch.clamp(values, low, high), values, out=torch.empty_like(values, dtype=torch.float32))
         veto = torch.amax(bad)
-        if sensed.differs is not None:
-            veto = torch.maximum(veto, sensed.differs.to(veto.device, veto.dtype))
+        if sensed.grads_differ is not None:
+            veto = torch.maximum(veto, sensed.grads_differ.to(veto.device, veto.dtype))
         return veto
 
-    def _edges_of(self, sensed: Sensed, packed: Packed, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _edges_of(
+        self, sensed: DeviceMeasurements, packed: PackedMeasurements, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """What loss and norm may be at least, to be finite, and at most. Sent once, until the limits change."""
         agreed, _ = compared_with(sensed.limits)
         if agreed is not None:
@@ -193,7 +195,7 @@ class Packing:
         return self._edges[1]
 
 
-def compared_with(limits: Edges) -> tuple[tuple[Tensor, Tensor] | None, Known | None]:
+def compared_with(limits: MeasurementLimits) -> tuple[tuple[Tensor, Tensor] | None, Known | None]:
     """What ranks have agreed on, where the step ran; or what the host knows, as the device will compare with it."""
     loss, norm = limits
     if isinstance(loss, Tensor) and isinstance(norm, Tensor):

@@ -78,7 +78,7 @@ class _Sample:
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset())
 
 
-class Looked(NamedTuple):
+class UpdateSamples(NamedTuple):
     """What is to be measured at one step."""
 
     groups: list[list[list[Seen]]]
@@ -89,7 +89,7 @@ class Looked(NamedTuple):
     """the same for as long as all but the gradients is as it was"""
 
 
-class Sampled(NamedTuple):
+class UpdateSums(NamedTuple):
     """What was sampled at one step, on its way to the host."""
 
     parts: list[Tensor]
@@ -110,7 +110,7 @@ def size_of(sums: Sequence[float], elements: Sequence[Sequence[int]]) -> float |
 
 
 class UpdateSize:
-    """`look` once a step, or `shares` where several ranks sense, with the gradients unscaled and not yet clipped."""
+    """`sample` once a step, or `sum_of_squares` on several ranks, with the gradients unscaled and not yet clipped."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = optimizers
@@ -122,17 +122,17 @@ class UpdateSize:
         self._standing: _Standing | None = None
         self._made: tuple[list[Any], list[Any]] = [], []
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Param groups have changed: choose again."""
         self._chosen.clear()
         self._shapes.clear()
         self._standing, self._made = None, ([], [])
 
-    def look(self) -> Looked | None:
+    def sample(self) -> UpdateSamples | None:
         """What is to be measured now; None while no second moment is known."""
         standing = self._standing
         if standing is not None and (gradients := standing.gradients()) is not None:
-            return Looked(standing.groups, gradients, standing.made)
+            return UpdateSamples(standing.groups, gradients, standing.made)
         self._standing = None
         found = [(o, pairs) for n, o in enumerate(self._optimizers.all) if (pairs := self._of(n, o))]
         if not found:
@@ -145,10 +145,10 @@ class UpdateSize:
         states = [o.state for o, pairs in found for group in pairs for _ in group]
         if len(gradients) == sum(map(len, self._chosen.values())):  # one that is missing now may be there the next time
             self._standing = _Standing.of(groups, gradients, states, self._optimizers.all, self._made)
-        return Looked(groups, gradients, self._made)
+        return UpdateSamples(groups, gradients, self._made)
 
     @torch.no_grad()
-    def shares(self, home: torch.device) -> tuple[Tensor, float] | None:
+    def sum_of_squares(self, home: torch.device) -> tuple[Tensor, float] | None:
         """The sum of squares, on `home`, and of how many elements, of the first optimizer that has a second moment: the
         update size over several ranks is the root of the sums of both, divided. A rank that holds nothing of what is
         looked at gives zeros; None while no second moment is known, on any rank."""
@@ -179,7 +179,7 @@ class UpdateSize:
 
 class _Shape(NamedTuple):
     """How many parameters of an optimizer have state, which groups it has, and how many parameters are in each: which
-    ones, `forget` is told of."""
+    ones, `reset` is told of."""
 
     known: int
     groups: list[dict[str, Any]]
@@ -281,16 +281,16 @@ def _made_of(groups: Sequence[Sequence[Sequence[Seen]]], gradients: Sequence[Ten
 
 
 @torch.no_grad()
-def sense(looked: Looked) -> Sampled:
-    """Measure what `look` has found, by torch's own operations."""
+def sense(looked: UpdateSamples) -> UpdateSums:
+    """Measure what `sample` has found, by torch's own operations."""
     parts, gradients = [], iter(looked.gradients)
     for optimizer in looked.groups:
         for group in optimizer:
             parts.append(_sums_of(group, list(islice(gradients, len(group)))))
-    return Sampled(parts, elements_of(looked))
+    return UpdateSums(parts, elements_of(looked))
 
 
-def elements_of(looked: Looked) -> list[list[int]]:
+def elements_of(looked: UpdateSamples) -> list[list[int]]:
     return [[seen.v.numel() for group in optimizer for seen in group] for optimizer in looked.groups]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.core.checkpoints.recovery_history import Intervention
-from holdfast.runtime.state.schedule import Ramp
+from holdfast.runtime.state.schedule import LrRamp
 
 if TYPE_CHECKING:
     from holdfast.core.base.types import CutLR
@@ -29,11 +29,11 @@ def perform(
         step=run.step,
         factor=action.factor,
         ramp_steps=action.ramp_steps,
-        lr_from=scheduled * run.state.interventions.factor(),
+        lr_from=scheduled * run.state.interventions.lr_factor(),
         lr_to=scheduled * action.factor,
         reason=intervention.reason,
         intervention=intervention,
         part_of_rollback=part_of_rollback or None,
     )
-    run.state.interventions.ramp = Ramp(action.factor, action.ramp_steps)
-    run.state.interventions.turns += 1
+    run.state.interventions.lr_ramp = LrRamp(action.factor, action.ramp_steps)
+    run.state.interventions.applied += 1

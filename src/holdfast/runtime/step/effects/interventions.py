@@ -34,7 +34,7 @@ def with_rollback(run: Run, interventions: Sequence[Intervention]) -> None:
 
 def again(run: Run) -> None:
     """The run goes on from before an intervention of an earlier life: it is made again where it was made."""
-    for intervention in run.history.due(run.state.interventions.turns, run.step):
+    for intervention in run.history.due(run.state.interventions.applied, run.step):
         _perform(run, intervention, part_of_rollback=False, again=True)
 
 

@@ -28,6 +28,6 @@ def perform(
         intervention=intervention,
         part_of_rollback=part_of_rollback or None,
     )
-    run.state.interventions.clip = action.max_norm
-    run.state.interventions.clip_left = action.steps
-    run.state.interventions.turns += 1
+    run.state.interventions.tightened_clip = action.max_norm
+    run.state.interventions.clip_steps_left = action.steps
+    run.state.interventions.applied += 1

@@ -15,7 +15,7 @@ from benchmarks.detectors.course import Curve
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Severity, Signal
 from holdfast.core.detectors import build
-from holdfast.core.detectors.expected_shifts import Shifts
+from holdfast.core.detectors.expected_shifts import ExpectedShifts
 
 PALM_DISTANCE = 100
 """how far a costly alarm without an onset of its own goes back: PaLM's hundred steps"""
@@ -80,7 +80,7 @@ class Holdfast:
 
     def run(self, curve: Curve) -> list[Alarm]:
         detectors, declared, alarms = build(self.config), set(curve.shifts), []
-        shifts = Shifts(by_lr=True)
+        shifts = ExpectedShifts(by_lr=True)
         for at, signal in enumerate(signals(curve)):
             if shifts.observe(signal) is not None or at in declared:
                 for detector in detectors:

@@ -10,7 +10,7 @@ from builders import Memory, Scripted, only_policy, signal
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import Flag, Signal, Span
 from holdfast.core.decide.engine import Engine
-from holdfast.core.detectors.expected_shifts import Shifts
+from holdfast.core.detectors.expected_shifts import ExpectedShifts
 from holdfast.core.record.incidents import IncidentFiles
 
 HIGH, NAN = int(Flag.LOSS_HIGH), int(Flag.LOSS_NONFINITE)
@@ -21,9 +21,9 @@ def at(step: int, samples: int | None = 8, length: int | None = None, **more) ->
     return signal(step, samples=samples, length=length, **own)
 
 
-def said(sizes, shifts: Shifts | None = None, by: str = "samples") -> dict[int, str]:
+def said(sizes, shifts: ExpectedShifts | None = None, by: str = "samples") -> dict[int, str]:
     """The steps, from 1, at which a shift is seen, and why."""
-    shifts = shifts or Shifts()
+    shifts = shifts or ExpectedShifts()
     found = {n: shifts.observe(at(n, **{by: size})) for n, size in enumerate(sizes, 1)}
     return {n: why for n, why in found.items() if why is not None}
 
@@ -40,7 +40,7 @@ def test_another_sequence_length_is_seen_at_its_second_step():
 
 
 def test_both_at_once_are_one_shift():
-    shifts = Shifts()
+    shifts = ExpectedShifts()
     seen = [shifts.observe(at(n, 8 if n < 60 else 16, 128 if n < 60 else 64)) for n in range(1, 200)]
     assert [why for why in seen if why is not None] == ["the batch size went from 8 to 16 samples"]
 
@@ -75,7 +75,7 @@ def test_there_and_back_are_two_shifts():
 
 
 def test_same_data_served_again_is_no_second_step():
-    shifts = Shifts()
+    shifts = ExpectedShifts()
     assert said([8] * 60, shifts) == {}
     short = at(61, 3, flags=HIGH)
     assert [shifts.observe(short), shifts.observe(at(61, 3, data=short.data, attempt=2))] == [None, None]
@@ -83,7 +83,7 @@ def test_same_data_served_again_is_no_second_step():
 
 
 def test_steps_kept_back_for_a_high_loss_still_show_a_new_length():
-    shifts = Shifts()
+    shifts = ExpectedShifts()
     assert said([128] * 60, shifts, by="length") == {}
     assert shifts.observe(at(61, length=32, flags=HIGH)) is None
     assert shifts.observe(at(61, length=32, flags=HIGH, attempt=2, data=(Span(0, 1, 2),))) is not None
@@ -91,7 +91,7 @@ def test_steps_kept_back_for_a_high_loss_still_show_a_new_length():
 
 @pytest.mark.parametrize("more", [{"flags": NAN}, {"flags": int(Flag.GRAD_NONFINITE)}, {"overflow": True}])
 def test_steps_that_are_not_finite_show_nothing(more):
-    shifts = Shifts()
+    shifts = ExpectedShifts()
     assert said([8] * 60, shifts) == {}
     assert [shifts.observe(at(n, 16, **more)) for n in range(61, 90)] == [None] * 29
 

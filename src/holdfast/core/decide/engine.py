@@ -20,8 +20,8 @@ from holdfast.core.base.types import Finding, Incident, Kind, Outcome, Plan, Sev
 from holdfast.core.decide.policy import Policy
 from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
-from holdfast.core.detectors.base import Detector, Unlimited
-from holdfast.core.detectors.expected_shifts import Shifts
+from holdfast.core.detectors.base import Detector, LimitlessDetector
+from holdfast.core.detectors.expected_shifts import ExpectedShifts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal
 from holdfast.core.record.tally import Summary, Tally
@@ -57,12 +57,12 @@ class Engine:
         own = build(config.detect)
         self.detectors = [*own, *detectors]
         # A detector of the user's is asked before every step: when its limits move is its own affair.
-        self._limiting = [*(d for d in own if not isinstance(d, Unlimited)), *detectors]
+        self._limiting = [*(d for d in own if not isinstance(d, LimitlessDetector)), *detectors]
         names = [_SHIFTS, *(d.name for d in self.detectors)]
         if (twice := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {twice!r}, and their states would be mixed up; rename one")
         self._on_instability = on_instability or (lambda incident: None)
-        self._shifts = Shifts()
+        self._shifts = ExpectedShifts()
         self._tally = Tally()
         self._recent: deque[Signal] = deque(maxlen=_REMEMBERED)
         self._incident: Incident | None = None

@@ -1,4 +1,4 @@
-"""Detectors: one file each. Signal in, finding out; the same code online and over a log."""
+"""Detectors, one per file. They turn signals into findings, with the same code in a run and over a log."""
 
 from __future__ import annotations
 
@@ -19,40 +19,27 @@ from holdfast.core.detectors.three_sigma import ThreeSigma
 from holdfast.core.detectors.update_spike import UpdateSpike
 from holdfast.core.detectors.weight_norm import WeightNorm
 
+_PUBLISHED_RULES = {"curry-train": CurryTrain, "three-sigma": ThreeSigma, "monotone-200": Monotone}
+
 
 def build(config: DetectSection) -> list[Detector]:
-    """The detectors a configuration asks for, in the order they run."""
-    chosen: list[Detector] = []
+    """Return the detectors that a configuration asks for, in the order in which they run."""
+    detectors: list[Detector] = []
     if config.nonfinite:
-        chosen += [NonFinite(config), LossScale(config)]
-    chosen += _on_the_loss(config)
+        detectors += [NonFinite(config), LossScale(config)]
+    rule = _PUBLISHED_RULES.get(config.preset.removesuffix("-as-written"))
+    if rule is not None:  # it replaces the rules for the loss
+        detectors.append(rule(fixed=not config.preset.endswith("-as-written")))
+    else:
+        if config.loss_spike:
+            detectors.append(LossSpike(config))
+        if config.divergence:
+            detectors.append(Divergence(config))
     if config.grad_spike:
-        chosen.append(GradSpike(config))
+        detectors.append(GradSpike(config))
     if config.update_spike:
-        chosen.append(UpdateSpike(config))
+        detectors.append(UpdateSpike(config))
     if config.advisory:
-        chosen += [
-            Plateau(config),
-            LearningRate(config),
-            DuplicateBatch(config),
-            WeightNorm(config),
-            DeadRun(config),
-        ]
-    return chosen
-
-
-def _on_the_loss(config: DetectSection) -> list[Detector]:
-    mended = not config.preset.endswith("-as-written")
-    match config.preset.removesuffix("-as-written"):
-        case "curry-train":
-            return [CurryTrain(mended)]
-        case "three-sigma":
-            return [ThreeSigma(mended)]
-        case "monotone-200":
-            return [Monotone(mended)]
-    chosen: list[Detector] = []
-    if config.loss_spike:
-        chosen.append(LossSpike(config))
-    if config.divergence:
-        chosen.append(Divergence(config))
-    return chosen
+        advisory = (Plateau, LearningRate, DuplicateBatch, WeightNorm, DeadRun)
+        detectors += [detector(config) for detector in advisory]
+    return detectors

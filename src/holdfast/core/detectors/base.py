@@ -1,4 +1,4 @@
-"""What a detector is."""
+"""The interface of a detector."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from holdfast.core.base.types import Finding, Signal
 
 @runtime_checkable
 class Detector(Protocol):
-    """Looks at one settled step at a time, in order, O(1) each. Holds no clock and reads no file.
+    """Judges one settled step at a time, in order, in constant time. Uses no clock and reads no file.
 
-    `limits` is what the gate may use for the next step: it depends on signals already observed, never on that step.
-    `observe` is called once per settled attempt that was not a calibration overflow alone; `rebaseline` when an
-    expected shift was declared or recognised. `state_dict` is plain JSON-able data.
+    `limits` returns what the gate may use for the next step: it depends on observed signals, never on that step.
+    `observe` is called once per settled attempt, except for one that was only a loss-scale overflow. `rebaseline` is
+    called when an expected shift was declared or recognised. `state_dict` returns plain JSON data.
     """
 
     name: str
@@ -26,23 +26,24 @@ class Detector(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class Unlimited:
-    """A detector that sets no limit, ever: of those that ship, the engine does not ask it."""
+class LimitlessDetector:
+    """Base of the built-in detectors that never set a limit; the engine does not ask them for one."""
 
     def limits(self) -> dict[str, float]:
         return {}
 
 
 @runtime_checkable
-class Reader(Detector, Protocol):
-    """A detector that can vouch for several values of a log at once.
+class BlockDetector(Detector, Protocol):
+    """A detector that can take several values of a log at once.
 
-    `calm` takes in as many of the values, at most `stretch` of them, as it is certain to find nothing wrong with, and says
-    how many. `field` is the field of the signal they are of; `with_loss`: rows without a finite loss are not for it.
+    `absorb_normal` takes in the leading values that it is certain to find nothing wrong with, at most `max_block` of
+    them, and returns their number. `field` names the field of the signal. `needs_loss`: it ignores rows without a
+    finite loss.
     """
 
     field: str
-    with_loss: bool
-    stretch: int
+    needs_loss: bool
+    max_block: int
 
-    def calm(self, values: Sequence[float], steps: Sequence[float], /) -> int: ...
+    def absorb_normal(self, values: Sequence[float], steps: Sequence[float], /) -> int: ...

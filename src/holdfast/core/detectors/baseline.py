@@ -1,12 +1,12 @@
-"""The course of a noisy series: level, falling trend, scale and tail, robust to what it is there to find.
+"""The baseline of a noisy series: level, falling trend, scale and tail, robust to the outliers it must reveal.
 
-A Holt filter with Huberised updates. The trend may fall and never rises, so that a divergence is not learned as normal;
-a value far out moves it no more than one two deviations out; non-finite values never enter, nor those beyond all
-arithmetic, nor what its detector has found to be out. Once it has settled it takes values in blocks: the thresholds for
-a block come from what was before it, online and over a log alike.
+A Holt filter with Huberised updates. The trend may fall but never rises, so that a divergence is not learned as normal.
+A far value moves the baseline no more than one two deviations away. Values that are not finite, too large for the
+arithmetic, or rejected by the detector never enter. Once settled, the baseline updates in blocks: the thresholds for a
+block come from the values before it, in a run and over a log alike.
 
-The tail says how far out healthy values come: about their 99th percentile, in deviations. Losses whose single batches
-jump (heavy tails, two kinds of batches) so raise their own thresholds, and no others.
+The tail is about the 99th percentile of healthy values, in deviations. A loss whose single batches jump (heavy tails,
+two kinds of batches) thus raises its own thresholds.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-LEVEL, TREND, SCALE = 0.06, 0.004, 0.015
+LEVEL_GAIN, TREND_GAIN, SCALE_GAIN = 0.06, 0.004, 0.015
 NORMAL_TAIL = 2.33
-"""the 99th percentile of a normal distribution: where a tail begins, and what thresholds in deviations refer to"""
-_WIDEST_TAIL, _FIRST_TAIL = 60.0, 12.0
+"""the 99th percentile of a normal distribution: where a tail begins; thresholds in deviations refer to it"""
+_WIDEST_TAIL, _WIDEST_INITIAL_TAIL = 60.0, 12.0
 _TAIL_SHARE, _TAIL_RATE = 0.01, 0.05
 LARGEST = 1e150
-_DROPPED, _DAMPED = -1.5, 0.985
-_HABIT, _HABIT_KEPT, _SINGLE_TAIL = 2.5, 0.993, 4.5
-_DOUBT, _DOUBT_AFTER_SHIFT, _KIN_DOUBT = 10.0, 60.0, 5.0
-_KINSHIP, _KIN_EVERY, _KIN_BLOCK, _KIN_AT_FIRST = 0.06, 4, 16, 0.6
+_DROPPED_Z, _TREND_DAMPING = -1.5, 0.985
+_FREQUENT_OUTLIERS, _OUTLIER_RATE_DECAY, _SINGLE_OUTLIER_TAIL = 2.5, 0.993, 4.5
+_UNCERTAINTY, _UNCERTAINTY_AFTER_SHIFT, _AUTOCORRELATION_UNCERTAINTY = 10.0, 60.0, 5.0
+_AUTOCORRELATION_GAIN, _AUTOCORRELATION_EVERY, _AUTOCORRELATION_BLOCK, _INITIAL_AUTOCORRELATION_GAIN = 0.06, 4, 16, 0.6
 _FAR_BELOW = 5.0
-"""a value this far under the course says that the noise is wide, not that something is wrong"""
+"""a value this many deviations below the baseline shows that the noise is wide, not that something is wrong"""
 _BLOCK, _SETTLED = 16, 64
-_LOOK_BACK = 32
+_INITIAL_VALUES = 32
 
 
-class Course:
-    """Feed it healthy values with `update`; ask it for `expected`, `scale` and `reach(z)`.
+class Baseline:
+    """Learns from healthy values given to `update`; provides `expected`, `scale` and `threshold_distance(z)`.
 
     It is `ready` after `start` values. Before that it only collects them.
     """
@@ -42,228 +42,214 @@ class Course:
     def __init__(self, start: int, *, falling: bool = True) -> None:
         self._start = start
         self._falling = falling
-        self._waiting: list[float] = []
+        self._pending: list[float] = []
         self.count = 0
         self.level = 0.0
         self.trend = 0.0
         self.scale = 0.0
         self.tail = NORMAL_TAIL
         self._products: tuple[float, ...] = (0.0, 1.0, -0.5, 1.0)
-        """of neighbouring deviations and of each with itself; of neighbouring moves and of each with itself"""
+        """mean products: neighbouring deviations, squared deviations, neighbouring differences, squared differences"""
         self._sample: list[float] = []
-        self._kin = 0.0
+        self.autocorrelation = 0.0
+        """the correlation of neighbouring values, 0 to 1: if it is high, several in a row tell little more than one"""
         self._blocks = 0
-        self._near = True
-        self._low = False
-        self._habit = 0.0
-        """single outliers of late"""
-        self._doubt = _DOUBT
-        self._reaches: dict[float, float] = {}
-        """what `reach` has said since it last moved"""
+        self._last_was_near = True
+        self._last_was_far_below = False
+        self._outlier_rate = 0.0
+        """single outliers, each fading with the values after it"""
+        self._uncertainty = _UNCERTAINTY
 
     @property
     def ready(self) -> bool:
         return self.count >= self._start
 
     def expected(self, ahead: int = 1) -> float:
-        """What the next value should be, or the one `ahead` values from here."""
-        return self.level + self.trend * (len(self._waiting) + ahead)
+        """Return the value expected next, or `ahead` values from now."""
+        return self.level + self.trend * (len(self._pending) + ahead)
 
-    def z(self, value: float) -> float:
-        return self.ahead(value, 1)
+    def z(self, value: float, ahead: int = 1) -> float:
+        """Return how far a value would be from the expected one, `ahead` values from now, in deviations."""
+        return (value - (self.level + self.trend * (len(self._pending) + ahead))) / self.scale
 
-    def ahead(self, value: float, count: int) -> float:
-        """How far out a value would be `count` values from here, in deviations."""
-        return (value - (self.level + self.trend * (len(self._waiting) + count))) / self.scale
+    def threshold_distance(self, z: float) -> float:
+        """Return the distance above the baseline that counts as `z` normal deviations, given its tail.
 
-    def reach(self, z: float) -> float:
-        """The distance above the course that counts as `z` normal deviations, for a tail like this one's.
-
-        Early on the scale itself is uncertain, and everything reaches farther; more so where neighbours are alike and so
-        tell less, and after a shift, since the level may still be on its way.
+        Early on the scale itself is uncertain, and the distance is larger. The more neighbours correlate, the less each
+        value tells, and after a shift the level may still move: both add to the uncertainty.
         """
-        reach = self._reaches.get(z)
-        if reach is None:
-            doubt = self._doubt * (1.0 + _KIN_DOUBT * self._kin * self._kin) / max(1, self.count)
-            reach = self._reaches[z] = z * self.scale * (1.0 + doubt) * max(1.0, self.tail / NORMAL_TAIL)
-        return reach
+        correlation = self.autocorrelation
+        widening = 1.0 + _AUTOCORRELATION_UNCERTAINTY * correlation * correlation
+        uncertainty = self._uncertainty * widening / max(1, self.count)
+        return z * self.scale * (1.0 + uncertainty) * max(1.0, self.tail / NORMAL_TAIL)
 
-    def lowest(self, values: Sequence[float], under: float, kept: float, most: float) -> float:
-        """How far under the course these values go, remembered: `under`, fading by `kept` with each of them."""
+    def track_depth(self, values: Sequence[float], depth: float, decay: float, largest: float) -> float:
+        """Return how far below the baseline values have been: `depth`, decaying with each value, raised by lower ones."""
         level, trend, scale = self.level, self.trend, self.scale
-        for ahead, value in enumerate(values, len(self._waiting) + 1):
-            under *= kept
+        for ahead, value in enumerate(values, len(self._pending) + 1):
+            depth *= decay
             z = (value - (level + trend * ahead)) / scale
-            if -z > under:
-                under = min(-z, most)
-        return under
+            if -z > depth:
+                depth = min(-z, largest)
+        return depth
 
-    def kinship(self) -> float:
-        """The correlation of neighbouring values, 0 to 1: where it is high, several in a row say little more than one."""
-        return self._kin
+    def values_until_update(self) -> int:
+        return max(1, self._block_size() - len(self._pending))
 
-    def room(self) -> int:
-        """How many more values until it moves."""
-        return max(1, self._size() - len(self._waiting))
-
-    def _size(self) -> int:
+    def _block_size(self) -> int:
         return max(1, min(_BLOCK, self.count // _SETTLED))
 
     def update(self, value: float) -> None:
-        """Take in one value, unless it is not finite or beyond arithmetic."""
+        """Take in one value, unless it is not finite or too large for the arithmetic."""
         if not abs(value) < LARGEST:
             return
-        self._waiting.append(value)
+        self._pending.append(value)
         if self.count < self._start:
             self.count += 1
-            self._reaches.clear()
-            del self._waiting[:-_LOOK_BACK]
+            del self._pending[:-_INITIAL_VALUES]
             if self.ready:
-                self._begin()
-        elif len(self._waiting) >= self._size():
-            self._absorb()
+                self._initialize()
+        elif len(self._pending) >= self._block_size():
+            self._update_from_block()
 
     def extend(self, values: Sequence[float]) -> None:
-        """The same for several values at once, at most `room()` of them, all of them finite."""
-        self._waiting.extend(values)
-        if len(self._waiting) >= self._size():
-            self._absorb()
+        """Take in at most `values_until_update()` values at once, all of them finite."""
+        self._pending.extend(values)
+        if len(self._pending) >= self._block_size():
+            self._update_from_block()
 
-    def _absorb(self) -> None:
-        values, self._waiting = self._waiting, []
-        self._reaches.clear()
+    def _update_from_block(self) -> None:
+        values, self._pending = self._pending, []
         count, level, trend, scale, tail = len(values), self.level, self.trend, self.scale, self.tail
-        pull, spread, far, near, at = 0.0, 0.0, 0, self._near, level
-        below: list[float] = []
-        low = self._low
+        pull, spread, beyond_tail, near, expected = 0.0, 0.0, 0, self._last_was_near, level
+        depths: list[float] = []
+        far_below = self._last_was_far_below
         for value in values:
-            at += trend
-            z = (value - at) / scale
+            expected += trend
+            z = (value - expected) / scale
             if z > 2.0:
                 pull += 2.0
                 spread += z if z < 3.0 else 3.0
                 if z > tail:
-                    far += near  # several in a row are one excursion, not several signs of a heavy tail
+                    beyond_tail += near  # several in a row are one excursion, not several signs of a heavy tail
                     near = False
                     continue
             elif z < -2.0:
                 pull -= 2.0
                 spread += -z if z > -3.0 else 3.0
                 if z < -_FAR_BELOW:
-                    if not low:
-                        below.append(-z)
-                    low = True
+                    if not far_below:
+                        depths.append(-z)
+                    far_below = True
                     near = True
                     continue
             else:
                 pull += z
                 spread += z if z > 0.0 else -z
-            near, low = True, False
-        self._near, self._low = near, low
+            near, far_below = True, False
+        self._last_was_near, self._last_was_far_below = near, far_below
         self._blocks += 1
-        if count < _KIN_BLOCK or self._blocks % _KIN_EVERY == 0:
-            self._compare(values)
-        self._habit *= _HABIT_KEPT**count
-        self.tail = min(_WIDEST_TAIL, max(2.0, self.tail * math.exp(_TAIL_RATE * (far - _TAIL_SHARE * count))))
+        if count < _AUTOCORRELATION_BLOCK or self._blocks % _AUTOCORRELATION_EVERY == 0:
+            self._sample_autocorrelation(values)
+        self._outlier_rate *= _OUTLIER_RATE_DECAY**count
+        self.tail = min(_WIDEST_TAIL, max(2.0, self.tail * math.exp(_TAIL_RATE * (beyond_tail - _TAIL_SHARE * count))))
         mean = pull / count
-        dropped = count >= _BLOCK // 2 and mean < _DROPPED
-        if not dropped:
-            for z in below:
-                self.outlier(z)
-        if dropped:
-            # All far under it: the level has dropped (an epoch's border, an LR step). It is no trend.
+        if count >= _BLOCK // 2 and mean < _DROPPED_Z:
+            # All values are far below: the level has dropped (the end of an epoch, an LR step). It is not a trend.
             self.level = sum(values) / count - trend * (count + 1) / 2 + trend * count
+            spread = 0.8 * count  # the noise around the new level is what it was
         else:
-            gain = max(LEVEL, min(0.2, 8.0 / self.count))
+            for z in depths:
+                self.add_outlier(z)
+            gain = max(LEVEL_GAIN, min(0.2, 8.0 / self.count))
             self.level += trend * count + (1.0 - (1.0 - gain) ** count) * mean * scale
-            self.trend += max(TREND, min(0.02, 0.6 / self.count)) * pull * scale
-        # Where neighbours are alike, few of them say little about the scale.
-        rate = SCALE * (1.0 - 0.9 * self._kin * self._kin)
-        # A fall slows down, as losses do: held on to, an early trend would run far ahead of them.
-        self.trend *= _DAMPED**count
+            self.trend += max(TREND_GAIN, min(0.02, 0.6 / self.count)) * pull * scale
+        # If neighbours correlate, few values tell little about the scale.
+        rate = SCALE_GAIN * (1.0 - 0.9 * self.autocorrelation * self.autocorrelation)
+        # A loss falls ever more slowly: an early trend kept as it is would run far below it.
+        self.trend *= _TREND_DAMPING**count
         if self._falling and self.trend > 0.0:
             self.trend = 0.0
-        if dropped:
-            spread = 0.8 * count  # around the new level it is what it was
         self.scale = max(
-            scale * (1.0 + (1.0 - (1.0 - rate) ** count) * (spread / count / 0.8 - 1.0)), _floor(self.level)
+            scale * (1.0 + (1.0 - (1.0 - rate) ** count) * (spread / count / 0.8 - 1.0)), _smallest_scale(self.level)
         )
         self.count += count
 
-    def _compare(self, values: list[float]) -> None:
-        """How alike neighbours are, by every fourth block; short ones are joined first.
-
-        Between two estimates: that of the values takes a slow misfit of the course for kinship, and that of their moves
-        (independent values turn back by half) does not see it under a second, independent noise.
-        """
+    def _sample_autocorrelation(self, values: list[float]) -> None:
+        """Collect deviations until there are enough of them for an estimate."""
         level, trend, scale = self.level, self.trend, self.scale
-        far = ((v - level - trend * i) / scale for i, v in enumerate(values, 1))
-        self._sample.extend(-2.0 if z < -2.0 else 2.0 if z > 2.0 else z for z in far)
-        if len(self._sample) < _KIN_BLOCK:
+        deviations = ((v - level - trend * i) / scale for i, v in enumerate(values, 1))
+        self._sample.extend(-2.0 if z < -2.0 else 2.0 if z > 2.0 else z for z in deviations)
+        if len(self._sample) < _AUTOCORRELATION_BLOCK:
             return
-        held, self._sample = self._sample, []
-        self._kindred(held, min(0.25, max(_KINSHIP, len(held) / (self.count + _SETTLED))))
+        sample, self._sample = self._sample, []
+        gain = min(0.25, max(_AUTOCORRELATION_GAIN, len(sample) / (self.count + _SETTLED)))
+        self._update_autocorrelation(sample, gain)
 
-    def _kindred(self, held: list[float], weight: float) -> None:
-        """Move what is known of kinship towards what these deviations in a row say."""
-        moves = [b - a for a, b in pairwise(held)]
-        seen = (
-            sum(a * b for a, b in pairwise(held)) / len(moves),
-            max(1e-6, sum(a * a for a in held) / len(held)),
-            sum(a * b for a, b in pairwise(moves)) / (len(moves) - 1),
-            max(1e-6, sum(a * a for a in moves) / len(moves)),
-        )
-        self._products = tuple(p + weight * (q - p) for p, q in zip(self._products, seen, strict=True))
-        alike, squares, turns, squared_moves = self._products
-        self._kin = max(0.0, min(1.0, 0.5 * (alike / squares + 1.0 + 2.0 * turns / squared_moves)))
+    def _update_autocorrelation(self, deviations: list[float], gain: float) -> None:
+        """Move the estimate towards that of these consecutive deviations.
 
-    def outlier(self, z: float) -> None:
-        """A value `z` deviations out that came alone and left nothing behind: it belongs to the tail.
-
-        A single one moves it a little. Where they come again and again (batches of two kinds, a rare source of data) they
-        are what this series does, and the tail reaches out to them.
+        It is the mean of two. The one from the values mistakes a slow misfit of the baseline for correlation. The one
+        from their differences (which revert by half if values are independent) misses it under a second, independent
+        noise.
         """
-        self._habit += 1.0
-        self._reaches.clear()
-        if self._habit > _HABIT:
+        differences = [b - a for a, b in pairwise(deviations)]
+        products = (
+            sum(a * b for a, b in pairwise(deviations)) / len(differences),
+            max(1e-6, sum(a * a for a in deviations) / len(deviations)),
+            sum(a * b for a, b in pairwise(differences)) / (len(differences) - 1),
+            max(1e-6, sum(a * a for a in differences) / len(differences)),
+        )
+        self._products = tuple(p + gain * (q - p) for p, q in zip(self._products, products, strict=True))
+        neighbours, squares, reversions, squared_differences = self._products
+        estimate = 0.5 * (neighbours / squares + 1.0 + 2.0 * reversions / squared_differences)
+        self.autocorrelation = max(0.0, min(1.0, estimate))
+
+    def add_outlier(self, z: float) -> None:
+        """Widen the tail for a value `z` deviations away that came alone and left nothing behind.
+
+        A single one moves the tail a little. If outliers are frequent (two kinds of batches, a rare data source), they
+        are normal for this series, and the tail extends to them.
+        """
+        self._outlier_rate += 1.0
+        if self._outlier_rate > _FREQUENT_OUTLIERS:
             self.tail = min(_WIDEST_TAIL, max(self.tail, self.tail + 0.5 * (0.9 * z - self.tail)))
         else:
-            self.tail = max(self.tail, min(_SINGLE_TAIL, 0.5 * (self.tail + z / 2.0)))
+            self.tail = max(self.tail, min(_SINGLE_OUTLIER_TAIL, 0.5 * (self.tail + z / 2.0)))
 
-    def _begin(self) -> None:
-        """Level and trend from a Theil-Sen line through the last values, scale from what is left around it."""
-        recent, self._waiting = self._waiting, []
-        n = len(recent)
-        slopes = [(recent[j] - recent[i]) / (j - i) for i in range(n) for j in range(i + 1, n)]
+    def _initialize(self) -> None:
+        """Fit level and trend by a Theil-Sen line through the collected values, and the scale by the residuals."""
+        values, self._pending = self._pending, []
+        n = len(values)
+        slopes = [(values[j] - values[i]) / (j - i) for i in range(n) for j in range(i + 1, n)]
         slope = median(slopes) if slopes else 0.0
-        rest = [v - slope * i for i, v in enumerate(recent)]
-        middle = median(rest)
+        detrended = [v - slope * i for i, v in enumerate(values)]
+        middle = median(detrended)
         self.level = middle + slope * (n - 1)
         self.trend = min(0.0, slope) if self._falling else 0.0
-        far = sorted(abs(r - middle) for r in rest)
-        spread = 1.4826 * median(far)
-        # Few values: the median deviation alone may be far too small by chance. The farthest tenth may be spikes.
-        near = far[: n - n // 10]
-        deviation = math.sqrt(sum(r * r for r in near) / len(near))
-        self.scale = max(spread, 0.5 * deviation, _floor(self.level))
+        residuals = sorted(abs(v - middle) for v in detrended)
+        spread = 1.4826 * median(residuals)
+        # With few values the median residual may be far too small by chance. The largest tenth may be spikes.
+        smaller = residuals[: n - n // 10]
+        deviation = math.sqrt(sum(r * r for r in smaller) / len(smaller))
+        self.scale = max(spread, 0.5 * deviation, _smallest_scale(self.level))
         if n >= 8:
-            self._kindred([max(-2.0, min(2.0, (r - middle) / self.scale)) for r in rest], _KIN_AT_FIRST)
-        above = sorted((r - middle) / self.scale for r in rest)
-        seen = above[-3] if n >= 8 else 0.0
-        self.tail = min(_FIRST_TAIL, max(NORMAL_TAIL, 1.2 * seen))
+            clipped = [max(-2.0, min(2.0, (v - middle) / self.scale)) for v in detrended]
+            self._update_autocorrelation(clipped, _INITIAL_AUTOCORRELATION_GAIN)
+        third_largest = sorted((v - middle) / self.scale for v in detrended)[-3] if n >= 8 else 0.0
+        self.tail = min(_WIDEST_INITIAL_TAIL, max(NORMAL_TAIL, 1.2 * third_largest))
 
     def restart(self, start: int | None = None) -> None:
-        """Forget the course; learn it anew from the next `start` values."""
+        """Forget the baseline and learn it from the next `start` values; None: as many as the first time."""
         if start is not None:
-            self._start, self._doubt = start, _DOUBT_AFTER_SHIFT
-        self._waiting = []
+            self._start, self._uncertainty = start, _UNCERTAINTY_AFTER_SHIFT
+        self._pending = []
         self.count = 0
-        self._reaches.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "start": self._start,
-            "waiting": list(self._waiting),
+            "waiting": list(self._pending),
             "count": self.count,
             "level": self.level,
             "trend": self.trend,
@@ -271,25 +257,25 @@ class Course:
             "tail": self.tail,
             "products": list(self._products),
             "sample": list(self._sample),
-            "kin": self._kin,
+            "kin": self.autocorrelation,
             "blocks": self._blocks,
-            "near": self._near,
-            "low": self._low,
-            "habit": self._habit,
-            "doubt": self._doubt,
+            "near": self._last_was_near,
+            "low": self._last_was_far_below,
+            "habit": self._outlier_rate,
+            "doubt": self._uncertainty,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = state["start"]
-        self._reaches.clear()
-        self._waiting = list(state["waiting"])
+        self._pending = list(state["waiting"])
         self.count = state["count"]
         self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
         self.tail, self._products, self._sample = state["tail"], tuple(state["products"]), list(state["sample"])
-        self._kin, self._blocks, self._near = state["kin"], state["blocks"], state["near"]
-        self._habit, self._doubt, self._low = state["habit"], state["doubt"], state["low"]
+        self.autocorrelation, self._blocks, self._last_was_near = state["kin"], state["blocks"], state["near"]
+        self._outlier_rate, self._uncertainty = state["habit"], state["doubt"]
+        self._last_was_far_below = state["low"]
 
 
-def _floor(level: float) -> float:
-    """A constant series has no scale; without a floor the first change of one ulp would be infinitely far out."""
+def _smallest_scale(level: float) -> float:
+    """Return the floor of the scale: without one, the first change of a constant series would be infinitely far."""
     return 1e-3 * abs(level) + 1e-9

@@ -1,4 +1,4 @@
-"""The curry-train watchdog: the loss over 5 times the minimum of the last 1000 steps, for 100 steps running."""
+"""The curry-train watchdog: the loss is over 5 times the minimum of the last 1000 steps, for 100 steps in a row."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from statistics import median
 from typing import Any
 
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
 RATIO, SUSTAIN, HISTORY = 5.0, 100, 1000
-_BACK, _SKIP_BATCHES = 100, 200
-_FIRST = 100
+_STEPS_BACK, _SKIP_BATCHES = 100, 200
+_INITIAL_STEPS = 100
 
 
-class CurryTrain(Unlimited):
-    """As written: every loss enters the window, a NaN makes each comparison false, and once it fires it fires on.
+class CurryTrain(LimitlessDetector):
+    """Applies the rule as published, or with its defects fixed.
 
-    Mended: only finite losses enter; it fires once per excursion; it is usable from the first `_FIRST` steps; and a loss
-    that is back where it began counts too, because a collapse to uniform is less than 5 times any good loss.
+    As written: every loss enters the window, a NaN makes each comparison false, and it fires at every step of a spike.
+    Fixed: only finite losses enter; it fires once per excursion; it works after `_INITIAL_STEPS` steps; and a loss back
+    at its initial level counts too, because a collapse to uniform is less than 5 times any good loss.
     """
 
     name = "curry_train"
 
     def __init__(
-        self, mended: bool = True, ratio: float = RATIO, sustain: int = SUSTAIN, history: int = HISTORY
+        self, fixed: bool = True, ratio: float = RATIO, sustain: int = SUSTAIN, history: int = HISTORY
     ) -> None:
-        self._mended, self._ratio, self._sustain, self._history = mended, ratio, sustain, history
+        self._fixed, self._ratio, self._sustain, self._history = fixed, ratio, sustain, history
         self._recent: deque[float] = deque(maxlen=history)
         self._lowest: deque[tuple[int, float]] = deque()
-        """candidates for the minimum of the window, oldest first: the minimum in constant time"""
+        """(number, loss): candidates for the minimum of the window, oldest first; gives the minimum in constant time"""
         self._count = 0
-        self._first: list[float] = []
-        self._began: float | None = None
+        self._initial_losses: list[float] = []
+        self._initial_level: float | None = None
         self._start: int | None = None
-        self._said = False
+        self._reported = False
 
     def observe(self, signal: Signal) -> Finding | None:
-        return self._as_mended(signal) if self._mended else self._as_written(signal)
+        return self._observe_fixed(signal) if self._fixed else self._observe_as_written(signal)
 
-    def _as_written(self, signal: Signal) -> Finding | None:
+    def _observe_as_written(self, signal: Signal) -> Finding | None:
         self._recent.append(signal.loss)
         if len(self._recent) < self._history:
             return None
@@ -48,39 +49,40 @@ class CurryTrain(Unlimited):
         if not signal.loss > self._ratio * lowest:
             self._start = None
             return None
-        # `or`, as it stands in the recipe: a spike that starts at step 0 starts anew at every step.
+        # `or`, as published: a spike that starts at step 0 starts again at every step.
         self._start = self._start or signal.step
         return self._finding(signal, lowest) if signal.step - self._start >= self._sustain else None
 
-    def _as_mended(self, signal: Signal) -> Finding | None:
+    def _observe_fixed(self, signal: Signal) -> Finding | None:
         loss = signal.loss
         if not math.isfinite(loss) or signal.overflow or signal.flags:
             return None
-        lowest = self._minimum(loss)
-        if self._began is None or lowest <= 0:
+        lowest = self._window_minimum(loss)
+        if self._initial_level is None or lowest <= 0:
             return None
-        high = loss > self._ratio * lowest or (loss > self._began and self._began > 1.5 * lowest)
+        high = loss > self._ratio * lowest or (loss > self._initial_level and self._initial_level > 1.5 * lowest)
         if not high:
-            self._start, self._said = None, False
+            self._start, self._reported = None, False
             return None
         if self._start is None:
             self._start = signal.step
-        if self._said or signal.step - self._start < self._sustain:
+        if self._reported or signal.step - self._start < self._sustain:
             return None
-        self._said = True
+        self._reported = True
         return self._finding(signal, lowest)
 
-    def _minimum(self, loss: float) -> float:
+    def _window_minimum(self, loss: float) -> float:
         self._count += 1
         while self._lowest and self._lowest[-1][1] >= loss:
             self._lowest.pop()
         self._lowest.append((self._count, loss))
         if self._lowest[0][0] <= self._count - self._history:
             self._lowest.popleft()
-        if self._began is None:
-            self._first.append(loss)
-            if len(self._first) >= _FIRST:
-                self._began, self._first = median(self._first[: _FIRST // 10]), []
+        if self._initial_level is None:
+            self._initial_losses.append(loss)
+            if len(self._initial_losses) >= _INITIAL_STEPS:
+                self._initial_level = median(self._initial_losses[: _INITIAL_STEPS // 10])
+                self._initial_losses = []
         return self._lowest[0][1]
 
     def _finding(self, signal: Signal, lowest: float) -> Finding:
@@ -96,7 +98,7 @@ class CurryTrain(Unlimited):
                 "loss": signal.loss,
                 "lowest": lowest,
                 "ratio": _ratio(signal.loss, lowest),
-                "rollback_to_step": max(0, onset - _BACK),
+                "rollback_to_step": max(0, onset - _STEPS_BACK),
                 "skip_batches": _SKIP_BATCHES,
             },
         )
@@ -104,24 +106,24 @@ class CurryTrain(Unlimited):
     def rebaseline(self) -> None:
         self._recent.clear()
         self._lowest.clear()
-        self._first, self._began, self._start, self._said = [], None, None, False
+        self._initial_losses, self._initial_level, self._start, self._reported = [], None, None, False
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "recent": list(self._recent),
             "lowest": [list(pair) for pair in self._lowest],
             "count": self._count,
-            "first": list(self._first),
-            "began": self._began,
+            "first": list(self._initial_losses),
+            "began": self._initial_level,
             "start": self._start,
-            "said": self._said,
+            "said": self._reported,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._recent = deque(state["recent"], maxlen=self._history)
         self._lowest = deque((int(n), float(v)) for n, v in state["lowest"])
-        self._count, self._first = state["count"], list(state["first"])
-        self._began, self._start, self._said = state["began"], state["start"], state["said"]
+        self._count, self._initial_losses = state["count"], list(state["first"])
+        self._initial_level, self._start, self._reported = state["began"], state["start"], state["said"]
 
 
 def _ratio(loss: float, lowest: float) -> float | None:

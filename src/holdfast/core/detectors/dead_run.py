@@ -1,4 +1,4 @@
-"""A record that does not move: all zero, or the same number again and again. It looks perfect, and nothing is trained."""
+"""A loss and gradient norm that never change, or are all zero: the curve looks perfect, but nothing is trained."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
-_ZERO_FOR, _SAME_FOR = 32, 200
+_ZERO_RECORDS, _SAME_RECORDS = 32, 200
 
 
-class DeadRun(Unlimited):
-    """Loss and gradient norm both exactly zero, or both exactly the same as before, for a long time. On record, loudly.
+class DeadRun(LimitlessDetector):
+    """Reports loss and gradient norm that are both zero, or both exactly the same as before, for a long time.
 
-    Where no gradient norm is known the loss alone decides, after twice as long.
+    The finding is a note, logged as a warning. Without a gradient norm the loss alone decides, after twice as long.
     """
 
     name = "dead_run"
-    field, with_loss, stretch = "loss", True, 1024
+    field, needs_loss, max_block = "loss", True, 1024
 
     def __init__(self, config: DetectSection) -> None:
         del config
@@ -38,7 +38,7 @@ class DeadRun(Unlimited):
             return None
         self._count += 1
         zero = signal.loss == 0.0 and norm in (0.0, None)
-        enough = (_ZERO_FOR if zero else _SAME_FOR) * (1 if norm is not None else 2)
+        enough = (_ZERO_RECORDS if zero else _SAME_RECORDS) * (1 if norm is not None else 2)
         if self._count != enough:
             return None
         what = "zero" if zero else f"exactly {signal.loss!r}"
@@ -52,17 +52,20 @@ class DeadRun(Unlimited):
             evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "lr": signal.lr, "records": self._count},
         )
 
-    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these losses differ from the one before; the last is for `observe`, which knows the rest of it."""
-        before, calm = None if self._last is None else self._last[0], len(losses) - 1
+    def absorb_normal(self, losses: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in losses that differ from the one before, and return their number.
+
+        The last of them is for `observe`, which sees its gradient norm too.
+        """
+        previous, count = None if self._last is None else self._last[0], len(losses) - 1
         for i, loss in enumerate(losses):
-            if loss == before:
-                calm = i - 1
+            if loss == previous:
+                count = i - 1
                 break
-            before = loss
-        if calm > 0:
+            previous = loss
+        if count > 0:
             self._last = None
-        return max(0, calm)
+        return max(0, count)
 
     def rebaseline(self) -> None:
         self._last = None

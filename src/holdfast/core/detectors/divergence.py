@@ -1,8 +1,8 @@
-"""Silent divergence: the loss has left its best level for good, at whatever pace.
+"""Silent divergence: the loss rises above its best level and stays there, at whatever pace.
 
-Medians of blocks of steps, at three lengths; a length alarms when several of its blocks in a row lie above the best
-level it has had by more than blocks differ by chance. Medians do not see single outliers, and blocks know their own
-noise, however correlated the steps are.
+The detector takes medians of blocks of steps, at three lengths. A length raises the alarm when several of its blocks in
+a row are above its best level by more than blocks differ by chance. Medians ignore single outliers, and the spread
+between blocks includes the correlation between steps.
 """
 
 from __future__ import annotations
@@ -15,48 +15,52 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 
 _BLOCK = 16
 _LENGTHS = ((1, 3), (4, 3), (16, 2))
-"""blocks joined into one, and how many such in a row are enough"""
-_KNOWN = 4
-_SIXTH = 1.38 * math.sqrt(2.0)
-"""a sixth of the distances between two normal values is larger than this many deviations"""
-_EARLY = 1000
-_FORGIVEN = 1.5
-_REMEMBERED = 15
+"""blocks joined into one, and how many of those in a row raise the alarm"""
+_ENOUGH_DIFFERENCES = 4
+_SIXTH_LARGEST = 1.38 * math.sqrt(2.0)
+"""one sixth of the differences between two normal values exceed this many deviations"""
+_EARLY_STEPS = 1000
+_RECOVERED_RISE_FACTOR = 1.5
+_RECENT_MEDIANS = 15
 
 
-class _Scale:
-    """One length: its recent medians, the spread between neighbours, the best level, and how many in a row are above."""
+class _BlockLength:
+    """Holds the state of one block length: recent medians, the best level, and the number of blocks in a row above it."""
 
     def __init__(self, joined: int, enough: int) -> None:
         self.joined, self.enough = joined, enough
-        self.part: list[float] = []
-        self.recent: deque[float] = deque(maxlen=_REMEMBERED)
+        self.partial: list[float] = []
+        self.recent: deque[float] = deque(maxlen=_RECENT_MEDIANS)
         self.best: float | None = None
         self.best_at = 0
         self.better = False
-        """whether the last block made a new best level"""
+        """whether the last block set a new best level"""
         self.rise = 0.0
-        self.forgiven = 0.0
-        """the largest rise so far that ended in a new best level: the staircase of epochs, a bump on the way"""
+        self.recovered_rise = 0.0
+        """the largest rise that ended in a new best level: the staircase of epochs, or a bump"""
         self.above = 0
         self.onset = 0
 
     def spread(self) -> float:
-        """How far neighbouring medians differ by chance."""
-        apart = sorted(abs(b - a) for a, b in pairwise(self.recent))
-        return apart[-1 - len(apart) // 6] / _SIXTH if len(apart) >= _KNOWN else math.inf
+        """Return how far neighbouring medians differ by chance."""
+        differences = sorted(abs(b - a) for a, b in pairwise(self.recent))
+        if len(differences) < _ENOUGH_DIFFERENCES:
+            return math.inf
+        return differences[-1 - len(differences) // 6] / _SIXTH_LARGEST
 
-    def take(self, middle: float, signal: Signal, begin: int, z: float, rise: float) -> tuple[float, float] | None:
-        """One more block; where enough of them are above it: the best level and the limit."""
+    def add_median(
+        self, middle: float, signal: Signal, begin: int, z: float, rise: float
+    ) -> tuple[float, float] | None:
+        """Add the median of a block. Return the best level and the limit if enough blocks in a row are above it."""
         limit, self.better = math.inf, False
         if self.best is not None:
             self.rise = max(self.rise, middle - self.best)
-            limit = self.best + max(rise * abs(self.best), _FORGIVEN * self.forgiven)
+            limit = self.best + max(rise * abs(self.best), _RECOVERED_RISE_FACTOR * self.recovered_rise)
             if middle > limit:
                 limit = max(limit, self.best + z * self.spread())
         if middle > limit:
@@ -64,34 +68,49 @@ class _Scale:
             if self.above == 0:
                 self.onset = begin
             self.above += 1
-            # What may be a divergence is not learned from.
+            # Blocks that may be a divergence do not enter the spread.
             return (self.best, limit) if self.above >= self.enough else None
         self.above = 0
         self.recent.append(middle)
-        smooth = middle_of(list(self.recent)[-3:])
+        smooth = median_of(list(self.recent)[-3:])
         if len(self.recent) >= 2 and (self.best is None or smooth < self.best):
-            self.forgiven, self.rise = max(0.9 * self.forgiven, self.rise), 0.0
+            self.recovered_rise, self.rise = max(0.9 * self.recovered_rise, self.rise), 0.0
             self.best, self.best_at, self.better = smooth, signal.step, True
         return None
 
     def forget(self) -> None:
         self.recent.clear()
-        self.part.clear()
+        self.partial.clear()
         self.best, self.rise, self.above = None, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.__dict__, "part": list(self.part), "recent": list(self.recent)}
+        return {
+            "joined": self.joined,
+            "enough": self.enough,
+            "part": list(self.partial),
+            "recent": list(self.recent),
+            "best": self.best,
+            "best_at": self.best_at,
+            "better": self.better,
+            "rise": self.rise,
+            "forgiven": self.recovered_rise,
+            "above": self.above,
+            "onset": self.onset,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.part, self.recent = list(state["part"]), deque(state["recent"], maxlen=_REMEMBERED)
+        self.joined, self.enough, self.partial = state["joined"], state["enough"], list(state["part"])
+        self.recent = deque(state["recent"], maxlen=_RECENT_MEDIANS)
+        self.best, self.best_at, self.better = state["best"], state["best_at"], state["better"]
+        self.rise, self.recovered_rise = state["rise"], state["forgiven"]
+        self.above, self.onset = state["above"], state["onset"]
 
 
-class Divergence(Unlimited):
-    """Asks for a rollback, once; then it waits for a new best level, or a declared shift."""
+class Divergence(LimitlessDetector):
+    """Asks for a rollback once, then waits for a new best level or an expected shift."""
 
     name = "divergence"
-    field, with_loss, stretch = "loss", True, _BLOCK
+    field, needs_loss, max_block = "loss", True, _BLOCK
 
     def __init__(self, config: DetectSection) -> None:
         self._config = config
@@ -102,12 +121,12 @@ class Divergence(Unlimited):
         self._begin = 0
         self._count = 0
         self._negative = False
-        self._said = False
-        self._peaks = (0.0, 0.0)
-        """the highest learning rate before the last fall, and of all"""
-        self._trough, self._lr, self._rising = math.inf, 0.0, False
-        """the lowest learning rate since it was last at its peak; the last one; whether it has risen since the one before"""
-        self._scales = [_Scale(*length) for length in _LENGTHS]
+        self._reported = False
+        self._lr_peaks = (0.0, 0.0)
+        """the highest learning rate before the last fall, and overall"""
+        self._lr_trough, self._lr, self._lr_rising = math.inf, 0.0, False
+        """the lowest learning rate since its last peak; the last one; whether that was a rise"""
+        self._lengths = [_BlockLength(*length) for length in _LENGTHS]
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss
@@ -118,77 +137,77 @@ class Divergence(Unlimited):
         self._block.append(loss)
         if len(self._block) < _BLOCK:
             return None
-        return self._closed(signal)
+        return self._close_block(signal)
 
-    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these losses only fill the block; its last is for `observe`."""
-        some = losses[: _BLOCK - 1 - len(self._block)]
-        if not some or 0.0 in some:
+    def absorb_normal(self, losses: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in the losses that only fill the block, and return their number; its last loss is for `observe`."""
+        filling = losses[: _BLOCK - 1 - len(self._block)]
+        if not filling or 0.0 in filling:
             return 0
         if not self._block:
             self._begin = int(steps[0])
-        self._block.extend(some)
-        return len(some)
+        self._block.extend(filling)
+        return len(filling)
 
-    def _closed(self, signal: Signal) -> Finding | None:
+    def _close_block(self, signal: Signal) -> Finding | None:
         block, self._block = self._block, []
         self._count += 1
         if signal.lr is not None and math.isfinite(signal.lr):
-            self._follow(signal.lr)
+            self._track_lr(signal.lr)
         self._negative = self._negative or min(block) < 0
-        middle = middle_of(block)
+        middle = median_of(block)
         if self._count * _BLOCK <= self._config.warmup_steps:
             return None
-        found = None
-        # Early on a loss may still rise before it falls (warm-up, a contrastive loss): it takes more to be sure.
-        rise = self._config.divergence_rise * max(1.0, _EARLY / (self._count * _BLOCK))
-        if self._expected():
-            for scale in self._scales:
-                scale.forget()
-        for scale in self._scales:
-            scale.part.append(middle)
-            if len(scale.part) < scale.joined:
+        finding = None
+        # Early on a loss may still rise before it falls (warm-up, a contrastive loss), so the limit is higher.
+        rise = self._config.divergence_rise * max(1.0, _EARLY_STEPS / (self._count * _BLOCK))
+        if self._lr_returns():
+            for length in self._lengths:
+                length.forget()
+        for length in self._lengths:
+            length.partial.append(middle)
+            if len(length.partial) < length.joined:
                 continue
-            joined, scale.part = middle_of(scale.part), []
-            begin = self._begin - (scale.joined - 1) * _BLOCK
-            over = scale.take(joined, signal, begin, self._config.divergence_z, rise)
-            if over is not None and found is None:
-                found = self._finding(signal, scale, joined, *over)
-        if any(scale.better for scale in self._scales) and all(scale.above == 0 for scale in self._scales):
-            self._said = False
-        return found
+            joined, length.partial = median_of(length.partial), []
+            begin = self._begin - (length.joined - 1) * _BLOCK
+            over = length.add_median(joined, signal, begin, self._config.divergence_z, rise)
+            if over is not None and finding is None:
+                finding = self._finding(signal, length, joined, *over)
+        if any(length.better for length in self._lengths) and all(length.above == 0 for length in self._lengths):
+            self._reported = False
+        return finding
 
-    def _follow(self, lr: float) -> None:
-        before, highest = self._peaks
-        self._peaks = (highest, highest) if lr < highest else (before, lr)
-        self._rising, self._lr = lr > self._lr, lr
-        self._trough = lr if lr >= 0.98 * self._peaks[0] and not self._rising else min(self._trough, lr)
+    def _track_lr(self, lr: float) -> None:
+        before, highest = self._lr_peaks
+        self._lr_peaks = (highest, highest) if lr < highest else (before, lr)
+        self._lr_rising, self._lr = lr > self._lr, lr
+        self._lr_trough = lr if lr >= 0.98 * self._lr_peaks[0] and not self._lr_rising else min(self._lr_trough, lr)
 
-    def _expected(self) -> bool:
-        """Whether the learning rate is on its way back to where it has been: a cycle, and the loss rises with it."""
-        return self._rising and LR_JUMP * self._trough < self._lr <= 1.02 * self._peaks[0]
+    def _lr_returns(self) -> bool:
+        """Return whether the learning rate climbs back to an earlier level: in such a cycle the loss rises with it."""
+        return self._lr_rising and LR_JUMP * self._lr_trough < self._lr <= 1.02 * self._lr_peaks[0]
 
-    def _finding(self, signal: Signal, scale: _Scale, level: float, best: float, limit: float) -> Finding | None:
-        if self._said:
+    def _finding(self, signal: Signal, length: _BlockLength, level: float, best: float, limit: float) -> Finding | None:
+        if self._reported:
             return None
-        self._said = True
-        length = scale.joined * _BLOCK
+        self._reported = True
+        steps = length.joined * _BLOCK
         return Finding(
             kind=Kind.DIVERGENCE,
-            # A loss that goes below zero (a reward, a bound) may rise and mean no harm.
+            # A loss below zero (a reward, a bound) may rise without harm.
             severity=Severity.NOTE if self._negative else Severity.ROLLBACK,
             step=signal.step,
-            onset=scale.onset,
+            onset=length.onset,
             detector=self.name,
-            message=f"the loss has left its best level {best:.6g} for {level:.6g} over {scale.above * length} steps",
+            message=f"the loss has risen from its best level {best:.6g} to {level:.6g} over {length.above * steps} steps",
             evidence={
                 "level": level,
                 "best": best,
-                "best_at": scale.best_at,
+                "best_at": length.best_at,
                 "limit": limit,
-                "block_steps": length,
-                "blocks_above": scale.above,
-                "spread": scale.spread(),
+                "block_steps": steps,
+                "blocks_above": length.above,
+                "spread": length.spread(),
                 "grad_norm": signal.grad_norm,
                 "lr": signal.lr,
             },
@@ -204,22 +223,22 @@ class Divergence(Unlimited):
             "begin": self._begin,
             "count": self._count,
             "negative": self._negative,
-            "peaks": list(self._peaks),
-            "lr": [self._trough if math.isfinite(self._trough) else None, self._lr, self._rising],
-            "said": self._said,
-            "scales": [s.state_dict() for s in self._scales],
+            "peaks": list(self._lr_peaks),
+            "lr": [self._lr_trough if math.isfinite(self._lr_trough) else None, self._lr, self._lr_rising],
+            "said": self._reported,
+            "scales": [length.state_dict() for length in self._lengths],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._block, self._begin, self._count = list(state["block"]), state["begin"], state["count"]
-        self._negative, self._said, self._peaks = state["negative"], state["said"], tuple(state["peaks"])
-        trough, self._lr, self._rising = state["lr"]
-        self._trough = math.inf if trough is None else trough
-        for scale, saved in zip(self._scales, state["scales"], strict=True):
-            scale.load_state_dict(saved)
+        self._negative, self._reported, self._lr_peaks = state["negative"], state["said"], tuple(state["peaks"])
+        trough, self._lr, self._lr_rising = state["lr"]
+        self._lr_trough = math.inf if trough is None else trough
+        for length, saved in zip(self._lengths, state["scales"], strict=True):
+            length.load_state_dict(saved)
 
 
-def middle_of(values: list[float]) -> float:
-    """The median of a few."""
+def median_of(values: list[float]) -> float:
+    """Return the median of a short list, faster than statistics.median."""
     ranked, half = sorted(values), len(values) // 2
     return ranked[half] if len(ranked) % 2 else 0.5 * (ranked[half - 1] + ranked[half])

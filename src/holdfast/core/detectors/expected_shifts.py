@@ -1,7 +1,7 @@
-"""Expected shifts that nobody has to declare: what changed in the step itself, not in how it went.
+"""Expected shifts that the user need not declare: a change of the step itself, not of its result.
 
-Another batch size, another sequence length, or a learning rate that returns to where it has been: the loss may change
-level, and the detectors are to learn the new one. Non-finite and gross alarms are never muted.
+With another batch size, another sequence length, or a learning rate back at an earlier level, the loss may change its
+level. The detectors then learn the new one. Non-finite and gross alarms are never muted.
 """
 
 from __future__ import annotations
@@ -12,52 +12,56 @@ from typing import Any
 from holdfast.core.base.types import Flag, Signal, Span
 
 LR_JUMP = 1.5
-_STEADY = 50
-_BACK_AT_PEAK = 1.05
+_STEADY_STEPS = 50
+_AT_PEAK = 1.05
 _NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
-class _Steady:
-    """A number that has stood still. It has changed when it stands still at another value for two steps running."""
+class _SteadyValue:
+    """Tracks a number that is usually constant. It has changed after two steps in a row at another value."""
 
     def __init__(self) -> None:
         self.value: float | None = None
         self.count = 0
         self.other: float | None = None
 
-    def changed(self, value: float | None) -> tuple[float, float] | None:
+    def update(self, value: float | None) -> tuple[float, float] | None:
+        """Return the old and the new value if the number has changed."""
         if value is None:
             return None
         if value == self.value:
             self.count += 1
             self.other = None
             return None
-        if self.value is not None and self.count >= _STEADY and value != self.other:
-            self.other = value  # the short batch at the end of an epoch looks like this
+        if self.value is not None and self.count >= _STEADY_STEPS and value != self.other:
+            self.other = value  # the short batch at the end of an epoch differs once only
             return None
-        before, steady = self.value, self.count >= _STEADY
+        before, steady = self.value, self.count >= _STEADY_STEPS
         self.value, self.count, self.other = value, 1, None
         return (before, value) if steady and before is not None else None
 
 
-class Shifts:
-    """`observe` each signal before the detectors do; the reason for a shift, or None.
+class ExpectedShifts:
+    """Recognises expected shifts; `observe` each signal before the detectors do.
 
-    `by_lr`: over a log, a jump of the learning rate back to where it has been is a restart of its schedule. Online the
-    scheduler itself says so, and a jump it did not make is not to be trusted.
+    `by_lr`: over a log, a jump of the learning rate back to an earlier level is a restart of its schedule. In a run the
+    guard asks the scheduler instead, and does not trust a jump that the scheduler did not make.
     """
 
     def __init__(self, *, by_lr: bool = False) -> None:
         self._by_lr = by_lr
-        self._batch = _Steady()
-        self._length = _Steady()
+        self._batch = _SteadyValue()
+        self._length = _SteadyValue()
         self._lr: float | None = None
         self._peak = 0.0
         self._data: tuple[Span, ...] = ()
 
     def observe(self, signal: Signal) -> str | None:
-        """A step kept back for a high loss counts: another length may be what raised it. One that overflowed or is not
-        finite does not, nor does the same data served again."""
+        """Return the reason for a shift, or None.
+
+        A step vetoed for a high loss counts, since another length may be the cause. A step that overflowed or is not
+        finite does not count, nor does a replay of the same data.
+        """
         if signal.overflow or signal.flags & _NONFINITE:
             return None
         if signal.data and signal.data == self._data:
@@ -68,19 +72,19 @@ class Shifts:
         return by_batch or by_length or by_lr
 
     def batch(self, size: float | None) -> str | None:
-        moved = self._batch.changed(size)
-        return None if moved is None else f"the batch size went from {moved[0]:g} to {moved[1]:g} samples"
+        change = self._batch.update(size)
+        return None if change is None else f"the batch size went from {change[0]:g} to {change[1]:g} samples"
 
     def length(self, length: float | None) -> str | None:
-        moved = self._length.changed(length)
-        return None if moved is None else f"the sequence length went from {moved[0]:g} to {moved[1]:g}"
+        change = self._length.update(length)
+        return None if change is None else f"the sequence length went from {change[0]:g} to {change[1]:g}"
 
     def lr(self, lr: float | None) -> str | None:
         if lr is None or not math.isfinite(lr):
             return None
         last, peak = self._lr, self._peak
         self._lr, self._peak = lr, max(peak, lr)
-        if last is None or not LR_JUMP * last < lr <= _BACK_AT_PEAK * peak:
+        if last is None or not LR_JUMP * last < lr <= _AT_PEAK * peak:
             return None
         return f"the learning rate went from {last:.4g} back to {lr:.4g}"
 

@@ -1,4 +1,4 @@
-"""A gradient norm far above its own recent course. Gradients lead the loss, so this only ever asks for a skip."""
+"""A gradient norm far above its baseline. Gradients rise before the loss does, so the finding only asks for a skip."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class GradSpike(LogSpike):
     kind = Kind.GRAD_SPIKE
     what = "gradient norm"
     severity = Severity.SKIP
-    vetoes = "grad_norm"
+    limit_name = "grad_norm"
 
     def __init__(self, config: DetectSection) -> None:
         super().__init__(config.warmup_steps, config.grad_z, config.grad_ratio)

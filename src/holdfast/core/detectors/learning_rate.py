@@ -1,4 +1,4 @@
-"""A learning rate that jumps where the schedule had been smooth, or stops in the middle of its decay. On record only."""
+"""A learning rate that jumps out of a smooth schedule, or stops in the middle of its decay. The finding is a note."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 
-_DECAYED, _STOPPED = 50, 200
+_DECAY_RECORDS, _FROZEN_RECORDS = 50, 200
 _STILL_HIGH = 0.2
-_ZERO_FOR = 50
+_ZERO_RECORDS = 50
 
 
-class LearningRate(Unlimited):
-    """Jump: more than `LR_JUMP` times the rate of the record before, once the rate has been steady or smooth.
+class LearningRate(LimitlessDetector):
+    """Reports a jump and a frozen rate.
 
-    Frozen: it fell at nearly every record for a while, and then has not moved at all, well above its end; or it is zero.
+    Jump: more than `LR_JUMP` times the rate of the previous record, after a steady or smooth stretch. Frozen: the rate
+    fell at nearly every record for a while and then stopped well above zero; or it stays zero.
     """
 
     name = "learning_rate"
-    field, with_loss, stretch = "lr", False, 1024
+    field, needs_loss, max_block = "lr", False, 1024
 
     def __init__(self, config: DetectSection) -> None:
         del config
         self._last: float | None = None
         self._peak = 0.0
-        self._smooth = 0
+        self._smooth_records = 0
         self._falls = 0
-        self._still = 0
+        self._still_records = 0
         self._since = 0
-        self._said = False
+        self._reported = False
 
     def observe(self, signal: Signal) -> Finding | None:
         lr, last = signal.lr, self._last
@@ -44,21 +45,21 @@ class LearningRate(Unlimited):
             self._peak = max(self._peak, lr)
             return None
         peak, self._peak = self._peak, max(self._peak, lr)
-        if last > 0 and lr > LR_JUMP * last and self._smooth >= _ZERO_FOR:
-            self._smooth = self._falls = self._still = 0
+        if last > 0 and lr > LR_JUMP * last and self._smooth_records >= _ZERO_RECORDS:
+            self._smooth_records = self._falls = self._still_records = 0
             return self._jump(signal, last, lr, peak)
-        self._smooth = self._smooth + 1 if last == 0 or lr <= 1.05 * last else 0
+        self._smooth_records = self._smooth_records + 1 if last == 0 or lr <= 1.05 * last else 0
         if lr != last:
             self._falls = self._falls + 1 if lr < last else 0
-            self._still, self._said = 0, False
+            self._still_records, self._reported = 0, False
             return None
-        if self._still == 0:
+        if self._still_records == 0:
             self._since = signal.step
-        self._still += 1
+        self._still_records += 1
         return self._frozen(signal, lr)
 
-    def calm(self, rates: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these rates, in a row from here, are certain to be found nothing wrong with; they are taken in."""
+    def absorb_normal(self, rates: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in the leading rates that `observe` would find nothing wrong with, and return their number."""
         last = self._last
         if last is None:
             return 0
@@ -66,39 +67,41 @@ class LearningRate(Unlimited):
             if (
                 lr < 0
                 or (last > 0 and lr > LR_JUMP * last)
-                or (lr == last and (self._still == 0 or self._may_freeze(lr)))
+                or (lr == last and (self._still_records == 0 or self._may_freeze(lr)))
             ):
                 return i
-            self._smooth = self._smooth + 1 if last == 0 or lr <= 1.05 * last else 0
+            self._smooth_records = self._smooth_records + 1 if last == 0 or lr <= 1.05 * last else 0
             if lr == last:
-                self._still += 1
+                self._still_records += 1
             else:
                 self._falls = self._falls + 1 if lr < last else 0
-                self._still, self._said = 0, False
+                self._still_records, self._reported = 0, False
             self._peak = max(self._peak, lr)
             self._last = last = lr
         return len(rates)
 
     def _may_freeze(self, lr: float) -> bool:
-        return not self._said and (lr == 0.0 or self._falls >= _DECAYED)
+        return not self._reported and (lr == 0.0 or self._falls >= _DECAY_RECORDS)
 
     def _jump(self, signal: Signal, last: float, lr: float, peak: float) -> Finding:
-        back = lr <= 1.05 * peak
-        told = "back towards its peak, as a restart of the schedule would" if back else "above anything before"
+        is_restart = lr <= 1.05 * peak
+        where = "back towards its peak, as in a restart of the schedule" if is_restart else "above any earlier rate"
         return self._finding(
             signal,
             Kind.LR_JUMP,
             signal.step,
-            f"the learning rate went from {last:.4g} to {lr:.4g} in one step, {told}",
-            {"lr": lr, "before": last, "ratio": lr / last, "peak": peak, "restart": back},
+            f"the learning rate went from {last:.4g} to {lr:.4g} in one step, {where}",
+            {"lr": lr, "before": last, "ratio": lr / last, "peak": peak, "restart": is_restart},
         )
 
     def _frozen(self, signal: Signal, lr: float) -> Finding | None:
-        zero = lr == 0.0 and self._still >= _ZERO_FOR and self._peak > 0
-        stopped = self._falls >= _DECAYED and self._still >= _STOPPED and lr > _STILL_HIGH * self._peak
-        if self._said or not (zero or stopped):
+        zero = lr == 0.0 and self._still_records >= _ZERO_RECORDS and self._peak > 0
+        stopped = (
+            self._falls >= _DECAY_RECORDS and self._still_records >= _FROZEN_RECORDS and lr > _STILL_HIGH * self._peak
+        )
+        if self._reported or not (zero or stopped):
             return None
-        self._said = True
+        self._reported = True
         how = "has been zero" if zero else f"stopped at {lr:.4g} in the middle of its decay"
         message = f"the learning rate {how} since step {self._since}"
         return self._finding(signal, Kind.LR_FROZEN, self._since, message, {"lr": lr, "peak": self._peak})
@@ -115,11 +118,21 @@ class LearningRate(Unlimited):
         )
 
     def rebaseline(self) -> None:
-        """A declared shift may move the rate: the next record is the first."""
-        self._last, self._smooth = None, 0
+        """Start over at the next record: an expected shift may move the rate."""
+        self._last, self._smooth_records = None, 0
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        return {
+            "_last": self._last,
+            "_peak": self._peak,
+            "_smooth": self._smooth_records,
+            "_falls": self._falls,
+            "_still": self._still_records,
+            "_since": self._since,
+            "_said": self._reported,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self._last, self._peak, self._smooth_records = state["_last"], state["_peak"], state["_smooth"]
+        self._falls, self._still_records = state["_falls"], state["_still"]
+        self._since, self._reported = state["_since"], state["_said"]

@@ -1,4 +1,4 @@
-"""A positive quantity far above its own recent course. It is followed in its logarithm, whose noise is even."""
+"""A positive quantity far above its baseline, which is that of its logarithm: its noise has an even scale."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.base.types import Finding, Flag, Severity, Signal
-from holdfast.core.detectors.baseline import Course
+from holdfast.core.detectors.baseline import Baseline
 
 _REBASELINE = 24
-_ACCEPT_AFTER = 8
+_ACCEPTED_STEPS = 8
 _GROSS_RATIO = 100.0
 _GROSS_RISE = math.log(_GROSS_RATIO)
 _LOSS_HIGH, _GRAD_HIGH = int(Flag.LOSS_HIGH), int(Flag.GRAD_HIGH)
-_ALONE = 2
+_SINGLE_STEPS = 2
 
 
 class LogSpike:
-    """`z` deviations of the logarithm and `ratio` times the course: both. However wide its noise, a hundred times is out.
+    """Reports a value `z` deviations of the logarithm and `ratio` times above the baseline, or a hundred times above it.
 
-    `_ACCEPT_AFTER` high values in a row under a loss on its course are a new level, not a spike: it is accepted, on
-    record, rather than vetoing every step from there on. While it learns a new course, only a gross rise counts.
+    `_ACCEPTED_STEPS` high values in a row under a normal loss are a new level, not a spike: the level is accepted with a
+    finding, rather than vetoing every later step. While a new baseline is learned, only a gross rise counts.
     """
 
     name: str
@@ -29,32 +29,32 @@ class LogSpike:
     kind: str
     what: str
     severity: Severity
-    with_loss, stretch = True, 16
-    vetoes: str | None
+    needs_loss, max_block = True, 16
+    limit_name: str | None
     """the limit it sets for the gate, if any"""
 
     def __init__(self, warmup: int, z: float, ratio: float) -> None:
         self._warmup, self._z, self._ratio = warmup, z, math.log(ratio)
-        self._course = Course(warmup, falling=False)
-        self._run = 0
+        self._baseline = Baseline(warmup, falling=False)
+        self._high_in_a_row = 0
         self._onset = 0
         self._peak = 0.0
         self._gross: float | None = None
 
     def limits(self) -> dict[str, float]:
-        if self.vetoes is None:
+        if self.limit_name is None:
             return {}
         limit = self._limit()
-        return {} if limit is None else {self.vetoes: limit}
+        return {} if limit is None else {self.limit_name: limit}
 
     def _limit(self) -> float | None:
-        """The value above which the next one is a spike; None while there is nothing to compare with."""
-        if self._course.ready:
-            return _exp(self._course.expected() + self._rise())
+        """Return the value above which the next one is a spike; None before there is a baseline."""
+        if self._baseline.ready:
+            return _exp(self._baseline.expected() + self._rise())
         return self._gross
 
     def _rise(self) -> float:
-        return max(min(self._course.reach(self._z), _GROSS_RISE), self._ratio)
+        return max(min(self._baseline.threshold_distance(self._z), _GROSS_RISE), self._ratio)
 
     def observe(self, signal: Signal) -> Finding | None:
         value: float | None = getattr(signal, self.field)
@@ -62,44 +62,44 @@ class LogSpike:
             return None
         if not math.isfinite(signal.loss):
             return None
-        known = self._gross is not None or self._course.ready
-        limit = signal.grad_limit if self.vetoes is not None else None
+        known = self._gross is not None or self._baseline.ready
+        limit = signal.grad_limit if self.limit_name is not None else None
         if limit is not None:
             high = bool(signal.flags & _GRAD_HIGH)
         else:
-            own = self._limit()
-            limit = math.inf if own is None else own
+            limit = self._limit()
+            limit = math.inf if limit is None else limit
             high = value > limit
         if not high or not known:
-            if 0 < self._run <= _ALONE and self._course.ready:
-                self._course.outlier(self._peak)
-            self._run = 0
+            if 0 < self._high_in_a_row <= _SINGLE_STEPS and self._baseline.ready:
+                self._baseline.add_outlier(self._peak)
+            self._high_in_a_row = 0
             if signal.flags == 0:
-                self._course.update(math.log(value))
+                self._baseline.update(math.log(value))
             return None
-        if self._run == 0:
+        if self._high_in_a_row == 0:
             self._onset, self._peak = signal.step, 0.0
-        if self._course.ready:
-            self._peak = max(self._peak, self._course.z(math.log(value)))
-        self._run += 1
-        if self._run >= _ACCEPT_AFTER and not signal.flags & _LOSS_HIGH:
-            return self._accept(signal, value, limit)
-        message = f"{self.what} {value:.6g} is far above its recent course"
-        return self._finding(signal, value, limit, message, new=self._run == 1)
+        if self._baseline.ready:
+            self._peak = max(self._peak, self._baseline.z(math.log(value)))
+        self._high_in_a_row += 1
+        if self._high_in_a_row >= _ACCEPTED_STEPS and not signal.flags & _LOSS_HIGH:
+            return self._accept_level(signal, value, limit)
+        message = f"{self.what} {value:.6g} is far above its baseline"
+        return self._finding(signal, value, limit, message, new=self._high_in_a_row == 1)
 
-    def calm(self, values: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these values, in a row from here, are certain to be found nothing wrong with; they are taken in."""
-        if self._run or not self._course.ready or not values:
+    def absorb_normal(self, values: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in the leading values that `observe` would find nothing wrong with, and return their number."""
+        if self._high_in_a_row or not self._baseline.ready or not values:
             return 0
-        some = values[: self._course.room()]
-        ends = min(self._course.expected(1), self._course.expected(len(some)))
-        if not (min(some) > 0.0 and max(some) <= _exp(ends + self._rise())):
+        block = values[: self._baseline.values_until_update()]
+        lowest = min(self._baseline.expected(1), self._baseline.expected(len(block)))
+        if not (min(block) > 0.0 and max(block) <= _exp(lowest + self._rise())):
             return 0
-        self._course.extend([math.log(v) for v in some])
-        return len(some)
+        self._baseline.extend([math.log(v) for v in block])
+        return len(block)
 
-    def _accept(self, signal: Signal, value: float, limit: float) -> Finding:
-        message = f"{self._run} times {self.what} high under a normal loss: taken as the new level"
+    def _accept_level(self, signal: Signal, value: float, limit: float) -> Finding:
+        message = f"{self._high_in_a_row} times {self.what} high under a normal loss: accepted as the new level"
         finding = self._finding(signal, value, limit, message)
         self.rebaseline()
         self._gross = _exp(math.log(value) + _GROSS_RISE)
@@ -115,28 +115,33 @@ class LogSpike:
             message=message,
             evidence={
                 self.field: value,
-                "expected": _exp(self._course.expected()),
+                "expected": _exp(self._baseline.expected()),
                 "limit": limit,
-                "in_a_row": self._run,
+                "in_a_row": self._high_in_a_row,
                 "loss": signal.loss,
             },
             new=new,
         )
 
     def rebaseline(self) -> None:
-        if self._course.ready:
-            self._gross = _exp(self._course.expected() + max(2.0 * self._rise(), _GROSS_RISE))
-        # Before it has learned anything, it learns for as long as it was to.
-        self._course.restart(None if self._gross is None else min(_REBASELINE, self._warmup))
-        self._run = 0
+        if self._baseline.ready:
+            self._gross = _exp(self._baseline.expected() + max(2.0 * self._rise(), _GROSS_RISE))
+        # Before the first baseline is learned, learning takes as long as the first time.
+        self._baseline.restart(None if self._gross is None else min(_REBASELINE, self._warmup))
+        self._high_in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"run": self._run, "onset": self._onset, "peak": self._peak, "gross": self._gross}
-        return {"course": self._course.state_dict(), **own}
+        return {
+            "course": self._baseline.state_dict(),
+            "run": self._high_in_a_row,
+            "onset": self._onset,
+            "peak": self._peak,
+            "gross": self._gross,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._course.load_state_dict(state["course"])
-        self._run, self._onset = state["run"], state["onset"]
+        self._baseline.load_state_dict(state["course"])
+        self._high_in_a_row, self._onset = state["run"], state["onset"]
         self._peak, self._gross = state["peak"], state["gross"]
 
 

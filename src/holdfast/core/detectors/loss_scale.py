@@ -1,4 +1,4 @@
-"""fp16: a loss scale that collapses, overflows that do not end, or a scaler that was never engaged."""
+"""fp16: a loss scale that collapses, overflows that do not end, or a scaler that never adjusts its scale."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
 _GROWTH_INTERVAL = 2000
-_STUCK_AFTER = 3 * _GROWTH_INTERVAL
+_STUCK_STEPS = 3 * _GROWTH_INTERVAL
 
 
-class LossScale(Unlimited):
-    """A dynamic scale doubles after a growth interval without overflow and halves on one: a sawtooth is health.
+class LossScale(LimitlessDetector):
+    """Reports a loss scale that is stuck, under 1, or overflowing again and again.
 
-    Constant for several growth intervals is scaling that is not engaged. Under 1, or `overflow_streak` overflows in a
-    row, is not chance: activations overflow in the forward pass, which no loss scale cures, or the LR is too high.
+    A healthy dynamic scale is a sawtooth: it doubles after a growth interval without overflow and halves on each. One
+    that is constant for several intervals is not adjusted. A scale under 1, or `overflow_streak` overflows in a row, is
+    not chance: activations overflow in the forward pass, which no loss scale cures, or the LR is too high.
     """
 
     name = "loss_scale"
@@ -52,10 +53,10 @@ class LossScale(Unlimited):
         if scale != self._last:
             self._last, self._since, self._same = scale, signal.step, 0
         self._same += 1
-        if signal.step - self._since < _STUCK_AFTER or self._same < 2 or scale == 1.0:
+        if signal.step - self._since < _STUCK_STEPS or self._same < 2 or scale == 1.0:
             return None
         since, self._since = self._since, signal.step
-        message = f"the loss scale has been {scale:g} since step {since}: dynamic loss scaling is not engaged"
+        message = f"the loss scale has been {scale:g} since step {since}: dynamic loss scaling is not active"
         return self._finding(signal, Kind.SCALE_STUCK, Severity.NOTE, since, message)
 
     def _overflow(self, signal: Signal) -> Finding | None:
@@ -89,7 +90,7 @@ class LossScale(Unlimited):
         )
 
     def rebaseline(self) -> None:
-        """An overflow is an overflow, whatever was expected."""
+        """Keep everything: no expected shift explains an overflow."""
 
     def state_dict(self) -> dict[str, Any]:
         return {

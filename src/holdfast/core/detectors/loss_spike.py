@@ -1,6 +1,6 @@
-"""A loss far above its own recent course: one step (skip it), or several of the last few (the state is suspect).
+"""A loss far above its baseline: one step (skip it), or several of the last few (the state is suspect).
 
-When the excursion ends it is said how: recovered, or persistent, and then the new level is the course from there on.
+When the excursion ends, a note tells how: recovered, or persistent; then the new level becomes the baseline.
 """
 
 from __future__ import annotations
@@ -11,250 +11,257 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
-from holdfast.core.detectors.baseline import LARGEST, Course
+from holdfast.core.detectors.baseline import LARGEST, Baseline
 
 _REBASELINE = 24
 _GROSS_Z, _GROSS_RATIO = 50.0, 5.0
 _LOG_SHARE = 0.6
-_LOG_MOST = math.log(5.0)
-"""however wide multiplicative noise is, five times its course is out"""
-_PERSISTS = 100
-_ALONE = 2
-# The score of an excursion, for a limit of 6 deviations: each loss adds what it has over the calm, at most _MOST of it,
-# so that it takes three to reach _ENOUGH; a loss on its course takes the calm away.
+_LARGEST_LOG_RISE = math.log(5.0)
+"""however wide multiplicative noise is, five times the baseline is out of range"""
+_PERSISTENT_STEPS = 100
+_SINGLE_STEPS = 2
+# The score of an excursion, for a limit of 6 deviations: each loss adds its deviations minus the slack, at most
+# _LARGEST_GAIN, so that it takes three losses to exceed _ROLLBACK_SCORE; a loss on the baseline subtracts the slack.
 _UNIT = 6.0
-_CALM, _MOST, _ENOUGH, _FULL = 2.0, 3.7, 7.5, 15.0
-_OPEN = 2.0
-_KIN_WIDENS = 13.0
-_JUMP, _JUMP_MOST = 4.0, 2.5
-# Losses as far under the course as over it are a noise that has grown wide, and no spike.
-_UNDER, _UNDER_KEPT, _UNDER_MOST = 2.4, 0.985, 6.0
+_SLACK, _LARGEST_GAIN, _ROLLBACK_SCORE, _LARGEST_SCORE = 2.0, 3.7, 7.5, 15.0
+_OPEN_SCORE = 2.0
+_AUTOCORRELATION_SLACK = 13.0
+_JUMP, _LARGEST_JUMP_GAIN = 4.0, 2.5
+# Losses as far below the baseline as above it are noise that has become wide, not a spike.
+_WIDE_DEPTH, _DEPTH_DECAY, _LARGEST_DEPTH = 2.4, 0.985, 6.0
 _LOSS_HIGH = int(Flag.LOSS_HIGH)
 
 
 class LossSpike:
-    """Two alarms with a threshold each.
+    """Raises two alarms, each with its own threshold.
 
-    Skip: the loss is over `loss_z` deviations above its course, and by at least `loss_rise`. Roll back: a running score
-    of the deviations (a CUSUM), in which one loss counts for at most a third, says that the losses are out together; said
-    once per excursion. The more neighbouring losses are alike, the more it takes. While it learns a new course after an
-    expected shift, only a gross rise over the old course counts. A loss of exactly zero (a hinge that no sample
-    violates) is never high and says nothing about the course.
+    Skip: the loss is more than `loss_z` deviations above its baseline, and by at least `loss_rise`. Roll back: a running
+    score of the deviations (a CUSUM) shows that at least three losses are high together; it is reported once per
+    excursion. The more neighbouring losses correlate, the more it takes. While a new baseline is
+    learned after an expected shift, only a gross rise over the old one counts. A loss of exactly zero (a hinge that no
+    sample violates) is never high and does not enter the baseline.
     """
 
     name = "loss_spike"
-    field, with_loss, stretch = "loss", True, 16
+    field, needs_loss, max_block = "loss", True, 16
 
     def __init__(self, config: DetectSection) -> None:
         self._config = config
-        self._course = Course(config.warmup_steps)
-        # Where noise is multiplicative (a loss near zero), only its logarithm has an even scale: both must agree.
-        self._log = Course(config.warmup_steps)
+        self._baseline = Baseline(config.warmup_steps)
+        # If noise is multiplicative (a loss near zero), only its logarithm has an even scale: both baselines must agree.
+        self._log_baseline = Baseline(config.warmup_steps)
         self._positive = True
-        # The highest the calm can be; where a skip takes more than that, one limit tells that nothing is found.
-        most = (_CALM + _KIN_WIDENS * 0.65**2) * config.loss_z_rollback / _UNIT
-        self._skips_above_calm = config.loss_z >= most and config.loss_rise >= config.loss_rise_rollback
-        self._began: float | None = None
-        """about where the loss began: a rise that is nothing against it is nothing"""
+        # The largest the slack can be. If a skip needs more than that, one limit proves that there is no finding.
+        largest_slack = (_SLACK + _AUTOCORRELATION_SLACK * 0.65**2) * config.loss_z_rollback / _UNIT
+        self._skips_above_slack = config.loss_z >= largest_slack and config.loss_rise >= config.loss_rise_rollback
+        self._initial_level: float | None = None
+        """about the level of the first losses: a rise that is small against it does not count"""
         self._score = 0.0
         self._onset = 0
-        """where the score left zero"""
-        self._before = 0.0
-        self._under = 0.0
-        """how far under the course losses have lately been, in deviations"""
+        """the step at which the score left zero"""
+        self._previous_deviations = 0.0
+        self._depth = 0.0
+        """how far below the baseline losses have lately been, in deviations"""
         self._open = False
-        self._out = 0
+        self._steps_out = 0
         self._peak = (0.0, 0.0)
-        self._latched = False
-        self._said = False
+        self._rollback_reported = False
+        self._reported = False
         self._gross: float | None = None
 
     def limits(self) -> dict[str, float]:
-        """The loss above which the next step is to be vetoed."""
-        if self._course.ready:
-            return {"loss": self._above(self._config.loss_z, self._config.loss_rise)}
+        """Return the loss above which the gate should veto the next step."""
+        if self._baseline.ready:
+            return {"loss": self._limit(self._config.loss_z, self._config.loss_rise)}
         return {} if self._gross is None else {"loss": self._gross}
 
-    def _above(self, z: float, share: float, ahead: int = 1) -> float:
-        course, log = self._course, self._log
-        expected = course.expected(ahead)
-        limit = expected + max(course.reach(z), self._least(share, expected))
-        if self._positive and log.ready:
-            rise = min(_LOG_MOST, _LOG_SHARE * log.reach(z))
-            limit = max(limit, math.exp(min(700.0, log.expected(ahead) + rise)))
+    def _limit(self, z: float, share: float, ahead: int = 1) -> float:
+        """Return the loss that is `z` deviations and a share `share` above both baselines."""
+        baseline, log_baseline = self._baseline, self._log_baseline
+        expected = baseline.expected(ahead)
+        limit = expected + max(baseline.threshold_distance(z), self._smallest_rise(share, expected))
+        if self._positive and log_baseline.ready:
+            rise = min(_LARGEST_LOG_RISE, _LOG_SHARE * log_baseline.threshold_distance(z))
+            limit = max(limit, math.exp(min(700.0, log_baseline.expected(ahead) + rise)))
         return limit
 
-    def _least(self, share: float, expected: float) -> float:
-        """The smallest rise that counts."""
-        return max(share * abs(expected), self._config.loss_rise_initial * abs(self._began or 0.0))
+    def _smallest_rise(self, share: float, expected: float) -> float:
+        return max(share * abs(expected), self._config.loss_rise_initial * abs(self._initial_level or 0.0))
 
     def _deviations(self, loss: float, ahead: int = 1) -> float:
-        """How far out a loss is, in deviations such that `loss_z_rollback` of them are `_UNIT`."""
-        course, log = self._course, self._log
-        expected = course.expected(ahead)
+        """Return how far a loss is above the baseline, scaled so that `loss_z_rollback` deviations are `_UNIT`."""
+        baseline, log_baseline = self._baseline, self._log_baseline
+        expected = baseline.expected(ahead)
         rise = loss - expected
-        if loss == 0.0 or rise < self._least(self._config.loss_rise_rollback, expected):
+        if loss == 0.0 or rise < self._smallest_rise(self._config.loss_rise_rollback, expected):
             return 0.0
-        z = rise / course.reach(1.0)
-        if self._positive and log.ready and loss > 0.0:
-            unit = min(_LOG_MOST / _UNIT, _LOG_SHARE * log.reach(1.0))
-            z = min(z, (math.log(loss) - log.expected(ahead)) / unit)
-        return z / max(1.0, self._under / _UNDER) * _UNIT / self._config.loss_z_rollback
+        z = rise / baseline.threshold_distance(1.0)
+        if self._positive and log_baseline.ready and loss > 0.0:
+            unit = min(_LARGEST_LOG_RISE / _UNIT, _LOG_SHARE * log_baseline.threshold_distance(1.0))
+            z = min(z, (math.log(loss) - log_baseline.expected(ahead)) / unit)
+        return z / max(1.0, self._depth / _WIDE_DEPTH) * _UNIT / self._config.loss_z_rollback
 
-    def _over(self, far: float) -> float:
-        """What a loss adds to the score. Chance that lasts also comes slowly: a jump from the loss before counts extra."""
-        kin, before, calm = self._course.kinship(), self._before, self._calm()
-        if far == 0.0 and before == 0.0:  # what the lines below come to
-            return -calm
-        self._before = far if far > calm else 0.0
-        jump = (far - kin * before) / math.sqrt(1.0 - 0.9 * kin * kin)
-        return far - calm + min(_JUMP_MOST, max(0.0, 0.6 * (jump - _JUMP)))
+    def _score_gain(self, deviations: float) -> float:
+        """Return what a loss adds to the score. Correlated noise rises slowly, so a jump from the last loss adds more."""
+        correlation, previous, slack = self._baseline.autocorrelation, self._previous_deviations, self._slack()
+        if deviations == 0.0 and previous == 0.0:  # a shortcut: the lines below give the same
+            return -slack
+        self._previous_deviations = deviations if deviations > slack else 0.0
+        jump = (deviations - correlation * previous) / math.sqrt(1.0 - 0.9 * correlation * correlation)
+        return deviations - slack + min(_LARGEST_JUMP_GAIN, max(0.0, 0.6 * (jump - _JUMP)))
 
-    def _calm(self) -> float:
-        """Deviations that are taken for chance: more, where neighbouring losses are alike and chance lasts."""
-        return _CALM + _KIN_WIDENS * max(0.0, self._course.kinship() - 0.35) ** 2
+    def _slack(self) -> float:
+        """Return the deviations that count as chance: more of them if neighbouring losses correlate."""
+        return _SLACK + _AUTOCORRELATION_SLACK * max(0.0, self._baseline.autocorrelation - 0.35) ** 2
 
-    def _nothing(self) -> float:
-        """Deviations up to which a loss adds nothing to a score of zero, the extra for a jump included."""
-        kin, calm = self._course.kinship(), self._calm()
-        unit = math.sqrt(1.0 - 0.9 * kin * kin)
-        quiet = calm if calm <= _JUMP * unit else (calm + 0.6 * _JUMP) / (1.0 + 0.6 / unit)
-        return quiet * (1.0 - 1e-9)
+    def _harmless_deviations(self) -> float:
+        """Return the deviations up to which a loss adds nothing to a score of zero, including the gain for a jump."""
+        correlation, slack = self._baseline.autocorrelation, self._slack()
+        unit = math.sqrt(1.0 - 0.9 * correlation * correlation)
+        harmless = slack if slack <= _JUMP * unit else (slack + 0.6 * _JUMP) / (1.0 + 0.6 / unit)
+        return harmless * (1.0 - 1e-9)
 
     def _learn(self, signal: Signal) -> None:
         loss = signal.loss
-        if signal.flags or loss == 0.0:  # vetoed, for whatever reason: its loss need not belong to the course
+        if signal.flags or loss == 0.0:  # the gate vetoed it: its loss need not belong to the baseline
             return
-        self._course.update(loss)
+        self._baseline.update(loss)
         self._positive = self._positive and loss > 0
         if self._positive:
-            self._log.update(math.log(loss))
-        if self._began is None and self._course.ready:
-            self._began = self._course.level
+            self._log_baseline.update(math.log(loss))
+        if self._initial_level is None and self._baseline.ready:
+            self._initial_level = self._baseline.level
 
     def observe(self, signal: Signal) -> Finding | None:
-        loss, flags, course = signal.loss, signal.flags, self._course
+        loss, flags, baseline = signal.loss, signal.flags, self._baseline
         if not math.isfinite(loss) or signal.overflow:
             return None
-        if self._gross is None and not course.ready:
+        if self._gross is None and not baseline.ready:
             self._learn(signal)
             return None
         limit, high = signal.loss_limit, bool(flags & _LOSS_HIGH)
         if limit is None:
             limit = self.limits()["loss"]
             high = high or loss > limit
-        if not course.ready:
-            return self._while_learning(signal, high, limit)
-        self._under *= _UNDER_KEPT
+        if not baseline.ready:
+            return self._observe_while_learning(signal, high, limit)
+        self._depth *= _DEPTH_DECAY
         if loss != 0.0 and not flags:
-            self._under = max(self._under, min(_UNDER_MOST, -course.ahead(loss, 1)))
-        over = self._over(self._deviations(loss)) if not high else _MOST
+            self._depth = max(self._depth, min(_LARGEST_DEPTH, -baseline.z(loss)))
+        gain = self._score_gain(self._deviations(loss)) if not high else _LARGEST_GAIN
         if self._score == 0.0:
             self._onset = signal.step
-        self._score = min(_FULL, max(0.0, self._score + min(over, _MOST)))
-        if high or self._score > _OPEN:
+        self._score = min(_LARGEST_SCORE, max(0.0, self._score + min(gain, _LARGEST_GAIN)))
+        if high or self._score > _OPEN_SCORE:
             self._open = True
-            if over > 0:
-                return self._excursion(signal, high, limit)
+            if gain > 0:
+                return self._observe_excursion(signal, high, limit)
         self._learn(signal)
-        return self._returned(signal) if self._open and self._score == 0.0 else None
+        return self._close_excursion(signal) if self._open and self._score == 0.0 else None
 
-    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these losses, in a row from here, are certain to be found nothing wrong with; they are taken in.
+    def absorb_normal(self, losses: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in the leading losses that `observe` would find nothing wrong with, and return their number.
 
-        For reading a log: the same course, limits and score as `observe`, a block at a time. 0 where it must look closer.
+        Uses the baselines, limits and score of `observe`, a block at a time. Returns 0 if `observe` must judge the next.
         """
-        course, config = self._course, self._config
-        if self._open or not course.ready or not losses:
+        baseline, config = self._baseline, self._config
+        if self._open or not baseline.ready or not losses:
             return 0
-        count = min(len(losses), course.room(), self._log.room() if self._positive else len(losses))
-        some = losses[:count]
-        limit = self._above(self._nothing() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count)
-        if not self._skips_above_calm:
-            limit = min(limit, self._above(config.loss_z, config.loss_rise, count))
-        lowest = min(some)
+        count = min(len(losses), baseline.values_until_update())
+        if self._positive:
+            count = min(count, self._log_baseline.values_until_update())
+        block = losses[:count]
+        limit = self._limit(
+            self._harmless_deviations() * config.loss_z_rollback / _UNIT, config.loss_rise_rollback, count
+        )
+        if not self._skips_above_slack:
+            limit = min(limit, self._limit(config.loss_z, config.loss_rise, count))
+        lowest = min(block)
         if (
-            not -LARGEST < lowest <= max(some) < LARGEST
+            not -LARGEST < lowest <= max(block) < LARGEST
             or (self._positive and not lowest > 0.0)
-            or (lowest <= 0.0 and 0.0 in some)
+            or (lowest <= 0.0 and 0.0 in block)
         ):
             return 0
-        if self._score > 0.0 or max(some) > limit:
-            count = self._quiet(some, steps, limit)
-            some = some[:count]
+        if self._score > 0.0 or max(block) > limit:
+            count = self._absorb_scored(block, steps, limit)
+            block = block[:count]
             if not count:
                 return 0
         else:
-            self._before, self._under = 0.0, course.lowest(some, self._under, _UNDER_KEPT, _UNDER_MOST)
-        course.extend(some)
+            self._previous_deviations = 0.0
+            self._depth = baseline.track_depth(block, self._depth, _DEPTH_DECAY, _LARGEST_DEPTH)
+        baseline.extend(block)
         if self._positive:
-            self._log.extend([math.log(v) for v in some])
+            self._log_baseline.extend([math.log(v) for v in block])
         return count
 
-    def _quiet(self, losses: Sequence[float], steps: Sequence[float], limit: float) -> int:
-        """How many of these leave the score too low to open an excursion; the score goes along."""
-        high = self._above(self._config.loss_z, self._config.loss_rise, len(losses))
+    def _absorb_scored(self, losses: Sequence[float], steps: Sequence[float], limit: float) -> int:
+        """Add losses to the score until one would open an excursion; return the number before that one."""
+        skip_limit = self._limit(self._config.loss_z, self._config.loss_rise, len(losses))
         for i, loss in enumerate(losses):
-            far = self._course.ahead(loss, i + 1)
-            under = max(self._under * _UNDER_KEPT, min(_UNDER_MOST, -far))
+            z = self._baseline.z(loss, i + 1)
+            depth = max(self._depth * _DEPTH_DECAY, min(_LARGEST_DEPTH, -z))
             if self._score == 0.0 and loss <= limit:
-                self._before, self._under = 0.0, under
+                self._previous_deviations, self._depth = 0.0, depth
                 continue
-            kept = self._before, self._under
-            self._under = under
-            over = self._over(self._deviations(loss, i + 1))
-            score = min(_FULL, max(0.0, self._score + min(over, _MOST)))
-            if loss > high or score > _OPEN:
-                self._before, self._under = kept
+            before = self._previous_deviations, self._depth
+            self._depth = depth
+            gain = self._score_gain(self._deviations(loss, i + 1))
+            score = min(_LARGEST_SCORE, max(0.0, self._score + min(gain, _LARGEST_GAIN)))
+            if loss > skip_limit or score > _OPEN_SCORE:
+                self._previous_deviations, self._depth = before
                 return i
             if self._score == 0.0:
                 self._onset = int(steps[i])
             self._score = score
         return len(losses)
 
-    def _excursion(self, signal: Signal, high: bool, limit: float) -> Finding | None:
-        self._out += 1
-        if self._out == 1 or signal.loss > self._peak[1]:
-            self._peak = (self._z(signal.loss), signal.loss)
-        if self._out >= _PERSISTS and not signal.flags:
-            return self._persists(signal, limit)
-        if not self._latched and self._score > _ENOUGH:
-            self._latched = True
-            return self._finding(signal, Severity.ROLLBACK, self._onset, limit, "the losses are together")
+    def _observe_excursion(self, signal: Signal, high: bool, limit: float) -> Finding | None:
+        self._steps_out += 1
+        if self._steps_out == 1 or signal.loss > self._peak[1]:
+            self._peak = (self._smaller_z(signal.loss), signal.loss)
+        if self._steps_out >= _PERSISTENT_STEPS and not signal.flags:
+            return self._report_persistent(signal, limit)
+        if not self._rollback_reported and self._score > _ROLLBACK_SCORE:
+            self._rollback_reported = True
+            return self._finding(signal, Severity.ROLLBACK, self._onset, limit, "several losses are")
         if high:
             return self._finding(signal, Severity.SKIP, self._onset, limit, "the loss is")
         return None
 
-    def _z(self, loss: float) -> float:
-        """Deviations above the course, by the course that makes less of it."""
-        z = self._course.z(loss)
-        return min(z, self._log.z(math.log(loss))) if self._positive and self._log.ready and loss > 0 else z
+    def _smaller_z(self, loss: float) -> float:
+        """Return the deviations above the baseline for which they are fewer."""
+        z = self._baseline.z(loss)
+        if self._positive and self._log_baseline.ready and loss > 0:
+            return min(z, self._log_baseline.z(math.log(loss)))
+        return z
 
-    def _returned(self, signal: Signal) -> Finding | None:
-        onset, out, (z, peak) = self._onset, self._out, self._peak
-        said, latched = self._said, self._latched
-        self._forget()
-        if 0 < out <= _ALONE:
-            self._course.outlier(z)
-            self._log.outlier(z)
-        if not (said or latched):
+    def _close_excursion(self, signal: Signal) -> Finding | None:
+        onset, steps_out, (z, peak) = self._onset, self._steps_out, self._peak
+        was_reported = self._reported or self._rollback_reported
+        self._reset_excursion()
+        if 0 < steps_out <= _SINGLE_STEPS:
+            self._baseline.add_outlier(z)
+            self._log_baseline.add_outlier(z)
+        if not was_reported:
             return None
         message = (
-            f"the loss is back on its course {signal.step - onset} steps after step {onset}; it had reached {peak:.6g}"
+            f"the loss is back at its baseline {signal.step - onset} steps after step {onset}; its peak was {peak:.6g}"
         )
-        evidence = {"outcome": "recovered", "peak": peak, "steps_out": out, "loss": signal.loss}
+        evidence = {"outcome": "recovered", "peak": peak, "steps_out": steps_out, "loss": signal.loss}
         return self._note(signal, onset, message, evidence)
 
-    def _persists(self, signal: Signal, limit: float) -> Finding:
-        onset, out, peak = self._onset, self._out, self._peak[1]
-        expected = self._course.expected()
-        self._accept(signal.loss)
-        message = f"the loss has not come back in {out} steps since step {onset}: taken as the new level"
-        evidence = {"outcome": "persistent", "peak": peak, "steps_out": out, "loss": signal.loss}
+    def _report_persistent(self, signal: Signal, limit: float) -> Finding:
+        onset, steps_out, peak = self._onset, self._steps_out, self._peak[1]
+        expected = self._baseline.expected()
+        self._accept_level(signal.loss)
+        message = f"the loss has not recovered in {steps_out} steps since step {onset}: accepted as the new level"
+        evidence = {"outcome": "persistent", "peak": peak, "steps_out": steps_out, "loss": signal.loss}
         return self._note(signal, onset, message, {**evidence, "expected": expected, "limit": limit})
 
-    def _accept(self, loss: float) -> None:
-        """Whatever the level is now is the course, and gross is what is gross against it."""
+    def _accept_level(self, loss: float) -> None:
+        """Learn a baseline at this level; until then only a gross rise over it counts."""
         self.rebaseline()
         self._gross = loss + _GROSS_RATIO * abs(loss)
 
@@ -270,76 +277,76 @@ class LossSpike:
             new=False,
         )
 
-    def _while_learning(self, signal: Signal, high: bool, limit: float) -> Finding | None:
+    def _observe_while_learning(self, signal: Signal, high: bool, limit: float) -> Finding | None:
         if not high:
             self._learn(signal)
-            self._said, self._out = False, 0
+            self._reported, self._steps_out = False, 0
             return None
-        self._out += 1
-        if self._out >= _PERSISTS and not signal.flags:
-            self._accept(signal.loss)
+        self._steps_out += 1
+        if self._steps_out >= _PERSISTENT_STEPS and not signal.flags:
+            self._accept_level(signal.loss)
             return None
         return self._finding(signal, Severity.SKIP, signal.step, limit, "after an expected shift the loss is")
 
     def _finding(self, signal: Signal, severity: Severity, onset: int, limit: float, what: str) -> Finding:
-        course, new, self._said = self._course, not self._said, True
+        baseline, new, self._reported = self._baseline, not self._reported, True
         return Finding(
             kind=Kind.LOSS_SPIKE,
             severity=severity,
             step=signal.step,
             onset=onset,
             detector=self.name,
-            message=f"{what} far above the recent course: {signal.loss:.6g} against {course.expected():.6g}",
+            message=f"{what} far above the baseline: {signal.loss:.6g} against {baseline.expected():.6g}",
             evidence={
                 "loss": signal.loss,
-                "expected": course.expected(),
-                "deviation": course.scale,
-                "tail": course.tail,
-                "z": course.z(signal.loss) if course.ready else None,
+                "expected": baseline.expected(),
+                "deviation": baseline.scale,
+                "tail": baseline.tail,
+                "z": baseline.z(signal.loss) if baseline.ready else None,
                 "limit": limit,
                 "score": self._score,
-                "enough": _ENOUGH,
+                "enough": _ROLLBACK_SCORE,
                 "grad_norm": signal.grad_norm,
             },
             new=new,
         )
 
-    def _forget(self) -> None:
-        self._score, self._out, self._open, self._latched, self._said = 0.0, 0, False, False, False
+    def _reset_excursion(self) -> None:
+        self._score, self._steps_out, self._open, self._rollback_reported, self._reported = 0.0, 0, False, False, False
 
     def rebaseline(self) -> None:
-        if self._course.ready:
-            expected = self._course.expected()
-            self._gross = expected + max(_GROSS_Z * self._course.scale, _GROSS_RATIO * abs(expected))
-        # Before it has learned anything, it learns for as long as it was to.
+        if self._baseline.ready:
+            expected = self._baseline.expected()
+            self._gross = expected + max(_GROSS_Z * self._baseline.scale, _GROSS_RATIO * abs(expected))
+        # Before the first baseline is learned, learning takes as long as the first time.
         start = None if self._gross is None else min(_REBASELINE, self._config.warmup_steps)
-        self._course.restart(start)
-        self._log.restart(start)
-        self._forget()
+        self._baseline.restart(start)
+        self._log_baseline.restart(start)
+        self._reset_excursion()
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "course": self._course.state_dict(),
-            "log": self._log.state_dict(),
+            "course": self._baseline.state_dict(),
+            "log": self._log_baseline.state_dict(),
             "positive": self._positive,
-            "began": self._began,
+            "began": self._initial_level,
             "score": self._score,
-            "under": self._under,
-            "before": self._before,
+            "under": self._depth,
+            "before": self._previous_deviations,
             "onset": self._onset,
             "open": self._open,
-            "out": self._out,
+            "out": self._steps_out,
             "peak": list(self._peak),
-            "latched": self._latched,
-            "said": self._said,
+            "latched": self._rollback_reported,
+            "said": self._reported,
             "gross": self._gross,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._course.load_state_dict(state["course"])
-        self._log.load_state_dict(state["log"])
-        self._positive, self._began = state["positive"], state["began"]
-        self._score, self._under, self._open = state["score"], state["under"], state["open"]
-        self._before = state["before"]
-        self._onset, self._out, self._peak = state["onset"], state["out"], tuple(state["peak"])
-        self._latched, self._said, self._gross = state["latched"], state["said"], state["gross"]
+        self._baseline.load_state_dict(state["course"])
+        self._log_baseline.load_state_dict(state["log"])
+        self._positive, self._initial_level = state["positive"], state["began"]
+        self._score, self._depth, self._open = state["score"], state["under"], state["open"]
+        self._previous_deviations = state["before"]
+        self._onset, self._steps_out, self._peak = state["onset"], state["out"], tuple(state["peak"])
+        self._rollback_reported, self._reported, self._gross = state["latched"], state["said"], state["gross"]

@@ -1,4 +1,4 @@
-"""The monotone-200 rule of the stability tree: the loss has risen for 200 steps running."""
+"""The monotone-200 rule of the stability tree: the loss has risen for 200 steps in a row."""
 
 from __future__ import annotations
 
@@ -8,46 +8,47 @@ from statistics import median
 from typing import Any
 
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
 STEPS = 200
 _BLOCK = 10
 _TREND_Z = 4.5
-_LEAST_RISE = 0.01
+_SMALLEST_RISE = 0.01
 
 
-class Monotone(Unlimited):
-    """As written: 200 losses each above the one before, which no real loss ever does.
+class Monotone(LimitlessDetector):
+    """Applies the rule as published, or with its defects fixed.
 
-    Mended: a Mann-Kendall trend test over the medians of 20 blocks of 10 steps, `_TREND_Z` deviations up, and a rise
-    between the first and the last quarter of at least `_LEAST_RISE`. Said once per rise.
+    As written: 200 losses, each above the one before, which no real loss ever does. Fixed: a Mann-Kendall trend of
+    `_TREND_Z` deviations over the medians of 20 blocks of 10 steps, and a rise of at least `_SMALLEST_RISE` between the
+    first and the last quarter; reported once per rise.
     """
 
     name = "monotone"
 
-    def __init__(self, mended: bool = True, steps: int = STEPS) -> None:
-        self._mended, self._steps = mended, steps
+    def __init__(self, fixed: bool = True, steps: int = STEPS) -> None:
+        self._fixed, self._steps = fixed, steps
         self._last: float | None = None
-        self._rising = 0
+        self._rises_in_a_row = 0
         self._since = 0
         self._block: list[float] = []
         self._medians: deque[tuple[int, float]] = deque(maxlen=max(4, steps // _BLOCK))
-        self._said = False
+        self._reported = False
 
     def observe(self, signal: Signal) -> Finding | None:
-        return self._as_mended(signal) if self._mended else self._as_written(signal)
+        return self._observe_fixed(signal) if self._fixed else self._observe_as_written(signal)
 
-    def _as_written(self, signal: Signal) -> Finding | None:
+    def _observe_as_written(self, signal: Signal) -> Finding | None:
         last, self._last = self._last, signal.loss
         if last is None or not signal.loss > last:
-            self._rising, self._since = 0, signal.step
+            self._rises_in_a_row, self._since = 0, signal.step
             return None
-        self._rising += 1
-        if self._rising < self._steps:
+        self._rises_in_a_row += 1
+        if self._rises_in_a_row < self._steps:
             return None
-        return self._finding(signal, self._since, {"steps": self._rising})
+        return self._finding(signal, self._since, {"steps": self._rises_in_a_row})
 
-    def _as_mended(self, signal: Signal) -> Finding | None:
+    def _observe_fixed(self, signal: Signal) -> Finding | None:
         if not math.isfinite(signal.loss) or signal.overflow or signal.flags:
             return None
         self._block.append(signal.loss)
@@ -60,12 +61,12 @@ class Monotone(Unlimited):
         values = [v for _, v in self._medians]
         z, quarter = mann_kendall(values), max(1, len(values) // 4)
         low, high = median(values[:quarter]), median(values[-quarter:])
-        if z < _TREND_Z or high - low < _LEAST_RISE * abs(low):
-            self._said = False
+        if z < _TREND_Z or high - low < _SMALLEST_RISE * abs(low):
+            self._reported = False
             return None
-        if self._said:
+        if self._reported:
             return None
-        self._said = True
+        self._reported = True
         onset = max(1, self._medians[0][0] - _BLOCK + 1)
         return self._finding(signal, onset, {"trend_z": z, "before": low, "level": high, "steps": self._steps})
 
@@ -81,27 +82,27 @@ class Monotone(Unlimited):
         )
 
     def rebaseline(self) -> None:
-        self._last, self._rising, self._block, self._said = None, 0, [], False
+        self._last, self._rises_in_a_row, self._block, self._reported = None, 0, [], False
         self._medians.clear()
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "last": self._last,
-            "rising": self._rising,
+            "rising": self._rises_in_a_row,
             "since": self._since,
             "block": list(self._block),
             "medians": [list(m) for m in self._medians],
-            "said": self._said,
+            "said": self._reported,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last, self._rising, self._since = state["last"], state["rising"], state["since"]
-        self._block, self._said = list(state["block"]), state["said"]
+        self._last, self._rises_in_a_row, self._since = state["last"], state["rising"], state["since"]
+        self._block, self._reported = list(state["block"]), state["said"]
         self._medians = deque(((int(s), float(v)) for s, v in state["medians"]), maxlen=self._medians.maxlen)
 
 
 def mann_kendall(values: list[float]) -> float:
-    """The Mann-Kendall trend statistic in deviations: positive where the values rise."""
+    """Return the Mann-Kendall trend statistic in deviations: positive if the values rise."""
     n = len(values)
     score = sum((b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :])
     variance = n * (n - 1) * (2 * n + 5) / 18.0

@@ -1,4 +1,4 @@
-"""NaN and Inf in loss and gradient. Parameters, moments and buffers are looked at by the runtime, where they are."""
+"""NaN and Inf in loss and gradient. The runtime checks parameters, moments and buffers on their device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
 _LOSS, _GRAD = int(Flag.LOSS_NONFINITE), int(Flag.GRAD_NONFINITE)
 
 
-class NonFinite(Unlimited):
-    """A non-finite loss, or a non-finite gradient that is not a loss scaler finding its level.
+class NonFinite(LimitlessDetector):
+    """Reports a non-finite loss, or a non-finite gradient that is not a loss-scale overflow.
 
-    The gate's flag is the truth where there is one; over a log, the numbers are.
+    It uses the flags of the gate; over a log, which has none, it uses the numbers.
     """
 
     name = "nonfinite"
@@ -46,10 +46,10 @@ class NonFinite(Unlimited):
         )
 
     def rebaseline(self) -> None:
-        """Non-finite is never muted."""
+        """Keep reporting: no expected shift explains a non-finite value."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """It remembers nothing."""
+        """Do nothing: it has no state."""

@@ -1,4 +1,4 @@
-"""A loss that has stopped falling. On record only: being done training looks the same."""
+"""A loss that no longer falls. The finding is a note: a finished training looks the same."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
-from holdfast.core.detectors.divergence import middle_of
+from holdfast.core.detectors.base import LimitlessDetector
+from holdfast.core.detectors.divergence import median_of
 
 _BLOCK = 16
-_SMOOTH = 0.28
-_BETTER = 0.002
+_SMOOTHING = 0.28
+_SMALLEST_GAIN = 0.002
 
 
-class Plateau(Unlimited):
-    """No new best of the smoothed loss, by a share that counts, for `plateau_steps` steps. Said once per plateau."""
+class Plateau(LimitlessDetector):
+    """Reports, once per plateau, that the smoothed loss has set no new best level for `plateau_steps` steps."""
 
     name = "plateau"
-    field, with_loss, stretch = "loss", True, _BLOCK
+    field, needs_loss, max_block = "loss", True, _BLOCK
 
     def __init__(self, config: DetectSection) -> None:
-        self._after = config.plateau_steps
+        self._plateau_steps = config.plateau_steps
         self._block: list[float] = []
         self._level: float | None = None
         self._best = 0.0
         self._since: int | None = None
-        self._said = False
+        self._reported = False
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss
@@ -37,14 +37,14 @@ class Plateau(Unlimited):
         self._block.append(loss)
         if len(self._block) < _BLOCK:
             return None
-        middle, self._block = middle_of(self._block), []
-        self._level = middle if self._level is None else self._level + _SMOOTH * (middle - self._level)
-        if self._since is None or self._level < self._best - _BETTER * abs(self._best):
-            self._best, self._since, self._said = self._level, signal.step, False
+        middle, self._block = median_of(self._block), []
+        self._level = middle if self._level is None else self._level + _SMOOTHING * (middle - self._level)
+        if self._since is None or self._level < self._best - _SMALLEST_GAIN * abs(self._best):
+            self._best, self._since, self._reported = self._level, signal.step, False
             return None
-        if self._said or signal.step - self._since < self._after:
+        if self._reported or signal.step - self._since < self._plateau_steps:
             return None
-        self._said = True
+        self._reported = True
         return Finding(
             kind=Kind.PLATEAU,
             severity=Severity.NOTE,
@@ -56,15 +56,15 @@ class Plateau(Unlimited):
             confidence=0.7,
         )
 
-    def calm(self, losses: Sequence[float], steps: Sequence[float]) -> int:
-        """How many of these losses only fill the block; its last is for `observe`."""
-        some = losses[: _BLOCK - 1 - len(self._block)]
-        self._block.extend(some)
-        return len(some)
+    def absorb_normal(self, losses: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in the losses that only fill the block, and return their number; its last loss is for `observe`."""
+        filling = losses[: _BLOCK - 1 - len(self._block)]
+        self._block.extend(filling)
+        return len(filling)
 
     def rebaseline(self) -> None:
         self._block = []
-        self._level, self._since, self._said = None, None, False
+        self._level, self._since, self._reported = None, None, False
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -72,9 +72,9 @@ class Plateau(Unlimited):
             "level": self._level,
             "best": self._best,
             "since": self._since,
-            "said": self._said,
+            "said": self._reported,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._block, self._level, self._best = list(state["block"]), state["level"], state["best"]
-        self._since, self._said = state["since"], state["said"]
+        self._since, self._reported = state["since"], state["said"]

@@ -1,5 +1,7 @@
-"""The 3-sigma rule of the stability tree: over mean + 3 sigma of the last 100 losses; recovered if back within
-mean + 0.5 sigma in 50 steps, else persistent."""
+"""The 3-sigma rule of the stability tree: a loss over mean + 3 sigma of the last 100 losses is a spike.
+
+It has recovered if the loss is back within mean + 0.5 sigma in 50 steps; otherwise it is persistent.
+"""
 
 from __future__ import annotations
 
@@ -8,59 +10,59 @@ from collections import deque
 from typing import Any
 
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
 SIGMAS, WINDOW = 3.0, 100
 RECOVERED_SIGMAS, RECOVERY_STEPS = 0.5, 50
 
 
-class ThreeSigma(Unlimited):
-    """As written: the spike itself enters the window, a NaN there makes every comparison false, and nothing latches, so
-    that every step over the limit is one more spike.
+class ThreeSigma(LimitlessDetector):
+    """Applies the rule as published, or with its defects fixed.
 
-    Mended: only healthy finite losses enter; mean and sigma stand still while a spike is open; one spike is said once,
-    and again when it has recovered or proved persistent. One healthy step in 740 is over 3 sigma by chance, so the spike
-    alone is on record only; it is the persistent one that asks for a rollback.
+    As written: the spike itself enters the window, a NaN there makes every comparison false, and every step over the
+    limit is another spike. Fixed: only healthy finite losses enter; mean and sigma are frozen while a spike is open; a
+    spike is reported at its start and at its end. One healthy step in 740 is over 3 sigma by chance, so the start is a
+    note, and only a persistent spike asks for a rollback.
     """
 
     name = "three_sigma"
 
-    def __init__(self, mended: bool = True, sigmas: float = SIGMAS, window: int = WINDOW) -> None:
-        self._mended, self._sigmas, self._window = mended, sigmas, window
+    def __init__(self, fixed: bool = True, sigmas: float = SIGMAS, window: int = WINDOW) -> None:
+        self._fixed, self._sigmas, self._window = fixed, sigmas, window
         self._recent: deque[float] = deque()
         self._open: tuple[int, float, float] | None = None
 
     def _statistics(self) -> tuple[float, float]:
-        # From the window itself: running sums never get back what they lose beside one large value, or to a NaN.
+        # Not by running sums: one large value or NaN would leave an error in them for ever.
         n = len(self._recent)
         mean = sum(self._recent) / n
         return mean, math.sqrt(sum((v - mean) * (v - mean) for v in self._recent) / n)
 
-    def _enter(self, loss: float) -> None:
+    def _add(self, loss: float) -> None:
         self._recent.append(loss)
         if len(self._recent) > self._window:
             self._recent.popleft()
 
     def observe(self, signal: Signal) -> Finding | None:
         loss = signal.loss
-        if self._mended and (not abs(loss) < 1e150 or signal.overflow or signal.flags):
+        if self._fixed and (not abs(loss) < 1e150 or signal.overflow or signal.flags):
             return None
         if len(self._recent) < self._window:
-            self._enter(loss)
+            self._add(loss)
             return None
-        if not self._mended:
+        if not self._fixed:
             mean, sigma = self._statistics()
-            self._enter(loss)
+            self._add(loss)
             return (
                 self._spike(signal, signal.step, mean, sigma, Severity.ROLLBACK)
                 if self._high(loss, mean, sigma)
                 else None
             )
         if self._open is not None:
-            return self._while_open(signal)
+            return self._observe_open(signal)
         mean, sigma = self._statistics()
         if not self._high(loss, mean, sigma):
-            self._enter(loss)
+            self._add(loss)
             return None
         self._open = (signal.step, mean, sigma)
         return self._spike(signal, signal.step, mean, sigma, Severity.NOTE)
@@ -68,12 +70,12 @@ class ThreeSigma(Unlimited):
     def _high(self, loss: float, mean: float, sigma: float) -> bool:
         return loss > mean + self._sigmas * sigma
 
-    def _while_open(self, signal: Signal) -> Finding | None:
+    def _observe_open(self, signal: Signal) -> Finding | None:
         assert self._open is not None
         onset, mean, sigma = self._open
         if signal.loss <= mean + RECOVERED_SIGMAS * sigma:
             self._open = None
-            self._enter(signal.loss)
+            self._add(signal.loss)
             return self._outcome(signal, onset, mean, sigma, "recovered", Severity.NOTE)
         if signal.step - onset < RECOVERY_STEPS:
             return None

@@ -1,7 +1,7 @@
-"""An update far larger than the optimizer's second moment foresees: the cheapest sign that a spike is coming.
+"""An update far larger than the optimizer's second moment predicts: the cheapest sign of a coming spike.
 
-Adam divides the gradient by the root of its second moment. Where that lags behind the gradient, the update grows, one
-to eight steps before the loss does. On record only: the spike itself, if it comes, is what is acted on.
+Adam divides the gradient by the root of its second moment. If that lags behind the gradient, the update grows one to
+eight steps before the loss does. The finding is a note: only the spike itself, if it comes, has consequences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class UpdateSpike(LogSpike):
     kind = Kind.UPDATE_SPIKE
     what = "update size"
     severity = Severity.NOTE
-    vetoes = None
+    limit_name = None
 
     def __init__(self, config: DetectSection) -> None:
         super().__init__(config.warmup_steps, config.update_z, config.update_ratio)

@@ -1,4 +1,4 @@
-"""The norm of the weights changed by a factor within a few hundred steps: weight decay or LR is off. On record only."""
+"""A weight norm that changes by a factor within 200 steps: weight decay or LR is off. The finding is a note."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import Unlimited
+from holdfast.core.detectors.base import LimitlessDetector
 
-_WITHIN = 200
+_WINDOW_STEPS = 200
 
 
-class WeightNorm(Unlimited):
-    """Compares each measured norm with the oldest of the last `_WITHIN` steps. Early growth from a small start counts
-    from `warmup_steps` on."""
+class WeightNorm(LimitlessDetector):
+    """Compares each norm after `warmup_steps` with the oldest of the last `_WINDOW_STEPS` steps."""
 
     name = "weight_norm"
     field = "weight_norm"
 
     def __init__(self, config: DetectSection) -> None:
         self._ratio, self._warmup = config.weight_norm_ratio, config.warmup_steps
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_WITHIN + 1)
-        self._said = False
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW_STEPS + 1)
+        self._reported = False
 
     def observe(self, signal: Signal) -> Finding | None:
         norm = signal.weight_norm
@@ -31,24 +30,24 @@ class WeightNorm(Unlimited):
             return None
         recent = self._recent
         recent.append((signal.step, norm))
-        while recent[0][0] < signal.step - _WITHIN:
+        while recent[0][0] < signal.step - _WINDOW_STEPS:
             recent.popleft()
         since, before = recent[0]
         change = norm / before
         if max(norm, before) / min(norm, before) < self._ratio:
-            self._said = False
+            self._reported = False
             return None
-        if self._said:
+        if self._reported:
             return None
-        self._said = True
-        way = "grew" if change > 1 else "shrank"
+        self._reported = True
+        verb = "grew" if change > 1 else "shrank"
         return Finding(
             kind=Kind.WEIGHT_NORM,
             severity=Severity.NOTE,
             step=signal.step,
             onset=since,
             detector=self.name,
-            message=f"the norm of the weights {way} from {before:.6g} to {norm:.6g} in {signal.step - since} steps",
+            message=f"the norm of the weights {verb} from {before:.6g} to {norm:.6g} in {signal.step - since} steps",
             evidence={
                 "weight_norm": norm,
                 "before": before,
@@ -61,8 +60,8 @@ class WeightNorm(Unlimited):
         self._recent.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"recent": [list(r) for r in self._recent], "said": self._said}
+        return {"recent": [list(r) for r in self._recent], "said": self._reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._recent = deque(((int(s), float(n)) for s, n in state["recent"]), maxlen=_WITHIN + 1)
-        self._said = state["said"]
+        self._recent = deque(((int(s), float(n)) for s, n in state["recent"]), maxlen=_WINDOW_STEPS + 1)
+        self._reported = state["said"]

@@ -19,7 +19,7 @@ from holdfast.core.base.types import Finding
 from holdfast.core.detectors import build
 from holdfast.core.detectors.baseline import NORMAL_TAIL
 from holdfast.core.detectors.expected_shifts import LR_JUMP
-from holdfast.core.detectors.scan import Rows, recognised, scan
+from holdfast.core.detectors.scan import LogRows, find_shifts, scan
 from holdfast.diagnosis.model.table import Table
 
 Floats = NDArray[np.float64]
@@ -59,7 +59,7 @@ class Losses:
 
     def _shifts(self) -> list[int]:
         back = np.flatnonzero(np.diff(self.step) < 0) + 1
-        return sorted({*back.tolist(), *(recognised(Rows(self.table)) if self._may_shift() else ())})
+        return sorted({*back.tolist(), *(find_shifts(LogRows(self.table)) if self._may_shift() else ())})
 
     def _may_shift(self) -> bool:
         """Whether the learning rate ever jumps, or batch or length ever change."""
@@ -78,7 +78,7 @@ class Losses:
         """What the detectors find between two places, from place `since` on."""
         part = _cut(self.table, self.rows[first:stop])
         declared = [place - first for place in self.shifts if first < place < stop]
-        found = scan(part, self.settings, shifts=declared, places=True)
+        found = scan(part, self.settings, shifts=declared)
         return [Seen(first + place, finding) for place, finding in found if first + place >= since]
 
     def _hot(self) -> list[Seen]:
@@ -103,7 +103,7 @@ class Losses:
         part.columns["loss"] = _medians(self.loss, joined)
         declared = np.searchsorted(ends, self.shifts).tolist()
         quick = _slow_only(self.settings)
-        found = scan(part, quick, shifts=declared, detectors=build(quick), places=True)
+        found = scan(part, quick, shifts=declared, detectors=build(quick))
         return [Seen(int(ends[place]), finding) for place, finding in found]
 
     def near_shift(self, place: int) -> int | None:

@@ -208,9 +208,9 @@ def test_every_detector_of_the_configuration_is_built_in_its_order_and_no_other(
     watching = ["plateau", "learning_rate", "duplicate_batch", "weight_norm", "dead_run"]
     spikes = ["loss_spike", "divergence", "grad_spike", "update_spike"]
     assert [d.name for d in build(DetectSection())] == ["nonfinite", "loss_scale", *spikes, *watching]
-    assert [d.name for d in build(DetectSection(watch=False, nonfinite=False))] == spikes
+    assert [d.name for d in build(DetectSection(advisory=False, nonfinite=False))] == spikes
     for name in spikes:
-        assert [d.name for d in build(DetectSection(watch=False, nonfinite=False, **{name: False}))] == [
+        assert [d.name for d in build(DetectSection(advisory=False, nonfinite=False, **{name: False}))] == [
             s for s in spikes if s != name
         ]
     none = dict.fromkeys(["nonfinite", "loss_spike", "grad_spike", "divergence", "update_spike", "watch"], False)

@@ -260,7 +260,7 @@ def test_loss_that_is_vouched_for_leaves_the_state_that_observe_leaves(rho):
         looked, vouched = LossSpike(DetectSection()), LossSpike(DetectSection())
         for detector in (looked, vouched):
             detector.load_state_dict(json.loads(json.dumps(state)))
-        if vouched.calm([loss], [2021]):
+        if vouched.absorb_normal([loss], [2021]):
             assert looked.observe(signal(2021, loss, None)) is None
             one, other = vouched.state_dict(), looked.state_dict()
             assert one | {"onset": 0} == other | {"onset": 0}

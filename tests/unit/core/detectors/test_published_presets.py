@@ -1,4 +1,4 @@
-"""The published rules: as written, step by step, against the text they come from; and their defects, there and mended."""
+"""The published rules: as written, step by step, against the text they come from; and their defects, there and fixed."""
 
 from __future__ import annotations
 
@@ -141,10 +141,10 @@ def test_monotone_as_written_needs_all_of_its_two_hundred_rises():
     assert watch(Monotone(False), losses, first=0) == []
 
 
-# ---- the defects: there as written, gone mended
+# ---- the defects: there as written, gone fixed
 
 
-def test_nan_ends_a_spike_for_curry_train_as_written_and_not_mended():
+def test_nan_ends_a_spike_for_curry_train_as_written_and_not_fixed():
     """Every comparison with it is false, and so the count begins anew."""
     losses = noisy(1000) + ([50.0] * 90 + [math.nan]) * 5
     assert watch(CurryTrain(False), losses) == []
@@ -157,7 +157,7 @@ def test_nan_at_the_front_of_the_window_blinds_curry_train_as_written():
     assert [f.step for f in found] == [11], "at step 10 the smallest of the window is not a number"
 
 
-def test_nan_in_the_window_blinds_three_sigma_as_written_and_not_mended():
+def test_nan_in_the_window_blinds_three_sigma_as_written_and_not_fixed():
     losses = noisy(200)
     losses[150] = math.nan
     losses[190] = 50.0
@@ -165,14 +165,14 @@ def test_nan_in_the_window_blinds_three_sigma_as_written_and_not_mended():
     assert 191 in [f.step for f in watch(ThreeSigma(True), losses)]
 
 
-def test_nan_stops_the_count_of_monotone_as_written_and_leaves_no_trace_mended():
+def test_nan_stops_the_count_of_monotone_as_written_and_leaves_no_trace_fixed():
     rising = [2.0 + 0.01 * n for n in range(400)]
     broken = [*rising[:150], math.nan, *rising[150:]]
     assert watch(Monotone(False), broken)[0].step > watch(Monotone(False), rising)[0].step
     assert len(watch(Monotone(True), broken)) == len(watch(Monotone(True), rising)) == 1
 
 
-def test_spike_enters_the_window_of_three_sigma_as_written_and_hides_the_next_and_not_mended():
+def test_spike_enters_the_window_of_three_sigma_as_written_and_hides_the_next_and_not_fixed():
     losses = [min(v, 2.26) for v in noisy(300)]
     losses[200], losses[220] = 30.0, 10.0
     assert 221 not in [f.step for f in watch(ThreeSigma(False), losses)]
@@ -181,22 +181,22 @@ def test_spike_enters_the_window_of_three_sigma_as_written_and_hides_the_next_an
     assert 221 in spikes
 
 
-def test_one_spike_fires_899_times_as_written_and_once_mended():
+def test_one_spike_fires_899_times_as_written_and_once_fixed():
     """No latch: 999 steps up high, of which all but the first hundred fire, until the last good loss leaves the window."""
     losses = noisy(1000) + [50.0] * 1500
     assert len(watch(CurryTrain(False), losses)) == 899
     assert len(watch(CurryTrain(True), losses)) == 1
 
 
-def test_three_sigma_fires_at_every_step_of_a_spike_as_written_and_once_mended():
+def test_three_sigma_fires_at_every_step_of_a_spike_as_written_and_once_fixed():
     losses = noisy(200) + [2.2 * 1.2**n for n in range(1, 20)] + noisy(100, 1)
     as_written = [f.step for f in watch(ThreeSigma(False), losses) if 200 < f.step <= 219]
-    mended = [f.step for f in watch(ThreeSigma(True), losses) if 200 < f.step <= 219 and f.new]
+    fixed = [f.step for f in watch(ThreeSigma(True), losses) if 200 < f.step <= 219 and f.new]
     assert len(as_written) > 10
-    assert len(mended) == 1
+    assert len(fixed) == 1
 
 
-def test_collapse_to_uniform_is_unseen_as_written_and_seen_mended():
+def test_collapse_to_uniform_is_unseen_as_written_and_seen_fixed():
     """ln 50257 = 10.8 is under 5 times 2.2."""
     losses = [2.2 + 8.8 * math.exp(-n / 100) for n in range(1200)] + [UNIFORM] * 400
     assert UNIFORM < 5 * 2.2
@@ -206,19 +206,19 @@ def test_collapse_to_uniform_is_unseen_as_written_and_seen_mended():
     assert found.step == 1301
 
 
-def test_spike_that_starts_at_step_zero_starts_anew_at_each_step_as_written():
+def test_spike_that_starts_at_step_zero_starts_again_at_each_step_as_written():
     """`self._spike_start or step`: a start of 0 is none."""
     losses = [1.0, 10.0, 10.0]
     assert [f.onset for f in watch(CurryTrain(False, sustain=0, history=1, ratio=0.5), losses, first=0)] == [0, 1, 1]
 
 
-def test_curry_train_as_written_is_blind_for_its_first_thousand_steps_and_mended_for_a_hundred():
+def test_curry_train_as_written_is_blind_for_its_first_thousand_steps_and_fixed_for_a_hundred():
     losses = noisy(200) + [50.0] * 300
     assert watch(CurryTrain(False), losses) == []
     assert [f.step for f in watch(CurryTrain(True), losses)] == [301]
 
 
-def test_noisy_rise_is_never_monotone_as_written_and_is_a_trend_mended():
+def test_noisy_rise_is_never_monotone_as_written_and_is_a_trend_fixed():
     for seed in range(3):
         losses = np.array(noisy(1000, seed))
         losses[500:] *= 1 + 0.001 * np.arange(500)
@@ -229,26 +229,26 @@ def test_noisy_rise_is_never_monotone_as_written_and_is_a_trend_mended():
         assert found[0].evidence["trend_z"] > 4.5
 
 
-def test_monotone_mended_leaves_healthy_losses_alone():
+def test_monotone_fixed_leaves_healthy_losses_alone():
     for seed in range(3):
         assert watch(Monotone(True), noisy(3000, seed)) == []
         falling = np.array(noisy(3000, seed)) * (1 + 4 * np.exp(-np.arange(3000) / 500))
         assert watch(Monotone(True), falling) == []
 
 
-def test_three_sigma_alarms_about_once_in_740_healthy_steps_as_written_and_mended_asks_for_nothing_costly():
+def test_three_sigma_alarms_about_once_in_740_healthy_steps_as_written_and_fixed_asks_for_nothing_costly():
     """Mended, the chance is on record as a spike that recovered; only one that persists asks for a rollback."""
     losses = noisy(74_000, 5)
-    as_written, mended = watch(ThreeSigma(False), losses), watch(ThreeSigma(True), losses)
+    as_written, fixed = watch(ThreeSigma(False), losses), watch(ThreeSigma(True), losses)
     assert 74_000 / 1000 < len(as_written) < 74_000 / 400
     assert {f.severity for f in as_written} == {Severity.ROLLBACK}
-    assert costly(mended) == []
-    spikes, ends = [f for f in mended if f.new], [f for f in mended if not f.new]
+    assert costly(fixed) == []
+    spikes, ends = [f for f in fixed if f.new], [f for f in fixed if not f.new]
     assert {f.evidence["outcome"] for f in ends} == {"recovered"}
     assert len(spikes) - len(ends) in (0, 1)
 
 
-def test_three_sigma_mended_tells_recovered_from_persistent_after_50_steps():
+def test_three_sigma_fixed_tells_recovered_from_persistent_after_50_steps():
     healthy = [v for v in noisy(150, 1) if v < 2.25]
     at = len(healthy) + 1
     recovered = watch(ThreeSigma(True), healthy + [4.0] * 10 + noisy(20, 2))
@@ -269,7 +269,7 @@ def test_three_sigma_mended_tells_recovered_from_persistent_after_50_steps():
         1e100,
     ],
 )
-def test_three_sigma_mended_is_not_spoilt_by_one_large_value_in_its_first_window(junk):
+def test_three_sigma_fixed_is_not_spoilt_by_one_large_value_in_its_first_window(junk):
     """Running sums lose what is small beside it, and never get it back."""
     losses = noisy(600)
     losses[50] = junk
@@ -279,7 +279,7 @@ def test_three_sigma_mended_is_not_spoilt_by_one_large_value_in_its_first_window
     assert len(found) < 10
 
 
-def test_curry_train_mended_has_only_finite_numbers_in_its_evidence():
+def test_curry_train_fixed_has_only_finite_numbers_in_its_evidence():
     losses = [2.0] * 200
     losses[150] = 5e-324
     (found,) = watch(CurryTrain(True, sustain=3), losses)
@@ -288,7 +288,7 @@ def test_curry_train_mended_has_only_finite_numbers_in_its_evidence():
 
 
 @pytest.mark.parametrize("kind", [CurryTrain, ThreeSigma, Monotone])
-def test_mended_rules_pass_over_what_did_not_land(kind):
+def test_fixed_rules_pass_over_what_did_not_land(kind):
     clean, dirty = kind(True), kind(True)
     for step, loss in enumerate(noisy(300), 1):
         for junk in (signal(step, 90.0, overflow=True), signal(step, 90.0, flags=4), signal(step, math.nan)):
@@ -323,7 +323,7 @@ def test_preset_puts_the_published_rule_in_place_of_our_own_on_the_loss(preset, 
         assert built.index(rule) == 2
 
 
-def test_preset_as_written_and_mended_are_two():
+def test_preset_as_written_and_fixed_are_two():
     losses = noisy(1000) + [50.0] * 1500
     for preset, expected in (("curry-train", 1), ("curry-train-as-written", 899)):
         (rule,) = [d for d in build(DetectSection(preset=preset)) if d.name == "curry_train"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -19,8 +18,12 @@ from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
 from holdfast.core.detectors import LossSpike, build
 from holdfast.core.detectors import scan as scanning
-from holdfast.core.detectors.expected_shifts import Shifts
-from holdfast.core.detectors.scan import scan
+from holdfast.core.detectors.expected_shifts import ExpectedShifts
+
+
+def scan(*arguments: Any, **options: Any) -> list[Finding]:
+    return [finding for _, finding in scanning.scan(*arguments, **options)]
+
 
 SIGNAL_NAMES = {"batch_size": "samples", "sequence_length": "length"}
 SOME = settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.explicit, Phase.generate])
@@ -47,7 +50,7 @@ def log_of(rows: list[dict[str, float | None]], steps: list[int] | None = None) 
 
 def row_by_row(log: Log, config: DetectSection, shifts: set[int] = frozenset()) -> list[Finding]:
     """What a run would have said: shifts recognised first, then every detector in its order."""
-    detectors, recognised, found = build(config), Shifts(by_lr=True), []
+    detectors, recognised, found = build(config), ExpectedShifts(by_lr=True), []
     declared = False
     for i, step in enumerate(log.step.tolist()):
         declared = declared or i in shifts
@@ -230,7 +233,7 @@ def test_batch_size_and_sequence_length_that_change_together_are_one_shift_as_on
     rows += [{"loss": loss, "batch_size": 16.0, "sequence_length": 1024.0} for loss in noisy(200, 1, level=3.3)]
     rows[401]["loss"] = 5.0
     log = log_of(rows)
-    recognised = Shifts(by_lr=True)
+    recognised = ExpectedShifts(by_lr=True)
     told = [
         recognised.observe(
             Signal(step=n, loss=row["loss"], samples=int(row["batch_size"]), length=int(row["sequence_length"]))
@@ -256,22 +259,8 @@ def test_only_the_detectors_that_were_given_are_asked():
     assert {f.detector for f in scan(log_of(rows), detectors=[LossSpike(DetectSection())])} == {"loss_spike"}
 
 
-def test_scan_of_a_long_log_finds_the_same_with_a_second_process(monkeypatch):
+def test_every_finding_of_a_scan_has_the_position_of_its_row_among_those_with_a_loss():
     rows = random_rows(11, 1500)
-    alone = scan(log_of(rows))
-    monkeypatch.setattr(scanning, "_LONG", 100)
-    monkeypatch.setattr(scanning, "_may_fork", lambda: True)
-    assert [repr(f) for f in scan(log_of(rows))] == [repr(f) for f in alone]
-    assert alone
-
-
-def test_scan_does_the_work_itself_where_the_second_process_dies(monkeypatch):
-    here = os.getpid()
-
-    def work():
-        if os.getpid() != here:
-            os._exit(1)
-        return [(1, 2, None)]
-
-    with scanning._apart(work) as answer:
-        assert answer() == [(1, 2, None)]
+    steps = [10 * i for i, row in enumerate(rows) if row["loss"] is not None]
+    found = scanning.scan(log_of(rows, steps=[10 * i for i in range(len(rows))]))
+    assert found and [steps[position] for position, _ in found] == [finding.step for _, finding in found]

@@ -1,4 +1,4 @@
-"""The course of a series: level, trend, scale and tail, and what does not move them."""
+"""The baseline of a series: level, trend, scale and tail, and what does not move them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from feeding import ar1, noisy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.detectors.baseline import NORMAL_TAIL, Course
+from holdfast.core.detectors.baseline import NORMAL_TAIL, Baseline
 
 
-def fed(values, start: int = 32, *, falling: bool = True) -> Course:
-    course = Course(start, falling=falling)
+def fed(values, start: int = 32, *, falling: bool = True) -> Baseline:
+    baseline = Baseline(start, falling=falling)
     for value in values:
-        course.update(float(value))
-    return course
+        baseline.update(float(value))
+    return baseline
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -27,26 +27,26 @@ def fed(values, start: int = 32, *, falling: bool = True) -> Course:
     st.integers(1, 20),
     st.booleans(),
 )
-def test_course_is_finite_and_has_a_scale_whatever_it_is_fed(values, start, falling):
-    course = fed(values, start, falling=falling)
-    if course.ready:
-        assert math.isfinite(course.expected())
-        assert 0 < course.scale < math.inf
-        assert 2.0 <= course.tail <= 60.0
-        assert 0.0 <= course.kinship() <= 1.0
-        assert math.isfinite(course.reach(8.0))
-        assert course.trend <= 0 or not falling
+def test_baseline_is_finite_and_has_a_scale_whatever_it_is_fed(values, start, falling):
+    baseline = fed(values, start, falling=falling)
+    if baseline.ready:
+        assert math.isfinite(baseline.expected())
+        assert 0 < baseline.scale < math.inf
+        assert 2.0 <= baseline.tail <= 60.0
+        assert 0.0 <= baseline.autocorrelation <= 1.0
+        assert math.isfinite(baseline.threshold_distance(8.0))
+        assert baseline.trend <= 0 or not falling
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(100, 2500))
-def test_values_given_together_and_one_by_one_make_the_same_course(seed, start, count):
+def test_values_given_together_and_one_by_one_make_the_same_baseline(seed, start, count):
     values = noisy(count, seed, noise=0.1)
-    one_by_one, together = fed(values, start), Course(start)
+    one_by_one, together = fed(values, start), Baseline(start)
     at = 0
     while at < count:
         if together.ready:
-            some = values[at : at + together.room()]
+            some = values[at : at + together.values_until_update()]
             together.extend(some)
             at += len(some)
         else:
@@ -56,15 +56,15 @@ def test_values_given_together_and_one_by_one_make_the_same_course(seed, start, 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e150])
-def test_course_takes_in_nothing_that_is_not_finite_or_beyond_arithmetic(value):
-    clean, dirty = fed(noisy(100), 20), Course(20)
+def test_baseline_takes_in_nothing_that_is_not_finite_or_beyond_arithmetic(value):
+    clean, dirty = fed(noisy(100), 20), Baseline(20)
     for one in noisy(100):
         dirty.update(value)
         dirty.update(one)
     assert dirty.state_dict() == clean.state_dict()
 
 
-def test_course_goes_on_along_a_falling_line_and_is_level_on_a_rising_one():
+def test_baseline_goes_on_along_a_falling_line_and_is_level_on_a_rising_one():
     falling, rising = fed(10 - 0.1 * np.arange(32)), fed(10 + 0.1 * np.arange(32))
     assert falling.expected() == pytest.approx(10 - 0.1 * 32)
     assert rising.expected() == pytest.approx(10 + 0.1 * 31)
@@ -72,13 +72,13 @@ def test_course_goes_on_along_a_falling_line_and_is_level_on_a_rising_one():
 
 
 def test_rise_is_never_learned_as_a_trend():
-    course = fed(noisy(300))
+    baseline = fed(noisy(300))
     for value in 2.2 + 0.01 * np.arange(200):
-        course.update(float(value))
-        assert course.trend <= 0
+        baseline.update(float(value))
+        assert baseline.trend <= 0
 
 
-def test_scale_of_a_course_is_the_deviation_of_its_noise_from_the_start():
+def test_scale_of_a_baseline_is_the_deviation_of_its_noise_from_the_start():
     at_first = [fed(noisy(32, seed, 1.0, 0.1)).scale for seed in range(40)]
     later = [fed(noisy(500, seed, 1.0, 0.1)).scale for seed in range(40)]
     assert np.median(at_first) == pytest.approx(0.1, rel=0.2)
@@ -87,8 +87,8 @@ def test_scale_of_a_course_is_the_deviation_of_its_noise_from_the_start():
 
 
 def test_limits_reach_farther_while_the_scale_is_known_from_few_values():
-    courses = [fed(noisy(count, 1)) for count in (32, 64, 400, 4000)]
-    shares = [c.reach(1.0) / c.scale / max(1.0, c.tail / NORMAL_TAIL) for c in courses]
+    baselines = [fed(noisy(count, 1)) for count in (32, 64, 400, 4000)]
+    shares = [c.threshold_distance(1.0) / c.scale / max(1.0, c.tail / NORMAL_TAIL) for c in baselines]
     assert shares == sorted(shares, reverse=True)
     assert shares[-1] < 1.01
 
@@ -97,16 +97,16 @@ def test_tail_grows_where_single_values_are_out_again_and_again_and_not_for_one(
     random = np.random.default_rng(0)
     normal, heavy = fed(2 + 0.05 * random.normal(size=3000)), fed(2 + 0.05 * random.standard_t(2, size=3000))
     assert normal.tail < 3.0 < heavy.tail
-    normal.outlier(40.0)
+    normal.add_outlier(40.0)
     assert normal.tail <= 4.5
     for _ in range(4):
-        normal.outlier(40.0)
+        normal.add_outlier(40.0)
     assert normal.tail > 20.0
 
 
 @pytest.mark.parametrize(("rho", "low", "high"), [(0.0, 0.0, 0.2), (0.8, 0.4, 0.95)])
-def test_kinship_tells_neighbours_that_are_alike_from_those_that_are_not(rho, low, high):
-    seen = [fed(2.2 + 0.05 * ar1(3000, seed, rho)).kinship() for seed in range(8)]
+def test_autocorrelation_is_estimated_within_its_bounds(rho, low, high):
+    seen = [fed(2.2 + 0.05 * ar1(3000, seed, rho)).autocorrelation for seed in range(8)]
     assert low <= np.median(seen) <= high
 
 
@@ -118,20 +118,20 @@ def test_value_far_out_moves_it_no_more_than_one_two_deviations_out():
 
 
 def test_level_that_dropped_is_followed_in_a_few_blocks():
-    course = fed(noisy(2000) + noisy(48, 1, level=1.0))
-    assert course.expected() == pytest.approx(1.0, abs=0.1)
-    assert abs(course.trend) < 0.01
+    baseline = fed(noisy(2000) + noisy(48, 1, level=1.0))
+    assert baseline.expected() == pytest.approx(1.0, abs=0.1)
+    assert abs(baseline.trend) < 0.01
 
 
-def test_restarted_course_learns_anew_and_remembers_how_long_to():
-    course = fed(noisy(100), 20)
-    course.restart(5)
+def test_restarted_baseline_learns_anew_and_remembers_how_long_to():
+    baseline = fed(noisy(100), 20)
+    baseline.restart(5)
     for value in noisy(5, level=50.0):
-        assert not course.ready
-        course.update(value)
-    assert course.expected() == pytest.approx(50.0, rel=0.1)
-    again = Course(20)
-    again.load_state_dict(json.loads(json.dumps(course.state_dict())))
+        assert not baseline.ready
+        baseline.update(value)
+    assert baseline.expected() == pytest.approx(50.0, rel=0.1)
+    again = Baseline(20)
+    again.load_state_dict(json.loads(json.dumps(baseline.state_dict())))
     again.restart()
     for value in noisy(5):
         assert not again.ready

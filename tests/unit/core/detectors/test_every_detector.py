@@ -213,7 +213,7 @@ def test_every_detector_of_the_configuration_is_built_in_its_order_and_no_other(
         assert [d.name for d in build(DetectSection(advisory=False, nonfinite=False, **{name: False}))] == [
             s for s in spikes if s != name
         ]
-    none = dict.fromkeys(["nonfinite", "loss_spike", "grad_spike", "divergence", "update_spike", "watch"], False)
+    none = dict.fromkeys(["nonfinite", "loss_spike", "grad_spike", "divergence", "update_spike", "advisory"], False)
     assert build(DetectSection(**none)) == []
 
 

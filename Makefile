@@ -8,9 +8,14 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test check soak demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
+.PHONY: test test-all check soak mutate demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
+# Every behaviour at least once, under 5 minutes on two cores. tests/conftest.py says how tests are chosen.
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# Every test but those of `make soak`, under 45 minutes on two cores.
+test-all: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak"
 
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks
@@ -18,11 +23,13 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-# Everything `make test` has a part of: every case of the large products, further attacks on several ranks, 300 lives ended by
-# SIGKILL, 300 by a file-system call that fails.
+# Long runs: 450 processes ended by SIGKILL, 300 in which a file-system call fails.
 soak: $(READY)
-	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/crash
-	HOLDFAST_SOAK=1 $(BIN)/python -m pytest -q -s tests/crash
+	$(BIN)/python -m pytest -q -s -m soak
+
+# The share of small changes to src that `make test` notices, drawn at random; survivors are listed with their diff.
+mutate: $(READY)
+	$(BIN)/python tests/mutate.py --count 64 --json build/mutate.json
 
 # What the guard costs on two cores: a step of about 50 ms and one of about 5 ms; docs/performance.md has its table.
 bench: $(READY)

@@ -1,51 +1,75 @@
-"""For every test: hypothesis draws the same cases each time. Of large products of cases `make test` runs a part, always the
-same and spread over all of them; `make soak` runs them all, and what is marked as its own."""
+"""What runs where is said by markers, in the test files:
+
+- no marker: `make test`, which runs every behaviour at least once;
+- `slow`: `make test-all` only, because the test takes long or repeats a behaviour in another setting;
+- `soak`: `make soak` only, because it takes many minutes;
+- `quick_cases(n)`, on a test with several parameters: `make test` runs a few of the cases, in which every value of every
+  parameter occurs (n=1) or every pair of values of two parameters (n=2). The other cases are `slow`.
+
+`pytest PATH` without `-m` runs what `make test` runs; `pytest PATH::NAME` runs all cases of that test.
+"""
 
 import gc
-import zlib
 from collections import Counter
+from itertools import combinations
 
+import pytest
 from hypothesis import settings
 
-from soak import WHOLE
+# The same examples in every run; twice as many in `make test-all`.
+settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=100)
+settings.register_profile("all", settings.get_profile("quick"), max_examples=200)
 
-settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
-settings.load_profile("fixed")
-
-WHOLE_ALWAYS = (
-    "tests/architecture/",
-    "tests/distributed/",
-    "tests/unit/core/",
-    "tests/unit/runtime/test_first_touch",
-)
-SHARES = {"tests/e2e/": ((30, 9), (15, 7), (8, 5), (4, 3)), "tests/": ((30, 6), (15, 4), (8, 3))}
-"""of so many cases one in so many"""
+QUICK = "not slow and not soak"
 
 
-def share_of(name: str, cases: int) -> int:
-    if name.startswith(WHOLE_ALWAYS):
-        return 1
-    shares = next(found for place, found in SHARES.items() if name.startswith(place))
-    return next((share for least, share in shares if cases >= least), 1)
+def pytest_configure(config):
+    if not config.option.markexpr and not any("::" in str(argument) for argument in config.args):
+        config.option.markexpr = QUICK
+    settings.load_profile("quick" if config.option.markexpr == QUICK else "all")
 
 
-def pytest_collection_modifyitems(config, items):
-    if WHOLE:
-        return
-    named = any("::" in str(argument) for argument in config.args)  # a person asks for this very one
-    count = Counter(item.nodeid.partition("[")[0] for item in items)
-    left = []
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark the cases that `quick_cases` leaves to `make test-all`. The markers then select, as with any other test."""
+    of_test = {}
     for item in items:
-        name = item.nodeid.partition("[")[0]
-        thin = zlib.crc32(item.nodeid.encode()) % share_of(name, count[name]) != 0
-        if not named and (thin or item.get_closest_marker("soak") is not None):
-            left.append(item)
-    if left:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in set(left)]
+        if item.get_closest_marker("quick_cases"):
+            of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in of_test.values():
+        (strength,) = cases[0].get_closest_marker("quick_cases").args
+        quick = covering([values(item) for item in cases], strength)
+        for number, item in enumerate(cases):
+            if number not in quick:
+                item.add_marker(pytest.mark.slow)
+
+
+def values(item):
+    """Return what each `parametrize` of a test gives to this case, as something that can be compared."""
+    given = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        given.append((*names, *(id(item.callspec.params[name.strip()]) for name in names)))
+    return given
+
+
+def covering(cases, strength):
+    """Return the numbers of a few cases in which every combination of `strength` values occurs that occurs in any case.
+
+    The rule is greedy: take the case with the most combinations not yet covered, until nothing is left to cover. Of several
+    such cases take the one whose values were used least so far, then the first.
+    """
+    covers = [set(combinations(case, min(strength, len(case)))) for case in cases]
+    missing, chosen, used = set().union(*covers), set(), Counter()
+    while missing:
+        best = max(range(len(cases)), key=lambda n: (len(covers[n] & missing), -sum(used[value] for value in cases[n])))
+        chosen.add(best)
+        used.update(cases[best])
+        missing -= covers[best]
+    return chosen
 
 
 def pytest_collection_finish(session):
-    """What was imported stays until the end, and need not be looked through for garbage again and again."""
+    """Exempt what was imported from garbage collection: it stays until the end, and each collection would walk it."""
     gc.collect()
     gc.freeze()

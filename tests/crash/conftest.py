@@ -8,11 +8,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from crash_checks import SUMMARY, Reference
 from crash_server import Server
 
-from soak import WHOLE
-
 
 def pytest_terminal_summary(terminalreporter):
-    if WHOLE and SUMMARY:
+    if SUMMARY and terminalreporter.config.option.markexpr == "soak":
         terminalreporter.section("killed, and made to fail")
         for line in SUMMARY:
             terminalreporter.line(line)

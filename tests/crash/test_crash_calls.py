@@ -16,10 +16,7 @@ from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
 
 from holdfast.core.record.journal import read
-from soak import WHOLE
 
-CALLS = 300 if WHOLE else 8
-FULL = 12 if WHOLE else 2
 VARIANT = "host"
 OPENING = (
     *("fstat /journal.jsonl", "close /journal.jsonl", "fstat /metrics.jsonl", "close /metrics.jsonl"),
@@ -84,16 +81,20 @@ def meet(lives: Server, references: Reference, case: Case, path: Path) -> str:
     return ended.kind or "went on"
 
 
-@pytest.mark.timeout(3600 if WHOLE else 240)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "count",
+    [8, pytest.param(40, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)],
+)
 def test_a_call_that_fails_costs_a_checkpoint_or_ends_the_life_and_never_the_run(
-    lives: Server, references: Reference, tmp_path: Path
+    count: int, lives: Server, references: Reference, tmp_path: Path
 ) -> None:
     became: Counter[str] = Counter()
-    for number, case in enumerate(cases(references, ("ENOSPC", "EIO"), CALLS), 1):
+    for number, case in enumerate(cases(references, ("ENOSPC", "EIO"), count), 1):
         became[meet(lives, references, case, tmp_path / "run")] += 1
-        if WHOLE and number % 25 == 0:
+        if number % 25 == 0:
             print(f"\n{number} calls made to fail: {dict(became)}", end="", flush=True)
-    SUMMARY.append(f"{CALLS} calls that failed, ENOSPC or EIO, one in each life; it then: {dict(became)}")
+    SUMMARY.append(f"{count} calls that failed, ENOSPC or EIO, one in each process; it then: {dict(became)}")
 
 
 @pytest.mark.parametrize("site", OPENING)
@@ -105,7 +106,7 @@ def test_no_error_of_the_system_comes_out_as_it_is(
 
 @pytest.mark.parametrize("how", ["EINTR", "SHORT"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("every", [2, 3, 5, 7] if WHOLE else [3])
+@pytest.mark.parametrize("every", [3, *(pytest.param(every, marks=pytest.mark.slow) for every in (2, 5, 7))])
 def test_interrupted_calls_and_short_writes_make_no_difference(
     how: str, late: bool, every: int, lives: Server, references: Reference, tmp_path: Path
 ) -> None:
@@ -120,12 +121,16 @@ def test_interrupted_calls_and_short_writes_make_no_difference(
     )
 
 
-@pytest.mark.parametrize("part", range(FULL))
+FULL_AT = [n / 24 if n in (7, 19) else pytest.param(n / 24, marks=pytest.mark.slow) for n in range(1, 24, 2)]
+"""after which share of a run's file-system calls the disk is full"""
+
+
+@pytest.mark.parametrize("place", FULL_AT)
 def test_on_a_full_disk_training_goes_on_and_earlier_checkpoints_stay(
-    part: int, lives: Server, references: Reference, tmp_path: Path
+    place: float, lives: Server, references: Reference, tmp_path: Path
 ) -> None:
     reference, path = references(VARIANT), tmp_path / "run"
-    nth = sum((reference.sites or {}).values()) * (2 * part + 1) // (2 * FULL)
+    nth = int(place * sum((reference.sites or {}).values()))
     ended = lives.live(path, VARIANT, how="FULL", nth=nth)
     assert not ended.hung
     same(ended, reference)

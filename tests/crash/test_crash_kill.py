@@ -14,11 +14,6 @@ from crash_calls import applies
 from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
 
-from soak import WHOLE
-
-KILLS = {"by the clock": 150 if WHOLE else 12, "at a call": 150 if WHOLE else 16}
-"""for each variant half of them"""
-
 
 class Tally:
     """How many were killed, and what was under way."""
@@ -33,7 +28,7 @@ class Tally:
         if ended.signal == signal.SIGKILL:
             self.kills += 1
             self.under_way[ended.phase or "startup"] += 1
-        if WHOLE and self.lives % 25 == 0:
+        if self.lives % 25 == 0:
             print(f"\n{self._what}: {self.lives} lives, {self.kills} killed, {self.runs} runs done", end="", flush=True)
 
     def sum_up(self) -> str:
@@ -75,16 +70,26 @@ def run_to_its_end(
             raise AssertionError(f"{about}: {error}") from error
 
 
-@pytest.mark.timeout(3600 if WHOLE else 240)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("variant", ["host", "device", "again"])
-@pytest.mark.parametrize("how", KILLS)
+@pytest.mark.parametrize(
+    ("how", "kills"),
+    [
+        ("by the clock", 4),
+        ("at a call", 8),
+        pytest.param("by the clock", 20, marks=pytest.mark.slow),
+        pytest.param("at a call", 20, marks=pytest.mark.slow),
+        pytest.param("by the clock", 75, marks=pytest.mark.soak),
+        pytest.param("at a call", 75, marks=pytest.mark.soak),
+    ],
+)
 def test_a_run_killed_at_random_instants_ends_as_if_it_never_was(
-    how: str, variant: str, lives: Server, references: Reference, tmp_path: Path
+    how: str, kills: int, variant: str, lives: Server, references: Reference, tmp_path: Path
 ) -> None:
     dice = random.Random(f"{how} {variant}")
     tally = Tally(f"{variant}, {how}")
-    while tally.kills < KILLS[how] // 2:
+    while tally.kills < kills:
         run_to_its_end(lives, tmp_path / f"run_{tally.runs}", variant, how, dice, references, tally)
     SUMMARY.append(tally.sum_up())
-    if WHOLE or how == "at a call":  # six instants by the clock of a busy machine may all fall into one saving
+    if kills > 4:  # four instants by the clock of a busy machine may all fall into one save
         assert len(tally.under_way) >= 2, tally.under_way

@@ -70,7 +70,7 @@ def test_loss_curve_does_not_depend_on_the_ranks_or_their_layout_before_and_afte
             assert evaluations(tmp_path / name) == pytest.approx(evaluations(tmp_path / "1"), rel=NEAR), name
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_unguarded_ranks_have_the_same_curve_too_tied_and_accumulated(run, tmp_path):
     run("trained_ranks.unguarded:1", "trained_ranks.unguarded:2")
     (alone,) = said(tmp_path, "off-1", 1)

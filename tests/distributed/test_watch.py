@@ -143,7 +143,7 @@ def test_a_healthy_run_ends_in_order_and_its_forked_workers_post_nothing(play: P
     assert [status for status, _ in told] == [0, 0], said(tmp_path / "healthy", 0) + said(tmp_path / "healthy", 1)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_second_life_under_torchrun_does_not_see_the_failure_of_the_first(tmp_path: Path) -> None:
     log = tmp_path / "log"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]

@@ -57,7 +57,7 @@ def test_ranks_that_die_at_once_go_on_from_the_newest_good_checkpoint_with_other
     assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, legs in ((whole, [{}]), (parts, [{"stop": 7}, {}])):
@@ -73,7 +73,7 @@ def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run,
         assert len(list(checkpoint.glob("rank_*.bin"))) == 2
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_a_learning_rate_changed_between_two_lives_holds_on_every_rank(run, tmp_path):
     legs = [{"batch": 4, "workers": 0, "stop": 7}, {"batch": 4, "workers": 0, "stop": 12, "lr": 2e-3}]
     (tmp_path / "legs.json").write_text(json.dumps(legs))

@@ -12,13 +12,12 @@ from torch.utils.data import Dataset
 
 from holdfast.reference.config import parse
 from holdfast.reference.trainer import Trainer, build
-from soak import WHOLE
 
 STEPS, BATCH = 10, 8
 LAYOUTS: dict[int, list[dict[str, int]]] = {
     1: [{}],
     2: [{"data": 2}, {"shard": 2}, {"tensor": 2}],
-    4: [{}, {"data": 2, "shard": 2}, {"shard": 2, "tensor": 2}, *([{"data": 2, "tensor": 2}] if WHOLE else [])],
+    4: [{}, {"data": 2, "shard": 2}, {"shard": 2, "tensor": 2}, {"data": 2, "tensor": 2}],
 }
 """what [distributed] says, by the number of ranks; {}: nothing"""
 

@@ -72,6 +72,7 @@ def order_without_loading(case):
     return order
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("faults", [[], [4], [8], [9, 10, 11], [21, 22, 23]])
 def test_a_sampler_that_draws_from_the_users_generator_as_it_goes(workers, faults, tmp_path):
@@ -84,6 +85,7 @@ def test_a_sampler_that_draws_from_the_users_generator_as_it_goes(workers, fault
     assert_same(run, case.reference(run))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
 @pytest.mark.parametrize("faults", [[4], [12], [15, 16, 17]])
 def test_workers_and_a_shuffle_from_a_generator(optimizer, gate, faults, tmp_path):
@@ -96,6 +98,7 @@ def test_workers_and_a_shuffle_from_a_generator(optimizer, gate, faults, tmp_pat
     check(case, tmp_path, "skip" if len(faults) == 1 else "rollback")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("faults", [[3], [13, 14, 15]])
 @pytest.mark.parametrize("used_before", [False, True])
 def test_persistent_workers(faults, used_before, tmp_path):
@@ -132,6 +135,7 @@ class Ahead(DataLoader):
             yield held
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
 @pytest.mark.parametrize("faults", [[], [0], [3], [7, 8], [13, 14, 15]])
 def test_a_loader_that_loads_one_batch_ahead(optimizer, gate, faults, tmp_path):
@@ -422,6 +426,7 @@ def without_remainder(run):
     return excluded
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
 @pytest.mark.parametrize("faults", [[], [8], [13], [13, 15, 16]])
@@ -465,6 +470,7 @@ def test_a_rollback_found_when_only_a_remainder_is_left_goes_on_to_the_end(gate,
 # ---- one loop or several
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
 @pytest.mark.parametrize("faults", [[], [7, 8], [17, 18, 19]])

@@ -44,6 +44,7 @@ GATES = [
 ]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("shuffle", ["none", "global", "generator", "seeded"])
@@ -79,6 +80,7 @@ def at(case: Case, *batches: int, how=NAN["nan"]) -> dict:
     return {order[b]: how for b in batches}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("where", sorted(WHERE))
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("shuffle", ["unique", "unique_generator"])
@@ -117,6 +119,7 @@ def test_fp16_a_nan_batch_does_not_move_the_loss_scale(optimizer, gate, tmp_path
     assert run.guard.summary().overflowed == 0
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("shuffle", ["unique", "unique_generator"])
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -134,6 +137,7 @@ def test_rollback_across_an_epoch_border(optimizer, gate, shuffle, accumulate, t
     assert run.guard.summary().status == "recovered"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("batches", [[20, 21, 22, 26], [20, 21, 22, 23, 24, 25, 26, 27, 28], [21, 22, 23, 40, 41, 42]])
 def test_several_faults_close_together(batches, gate, tmp_path):
@@ -144,6 +148,7 @@ def test_several_faults_close_together(batches, gate, tmp_path):
     check(case, tmp_path, "rollback")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("scheduler", ["cosine", "onecycle", "exponential"])
 def test_rollback_from_a_real_spike(optimizer, gate, scheduler, tmp_path):
@@ -156,6 +161,7 @@ def test_rollback_from_a_real_spike(optimizer, gate, scheduler, tmp_path):
     assert {e["kind"] for e in run.journal() if e["event"] == "finding"} >= {"loss_spike"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("what", ["parameter", "moment"])
 def test_broken_state_is_rolled_back_to_the_run_that_never_had_it(optimizer, gate, what, tmp_path):

@@ -355,11 +355,20 @@ EITHER = [
     plateau,
 ]
 HOST = [sparse_beside_dense, muon_beside_adamw, wrapped_optimizer]
-WAYS = [
-    *[pytest.param(lambda r=r: r(), "host", id=r.__name__) for r in HOST],
-    *[pytest.param(lambda r=r: r(fused=False), "host", id=f"{r.__name__}-host") for r in EITHER],
-    *[pytest.param(lambda r=r: r(fused=True), "device", id=f"{r.__name__}-device") for r in EITHER],
-]
+
+
+def ways(turn):
+    """Every recipe with the gate on the host and on the device. One of the two is quick, the other one is slow: they take
+    turns over the recipes, and over the tests by `turn`."""
+    cases = [pytest.param(lambda r=r: r(), "host", id=r.__name__) for r in HOST]
+    for number, r in enumerate(EITHER, turn):
+        for device, gate in enumerate(("host", "device")):
+            marks = [] if number % 2 == device else [pytest.mark.slow]
+            make = lambda r=r, fused=bool(device): r(fused=fused)  # noqa: E731
+            cases.append(pytest.param(make, gate, id=f"{r.__name__}-{gate}", marks=marks))
+    return cases
+
+
 UNCLIPPED = (sparse_beside_dense,)  # torch's own clip does not take sparse gradients
 
 
@@ -376,7 +385,7 @@ def recipe(make, gate, request, **case) -> Recipe:
     return Recipe(make, Case(**case))
 
 
-@pytest.mark.parametrize(("make", "gate"), WAYS)
+@pytest.mark.parametrize(("make", "gate"), ways(turn=0))
 def test_without_a_fault_it_is_the_plain_run(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     run, plain = r.guarded(tmp_path / "run"), r.plain()
@@ -385,7 +394,7 @@ def test_without_a_fault_it_is_the_plain_run(make, gate, request, tmp_path):
     assert_equal(run.state, plain.state)
 
 
-@pytest.mark.parametrize(("make", "gate"), WAYS)
+@pytest.mark.parametrize(("make", "gate"), ways(turn=1))
 def test_skip(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     r.case.faults = at(r.case, 0, 9, 15)
@@ -394,7 +403,7 @@ def test_skip(make, gate, request, tmp_path):
     assert_equal(run.state, r.reference(run).state)
 
 
-@pytest.mark.parametrize(("make", "gate"), WAYS)
+@pytest.mark.parametrize(("make", "gate"), ways(turn=0))
 def test_rollback(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     r.case.faults = at(r.case, 21, 22, 23)
@@ -411,6 +420,7 @@ def test_every_optimizer_through_a_vetoed_first_step_and_a_rollback(optimizer, t
     check(case, tmp_path, "skip", "rollback")
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"none", "plateau"}))
 def test_every_scheduler_through_a_rollback(scheduler, interval, tmp_path):
@@ -585,6 +595,7 @@ def evaluated_in_the_loop(r: Recipe, run_dir) -> Done:
     return Done(parts, losses, guard, run_dir)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("faults", [[], [9], [21, 22, 23]])
 def test_an_evaluation_in_the_loop_goes_back_with_the_step_it_follows(gate, faults, tmp_path):
@@ -602,6 +613,7 @@ def test_an_evaluation_in_the_loop_goes_back_with_the_step_it_follows(gate, faul
     assert_equal(run.state, r.reference(run).state)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shuffle", ["unique", "unique_generator"])
 @pytest.mark.parametrize("faults", [[], [0], [9], [7, 8], [21, 22, 23], [31]])
 def test_settling_before_a_step_that_is_served_already(faults, shuffle, tmp_path):

@@ -99,6 +99,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("how", DAMAGE)
 def test_any_file_damaged_in_any_way(how, file, dead, tmp_path, caplog):

@@ -121,6 +121,7 @@ def assert_equal(a: Training, b: Training) -> None:
     assert a.random[1:] == b.random[1:]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", sorted(KINDS))
 @pytest.mark.parametrize("accumulate", [1, 4])
@@ -132,6 +133,7 @@ def test_without_a_fault_it_is_the_plain_run(kind, gate, accumulate, tmp_path):
     assert_equal(run, plain)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"a worker"}))
 @pytest.mark.parametrize("bad", [[0], [3], [7], [0, 7], [2, 3], [4, 6]])
@@ -184,6 +186,7 @@ def test_a_skipped_window_over_the_border_of_an_epoch(kind, gate, tmp_path):
     assert_equal(run, Training(make(without=[1]), gate=gate, accumulate=3))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("where", [0, 4, 7, 8, 23])
 def test_a_batch_of_a_stream_is_replayed(gate, where, tmp_path):

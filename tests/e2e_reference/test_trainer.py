@@ -415,7 +415,7 @@ def config_file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.soak), 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_interrupted_program_leaves_a_readable_run_and_goes_on_to_the_end(tmp_path, program, config_file, workers):
     """Ctrl-C goes to the loader's processes as well: they are of the same group."""
     words = ("train", config_file, f"--dataset.workers={workers}")

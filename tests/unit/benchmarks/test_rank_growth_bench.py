@@ -110,7 +110,7 @@ def test_one_rank_that_gathers_from_nobody_is_not_fitted():
     assert model.model({**times, 1: [50.0]}, [16], 2) == model.model(times, [16], 2)
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_tiny_run_measures_models_and_is_right(tmp_path, capsys):
     words = "--sizes 2 3 5 --beyond 16 64 --passes 1 --rounds 1 --steps 2 --gathers 2 --width 8 --batch 2 --json"

@@ -31,11 +31,10 @@ from holdfast.core.base.types import (
 from holdfast.core.decide.engine import Engine
 from holdfast.core.decide.policy import Policy, State
 from holdfast.core.record.incidents import IncidentFiles
-from soak import WHOLE
 
 RUNGS = ("skip", "replay", "rollback", "stop")
-SOMETIMES = settings(max_examples=100 if WHOLE else 50, deadline=None, derandomize=True)
-OFTEN = settings(max_examples=200 if WHOLE else 100, deadline=None, derandomize=True)
+OFTEN = settings(max_examples=settings.default.max_examples)
+SOMETIMES = settings(max_examples=settings.default.max_examples // 2)
 
 
 class Found(NamedTuple):

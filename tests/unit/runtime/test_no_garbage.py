@@ -73,10 +73,10 @@ def test_healthy_steps_leave_no_cycles(tmp_path, gate, snapshots, uncollected):
 @pytest.mark.parametrize(
     ("gate", "snapshots"),
     [
-        pytest.param("host", True, id="host-snapshots", marks=pytest.mark.soak),
+        pytest.param("host", True, id="host-snapshots", marks=pytest.mark.slow),
         pytest.param("host", False, id="host-no snapshots"),
         pytest.param("device", True, id="device-snapshots"),
-        pytest.param("device", False, id="device-no snapshots", marks=pytest.mark.soak),
+        pytest.param("device", False, id="device-no snapshots", marks=pytest.mark.slow),
     ],
 )
 def test_a_healthy_run_holds_no_more_memory_the_longer_it_runs(tmp_path, gate, snapshots, uncollected):

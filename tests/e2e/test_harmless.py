@@ -144,7 +144,7 @@ def test_recording_facts_changes_nothing(tmp_path):
     assert facts["seed"] == guarded.guard.step > 10
 
 
-SENSORS_OFF = {"update_spike": False, "watch": False}
+SENSORS_OFF = {"update_spike": False, "advisory": False}
 
 
 @pytest.mark.quick_cases(1)

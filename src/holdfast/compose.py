@@ -12,7 +12,7 @@ from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
-from holdfast.distributed.watch import StoreWatchdog
+from holdfast.distributed.watchdog import StoreWatchdog
 from holdfast.distributed.world import World
 from holdfast.runtime.guard.guard import Guard as _Guard
 from holdfast.runtime.guard.guard import Wired
@@ -28,7 +28,7 @@ class Guard(_Guard):
         world = World.current()
         tier = None if run_dir is None else DiskCheckpointStore(run_dir, world, config.checkpoint.rank_timeout_seconds)
         if world.size == 1:  # of one rank tensors may be sharded all the same
-            norms = MeshNorms(1) if World.is_joined() else LocalNorms()
+            norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
             return Wired(run_dir, tier, DistributedContext(norms=norms, make_watchdog=_alone))
         hosts = world.all_gather_object(socket.gethostname())
         company = DistributedContext(

@@ -20,10 +20,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from holdfast.core.base.errors import HoldfastError, RunDirError
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import FileSum, Manifest
-from holdfast.distributed.checkpoint import files
-from holdfast.distributed.checkpoint.catalogue import read_catalogue
-from holdfast.distributed.checkpoint.reading import Reader, read_tensors
-from holdfast.distributed.checkpoint.writing import write_rank
+from holdfast.distributed.checkpoint import rank_reader
+from holdfast.distributed.checkpoint.checkpoint_index import read_checkpoint_index
+from holdfast.distributed.checkpoint.load import RankFileReader, read_tensors
+from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.tensors.inspect import checksums
 
@@ -148,7 +148,7 @@ def slices(folder: Path, rank: int, size: int) -> None:
     found = save(folder / "one", {"w": value}, 0, 1) if rank == 0 else {}
     manifest = gathered(found, 1)
     target = distribute_tensor(torch.zeros(400, 100), mesh, [Shard(0)], src_data_rank=None)
-    files.SPARED_BYTES = 0
+    rank_reader.MAX_UNNEEDED_BYTES = 0
     real, read = os.preadv, [0]
 
     def counting(descriptor: int, into: list[memoryview], at: int) -> int:
@@ -161,7 +161,7 @@ def slices(folder: Path, rank: int, size: int) -> None:
     os.preadv = real
     assert read[0] == (value.nbytes if rank == 0 else value.nbytes // size), read
     assert torch.equal(back["w"].full_tensor(), value)
-    files.SPARED_BYTES = 4 << 20
+    rank_reader.MAX_UNNEEDED_BYTES = 4 << 20
 
 
 def two_dimensions(folder: Path, rank: int, size: int) -> None:
@@ -247,17 +247,17 @@ def load_trained(folder: Path, rank: int, size: int) -> None:
     back = read_tensors(folder / "trained", manifest, state, rank=rank, size=size)
     together = torch.load(folder / "together.pt", weights_only=True)
     assert set(back) == set(together) and any(isinstance(t, DTensor) for t in back.values())
-    torch.distributed.checkpoint.load(state, storage_reader=Reader(folder / "trained", manifest=manifest))
+    torch.distributed.checkpoint.load(state, storage_reader=RankFileReader(folder / "trained", manifest=manifest))
     for name, value in together.items():
         for found in (back[name], state[name]):
             assert same(found.full_tensor() if isinstance(found, DTensor) else found, value), name
-    assert read_catalogue(folder / "trained", manifest).world == 2
+    assert read_checkpoint_index(folder / "trained", manifest).world == 2
 
 
 def values_told(folder: Path, rank: int, size: int) -> None:
     world = World.current()
     assert (world.rank, world.size) == (rank, size)
-    for each in (world, world.apart()):
+    for each in (world, world.new_group()):
         assert each.broadcast_object({"from": rank, "é": [1, None]}) == {"from": 0, "é": [1, None]}
         values = each.all_gather_object({"rank": rank, "long": "x" * (1000 * rank), "nan": float("nan")}, seconds=30)
         assert [(v["rank"], len(v["long"])) for v in values] == [(r, 1000 * r) for r in range(size)]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.distributed.checkpoint.catalogue import read_catalogue
+from holdfast.distributed.checkpoint.checkpoint_index import read_checkpoint_index
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.world import World
 from holdfast.runtime.checkpoint.serialization import frame_of
@@ -259,8 +259,8 @@ def save_sharded(folder: Path, rank: int, size: int) -> None:
     assert news.status == "saved" and news.path is not None, news
     tier.close()
     whole = together(state)
-    chunks = read_catalogue(news.path).shared()
-    assert {n: sum(c.entry.bytes for c in chunks[n]) for n in whole} == {n: t.nbytes for n, t in whole.items()}
+    chunks = read_checkpoint_index(news.path).shared()
+    assert {n: sum(c.chunk.bytes for c in chunks[n]) for n in whole} == {n: t.nbytes for n, t in whole.items()}
     assert len(chunks["model.up.weight"]) == len(chunks["optimizer.0.0.exp_avg"]) == size
     if rank == 0:
         torch.save(whole, folder / "whole.pt")

@@ -161,7 +161,7 @@ def test_a_failed_process_whose_destructors_hang_is_ended_all_the_same(tmp_path:
         import os, sys, time
         import torch.distributed as dist
         from holdfast.core.base.config import LivenessSection
-        from holdfast.distributed.watch import StoreWatchdog
+        from holdfast.distributed.watchdog import StoreWatchdog
 
         class Hangs:
             def __del__(self, write=os.write, sleep=time.sleep):

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.core.base.config import LivenessSection
 from holdfast.core.record.rank_records import RankRecords
-from holdfast.distributed.store import connect
-from holdfast.distributed.watch import StoreWatchdog
+from holdfast.distributed.notices import connect
+from holdfast.distributed.watchdog import StoreWatchdog
 
 BOUND = 20
 POLICY = LivenessSection(every_steps=0, timeout_seconds=BOUND, grace_seconds=0.5)

@@ -1,1 +1,1 @@
-"""Communicates: what needs torch.distributed, and the checkpoints on disk."""
+"""Communicates between ranks through torch.distributed, and writes and reads checkpoints on disk."""

@@ -1,7 +1,8 @@
-"""Norms and clipping where gradients are spread over meshes of ranks.
+"""Computes norms of sharded gradients, and clips them.
 
-Clipped gradients are measured exactly as `clip_grad_norm_` measures them, collectives and all; on several meshes, where
-that refuses, mesh by mesh. What is measured only to be looked at is left as a share, for the agreement to add up.
+Gradients that will be clipped are measured exactly as `clip_grad_norm_` does, including its collectives. It refuses several
+meshes; here each mesh is measured and the results are combined. Without clipping, each rank returns its share of the
+squared norm, which the per-step agreement sums.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from holdfast.runtime.tensors.sharded import local
 
 
 class MeshNorms:
-    """Parameters may be plain, the same on all `size` ranks, or DTensors on one mesh or several."""
+    """Implements GradientNorms for plain parameters, equal on all `size` ranks, and DTensors on one mesh or several."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -28,14 +29,14 @@ class MeshNorms:
 
     @torch.no_grad()
     def gradient_norm(self, parameters: Sequence[Tensor], *, to_clip: bool) -> Norm:
-        """A share where nothing is to be clipped and something is sharded. Every rank comes to the same kind, since that
-        goes by what the parameters are; and calls no collective for it, unless gradients are still partial."""
+        """Return a share if a parameter is sharded and nothing will be clipped, else the whole norm: the same on every
+        rank. A share needs no collective unless gradients are still partial."""
         if not any(is_dtensor(p) for p in parameters):
             return self._local.gradient_norm(parameters, to_clip=to_clip)
         gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
         if to_clip:
-            return Norm(_whole(gradients))
-        return Norm(self._share([_summed(g) for g in gradients]), is_total=False)
+            return Norm(_total_norm(gradients))
+        return Norm(self._share([_without_partial(g) for g in gradients]), is_total=False)
 
     @torch.no_grad()
     def weight_norm(self, parameters: Sequence[Tensor], home: torch.device) -> Norm | None:
@@ -45,40 +46,40 @@ class MeshNorms:
 
     @torch.no_grad()
     def clip(self, parameters: Sequence[Tensor], by: ClipSpec) -> None:
-        """By its own norm on one mesh, as torch does it. On several, ranks may have come to norms that differ in the last
-        bit, and clipping by those would part what is replicated: by the one that they agreed on."""
+        """Clip by this rank's norm on one mesh, as torch does. On several meshes clip by the agreed norm: the ranks' own
+        norms may differ in the last bit, and replicated gradients would diverge."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if not any(is_dtensor(g) for g in gradients):
             self._local.clip(parameters, by)
             return
         one_mesh = len(_by_mesh(gradients)) == 1
         factor = by.factor() if one_mesh else clip_factor(by.max_norm, by.agreed_norm.to(by.local_norm.dtype))
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for g in gradients:
             if g.is_sparse:
                 g.mul_(factor.to(g.device))
             else:
-                alike.setdefault((g.device, g.dtype), []).append(local(g))
-        for (device, _), parts in alike.items():
-            torch._foreach_mul_(parts, factor.to(device))
+                groups.setdefault((g.device, g.dtype), []).append(local(g))
+        for (device, _), shards in groups.items():
+            torch._foreach_mul_(shards, factor.to(device))
 
     def _share(self, tensors: Sequence[Tensor]) -> Tensor:
-        """What this rank adds to the squared norm: of what several ranks hold, each adds its fraction."""
+        """Return this rank's share of the squared norm. A tensor that n ranks hold counts 1/n on each."""
         if not tensors:
             return torch.zeros((), dtype=torch.float64)
-        alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+        groups: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
         for value in tensors:
-            alike.setdefault((value.device, value.dtype, self._holders(value)), []).append(local(value))
-        home = tensors[0].device
-        total = torch.zeros((), dtype=torch.float64, device=home)
-        for (_, dtype, holders), parts in alike.items():
-            # Sixteen bits would round away more than the detectors look for.
-            norms = torch._foreach_norm(parts, 2, torch.float32 if dtype.itemsize < 4 else None)
-            total += torch.stack(norms).double().square().sum().to(home) / holders
+            groups.setdefault((value.device, value.dtype, self._holders(value)), []).append(local(value))
+        device = tensors[0].device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for (_, dtype, holders), shards in groups.items():
+            # Rounding to 16 bits would hide changes that the detectors look for.
+            norms = torch._foreach_norm(shards, 2, torch.float32 if dtype.itemsize < 4 else None)
+            total += torch.stack(norms).double().square().sum().to(device) / holders
         return total
 
     def _holders(self, value: Any) -> int:
-        """How many ranks hold what this one holds of a tensor."""
+        """Return the number of ranks that hold what this rank holds of a tensor."""
         if not is_dtensor(value):
             return self._size
         mesh = value.device_mesh
@@ -86,9 +87,10 @@ class MeshNorms:
         return math.prod(copies) * self._size // int(mesh.size())
 
 
-def _whole(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm over all meshes: the norm of each one's own."""
-    norms = [_full(get_total_norm(group)) for group in _by_mesh(gradients).values()]
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm over all meshes: the norm of the norms of each mesh."""
+    norms = [get_total_norm(group) for group in _by_mesh(gradients).values()]
+    norms = [norm.full_tensor() if is_dtensor(norm) else norm for norm in norms]
     if len(norms) < 2:
         return norms[0] if norms else torch.tensor(0.0)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -96,23 +98,19 @@ def _whole(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _by_mesh(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
-    """In the order they are given, so that every rank calls the same collectives in the same order. Plain: None."""
-    found: dict[Any, list[Tensor]] = {}
+    """Group tensors by mesh (None: plain), in the given order, so that every rank calls the collectives in that order."""
+    groups: dict[Any, list[Tensor]] = {}
     for value in tensors:
-        found.setdefault(value.device_mesh if is_dtensor(value) else None, []).append(value)
-    return found
-
-
-def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if is_dtensor(norm) else norm
+        groups.setdefault(value.device_mesh if is_dtensor(value) else None, []).append(value)
+    return groups
 
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
-def _summed(gradient: Tensor) -> Tensor:
-    """Sequence parallelism leaves gradients of which every rank holds a summand: nobody knows their norm alone."""
+def _without_partial(gradient: Tensor) -> Tensor:
+    """Sum the gradient over ranks if each holds a summand, as after sequence parallelism; its norm needs the sum."""
     if not is_dtensor(gradient) or not any(placement.is_partial() for placement in gradient.placements):
         return gradient
     from torch.distributed.tensor import Replicate

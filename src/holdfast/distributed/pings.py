@@ -1,7 +1,7 @@
-"""A small collective of all ranks now and then: whether they still come to the same place, and within a bound.
+"""Launches a small collective of all ranks every few steps, to detect ranks that no longer reach the same step in time.
 
-It is launched by the training thread, at the same step on every rank, and never waited for there. Whether one is launched
-depends on the step alone: a rank that left one out would meet the others' next collective with a different one of its own.
+The training thread launches it at the same step on every rank and never waits for it. The step alone decides whether to
+launch: if one rank left a ping out, its next collective would pair with the others' ping.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from holdfast.distributed.world import collective_device, first_line
+
 
 class Ping(NamedTuple):
-    """One that is under way: the how-manieth it is, on every rank alike."""
+    """One collective under way. `nth` counts pings and is equal on every rank."""
 
     nth: int
     step: int
@@ -23,8 +25,8 @@ class Ping(NamedTuple):
     work: Any
 
 
-class Trouble(NamedTuple):
-    """What is wrong with one; `late`: it is not complete in time."""
+class PingProblem(NamedTuple):
+    """Describes a ping that failed, counted wrong, or (`late`) is not complete in time."""
 
     ping: Ping
     why: str
@@ -32,60 +34,55 @@ class Trouble(NamedTuple):
 
 
 class Pings:
+    """Holds the pings under way."""
+
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self._size = size
         self._timeout = timeout_seconds
         self._pending: deque[Ping] = deque()
-        self._since: float | None = None
+        self._waiting_since: float | None = None
         self.launched = 0
 
     def launch(self, step: int) -> None:
-        """On the training thread."""
-        ones = torch.ones(1, device=_device())
+        """Start a ping. Call it on the training thread."""
+        ones = torch.ones(1, device=collective_device())
         work = dist.all_reduce(ones, async_op=True)
         self._pending.append(Ping(self.launched + 1, step, ones, work))
         self.launched += 1
 
     @property
-    def under_way(self) -> bool:
+    def any_pending(self) -> bool:
         return bool(self._pending)
 
-    def look(self, now: float) -> Trouble | None:
-        """What is wrong with the oldest. They complete in order; those that are complete and right are forgotten."""
+    def check(self, now: float) -> PingProblem | None:
+        """Drop the pings that are complete and correct. Return the problem of the first other one, if it has any yet."""
         while self._pending:
             ping = self._pending[0]
             if not ping.work.is_completed():
-                if self._since is None:
-                    self._since = now
-                if now - self._since < self._timeout:
+                if self._waiting_since is None:
+                    self._waiting_since = now
+                if now - self._waiting_since < self._timeout:
                     return None
-                return Trouble(ping, f"is not complete after {self._timeout:g} s", True)
+                return PingProblem(ping, f"is not complete after {self._timeout:g} s", True)
             try:
                 ping.work.wait()
-                total = _value(ping.sum)
+                total = _read_on_side_stream(ping.sum)
             except RuntimeError as error:
-                return Trouble(ping, f"has failed: {(str(error).splitlines() or ['no reason given'])[0]}", False)
+                return PingProblem(ping, f"failed: {first_line(error)}", False)
             if total != self._size:
-                return Trouble(ping, f"counted {total:g} of {self._size} ranks", False)
+                return PingProblem(ping, f"counted {total:g} of {self._size} ranks", False)
             self._pending.popleft()
-            self._since = None
+            self._waiting_since = None
         return None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._pending.clear()
 
 
-def _device() -> torch.device:
-    """Where the default group's collectives want their tensors."""
-    if "nccl" in dist.get_backend():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _value(complete: Tensor) -> float:
-    """Read beside the training thread's own stream, which may have a step's work queued."""
+def _read_on_side_stream(complete: Tensor) -> float:
+    """Return the value. The training thread's own stream may hold a whole step of queued work, so do not wait for it."""
     if not complete.is_cuda:
         return float(complete)
-    aside: Any = torch.cuda.Stream(complete.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(aside):
+    side_stream: Any = torch.cuda.Stream(complete.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side_stream):
         return float(complete)

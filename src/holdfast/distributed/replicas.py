@@ -1,43 +1,43 @@
-"""Which ranks hold the same bits of a tensor. Every rank comes to the same answer without asking another."""
+"""Computes which ranks hold the same bits of a tensor. Every rank gets the same result without communication."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from holdfast.core.decide.corruption import Class, Groups
-from holdfast.distributed.checkpoint.shards import is_dtensor, slices_of
+from holdfast.distributed.checkpoint.shards import is_dtensor, mesh_slices
 
 
 class MeshReplicas:
-    """A plain tensor is the same on every rank; a DTensor, where the mesh dimensions that do not replicate it agree."""
+    """Implements Replicas. A plain tensor is equal on every rank. A DTensor is equal on ranks that differ only in their
+    position along replicating mesh dimensions."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def classes(self, tensors: Mapping[str, Tensor]) -> list[Class]:
-        """The tensors that somebody else holds too, by who does. What all ranks hold comes first, and is always there."""
-        everyone: Groups = (tuple(range(self._size)),)
-        names: dict[Groups, list[str]] = {everyone: []}
+        """Return the tensors that more than one rank holds, grouped by which do. The class of all ranks is first, and
+        always present."""
+        all_ranks: Groups = (tuple(range(self._size)),)
+        names: dict[Groups, list[str]] = {all_ranks: []}
         for name, value in tensors.items():
-            groups = self._groups(value) if is_dtensor(value) else everyone
+            groups = self._groups(value) if is_dtensor(value) else all_ranks
             names.setdefault(groups, []).append(name)
-        shared = [groups for groups in names if groups != everyone and any(len(g) > 1 for g in groups)]
-        return [Class(tuple(names[groups]), groups) for groups in (everyone, *sorted(shared))]
+        replicated = [groups for groups in names if groups != all_ranks and any(len(g) > 1 for g in groups)]
+        return [Class(tuple(names[groups]), groups) for groups in (all_ranks, *sorted(replicated))]
 
     def _groups(self, value: Any) -> Groups:
-        apart = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
-        found: list[tuple[int, ...]] = []
-        slices = slices_of(value.device_mesh)
+        """Partition all ranks into groups that hold the same bits."""
+        sharding_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
+        groups: list[tuple[int, ...]] = []
+        slices = mesh_slices(value.device_mesh)
         for ranks in () if slices is None else slices:
-            together = np.moveaxis(ranks, apart, range(len(apart)))
-            shards = together.reshape(int(np.prod(together.shape[: len(apart)])), -1)
-            found += [tuple(sorted(shard)) for shard in shards.tolist()]
-        return tuple(sorted((*found, *self._alone(found))))
-
-    def _alone(self, found: Iterable[tuple[int, ...]]) -> list[tuple[int]]:
-        held = {rank for group in found for rank in group}
-        return [(rank,) for rank in range(self._size) if rank not in held]
+            shards_first = np.moveaxis(ranks, sharding_dims, range(len(sharding_dims)))
+            shards = shards_first.reshape(int(np.prod(shards_first.shape[: len(sharding_dims)])), -1)
+            groups += [tuple(sorted(shard)) for shard in shards.tolist()]
+        holders = {rank for group in groups for rank in group}
+        return tuple(sorted((*groups, *((rank,) for rank in range(self._size) if rank not in holders))))

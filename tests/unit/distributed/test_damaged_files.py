@@ -1,4 +1,4 @@
-"""A checkpoint that was damaged or edited is refused, whatever was done to it, and asks for no more memory than it has."""
+"""Damaged or edited checkpoints are refused, and cannot request more memory than their files have bytes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from saved import manifest_of, save
+from checkpoint_files import manifest_of, save
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
-from holdfast.distributed.checkpoint import files
-from holdfast.distributed.checkpoint.reading import Reader, metadata, read_parts, read_tensors
-from holdfast.distributed.checkpoint.writing import write_rank
+from holdfast.distributed.checkpoint import rank_reader
+from holdfast.distributed.checkpoint.load import RankFileReader, metadata, read_parts, read_tensors
+from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.runtime.tensors.inspect import checksums
 
 NAMES = ["rank_00000.bin", "rank_00000.json", "rank_00001.bin", "rank_00001.json"]
@@ -61,14 +61,14 @@ def test_bit_flipped_in_any_file_is_found_and_the_file_named(checkpoint):
     read(folder, manifest)
 
 
-def test_one_rank_compares_even_what_it_does_not_need(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "SPARED_BYTES", 0)
+def test_single_rank_verifies_files_it_does_not_need(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_reader, "MAX_UNNEEDED_BYTES", 0)
     ranks = [{"own.large": torch.full((1000,), float(r)), "w": torch.ones(3)} for r in range(2)]
     manifest = save(tmp_path, ranks)
     content = bytearray((tmp_path / "rank_00001.bin").read_bytes())
     content[100] ^= 1
     (tmp_path / "rank_00001.bin").write_bytes(content)
-    with pytest.raises(RunDirError, match="rank_00001.bin is not what was written"):
+    with pytest.raises(RunDirError, match="rank_00001.bin is damaged"):
         read_tensors(tmp_path, manifest, {}, rank=0, size=1)
 
 
@@ -85,11 +85,11 @@ def test_truncated_longer_or_missing_file_is_found_and_named(checkpoint, name):
         read(folder, manifest)
 
 
-def test_tensor_damaged_before_it_was_written_is_found_by_its_own_sum(tmp_path):
+def test_tensor_damaged_before_writing_is_found_by_its_checksum(tmp_path):
     value = torch.arange(100.0)
     sums = {"w": checksums({"w": value})["w"] + 1}
-    files = write_rank(tmp_path, {"w": value}, "", rank=0, size=1, sums=sums, private=lambda _: False)
-    with pytest.raises(RunDirError, match="'w' does not have the bits"):
+    files = write_rank(tmp_path, {"w": value}, "", rank=0, size=1, sums=sums, is_private=lambda _: False)
+    with pytest.raises(RunDirError, match="'w' differs from the checksum"):
         read_tensors(tmp_path, manifest_of(files, 1), {}, rank=0, size=1)
     assert torch.equal(read_tensors(tmp_path, manifest_of(files, 1), {}, rank=0, size=1, check=False)["w"], value)
 
@@ -121,31 +121,14 @@ def test_files_of_another_checkpoint_or_rank_are_found(checkpoint, tmp_path):
 # ---- edited indices
 
 
-HUGE = [
-    -1,
-    0,
-    1,
-    2,
-    63,
-    64,
-    2**31,
-    2**40,
-    2**62,
-    2**63,
-    2**64,
-    10**400,
-    1.5,
-    float("nan"),
-    True,
-    None,
-    "float32",
-    [],
-    {},
-]
+FORGED_VALUES = [
+    -1, 0, 1, 2, 63, 64, 2**31, 2**40, 2**62, 2**63, 2**64, 10**400,
+    1.5, float("nan"), True, None, "float32", [], {},
+]  # fmt: skip
 
 
 def edited(value, draw: random.Random):
-    """The index with one thing in it changed."""
+    """Return the index with one value changed."""
     places = []
 
     def walk(node):
@@ -157,21 +140,21 @@ def edited(value, draw: random.Random):
 
     walk(value)
     node, key = draw.choice(places)
-    kind = draw.randrange(4)
-    if kind == 0:
+    change = draw.randrange(4)
+    if change == 0:
         del node[key]
-    elif kind == 1 and isinstance(node, list):
+    elif change == 1 and isinstance(node, list):
         node.insert(draw.randrange(len(node) + 1), node[key])
-    elif kind == 2 and isinstance(node[key], int):
+    elif change == 2 and isinstance(node[key], int):
         node[key] += draw.choice([-64, -1, 1, 2, 64])
     else:
-        node[key] = draw.choice(HUGE)
+        node[key] = draw.choice(FORGED_VALUES)
     return value
 
 
 @pytest.fixture
 def little_memory():
-    """No room for what a forged size would ask for."""
+    """Limit memory, so that allocating a forged size fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), hard))
@@ -180,13 +163,13 @@ def little_memory():
 
 
 def attempt(folder, manifest):
-    """Read in every way there is; returns whether all went through. Anything but RunDirError fails the test."""
+    """Read in every way; return whether all succeeded. Any error but RunDirError fails the test."""
     for call in (
         lambda: read(folder, manifest, check=False),
         lambda: read(folder, manifest),
         lambda: metadata(folder),
         lambda: read_parts(folder, 1),
-        lambda: Reader(folder).read_metadata(),
+        lambda: RankFileReader(folder).read_metadata(),
     ):
         try:
             call()
@@ -208,11 +191,11 @@ def test_edited_index_is_refused_or_harmless(checkpoint):
                 value = edited(value, draw)
             content = json.dumps(value).encode()
             (folder / name).write_bytes(content)
-            # The manifest was edited along with it: only the index itself stands in the way.
-            said = FileSum(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
-            passed += attempt(folder, msgspec.structs.replace(manifest, files={**manifest.files, name: said}))
+            # The manifest matches the edit, so only validation of the index can refuse it.
+            file_sum = FileSum(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
+            passed += attempt(folder, msgspec.structs.replace(manifest, files={**manifest.files, name: file_sum}))
         (folder / name).write_bytes(original)
-    assert 0 < passed < 300  # the text of `parts`, a sum that is no longer there, another name
+    assert 0 < passed < 300  # harmless: the text of `parts`, a removed checksum, another name
 
 
 @pytest.mark.usefixtures("little_memory")
@@ -234,27 +217,27 @@ def test_bytes_of_an_index_changed_at_random_are_refused_or_harmless(checkpoint)
     [b"", b"null", b"[]", b"{}", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"1" * 5000, b'{"format":1}'],
     ids=lambda c: repr(c[:12]),
 )
-def test_what_is_no_index_at_all_is_refused(checkpoint, content):
+def test_content_that_is_not_an_index_is_refused(checkpoint, content):
     folder, manifest = checkpoint
     (folder / NAMES[1]).write_bytes(content)
     assert not attempt(folder, manifest)
 
 
 def chunked(shape, chunks):
-    """What the indices of as many ranks say, each of one chunk."""
-    entries = []
+    """Return one chunk record for each rank."""
+    records = []
     for offset, sizes in chunks:
-        entries.append(
+        records.append(
             {
                 "name": "w", "dtype": "float32", "shape": shape, "offset": offset, "sizes": sizes,
                 "at": 0, "bytes": 4 * math.prod(sizes), "sum": None, "private": False,
             }
         )  # fmt: skip
-    return entries
+    return records
 
 
 @pytest.mark.parametrize(
-    ("shape", "chunks", "right"),
+    ("shape", "chunks", "valid"),
     [
         ([4, 4], [([0, 0], [2, 4]), ([2, 0], [2, 4])], True),
         ([4, 4], [([0, 0], [4, 1]), ([0, 1], [4, 3])], True),
@@ -267,14 +250,14 @@ def chunked(shape, chunks):
         ([], [([], []), ([], [])], False),
     ],
 )
-def test_chunks_must_cover_their_tensor_and_not_overlap(tmp_path, shape, chunks, right):
+def test_chunks_must_cover_their_tensor_and_not_overlap(tmp_path, shape, chunks, valid):
     for rank, entry in enumerate(chunked(shape, chunks)):
         index = {
             "format": 1, "rank": rank, "world": len(chunks), "bytes": entry["bytes"], "tensors": [entry], "parts": ""
         }  # fmt: skip
         (tmp_path / f"rank_{rank:05d}.json").write_text(json.dumps(index))
         (tmp_path / f"rank_{rank:05d}.bin").write_bytes(bytes(entry["bytes"]))
-    if right:
+    if valid:
         assert metadata(tmp_path).state_dict_metadata["w"].size == torch.Size(shape)
     else:
         with pytest.raises(RunDirError, match="'w'"):

@@ -1,4 +1,4 @@
-"""What is written comes back bit for bit, whatever it is; what cannot be written is refused by name."""
+"""Written tensors are read back bit for bit; tensors that cannot be written are refused by name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import zlib
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saved import bits, of_every_dtype, of_every_shape, private, same, save
+from checkpoint_files import bits, is_private, same, save, tensors_of_every_dtype, tensors_of_every_layout
 
 from holdfast.core.base.errors import RunDirError
-from holdfast.distributed.checkpoint import files, writing
-from holdfast.distributed.checkpoint.reading import Reader, metadata, read_parts, read_tensors, world_size
-from holdfast.distributed.checkpoint.writing import write_rank
+from holdfast.distributed.checkpoint import rank_reader, rank_writer
+from holdfast.distributed.checkpoint.load import RankFileReader, metadata, read_parts, read_tensors, world_size
+from holdfast.distributed.checkpoint.rank_writer import write_rank
 
 
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
-    tensors = of_every_dtype() | of_every_shape()
+    tensors = tensors_of_every_dtype() | tensors_of_every_layout()
     manifest = save(tmp_path, [tensors])
     back = read_tensors(tmp_path, manifest, tensors, rank=0, size=1)
     assert list(back) == list(tensors)
@@ -29,7 +29,7 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     assert all(t.is_contiguous() and t.device.type == "cpu" for t in back.values())
 
 
-def test_what_comes_back_shares_no_memory_with_anything(tmp_path):
+def test_tensors_read_back_share_no_memory(tmp_path):
     tensors = {"a": torch.zeros(100), "b": torch.zeros(100)}
     manifest = save(tmp_path, [tensors])
     back = read_tensors(tmp_path, manifest, {}, rank=0, size=1)
@@ -38,8 +38,8 @@ def test_what_comes_back_shares_no_memory_with_anything(tmp_path):
     assert read_tensors(tmp_path, manifest, {}, rank=0, size=1)["a"].sum() == 0
 
 
-def test_sums_of_the_files_are_those_of_what_is_on_disk(tmp_path):
-    manifest = save(tmp_path, [of_every_dtype() | of_every_shape()])
+def test_file_checksums_are_those_of_the_files_on_disk(tmp_path):
+    manifest = save(tmp_path, [tensors_of_every_dtype() | tensors_of_every_layout()])
     data, index = (tmp_path / "rank_00000.bin").read_bytes(), (tmp_path / "rank_00000.json").read_bytes()
     assert manifest.files["rank_00000.bin"].sum == f"crc32:{zlib.crc32(data):08x}"
     assert manifest.files["rank_00000.bin"].bytes == len(data)
@@ -47,8 +47,8 @@ def test_sums_of_the_files_are_those_of_what_is_on_disk(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank_00000.bin", "rank_00000.json"]
 
 
-def test_every_tensor_lies_at_a_multiple_of_64_with_its_own_bytes(tmp_path):
-    tensors = of_every_dtype() | of_every_shape()
+def test_every_tensor_starts_at_a_multiple_of_64(tmp_path):
+    tensors = tensors_of_every_dtype() | tensors_of_every_layout()
     save(tmp_path, [tensors])
     data = (tmp_path / "rank_00000.bin").read_bytes()
     for entry in json.loads((tmp_path / "rank_00000.json").read_text())["tensors"]:
@@ -56,13 +56,13 @@ def test_every_tensor_lies_at_a_multiple_of_64_with_its_own_bytes(tmp_path):
         assert data[entry["at"] : entry["at"] + entry["bytes"]] == bits(tensors[entry["name"]])
 
 
-def test_slices_that_do_not_divide_a_tensor_make_the_same_file(tmp_path, monkeypatch):
+def test_write_size_does_not_change_the_file(tmp_path, monkeypatch):
     tensors = {"a": torch.randn(100_003), "b": torch.randn(17), "c": torch.randn(50_001)}
     plain = save(tmp_path / "plain", [tensors])
-    monkeypatch.setattr(writing, "SLICE", 4099)
-    monkeypatch.setattr(writing, "SMALL", 100)
-    monkeypatch.setattr(writing, "EARLY", 10_000)
-    monkeypatch.setattr(files, "SLICE", 1013)
+    monkeypatch.setattr(rank_writer, "WRITE_BYTES", 4099)
+    monkeypatch.setattr(rank_writer, "SMALL_BYTES", 100)
+    monkeypatch.setattr(rank_writer, "EARLY_SYNC_BYTES", 10_000)
+    monkeypatch.setattr(rank_reader, "READ_BYTES", 1013)
     sliced = save(tmp_path / "sliced", [tensors])
     assert sliced.files == plain.files
     back = read_tensors(tmp_path / "sliced", sliced, {}, rank=0, size=1)
@@ -78,14 +78,14 @@ def test_parts_are_kept_verbatim_for_each_rank(tmp_path):
         read_parts(tmp_path, 2)
 
 
-def test_checkpoint_without_tensors_is_one(tmp_path):
+def test_checkpoint_without_tensors_can_be_read(tmp_path):
     manifest = save(tmp_path, [{}], parts="[]")
     assert read_tensors(tmp_path, manifest, {}, rank=0, size=1) == {}
 
 
-def test_progress_rises_to_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "SLICE", 1 << 20)
-    told = []
+def test_progress_is_reported_up_to_the_total(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_writer, "WRITE_BYTES", 1 << 20)
+    calls = []
     write_rank(
         tmp_path,
         {"a": torch.zeros(1 << 20)},
@@ -93,10 +93,10 @@ def test_progress_rises_to_the_whole(tmp_path, monkeypatch):
         rank=0,
         size=1,
         sums={},
-        private=private,
-        progress=lambda done, whole: told.append((done, whole)),
+        is_private=is_private,
+        progress=lambda done, total: calls.append((done, total)),
     )
-    assert told == [(n << 20, 4 << 20) for n in (1, 2, 3, 4)]
+    assert calls == [(n << 20, 4 << 20) for n in (1, 2, 3, 4)]
 
 
 # ---- several ranks
@@ -115,7 +115,7 @@ def test_replicated_tensors_are_written_once_and_evenly(tmp_path):
         assert all(same(tensors[n], back[n]) for n in tensors)
 
 
-def test_private_tensors_are_each_ranks_own_and_new_ranks_get_none(tmp_path):
+def test_each_rank_gets_its_own_private_tensors_and_new_ranks_get_none(tmp_path):
     ranks = [{"own.rng": torch.full((5,), float(r)), "w": torch.ones(3)} for r in range(2)]
     manifest = save(tmp_path, ranks)
     back = [read_tensors(tmp_path, manifest, {}, rank=r, size=3) for r in range(3)]
@@ -124,11 +124,11 @@ def test_private_tensors_are_each_ranks_own_and_new_ranks_get_none(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_tensors_go_into_torchs_own_load_without_a_run(tmp_path):
+def test_torch_distributed_checkpoint_can_load_the_files(tmp_path):
     tensors = {"w": torch.randn(4, 6), "b": torch.randn(6), "own.mean": torch.randn(2)}
     save(tmp_path, [tensors, tensors])
     into = {"w": torch.zeros(4, 6), "b": torch.zeros(6, dtype=torch.float64), "own.mean": torch.zeros(2)}
-    dcp.load(into, storage_reader=Reader(tmp_path), no_dist=True)
+    dcp.load(into, storage_reader=RankFileReader(tmp_path), no_dist=True)
     assert same(into["w"], tensors["w"])
     assert same(into["own.mean"], tensors["own.mean"])
     assert torch.equal(into["b"], tensors["b"].double())
@@ -137,7 +137,7 @@ def test_tensors_go_into_torchs_own_load_without_a_run(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_nothing_is_ever_unpickled(tmp_path, monkeypatch):
-    tensors = of_every_dtype()
+    tensors = tensors_of_every_dtype()
     manifest = save(tmp_path, [tensors])
 
     def fail(*_, **__):
@@ -146,10 +146,10 @@ def test_nothing_is_ever_unpickled(tmp_path, monkeypatch):
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, fail)
     read_tensors(tmp_path, manifest, {}, rank=0, size=1)
-    dcp.load({"float32": torch.zeros(7, 5)}, storage_reader=Reader(tmp_path, manifest=manifest), no_dist=True)
+    dcp.load({"float32": torch.zeros(7, 5)}, storage_reader=RankFileReader(tmp_path, manifest=manifest), no_dist=True)
 
 
-# ---- what cannot be written
+# ---- refused tensors and failing writes
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_nothing_is_ever_unpickled(tmp_path, monkeypatch):
     ids=["coo", "csr", "nested", "meta", "quantised"],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_strange_tensor_is_refused_by_name_and_nothing_is_written(tmp_path, make):
+def test_unsupported_tensor_is_refused_by_name_and_nothing_is_written(tmp_path, make):
     value = make()
-    with pytest.raises(RunDirError, match="model.strange"):
-        write_rank(tmp_path, {"model.strange": value}, "", rank=0, size=1, sums={}, private=private)
+    with pytest.raises(RunDirError, match="model.unsupported"):
+        write_rank(tmp_path, {"model.unsupported": value}, "", rank=0, size=1, sums={}, is_private=is_private)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -176,7 +176,7 @@ def descriptors() -> set[str]:
 
 
 class Failing:
-    """A function of `os` whose n-th call fails. A descriptor that could not be closed is gone all the same."""
+    """A function of `os` whose n-th call fails. A failing close still closes the descriptor, as in Linux."""
 
     def __init__(self, name: str, nth: int, code: int) -> None:
         self._name, self._nth, self._code = name, nth, code
@@ -194,36 +194,36 @@ class Failing:
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "fdatasync", "close"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failing_call_is_told_with_path_and_cure_and_leaves_nothing_open(tmp_path, monkeypatch, name, code):
-    """Every call of that kind fails in turn, until there is none left to fail."""
-    monkeypatch.setattr(writing, "EARLY", 100_000)
-    monkeypatch.setattr(writing, "SLICE", 60_000)
-    monkeypatch.setattr(writing, "SMALL", 1_000)
+def test_failing_call_names_path_and_cure_and_leaves_nothing_open(tmp_path, monkeypatch, name, code):
+    """Let each call of that function fail in turn."""
+    monkeypatch.setattr(rank_writer, "EARLY_SYNC_BYTES", 100_000)
+    monkeypatch.setattr(rank_writer, "WRITE_BYTES", 60_000)
+    monkeypatch.setattr(rank_writer, "SMALL_BYTES", 1_000)
     tensors = {"a": torch.randn(100_000), "b": torch.randn(3)}
     before = descriptors()
     for nth in range(1, 100):
-        failing, told = Failing(name, nth, code), ""
+        failing, message = Failing(name, nth, code), ""
         with monkeypatch.context() as patch:
             patch.setattr(os, name, failing)
             try:
-                write_rank(tmp_path, tensors, "{}", rank=0, size=1, sums={}, private=private)
+                write_rank(tmp_path, tensors, "{}", rank=0, size=1, sums={}, is_private=is_private)
             except RunDirError as error:
-                told = str(error)
+                message = str(error)
         assert descriptors() == before
         if failing.calls < nth:
             break
-        assert "rank_00000." in told and f"{os.strerror(code)}; " in told
+        assert "rank_00000." in message and f"{os.strerror(code)}; " in message
     assert nth > (2 if name != "fdatasync" else 1)
 
 
 def test_interrupted_and_short_calls_change_nothing(tmp_path, monkeypatch):
     tensors = {"a": torch.randn(100_000)}
     plain = save(tmp_path / "plain", [tensors])
-    write, preadv, turn = os.write, os.preadv, [0]
+    write, preadv, calls = os.write, os.preadv, [0]
 
     def short(call, descriptor, data, *rest):
-        turn[0] += 1
-        if turn[0] % 2:
+        calls[0] += 1
+        if calls[0] % 2:
             raise InterruptedError
         return call(descriptor, data, *rest)
 

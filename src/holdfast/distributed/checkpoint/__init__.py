@@ -1,1 +1,1 @@
-"""Checkpoints on disk, of one rank or many: tensors through torch.distributed.checkpoint, all else as JSON of our own."""
+"""Writes and reads checkpoints on disk, for one rank or many: tensors as raw bytes, all other state as JSON."""

@@ -1,8 +1,8 @@
-"""The disk tier: saved states written, marked, removed and read back, on one rank or many.
+"""Writes, marks, removes and reads the checkpoints of a run directory, for one rank or many.
 
-One background thread does what is asked for, in order. Of several ranks each writes its share into the same folder in the
-making; the first waits for the others' notes, writes the manifest and publishes; the others wait to see it there. No
-collective is called off the training thread, and every wait has a bound.
+One background thread runs the requests in order. With several ranks, each writes its share into the same staging folder.
+Rank 0 waits for the others' completion notes, writes the manifest and publishes the folder; the others wait to see it.
+The background thread calls no collective, and every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -29,7 +29,7 @@ from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.manifest import FileSum, Manifest, name_of
 from holdfast.core.checkpoints.resume import CHECKPOINTS, Passed, choose, resolve_resume_path
 from holdfast.core.checkpoints.verify import look, verify
-from holdfast.distributed.checkpoint.writing import write_rank
+from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.ports.checkpoint_store import (
     CheckpointContents,
@@ -44,123 +44,138 @@ from holdfast.runtime.tensors.inspect import checksums
 log = logging.getLogger("holdfast")
 
 _POLL_SECONDS = 0.02
+_MAX_NOTE_BYTES = 1 << 24
 
 
 class DiskCheckpointStore:
-    """The checkpoints folder of one run directory."""
+    """Implements CheckpointStore in the checkpoints folder of a run directory."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], world: World, patience: float) -> None:
-        self._home = Path(run_dir).resolve()
-        self._folder = Folder(self._home / CHECKPOINTS)
-        self._world, self._patience = world, patience
+    def __init__(self, run_dir: str | os.PathLike[str], world: World, rank_timeout_seconds: float) -> None:
+        self._run_dir = Path(run_dir).resolve()
+        self._folder = Folder(self._run_dir / CHECKPOINTS)
+        self._world, self._timeout = world, rank_timeout_seconds
         self.is_rank_zero = world.rank == 0
         self._run = ""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
-        self._asked: list[Future[None]] = []
+        self._requests: list[Future[None]] = []
         self._aborted = False
-        self._news: deque[StoreEvent] = deque()
+        self._events: deque[StoreEvent] = deque()
 
     def open(self, run: str) -> None:
-        """The run directory is held: what a killed process left half done is removed before anybody writes."""
+        """Remove what a killed process left unfinished. The caller holds the run directory's lock. All ranks call it."""
         self._run = run
         if self.is_rank_zero:
             try:
                 self._folder.sweep()
             except RunDirError as error:
                 log.warning("%s", error)
-        self._world.barrier(self._patience)
+        self._world.barrier(self._timeout)
 
     def broadcast_object(self, value: Any) -> Any:
-        """What the first rank says, on every rank. Called by all."""
+        """Return rank 0's value. All ranks call it."""
         return self._world.broadcast_object(value)
 
     # ---- in the background
 
-    def save(self, frame: CheckpointContents, label: CheckpointLabel) -> None:
-        self._ask(lambda: self._save(frame, label))
+    def save(self, contents: CheckpointContents, label: CheckpointLabel) -> None:
+        self._submit(lambda: self._save(contents, label))
 
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None:
         if self.is_rank_zero:
-            self._ask(lambda: self._mark(name, health, why, handover))
+            self._submit(lambda: self._mark(name, health, why, handover))
         else:
-            self._tell(name, str(health), why)
+            self._emit(name, str(health), why)
 
     def remove(self, names: Sequence[str]) -> None:
         for name in names if self.is_rank_zero else ():
-            self._ask(lambda name=name: self._remove(name))  # type: ignore[misc]
+            self._submit(lambda name=name: self._remove(name))  # type: ignore[misc]
 
-    def _ask(self, work: Callable[[], None]) -> None:
-        self._asked = [f for f in self._asked if not f.done()]
-        self._asked.append(self._worker.submit(work))
+    def _submit(self, work: Callable[[], None]) -> None:
+        self._requests = [r for r in self._requests if not r.done()]
+        self._requests.append(self._worker.submit(work))
 
     def wait(self) -> None:
-        """Until everything asked for has been done."""
-        for asked in self._asked:
-            asked.result()
-        self._asked.clear()
+        """Block until every request is done."""
+        for request in self._requests:
+            request.result()
+        self._requests.clear()
 
     def abort(self) -> None:
-        """No other rank is waited for from here on; what needs them fails at once."""
+        """Stop waiting for other ranks: requests that need them fail at once."""
         self._aborted = True
 
     def drain_events(self) -> list[StoreEvent]:
-        told = []
-        while self._news:
-            told.append(self._news.popleft())
-        return told
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
 
-    def _tell(self, name: str, status: str, why: str = "", path: Path | None = None, **sizes: Any) -> None:
-        self._news.append(StoreEvent(name, status, why, path, sizes.get("bytes", 0), sizes.get("seconds", 0.0)))
+    def _emit(
+        self, name: str, status: str, why: str = "", path: Path | None = None, bytes: int = 0, seconds: float = 0.0
+    ) -> None:
+        self._events.append(StoreEvent(name, status, why, path, bytes, seconds))
 
     def _mark(self, name: str, health: Health, why: str, handover: bool) -> None:
         try:
             self._folder.mark(name, health, why, time.time(), handover=handover)
         except (RunDirError, OSError) as error:
-            self._tell(name, "unmarked", f"it could not be marked {health}: {error}")
+            self._emit(name, "unmarked", f"it could not be marked {health}: {error}")
         else:
-            self._tell(name, str(health), why)
+            self._emit(name, str(health), why)
 
     def _remove(self, name: str) -> None:
         try:
             self._folder.remove(name)
         except (RunDirError, OSError) as error:
-            self._tell(name, "kept", f"it could not be removed: {error}")
+            self._emit(name, "kept", f"it could not be removed: {error}")
 
-    def _save(self, frame: CheckpointContents, label: CheckpointLabel) -> None:
-        name, began = name_of(frame.step, frame.lineage.branch), time.perf_counter()
+    def _save(self, contents: CheckpointContents, label: CheckpointLabel) -> None:
+        name, began = name_of(contents.step, contents.lineage.branch), time.perf_counter()
         try:
-            small: dict[str, Tensor] = {}
-            text = encode(frame.parts, small)
-            share = _Share(text, {**frame.tensors, **small}, lambda: {**_examined(frame), **checksums(small)})
-            save = self._save_together if self._world.size > 1 else self._save_alone
-            entry, nbytes = save(frame, label, share)
-        except _Refused as error:
-            self._tell(name, "refused", str(error))
-        except Exception as error:  # a full disk, no memory, a state JSON cannot hold: no reason to end the run
-            self._tell(name, "failed", str(error) or type(error).__name__)
+            save = self._save_distributed if self._world.size > 1 else self._save_single
+            path, nbytes = save(contents, label)
+        except _UnsafeState as error:
+            self._emit(name, "refused", str(error))
+        except Exception as error:  # a full disk, no memory, state that JSON cannot hold: the run continues
+            self._emit(name, "failed", str(error) or type(error).__name__)
         else:
-            self._tell(name, "saved", "", entry, bytes=nbytes, seconds=time.perf_counter() - began)
+            self._emit(name, "saved", "", path, nbytes, time.perf_counter() - began)
         finally:
-            frame.release()
+            contents.release()
 
-    def _save_alone(self, frame: CheckpointContents, label: CheckpointLabel, share: _Share) -> tuple[Path, int]:
-        staging = self._folder.staging(name_of(frame.step, frame.lineage.branch))
+    def _save_single(self, contents: CheckpointContents, label: CheckpointLabel) -> tuple[Path, int]:
+        staging = self._folder.staging(name_of(contents.step, contents.lineage.branch))
         try:
-            files = share.write(staging, 0, 1, frame)
+            files = self._write_share(staging, contents)
         except BaseException:
             with contextlib.suppress(OSError):
                 durable.remove_tree(staging)
             raise
-        return self._publish(staging, frame, label, files)
+        return self._publish(staging, contents, label, files)
+
+    def _write_share(self, staging: Path, contents: CheckpointContents) -> dict[str, FileSum]:
+        """Write this rank's files. Inspecting the tensors overlaps with writing and is waited for at the end."""
+        small: dict[str, Tensor] = {}
+        parts = encode(contents.parts, small)
+        return write_rank(
+            staging,
+            {**contents.tensors, **small},
+            parts,
+            rank=self._world.rank,
+            size=self._world.size,
+            sums=lambda: {**_inspected_checksums(contents), **checksums(small)},
+            is_private=contents.is_private,
+            wait_for=contents.wait_for_tensor,
+        )
 
     def _publish(
-        self, staging: Path, frame: CheckpointContents, label: CheckpointLabel, files: dict[str, FileSum]
+        self, staging: Path, contents: CheckpointContents, label: CheckpointLabel, files: dict[str, FileSum]
     ) -> tuple[Path, int]:
         now = time.time()
         manifest = Manifest(
             run=self._run,
-            step=frame.step,
-            lineage=frame.lineage,
+            step=contents.step,
+            lineage=contents.lineage,
             reason=label.reason,
             world_size=self._world.size,
             time=now,
@@ -171,161 +186,151 @@ class DiskCheckpointStore:
         entry = self._folder.publish(staging, manifest, label.health, label.why, time=now, handover=label.handover)
         return entry.path, sum(f.bytes for f in files.values())
 
-    # ---- of several ranks
+    # ---- with several ranks
 
-    def _save_together(self, frame: CheckpointContents, label: CheckpointLabel, share: _Share) -> tuple[Path, int]:
-        """Each rank its share. A rank that cannot says so in its note, and nothing is published."""
-        world, name = self._world, name_of(frame.step, frame.lineage.branch)
+    def _save_distributed(self, contents: CheckpointContents, label: CheckpointLabel) -> tuple[Path, int]:
+        """Write this rank's share and its note; publish if all succeeded. A rank that fails says why in its note."""
+        world, name = self._world, name_of(contents.step, contents.lineage.branch)
         final = self._folder.path / name
         staging = self._folder.staging(name) if world.rank == 0 else self._folder.path / f".tmp-{name}"
-        self._until(staging.is_dir, f"the first rank has not made {staging}")
+        self._wait_until(staging.is_dir, lambda: f"rank 0 has not made {staging}")
         files: dict[str, FileSum] = {}
-        refusal: str | None = None
+        failure: Exception | None = None
         try:
-            files = share.write(staging, world.rank, world.size, frame)
-        except (RunDirError, OSError, _Refused) as error:
-            refusal = f"rank {world.rank}: {error}"
-        note = {"files": {n: msgspec.to_builtins(s) for n, s in files.items()}, "why": refusal}
-        durable.write_file(staging / _note(world.rank), json.dumps(note).encode())
+            files = self._write_share(staging, contents)
+        except _UnsafeState as error:
+            failure = _UnsafeState(f"{error} on rank {world.rank}")
+        except Exception as error:  # report it at once, or the other ranks would wait for the timeout
+            failure = RunDirError(f"rank {world.rank}: {str(error) or type(error).__name__}")
+        note = {
+            "files": {n: msgspec.to_builtins(s) for n, s in files.items()},
+            "why": None if failure is None else str(failure),
+            "unsafe": isinstance(failure, _UnsafeState),
+        }
+        durable.write_file(staging / _note_name(world.rank), json.dumps(note).encode())
         if world.rank != 0:
-            self._until(lambda: not staging.exists(), f"the first rank has not published {name}")
+            self._wait_until(lambda: not staging.exists(), lambda: f"rank 0 has not published {name}")
             if not final.is_dir():
-                raise _Refused(refusal) if refusal else RunDirError("another rank could not write its share")
+                raise failure or RunDirError("another rank could not write its share")
             return final, sum(f.bytes for f in files.values())
         try:
-            notes = self._gathered(staging)
-            why = next((n["why"] for n in notes if n["why"]), None)
-            if why is not None:
-                raise _Refused(why)
-            every = {n: msgspec.convert(s, FileSum) for note in notes for n, s in note["files"].items()}
-            return self._publish(staging, frame, label, every)
+            notes = self._collect_notes(staging)
+            failed = sorted((n for n in notes if n["why"]), key=lambda n: not n["unsafe"])
+            if failed:
+                raise (_UnsafeState if failed[0]["unsafe"] else RunDirError)(failed[0]["why"])
+            all_files = {n: msgspec.convert(s, FileSum) for note in notes for n, s in note["files"].items()}
+            return self._publish(staging, contents, label, all_files)
         finally:
             with contextlib.suppress(OSError):
                 durable.remove_tree(staging)
 
-    def _gathered(self, staging: Path) -> list[dict[str, Any]]:
-        """The notes of all ranks, once each is there and whole."""
+    def _collect_notes(self, staging: Path) -> list[dict[str, Any]]:
+        """Wait for the notes of all ranks. Return them in rank order and delete their files."""
         notes: dict[int, dict[str, Any]] = {}
 
-        def all_there() -> bool:
+        def all_present() -> bool:
             for rank in range(self._world.size):
                 if rank not in notes:
                     with contextlib.suppress(OSError, ValueError):
-                        notes[rank] = json.loads(durable.read_file(staging / _note(rank), 1 << 24))
+                        notes[rank] = json.loads(durable.read_file(staging / _note_name(rank), _MAX_NOTE_BYTES))
             return len(notes) == self._world.size
 
-        self._until(all_there, lambda: f"ranks {sorted(set(range(self._world.size)) - set(notes))} wrote no share")
+        self._wait_until(
+            all_present, lambda: f"ranks {sorted(set(range(self._world.size)) - set(notes))} wrote no share"
+        )
         for rank in notes:
-            os.unlink(staging / _note(rank))
+            os.unlink(staging / _note_name(rank))
         return [notes[rank] for rank in sorted(notes)]
 
-    def _until(self, holds: Callable[[], bool], otherwise: str | Callable[[], str]) -> None:
-        """Wait for the file system to show what another rank has done, as long as patience lasts."""
-        ends = time.monotonic() + self._patience
-        while not holds():
+    def _wait_until(self, condition: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Wait for another rank's work to appear in the file system. RunDirError after the timeout."""
+        ends = time.monotonic() + self._timeout
+        while not condition():
             if self._aborted:
                 raise RunDirError("the run is ending")
             if time.monotonic() > ends:
-                said = otherwise if isinstance(otherwise, str) else otherwise()
-                raise RunDirError(f"{said} after {self._patience:g} s ([checkpoint] rank_timeout_seconds)")
+                raise RunDirError(f"{describe()} after {self._timeout:g} s ([checkpoint] rank_timeout_seconds)")
             time.sleep(_POLL_SECONDS)
 
-    # ---- reading back, on the training thread
+    # ---- reading, on the training thread
 
     def entries(self) -> list[Entry]:
         self.wait()
         return self._folder.entries()
 
-    def choose(self, doubted: Callable[[Entry], str | None]) -> tuple[Entry | None, list[Passed]]:
-        """By their small files alone: `load` compares every byte. What is `doubted` is passed over."""
-        self.wait()
-        said: Any = None
-        if self.is_rank_zero:
-            strange: set[str] = set()
+    def choose(self, why_not: Callable[[Entry], str | None]) -> tuple[Entry | None, list[Passed]]:
+        """Return the newest usable checkpoint and those passed over. `why_not` rejects one by returning a reason.
 
-            def check(e: Entry) -> str | None:
-                if (why := doubted(e)) is None and (why := verify(e, contents=False)) is not None:
-                    strange.add(e.name)
+        Only small files are verified; `load` verifies every byte.
+        """
+        self.wait()
+        choice: Any = None
+        if self.is_rank_zero:
+            damaged: set[str] = set()
+
+            def check(entry: Entry) -> str | None:
+                if (why := why_not(entry)) is None and (why := verify(entry, contents=False)) is not None:
+                    damaged.add(entry.name)
                 return why
 
             entry, passed = choose(self._folder, self._run, check=check)
-            over = [list(p._replace(damaged=p.name in strange)) for p in passed]
-            said = [None if entry is None else entry.name, over]
-        name, told = self._world.broadcast_object(said)
-        return (None if name is None else self._folder.entry(name)), [Passed(*p) for p in told]
+            passed_over = [list(p._replace(damaged=p.name in damaged)) for p in passed]
+            choice = [None if entry is None else entry.name, passed_over]
+        name, passed_over = self._world.broadcast_object(choice)
+        return (None if name is None else self._folder.entry(name)), [Passed(*p) for p in passed_over]
 
     def find(self, path: str) -> Entry:
-        """The checkpoint that a person has named."""
-        found = resolve_resume_path(self._home, path, verify=False)
-        entry = None if found is None else read_entry(found)
+        """Return the checkpoint at a path that the user named. RunDirError if there is none."""
+        resolved = resolve_resume_path(self._run_dir, path, verify=False)
+        entry = None if resolved is None else read_entry(resolved)
         if entry is None:
             raise RunDirError(f"load_path {path}: no such checkpoint")
         return entry
 
     def load(self, entry: Entry, find_target: FindTarget | None = None) -> RestoredCheckpoint:
-        """Everything in it, every byte compared. RunDirError on every rank where one of them cannot trust it."""
-        # Its planners take a second to import, and a run that only saves does not need them.
-        from holdfast.distributed.checkpoint.reading import read_parts, read_tensors
+        """Return the contents, every byte verified. RunDirError on every rank if any rank finds damage."""
+        # Importing the planners takes a second, and a run that only saves does not need them.
+        from holdfast.distributed.checkpoint.load import read_parts, read_tensors
 
         manifest = entry.manifest
         if manifest is None:
             raise RunDirError(entry.damage or "manifest.json is missing")
-        own = self._world.rank < manifest.world_size
-        rank = self._world.rank if own else 0
-        why, damaged, parts, tensors = "", False, {}, {}
+        has_local_rng = self._world.rank < manifest.world_size
+        rank = self._world.rank if has_local_rng else 0
+        why, is_damaged, parts, tensors = "", False, {}, {}
         try:
-            if (strange := look(entry)) is not None:
-                raise RunDirError(strange)
+            if (damage := look(entry)) is not None:
+                raise RunDirError(damage)
             tensors = read_tensors(entry.path, manifest, find_target or {}, rank=rank, size=self._world.size)
             parts = decode(read_parts(entry.path, rank), tensors)
         except RunDirError as error:
-            why, damaged = str(error), not isinstance(error, Unreadable)
+            why, is_damaged = str(error), not isinstance(error, Unreadable)
         except OSError as error:
             why = str(durable.refused(entry.path, "read", error))
-        troubles = [t for t in self._world.all_gather_object([why, damaged]) if t[0]]
-        if troubles:
-            worst = next((t for t in troubles if t[1]), troubles[0])
+        problems = [p for p in self._world.all_gather_object([why, is_damaged]) if p[0]]
+        if problems:
+            worst = next((p for p in problems if p[1]), problems[0])
             raise (RunDirError if worst[1] else Unreadable)(worst[0])
-        return RestoredCheckpoint(manifest, parts, tensors, self._world.size, own)
+        return RestoredCheckpoint(manifest, parts, tensors, self._world.size, has_local_rng)
 
     def close(self) -> None:
         self.wait()
         self._worker.shutdown(wait=True)
 
 
-class _Share(NamedTuple):
-    """What this rank writes. The look at its tensors goes on while they are written, and is waited for after that."""
-
-    text: str
-    tensors: dict[str, Tensor]
-    sums: Callable[[], dict[str, int]]
-
-    def write(self, staging: Path, rank: int, size: int, frame: CheckpointContents) -> dict[str, FileSum]:
-        return write_rank(
-            staging,
-            self.tensors,
-            self.text,
-            rank=rank,
-            size=size,
-            sums=self.sums,
-            private=frame.is_private,
-            ready=frame.wait_for_tensor,
-        )
-
-
-def _examined(frame: CheckpointContents) -> dict[str, int]:
-    """The sums of what was copied; refused where it is not to be saved."""
-    look = frame.wait_for_inspection()
-    if look.torn:
+def _inspected_checksums(contents: CheckpointContents) -> dict[str, int]:
+    """Return the checksums of the copied tensors. Raise if the copy is torn or holds NaN or Inf."""
+    inspection = contents.wait_for_inspection()
+    if inspection.torn:
         raise RunDirError("a parameter changed while it was copied")
-    if look.nonfinite is not None:
-        raise _Refused(f"{look.nonfinite} holds NaN or Inf")
-    return look.checksums
+    if inspection.nonfinite is not None:
+        raise _UnsafeState(f"{inspection.nonfinite} holds NaN or Inf")
+    return inspection.checksums
 
 
-class _Refused(Exception):
-    """The state itself is not to be saved."""
+class _UnsafeState(Exception):
+    """The state itself must not be saved."""
 
 
-def _note(rank: int) -> str:
+def _note_name(rank: int) -> str:
     return f".note-{rank:05d}"

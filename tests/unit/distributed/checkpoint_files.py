@@ -1,4 +1,4 @@
-"""Tensors of every kind, and a checkpoint of them written by as many ranks as asked for, in one process."""
+"""Makes tensors of every dtype and layout, and checkpoints of any number of ranks in one process."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import FileSum, Manifest
-from holdfast.distributed.checkpoint.index import DTYPES
-from holdfast.distributed.checkpoint.writing import write_rank
+from holdfast.distributed.checkpoint.rank_index import DTYPES
+from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.runtime.tensors.inspect import checksums
 
 
-def of_every_dtype(seed: int = 0) -> dict[str, Tensor]:
-    """Random bits, so that NaNs with payloads, denormals and negative zeros are among them; booleans are 0 or 1."""
+def tensors_of_every_dtype(seed: int = 0) -> dict[str, Tensor]:
+    """Return tensors of random bits, including NaN payloads, denormals and negative zeros; booleans are 0 or 1."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for name, dtype in DTYPES.items():
         high = 2 if dtype is torch.bool else 256
         bits = torch.randint(0, high, (7 * 5 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        found[name] = bits.view(dtype).view(7, 5)
-    return found
+        tensors[name] = bits.view(dtype).view(7, 5)
+    return tensors
 
 
-def of_every_shape() -> dict[str, Tensor]:
+def tensors_of_every_layout() -> dict[str, Tensor]:
     base = torch.arange(240, dtype=torch.float32).view(4, 5, 12)
     return {
         "scalar": torch.tensor(1.5),
@@ -44,12 +44,12 @@ def of_every_shape() -> dict[str, Tensor]:
     }
 
 
-def private(name: str) -> bool:
+def is_private(name: str) -> bool:
     return name.startswith("own.")
 
 
-def save(folder: Path, ranks: list[Mapping[str, Tensor]], parts: str = "{}", **options: object) -> Manifest:
-    """A checkpoint of as many ranks as there are mappings."""
+def save(folder: Path, ranks: list[Mapping[str, Tensor]], parts: str = "{}") -> Manifest:
+    """Write a checkpoint with one rank for each mapping."""
     folder.mkdir(exist_ok=True)
     files: dict[str, FileSum] = {}
     for rank, tensors in enumerate(ranks):
@@ -60,7 +60,7 @@ def save(folder: Path, ranks: list[Mapping[str, Tensor]], parts: str = "{}", **o
             rank=rank,
             size=len(ranks),
             sums=checksums({n: t.detach().resolve_conj().resolve_neg() for n, t in tensors.items()}),
-            private=private,
+            is_private=is_private,
         )
     return manifest_of(files, len(ranks))
 
@@ -75,5 +75,5 @@ def bits(value: Tensor) -> bytes:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """The same dtype, shape and bits."""
+    """Return whether dtype, shape and bits are equal."""
     return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)

@@ -1,0 +1,172 @@
+"""Loads the tensors of a checkpoint, by any number of ranks. Nothing is ever unpickled.
+
+The planners of torch.distributed.checkpoint compute the slices that a rank needs; `RankFileReader` is a storage for them:
+
+    torch.distributed.checkpoint.load(state_dict, storage_reader=RankFileReader(folder))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.checkpoints.manifest import Manifest
+from holdfast.distributed.checkpoint.checkpoint_index import (
+    CheckpointIndex,
+    ChunkLocation,
+    read_checkpoint_index,
+    read_rank_index,
+    to_dcp_metadata,
+)
+from holdfast.distributed.checkpoint.rank_index import ChunkRecord, bin_name
+from holdfast.distributed.checkpoint.rank_reader import SliceRead, read_slices
+from holdfast.distributed.checkpoint.shards import local_chunk
+from holdfast.runtime.tensors.sharded import local, shard_like
+
+
+def read_parts(folder: Path, rank: int, manifest: Manifest | None = None) -> str:
+    """Return the `parts` that the rank gave to `write_rank`. RunDirError if that rank wrote none."""
+    return read_rank_index(folder, rank, manifest).parts
+
+
+def world_size(folder: Path, manifest: Manifest | None = None) -> int:
+    """Return the number of ranks that wrote the checkpoint."""
+    return read_rank_index(folder, 0, manifest).world
+
+
+def metadata(folder: Path, rank: int = 0) -> Metadata:
+    """Return what `rank` may load, as metadata for the planners of torch.distributed.checkpoint."""
+    return to_dcp_metadata(read_checkpoint_index(folder).loadable(rank))
+
+
+def read_tensors(
+    folder: Path,
+    manifest: Manifest,
+    targets: Mapping[str, Tensor] | Callable[[str, tuple[int, ...]], Tensor | None],
+    *,
+    rank: int,
+    size: int,
+    check: bool = True,
+) -> dict[str, Tensor]:
+    """Return every tensor of the checkpoint that this rank needs, on the host, in new memory, in the saved dtype.
+
+    A tensor whose target is a DTensor is returned as a DTensor of the same mesh and placements; only its slices are read.
+    All others are returned whole. `targets` may be a function of name and saved shape. Private tensors are this rank's; a
+    rank that did not exist when the checkpoint was saved gets none.
+    check: indices, and files that are read in full, must match the manifest; whole chunks must match the checksum taken
+    before they were written. Rank `n % size` reads the file of rank n in full, so that together the ranks verify every
+    byte. Without it only slices are read.
+    """
+    if not 0 <= rank < size:
+        raise RunDirError(f"rank {rank} of {size} is impossible: ranks count from 0")
+    checkpoint = read_checkpoint_index(folder, manifest if check else None)
+    chunks = checkpoint.loadable(rank)
+    find_target = targets if callable(targets) else lambda name, shape: targets.get(name)
+    tensors = {n: _allocate(n, c[0].chunk, find_target(n, c[0].chunk.shape)) for n, c in chunks.items()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(tensors, to_dcp_metadata(chunks), is_coordinator=rank == 0)
+    full_ranks = range(rank, checkpoint.world_size, size) if check else ()
+    plan = planner.create_local_plan()
+    _execute(checkpoint, plan, planner, chunks, manifest if check else None, check, full_ranks)
+    return tensors
+
+
+class RankFileReader(StorageReader):
+    """Serves a checkpoint as storage for torch.distributed.checkpoint.load, to read the tensors without the run.
+
+    It offers the private tensors of `rank`. With a manifest it verifies checksums.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, rank: int = 0, manifest: Manifest | None = None) -> None:
+        self.folder = Path(folder)
+        self.rank = rank
+        self.manifest = manifest
+        self._index: CheckpointIndex | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id is not None:
+            self.folder = Path(checkpoint_id)
+        self._index = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return to_dcp_metadata(self._read_index().loadable(self.rank))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: every rank has read the indices."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        checkpoint = self._read_index()
+        _execute(checkpoint, plan, planner, checkpoint.loadable(self.rank), self.manifest, True, ())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return Path(checkpoint_id).is_dir()
+
+    def _read_index(self) -> CheckpointIndex:
+        if self._index is None:
+            self._index = read_checkpoint_index(self.folder, self.manifest)
+        return self._index
+
+
+def _allocate(name: str, chunk: ChunkRecord, target: Tensor | None) -> Tensor:
+    """Return an empty tensor for what this rank needs: the shard of a DTensor target, else the whole tensor."""
+    if not isinstance(target, DTensor):
+        return torch.empty(chunk.shape, dtype=chunk.torch_dtype)
+    if tuple(target.shape) != chunk.shape:
+        raise RunDirError(
+            f"{name} was saved with shape {list(chunk.shape)} but now has shape {list(target.shape)}: "
+            "build the model as it was, or use another checkpoint"
+        )
+    local_chunk(name, target)  # raises if its placement is not supported
+    tensor: Tensor = shard_like(target, torch.empty(local(target).shape, dtype=chunk.torch_dtype))
+    return tensor
+
+
+def _execute(
+    checkpoint: CheckpointIndex,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    chunks: Mapping[str, list[ChunkLocation]],
+    manifest: Manifest | None,
+    check: bool,
+    full_ranks: Iterable[int],
+) -> None:
+    """Execute a plan, file by file. The files of `full_ranks` are read in full."""
+    locations = {(name, at.chunk.offset): at for name, each in chunks.items() for at in each}
+    slices: dict[int, list[SliceRead]] = {rank: [] for rank in full_ranks}
+    full = set(slices)
+    items = []
+    for item in plan.items:
+        source = item.storage_index
+        rank, chunk = locations[source.fqn, tuple(source.offset or ())]
+        with torch.no_grad():
+            destination = planner.resolve_tensor(item).detach()
+        items.append((item, destination))
+        each = SliceRead(chunk, tuple(item.storage_offsets), tuple(item.lengths), destination)
+        slices.setdefault(rank, []).append(each)
+    for rank in sorted(slices):
+        crc = None if manifest is None else manifest.files[bin_name(rank)].sum
+        read_slices(checkpoint.folder, checkpoint.ranks[rank], slices[rank], crc, check=check, full=rank in full)
+    for item, destination in items:
+        planner.commit_tensor(item, destination)

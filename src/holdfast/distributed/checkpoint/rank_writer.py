@@ -1,0 +1,170 @@
+"""Writes one rank's share of a checkpoint: rank_00000.bin and rank_00000.json."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from holdfast.core.base.durable import again, close, refused, write_all, write_file
+from holdfast.core.base.errors import RunDirError
+from holdfast.core.checkpoints.manifest import FileSum
+from holdfast.distributed.checkpoint.rank_index import (
+    DTYPE_NAMES,
+    ChunkRecord,
+    RankIndex,
+    align,
+    bin_name,
+    check_byte_order,
+    encode,
+    index_name,
+)
+from holdfast.distributed.checkpoint.shards import Chunk, IsPrivate, chunks_to_write
+from holdfast.distributed.checkpoint.tensor_bytes import byte_view, to_contiguous
+from holdfast.distributed.checkpoint.worker_queue import BackgroundCrc32, WorkerQueue
+
+Progress = Callable[[int, int], None]
+"""called with the bytes written so far, and the total"""
+
+WRITE_BYTES = 32 << 20
+"""bytes a write"""
+SMALL_BYTES = 1 << 20
+"""smaller pieces are joined, so that ten thousand biases do not take ten thousand writes"""
+EARLY_SYNC_BYTES = 128 << 20
+"""the disk begins to sync after this many bytes, while later ones are handed to the kernel"""
+
+
+def write_rank(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    parts: str,
+    *,
+    rank: int,
+    size: int,
+    sums: Mapping[str, int] | Callable[[], Mapping[str, int]],
+    is_private: IsPrivate,
+    progress: Progress | None = None,
+    wait_for: Callable[[str], None] = lambda name: None,
+) -> dict[str, FileSum]:
+    """Write this rank's share into the existing `folder`. Return the two files' checksums when both are on disk.
+
+    `tensors` are on the host, DTensors with their local shard. Names, shapes, dtypes, placements and `is_private` must be
+    equal on all ranks. So must the values of plain tensors that are not private: one rank writes them for all.
+    `sums[name]` is the checksum of this rank's shard. A callable is called after the tensors are written, so that
+    computing checksums may overlap with writing.
+    `wait_for(name)` blocks until a tensor is complete; the tensor must not change after that. This way the first tensors
+    are written while the last are copied. All torch operators run before the first byte is written.
+    RunDirError on any failure; discard the folder then.
+    """
+    check_byte_order()
+    chunks = []
+    for chunk in chunks_to_write(tensors, is_private, rank=rank, size=size):
+        if not chunk.data.is_contiguous() or chunk.data.is_conj() or chunk.data.is_neg():
+            wait_for(chunk.name)  # it is copied now
+        chunks.append(chunk._replace(data=to_contiguous(chunk.name, chunk.data)))
+    records = _lay_out(chunks)
+    length = records[-1].at + records[-1].bytes if records else 0
+    pieces = _pieces(records, [byte_view(chunk.data) for chunk in chunks], wait_for)
+    path = folder / bin_name(rank)
+    try:
+        crc = _write(path, pieces, length, progress)
+        checksums = sums() if callable(sums) else sums
+        summed = tuple(msgspec.structs.replace(record, sum=checksums.get(record.name)) for record in records)
+        parts_sum = zlib.crc32(parts.encode())
+        content = encode(
+            RankIndex(rank=rank, world=size, bytes=length, tensors=summed, parts=parts, parts_sum=parts_sum)
+        )
+        path = folder / index_name(rank)
+        write_file(path, content)
+    except OSError as error:
+        raise refused(path, "written", error) from None
+    return {
+        bin_name(rank): FileSum(length, str(crc)),
+        index_name(rank): FileSum(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}"),
+    }
+
+
+def _lay_out(chunks: list[Chunk]) -> list[ChunkRecord]:
+    records, at = [], 0
+    for chunk in chunks:
+        at = align(at)
+        records.append(
+            ChunkRecord(
+                name=chunk.name,
+                dtype=DTYPE_NAMES[chunk.data.dtype],
+                shape=chunk.shape,
+                offset=chunk.offset,
+                sizes=tuple(chunk.data.shape),
+                at=at,
+                bytes=chunk.data.nbytes,
+                sum=None,
+                private=chunk.private,
+            )
+        )
+        at += chunk.data.nbytes
+    return records
+
+
+def _pieces(
+    records: list[ChunkRecord], memory: list[memoryview], wait_for: Callable[[str], None]
+) -> Iterator[memoryview]:
+    """Yield the file's bytes in order: slices of the tensors' memory, with small tensors and padding joined."""
+    joined = bytearray()
+    end = 0
+    for record, view in zip(records, memory, strict=True):
+        wait_for(record.name)
+        joined += bytes(record.at - end)
+        end = record.at + record.bytes
+        if len(view) < SMALL_BYTES:
+            joined += view
+            if len(joined) < SMALL_BYTES:
+                continue
+            view = memoryview(b"")
+        if joined:
+            yield memoryview(joined)
+            joined = bytearray()  # a new one: the CRC thread may still read the last
+        for start in range(0, len(view), WRITE_BYTES):
+            yield view[start : start + WRITE_BYTES]
+    if joined:
+        yield memoryview(joined)
+
+
+def _write(path: Path, pieces: Iterator[memoryview], length: int, progress: Progress | None) -> BackgroundCrc32:
+    """Write and sync the file. Return its checksum, which another thread computes meanwhile."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = again(os.open, path, flags, 0o644)
+    try:
+        with BackgroundCrc32() as crc, _early_sync(length) as sync_queue:
+            done = unsynced = 0
+            for piece in pieces:
+                crc.add(piece)
+                write_all(descriptor, piece)
+                done += len(piece)
+                unsynced += len(piece)
+                if sync_queue is not None and unsynced >= EARLY_SYNC_BYTES:
+                    sync_queue.put(descriptor)
+                    unsynced = 0
+                if progress is not None:
+                    progress(done, length)
+        again(os.fsync, descriptor)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            close(descriptor)
+        raise
+    close(descriptor)
+    if done != length:
+        raise RunDirError(f"{path} has {done:,} bytes instead of {length:,}: a tensor changed while it was written")
+    return crc
+
+
+def _early_sync(length: int) -> contextlib.AbstractContextManager[WorkerQueue[int] | None]:
+    """Return a queue that syncs the descriptors put into it. The kernel alone would leave a gigabyte to the last sync."""
+    if length < 2 * EARLY_SYNC_BYTES:
+        return contextlib.nullcontext()
+    return WorkerQueue(lambda fd: again(os.fdatasync, fd), 64, "holdfast-sync")

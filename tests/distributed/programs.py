@@ -71,7 +71,7 @@ def sharded(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def own(name: str) -> bool:
+def is_private(name: str) -> bool:
     return name.startswith("own.")
 
 
@@ -88,7 +88,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 def save(folder: Path, tensors: dict[str, Tensor], rank: int, size: int, parts: str = "{}") -> dict[str, FileSum]:
     folder.mkdir(exist_ok=True)
     sums = checksums({n: local_of(t) for n, t in tensors.items()})
-    return write_rank(folder, tensors, parts, rank=rank, size=size, sums=sums, private=own)
+    return write_rank(folder, tensors, parts, rank=rank, size=size, sums=sums, is_private=is_private)
 
 
 def manifest_of(files_of_all: list[Any], size: int) -> Manifest:
@@ -251,7 +251,7 @@ def load_trained(folder: Path, rank: int, size: int) -> None:
     for name, value in together.items():
         for found in (back[name], state[name]):
             assert same(found.full_tensor() if isinstance(found, DTensor) else found, value), name
-    assert read_checkpoint_index(folder / "trained", manifest).world == 2
+    assert read_checkpoint_index(folder / "trained", manifest).world_size == 2
 
 
 def values_told(folder: Path, rank: int, size: int) -> None:

@@ -42,7 +42,7 @@ def test_rank_that_raises_takes_all_out_at_once_and_the_restart_goes_on(tmp_path
         assert f"broken {where}" in other["error"], other
         raised = float((tmp_path / f"raised-{where.split()[-1]}").read_text())
         assert other["time"] - raised < 5, other
-        assert f"rank {culprit} has failed" in log
+        assert f"rank {culprit} failed" in log
     ends = [json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in range(2)]
     assert [(e["attempt"], e["step"]) for e in ends] == [(3, 20), (3, 20)]
     resumed = [e["step"] for e in lines(tmp_path / "run/journal.jsonl") if e["event"] == "resumed"]

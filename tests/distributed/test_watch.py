@@ -83,7 +83,7 @@ def test_an_exception_on_one_rank_ends_all_of_them_and_each_knows_why(play: Play
         for rank in set(range(len(statuses))) - {culprit}:
             (told,) = events(folder, rank, "peer_failed")
             assert (told["rank"], told["step"], told["where"], told["error"]) == (culprit, 3, scene, own["error"])
-            assert f"rank {culprit} has failed in step 3 ({scene}): Oops: rank {culprit} breaks" in said(folder, rank)
+            assert f"rank {culprit} failed in step 3 ({scene}): Oops: rank {culprit} breaks" in said(folder, rank)
 
     both = tmp_path / "both"
     assert ends(both) == [FAILED, RESTART, FAILED]
@@ -96,7 +96,7 @@ def test_an_exception_on_one_rank_ends_all_of_them_and_each_knows_why(play: Play
 
     hung = tmp_path / "hangs_in_its_end"
     assert ends(hung) == [FAILED, RESTART]
-    assert "has failed, and has not ended 0.5 s later" in said(hung, 0)
+    assert "failed, but its process was still running 0.5 s later; ending it now" in said(hung, 0)
 
 
 def test_when_the_host_of_the_store_is_killed_or_stopped_the_others_end(play: Play, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_rank_that_leaves_early_sleeps_or_is_stopped_is_named(play: Play, tmp_
     play("leaves_early:2", "sleeps:3", "stops:3")
     early = tmp_path / "leaves_early"
     assert ends(early) == [RESTART, RESTART]
-    reason = "rank 1 left its loop after step 5, rank 0 is in step 6: end loops together with guard.stop()"
+    reason = "rank 1 left its loop after step 5, but rank 0 is in step 6: end loops together with guard.stop()"
     assert reason in events(early, 0, "failed")[0]["error"] and reason in said(early, 0)
     assert reason in events(early, 1, "peer_failed")[0]["error"] and reason in said(early, 1)
 
@@ -132,7 +132,7 @@ def test_a_rank_that_leaves_early_sleeps_or_is_stopped_is_named(play: Play, tmp_
         assert ends(folder) == statuses
         found = [e for rank in (0, 2) for e in events(folder, rank, "liveness")]
         told = [e for rank in range(3) for e in events(folder, rank, "peer_failed")]
-        reason = "a collective of all ranks, begun in step 3, is not complete after 1 s; rank 1 has not come to it"
+        reason = "a collective of all ranks, launched in step 3, is not complete after 1 s; rank 1 has not reached it"
         assert found and {e["error"] for e in [*found, *told]} == {reason}
         assert all(events(folder, rank, "liveness") or events(folder, rank, "peer_failed") for rank in (0, 2))
 

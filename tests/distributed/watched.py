@@ -210,7 +210,7 @@ def healthy(me: Rank) -> None:
 
     data = TensorDataset(torch.ones(400, 4))
     me.train(200, lambda *_: None, DataLoader(data, batch_size=2, num_workers=1, worker_init_fn=worker))
-    assert not connect(dist.distributed_c10d._get_default_store()).check(["holdfast/one/failed"])
+    assert not connect(dist.distributed_c10d._get_default_store()).check(["holdfast/one/failure"])
     assert not me.records.path.exists()
     dist.barrier()  # the host of the store goes last
 

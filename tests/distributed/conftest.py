@@ -1,4 +1,4 @@
-"""Real processes that talk over gloo: started together, bounded, and gone when the test is."""
+"""Starts real processes that communicate over gloo, with a time limit, and kills them when the test ends."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ WAIT_SECONDS = 120
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., None]:
-    """run("program:size", ...): jobs one after the other in the test's folder, to their end.
+    """Return run("subfolder/module.program:size", ...), which runs jobs one after the other in the test's folder.
 
-    A job is one process a rank, each in `programs.<program>(folder, rank, size)`, or in `worlds`; "part/program" has a
-    folder of its own in there. All are a process group of their own:
-    where one fails or the time is up, those that still wait for it are ended.
+    A job starts one process for each rank and calls `module.program(folder, rank, size)` in it. If a rank fails, or the
+    time is up, all of them are killed and the test fails.
     """
 
     def launch(*jobs: str) -> None:
         log = tmp_path / "log"
-        words = [sys.executable, str(HERE / "ranks.py"), str(tmp_path), *jobs]
+        command = [sys.executable, str(HERE / "run_ranks.py"), str(tmp_path), *jobs]
         paths = os.pathsep.join(filter(None, (str(HERE.parent), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with log.open("wb") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=file, env=environment, start_new_session=True)
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
         status: int | str = f"not done after {WAIT_SECONDS} seconds"
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):

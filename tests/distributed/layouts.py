@@ -1,4 +1,4 @@
-"""The same small model on several ranks in every layout, guarded and not, over the same data."""
+"""Trains one small model in every parallel layout, with and without a guard, on the same data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.distributed.norms import MeshNorms
 from holdfast.runtime.tensors.norms import ClipSpec
 
 SAMPLES, GLOBAL = 160, 8
-"""samples of an epoch, and of a step on all data-parallel ranks together"""
+"""samples in an epoch, and in a step over all data-parallel ranks"""
 STEPS = SAMPLES // GLOBAL
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 2},
@@ -34,7 +34,7 @@ QUICK = {
 
 
 class Explode(torch.autograd.Function):
-    """Leaves a value alone and makes its gradient large: the loss says nothing of it."""
+    """Returns its input and makes the gradient large, which the loss does not show."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Explode(torch.autograd.Function):
 
 
 class Data(Dataset):
-    """Sample i is a function of i; `faults` says what is wrong with some of them."""
+    """Sample i is a function of i; `faults` maps some samples to what is wrong with them."""
 
     def __init__(self, faults: dict[int, str]) -> None:
         self.faults = faults
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 
 class Layout:
-    """A model laid out over the ranks, its optimizer, and which part of the data comes here."""
+    """Holds a model parallelized over the ranks, its optimizer, and this rank's share of the data."""
 
     def __init__(self, kind: str, rank: int, size: int, optimizer: str = "adamw") -> None:
         torch.manual_seed(5)
@@ -123,22 +123,22 @@ class Layout:
         sampler = DistributedSampler(data, num_replicas=self.data[0], rank=self.data[1], shuffle=False)
         return DataLoader(data, batch_size=GLOBAL // self.data[0], sampler=sampler)
 
-    def clip(self, most: float) -> None:
-        """As torch does it; where it refuses to (parameters on several meshes), by the norm of their norms."""
+    def clip(self, max_norm: float) -> None:
+        """Clip as torch does. It refuses parameters on several meshes: use the norm of their norms there."""
         parameters = list(self.model.parameters())
         if "tp" not in self.kind:
-            torch.nn.utils.clip_grad_norm_(parameters, most)
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return
         norms = MeshNorms(self.size)
         total = norms.gradient_norm(parameters, to_clip=True).value
-        norms.clip(parameters, ClipSpec(most, total, torch.stack(on_all(total)).amax()))
+        norms.clip(parameters, ClipSpec(max_norm, total, torch.stack(on_all(total)).amax()))
 
     def state(self) -> list[Tensor]:
-        """Every parameter and all optimizer state, as this rank has it."""
-        found: list[Tensor] = [p.detach() for p in self.model.parameters()]
+        """Return this rank's part of every parameter and of all optimizer state."""
+        tensors: list[Tensor] = [p.detach() for p in self.model.parameters()]
         for p in self.model.parameters():
-            found += [v for _, v in sorted(self.optimizer.state[p].items()) if isinstance(v, Tensor)]
-        return [t.to_local() if isinstance(t, DTensor) else t for t in found]
+            tensors += [v for _, v in sorted(self.optimizer.state[p].items()) if isinstance(v, Tensor)]
+        return [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -148,8 +148,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def plain(layout: Layout, clip: float | None, without: set[int], steps: int = STEPS) -> list[Tensor]:
-    """The loop without a guard, over one epoch less the steps in `without`."""
+def train_unguarded(layout: Layout, clip: float | None, without: set[int], steps: int = STEPS) -> list[Tensor]:
+    """Run the loop without a guard over one epoch, without the steps in `without`."""
     done = 0
     for number, batch in enumerate(layout.loader(), 1):
         if number in without or done == steps:
@@ -164,7 +164,7 @@ def plain(layout: Layout, clip: float | None, without: set[int], steps: int = ST
 
 
 class Guarded:
-    """A guarded run to its end, and what became of each step on this rank."""
+    """Runs a guarded loop and keeps the outcome of each step on this rank."""
 
     def __init__(
         self,
@@ -180,13 +180,13 @@ class Guarded:
     ) -> None:
         self.layout, self.run_dir = layout, run_dir
         self.outcomes: list[tuple[int, int, str]] = []
-        whole = {**QUICK, **(config or {})}
+        merged = {**QUICK, **(config or {})}
         self.guard = holdfast.Guard(
             layout.model,
             layout.optimizer,
             clip_grad_norm=clip,
             run_dir=run_dir,
-            config=whole,
+            config=merged,
             hooks=[self, *(hooks or [])],
         )
         with self.guard:
@@ -210,7 +210,7 @@ class Guarded:
         return [e for e in map(json.loads, lines) if e["event"] in names]
 
     def excluded(self) -> set[int]:
-        """The steps of the epoch whose data was left out, by number from 1, from the first rank's record."""
+        """Return the steps of the epoch whose data is quarantined, counted from 1."""
         entries = json.loads((self.run_dir / "quarantine.json").read_text())["entries"]
         spans = [span for entry in entries for span in entry.get("spans", [])]
         return {n + 1 for n in range(STEPS) for _, a, b in spans if a < (n + 1) * GLOBAL and n * GLOBAL < b}
@@ -223,7 +223,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 def on_all(value: Any) -> list[Any]:
-    """What every rank says."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    """Return the values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,4 +1,4 @@
-"""A small model spread over ranks in every way that is supported, and how its bits and its collectives are told."""
+"""Builds a small model in every supported parallel layout, and compares bits and counts collectives."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """A running mean is a buffer that forward moves; the last bias has one element, so that under FSDP2 most ranks
-    have none of it."""
+    """Has a buffer that forward updates, and a bias of one element, of which most ranks have nothing under FSDP2."""
 
     def __init__(self, *, norm: bool = False, width: int = 8) -> None:
         super().__init__()
@@ -59,24 +58,24 @@ def grid(size: int) -> DeviceMesh:
 
 
 def build(kind: str, size: int, *, width: int = 8) -> nn.Module:
-    """The same weights on every rank, in the placements of `kind`."""
+    """Return a model with the same weights on every rank, in the layout `kind`."""
     torch.manual_seed(0)
     model = Net(norm=kind.endswith(("norm", "sequence")), width=width)
-    way = kind.split("+")[0]
-    if way == "plain":
+    layout = kind.split("+")[0]
+    if layout == "plain":
         return model
-    if way == "ddp":
+    if layout == "ddp":
         return DistributedDataParallel(model)
-    if way in ("fsdp", "kept"):
+    if layout in ("fsdp", "kept"):
         mesh = line(size)
         for layer in (model.up, model.down):
-            fully_shard(layer, mesh=mesh, reshard_after_forward=way == "fsdp")
-        return fully_shard(model, mesh=mesh, reshard_after_forward=way == "fsdp")
-    if way == "tp":
+            fully_shard(layer, mesh=mesh, reshard_after_forward=layout == "fsdp")
+        return fully_shard(model, mesh=mesh, reshard_after_forward=layout == "fsdp")
+    if layout == "tp":
         whole = {} if kind.endswith("norm") else LAST
         plan = IN_SEQUENCE if kind.endswith("sequence") else SPLIT
         return parallelize_module(model, line(size), {**plan, **whole})
-    assert way == "both"
+    assert layout == "both"
     mesh = grid(size)
     whole = {} if kind.endswith("norm") else LAST
     parallelize_module(model, mesh["tp"], {**SPLIT, **whole})
@@ -85,11 +84,11 @@ def build(kind: str, size: int, *, width: int = 8) -> nn.Module:
 
 
 def batch(kind: str, rank: int, step: int) -> Tensor:
-    """Ranks that share a replica see the same data."""
-    who = {"tp": 0, "both": rank // 2}.get(kind.split("+")[0], rank)
+    """Return a batch; ranks of one tensor-parallel group get the same."""
+    data_rank = {"tp": 0, "both": rank // 2}.get(kind.split("+")[0], rank)
     if kind.endswith("sequence"):
         return torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step))
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + who))
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + data_rank))
 
 
 def backward(model: nn.Module, kind: str, rank: int, step: int) -> None:
@@ -101,7 +100,7 @@ def backward(model: nn.Module, kind: str, rank: int, step: int) -> None:
     (out.full_tensor() if isinstance(out, DTensor) else out).square().mean().backward()
 
 
-def mine(value: Tensor) -> Tensor:
+def local_copy(value: Tensor) -> Tensor:
     with torch.no_grad():
         return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
 
@@ -110,15 +109,14 @@ def full(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What this rank holds: parameters, by way of the optimizer, its state, and buffers."""
+def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return copies of this rank's parameters, optimizer state and buffers."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = [v for p in parameters for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-    return [mine(t) for t in (*parameters, *state, *model.buffers())]
+    return [local_copy(t) for t in (*parameters, *state, *model.buffers())]
 
 
-def alike(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Bit for bit."""
+def bit_identical(one: list[Tensor], other: list[Tensor]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(
         a.dtype == b.dtype and a.shape == b.shape and a.equal(b) and _signs(a, b) for a, b in pairs
@@ -131,11 +129,11 @@ def _signs(a: Tensor, b: Tensor) -> bool:
 
 @contextlib.contextmanager
 def no_collective() -> Iterator[None]:
-    """Nothing is asked of another rank inside, on any group, from any thread."""
-    before = collectives()
+    """Assert that the block calls no collective, on any group, from any thread."""
+    before = collective_count()
     yield
-    assert collectives() == before, "a collective was called"
+    assert collective_count() == before, "a collective was called"
 
 
-def collectives() -> int:
+def collective_count() -> int:
     return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)

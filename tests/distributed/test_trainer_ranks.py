@@ -1,4 +1,4 @@
-"""The reference trainer on several ranks is the run of one rank: the same data, the same losses, whatever the layout."""
+"""The reference trainer reads the same data and has the same losses on any number of ranks, in any layout."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trained_ranks import BATCH, LAYOUTS, LEGS, STEPS, name_of
+from trainer_programs import BATCH, LAYOUTS, LEGS, STEPS, name_of
 
 from holdfast.core.record import journal
 
 WAIT_SECONDS = 60
-NEAR = 1e-5
-"""sums of the same numbers in another order: 2e-7 was measured"""
-
+TOLERANCE = 1e-5
+"""for sums in another order; 2e-7 was measured"""
 
 SAME = ("curve", "eval_loss", "seconds")
 
 
-def said(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
+def reports(folder: Path, name: str, ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -32,21 +31,21 @@ def names(ranks: int) -> list[str]:
 
 
 def assert_one_run(ranks: list[dict[str, Any]], alone: dict[str, Any], name: str) -> None:
-    """Every rank saw the run that one rank alone saw, and together they read what it read, when it read it."""
+    """Assert that every rank has the losses of a single-rank run, and that together they read the same data at each step."""
     for rank in ranks:
-        assert rank["curve"] == pytest.approx(alone["curve"], rel=NEAR), name
-        assert rank["eval_loss"] == pytest.approx(alone["eval_loss"], rel=NEAR), name
+        assert rank["curve"] == pytest.approx(alone["curve"], rel=TOLERANCE), name
+        assert rank["eval_loss"] == pytest.approx(alone["eval_loss"], rel=TOLERANCE), name
         assert [rank[key] for key in ("parameters", "rollbacks")] == [alone["parameters"], alone["rollbacks"]], name
-        assert [rank[key] for key in SAME] == [ranks[0][key] for key in SAME], f"{name}: one result on all ranks"
+        assert [rank[key] for key in SAME] == [ranks[0][key] for key in SAME], f"{name}: all ranks have one result"
     shares: dict[int, list[int]] = {}
     for rank in ranks:
-        assert shares.setdefault(rank["share"], rank["asked"]) == rank["asked"], (
-            f"{name}: a tensor group reads the same"
+        assert shares.setdefault(rank["share"], rank["served"]) == rank["served"], (
+            f"{name}: ranks of one tensor group read the same data"
         )
     each = BATCH // len(shares)
-    for step in range(len(alone["asked"]) // BATCH):
-        together = [n for asked in shares.values() for n in asked[step * each : (step + 1) * each]]
-        assert sorted(together) == alone["asked"][step * BATCH : (step + 1) * BATCH], f"{name}, step {step + 1}"
+    for step in range(len(alone["served"]) // BATCH):
+        together = [n for served in shares.values() for n in served[step * each : (step + 1) * each]]
+        assert sorted(together) == alone["served"][step * BATCH : (step + 1) * BATCH], f"{name}, step {step + 1}"
 
 
 def evaluations(run_dir: Path) -> list[float]:
@@ -54,42 +53,42 @@ def evaluations(run_dir: Path) -> list[float]:
     return [e["facts"]["eval"]["eval_loss"] for e in events if e["event"] == "facts" and "eval" in e["facts"]]
 
 
-def test_loss_curve_does_not_depend_on_the_ranks_or_their_layout_before_and_after_a_recovery(run, tmp_path):
-    run("trained_ranks.curves:1", "trained_ranks.curves:2", "trained_ranks.curves:4")
-    (alone,) = said(tmp_path, "1", 1)
-    assert alone["rollbacks"] == 1 and len(alone["curve"]) == STEPS + 1, "one step is done twice"
+def test_loss_curve_does_not_depend_on_the_layout_before_and_after_a_recovery(run, tmp_path):
+    run("trainer_programs.curves:1", "trainer_programs.curves:2", "trainer_programs.curves:4")
+    (alone,) = reports(tmp_path, "1", 1)
+    assert alone["rollbacks"] == 1 and len(alone["curve"]) == STEPS + 1, "one step is repeated"
     assert len(evaluations(tmp_path / "1")) == 3
     for ranks in (2, 4):
         for name, layout in zip(names(ranks), LAYOUTS[ranks], strict=True):
-            each = said(tmp_path, name, ranks)
+            each = reports(tmp_path, name, ranks)
             assert_one_run(each, alone, name)
             cut = layout.get("shard", 1) * layout.get("tensor", 1)
             assert all(rank["held"] <= 1.05 * alone["held"] / cut for rank in each), (
-                f"{name}: norms are not cut, no more"
+                f"{name}: only norms are not sharded"
             )
-            assert evaluations(tmp_path / name) == pytest.approx(evaluations(tmp_path / "1"), rel=NEAR), name
+            assert evaluations(tmp_path / name) == pytest.approx(evaluations(tmp_path / "1"), rel=TOLERANCE), name
 
 
 @pytest.mark.slow
-def test_unguarded_ranks_have_the_same_curve_too_tied_and_accumulated(run, tmp_path):
-    run("trained_ranks.unguarded:1", "trained_ranks.unguarded:2")
-    (alone,) = said(tmp_path, "off-1", 1)
+def test_unguarded_loss_curve_does_not_depend_on_the_layout(run, tmp_path):
+    run("trainer_programs.unguarded:1", "trainer_programs.unguarded:2")
+    (alone,) = reports(tmp_path, "off-1", 1)
     for name in names(2):
-        assert_one_run(said(tmp_path, f"off-{name}", 2), alone, name)
+        assert_one_run(reports(tmp_path, f"off-{name}", 2), alone, name)
 
 
-def test_run_goes_on_in_another_layout_with_the_losses_of_the_run_that_was_never_stopped(run, tmp_path):
-    run("trained_ranks.whole:1", *(f"trained_ranks.leg:{ranks}" for ranks in LEGS))
-    (alone,) = said(tmp_path, "whole", 1)
-    legs = [said(tmp_path, f"leg-{ranks}", ranks) for ranks in LEGS]
+def test_run_resumed_in_another_layout_has_the_losses_of_an_uninterrupted_run(run, tmp_path):
+    run("trainer_programs.uninterrupted:1", *(f"trainer_programs.leg:{ranks}" for ranks in LEGS))
+    (alone,) = reports(tmp_path, "uninterrupted", 1)
+    legs = [reports(tmp_path, f"leg-{ranks}", ranks) for ranks in LEGS]
     for rank in range(4):
         joined = [loss for leg in legs for loss in leg[rank % len(leg)]["curve"]]
-        assert joined == pytest.approx(alone["curve"], rel=NEAR)
-    assert legs[-1][0]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=NEAR)
+        assert joined == pytest.approx(alone["curve"], rel=TOLERANCE)
+    assert legs[-1][0]["eval_loss"] == pytest.approx(alone["eval_loss"], rel=TOLERANCE)
 
 
-def test_stages_begin_at_samples_of_all_ranks_together(run, tmp_path):
-    run("trained_ranks.staged:2")
+def test_stage_boundaries_count_the_samples_of_all_ranks(run, tmp_path):
+    run("trainer_programs.staged:2")
     events = journal.read(tmp_path / "staged" / "journal.jsonl").events
     assert [(e["step"], e["reason"]) for e in events if e["event"] == "shift"] == [(4, "data stage 1")]
 
@@ -117,38 +116,38 @@ batches = 1
 """
 
 
-def started(folder: Path, words: list[str], **environment: str) -> subprocess.Popen[str]:
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+def start(folder: Path, arguments: list[str], **environment: str) -> subprocess.Popen[str]:
+    merged = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     return subprocess.Popen(
-        [sys.executable, *words], cwd=folder, env=given, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *arguments], cwd=folder, env=merged, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+def wait_for(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     try:
-        said = [process.communicate(timeout=WAIT_SECONDS) for process in processes]
+        streams = [process.communicate(timeout=WAIT_SECONDS) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return [(process.returncode, *streams) for process, streams in zip(processes, said, strict=True)]
+    return [(process.returncode, *texts) for process, texts in zip(processes, streams, strict=True)]
 
 
-def test_program_stops_with_one_status_on_every_rank_and_goes_on_under_torchrun(tmp_path):
+def test_program_exits_alike_on_every_rank_and_resumes_under_torchrun(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    words = ["-m", "holdfast", "train", "small.toml"]
+    command = ["-m", "holdfast", "train", "small.toml"]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    ranks = [started(tmp_path, [*words, "--stop-at", "6"], RANK=r, LOCAL_RANK=r, **group) for r in ("0", "1")]
-    first, second = ended(ranks)
+    ranks = [start(tmp_path, [*command, "--stop-at", "6"], RANK=r, LOCAL_RANK=r, **group) for r in ("0", "1")]
+    first, second = wait_for(ranks)
     assert first[0] == second[0] == 75, first[2] + second[2]
     assert "on 2 ranks (data 2) of" in first[2]
     assert first[2].splitlines()[-1].startswith("stopped at step 6: asked to stop at step 6; the same command goes on")
-    assert second[1:] == ("", ""), "only the first speaks"
+    assert second[1:] == ("", ""), "only rank 0 prints"
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words, "--json"]
-    ((status, out, err),) = ended([started(tmp_path, launcher)])
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, "--json"]
+    ((status, out, err),) = wait_for([start(tmp_path, launcher)])
     assert status == 0, err
     result = json.loads(out)
     assert (result["steps"], result["steps_now"], result["stopped"]) == (12, 6, None)

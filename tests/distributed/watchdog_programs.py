@@ -1,7 +1,8 @@
-"""Ranks that fail, vanish, stop or leave early under a StoreWatchdog, driven as the guard drives it.
+"""Runs ranks that fail, die, hang or leave early under a StoreWatchdog, which they call as the guard does.
 
-`python watched.py FOLDER SCENE:SIZE ...` imports once, then plays one scene after the other, a forked process a rank, and
-writes to FOLDER/SCENE/ends.json with what status and how long after `mark` each rank ended. Under torchrun: `restarted`.
+`python watchdog_programs.py FOLDER SCENARIO:SIZE ...` imports once, then runs the scenarios, one forked process a rank. It
+writes each rank's exit code, and the seconds from `mark` to its exit, to FOLDER/SCENARIO/exits.json. Under torchrun it
+runs `restarted`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.notices import connect
 from holdfast.distributed.watchdog import StoreWatchdog
 
-BOUND = 20
-POLICY = LivenessSection(every_steps=0, timeout_seconds=BOUND, grace_seconds=0.5)
+LIMIT_SECONDS = 20
+NO_PINGS = LivenessSection(every_steps=0, timeout_seconds=LIMIT_SECONDS, grace_seconds=0.5)
 PINGS = LivenessSection(every_steps=1, timeout_seconds=1, grace_seconds=0.5)
 
 
@@ -40,15 +41,15 @@ class Oops(Exception):
     pass
 
 
-class Layer(torch.autograd.Function):
+class CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, step: Callable[[str], None]) -> Tensor:
-        ctx.step = step
+    def forward(ctx: Any, x: Tensor, call: Callable[[str], None]) -> Tensor:
+        ctx.call = call
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.step("backward")
+        ctx.call("backward")
         return gradients[0], None
 
 
@@ -60,11 +61,11 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.at("forward")
-        return self.last(Layer.apply(self.first(x), self.at))
+        return self.last(CallInBackward.apply(self.first(x), self.at))
 
 
-class Plain:
-    """Sums gradients one by one, and descends. DDP and torch's optimizers take seconds to import what they compile with."""
+class PlainOptimizer:
+    """Averages gradients and descends. DDP and torch's optimizers would take seconds to import the compiler."""
 
     def __init__(self, model: nn.Module, inside: Callable[[str], None]) -> None:
         self.model, self.inside = model, inside
@@ -78,8 +79,8 @@ class Plain:
         self.model.zero_grad()
 
 
-class Descent(torch.optim.SGD):
-    """Is called in the middle of its step."""
+class CallingSgd(torch.optim.SGD):
+    """Calls `inside` at the beginning of its step."""
 
     def __init__(self, model: nn.Module, inside: Callable[[str], None]) -> None:
         super().__init__(model.parameters(), lr=0.1)
@@ -92,12 +93,12 @@ class Descent(torch.optim.SGD):
 
 
 class Rank:
-    """One rank: its watch, and a model it trains. `at(rank, step, where)` is called inside each part of a step."""
+    """One rank: its watchdog and the model it trains. It calls `at(rank, step, where)` inside each part of a step."""
 
-    def __init__(self, folder: Path, rank: int, size: int, policy: LivenessSection, session: str = "one") -> None:
+    def __init__(self, folder: Path, rank: int, size: int, config: LivenessSection, session: str = "one") -> None:
         self.folder, self.rank, self.size = folder, rank, size
         self.records = RankRecords(folder, rank)
-        self.watch = StoreWatchdog(rank, size, policy, record=self.records.write, session=session)
+        self.watchdog = StoreWatchdog(rank, size, config, record=self.records.write, session=session)
         self.step, self.where = 0, "between steps"
 
     def train(self, steps: int, at: Callable[[int, int, str], None], batches: Any = None, ddp: bool = False) -> None:
@@ -107,24 +108,24 @@ class Rank:
 
         torch.manual_seed(0)
         model: nn.Module = DistributedDataParallel(Model(inside)) if ddp else Model(inside)
-        optimizer = Descent(model, inside) if ddp else Plain(model, inside)
-        self.watch.start()
+        optimizer = CallingSgd(model, inside) if ddp else PlainOptimizer(model, inside)
+        self.watchdog.start()
         try:
             for self.step, (x,) in zip(range(1, steps + 1), batches or [(torch.ones(2, 4),)] * steps, strict=False):
-                self.watch.enter_step(self.step)
+                self.watchdog.enter_step(self.step)
                 model(x).sum().backward()
                 inside("ping")
-                self.watch.ping(self.step)
+                self.watchdog.ping(self.step)
                 optimizer.step()
-                self.watch.leave_step()
+                self.watchdog.leave_step()
         except BaseException as error:
-            self.watch.report_failure(error, self.step, self.where)
+            self.watchdog.report_failure(error, self.step, self.where)
             raise
-        self.watch.wait_for_others_to_finish(self.step)
-        self.watch.close()
+        self.watchdog.wait_for_others_to_finish(self.step)
+        self.watchdog.close()
 
     def mark(self) -> None:
-        """From here on the others' time counts."""
+        """Record the time of the fault."""
         (self.folder / "mark").write_text(str(time.time()))
 
     def fail(self) -> None:
@@ -133,32 +134,32 @@ class Rank:
 
 
 def breaks(where: str, ranks: set[int]) -> Callable[..., None]:
-    def scene(me: Rank) -> None:
+    def scenario(me: Rank) -> None:
         def at(rank: int, step: int, now: str) -> None:
             if (step, now) == (3, where) and rank in ranks:
                 me.fail()
 
         me.train(9, at, ddp=True)
 
-    return scene
+    return scenario
 
 
-def killed_apart(me: Rank) -> None:
-    """The host of the store dies while the others are busy with something of their own."""
+def killed_in_forward(me: Rank) -> None:
+    """The host of the store dies while the others are not in a collective."""
 
     def at(rank: int, step: int, where: str) -> None:
         if (step, where) != (3, "forward"):
             return
         if rank == 0:
-            time.sleep(0.3)  # the others are past the collectives they share with it
+            time.sleep(0.3)  # until the others have left the last collective
             me.mark()
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(BOUND)
+        time.sleep(LIMIT_SECONDS)
 
     me.train(9, at)
 
 
-def killed_within(me: Rank) -> None:
+def killed_in_collective(me: Rank) -> None:
     def at(rank: int, step: int, where: str) -> None:
         if (rank, step, where) == (0, 3, "forward"):
             me.mark()
@@ -175,13 +176,13 @@ def sleeps(me: Rank) -> None:
     def at(rank: int, step: int, where: str) -> None:
         if (rank, step, where) == (1, 3, "ping"):
             me.mark()
-            time.sleep(BOUND)
+            time.sleep(LIMIT_SECONDS)
 
     me.train(9, at)
 
 
 def stops(who: int) -> Callable[..., None]:
-    def scene(me: Rank) -> None:
+    def scenario(me: Rank) -> None:
         def at(rank: int, step: int, where: str) -> None:
             if (rank, step, where) == (who, 3, "ping"):
                 me.mark()
@@ -189,45 +190,45 @@ def stops(who: int) -> Callable[..., None]:
 
         me.train(9, at)
 
-    return scene
+    return scenario
 
 
-def hangs_in_its_end(me: Rank) -> None:
+def hangs_on_exit(me: Rank) -> None:
     try:
         breaks("forward", {0})(me)
     except Oops:
-        me.watch.close()
-        time.sleep(BOUND)
+        me.watchdog.close()
+        time.sleep(LIMIT_SECONDS)
 
 
 def healthy(me: Rank) -> None:
-    """200 steps, a ping in every second, and loader workers that are forked and say that they have failed."""
+    """Train 200 steps, with a ping in every second one, and forked loader workers that report a failure."""
 
     def worker(_: int) -> None:
-        me.watch.report_failure(Oops("in a worker"), 1, "forward")
-        me.watch.wait_for_others_to_finish(1)
-        me.watch.close()
+        me.watchdog.report_failure(Oops("in a worker"), 1, "forward")
+        me.watchdog.wait_for_others_to_finish(1)
+        me.watchdog.close()
 
     data = TensorDataset(torch.ones(400, 4))
     me.train(200, lambda *_: None, DataLoader(data, batch_size=2, num_workers=1, worker_init_fn=worker))
     assert not connect(dist.distributed_c10d._get_default_store()).check(["holdfast/one/failure"])
     assert not me.records.path.exists()
-    dist.barrier()  # the host of the store goes last
+    dist.barrier()  # the host of the store exits last
 
 
-SCENES: dict[str, tuple[Callable[[Rank], None], LivenessSection]] = {
-    "forward": (breaks("forward", {1}), POLICY),
-    "backward": (breaks("backward", {0}), POLICY),
-    "update": (breaks("update", {1}), POLICY),
-    "both": (breaks("forward", {0, 2}), POLICY),
-    "killed_apart": (killed_apart, POLICY),
-    "killed_within": (killed_within, POLICY),
-    "leaves_early": (leaves_early, POLICY),
+SCENARIOS: dict[str, tuple[Callable[[Rank], None], LivenessSection]] = {
+    "forward": (breaks("forward", {1}), NO_PINGS),
+    "backward": (breaks("backward", {0}), NO_PINGS),
+    "update": (breaks("update", {1}), NO_PINGS),
+    "both": (breaks("forward", {0, 2}), NO_PINGS),
+    "killed_in_forward": (killed_in_forward, NO_PINGS),
+    "killed_in_collective": (killed_in_collective, NO_PINGS),
+    "leaves_early": (leaves_early, NO_PINGS),
     "sleeps": (sleeps, PINGS),
     "stops": (stops(1), PINGS),
     "host_stops": (stops(0), PINGS),
-    "hangs_in_its_end": (hangs_in_its_end, POLICY),
-    "healthy": (healthy, LivenessSection(every_steps=2, timeout_seconds=BOUND)),
+    "hangs_on_exit": (hangs_on_exit, NO_PINGS),
+    "healthy": (healthy, LivenessSection(every_steps=2, timeout_seconds=LIMIT_SECONDS)),
 }
 
 
@@ -237,16 +238,16 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def rank_main(scene: str, folder: Path, rank: int, size: int, port: int) -> None:
-    """A forked rank; it never returns."""
+def rank_main(scenario: str, folder: Path, rank: int, size: int, port: int) -> None:
+    """Run a forked rank; never return."""
     status = 1
     os.dup2(os.open(folder / f"rank_{rank}.err", os.O_WRONLY | os.O_CREAT), 2)
     logging.basicConfig(stream=sys.stderr)
     try:
-        where = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", where, timedelta(seconds=3 * BOUND), size, rank)
-        play, policy = SCENES[scene]
-        play(Rank(folder, rank, size, policy))
+        address = f"tcp://127.0.0.1:{port}"
+        dist.init_process_group("gloo", address, timedelta(seconds=3 * LIMIT_SECONDS), size, rank)
+        program, config = SCENARIOS[scenario]
+        program(Rank(folder, rank, size, config))
         dist.destroy_process_group()
         status = 0
     except BaseException:
@@ -255,63 +256,63 @@ def rank_main(scene: str, folder: Path, rank: int, size: int, port: int) -> None
         os._exit(status)
 
 
-def play(scene: str, folder: Path, size: int) -> None:
+def run_scenario(scenario: str, folder: Path, size: int) -> None:
     folder.mkdir()
     port = free_port()
     ranks: dict[int, int] = {}
     for rank in range(size):
         pid = os.fork()
         if pid == 0:
-            rank_main(scene, folder, rank, size, port)
+            rank_main(scenario, folder, rank, size, port)
         ranks[pid] = rank
-    ends: dict[int, tuple[int, float]] = {}
-    until = time.monotonic() + 2 * BOUND
-    while len(ends) < size and time.monotonic() < until:
+    exits: dict[int, tuple[int, float]] = {}
+    deadline = time.monotonic() + 2 * LIMIT_SECONDS
+    while len(exits) < size and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            ends[ranks[pid]] = (os.waitstatus_to_exitcode(status), time.time())
-        elif len(ends) == size - 1 and "stops" in scene:  # the one that is stopped does not end by itself
-            (left,) = [pid for pid, rank in ranks.items() if rank not in ends]
+            exits[ranks[pid]] = (os.waitstatus_to_exitcode(status), time.time())
+        elif len(exits) == size - 1 and "stops" in scenario:  # the stopped process does not exit by itself
+            (left,) = [pid for pid, rank in ranks.items() if rank not in exits]
             os.kill(left, signal.SIGKILL)
         else:
             time.sleep(0.005)
     for pid, rank in ranks.items():
-        if rank not in ends:
+        if rank not in exits:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            ends[rank] = (-999, float("inf"))
+            exits[rank] = (-999, float("inf"))
     mark = folder / "mark"
     since = float(mark.read_text()) if mark.exists() else 0.0
-    told = [(ends[rank][0], ends[rank][1] - since) for rank in range(size)]
-    (folder / "ends.json").write_text(json.dumps(told))
+    timed = [(exits[rank][0], exits[rank][1] - since) for rank in range(size)]
+    (folder / "exits.json").write_text(json.dumps(timed))
 
 
 def restarted(folder: Path) -> None:
-    """Under torchrun: rank 1 breaks in the first life; the second trains to the end."""
+    """Under torchrun: rank 1 fails in the first attempt; the second attempt trains to the end."""
     logging.basicConfig()
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    # The agent's store still holds the first life's addresses: without a prefix gloo may connect to those, and hang
-    # (pytorch issue 135712). The watch goes to the store behind the prefix, where the first life's failure is.
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    # The agent's store still holds the addresses of the first attempt: without a prefix gloo may connect to them and hang
+    # (pytorch issue 135712). The watchdog uses the store behind the prefix, which holds the first attempt's failure.
     shared = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"life_{life}", shared), rank=rank, world_size=size)
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"attempt_{attempt}", shared), rank=rank, world_size=size)
     sessions: list[Any] = [os.urandom(8).hex()]
     dist.broadcast_object_list(sessions)
-    me = Rank(folder, rank, size, POLICY, sessions[0])
-    me.train(6, lambda rank, step, where: me.fail() if (life, rank, step, where) == (0, 1, 3, "forward") else None)
-    me.records.write("done", life=life)
+    me = Rank(folder, rank, size, NO_PINGS, sessions[0])
+    me.train(6, lambda rank, step, where: me.fail() if (attempt, rank, step, where) == (0, 1, 3, "forward") else None)
+    me.records.write("done", attempt=attempt)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place = Path(sys.argv[1])
+    root = Path(sys.argv[1])
     if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        restarted(place)
+        restarted(root)
     else:
-        scenes = [words.split(":") for words in sys.argv[2:]]
-        if any(name in ("forward", "backward", "update", "both") for name, _ in scenes):
+        scenarios = [argument.split(":") for argument in sys.argv[2:]]
+        if any(name in ("forward", "backward", "update", "both") for name, _ in scenarios):
             import torch._dynamo  # DDP imports it: once here, not in every rank
-        for name, size in scenes:
-            play(name, place / name, int(size))
+        for name, size in scenarios:
+            run_scenario(name, root / name, int(size))

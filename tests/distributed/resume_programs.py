@@ -1,4 +1,4 @@
-"""A guarded data-parallel run in legs: each a world of its own size, with its own batch size and workers."""
+"""Runs a guarded data-parallel run in legs, each with its own world size, batch size and workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import holdfast
 SAMPLES = 120
 
 
-class Numbered(Dataset):
+class NumberedSamples(Dataset):
     def __len__(self) -> int:
         return SAMPLES
 
@@ -25,8 +25,8 @@ class Numbered(Dataset):
         return torch.randn(4, generator=torch.Generator().manual_seed(i)), i
 
 
-class Centred(nn.Module):
-    """A running mean, each rank's own until DistributedDataParallel hands out the first one's again."""
+class RunningMean(nn.Module):
+    """Keeps a running mean, which differs between ranks until DistributedDataParallel broadcasts that of rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,19 +38,19 @@ class Centred(nn.Module):
 
 
 def leg(folder: Path, rank: int, size: int) -> None:
-    """The next leg of folder/legs.json: {"batch", "workers", "stop"}; "crash": end at once at that step, nothing closed."""
+    """Run the next leg of folder/legs.json: {"batch", "workers", "stop"}; "crash": exit at that step without closing."""
     legs = json.loads((folder / "legs.json").read_text())
     number = len(list(folder.glob("began-*-0")))
     dist.barrier()
     (folder / f"began-{number}-{rank}").touch()
     plan = legs[number]
     torch.manual_seed(7 + rank)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), Centred(), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), RunningMean(), nn.Linear(8, 1))
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.1)
     wrapped = DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=plan.get("lr", 1e-2))
-    data = Numbered()
+    data = NumberedSamples()
     sampler = DistributedSampler(data, num_replicas=size, rank=rank, shuffle=True, seed=3)
     loader = DataLoader(data, batch_size=plan["batch"], sampler=sampler, num_workers=plan["workers"])
     config = {"checkpoint": {"every_steps": 2, "certify_after": 1, "rank_timeout_seconds": 30}}
@@ -66,12 +66,12 @@ def leg(folder: Path, rank: int, size: int) -> None:
                 if number_now == plan.get("stop"):
                     guard.stop("the leg ends")
             if number_now == plan.get("crash"):
-                _say(folder, number, rank, served)
+                _report(folder, number, rank, served)
                 dist.barrier()
                 os._exit(0)
     lr = optimizer.param_groups[0]["lr"]
-    _say(folder, number, rank, served, parameters=[p.tolist() for p in model.parameters()], lr=lr)
+    _report(folder, number, rank, served, parameters=[p.tolist() for p in model.parameters()], lr=lr)
 
 
-def _say(folder: Path, number: int, rank: int, served: list, **more: object) -> None:
+def _report(folder: Path, number: int, rank: int, served: list, **more: object) -> None:
     (folder / f"leg-{number}-{rank}.json").write_text(json.dumps({"served": served, **more}))

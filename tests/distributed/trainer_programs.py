@@ -1,4 +1,4 @@
-"""What ranks of the reference trainer do: one configuration in many layouts, in one set of processes."""
+"""Trains the reference trainer in many layouts, in one set of processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS: dict[int, list[dict[str, int]]] = {
     2: [{"data": 2}, {"shard": 2}, {"tensor": 2}],
     4: [{}, {"data": 2, "shard": 2}, {"shard": 2, "tensor": 2}, {"data": 2, "tensor": 2}],
 }
-"""what [distributed] says, by the number of ranks; {}: nothing"""
+"""the [distributed] sections to try for each number of ranks"""
 
 
 def name_of(size: int, distributed: dict[str, int]) -> str:
@@ -27,7 +27,7 @@ def name_of(size: int, distributed: dict[str, int]) -> str:
 
 
 class Losses:
-    late = True  # so that evaluation is, which is the trainer's own and comes while the next step is under way
+    late = True  # as the trainer's own evaluation is, which runs while the next step is under way
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -36,14 +36,14 @@ class Losses:
         self.seen.append(outcome.signal.loss)
 
 
-class Noted(Dataset):
-    """A data set that remembers what it was asked for, with a sample in it that does not count as a number."""
+class RecordingDataset(Dataset):
+    """Records the samples it served; sample `bad` holds NaN."""
 
     def __init__(self, bad: int | None = None) -> None:
         self.bad = bad
-        self.asked: list[int] = []
+        self.served: list[int] = []
 
-    def data(self, dataset: Dataset) -> Noted:
+    def data(self, dataset: Dataset) -> RecordingDataset:
         self._inner = dataset
         return self
 
@@ -53,14 +53,14 @@ class Noted(Dataset):
         return len(self._inner)  # type: ignore[arg-type]
 
     def __getitem__(self, n: int) -> Any:
-        self.asked.append(int(n))
+        self.served.append(int(n))
         sample = self._inner[n]
         return {**sample, "weight": sample["weight"] * float("nan")} if n == self.bad else sample
 
 
 def configuration(run_dir: Path, distributed: dict[str, int], **sections: dict[str, Any]) -> Any:
     small = {
-        # Not tied, and norms within attention: every kind of weight there is.
+        # Untied, with norms inside attention: every kind of weight.
         "model": {"layers": 2, "width": 32, "heads": 2, "context": 16, "qk_norm": True, "tie_embeddings": False},
         "train": {
             "run_dir": str(run_dir),
@@ -79,31 +79,31 @@ def configuration(run_dir: Path, distributed: dict[str, int], **sections: dict[s
 
 
 def trained(folder: Path, name: str, config: Any, *, stop_at: int | None = None, bad: int | None = None) -> Trainer:
-    """One run, and what it was like on this rank in `name`-RANK.json."""
-    noted, losses = Noted(bad), Losses()
-    trainer = build(config, tamper=noted)
+    """Train one run and write this rank's report to `name`-RANK.json."""
+    recording, losses = RecordingDataset(bad), Losses()
+    trainer = build(config, tamper=recording)
     result = trainer.run(hooks=[losses], stop_at=stop_at)
     curve = losses.seen
-    if result.summary.status == "off":  # each rank has then seen its own part only
+    if result.summary.status == "off":  # each rank has then seen its own losses only
         each: list[list[float]] = [[] for _ in range(trainer.layout.size)]
         dist.all_gather_object(each, curve)
         curve = [sum(at) / len(at) for at in zip(*each, strict=True)]
-    said = {
+    report = {
         "curve": curve,
         "eval_loss": result.eval_loss,
-        "asked": noted.asked,
+        "served": recording.served,
         "share": trainer.layout.share,
         "parameters": trainer.parameters,
         "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters()),
         "seconds": result.seconds,
         "rollbacks": result.summary.rollbacks,
     }
-    (folder / f"{name}-{trainer.layout.rank}.json").write_text(json.dumps(said))
+    (folder / f"{name}-{trainer.layout.rank}.json").write_text(json.dumps(report))
     return trainer
 
 
 def curves(folder: Path, rank: int, size: int) -> None:
-    """Every layout of this many ranks, through a NaN in the sixth batch: back to the fifth step, and round two batches."""
+    """Train every layout with a NaN in the sixth batch, which causes a rollback and skips two batches."""
     sections: dict[str, Any] = {
         "snapshot": {"every_steps": 1, "certify_after": 1},
         "recover": {"rollback_margin": 1, "skip_batches": 2, "ladder": ["rollback", "stop"]},
@@ -115,32 +115,32 @@ def curves(folder: Path, rank: int, size: int) -> None:
 
 
 def unguarded(folder: Path, rank: int, size: int) -> None:
-    """The same without the guard, with one matrix at both ends, and with two batches a step."""
+    """Train without the guard, with tied embeddings and accumulation over two batches."""
     os.environ["HOLDFAST_OFF"] = "1"
     sections: dict[str, Any] = {"model": {"tie_embeddings": True}, "train": {"batch_size": BATCH // 2, "accumulate": 2}}
     for distributed in LAYOUTS[size]:
         name = f"off-{name_of(size, distributed)}"
         trainer = trained(folder, name, configuration(folder / name, distributed, **sections))
         bare = getattr(trainer.model, "module", trainer.model)
-        assert bare.head.weight is bare.embedding.weight, "tied before, tied now"
+        assert bare.head.weight is bare.embedding.weight, "still tied"
 
 
 LEGS = {1: ({}, 3), 2: ({"shard": 2}, 6), 4: ({"data": 2, "shard": 2}, None)}
-"""[distributed] and the step to stop at, by the number of ranks"""
+"""[distributed] and the step to stop at, for each number of ranks"""
 
 
-def whole(folder: Path, rank: int, size: int) -> None:
-    trained(folder, "whole", configuration(folder / "whole", {}))
+def uninterrupted(folder: Path, rank: int, size: int) -> None:
+    trained(folder, "uninterrupted", configuration(folder / "uninterrupted", {}))
 
 
 def leg(folder: Path, rank: int, size: int) -> None:
-    """The next part of one run, in another layout than the part before."""
+    """Train the next part of a run, in another layout than the part before."""
     distributed, stop_at = LEGS[size]
     trained(folder, f"leg-{size}", configuration(folder / "run", distributed), stop_at=stop_at)
 
 
 def staged(folder: Path, rank: int, size: int) -> None:
-    """Blocks of 1000 samples, 250 a step: the second stage begins with the fifth step."""
+    """Train with blocks of 1000 samples and 250 a step, so that the second stage begins with step 5."""
     config = configuration(
         folder / "staged",
         {},

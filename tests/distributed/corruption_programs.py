@@ -1,4 +1,4 @@
-"""Bits flipped in one rank's memory while it trains: found, the rank named, healed."""
+"""Flips bits in one rank's memory during training. The guard finds it, names the rank and rolls back."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import Guarded, Layout, on_all, plain, same
+from layouts import Guarded, Layout, on_all, same, train_unguarded
 
 import holdfast
 
-EVERY, WHEN = 5, 7
-# Not to before the first step: there DistributedDataParallel orders its buckets anew, and more than two ranks then add up
-# their gradients in another order.
+EVERY, FLIP_STEP = 5, 7
+# Not back to before the first step: DistributedDataParallel rebuilds its buckets there, and more than two ranks would then
+# sum their gradients in another order.
 RECOVER = {"rollback_margin": 0, "probation_steps": 6, "lr_factor": 1.0}
 CONFIG = {"integrity": {"replicas_every": EVERY, "between_updates_every": 0}, "recover": RECOVER}
 
 
 def flip(value: torch.Tensor) -> None:
-    """One bit, as a cosmic ray would: through memory, unseen by torch."""
-    value.data_ptr()
+    """Flip one bit through memory, so that torch does not count it as a write."""
     memory = value.detach().reshape(-1).view(torch.int32).numpy()
     memory[3] ^= 1 << 20
 
 
-def _once(here: bool, act: Callable[[], Any]) -> Callable[[Any, Any], None]:
-    """On this rank, the first time that step WHEN comes."""
+def _once(on_this_rank: bool, act: Callable[[], Any]) -> Callable[[Any, Any], None]:
+    """Call `act` on this rank, the first time FLIP_STEP runs."""
     done: list[int] = []
 
     def each(guard: Any, step: Any) -> None:
-        if here and step.number == WHEN and not done:
+        if on_this_rank and step.number == FLIP_STEP and not done:
             done.append(1)
             act()
 
@@ -45,7 +44,7 @@ def _target(layout: Layout, where: str) -> torch.Tensor:
 
 
 def replicas(folder: Path, rank: int, size: int) -> None:
-    """DDP: in a parameter and in the optimizer's state. With four the rank is named; with two both are suspects."""
+    """DDP: in a parameter and in optimizer state. Of four ranks one is named; of two both are suspects."""
     for gate, optimizer, where in (
         ("host", "adamw", "parameter"),
         ("device", "adamw_fused", "exp_avg"),
@@ -54,61 +53,63 @@ def replicas(folder: Path, rank: int, size: int) -> None:
         layout = Layout("ddp", rank, size, optimizer)
         each = _once(rank == size - 1, lambda layout=layout, where=where: flip(_target(layout, where)))
         config = {**CONFIG, "detect": {"gate": gate, "warmup_steps": 8}}
-        place = folder / f"c-{size}-{where}"
-        run = Guarded(layout, place, config=config, each=each)
+        run_dir = folder / f"c-{size}-{where}"
+        run = Guarded(layout, run_dir, config=config, each=each)
         assert len({str(o) for o in on_all(run.outcomes)}) == 1
         dist.barrier()
         assert [o for o in run.outcomes if o[2] == "rolled_back"] == [(10, 1, "rolled_back")], run.outcomes
-        same(layout.state(), plain(Layout("ddp", rank, size, optimizer), 1.0, set()))
+        same(layout.state(), train_unguarded(Layout("ddp", rank, size, optimizer), 1.0, set()))
         if rank == 0:
-            (found,) = [e for e in run.events("finding") if e["kind"] == "desync"]
-            said = found["evidence"]
-            assert said["named"] == (size > 2) and said["ranks"] == ([size - 1] if size > 2 else [0, 1]), said
+            (finding,) = [e for e in run.events("finding") if e["kind"] == "desync"]
+            evidence = finding["evidence"]
+            assert evidence["named"] == (size > 2) and evidence["ranks"] == ([size - 1] if size > 2 else [0, 1]), (
+                evidence
+            )
             name = "model.down.weight" if where == "parameter" else where
-            assert len(said["tensors"]) <= 2 and any(name in t for t in said["tensors"]), said
+            assert len(evidence["tensors"]) <= 2 and any(name in t for t in evidence["tensors"]), evidence
             assert any("transient" in e.get("message", "") for e in run.events("note"))
 
 
 def persistent(folder: Path, rank: int, size: int) -> None:
-    """A rank that flips again after the return has a broken device: the run is stopped, and says which."""
+    """A rank that flips a bit again after the rollback has a broken device: the run stops and names it."""
 
     def each(guard: Any, step: Any) -> None:
-        if step.number in (WHEN, WHEN + 1) and rank == 1:
+        if step.number in (FLIP_STEP, FLIP_STEP + 1) and rank == 1:
             flip(_target(layout, "parameter"))
 
     layout = Layout("ddp", rank, size)
-    place = folder / "persistent"
+    run_dir = folder / "persistent"
     with pytest.raises(holdfast.PolicyStop) as stop:
-        Guarded(layout, place, config=CONFIG, each=each)
+        Guarded(layout, run_dir, config=CONFIG, each=each)
     assert stop.value.code == 70
-    assert all("rank 1" in said and "desync" in said for said in on_all(str(stop.value)))
+    assert all("rank 1" in text and "desync" in text for text in on_all(str(stop.value)))
 
 
 def window(folder: Path, rank: int, size: int) -> None:
-    """Where nothing is replicated: what changed between two updates is found on the rank it changed on."""
+    """Nothing is replicated: a change between two updates is found on the rank where it happened."""
     layout = Layout("fsdp", rank, size)
     config = {"integrity": {"replicas_every": 0, "between_updates_every": 1}}
     each = _once(rank == 1, lambda: flip(layout.model.down.weight.to_local()))
     run = Guarded(layout, folder / "window", config=config, each=each)
     dist.barrier()
-    assert [o for o in run.outcomes if o[2] == "rolled_back"] == [(WHEN, 1, "rolled_back")], run.outcomes
-    same(layout.state(), plain(Layout("fsdp", rank, size), 1.0, set()))
+    assert [o for o in run.outcomes if o[2] == "rolled_back"] == [(FLIP_STEP, 1, "rolled_back")], run.outcomes
+    same(layout.state(), train_unguarded(Layout("fsdp", rank, size), 1.0, set()))
     if rank == 0:
-        (found,) = [e for e in run.events("finding") if e["kind"] == "silent_corruption"]
-        assert found["evidence"]["ranks"] == [1] and "model.down.weight" in found["evidence"]["tensors"], found
+        (finding,) = [e for e in run.events("finding") if e["kind"] == "silent_corruption"]
+        assert finding["evidence"]["ranks"] == [1] and "model.down.weight" in finding["evidence"]["tensors"], finding
 
 
 def gradient(folder: Path, rank: int, size: int) -> None:
-    """A gradient that one rank alone changed after it was averaged: the update lands nowhere, and the step runs again."""
+    """One rank changes an averaged gradient: the update is applied on no rank, and the step is replayed."""
     layout = Layout("ddp", rank, size)
     each = _once(rank == 1, lambda: layout.model.module.down.weight.grad.mul_(3.0))
     run = Guarded(layout, folder / "gradient", config=CONFIG, each=each)
     dist.barrier()
-    assert [o for o in run.outcomes if o[2] != "committed"] == [(WHEN, 1, "replayed")], run.outcomes
-    same(layout.state(), plain(Layout("ddp", rank, size), 1.0, set()))
+    assert [o for o in run.outcomes if o[2] != "committed"] == [(FLIP_STEP, 1, "replayed")], run.outcomes
+    same(layout.state(), train_unguarded(Layout("ddp", rank, size), 1.0, set()))
     if rank == 0:
-        (found,) = [e for e in run.events("finding") if e["kind"] == "desync"]
-        assert found["evidence"]["ranks"] == ([1] if size > 2 else [0, 1]), found
+        (finding,) = [e for e in run.events("finding") if e["kind"] == "desync"]
+        assert finding["evidence"]["ranks"] == ([1] if size > 2 else [0, 1]), finding
 
 
 def four(folder: Path, rank: int, size: int) -> None:

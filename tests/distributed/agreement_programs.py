@@ -1,4 +1,4 @@
-"""One rank meets something, all ranks do the same about it."""
+"""Faults on one rank, which all ranks handle alike."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import GLOBAL, QUICK, Guarded, Layout, on_all, plain, same
+from layouts import GLOBAL, QUICK, Guarded, Layout, on_all, same, train_unguarded
 
 import holdfast
 
-WHEN = 15
+BAD_STEP = 15
 """the step whose data is bad"""
 
 
-def _bad(rank: int, layout: Layout, fault: str) -> dict[int, str]:
-    """A bad sample in step WHEN, dealt out to data-parallel rank 1 where there is one."""
+def _bad(layout: Layout, fault: str) -> dict[int, str]:
+    """Return a fault in a sample of BAD_STEP that data-parallel rank 1 reads, if there is one."""
     world = layout.data[0]
-    return {(WHEN - 1) * GLOBAL + world + (1 if world > 1 else 0): fault}
+    return {(BAD_STEP - 1) * GLOBAL + world + (1 if world > 1 else 0): fault}
 
 
 def _culprits(layout: Layout) -> list[int]:
@@ -32,7 +32,7 @@ def _config(gate: str) -> dict[str, Any]:
     return {"detect": {"gate": gate, "warmup_steps": 8}}
 
 
-def harmless(kind: str, folder: Path, rank: int, size: int) -> None:
+def guard_changes_nothing(kind: str, folder: Path, rank: int, size: int) -> None:
     cases = [
         ("adamw", "host", 0.05),
         ("adamw_fused", "device", 0.05),
@@ -40,51 +40,51 @@ def harmless(kind: str, folder: Path, rank: int, size: int) -> None:
         ("adamw_fused", "device", None),
     ]
     for optimizer, gate, clip in cases[: 2 if size > 2 else 3]:
-        place = folder / f"h-{optimizer}-{clip}"
-        run = Guarded(Layout(kind, rank, size, optimizer), place, clip=clip, config=_config(gate))
+        run_dir = folder / f"h-{optimizer}-{clip}"
+        run = Guarded(Layout(kind, rank, size, optimizer), run_dir, clip=clip, config=_config(gate))
         assert run.guard.step == len(run.outcomes) == 20, run.outcomes
-        same(run.layout.state(), plain(Layout(kind, rank, size, optimizer), clip, set()))
+        same(run.layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), clip, set()))
 
 
-def exact(kind: str, folder: Path, rank: int, size: int) -> None:
+def skipped_exactly(kind: str, folder: Path, rank: int, size: int) -> None:
     cases = [("nan", "host"), ("explosion", "device"), ("spike", "host"), ("nan", "device"), ("explosion", "host")]
     for fault, gate in cases[: 2 if size > 2 else 3 + (kind == "ddp")]:
         optimizer = "adamw" if gate == "host" else "adamw_fused"
         layout = Layout(kind, rank, size, optimizer)
-        run = Guarded(layout, folder / f"e-{fault}-{gate}", faults=_bad(rank, layout, fault), config=_config(gate))
+        run = Guarded(layout, folder / f"e-{fault}-{gate}", faults=_bad(layout, fault), config=_config(gate))
         assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
-        assert (WHEN, 1, "skipped") in run.outcomes, (fault, run.outcomes)
+        assert (BAD_STEP, 1, "skipped") in run.outcomes, (fault, run.outcomes)
         dist.barrier()
         without = run.excluded()
-        assert WHEN in without and len(without) < 4, without
-        same(layout.state(), plain(Layout(kind, rank, size, optimizer), 1.0, without))
+        assert BAD_STEP in without and len(without) < 4, without
+        same(layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), 1.0, without))
         if rank == 0:
             (action,) = run.events("action")
             assert action["action"] == "skip" and action["ranks"] == _culprits(layout), action
-            bad = next(iter(_bad(rank, layout, fault)))
+            bad = next(iter(_bad(layout, fault)))
             assert all(bad in s["samples"] for s in action["suspects"]), action["suspects"]
             finding = next(e for e in run.events("finding") if e["severity"] != "note")
             assert finding["evidence"]["origin"]["ranks"] == _culprits(layout), finding
 
 
 def rolled_back(kind: str, folder: Path, rank: int, size: int) -> None:
-    """The ladder has no skip: the run goes back, on all ranks to the same step, and passes the data over."""
+    """Without skip in the ladder all ranks roll back to the same step and skip the data."""
     for optimizer, gate in (("adamw_fused", "device"), ("adamw", "host"))[: 1 if size > 2 else 2]:
         layout = Layout(kind, rank, size, optimizer)
-        place = folder / f"r-{gate}"
+        run_dir = folder / f"r-{gate}"
         recover = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "skip_batches": 2, "lr_factor": 1.0}
         config = {**_config(gate), "recover": {**recover, "probation_steps": 6}}
-        run = Guarded(layout, place, faults=_bad(rank, layout, "nan"), config=config)
+        run = Guarded(layout, run_dir, faults=_bad(layout, "nan"), config=config)
         assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
-        assert (WHEN, 1, "rolled_back") in run.outcomes, run.outcomes
+        assert (BAD_STEP, 1, "rolled_back") in run.outcomes, run.outcomes
         dist.barrier()
         without = run.excluded()
-        assert WHEN in without and len(without) == 2, without
-        same(layout.state(), plain(Layout(kind, rank, size, optimizer), 1.0, without))
+        assert BAD_STEP in without and len(without) == 2, without
+        same(layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), 1.0, without))
 
 
 def stopped(kind: str, folder: Path, rank: int, size: int) -> None:
-    """guard.stop() on the last rank alone, inside a step and between two: all end after the same step."""
+    """guard.stop() on the last rank alone stops all ranks after the same step."""
     for gate, optimizer in (("host", "adamw"), ("device", "adamw_fused"))[: 1 if size > 2 else 2]:
 
         def stop(guard: Any, step: Any) -> None:
@@ -102,7 +102,7 @@ def stopped(kind: str, folder: Path, rank: int, size: int) -> None:
 
 def everything(folder: Path, rank: int, size: int) -> None:
     kind = folder.name
-    for part in (harmless, exact, rolled_back, stopped):
+    for part in (guard_changes_nothing, skipped_exactly, rolled_back, stopped):
         part(kind, folder, rank, size)
     if kind == "ddp":
         weighted(folder, rank, size)
@@ -110,10 +110,10 @@ def everything(folder: Path, rank: int, size: int) -> None:
 
 
 def weighted(folder: Path, rank: int, size: int) -> None:
-    """Tokens that differ by rank and part: the update is that of the mean over all of them, on every rank to the bit."""
+    """Token counts differ by rank and micro-batch: the update is that of the mean over all tokens, on every rank."""
 
     def weight(batch: Any) -> float:
-        return float((batch["id"] % 5).sum())  # 0 for some parts
+        return float((batch["id"] % 5).sum())  # 0 for some micro-batches
 
     def mean(model: Any, batch: Any) -> torch.Tensor:
         each = (model(batch["x"]) - batch["y"]).square().mean(1) * (batch["id"] % 5)
@@ -138,8 +138,8 @@ def weighted(folder: Path, rank: int, size: int) -> None:
 
 
 def latched(folder: Path, rank: int, size: int) -> None:
-    """A run that was stopped stays stopped on every rank; so does one whose folder cannot be opened on the first."""
-    place = folder / "latched"
+    """A stopped run refuses to start on every rank, and so does one whose run_dir cannot be opened on rank 0."""
+    run_dir = folder / "latched"
 
     def explode(guard: Any, step: Any) -> None:
         for p in layout.model.parameters():
@@ -148,10 +148,10 @@ def latched(folder: Path, rank: int, size: int) -> None:
     layout = Layout("ddp", rank, size)
     config = {"recover": {"ladder": ["stop"]}}
     with pytest.raises(holdfast.PolicyStop):
-        Guarded(layout, place, config=config, each=explode)
+        Guarded(layout, run_dir, config=config, each=explode)
     dist.barrier()
     with pytest.raises(holdfast.PolicyStop, match="holdfast ack"):
-        Guarded(Layout("ddp", rank, size), place, config=config)
+        Guarded(Layout("ddp", rank, size), run_dir, config=config)
     (folder / "a file").touch()
     with pytest.raises(holdfast.HoldfastError, match="a file"):
         Guarded(Layout("ddp", rank, size), folder / "a file")

@@ -1,4 +1,4 @@
-"""What ranks do with state that is spread over them: take it apart, put it back, save it and read it on other ranks."""
+"""Programs that copy and restore sharded state, and save it and read it on other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import OPTIMIZERS, alike, backward, bits, build, collectives, full, line, mine, no_collective
+from sharded_models import (
+    OPTIMIZERS,
+    backward,
+    bit_identical,
+    build,
+    collective_count,
+    full,
+    line,
+    local_copy,
+    local_state,
+    no_collective,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -50,8 +61,8 @@ def evaluate(model: nn.Module) -> float:
     return float(full(out))
 
 
-def taken(state: RunState) -> Snapshot:
-    """A snapshot as the manager takes it."""
+def take_snapshot(state: RunState) -> Snapshot:
+    """Take a snapshot as the manager does."""
     copier = Copier(state.allowed_nonfinite)
     snapshot = Snapshot(3, copier.start(state.update_tensors(), live=True), reason="test")
     snapshot.light, tensors = state.small_state()
@@ -67,7 +78,7 @@ def taken(state: RunState) -> Snapshot:
 
 
 def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """As the manager does it."""
+    """Restore as the manager does."""
     copier = Copier(state.allowed_nonfinite)
     Restorer(state, copier, Rng([])).restore_saved(light, tensors, None)
     copier.close()
@@ -76,41 +87,43 @@ def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor])
 # ---- programs
 
 
-def there_and_back(kind: str, optimizer_name: str, rank: int, size: int) -> None:
-    """Snapshot, train on, go back, train on again: the same bits twice, and no rank asked another for anything."""
+def snapshot_and_restore(kind: str, optimizer_name: str, rank: int, size: int) -> None:
+    """Snapshot, train, restore, train again: the same bits twice, and no collective for it."""
     model = build(kind, size)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     state = build_state(model, optimizer, None, None, None)
     train(model, optimizer, kind, rank, range(2))
-    before, counted = bits(model, optimizer), collectives()
+    before, counted = local_state(model, optimizer), collective_count()
     with no_collective():
-        snapshot = taken(state)
+        snapshot = take_snapshot(state)
         assert all(type(t) is Tensor for t in snapshot.tensors().values())
-    assert alike(before, bits(model, optimizer))
+    assert bit_identical(before, local_state(model, optimizer))
     train(model, optimizer, kind, rank, range(2, 4))
-    assert collectives() > counted, "the count of collectives counts"
-    after, said = bits(model, optimizer), evaluate(model)
-    assert not alike(before, after)
+    assert collective_count() > counted, "the count of collectives counts"
+    after, output = local_state(model, optimizer), evaluate(model)
+    assert not bit_identical(before, after)
     with no_collective():
         assert snapshot.light is not None
         assert state.mismatch(snapshot.light, snapshot.tensors()) is None
         put_back(state, snapshot.light, snapshot.tensors())
         assert state.first_nonfinite(state.buffers.capture()) is None
-    assert alike(before, bits(model, optimizer)), (kind, optimizer_name)
-    # Not through DDP: an evaluation has a say in when it hands out buffers.
-    assert evaluate(getattr(model, "module", model)) != said, "what was gathered before is not what is computed with"
+    assert bit_identical(before, local_state(model, optimizer)), (kind, optimizer_name)
+    # Not through DDP: an evaluation changes when it broadcasts buffers.
+    assert evaluate(getattr(model, "module", model)) != output, (
+        "it computes with the restored parameters, not with those gathered before"
+    )
     train(model, optimizer, kind, rank, range(2, 4))
-    assert alike(after, bits(model, optimizer)), (kind, optimizer_name)
-    assert evaluate(model) == said
+    assert bit_identical(after, local_state(model, optimizer)), (kind, optimizer_name)
+    assert evaluate(model) == output
 
 
-def followed(rank: int, size: int) -> None:
-    """Parameters are found by name while FSDP2 has others in their places, and so is what is added later."""
+def parameters_are_followed(rank: int, size: int) -> None:
+    """Parameters are found by name while FSDP2 has replaced them by gathered ones; so are those added later."""
     model = build("kept", size)
     optimizer = OPTIMIZERS["adamw"](model.up.parameters())
     optimizer.add_param_group({"params": list(model.down.parameters())})
     model.last.requires_grad_(False)
-    evaluate(model)  # all of it stays gathered
+    evaluate(model)  # all parameters stay gathered
     with pytest.raises(SetupError, match="reshard"):
         build_state(model, OPTIMIZERS["adamw"](model.parameters()), None, None, None)
     evaluate(model)
@@ -120,7 +133,7 @@ def followed(rank: int, size: int) -> None:
     held = {name: value.data_ptr() for name, value in state.update_tensors().items()}
     trained = state.trained_parameters()
     out = model(torch.ones(2, 6))
-    assert not isinstance(model.up.weight, DTensor), "it is gathered now"
+    assert not isinstance(model.up.weight, DTensor), "it is gathered"
     assert {name: value.data_ptr() for name, value in state.update_tensors().items()} == held
     assert [id(p) for p in state.trained_parameters()] == [id(p) for p in trained]
     out.square().mean().backward()
@@ -131,8 +144,8 @@ def followed(rank: int, size: int) -> None:
     assert state.update_tensors()["model.extra.weight"].shape == (6 // size, 6)
 
 
-def dropped(rank: int, size: int) -> None:
-    """Gradients of parts that were not averaged yet do not come back in a later step."""
+def accumulated_gradients_are_dropped(rank: int, size: int) -> None:
+    """Gradients accumulated before averaging do not reappear in a later step."""
     found = []
     for first, drop in ((False, False), (True, True), (True, False)):
         model = build("fsdp", size).eval()
@@ -144,9 +157,9 @@ def dropped(rank: int, size: int) -> None:
             if drop:
                 drop_accumulated_gradients(model)
         backward(model, "fsdp", rank, 2)
-        found.append([mine(p.grad) for p in model.parameters()])
-    assert alike(found[0], found[1])
-    assert not alike(found[0], found[2]), "they come back where nobody drops them"
+        found.append([local_copy(p.grad) for p in model.parameters()])
+    assert bit_identical(found[0], found[1])
+    assert not bit_identical(found[0], found[2]), "without dropping they reappear"
 
 
 def vetoed_on_the_device(rank: int, size: int) -> None:
@@ -154,7 +167,7 @@ def vetoed_on_the_device(rank: int, size: int) -> None:
     optimizer = OPTIMIZERS["fused"](model.parameters())
     state = build_state(model, optimizer, None, None, None)
     gate = Gate(state.optimizers, None, "device", armed=True, on_cuda=False)
-    before = bits(model, optimizer)
+    before = local_state(model, optimizer)
     for norm, lands in ((float("nan"), False), (1.0, True), (float("inf"), False)):
         backward(model, "fsdp", rank, 1)
         sensed = DeviceMeasurements(torch.tensor(1.0), torch.tensor(norm), (None, None))
@@ -162,20 +175,20 @@ def vetoed_on_the_device(rank: int, size: int) -> None:
         if not lands:
             passage.drop_new_optimizer_state(overflow=False)
         optimizer.zero_grad()
-        assert alike(before, bits(model, optimizer)) != lands
-        before = bits(model, optimizer)
+        assert bit_identical(before, local_state(model, optimizer)) != lands
+        before = local_state(model, optimizer)
     with pytest.raises(SetupError, match="fused=False"):
         fused = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
         build_state(model, fused, None, None, None)
 
 
 def overflow_is_agreed_on(rank: int, size: int) -> None:
-    """What one rank found, all act on."""
+    """All ranks act on an overflow that one rank found."""
     for kind in ("fsdp", "ddp"):
         model = build(kind, size)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        own = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler = Scaler(own)
+        torch_scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler = Scaler(torch_scaler)
         scaler.scale(model(torch.ones(2, 6)).sum()).backward()
         if rank == 1 and kind == "ddp":
             next(model.parameters()).grad[0, 0] = torch.inf
@@ -186,13 +199,13 @@ def overflow_is_agreed_on(rank: int, size: int) -> None:
         scaler.update()
         assert scaler.get_scale() == 4.0
         scaler.scale(torch.tensor(1.0))
-        scaler.set_found_inf({id(optimizer): torch.tensor(1.0)})  # it had no gradients on this rank
+        scaler.set_found_inf({id(optimizer): torch.tensor(1.0)})  # no gradients on this rank
         scaler.update()
         assert scaler.get_scale() == 2.0
 
 
-def update_size_in_shares(rank: int, size: int) -> None:
-    """Over all ranks it is what one would find: every element of these is sampled."""
+def update_size_summed_over_ranks(rank: int, size: int) -> None:
+    """The sum over ranks is what one rank would compute: every element of these tensors is sampled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64, bias=False), nn.Tanh(), nn.Linear(64, 16, bias=False), nn.LayerNorm(16))
     for layer in (model[0], model[2], model[3]):
@@ -209,37 +222,37 @@ def update_size_in_shares(rank: int, size: int) -> None:
     with no_collective():
         found = sizes.sum_of_squares(torch.device("cpu"))
     assert found is not None
-    told = torch.tensor([float(found[0]), found[1]], dtype=torch.float64)
-    dist.all_reduce(told)
+    summed = torch.tensor([float(found[0]), found[1]], dtype=torch.float64)
+    dist.all_reduce(summed)
     expected: list[Tensor] = []
     for p in optimizer.param_groups[0]["params"]:
         v = full(optimizer.state[p]["exp_avg_sq"]).double() / (1 - 0.999 ** float(optimizer.state[p]["step"]))
         expected.append((full(p.grad).double().square() / v.clamp(min=1e-16)).flatten())
-    assert float(told[1]) == sum(map(len, expected))
-    assert float((told[0] / told[1]).sqrt()) == pytest.approx(float(torch.cat(expected).mean().sqrt()), rel=1e-4)
+    assert float(summed[1]) == sum(map(len, expected))
+    assert float((summed[0] / summed[1]).sqrt()) == pytest.approx(float(torch.cat(expected).mean().sqrt()), rel=1e-4)
 
 
 def state_of_two(folder: Path, rank: int, size: int) -> None:
     for kind in ("ddp", "fsdp", "kept", "tp"):
         for optimizer in OPTIMIZERS:
-            there_and_back(kind, optimizer, rank, size)
-    followed(rank, size)
-    dropped(rank, size)
+            snapshot_and_restore(kind, optimizer, rank, size)
+    parameters_are_followed(rank, size)
+    accumulated_gradients_are_dropped(rank, size)
     vetoed_on_the_device(rank, size)
     overflow_is_agreed_on(rank, size)
-    update_size_in_shares(rank, size)
+    update_size_summed_over_ranks(rank, size)
 
 
 def state_of_four(folder: Path, rank: int, size: int) -> None:
     for optimizer in OPTIMIZERS:
-        there_and_back("both", optimizer, rank, size)
+        snapshot_and_restore("both", optimizer, rank, size)
 
 
 # ---- on disk
 
 
-def together(state: RunState) -> dict[str, Tensor]:
-    """Parameters and optimizer state, each put together from all ranks."""
+def gather_state(state: RunState) -> dict[str, Tensor]:
+    """Return the full parameters and optimizer state."""
     spread = state.sharded_tensors()
     return {n: full(spread.get(n, t)).clone() for n, t in state.update_tensors().items()}
 
@@ -249,17 +262,17 @@ def save_sharded(folder: Path, rank: int, size: int) -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     state = build_state(model, optimizer, None, None, None)
     train(model, optimizer, "fsdp", rank, range(2))
-    tier = DiskCheckpointStore(folder / "run", World.current(), 30)
-    tier.open("the-run")
+    store = DiskCheckpointStore(folder / "run", World.current(), 30)
+    store.open("the-run")
     with no_collective():
-        frame = frame_of(taken(state), state)._replace(lineage=Lineage())
-        tier.save(frame, CheckpointLabel("test", False, Health.GOOD, "", {}, {}))
-        tier.wait()
-    (news,) = tier.drain_events()
-    assert news.status == "saved" and news.path is not None, news
-    tier.close()
-    whole = together(state)
-    chunks = read_checkpoint_index(news.path).shared()
+        contents = frame_of(take_snapshot(state), state)._replace(lineage=Lineage())
+        store.save(contents, CheckpointLabel("test", False, Health.GOOD, "", {}, {}))
+        store.wait()
+    (event,) = store.drain_events()
+    assert event.status == "saved" and event.path is not None, event
+    store.close()
+    whole = gather_state(state)
+    chunks = read_checkpoint_index(event.path).shared()
     assert {n: sum(c.chunk.bytes for c in chunks[n]) for n in whole} == {n: t.nbytes for n, t in whole.items()}
     assert len(chunks["model.up.weight"]) == len(chunks["optimizer.0.0.exp_avg"]) == size
     if rank == 0:
@@ -267,30 +280,30 @@ def save_sharded(folder: Path, rank: int, size: int) -> None:
 
 
 def load_sharded(folder: Path, rank: int, size: int) -> None:
-    """Into a run whose optimizer has no state yet, on as many ranks as there are."""
+    """Load into a run whose optimizer has no state yet, on any number of ranks."""
     kind = {1: "plain", 2: "fsdp", 4: "both"}[size]
     model = build(kind, size, width=32)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     state = build_state(model, optimizer, None, None, None)
-    tier = DiskCheckpointStore(folder / "run", World.current(), 30)
-    tier.open("the-run")
-    entry, _ = tier.choose(lambda e: None)
+    store = DiskCheckpointStore(folder / "run", World.current(), 30)
+    store.open("the-run")
+    entry, _ = store.choose(lambda e: None)
     assert entry is not None
-    saved = tier.load(entry, state.target())
+    saved = store.load(entry, state.target())
     assert isinstance(saved.tensors["model.up.weight"], DTensor) == (size > 1)
     assert isinstance(saved.tensors["optimizer.0.0.exp_avg"], DTensor) == (size > 1)
-    assert local(saved.tensors["model.up.weight"]).numel() == mine(model.up.weight).numel()
+    assert local(saved.tensors["model.up.weight"]).numel() == local_copy(model.up.weight).numel()
     assert state.mismatch(saved.parts["light"], saved.tensors, whole=True) is None
     put_back(state, saved.parts["light"], {n: local(t) for n, t in saved.tensors.items()})
     expected = torch.load(folder / "whole.pt", weights_only=True)
-    found = together(state)
+    found = gather_state(state)
     assert set(found) == set(expected)
     assert all(found[name].equal(value) for name, value in expected.items())
     train(model, optimizer, kind, rank, range(2, 3))
-    # Of twice as many rows, two ranks have shards as large as the saved tensor: it does not fit all the same.
+    # With twice the rows, two ranks have shards as large as the saved tensor: it must still be refused.
     larger = build(kind, size, width=64)
     other = build_state(larger, OPTIMIZERS["adamw"](larger.parameters()), None, None, None)
-    saved = tier.load(entry, other.target())
+    saved = store.load(entry, other.target())
     why = other.mismatch(saved.parts["light"], saved.tensors, whole=True)
     assert why is not None and "up.weight" in why
-    tier.close()
+    store.close()

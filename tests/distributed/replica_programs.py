@@ -1,4 +1,4 @@
-"""Models spread in every way, on four ranks: healthy steps are no corruption, a flipped bit is, and it has an owner."""
+"""Checks replicas in every parallel layout on four ranks: healthy steps pass, and a flipped bit is found on its rank."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ def fsdp_tp(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS: dict[Callable[[nn.Module], nn.Module], dict[str, Groups | None]] = {
+LAYOUTS: dict[Callable[[nn.Module], nn.Module], dict[str, Groups | None]] = {
     ddp: {"0.weight": ALL, "3.bias": ALL, "step": ALL},
     fsdp: {"0.weight": None, "2.bias": None, "step": ALL},
     hsdp: {"0.weight": COLUMNS, "2.bias": COLUMNS, "step": ALL},
     tp: {"0.weight": None, "2.bias": ALL, "3.weight": ALL, "step": ALL},
     fsdp_tp: {"0.weight": None, "2.bias": ROWS, "3.weight": None, "step": ALL},
 }
-"""and who holds the same of some of its tensors; None: each rank its own"""
+"""the ranks that hold equal copies of some tensors; None: each rank holds another part"""
 FLIPPED = {tp: ["2.bias", "3.weight"], fsdp_tp: ["2.bias", "0.weight"]}
 
 
-class Trained:
-    """A model spread in one way, checked before every update."""
+class CheckedModel:
+    """Trains a model in one layout, with a check before every update."""
 
-    def __init__(self, way: Callable[[nn.Module], nn.Module], rank: int, size: int) -> None:
+    def __init__(self, layout: Callable[[nn.Module], nn.Module], rank: int, size: int) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3), nn.LayerNorm(3))  # some shards are empty
-        self.bare, self.model = model, way(model)
-        groups: dict[Any, list[Tensor]] = {}  # torch takes those of one mesh at a time; weights fused, biases foreach
+        self.bare, self.model = model, layout(model)
+        groups: dict[Any, list[Tensor]] = {}  # torch takes one mesh at a time; weights use fused, biases foreach
         for name, p in model.named_parameters():
             groups.setdefault((getattr(p, "device_mesh", None), name.endswith("weight")), []).append(p)
         options = [{"params": found, "fused" if fused else "foreach": True} for (_, fused), found in groups.items()]
@@ -84,7 +84,7 @@ class Trained:
         self.world, self.replicas = World.current(), MeshReplicas(size)
         section = config.IntegritySection(replicas_every=1, between_updates_every=1)
         self.checks = Integrity(self.state, section, self.replicas, self.world)
-        data = rank // 2 if way is fsdp_tp else 0 if way is tp else rank
+        data = rank // 2 if layout is fsdp_tp else 0 if layout is tp else rank
         self.generator = torch.Generator().manual_seed(100 + data)
         self.number = 0
 
@@ -112,16 +112,16 @@ class Trained:
 
 
 def flip(value: Tensor, bit: int) -> None:
-    """As hardware would: nobody is told."""
+    """Flip one bit through memory, so that torch does not count it as a write."""
     raw = local(value).numpy().reshape(-1).view("uint8")
     raw[bit // 8 % raw.size] ^= 1 << bit % 8
 
 
-def classes_of(held: Trained) -> dict[str, Groups]:
+def classes_of(held: CheckedModel) -> dict[str, Groups]:
     return {name: each.groups for each in held.replicas.classes(held.state()) for name in each.names}
 
 
-def check_classes(held: Trained, expected: dict[str, Groups | None]) -> None:
+def check_classes(held: CheckedModel, expected: dict[str, Groups | None]) -> None:
     found = classes_of(held)
     for name, groups in expected.items():
         names = [f"optimizer.0.{w}.step" for w in ("weight", "bias")]
@@ -133,25 +133,25 @@ def check_classes(held: Trained, expected: dict[str, Groups | None]) -> None:
     assert all(other == lists[0] for other in lists)
 
 
-def check_flips(held: Trained, name: str, groups: Groups | None, rank: int, size: int) -> None:
-    """One bit on one rank, before the check and back after it: found, and found on the right one."""
+def check_flips(held: CheckedModel, name: str, groups: Groups | None, rank: int, size: int) -> None:
+    """Flip one bit on one rank before the check, and back after it. It must be found on that rank."""
     tensors = [f"model.{name}", *(f"optimizer.{name}.{kind}" for kind in ("exp_avg", "exp_avg_sq", "step"))]
     for number, tensor in enumerate(tensors):
         guilty = (number + len(name)) % size
         held_by = ALL if tensor.endswith("step") else groups
         suspects = next((g for g in held_by or () if guilty in g), (guilty,))
 
-        def turn(tensor: str = tensor, number: int = number, guilty: int = guilty) -> None:
+        def flip_bit(tensor: str = tensor, number: int = number, guilty: int = guilty) -> None:
             if rank == guilty and local(held.state()[tensor]).numel():
                 flip(held.state()[tensor], 7 * number + 5)
 
-        # Both checks: the window speaks for itself, and tells two replicas apart.
-        found = held.step(turn, turn)
+        # With both checks: the check between updates names the rank, also of two replicas.
+        found = held.step(flip_bit, flip_bit)
         kinds = ["replica", "window"] if len(suspects) > 1 else ["window"]
         assert [f.kind for f in found] == kinds, (tensor, found)
         assert all(f.ranks == (guilty,) and f.named for f in found), (tensor, found)
-        # The replicas alone: it happened long ago.
-        found = held.step(lambda: (held.checks.forget(), turn())[1], turn)
+        # With the replica check alone, as if it had happened long ago.
+        found = held.step(lambda: (held.checks.forget(), flip_bit())[1], flip_bit)
         account = held.world.all_gather_object(held.checks.account(held.number))
         if len(suspects) == 1:
             assert found == [], (tensor, found)
@@ -162,25 +162,25 @@ def check_flips(held: Trained, name: str, groups: Groups | None, rank: int, size
         names, fresh = culprits(wrong, account, held.checks.groups(held.number))
         assert names == (tensor,) and not fresh, (tensor, names)
         decision = Recurrence(size).seen(wrong, names, fresh)
-        told = held.world.all_gather_object([list(wrong.ranks), wrong.named, list(names), decision.text])
-        assert all(other == told[0] for other in told)
+        decisions = held.world.all_gather_object([list(wrong.ranks), wrong.named, list(names), decision.text])
+        assert all(other == decisions[0] for other in decisions)
     assert held.step() == []
 
 
-def every_way(folder: Path, rank: int, size: int) -> None:
-    for way, expected in WAYS.items():
-        held = Trained(way, rank, size)
+def every_layout(folder: Path, rank: int, size: int) -> None:
+    for layout, expected in LAYOUTS.items():
+        held = CheckedModel(layout, rank, size)
         for _ in range(STEPS):
-            assert held.step() == [], (way.__name__, held.number)
+            assert held.step() == [], (layout.__name__, held.number)
         assert held.checks.last_good == STEPS - 1 and held.checks.unlike == []
         check_classes(held, expected)
-        for name in FLIPPED.get(way, ["0.weight"]):
+        for name in FLIPPED.get(layout, ["0.weight"]):
             check_flips(held, name, expected[name], rank, size)
         dist.barrier()
 
 
 def meshes(folder: Path, rank: int, size: int) -> None:
-    """Slices of a mesh, other orders of ranks, ranks outside: the same answer on every rank."""
+    """Slices of a mesh, other orders of ranks, ranks outside the mesh: every rank gets the same classes."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     turned, part = DeviceMesh("cpu", [[3, 1], [2, 0]]), DeviceMesh("cpu", [1, 2])
     cases: list[tuple[DeviceMesh, tuple[Any, ...], Groups | None]] = [
@@ -205,16 +205,16 @@ def meshes(folder: Path, rank: int, size: int) -> None:
     assert found["plain"] == ALL == classes[0].groups
     for number, (_, placements, groups) in enumerate(cases):
         assert found.get(str(number)) == groups, (number, placements, found.get(str(number)))
-    told = World.current().all_gather_object([[each.names, each.groups] for each in classes])
-    assert all(other == told[0] for other in told)
+    lists = World.current().all_gather_object([[each.names, each.groups] for each in classes])
+    assert all(other == lists[0] for other in lists)
     assert [each.groups for each in MeshReplicas(size).classes({})] == [ALL]
 
 
-def own_state(folder: Path, rank: int, size: int) -> None:
-    """Each rank keeps optimizer state for its own part of the parameters alone: told at once, left out, no alarm again."""
-    held = Trained(ddp, rank, size)
-    mine = [p for n, p in enumerate(held.bare.parameters()) if n % size == rank]
-    held.optimizer = torch.optim.AdamW(mine, lr=0.01)
+def partial_optimizer_state(folder: Path, rank: int, size: int) -> None:
+    """Each rank keeps optimizer state for some parameters only: found at once, excluded, and no alarm after that."""
+    held = CheckedModel(ddp, rank, size)
+    own_parameters = [p for n, p in enumerate(held.bare.parameters()) if n % size == rank]
+    held.optimizer = torch.optim.AdamW(own_parameters, lr=0.01)
     stepped = held.optimizer.step
 
     def together() -> None:
@@ -240,6 +240,6 @@ def own_state(folder: Path, rank: int, size: int) -> None:
 
 
 def everything(folder: Path, rank: int, size: int) -> None:
-    for program in (meshes, own_state, every_way):
+    for program in (meshes, partial_optimizer_state, every_layout):
         program(folder, rank, size)
         dist.barrier()

@@ -1,4 +1,4 @@
-"""A run that goes on with other ranks, batches and workers continues at the exact next sample."""
+"""A run resumed with another number of ranks, batch size or workers continues at the exact next sample."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import SAMPLES
+from resume_programs import SAMPLES
 
 from holdfast.core.checkpoints.verify import verify
 from holdfast.core.record import journal
 
 
-def travel(run: Any, folder: Path, *legs: dict[str, int]) -> None:
+def run_legs(run: Any, folder: Path, *legs: dict[str, int]) -> None:
     (folder / "legs.json").write_text(json.dumps(legs))
-    run(*(f"leg:{plan['ranks']}" for plan in legs))
+    run(*(f"resume_programs.leg:{plan['ranks']}" for plan in legs))
 
 
 def resumed(folder: Path) -> list[int]:
@@ -24,46 +24,46 @@ def resumed(folder: Path) -> list[int]:
     return [e["step"] for e in events if e["event"] == "resumed"]
 
 
-def identities(folder: Path, legs: int) -> Counter[int]:
-    """How often each sample was trained on, of the steps that the run came through in the end."""
-    went_on = [*resumed(folder), 10**9]
+def times_trained(folder: Path, legs: int) -> Counter[int]:
+    """Count how often each sample was trained on, in the steps that were not undone by a resume."""
+    kept_until = [*resumed(folder), 10**9]
     counted: Counter[int] = Counter()
     for number in range(legs):
-        for said in sorted(folder.glob(f"leg-{number}-*.json")):
-            for step, ids in json.loads(said.read_text())["served"]:
-                counted.update(ids if step <= went_on[number] else ())
+        for report in sorted(folder.glob(f"leg-{number}-*.json")):
+            for step, ids in json.loads(report.read_text())["served"]:
+                counted.update(ids if step <= kept_until[number] else ())
     return counted
 
 
-def test_other_world_size_batch_size_and_workers_go_on_at_the_exact_next_sample(run, tmp_path):
+def test_changed_world_size_batch_size_and_workers_continue_at_the_next_sample(run, tmp_path):
     legs = [
         {"ranks": 2, "batch": 4, "workers": 0, "stop": 5},
         {"ranks": 3, "batch": 2, "workers": 2, "stop": 9},
         {"ranks": 1, "batch": 7, "workers": 0, "stop": 13},
         {"ranks": 4, "batch": 3, "workers": 0},
     ]
-    travel(run, tmp_path, *legs)
+    run_legs(run, tmp_path, *legs)
     assert resumed(tmp_path) == [5, 9, 13]
-    assert identities(tmp_path, 4) == dict.fromkeys(range(SAMPLES), 2), "each sample once in each of two epochs"
+    assert times_trained(tmp_path, 4) == dict.fromkeys(range(SAMPLES), 2), "each sample once in each of two epochs"
 
 
-def test_ranks_that_die_at_once_go_on_from_the_newest_good_checkpoint_with_others(run, tmp_path):
+def test_killed_ranks_resume_from_the_newest_good_checkpoint_with_more_ranks(run, tmp_path):
     legs = [
         {"ranks": 2, "batch": 4, "workers": 0, "crash": 8},
         {"ranks": 4, "batch": 5, "workers": 0},
     ]
-    travel(run, tmp_path, *legs)
-    assert identities(tmp_path, 2) == dict.fromkeys(range(SAMPLES), 2)
+    run_legs(run, tmp_path, *legs)
+    assert times_trained(tmp_path, 2) == dict.fromkeys(range(SAMPLES), 2)
     assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))
 
 
 @pytest.mark.slow
-def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run, tmp_path):
+def test_two_ranks_that_stop_and_resume_equal_an_uninterrupted_run_bit_for_bit(run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, legs in ((whole, [{}]), (parts, [{"stop": 7}, {}])):
         folder.mkdir()
         (folder / "legs.json").write_text(json.dumps([{"batch": 4, "workers": 0, **plan} for plan in legs]))
-    run("whole/leg:2", "parts/leg:2", "parts/leg:2")
+    run("whole/resume_programs.leg:2", "parts/resume_programs.leg:2", "parts/resume_programs.leg:2")
     for rank in (0, 1):
         last = [json.loads((f / f"leg-{n}-{rank}.json").read_text()) for f, n in ((whole, 0), (parts, 1))]
         assert last[0]["parameters"] == last[1]["parameters"]
@@ -74,10 +74,10 @@ def test_two_ranks_that_stop_and_go_on_are_bit_for_bit_the_two_that_did_not(run,
 
 
 @pytest.mark.slow
-def test_a_learning_rate_changed_between_two_lives_holds_on_every_rank(run, tmp_path):
+def test_learning_rate_changed_before_a_resume_applies_on_every_rank(run, tmp_path):
     legs = [{"batch": 4, "workers": 0, "stop": 7}, {"batch": 4, "workers": 0, "stop": 12, "lr": 2e-3}]
     (tmp_path / "legs.json").write_text(json.dumps(legs))
-    run("leg:2", "leg:2")
+    run("resume_programs.leg:2", "resume_programs.leg:2")
     last = [json.loads((tmp_path / f"leg-1-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [said["lr"] for said in last] == [pytest.approx(2e-3)] * 2
+    assert [report["lr"] for report in last] == [pytest.approx(2e-3)] * 2
     assert last[0]["parameters"] == last[1]["parameters"]

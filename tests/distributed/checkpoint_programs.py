@@ -1,4 +1,4 @@
-"""What the ranks of a job do. A failed assertion ends the rank with a status, and the test with it."""
+"""Programs that save and load tensors on several ranks. A failed assertion ends the rank and fails the test."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ SHAPES: dict[str, tuple[tuple[int, ...], int | None, torch.dtype]] = {
 """shape, the dimension it is sharded in, dtype"""
 
 
-def whole(seed: int = 0) -> dict[str, Tensor]:
-    """The tensors as one rank would have them, of random bits; the same on every rank."""
+def full_tensors(seed: int = 0) -> dict[str, Tensor]:
+    """Return unsharded tensors of random bits, equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    tensors = {}
     for name, (shape, _, dtype) in SHAPES.items():
         count = torch.Size(shape).numel() * dtype.itemsize
         bits = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
-        found[name] = bits.view(dtype).view(shape)
-    return found
+        tensors[name] = bits.view(dtype).view(shape)
+    return tensors
 
 
 def plain() -> dict[str, Tensor]:
@@ -58,17 +58,17 @@ def plain() -> dict[str, Tensor]:
 
 
 def sharded(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     for name, value in tensors.items():
         dim = SHAPES[name][1]
         placements = [Replicate() if dim is None else Shard(dim)]
-        # float8 has no kernels to be cut by: its bytes are cut instead.
-        cut = value.view(torch.uint8) if value.dtype.itemsize == 1 else value
-        local = distribute_tensor(cut, mesh, placements, src_data_rank=None).to_local().view(value.dtype)
-        found[name] = DTensor.from_local(
+        # float8 has no kernels to slice it: slice its bytes.
+        sliceable = value.view(torch.uint8) if value.dtype.itemsize == 1 else value
+        local = distribute_tensor(sliceable, mesh, placements, src_data_rank=None).to_local().view(value.dtype)
+        result[name] = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
         )
-    return found
+    return result
 
 
 def is_private(name: str) -> bool:
@@ -92,18 +92,18 @@ def save(folder: Path, tensors: dict[str, Tensor], rank: int, size: int, parts: 
 
 
 def manifest_of(files_of_all: list[Any], size: int) -> Manifest:
-    merged = {name: FileSum(*said) for files_ in files_of_all for name, said in files_.items()}
+    merged = {name: FileSum(*sums) for files_ in files_of_all for name, sums in files_.items()}
     return Manifest(run="r", step=1, lineage=Lineage(), reason="test", time=0.0, world_size=size, files=merged)
 
 
-def gathered(found: dict[str, FileSum], size: int) -> Manifest:
-    """The manifest, of what each rank says it wrote."""
-    told = World.current().all_gather_object({name: [said.bytes, said.sum] for name, said in found.items()})
-    return manifest_of(told, size)
+def gather_manifest(files: dict[str, FileSum], size: int) -> Manifest:
+    """Return the manifest of the files that all ranks wrote."""
+    written = World.current().all_gather_object({name: [each.bytes, each.sum] for name, each in files.items()})
+    return manifest_of(written, size)
 
 
 def check_loaded(back: dict[str, Tensor], targets: dict[str, Tensor], full: dict[str, Tensor], where: str) -> None:
-    """Every shard is what cutting the whole gives; every plain tensor is whole."""
+    """Assert that every shard equals that slice of the full tensor, and every plain tensor the full tensor."""
     for name, value in full.items():
         target = targets.get(name)
         if isinstance(target, DTensor):
@@ -119,16 +119,16 @@ def check_loaded(back: dict[str, Tensor], targets: dict[str, Tensor], full: dict
 
 
 def resharding(folder: Path, rank: int, size: int) -> None:
-    """Saved by W of the ranks, loaded by W' of them, for many pairs; both with checksums and by slices alone."""
+    """Save with some of the ranks and load with others, for many pairs, with and without checksums."""
     meshes = {n: DeviceMesh("cpu", list(range(n))) for n in range(1, size + 1)}
-    full, singles = whole(), plain()
+    full, singles = full_tensors(), plain()
     for saved, loaded in ((1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (3, 4)):
         place = folder / f"{saved}-{loaded}"
         found: dict[str, FileSum] = {}
         if rank < saved:
             tensors = {**sharded(meshes[saved], full), **singles, "own.rng": torch.full((3,), float(rank))}
             found = save(place, tensors, rank, saved)
-        manifest = gathered(found, saved)
+        manifest = gather_manifest(found, saved)
         if rank < loaded:
             targets = sharded(meshes[loaded], full)
             for check in (True, False):
@@ -142,11 +142,11 @@ def resharding(folder: Path, rank: int, size: int) -> None:
 
 
 def slices(folder: Path, rank: int, size: int) -> None:
-    """A rank that needs a part of a file reads that part; one of them reads it all, for the checksum."""
+    """A rank reads only the part of a file it needs; one rank reads it all, to verify the checksum."""
     mesh = DeviceMesh("cpu", list(range(size)))
     value = torch.arange(40_000, dtype=torch.float32).view(400, 100)
     found = save(folder / "one", {"w": value}, 0, 1) if rank == 0 else {}
-    manifest = gathered(found, 1)
+    manifest = gather_manifest(found, 1)
     target = distribute_tensor(torch.zeros(400, 100), mesh, [Shard(0)], src_data_rank=None)
     rank_reader.MAX_UNNEEDED_BYTES = 0
     real, read = os.preadv, [0]
@@ -165,7 +165,7 @@ def slices(folder: Path, rank: int, size: int) -> None:
 
 
 def two_dimensions(folder: Path, rank: int, size: int) -> None:
-    """Replicas x shards, shards x shards, FSDP2 over tensor parallel: each shard is written once, and comes back."""
+    """Replicas x shards, shards x shards, FSDP2 over tensor parallel: each shard is written once and read back."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     full = {
         f"{kind}.{i}": torch.randn(10 + i, 7, generator=torch.Generator().manual_seed(i))
@@ -181,12 +181,12 @@ def two_dimensions(folder: Path, rank: int, size: int) -> None:
     tensors: dict[str, Tensor] = {
         name: distribute_tensor(value, mesh, kinds[name[0]], src_data_rank=None) for name, value in full.items()
     }
-    manifest = gathered(save(folder / "2d", tensors, rank, size), size)
+    manifest = gather_manifest(save(folder / "2d", tensors, rank, size), size)
     written = [manifest.files[f"rank_{r:05d}.bin"].bytes for r in range(size)]
-    assert sum(written) < 1.35 * sum(t.nbytes for t in full.values())  # padding, and nothing twice
+    assert sum(written) < 1.35 * sum(t.nbytes for t in full.values())  # padding, and nothing written twice
     assert max(written) < 1.3 * min(written)
     check_loaded(read_tensors(folder / "2d", manifest, {}, rank=rank, size=size), {}, full, "2d")
-    line = DeviceMesh("cpu", [[3, 1], [2, 0]])  # other ranks in other places
+    line = DeviceMesh("cpu", [[3, 1], [2, 0]])  # the ranks in another order
     turned: dict[str, Tensor] = {
         n: distribute_tensor(t, line, [Shard(1), Replicate()], src_data_rank=None) for n, t in full.items()
     }
@@ -199,7 +199,7 @@ def two_dimensions(folder: Path, rank: int, size: int) -> None:
     fully_shard(model, mesh=mesh["dp"])
     state: dict[str, Tensor] = {n: p.detach() for n, p in model.named_parameters()}
     assert any("Strided" in str(type(p)) or "_S" in str(p) for t in state.values() for p in t.placements)
-    manifest = gathered(save(folder / "fsdp-tp", state, rank, size), size)
+    manifest = gather_manifest(save(folder / "fsdp-tp", state, rank, size), size)
     check_loaded(read_tensors(folder / "fsdp-tp", manifest, {}, rank=rank, size=size), {}, values, "fsdp x tp")
     check_loaded(read_tensors(folder / "fsdp-tp", manifest, state, rank=rank, size=size), state, values, "fsdp x tp")
 
@@ -231,17 +231,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 
 def save_trained(folder: Path, rank: int, size: int) -> None:
-    """A model under FSDP2 with AdamW, and what its tensors are when put together."""
+    """Save a model under FSDP2 with AdamW, and its full tensors."""
     state = state_of(*trained(DeviceMesh("cpu", list(range(size)))))
     together = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
-    manifest = gathered(save(folder / "trained", state, rank, size, parts=f'"{rank}"'), size)
+    manifest = gather_manifest(save(folder / "trained", state, rank, size, parts=f'"{rank}"'), size)
     if rank == 0:
         torch.save(together, folder / "together.pt")
         (folder / "files").write_text(json.dumps({n: [s.bytes, s.sum] for n, s in manifest.files.items()}))
 
 
 def load_trained(folder: Path, rank: int, size: int) -> None:
-    """The same on another number of ranks: put together it is what it was; so it is through torch's own load."""
+    """Load on another number of ranks, also through torch's own load: the full tensors are equal."""
     state = state_of(*trained(DeviceMesh("cpu", list(range(size))), steps=1))
     manifest = manifest_of([json.loads((folder / "files").read_text())], 2)
     back = read_tensors(folder / "trained", manifest, state, rank=rank, size=size)
@@ -254,7 +254,7 @@ def load_trained(folder: Path, rank: int, size: int) -> None:
     assert read_checkpoint_index(folder / "trained", manifest).world_size == 2
 
 
-def values_told(folder: Path, rank: int, size: int) -> None:
+def values_exchanged(folder: Path, rank: int, size: int) -> None:
     world = World.current()
     assert (world.rank, world.size) == (rank, size)
     for each in (world, world.new_group()):
@@ -266,12 +266,12 @@ def values_told(folder: Path, rank: int, size: int) -> None:
 
 
 def missing_rank(folder: Path, rank: int, size: int) -> None:
-    """The last rank does not come: the others are told within the bound."""
+    """The last rank does not join a barrier: the others get an error within the time limit."""
     world, done = World.current(), folder / "done"
     if rank == size - 1:
-        until = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not all((folder / f"done-{r}").exists() for r in range(size - 1)):
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         return
     began = time.monotonic()
@@ -282,6 +282,6 @@ def missing_rank(folder: Path, rank: int, size: int) -> None:
 
 
 def everything(folder: Path, rank: int, size: int) -> None:
-    for program in (values_told, resharding, slices, two_dimensions):
+    for program in (values_exchanged, resharding, slices, two_dimensions):
         program(folder, rank, size)
         dist.barrier()

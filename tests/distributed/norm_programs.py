@@ -1,4 +1,4 @@
-"""What ranks find when gradients that are spread over them are measured and clipped."""
+"""Programs that measure and clip sharded gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import alike, backward, build, collectives, full, mine, no_collective
+from sharded_models import backward, bit_identical, build, collective_count, full, local_copy, no_collective
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
@@ -17,7 +17,7 @@ from holdfast.runtime.tensors.norms import ClipSpec, LocalNorms
 
 
 def gradients(parameters: list[Tensor]) -> list[Tensor]:
-    return [mine(p.grad) for p in parameters if p.grad is not None]
+    return [local_copy(p.grad) for p in parameters if p.grad is not None]
 
 
 def total(share: Tensor) -> float:
@@ -37,27 +37,27 @@ def as_torch_clips(kind: str, rank: int, size: int) -> None:
         theirs, ours = (list(m.parameters()) for m in models)
         for model in models:
             backward(model, kind, rank, 1)
-        assert alike(gradients(theirs), gradients(ours))
+        assert bit_identical(gradients(theirs), gradients(ours))
         expected = full(clip_grad_norm_(theirs, max_norm))
-        found = norms.gradient_norm(ours, to_clip=True)
-        assert found.is_total and type(found.value) is Tensor
-        assert found.value.equal(expected), (kind, float(found.value), float(expected))
+        norm = norms.gradient_norm(ours, to_clip=True)
+        assert norm.is_total and type(norm.value) is Tensor
+        assert norm.value.equal(expected), (kind, float(norm.value), float(expected))
         with no_collective():
-            norms.clip(ours, ClipSpec(max_norm, found.value, found.value.double() * 7))
-        assert alike(gradients(theirs), gradients(ours)), (kind, max_norm)
+            norms.clip(ours, ClipSpec(max_norm, norm.value, norm.value.double() * 7))
+        assert bit_identical(gradients(theirs), gradients(ours)), (kind, max_norm)
 
 
 def shares_add_up(kind: str, rank: int, size: int) -> None:
     model, norms = build(kind, size), MeshNorms(size)
     backward(model, kind, rank, 1)
     parameters = list(model.parameters())
-    before = collectives()
-    found = norms.gradient_norm(parameters, to_clip=False)
+    before = collective_count()
+    norm = norms.gradient_norm(parameters, to_clip=False)
     weights = norms.weight_norm(parameters, torch.device("cpu"))
-    assert kind.endswith("sequence") or collectives() == before, kind
-    assert not found.is_total and weights is not None and not weights.is_total
-    assert type(found.value) is Tensor and found.value.dim() == 0
-    assert total(found.value) == pytest.approx(squared([p.grad for p in parameters if p.grad is not None]), rel=1e-5)
+    assert kind.endswith("sequence") or collective_count() == before, kind
+    assert not norm.is_total and weights is not None and not weights.is_total
+    assert type(norm.value) is Tensor and norm.value.dim() == 0
+    assert total(norm.value) == pytest.approx(squared([p.grad for p in parameters if p.grad is not None]), rel=1e-5)
     assert total(weights.value) == pytest.approx(squared(parameters), rel=1e-5)
     for bad in (math.nan, math.inf):
         if rank == size - 1:
@@ -67,7 +67,7 @@ def shares_add_up(kind: str, rank: int, size: int) -> None:
 
 
 def mixed_meshes(kind: str, rank: int, size: int) -> None:
-    """What every rank holds stays the same on all, although they came to norms that differ in the last bit."""
+    """Replicated gradients stay equal on all ranks, although the ranks' own norms differ."""
     model, norms = build(kind, size), MeshNorms(size)
     backward(model, kind, rank, 1)
     parameters = list(model.parameters())
@@ -75,12 +75,12 @@ def mixed_meshes(kind: str, rank: int, size: int) -> None:
         clip_grad_norm_(parameters, 0.01)
     expected = math.sqrt(squared([p.grad for p in parameters if p.grad is not None]))
     before = [full(p.grad).clone() for p in parameters]
-    found = norms.gradient_norm(parameters, to_clip=True)
-    assert found.is_total and float(found.value) == pytest.approx(expected, rel=1e-5)
-    agreed = found.value.double()
+    norm = norms.gradient_norm(parameters, to_clip=True)
+    assert norm.is_total and float(norm.value) == pytest.approx(expected, rel=1e-5)
+    agreed = norm.value.double()
     dist.broadcast(agreed, 0)
-    own = found.value * (1 + 1e-4 * rank)
-    norms.clip(parameters, ClipSpec(0.01, own, agreed))
+    local_norm = norm.value * (1 + 1e-4 * rank)
+    norms.clip(parameters, ClipSpec(0.01, local_norm, agreed))
     factor = float((0.01 / (agreed.float() + 1e-6)).clamp(max=1.0))
     for p, was in zip(parameters, before, strict=True):
         assert full(p.grad).equal(was * factor)
@@ -92,14 +92,14 @@ def plain_is_local(rank: int, size: int) -> None:
     parameters = list(model.parameters())
     with no_collective():
         for to_clip in (True, False):
-            found = norms.gradient_norm(parameters, to_clip=to_clip)
-            assert found.is_total and found.value.equal(LocalNorms().gradient_norm(parameters, to_clip=to_clip).value)
+            norm = norms.gradient_norm(parameters, to_clip=to_clip)
+            assert norm.is_total and norm.value.equal(LocalNorms().gradient_norm(parameters, to_clip=to_clip).value)
         assert norms.weight_norm([], torch.device("cpu")) is None
 
 
 def norms_of_two(folder: Path, rank: int, size: int) -> None:
     plain_is_local(rank, size)
-    # Older ones take the norm of each rank's part of a gradient that is still to be summed up.
+    # Older versions of torch take the norm of each rank's summand of a partial gradient.
     summed = [] if torch.__version__ < "2.13" else ["tp+sequence"]
     for kind in ("fsdp", "kept", "tp", *summed):
         as_torch_clips(kind, rank, size)

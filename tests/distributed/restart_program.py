@@ -1,4 +1,4 @@
-"""A rank that raises where the others wait for it: run under torchrun, which starts all of them anew."""
+"""Trains ranks of which one raises while the others wait for it. Run it under torchrun, which restarts all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from layouts import Layout, loss_of
 
 import holdfast
 
-WHEN = 6
+FIRST_FAULT_STEP = 6
 
 
 class Raises(torch.autograd.Function):
@@ -30,14 +30,14 @@ class Raises(torch.autograd.Function):
 
 
 def main(folder: Path, kind: str) -> None:
-    """The first life ends in forward on rank 1, the second in backward on rank 0, the third in the update on rank 1."""
+    """Fail in the first attempt in forward on rank 1, in the second in backward on rank 0, in the third in the update."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     layout = Layout(kind, rank, size)
     where, culprit = {0: ("forward", 1), 1: ("backward", 0), 2: ("update", 1)}.get(attempt, ("nowhere", -1))
-    breaks, when = rank == culprit, WHEN + 4 * attempt
+    breaks, when = rank == culprit, FIRST_FAULT_STEP + 4 * attempt
 
     def update(*_: Any) -> None:
         if breaks and guard.step == when - 1:

@@ -1,4 +1,4 @@
-"""Programs that do on one rank alone what others do not, or put together what is seldom put together."""
+"""Programs in which one rank acts alone, or which combine features that are rarely combined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import GLOBAL, QUICK, Data, Guarded, Layout, Model, loss_of, on_all, plain, same
+from layouts import GLOBAL, QUICK, Data, Guarded, Layout, Model, loss_of, on_all, same, train_unguarded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,30 +23,30 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import holdfast
 
-WHEN = 15
+BAD_STEP = 15
 """the step whose data is bad"""
-HOST = {"detect": {"gate": "host", "warmup_steps": 8}}
-DEVICE = {"detect": {"gate": "device", "warmup_steps": 8}}
-BACK = {"recover": {**QUICK["recover"], "ladder": ["rollback", "stop"]}}
-SAVED = {"checkpoint": {"every_steps": 4, "certify_after": 1, "rank_timeout_seconds": 20}}
+HOST_GATE = {"detect": {"gate": "host", "warmup_steps": 8}}
+DEVICE_GATE = {"detect": {"gate": "device", "warmup_steps": 8}}
+ROLL_BACK = {"recover": {**QUICK["recover"], "ladder": ["rollback", "stop"]}}
+CHECKPOINTS = {"checkpoint": {"every_steps": 4, "certify_after": 1, "rank_timeout_seconds": 20}}
 
 
 @contextmanager
-def bounded(seconds: float = 20.0) -> Iterator[None]:
-    """A rank that hangs ends here with a dump of where it is, and takes the others along."""
+def time_limit(seconds: float = 20.0) -> Iterator[None]:
+    """Dump the stacks and exit if the block takes longer."""
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 
 
-def bad(layout: Layout, when: int = WHEN) -> dict[int, str]:
-    """A sample of step `when`, dealt out to data-parallel rank 1."""
-    return {(when - 1) * GLOBAL + layout.data[0] + 1: "nan"}
+def bad(layout: Layout) -> dict[int, str]:
+    """Return a fault in a sample of BAD_STEP that data-parallel rank 1 reads."""
+    return {(BAD_STEP - 1) * GLOBAL + layout.data[0] + 1: "nan"}
 
 
 def train(
     layout: Layout,
-    place: Path | None,
+    run_dir: Path | None,
     config: dict[str, Any],
     *,
     faults: dict[int, str] | None = None,
@@ -59,9 +59,9 @@ def train(
     max_steps: int | None = None,
     **options: Any,
 ) -> holdfast.Guard:
-    """A guarded loop to its end. each: inside a step; after: between two."""
+    """Run a guarded loop. `each` is called inside a step, `after` between two."""
     guard = holdfast.Guard(
-        layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=place, config={**QUICK, **config}, **options
+        layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=run_dir, config={**QUICK, **config}, **options
     )
     with guard:
         loader = layout.loader(faults) if loader is None else loader
@@ -74,11 +74,11 @@ def train(
     return guard
 
 
-def left_out(place: Path) -> set[int]:
-    """The steps of the epoch whose data is quarantined."""
+def quarantined_steps(run_dir: Path) -> set[int]:
+    """Return the steps of the epoch whose data is quarantined."""
     dist.barrier()
     run = Guarded.__new__(Guarded)
-    run.run_dir = place
+    run.run_dir = run_dir
     return run.excluded()
 
 
@@ -95,33 +95,35 @@ class Plans:
         return None
 
 
-# ---- what was found broken
+# ---- one rank acts alone
 
 
-def resumes_and_returns_on_slices_of_a_mesh(folder: Path, rank: int, size: int) -> None:
-    """FSDP2 x TP: what is not parallelised lies on slices of the mesh. Saved, gone on from, and returned to on disk."""
-    with bounded(30):
+def resume_and_roll_back_on_mesh_slices(folder: Path, rank: int, size: int) -> None:
+    """FSDP2 x TP: parameters that are not parallelized are on slices of the mesh. Save, resume, and roll back to disk."""
+    with time_limit(30):
         layout = Layout("fsdp_tp", rank, size)
 
         def stop(guard: Any, step: Any) -> None:
             if rank == size - 1 and step.number == 9:
                 guard.stop("enough")
 
-        train(layout, folder / "run", {**HOST, **SAVED}, each=stop)
+        train(layout, folder / "run", {**HOST_GATE, **CHECKPOINTS}, each=stop)
 
-        def forget(guard: Any, step: Any) -> None:
-            if rank == 1 and step.number == WHEN - 1:
+        def drop_snapshots(guard: Any, step: Any) -> None:
+            if rank == 1 and step.number == BAD_STEP - 1:
                 for snapshot in list(guard._run.snapshots.ring):
                     guard._run.snapshots.ring.drop(snapshot)
 
         layout = Layout("fsdp_tp", rank, size)
-        guard = train(layout, folder / "run", {**HOST, **SAVED, **BACK}, faults=bad(layout), each=forget)
+        guard = train(
+            layout, folder / "run", {**HOST_GATE, **CHECKPOINTS, **ROLL_BACK}, faults=bad(layout), each=drop_snapshots
+        )
         assert guard.summary().status == "recovered"
-        same(layout.state(), plain(Layout("fsdp_tp", rank, size), 1.0, left_out(folder / "run")))
+        same(layout.state(), train_unguarded(Layout("fsdp_tp", rank, size), 1.0, quarantined_steps(folder / "run")))
 
 
-class Flattened(Layout):
-    """FSDP2 over two dimensions of the mesh flattened into one, and tensor parallel."""
+class FlattenedLayout(Layout):
+    """FSDP2 over two mesh dimensions flattened into one, with tensor parallel."""
 
     def __init__(self, rank: int, size: int) -> None:
         torch.manual_seed(5)
@@ -135,30 +137,30 @@ class Flattened(Layout):
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
-def goes_on_on_flattened_slices(folder: Path, rank: int, size: int) -> None:
-    with bounded(30):
-        train(Flattened(rank, size), folder / "run", {**HOST, **SAVED}, max_steps=6)
-        layout = Flattened(rank, size)
-        guard = train(layout, folder / "run", {**HOST, **SAVED})
+def resume_on_flattened_slices(folder: Path, rank: int, size: int) -> None:
+    with time_limit(30):
+        train(FlattenedLayout(rank, size), folder / "run", {**HOST_GATE, **CHECKPOINTS}, max_steps=6)
+        layout = FlattenedLayout(rank, size)
+        guard = train(layout, folder / "run", {**HOST_GATE, **CHECKPOINTS})
         assert guard.step == 20
-        same(layout.state(), plain(Flattened(rank, size), 1.0, set()))
+        same(layout.state(), train_unguarded(FlattenedLayout(rank, size), 1.0, set()))
 
 
 def hooks_of_one_rank(folder: Path, rank: int, size: int) -> None:
-    with bounded():
+    with time_limit():
         for n, (hook, owner) in enumerate(((Logs, 0), (Logs, 1), (Plans, 0), (Plans, 1))):
             layout = Layout("ddp", rank, size, "adamw_fused")
             hooks = [hook()] if rank == owner else []
-            train(layout, folder / f"{n}", DEVICE, faults=bad(layout), hooks=hooks)
-            same(layout.state(), plain(Layout("ddp", rank, size, "adamw_fused"), 1.0, {WHEN}))
+            train(layout, folder / f"{n}", DEVICE_GATE, faults=bad(layout), hooks=hooks)
+            same(layout.state(), train_unguarded(Layout("ddp", rank, size, "adamw_fused"), 1.0, {BAD_STEP}))
 
 
-def draws_before_the_end(folder: Path, rank: int, size: int) -> None:
-    """The last step is saved on schedule; then the first rank alone draws a random number, as an evaluation would."""
-    with bounded():
+def random_draw_before_the_end(folder: Path, rank: int, size: int) -> None:
+    """After the last step is saved, rank 0 alone draws a random number, as an evaluation would."""
+    with time_limit():
         layout = Layout("ddp", rank, size)
         guard = holdfast.Guard(
-            layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST, **SAVED}
+            layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST_GATE, **CHECKPOINTS}
         )
         with guard:
             for step in guard.steps(layout.loader(), epochs=1):
@@ -174,25 +176,25 @@ def evaluates_alone(folder: Path, rank: int, size: int) -> None:
         if rank == 0 and step.number == 5:
             guard.report_eval(1.0)
 
-    with bounded():
-        train(Layout("ddp", rank, size), folder / "run", HOST, after=after)
+    with time_limit():
+        train(Layout("ddp", rank, size), folder / "run", HOST_GATE, after=after)
 
 
-def looks_alone(folder: Path, rank: int, size: int) -> None:
-    """Reading step.outcome settles the step; of a bad one, that takes all ranks."""
+def reads_outcome_alone(folder: Path, rank: int, size: int) -> None:
+    """Reading step.outcome commits the step, which needs all ranks if the step is bad."""
 
     def after(guard: Any, step: Any) -> None:
         if rank == 0:
             assert step.outcome.step
 
-    with bounded():
+    with time_limit():
         layout = Layout("ddp", rank, size, "adamw_fused")
-        train(layout, folder / "run", DEVICE, faults=bad(layout), after=after)
+        train(layout, folder / "run", DEVICE_GATE, faults=bad(layout), after=after)
 
 
 def guard_made_before_the_group(folder: Path, rank: int, size: int) -> None:
     dist.destroy_process_group()
-    with bounded():
+    with time_limit():
         torch.manual_seed(5)
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -205,42 +207,46 @@ def guard_made_before_the_group(folder: Path, rank: int, size: int) -> None:
             guard.fit(lambda _, batch: loss_of(parallel, batch), loader, epochs=1)
 
 
-def mean_over_nothing(folder: Path, rank: int, size: int) -> None:
-    """A rank none of whose tokens count has a NaN for a mean, and NaN gradients: they count for nothing."""
-    with bounded():
+def mean_over_no_tokens(folder: Path, rank: int, size: int) -> None:
+    """A rank whose batch has no tokens gets a NaN mean and NaN gradients, which must be ignored."""
+    with time_limit():
         for kind in ("ddp", "fsdp"):
             states = []
-            for least in (0.0, 1.0):
+            for min_count in (0.0, 1.0):
                 layout = Layout(kind, rank, size)
-                guard = holdfast.Guard(layout.model, layout.optimizer, clip_grad_norm=1.0, config={**QUICK, **HOST})
+                guard = holdfast.Guard(
+                    layout.model, layout.optimizer, clip_grad_norm=1.0, config={**QUICK, **HOST_GATE}
+                )
                 with guard:
                     for step in guard.steps(layout.loader(), epochs=1):
                         with step:
                             for batch in step.microbatches(2):
-                                nothing = rank == 1 and step.number in (1, 7) and step.attempt == 1
-                                mask = torch.full((2,), 0.0 if nothing else 1.0)
+                                no_tokens = rank == 1 and step.number in (1, 7) and step.attempt == 1
+                                mask = torch.full((2,), 0.0 if no_tokens else 1.0)
                                 losses = (layout.model(batch["x"]) - batch["y"]).square().mean(1) * mask
-                                step.backward(losses.sum() / mask.sum().clamp(min=least), weight=float(mask.sum()))
+                                step.backward(losses.sum() / mask.sum().clamp(min=min_count), weight=float(mask.sum()))
                 assert guard.step == 20 and guard.summary().status == "clean", guard.summary()
                 states.append(layout.state())
             same(*states)
 
 
-def asks_of_one_rank(folder: Path, rank: int, size: int) -> None:
-    """A shift declared right after a bad step; samples left out before the first step, and after the last."""
-    with bounded():
+def requests_of_one_rank(folder: Path, rank: int, size: int) -> None:
+    """Declare a shift right after a bad step; quarantine samples before the first step and after the last."""
+    with time_limit():
         layout = Layout("ddp", rank, size, "adamw_fused")
 
         def shift(guard: Any, step: Any) -> None:
-            if rank == 1 and step.number == WHEN and step.attempt == 1:
+            if rank == 1 and step.number == BAD_STEP and step.attempt == 1:
                 guard.expect_shift("another stage")
 
-        train(layout, folder / "shift", DEVICE, faults=bad(layout), after=shift)
-        same(layout.state(), plain(Layout("ddp", rank, size, "adamw_fused"), 1.0, {WHEN}))
+        train(layout, folder / "shift", DEVICE_GATE, faults=bad(layout), after=shift)
+        same(layout.state(), train_unguarded(Layout("ddp", rank, size, "adamw_fused"), 1.0, {BAD_STEP}))
 
         seen: list[int] = []
         layout = Layout("ddp", rank, size)
-        guard = holdfast.Guard(layout.model, layout.optimizer, run_dir=folder / "samples", config={**QUICK, **HOST})
+        guard = holdfast.Guard(
+            layout.model, layout.optimizer, run_dir=folder / "samples", config={**QUICK, **HOST_GATE}
+        )
         with guard:
             if rank == 1:
                 guard.quarantine([0, 1], "known to be bad")
@@ -256,13 +262,13 @@ def asks_of_one_rank(folder: Path, rank: int, size: int) -> None:
         assert "77" in (folder / "samples" / "quarantine.json").read_text()
 
 
-def heard_of_earlier(folder: Path, rank: int, size: int) -> None:
-    """One rank has heard sooner that a younger checkpoint is good, and given up the one that the first rank names."""
-    with bounded():
+def checkpoint_events_arrive_earlier(folder: Path, rank: int, size: int) -> None:
+    """One rank has pruned the checkpoint that rank 0 chooses, since it learned earlier that a newer one is good."""
+    with time_limit():
         layout = Layout("ddp", rank, size)
 
         def each(guard: Any, step: Any) -> None:
-            if step.number == WHEN and step.attempt == 1:
+            if step.number == BAD_STEP and step.attempt == 1:
                 run = guard._run
                 for snapshot in list(run.snapshots.ring):
                     run.snapshots.ring.drop(snapshot)
@@ -270,23 +276,23 @@ def heard_of_earlier(folder: Path, rank: int, size: int) -> None:
                     good = [k for k in run.checkpoints.known.values() if str(k.health) == "good"]
                     del run.checkpoints.known[max(good, key=lambda k: k.step).name]
 
-        train(layout, folder / "run", {**HOST, **SAVED, **BACK}, faults=bad(layout), each=each)
-        same(layout.state(), plain(Layout("ddp", rank, size), 1.0, left_out(folder / "run")))
+        train(layout, folder / "run", {**HOST_GATE, **CHECKPOINTS, **ROLL_BACK}, faults=bad(layout), each=each)
+        same(layout.state(), train_unguarded(Layout("ddp", rank, size), 1.0, quarantined_steps(folder / "run")))
 
 
-def loader_raises_without_with(folder: Path, rank: int, size: int) -> None:
-    """No `with guard:`, and a program that does something else after the error: the others are told all the same."""
+def loader_error_without_with_block(folder: Path, rank: int, size: int) -> None:
+    """Without `with guard:`, and with a program that continues after the error, the others still exit."""
 
-    class Broken(Data):
+    class BrokenData(Data):
         def __getitem__(self, i: int) -> dict[str, Any]:
             if rank == 1 and i > 80:
                 raise ValueError("the disk is gone")
             return super().__getitem__(i)
 
-    with bounded():
-        layout, data = Layout("ddp", rank, size), Broken({})
+    with time_limit():
+        layout, data = Layout("ddp", rank, size), BrokenData({})
         sampler = DistributedSampler(data, size, rank, shuffle=False)
-        guard = holdfast.Guard(layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST})
+        guard = holdfast.Guard(layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST_GATE})
         try:
             for step in guard.steps(DataLoader(data, batch_size=4, sampler=sampler), epochs=1):
                 with step:
@@ -296,14 +302,14 @@ def loader_raises_without_with(folder: Path, rank: int, size: int) -> None:
             time.sleep(60)
 
 
-# ---- what held
+# ---- combinations
 
 
-def two_that_hold(folder: Path, rank: int, size: int) -> None:
-    with bounded(60):
+def combinations_on_two_ranks(folder: Path, rank: int, size: int) -> None:
+    with time_limit(60):
         layout = Layout("fsdp", rank, size, "adamw_fused")
         options = {"faults": bad(layout), "parts": 2, "accumulate": 2, "hooks": [_Evaluates(layout)]}
-        guard = train(layout, folder / "evaluates", {**DEVICE, **SAVED, **BACK}, **options)
+        guard = train(layout, folder / "evaluates", {**DEVICE_GATE, **CHECKPOINTS, **ROLL_BACK}, **options)
         assert guard.summary().status == "recovered" and on_all(guard.step) == [9, 9], on_all(guard.step)
         _overflows(folder, rank, size)
         _workers(folder, rank, size)
@@ -311,7 +317,7 @@ def two_that_hold(folder: Path, rank: int, size: int) -> None:
 
 
 class _Evaluates:
-    """In time: FSDP2 keeps what it gathered for it."""
+    """Runs the model between steps, after which FSDP2 keeps its gathered parameters."""
 
     def __init__(self, layout: Layout) -> None:
         self._model = layout.model
@@ -322,7 +328,7 @@ class _Evaluates:
 
 
 def _overflows(folder: Path, rank: int, size: int) -> None:
-    """fp16's loss scaler: what overflows on the shard of one rank overflows on all, as in a loop without a guard."""
+    """With fp16's loss scaler an overflow on one rank's shard counts on all, as in a loop without a guard."""
     for kind in ("ddp", "fsdp"):
         pair = []
         for guarded in (True, False):
@@ -330,7 +336,7 @@ def _overflows(folder: Path, rank: int, size: int) -> None:
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
             if guarded:
                 guard = holdfast.Guard(
-                    layout.model, layout.optimizer, scaler=scaler, clip_grad_norm=1.0, config={**QUICK, **HOST}
+                    layout.model, layout.optimizer, scaler=scaler, clip_grad_norm=1.0, config={**QUICK, **HOST_GATE}
                 )
                 guard.fit(lambda model, batch: loss_of(model, batch) * 8, layout.loader(), epochs=1)
                 assert 10 < guard.step < 20, guard.step
@@ -352,35 +358,40 @@ def _workers(folder: Path, rank: int, size: int) -> None:
     data = Data(bad(layout))
     sampler = DistributedSampler(data, size, rank, shuffle=False)
     loader = DataLoader(data, GLOBAL // size, sampler=sampler, num_workers=1, persistent_workers=True)
-    train(layout, folder / "workers", {**DEVICE, **BACK}, loader=loader)
-    same(layout.state(), plain(Layout("fsdp", rank, size, "adamw_fused"), 1.0, left_out(folder / "workers")))
+    train(layout, folder / "workers", {**DEVICE_GATE, **ROLL_BACK}, loader=loader)
+    same(
+        layout.state(),
+        train_unguarded(Layout("fsdp", rank, size, "adamw_fused"), 1.0, quarantined_steps(folder / "workers")),
+    )
 
 
 def _single_rows(folder: Path, rank: int, size: int) -> None:
-    """Batches of one row: a rank whose row is never drawn again still comes to as many steps as the others."""
+    """Batches of one row: a rank whose row is quarantined still takes as many steps as the others."""
 
-    class Few(Data):
+    class FewSamples(Data):
         def __len__(self) -> int:
             return 20
 
-    layout, data = Layout("ddp", rank, size), Few({7: "nan", 11: "nan"})
+    layout, data = Layout("ddp", rank, size), FewSamples({7: "nan", 11: "nan"})
     loader = DataLoader(data, sampler=DistributedSampler(data, size, rank, shuffle=True))
-    guard = train(layout, folder / "rows", {**HOST, "quarantine": {"nonfinite_samples": True}}, loader=loader, epochs=3)
+    guard = train(
+        layout, folder / "rows", {**HOST_GATE, "quarantine": {"nonfinite_samples": True}}, loader=loader, epochs=3
+    )
     assert on_all(guard.step) == [28, 28], on_all(guard.step)
     states = on_all([float(t.double().sum()) for t in layout.state()])
     assert states[0] == states[1]
 
 
-def four_that_hold(folder: Path, rank: int, size: int) -> None:
-    """Several culprits at once are all named, and no other."""
-    with bounded(60):
-        first = (WHEN - 1) * GLOBAL
-        for name, faults, who in (
+def several_culprits(folder: Path, rank: int, size: int) -> None:
+    """All culprits of one step are named, and no other rank."""
+    with time_limit(60):
+        first = (BAD_STEP - 1) * GLOBAL
+        for name, faults, culprits in (
             ("spikes", {first + 6: "spike", first + 3: "spike"}, [2, 3]),
             ("explosions", {first: "explosion", first + 3: "explosion"}, [0, 3]),
             ("mixed", {first + 1: "nan", first + 2: "spike"}, [1]),
         ):
-            run = Guarded(Layout("ddp", rank, size), folder / name, faults=faults, config=HOST)
+            run = Guarded(Layout("ddp", rank, size), folder / name, faults=faults, config=HOST_GATE)
             if rank == 0:
                 (action,) = run.events("action")
-                assert action["ranks"] == who, (name, action)
+                assert action["ranks"] == culprits, (name, action)

@@ -21,7 +21,7 @@ import holdfast
 from holdfast.runtime.tensors import checksum as bits
 from holdfast.runtime.tensors.inspect import bit_checksum
 from holdfast.runtime.tensors.norms import clip_factor
-from holdfast.runtime.update import fused_measurements as sensing_fused
+from holdfast.runtime.update import fused_measurements
 from holdfast.runtime.update.fused_measurements import FusedPacker
 from holdfast.runtime.update.measurements import DeviceMeasurements, MeasurementPacker
 
@@ -259,35 +259,40 @@ def test_one_flipped_bit_changes_one_sum():
             raw[byte] ^= 16
 
 
-VALUES = [1.0, -1.0, 5.0, 3e38, math.inf, -math.inf, math.nan]
-LIMITS = [None, 5.0, -2.0, 1e300]
+LARGEST = torch.finfo(torch.float32).max
+VALUES = [1.0, -1.0, 5.0, 3e38, LARGEST, -LARGEST, math.inf, -math.inf, math.nan]
+LIMITS = [None, 5.0, -2.0, 1e300, -1e300, math.inf]
 
 
-@pytest.mark.parametrize("overflow", [None, 0.0, 1.0])
-def test_in_one_launch_a_step_is_sensed_as_in_several(overflow):
-    """The veto and everything that is read, over all that may be wrong with loss and norm."""
-    one, several = FusedPacker(), MeasurementPacker()
-    for loss, norm, most_loss, most_norm in itertools.product(VALUES, VALUES, LIMITS, LIMITS):
-        numbers = [None if v is None else torch.tensor(v, device="cuda") for v in (loss, norm, overflow)]
-        scale = None if overflow is None else torch.tensor(64.0, device="cuda")
-        sensed = DeviceMeasurements(numbers[0], numbers[1], (most_loss, most_norm), numbers[2], scale)
-        packed, by_hand = one.pack(sensed), several.pack(sensed)
-        assert packed is not None
-        assert float(packed.veto) == float(several.veto(sensed, by_hand)), (loss, norm, most_loss, most_norm)
-        assert float(packed.lands) == 1.0 - float(packed.veto)
-        assert str(packed.read()) == str(by_hand.read())
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+def test_the_kernel_the_torch_operations_and_the_host_veto_the_same_steps(found_inf):
+    fused, packer = FusedPacker(), MeasurementPacker()
+    draw = torch.Generator().manual_seed(0)
+    cases = list(itertools.product(VALUES, VALUES, LIMITS, LIMITS))
+    cases += torch.exp(3 * torch.randn(500, 4, generator=draw)).tolist()
+    for loss, norm, loss_limit, norm_limit in cases:
+        tensors = [None if v is None else torch.tensor(v, device="cuda") for v in (loss, norm, found_inf)]
+        scale = None if found_inf is None else torch.tensor(64.0, device="cuda")
+        measured = DeviceMeasurements(tensors[0], tensors[1], (loss_limit, norm_limit), tensors[2], scale)
+        by_kernel, by_torch = fused.pack(measured), packer.pack(measured)
+        assert by_kernel is not None
+        case, veto = (loss, norm, loss_limit, norm_limit), float(by_kernel.veto)
+        assert veto == float(packer.veto(measured, by_torch)), case
+        read = by_kernel.read()
+        assert veto == (1.0 if read.flags else 0.0), case
+        assert str(read) == str(by_torch.read()), case
 
 
-def test_what_clipping_comes_to_is_to_the_bit_what_torch_has():
-    one, draw = FusedPacker(), torch.Generator().manual_seed(0)
+def test_the_clip_factor_of_the_kernel_is_bit_for_bit_that_of_torch():
+    fused, draw = FusedPacker(), torch.Generator().manual_seed(0)
     norms = [*torch.exp(4 * torch.randn(2000, generator=draw)).tolist(), 0.0, 1e-42, math.inf, math.nan]
-    clips = torch.exp(2 * torch.randn(len(norms), generator=draw)).tolist()
-    for norm, clip in zip(norms, clips, strict=True):
-        there = torch.tensor(norm, device="cuda")
-        packed = one.pack(DeviceMeasurements(torch.ones((), device="cuda"), there, (None, None)), clip)
+    limits = torch.exp(2 * torch.randn(len(norms), generator=draw)).tolist()
+    for norm, max_norm in zip(norms, limits, strict=True):
+        measured = torch.tensor(norm, device="cuda")
+        packed = fused.pack(DeviceMeasurements(torch.ones((), device="cuda"), measured, (None, None)), max_norm)
         assert packed is not None
         packed.read()
-        assert str(float(packed.factor)) == str(float(clip_factor(clip, there))), (norm, clip)
+        assert str(float(packed.clip_factor)) == str(float(clip_factor(max_norm, measured))), (norm, max_norm)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
@@ -297,8 +302,8 @@ def test_without_triton_it_is_the_same_run(optimizer, tmp_path, monkeypatch):
         runs = []
         for number in range(2):
             if number:
-                for kernel in (bits.KERNEL, sensing_fused.KERNEL):
-                    monkeypatch.setattr(kernel, "_found", None)
+                for kernel in (bits.KERNEL, fused_measurements.KERNEL):
+                    monkeypatch.setattr(kernel, "_kernel", None)
             run = Guarded(tmp_path / str(number), {"checkpoint": {"enabled": False}}, optimizer=optimizer)
             run.steps(120)
             run.close()

@@ -117,7 +117,7 @@ def test_sensing_more_or_less_changes_nothing(optimizer, precision, tmp_path):
     try:
         case = Case(optimizer=optimizer, precision=precision, epochs=6, augment=True, device="cuda", init_scale=256.0)
         run = case.guarded(tmp_path / "run")
-        off = {"detect": {"update_spike": False, "watch": False}}
+        off = {"detect": {"update_spike": False, "advisory": False}}
         assert_same(run, Case(**{**vars(case), "config": off}).guarded(tmp_path / "without"))
         assert_same(run, case.plain())
     finally:

@@ -33,7 +33,7 @@ from holdfast.runtime.snapshots.layout import Layout
 from holdfast.runtime.tensors import checksum as bits_module
 from holdfast.runtime.tensors.checksum import checksum_and_finite, copy_and_checksum
 from holdfast.runtime.tensors.inspect import bit_checksum
-from holdfast.runtime.tensors.triton_kernels import Kernel
+from holdfast.runtime.tensors.triton_kernels import OptionalKernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 HOST, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -166,7 +166,7 @@ def test_what_is_brought_back_is_looked_at_where_it_has_arrived(monkeypatch):
     again = copy_and_checksum(live, list(kept.values()))
     assert again is not None
     assert [a == b for a, b in zip(seen.sums.tolist(), again.sums.tolist(), strict=True)] == [True, True, False, True]
-    monkeypatch.setattr(bits_module, "KERNEL", Kernel(_no_kernel, "it goes another way"))
+    monkeypatch.setattr(bits_module, "KERNEL", OptionalKernel(_no_kernel, "it goes another way"))
     assert copy_and_checksum(live, list(kept.values())) is None
 
 

@@ -13,7 +13,7 @@ from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.tensors.norms import LocalNorms
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.measurements import DeviceMeasurements
-from holdfast.runtime.update.update_size import UpdateSize, sense, size_of
+from holdfast.runtime.update.update_size import UpdateSize, rms_of_worst, sums_of_squares
 
 CPU = torch.device("cpu")
 
@@ -47,10 +47,8 @@ def test_gate_clips_through_its_port_by_what_this_rank_and_all_ranks_measured(wh
     assert norms.clips == [(0.5, 3.0, 2.0), (0.5, 2.0, 2.0)]
 
 
-def alone(looked):
-    """The size as one process works it out."""
-    sampled = sense(looked)
-    return size_of(torch.cat(sampled.parts).tolist(), sampled.elements)
+def single_process_size(samples):
+    return rms_of_worst(torch.cat(sums_of_squares(samples)).tolist(), samples.counts())
 
 
 def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():
@@ -63,7 +61,7 @@ def test_shares_of_the_update_size_are_the_size_where_one_rank_has_all():
     shares, size = sizes.sum_of_squares(CPU), sizes.sample()
     assert shares is not None and size is not None
     squares, count = shares
-    assert count > 0 and math.sqrt(float(squares) / count) == pytest.approx(alone(size), rel=1e-6)
+    assert count > 0 and math.sqrt(float(squares) / count) == pytest.approx(single_process_size(size), rel=1e-6)
 
 
 def test_shares_are_those_of_the_first_optimizer_that_has_a_second_moment():
@@ -82,7 +80,7 @@ def test_shares_are_those_of_the_first_optimizer_that_has_a_second_moment():
     own = UpdateSize(Optimizers([adam])).sample()
     shares = both.sum_of_squares(CPU)
     assert shares is not None and own is not None
-    assert math.sqrt(float(shares[0]) / shares[1]) == pytest.approx(alone(own), rel=1e-6)
+    assert math.sqrt(float(shares[0]) / shares[1]) == pytest.approx(single_process_size(own), rel=1e-6)
 
 
 def test_scaler_goes_by_what_was_agreed_on_and_not_by_what_this_rank_found():

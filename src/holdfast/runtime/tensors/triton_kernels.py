@@ -1,5 +1,4 @@
-"""Kernels of our own, built when they are first needed. Where there is no Triton, or no compiler for it, torch's own
-operations do what they would have done."""
+"""Triton kernels, built when first needed. Without Triton or its compiler, torch operations do the same work."""
 
 from __future__ import annotations
 
@@ -15,25 +14,26 @@ T = TypeVar("T")
 
 
 class OptionalKernel(Generic[T]):
-    """`load` builds it and tries it out, on a device. `without` says what is slower where that fails."""
+    """Builds a kernel once per process. `load` builds it and checks its results on a device; `fallback` says in the log
+    what happens without it."""
 
-    def __init__(self, load: Callable[[torch.device], T], without: str) -> None:
-        self._load, self._without = load, without
+    def __init__(self, load: Callable[[torch.device], T], fallback: str) -> None:
+        self._load, self._fallback = load, fallback
         self._tried = False
-        self._found: T | None = None
+        self._kernel: T | None = None
 
     def get(self, device: torch.device) -> T | None:
-        """The kernel, or None. Tried once in the life of a process."""
+        """Return the kernel, or None if it cannot be built."""
         if not self._tried:
             self._tried = True
             try:
                 with torch.cuda.device(device):
-                    self._found = self._load(device)
-            except Exception as error:  # whatever keeps it from being built
+                    self._kernel = self._load(device)
+            except Exception as error:  # anything: no Triton, no compiler, an unsupported device
                 self.disable(error)
-        return self._found
+        return self._kernel
 
     def disable(self, error: Exception) -> None:
-        """It cannot be used after all: a variant of it could not be built."""
-        log.info("%s: %s: %s", self._without, type(error).__name__, str(error)[:200])
-        self._tried, self._found = True, None
+        """Stop using the kernel, because a variant of it could not be built."""
+        log.info("%s: %s: %s", self._fallback, type(error).__name__, str(error)[:200])
+        self._tried, self._kernel = True, None

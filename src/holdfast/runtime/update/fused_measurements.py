@@ -1,7 +1,7 @@
-"""What `sensing` does, in one launch: for a process alone on a GPU, on all but the few steps at which more is looked at.
+"""Measures a step, computes the veto and the clip factor in one launch, for a single process on a GPU.
 
-In a loop that waits for the host, each of the dozen launches that `sensing` takes costs 10 to 30 us. Where Triton is not
-there, or a number is not of the kind that the kernel reads, `sensing` itself does it.
+In a loop that waits for the host, each of the dozen launches of `measurements` costs 10 to 30 us. Without Triton, or for
+numbers that the kernel cannot read, `measurements` does it.
 """
 
 from __future__ import annotations
@@ -16,151 +16,130 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.norms import clip_factor
 from holdfast.runtime.tensors.triton_kernels import OptionalKernel
-from holdfast.runtime.update.measurements import (
-    MOST,
-    DeviceMeasurements,
-    HostMeasurements,
-    Known,
-    compared_with,
-    reading,
-)
-from holdfast.runtime.update.update_size import Seen, UpdateSamples, elements_of, size_of
+from holdfast.runtime.update.measurements import DeviceMeasurements, HostMeasurements, host_limits, host_measurements
+from holdfast.runtime.update.update_size import UpdateSample, rms_of_worst
+from holdfast.runtime.update.veto import FLOAT32_MAX, Slot, upper_bound
 
-_HERE = nullcontext()
+_ALREADY_CURRENT = nullcontext()
 _TRIED = (
     *((1.0, 1.0), (1.0, 3.0), (0.3, 1.7), (1.7, 0.3), (0.77, 12345.678), (1.0, 0.0), (5.0, 1e-42), (1e-40, 3.0)),
     *((1.0, math.inf), (math.inf, 3.0), (math.inf, math.inf), (1.0, math.nan)),
 )
-"""limits to clip by, and norms, to try it out with"""
+"""pairs of max_norm and gradient norm that the kernel is tested with when it is loaded"""
 
 
 class FusedMeasurements:
-    """The numbers on their way to the host, and what follows from them, where the step ran."""
+    """Holds measurements that the kernel writes to the host, and what it has computed from them on the device."""
 
     def __init__(
         self,
-        place: Any,
-        answers: Sequence[Tensor],
-        limits: Known,
-        scaled: bool,
-        elements: list[list[int]],
+        buffer: Any,
+        results: Sequence[Tensor],
+        limits: tuple[float | None, float | None],
+        has_scaler: bool,
+        sample_counts: list[list[int]],
         spare: list[Any],
     ):
-        self.veto, self.lands, self.clip_factor = answers
-        """1 where the update is not to land; 1 where it is; what gradients are multiplied by to be clipped"""
-        self._place, self._limits, self._scaled, self._elements, self._spare = place, limits, scaled, elements, spare
+        self.veto, self.clip_factor = results
+        self._buffer, self._limits, self._has_scaler = buffer, limits, has_scaler
+        self._sample_counts, self._spare = sample_counts, spare
 
     def read(self) -> HostMeasurements:
-        """Once: the memory serves another step then."""
-        loss, norm, found, scale, *squares = self._place.read()
-        self._spare.append(self._place)
-        named = {"loss": loss, "norm": norm}
-        if self._scaled:
-            named |= {"found": found, "scale": scale}
-        return reading(named, self._limits, size_of(squares, self._elements))
+        """Wait for the kernel. Call once: the next step reuses the buffer."""
+        loss, grad_norm, found_inf, scale, *sums = self._buffer.read()
+        self._spare.append(self._buffer)
+        numbers = {Slot.LOSS: loss, Slot.GRAD_NORM: grad_norm}
+        if self._has_scaler:
+            numbers |= {Slot.FOUND_INF: found_inf, Slot.LOSS_SCALE: scale}
+        return host_measurements(numbers, self._limits, rms_of_worst(sums, self._sample_counts))
 
 
 class FusedPacker:
-    """One run's; None from `pack` where it is not for the kernel."""
+    """Launches the kernel for the steps of one run."""
 
     def __init__(self) -> None:
         self._spare: list[Any] = []
-        self._answers = torch.empty(0)
-        self._each: Sequence[Tensor] = ()
-        self._samples: Any = None
-        self._elements: list[list[int]] = []
-        self._made: object = None
-        """what the table is of"""
-        self._home: torch.device | None = None
+        self._results = torch.empty(0)
+        self._result_views: Sequence[Tensor] = ()
+        self._table: Any = None
+        self._table_key: object = None
 
-    def pack(self, sensed: DeviceMeasurements, clip: float | None = None) -> FusedMeasurements | None:
-        """Send everything that is sensed to the host, come to the veto and, with `clip`, to what clipping comes to."""
-        loss, norm, edges, found, scale, update, update_rms, weights, differs, extra = sensed
-        if update_rms is not None or weights is not None or differs is not None or extra is not None:
+    def pack(self, measurements: DeviceMeasurements, max_norm: float | None = None) -> FusedMeasurements | None:
+        """Begin to send the measurements to the host, compute the veto and, with `max_norm`, the clip factor. Return None,
+        having done nothing, if this step is not for the kernel."""
+        m, device = measurements, measurements.loss.device
+        if m.update_rms is not None or m.weight_norm is not None or m.grads_differ is not None or m.extra is not None:
             return None
-        device = loss.device
         if device.type != "cuda" or (kernel := KERNEL.get(device)) is None:
             return None
-        _, limits = compared_with(edges)
-        scaled = None if found is None or scale is None else (found, scale)
-        if limits is None or (found is None) != (scale is None) or not kernel.fits(device, loss, norm, *(scaled or ())):
+        limits = host_limits(m.limits)
+        scaler = None if m.found_inf is None or m.loss_scale is None else (m.found_inf, m.loss_scale)
+        if limits is None or (m.found_inf is None) != (m.loss_scale is None):
             return None
-        samples: Any = None
-        gradients: list[Tensor] = []
-        if update:
-            if not self._known(update, device, kernel):
-                return None
-            samples, gradients = self._samples, update.gradients
-        if self._answers.device != device:
-            self._answers = torch.zeros(3, device=device)
-            self._each = self._answers.unbind()
-        place = self._spare.pop() if self._spare else kernel.Place()
-        most = _most(limits[0]), _most(limits[1])
+        if not kernel.can_read(device, m.loss, m.grad_norm, *(scaler or ())):
+            return None
+        samples = [] if m.update_samples is None else m.update_samples.all()
+        if samples and not self._update_table(samples, device, kernel):
+            return None
+        if self._results.device != device:
+            self._results = torch.zeros(2, device=device)
+            self._result_views = self._results.unbind()
+        buffer = self._spare.pop() if self._spare else kernel.StepBuffer()
+        bounds = upper_bound(limits[0]), upper_bound(limits[1])
+        gradients = [s.gradient for s in samples]
         try:
-            with _HERE if torch.cuda.current_device() == device.index else torch.cuda.device(device):
-                place.send(loss, norm, scaled, most, clip, gradients, samples, self._answers)
-        except Exception as error:  # another variant of the kernel, that could not be built
+            with _ALREADY_CURRENT if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+                table = self._table if samples else None
+                buffer.send(m.loss, m.grad_norm, scaler, bounds, max_norm, gradients, table, self._results)
+        except Exception as error:  # a variant of the kernel that could not be built
             KERNEL.disable(error)
             return None
-        elements = [] if samples is None else self._elements
-        return FusedMeasurements(place, self._each, limits, scaled is not None, elements, self._spare)
+        counts = [] if m.update_samples is None else m.update_samples.counts()
+        return FusedMeasurements(buffer, self._result_views, limits, scaler is not None, counts, self._spare)
 
-    def _known(self, update: UpdateSamples, home: torch.device, kernel: Any) -> bool:
-        """Whether the samples are such as the kernel reads; its table of them is made anew where they have changed."""
-        if update.made is self._made and home == self._home:
-            return self._samples is not None
-        self._samples, self._made, self._home = None, update.made, home
-        seen, gradients = [s for groups in update.groups for group in groups for s in group], update.gradients
-        if (
-            len(seen) > kernel.MOST_SAMPLES
-            or len({g.dtype for g in gradients}) != 1
-            or len({s.v.dtype for s in seen}) != 1
-            or not (kernel.known(gradients[0].dtype) and kernel.known(seen[0].v.dtype))
-        ):
+    def _update_table(self, samples: list[UpdateSample], device: torch.device, kernel: Any) -> bool:
+        """Send the kernel's table of samples to the device if it has changed. Return whether the kernel can read them."""
+        dtypes = {s.gradient.dtype for s in samples}, {s.moment.dtype for s in samples}
+        if len(samples) > kernel.MAX_SAMPLES or len(dtypes[0]) != 1 or len(dtypes[1]) != 1:
             return False
-        rows = [_row(s) for s in seen]
-        for s, g, (_, step, *_rest, decay) in zip(seen, gradients, rows, strict=True):
-            counted = step is None or kernel.fits(home, step)
-            if not counted or math.isnan(decay) or s.v.device != home or g.device != home:
-                return False
-        self._samples, self._elements = kernel.Samples(rows, gradients[0].dtype), elements_of(update)
+        gradient, moment = dtypes[0].pop(), dtypes[1].pop()
+        rows = [_table_row(s, device, kernel) for s in samples]
+        if None in rows or not (kernel.is_known(gradient) and kernel.is_known(moment)):
+            return False
+        key = rows, gradient, moment, device
+        if key != self._table_key:
+            self._table, self._table_key = kernel.SampleTable(rows, gradient, moment, device), key
         return True
 
 
-def _row(s: Seen) -> tuple[Any, ...]:
-    betas, step = s.group.get("betas"), s.step
-    decay = 0.0
-    if betas is None or step is None:
-        step = None
-    elif isinstance(betas[1], Tensor) or not isinstance(step, Tensor):
-        decay = math.nan  # not for the kernel
-    else:
-        decay = math.log2(betas[1]) if betas[1] > 0 else -math.inf
-    if isinstance(s.group.get("eps"), Tensor):  # which may be written to
-        decay = math.nan
-    sample = s.sample
-    return s.v, step, s.v.numel(), sample.shape[1], sample.strides[0], s.floor, decay
-
-
-def _most(limit: float | None) -> float:
-    return MOST if limit is None else min(limit, MOST)
+def _table_row(sample: UpdateSample, device: torch.device, kernel: Any) -> tuple[float, ...] | None:
+    """Return a sample's row in the kernel's table; None if the kernel cannot read the sample."""
+    moment, beta2, step = sample.moment, sample.beta2, sample.step
+    if moment.device != device or isinstance(sample.group.get("eps"), Tensor):
+        return None
+    address, log2_beta2 = 0, 0.0
+    if beta2 is not None:
+        if isinstance(beta2, Tensor) or not isinstance(step, Tensor) or not kernel.can_read(device, step):
+            return None
+        address, log2_beta2 = step.data_ptr(), math.log2(beta2) if beta2 > 0 else -math.inf
+    length = moment.shape[1]
+    return moment.data_ptr(), address, moment.numel(), length, moment.stride(0), sample.floor, log2_beta2
 
 
 def _load(device: torch.device) -> Any:
-    from holdfast.runtime.update import measurement_kernel as sensing_kernel
+    from holdfast.runtime.update import measurement_kernel
 
-    one = torch.ones((), device=device)
-    place = sensing_kernel.Place()
-    for clip, norm in _TRIED:  # from the second on by the way that is short
-        there = torch.full((), norm, device=device)
-        answers = torch.full((3,), 7.0, device=device)
-        place.send(one, there, None, (MOST, 2.0), clip, (), None, answers)
-        veto, lands, factor = answers.tolist()
-        expected = float(clip_factor(clip, there))
+    one, buffer = torch.ones((), device=device), measurement_kernel.StepBuffer()
+    for max_norm, norm in _TRIED:  # the second and later ones use the launch shortcut
+        measured = torch.full((), norm, device=device)
+        results = torch.full((2,), 7.0, device=device)
+        buffer.send(one, measured, None, (FLOAT32_MAX, 2.0), max_norm, (), None, results)
+        veto, factor = results.tolist()
+        expected = float(clip_factor(max_norm, measured))
         clips = factor == expected or (math.isnan(factor) and math.isnan(expected))
-        if place.read()[0] != 1.0 or (veto, lands) != ((0.0, 1.0) if norm <= 2.0 else (1.0, 0.0)) or not clips:
-            raise RuntimeError("it gives another answer than it should")
-    return sensing_kernel
+        if buffer.read()[Slot.LOSS] != 1.0 or veto != (0.0 if norm <= 2.0 else 1.0) or not clips:
+            raise RuntimeError("the kernel returned a wrong result")
+    return measurement_kernel
 
 
-KERNEL = OptionalKernel(_load, "a step is sensed in several launches")
+KERNEL = OptionalKernel(_load, "each step is measured in several launches")

@@ -1,6 +1,6 @@
-"""The kernel behind `sensing` on a GPU: everything that is sensed of a step, and the veto, in one launch.
+"""The Triton kernel of `fused_measurements`.
 
-It reads where the numbers are from page-locked memory and writes them back there, so that nothing else has to be sent.
+It reads the addresses of its inputs from pinned memory and writes its outputs back there, so that nothing else is copied.
 """
 
 from __future__ import annotations
@@ -17,181 +17,201 @@ import triton.language as tl
 from torch import Tensor
 
 from holdfast.runtime.tensors.cuda_streams import current_stream
+from holdfast.runtime.update.veto import FLOAT32_MAX, Slot
 
-MOST_SAMPLES = 16
+MAX_SAMPLES = 16
 _BLOCK = 1024
-_LOSS, _NORM, _FOUND, _SCALE, _MOST_LOSS, _MOST_NORM, _CLIP, _GRADIENTS = range(8)
-_NUMBERS = 64
-"""of eight bytes; the first half is what goes in, single numbers in the second come out"""
-_OUT = 4
-"""single numbers that come out before those of the samples"""
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_FIELDS = 7
+_WORDS = 64
+"""8-byte words of a step's buffer: the first half holds inputs, the second half float32 outputs"""
+_OUTPUTS = 4
+"""outputs before the sums of the samples"""
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_COLUMNS = 7
+
+# Words of the input half. The first four are addresses, the limits and max_norm are float64, and addresses of gradients
+# follow. Outputs have the same slots. Triton reads only globals that are constexpr.
+_LOSS = tl.constexpr(int(Slot.LOSS))
+_GRAD_NORM = tl.constexpr(int(Slot.GRAD_NORM))
+_FOUND_INF = tl.constexpr(int(Slot.FOUND_INF))
+_LOSS_SCALE = tl.constexpr(int(Slot.LOSS_SCALE))
+_LOSS_LIMIT = tl.constexpr(int(Slot.LOSS_LIMIT))
+_GRAD_NORM_LIMIT = tl.constexpr(int(Slot.GRAD_NORM_LIMIT))
+_MAX_NORM = tl.constexpr(6)
+_GRADIENTS = tl.constexpr(7)
+_OUTPUT_BYTES = tl.constexpr(8 * (_WORDS // 2))
+_FIRST_SUM = tl.constexpr(_OUTPUTS)
+_ROW = tl.constexpr(_COLUMNS)
+_MOST_NEGATIVE = tl.constexpr(-FLOAT32_MAX)
 
 
 @triton.jit
-def _number(address):  # type: ignore[no-untyped-def]
+def _load_float(address):  # type: ignore[no-untyped-def]
     return tl.load(tl.load(address).to(tl.pointer_type(tl.float32)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _elements(address, at, here, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    if KIND == 0:
-        return tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=here, other=0.0)
-    if KIND == 1:
-        return tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=here, other=0.0).to(tl.float32)
-    return tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=here, other=0.0).to(tl.float32)
+def _load_elements(address, at, mask, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    if DTYPE == 0:
+        return tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0)
+    if DTYPE == 1:
+        return tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _is_acceptable(value, limit):  # type: ignore[no-untyped-def]
+    # The rule of `veto.py`. NaN fails both comparisons.
+    return (value <= limit) & (value >= _MOST_NEGATIVE)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sense(  # type: ignore[no-untyped-def]
-    place,
-    answers,
+def _measure(  # type: ignore[no-untyped-def]
+    buffer,
+    results,
     table,
-    FOUND: tl.constexpr,
+    HAS_SCALER: tl.constexpr,
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    given = place.to(tl.pointer_type(tl.int64))
-    out = (place + 256).to(tl.pointer_type(tl.float32))
+    inputs = buffer.to(tl.pointer_type(tl.int64))
+    outputs = (buffer + _OUTPUT_BYTES).to(tl.pointer_type(tl.float32))
     sample = tl.program_id(0) - 1
     if sample < 0:
-        loss, norm = _number(given), _number(given + 1)
-        limits = place.to(tl.pointer_type(tl.float64))
-        most_loss, most_norm = tl.load(limits + 4).to(tl.float32), tl.load(limits + 5).to(tl.float32)
-        # Not "above": NaN is not at most anything.
-        high_loss = (loss <= most_loss) & (loss >= -3.4028234663852886e38)
-        high_norm = (norm <= most_norm) & (norm >= -3.4028234663852886e38)
-        if FOUND:  # a norm that the loss scaler has found out about is not for us
-            found = _number(given + 2)
-            high_norm = high_norm | (found > 0.0)
-            tl.store(out + 2, found)
-            tl.store(out + 3, _number(given + 3))
-        tl.store(out, loss)
-        tl.store(out + 1, norm)
-        lands = tl.where(high_loss & high_norm, 1.0, 0.0)
-        tl.store(answers, 1.0 - lands)
-        tl.store(answers + 1, lands)
-        # To the bit what clipping comes to in torch: `reciprocal`, rounded, times the limit.
-        factor = tl.div_rn(1.0, norm + 1e-6) * tl.load(limits + 6).to(tl.float32)
-        tl.store(answers + 2, tl.where(factor > 1.0, 1.0, factor))
+        loss, norm = _load_float(inputs + _LOSS), _load_float(inputs + _GRAD_NORM)
+        numbers = buffer.to(tl.pointer_type(tl.float64))
+        loss_ok = _is_acceptable(loss, tl.load(numbers + _LOSS_LIMIT).to(tl.float32))
+        norm_ok = _is_acceptable(norm, tl.load(numbers + _GRAD_NORM_LIMIT).to(tl.float32))
+        if HAS_SCALER:  # a norm that the loss scaler reports is not vetoed
+            found_inf = _load_float(inputs + _FOUND_INF)
+            norm_ok = norm_ok | (found_inf > 0.0)
+            tl.store(outputs + _FOUND_INF, found_inf)
+            tl.store(outputs + _LOSS_SCALE, _load_float(inputs + _LOSS_SCALE))
+        tl.store(outputs + _LOSS, loss)
+        tl.store(outputs + _GRAD_NORM, norm)
+        tl.store(results, tl.where(loss_ok & norm_ok, 0.0, 1.0))
+        # Bit for bit torch's clip factor: `reciprocal`, rounded, times the limit.
+        factor = tl.div_rn(1.0, norm + 1e-6) * tl.load(numbers + _MAX_NORM).to(tl.float32)
+        tl.store(results + 1, tl.where(factor > 1.0, 1.0, factor))
     else:
-        entry = table + sample * 7
-        gradient, moment, steps = tl.load(given + 7 + sample), tl.load(entry), tl.load(entry + 1)
-        count, width, stride = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
-        floor = tl.load(entry + 5).to(tl.float64, bitcast=True).to(tl.float32)
-        decay = tl.load(entry + 6).to(tl.float64, bitcast=True).to(tl.float32)
-        counted = tl.load(steps.to(tl.pointer_type(tl.float32)), mask=steps != 0, other=0.0)
-        share = tl.where(counted > 0.0, 1.0 - tl.exp2(decay * counted), 1.0)
+        row = table + sample * _ROW
+        gradient, moment, step = tl.load(inputs + _GRADIENTS + sample), tl.load(row), tl.load(row + 1)
+        count, length, stride = tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+        floor = tl.load(row + 5).to(tl.float64, bitcast=True).to(tl.float32)
+        log2_beta2 = tl.load(row + 6).to(tl.float64, bitcast=True).to(tl.float32)
+        steps = tl.load(step.to(tl.pointer_type(tl.float32)), mask=step != 0, other=0.0)
+        correction = tl.where(steps > 0.0, 1.0 - tl.exp2(log2_beta2 * steps), 1.0)
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(0, count, BLOCK):
-            place_of = start + tl.arange(0, BLOCK)
-            here = place_of < count
-            at = (place_of // width) * stride + place_of % width
-            g = _elements(gradient, at, here, GRADIENT)
-            v = _elements(moment, at, here, MOMENT)
-            total += g * g / tl.maximum(v / share, floor)
-        tl.store(out + 4 + sample, tl.sum(total))
+            index = start + tl.arange(0, BLOCK)
+            mask = index < count
+            at = (index // length) * stride + index % length
+            g = _load_elements(gradient, at, mask, GRADIENT)
+            v = _load_elements(moment, at, mask, MOMENT)
+            total += g * g / tl.maximum(v / correction, floor)
+        tl.store(outputs + _FIRST_SUM + sample, tl.sum(total))
 
 
 _built: dict[tuple[Any, ...], Any] = {}
 
 
-def _launch(stream: torch.cuda.Stream, programs: int, *given: Any) -> None:
-    """On the current stream. A variant that is built already is launched without Triton's way of finding out which it is:
-    what differs from step to step, the first three, is always of the same kind and aligned alike."""
-    variant = stream.device_index, *given[3:]
+def _launch(stream: torch.cuda.Stream, programs: int, *args: Any) -> None:
+    """Launch on the current stream. A built variant is launched without Triton's dispatch: the first three arguments, which
+    change from step to step, always have the same types and alignment."""
+    variant = stream.device_index, *args[3:]
     built = _built.get(variant)
     if built is None:
-        _built[variant] = _sense[(programs,)](*given, num_warps=4)
+        _built[variant] = _measure[(programs,)](*args, num_warps=4)
     else:
-        built[(programs, 1, 1)](*given, stream=stream.cuda_stream)
+        built[(programs, 1, 1)](*args, stream=stream.cuda_stream)
 
 
-class Place:
-    """Page-locked memory for one step: where its numbers are, then the numbers."""
+class StepBuffer:
+    """Holds one step's inputs and outputs in pinned memory."""
 
     def __init__(self) -> None:
-        self._memory = torch.zeros(_NUMBERS, dtype=torch.int64, pin_memory=True)
+        self._memory = torch.zeros(_WORDS, dtype=torch.int64, pin_memory=True)
         self._address = self._memory.data_ptr()
-        self._given = (ctypes.c_int64 * (_NUMBERS // 2)).from_address(self._address)
-        self._limits = (ctypes.c_double * (_NUMBERS // 2)).from_address(self._address)
-        self._out = (ctypes.c_float * _NUMBERS).from_address(self._address + 8 * (_NUMBERS // 2))
+        half = _WORDS // 2
+        self._addresses = (ctypes.c_int64 * half).from_address(self._address)
+        self._numbers = (ctypes.c_double * half).from_address(self._address)
+        self._outputs = (ctypes.c_float * _WORDS).from_address(self._address + 8 * half)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._count = 0
-        self._no_table: Tensor | None = None
-        self._sent = False
+        self._empty_table: Tensor | None = None
+        self._in_flight = False
 
     def send(
         self,
         loss: Tensor,
-        norm: Tensor,
-        scaled: tuple[Tensor, Tensor] | None,
+        grad_norm: Tensor,
+        scaler: tuple[Tensor, Tensor] | None,
         limits: tuple[float, float],
-        clip: float | None,
+        max_norm: float | None,
         gradients: Sequence[Tensor],
-        samples: Samples | None,
-        answers: Tensor,
+        table: SampleTable | None,
+        results: Tensor,
     ) -> None:
-        """`scaled`: what the loss scaler found, and its scale. The caller sees to it that `fits` all of them. `answers`: the
-        veto; its opposite; what gradients are multiplied by to be clipped, where `clip` is given."""
-        given = self._given
-        given[_LOSS], given[_NORM] = loss.data_ptr(), norm.data_ptr()
-        self._limits[_MOST_LOSS], self._limits[_MOST_NORM] = limits
-        self._limits[_CLIP] = 1.0 if clip is None else clip
-        if scaled is not None:
-            given[_FOUND], given[_SCALE] = scaled[0].data_ptr(), scaled[1].data_ptr()
-        for n, g in enumerate(gradients, _GRADIENTS):
-            given[n] = g.data_ptr()
+        """Launch the kernel. The caller has checked that it `can_read` the tensors.
+
+        `scaler` holds found_inf and the loss scale. The kernel writes the veto and, with `max_norm`, the clip factor to
+        `results`.
+        """
+        addresses, numbers = self._addresses, self._numbers
+        addresses[Slot.LOSS], addresses[Slot.GRAD_NORM] = loss.data_ptr(), grad_norm.data_ptr()
+        numbers[Slot.LOSS_LIMIT], numbers[Slot.GRAD_NORM_LIMIT] = limits
+        numbers[_MAX_NORM.value] = 1.0 if max_norm is None else max_norm
+        if scaler is not None:
+            addresses[Slot.FOUND_INF], addresses[Slot.LOSS_SCALE] = scaler[0].data_ptr(), scaler[1].data_ptr()
+        for n, g in enumerate(gradients, _GRADIENTS.value):
+            addresses[n] = g.data_ptr()
         self._count = count = len(gradients)
-        if samples is None and self._no_table is None:
-            self._no_table = torch.zeros(_FIELDS, dtype=torch.int64, device=answers.device)
-        table, kinds = (self._no_table, (0, 0)) if samples is None else (samples.table, samples.kinds)
-        stream = current_stream(answers.device)
-        _launch(stream, 1 + count, self._address, answers, table, scaled is not None, *kinds, _BLOCK)
+        if table is None and self._empty_table is None:
+            self._empty_table = torch.zeros(_COLUMNS, dtype=torch.int64, device=results.device)
+        rows, dtypes = (self._empty_table, (0, 0)) if table is None else (table.rows, table.dtypes)
+        stream = current_stream(results.device)
+        _launch(stream, 1 + count, self._address, results, rows, scaler is not None, *dtypes, _BLOCK)
         self.event.record(stream)
-        self._sent = True
+        self._in_flight = True
 
     def read(self) -> list[float]:
-        """Loss, norm, what was found, scale, and the sum of squares of each sample."""
+        """Wait for the kernel and return loss, gradient norm, found_inf, loss scale, and the sum of each sample."""
         self.event.synchronize()
-        self._sent = False
-        return list(self._out[: _OUT + self._count])
+        self._in_flight = False
+        return list(self._outputs[: _OUTPUTS + self._count])
 
     def __del__(self) -> None:
-        """Nobody has read it: the kernel may still be to come, and knows nothing but the address."""
-        if self._sent and not sys.is_finalizing():
+        """Wait for a kernel that was never read: it knows nothing but the address, and may still write there."""
+        if self._in_flight and not sys.is_finalizing():
             with contextlib.suppress(Exception):
                 self.event.synchronize()
 
 
-Row = tuple[Tensor, Tensor | None, int, int, int, float, float]
-"""the moment's elements, the step count if they are to be corrected by it, how many there are, how many lie in a row and how
-far rows are apart, eps squared, and log2 of the moment's decay"""
+class SampleTable:
+    """Holds on the device what usually does not change from step to step about the sampled elements.
+
+    The columns of a row are: address of the moment, address of the step count or 0, number of elements, elements of a run,
+    distance of runs, eps squared, log2 of beta2.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[float, ...]], gradient: torch.dtype, moment: torch.dtype, device: torch.device
+    ) -> None:
+        self.dtypes = _DTYPES[gradient], _DTYPES[moment]
+        words = torch.zeros(len(rows), _COLUMNS, dtype=torch.int64)
+        for n, (*integers, floor, log2_beta2) in enumerate(rows):
+            words[n, :5] = torch.tensor(integers)
+            words[n, 5:] = torch.tensor([floor, log2_beta2], dtype=torch.float64).view(torch.int64)
+        self.rows = words.pin_memory().to(device, non_blocking=True)
 
 
-class Samples:
-    """What does not change from step to step of the elements that are looked at."""
-
-    def __init__(self, rows: Sequence[Row], g: torch.dtype) -> None:
-        self.rows = rows
-        self.kinds = _KINDS[g], _KINDS[rows[0][0].dtype]
-        words = torch.zeros(len(rows), _FIELDS, dtype=torch.int64)
-        for n, (v, step, count, width, stride, floor, decay) in enumerate(rows):
-            words[n, 0], words[n, 1] = v.data_ptr(), 0 if step is None else step.data_ptr()
-            words[n, 2], words[n, 3], words[n, 4] = count, width, stride
-            words[n, 5:] = torch.tensor([floor, decay], dtype=torch.float64).view(torch.int64)
-        self.table = words.pin_memory().to(rows[0][0].device, non_blocking=True)
-
-
-def fits(device: torch.device, *numbers: Tensor) -> bool:
-    """Whether the kernel can read them as they are: single numbers of four bytes on that device."""
+def can_read(device: torch.device, *numbers: Tensor) -> bool:
+    """Return whether each is a single float32 on `device`."""
     for n in numbers:  # noqa: SIM110, every step
         if n.dtype is not torch.float32 or n.numel() != 1 or n.device != device:
             return False
     return True
 
 
-def known(dtype: torch.dtype) -> bool:
-    return dtype in _KINDS
+def is_known(dtype: torch.dtype) -> bool:
+    return dtype in _DTYPES

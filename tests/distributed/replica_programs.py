@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.core.base import config
-from holdfast.core.decide.corruption import Corruption, Groups, culprits
+from holdfast.core.decide.corruption import Corruption, Groups, corrupt_tensors
 from holdfast.core.decide.recurrence import Recurrence
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
@@ -159,7 +159,7 @@ def check_flips(held: CheckedModel, name: str, groups: Groups | None, rank: int,
         (wrong,) = found
         assert wrong.kind == "replica" and wrong.named == (len(suspects) > 2), (tensor, found)
         assert wrong.ranks == ((guilty,) if len(suspects) > 2 else suspects), (tensor, found)
-        names, fresh = culprits(wrong, account, held.checks.groups(held.number))
+        names, fresh = corrupt_tensors(wrong, account, held.checks.groups(held.number))
         assert names == (tensor,) and not fresh, (tensor, names)
         decision = Recurrence(size).seen(wrong, names, fresh)
         decisions = held.world.all_gather_object([list(wrong.ranks), wrong.named, list(names), decision.text])
@@ -227,7 +227,7 @@ def partial_optimizer_state(folder: Path, rank: int, size: int) -> None:
     (wrong,) = held.step()
     assert wrong.ranks == (0, 1, 2, 3) and not wrong.named
     accounts = held.world.all_gather_object(held.checks.account(2))
-    names, fresh = culprits(wrong, accounts, held.checks.groups(2))
+    names, fresh = corrupt_tensors(wrong, accounts, held.checks.groups(2))
     decision = Recurrence(size).seen(wrong, names, fresh)
     assert decision.leave_out and all(n.startswith("optimizer.") for n in decision.leave_out)
     held.checks.leave_out("replica", decision.leave_out)

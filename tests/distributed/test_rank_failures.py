@@ -58,7 +58,7 @@ def exit_codes(folder: Path) -> list[int]:
 
 def events(folder: Path, rank: int, event: str) -> list[dict[str, Any]]:
     path = rank_file(folder, rank)
-    record = journal.read(path) if path.exists() else journal.Record([], [])
+    record = journal.read(path) if path.exists() else journal.JournalContents([], [])
     assert not record.torn
     return [line for line in record.events if line["event"] == event]
 

@@ -23,7 +23,7 @@ from parts import Parts, Recipe, assert_equal, everything
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 import holdfast
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.record.journal import read
 
@@ -265,7 +265,7 @@ def copied(path: Path, to: Path) -> Path:
 # ---- what is on disk
 
 
-def entries_of(path: Path) -> dict[str, Entry]:
+def entries_of(path: Path) -> dict[str, CheckpointEntry]:
     return {e.name: e for e in Folder(path / "checkpoints").entries()}
 
 
@@ -273,7 +273,7 @@ def health_of(path: Path) -> dict[str, str]:
     return {name: str(e.health) for name, e in entries_of(path).items()}
 
 
-def good_of(path: Path) -> list[Entry]:
+def good_of(path: Path) -> list[CheckpointEntry]:
     """The good ones, newest first."""
     return sorted((e for e in entries_of(path).values() if e.health == "good"), key=lambda e: (e.step, e.branch))[::-1]
 

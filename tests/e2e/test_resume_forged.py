@@ -18,7 +18,7 @@ from holdfast.core.checkpoints.manifest import (
     unseal_health,
     unseal_manifest,
 )
-from holdfast.core.checkpoints.verify import sum_of
+from holdfast.core.checkpoints.verify import checksum_file
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_manifest_that_names_a_file_elsewhere(name, dead, tmp_path, caplog):
     path = copied(dead.path, tmp_path / "run")
     (path / "x").write_bytes(b"x")
     folder = path / "checkpoints" / dead.good[0]
-    rewritten(folder, files={**files_of(folder), name: sum_of(path / "x")})
+    rewritten(folder, files={**files_of(folder), name: checksum_file(path / "x")})
     check_passed_over(path, dead.good[0], "outside its folder", dead, caplog)
 
 
@@ -82,7 +82,7 @@ def test_bits_flipped_and_the_manifest_made_to_fit(file, dead, tmp_path):
     folder = path / "checkpoints" / dead.good[0]
     flipped(0.5)(folder / file, None)
     kind = files_of(folder)[file].sum.partition(":")[0]
-    rewritten(folder, files={**files_of(folder), file: sum_of(folder / file, kind)})
+    rewritten(folder, files={**files_of(folder), file: checksum_file(folder / file, kind)})
     life = live(often(with_idle), path)
     assert life.began == 6
     assert_continued(life, dead.whole)

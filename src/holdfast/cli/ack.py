@@ -11,7 +11,7 @@ import typer
 from holdfast.cli.output import Json, emit
 from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
-from holdfast.core.decide.policy import Policy, State
+from holdfast.core.decide.policy import Policy, PolicyState
 from holdfast.core.record import journal
 from holdfast.core.record.rundir import RunDir
 
@@ -56,7 +56,7 @@ def ack(
         _tell(folder.path, fields["reset"], len(record.torn))
 
 
-def _state(record: journal.Record, source: Path) -> State:
+def _state(record: journal.JournalContents, source: Path) -> PolicyState:
     """What the policy would find if the run were started now."""
     policy = Policy(RecoverSection())
     try:
@@ -66,7 +66,7 @@ def _state(record: journal.Record, source: Path) -> State:
     return policy.state
 
 
-def _reset(state: State) -> dict[str, Any]:
+def _reset(state: PolicyState) -> dict[str, Any]:
     return {
         "latched": state.latched,
         "rollbacks": len(state.rollbacks),

@@ -14,7 +14,7 @@ import typer
 from holdfast.cli import listing, prune, verify
 from holdfast.cli.output import Json, emit
 from holdfast.cli.places import console, in_the_making, is_run, run_at, settings
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.resume import resolve_resume_path, survey
 from holdfast.core.checkpoints.verify import verify as verify_bytes
 from holdfast.core.record.rundir import RunDir
@@ -67,7 +67,7 @@ def list_them(
         listing.tell(console(), found, Path(run), settings(folder), making)
 
 
-def _by_small_files(entry: Entry) -> str | None:
+def _by_small_files(entry: CheckpointEntry) -> str | None:
     return verify_bytes(entry, contents=False)
 
 

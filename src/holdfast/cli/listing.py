@@ -15,7 +15,7 @@ from rich.text import Text
 from holdfast.cli.places import counted, size_of
 from holdfast.cli.planned import spoken
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import Survey
 from holdfast.reports.clean import clean
@@ -35,7 +35,7 @@ class Row(NamedTuple):
     """A line of the tree: a checkpoint, or where a branch was left."""
 
     lanes: str
-    entry: Entry | None
+    entry: CheckpointEntry | None
     note: str = ""
     left: bool = False
 
@@ -48,8 +48,8 @@ def rows(survey: Survey) -> list[Row]:
         return [Row("", e) for e in newest]
     own = {e.name for e in newest if _is_own(e, survey)}
     known = {e.branch: e.manifest.lineage for e in newest if e.manifest is not None and e.name in own}
-    sides: dict[_Parting, list[Entry]] = {}
-    along: list[Entry] = []
+    sides: dict[_Parting, list[CheckpointEntry]] = {}
+    along: list[CheckpointEntry] = []
     for entry in newest:
         if entry.name in own and not lineage.holds(entry.branch, entry.step):
             sides.setdefault(_parting(entry, lineage, known), []).append(entry)
@@ -58,7 +58,7 @@ def rows(survey: Survey) -> list[Row]:
     return list(_woven(along, sides, own, {fork.branch: n for n, fork in enumerate(lineage.forks)}))
 
 
-def _is_own(entry: Entry, survey: Survey) -> bool:
+def _is_own(entry: CheckpointEntry, survey: Survey) -> bool:
     return entry.manifest is None or survey.run is None or entry.manifest.run == survey.run
 
 
@@ -70,7 +70,7 @@ class _Parting(NamedTuple):
 
 
 def _woven(
-    along: list[Entry], sides: dict[_Parting, list[Entry]], own: set[str], places: dict[int, int]
+    along: list[CheckpointEntry], sides: dict[_Parting, list[CheckpointEntry]], own: set[str], places: dict[int, int]
 ) -> Iterator[Row]:
     waiting = sorted(sides, reverse=True)
     for entry in along:
@@ -81,13 +81,13 @@ def _woven(
         yield from _side(parting.step, sides[parting])
 
 
-def _side(step: int, entries: list[Entry]) -> Iterator[Row]:
+def _side(step: int, entries: list[CheckpointEntry]) -> Iterator[Row]:
     for entry in entries:
         yield Row("│ ○", entry, left=True)
     yield Row("├─╯", None, f"left at step {step:,}", left=True)
 
 
-def _parting(entry: Entry, lineage: Lineage, known: Mapping[int, Lineage]) -> _Parting:
+def _parting(entry: CheckpointEntry, lineage: Lineage, known: Mapping[int, Lineage]) -> _Parting:
     own = entry.manifest.lineage if entry.manifest is not None else known.get(entry.branch)
     forks = lineage.forks
     if own is None:  # damaged, and nothing else was saved on its branch
@@ -145,7 +145,7 @@ def _table(survey: Survey, *, wide: bool) -> Table:
     return table
 
 
-def _cells(entry: Entry, now: float, wide: bool) -> list[Text]:
+def _cells(entry: CheckpointEntry, now: float, wide: bool) -> list[Text]:
     manifest = entry.manifest
     mark, colour = MARKS[entry.health]
     health = "damaged" if entry.damage is not None else str(entry.health)
@@ -164,7 +164,7 @@ def _age(seconds: float) -> str:
     return spoken(float(max(0, round(seconds)))) if seconds < 120 else spoken(seconds)
 
 
-def _why(entry: Entry) -> str:
+def _why(entry: CheckpointEntry) -> str:
     said = "saved at an orderly stop, to go on from" if entry.handover and not entry.why else entry.why
     return clean(said)
 
@@ -195,7 +195,7 @@ def _tell_whys(console: Console, survey: Survey, *, wide: bool) -> None:
                 console.print(Text(f"  {name}: {clean(why)}"), soft_wrap=True)
 
 
-def _is_doubted(entry: Entry) -> bool:
+def _is_doubted(entry: CheckpointEntry) -> bool:
     return entry.damage is not None or entry.health in (Health.BAD, Health.QUARANTINED)
 
 
@@ -229,7 +229,7 @@ def answer(survey: Survey, run: Path, making: list[str]) -> dict[str, Any]:
     }
 
 
-def _plain(entry: Entry, survey: Survey, now: float) -> dict[str, Any]:
+def _plain(entry: CheckpointEntry, survey: Survey, now: float) -> dict[str, Any]:
     manifest, lineage = entry.manifest, survey.lineage
     return {
         "name": entry.name,

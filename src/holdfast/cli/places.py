@@ -86,7 +86,7 @@ def settings(run: RunDir) -> dict[str, Any]:
     """[checkpoint] as the latest life of the run had it; empty where that is not on record."""
     about: dict[str, Any] = {}
     with contextlib.suppress(RunDirError):
-        about = facts.read(run.run) or {}
+        about = facts.read_run_json(run.run) or {}
     with contextlib.suppress(OSError):
         for event in journal.read(run.journal).events:
             if event.get("event") in ("run_begin", "restart") and isinstance(event.get("environment"), dict):

@@ -15,7 +15,7 @@ from holdfast.cli.planned import Inputs, Known, spoken
 from holdfast.core.base.config import CheckpointSection
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.checkpoints import cadence
-from holdfast.core.checkpoints.measured import Measured, measure
+from holdfast.core.checkpoints.measured import MeasuredCosts, measure
 from holdfast.reports.clean import clean
 
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})\s*(ms|s|m|h|d)?", re.ASCII)
@@ -146,7 +146,7 @@ def _asked_mtbf(
 
 
 def _inputs(
-    given: dict[str, float | None], asked: Known | None, found: Measured | None, run: str | None, world: int | None,
+    given: dict[str, float | None], asked: Known | None, found: MeasuredCosts | None, run: str | None, world: int | None,
     errors: list[str],
 ) -> Inputs:  # fmt: skip
     """Options before measurements; one ConfigError with all that is wrong or in neither."""
@@ -187,7 +187,7 @@ def _inputs(
 
 
 def _measured_mtbf(
-    found: Measured, world: int | None, errors: list[str]
+    found: MeasuredCosts, world: int | None, errors: list[str]
 ) -> tuple[Known | None, tuple[float, float] | None]:
     scale, scaled = 1.0, ""
     if world is not None:
@@ -205,7 +205,7 @@ def _measured_mtbf(
     return Known(running / found.failures, source), (running / high, running / low)
 
 
-def _no_rate(found: Measured | None, run: str | None) -> str:
+def _no_rate(found: MeasuredCosts | None, run: str | None) -> str:
     ways = "give --mtbf TIME, --failures-per-day NUMBER, or --nodes NUMBER --node-mtbf TIME"
     if found is None or found.running <= 0:
         place = "" if run is None else f"not on record in {run}; "

@@ -11,7 +11,7 @@ from rich.text import Text
 from holdfast.cli.chart import Chart
 from holdfast.core.checkpoints import cadence
 from holdfast.core.checkpoints.cadence import Advice, Costs
-from holdfast.core.checkpoints.measured import Measured
+from holdfast.core.checkpoints.measured import MeasuredCosts
 
 SCHEMA = "holdfast.plan/1"
 _COLOURS = {"goodput": "cyan", "now": "magenta", "best": "green"}
@@ -188,7 +188,7 @@ def spoken(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 or seconds == 0 else f"{seconds * 1e3:.3g} ms"
 
 
-def answer(inputs: Inputs, advice: Advice, found: Measured | None, limits: list[str]) -> dict[str, Any]:
+def answer(inputs: Inputs, advice: Advice, found: MeasuredCosts | None, limits: list[str]) -> dict[str, Any]:
     low, high = _flat_range(inputs.costs, advice)
     return {
         "schema": SCHEMA,

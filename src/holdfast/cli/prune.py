@@ -17,10 +17,10 @@ from holdfast.cli.places import BY, console, counted, held, noting, run_at, sett
 from holdfast.core.base.config import CheckpointSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.resume import CHECKPOINTS, Survey, survey
-from holdfast.core.checkpoints.retention import Rules, Saved, doomed
+from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
 from holdfast.core.record.rundir import RunDir
 from holdfast.reports.clean import clean
 
@@ -32,7 +32,7 @@ EXIT_UNASKED = 2
 class Going(NamedTuple):
     """A checkpoint that no rule keeps."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     why: str
     bytes: int
 
@@ -100,7 +100,7 @@ def prune(
 
 def _rules(
     config: dict[str, Any], keep_last: int | None, keep_every: int | None, powers: bool | None, keep_bad: int | None
-) -> Rules:
+) -> RetentionRules:
     """As typed; where nothing was, as the run had them; where that is not on record, the defaults."""
     default = CheckpointSection()
 
@@ -109,7 +109,7 @@ def _rules(
         fits = type(known) is type(getattr(default, name)) and known >= 0
         return typed if typed is not None else known if fits else getattr(default, name)
 
-    return Rules(
+    return RetentionRules(
         rule(keep_last, "keep_last"),
         rule(keep_every, "keep_every"),
         rule(powers, "keep_powers_of_two"),
@@ -120,7 +120,7 @@ def _rules(
 # ---- judging
 
 
-def _judge(folder: RunDir, rules: Rules, *, believe: bool, quiet: bool) -> Judged:
+def _judge(folder: RunDir, rules: RetentionRules, *, believe: bool, quiet: bool) -> Judged:
     """What goes. A newest good one that does not verify is bad, and the next older one is looked at in its place."""
     found = survey(folder.path, lambda entry: None)
     notes: list[str] = []
@@ -132,7 +132,9 @@ def _judge(folder: RunDir, rules: Rules, *, believe: bool, quiet: bool) -> Judge
         saved = [_saved(e, e.name in spoilt) for e in entries.values()]
         good = [s for s in saved if s.health is Health.GOOD and found.lineage.holds(s.branch, s.step)]
         newest = max(good, key=lambda s: (s.step, s.branch), default=None)
-        going = [Going(s, why, size_of(entries[s.name].path)) for s, why in doomed(saved, found.lineage, rules)]
+        going = [
+            Going(s, why, size_of(entries[s.name].path)) for s, why in select_for_deletion(saved, found.lineage, rules)
+        ]
         if newest is None or believe or not going:
             return Judged(going, len(found.entries) - len(going), notes)
         results = verify.check([entries[newest.name].path], quiet=quiet)
@@ -143,10 +145,10 @@ def _judge(folder: RunDir, rules: Rules, *, believe: bool, quiet: bool) -> Judge
         notes.append(f"{newest.name} is marked good and is damaged, so it is not counted as good: {wrong}")
 
 
-def _own(found: Survey, notes: list[str]) -> dict[str, Entry]:
+def _own(found: Survey, notes: list[str]) -> dict[str, CheckpointEntry]:
     """Those to be judged: of this run, and of no branch that nothing is known of."""
     assert found.lineage is not None
-    entries: dict[str, Entry] = {}
+    entries: dict[str, CheckpointEntry] = {}
     for entry in found.entries:
         if entry.manifest is not None and found.run is not None and entry.manifest.run != found.run:
             notes.append(f"{entry.name} is of another run, and is left alone")
@@ -157,8 +159,8 @@ def _own(found: Survey, notes: list[str]) -> dict[str, Entry]:
     return entries
 
 
-def _saved(entry: Entry, spoilt: bool) -> Saved:
-    return Saved(entry.name, entry.step, entry.branch, Health.BAD if spoilt else entry.health, entry.handover)
+def _saved(entry: CheckpointEntry, spoilt: bool) -> SavedCheckpoint:
+    return SavedCheckpoint(entry.name, entry.step, entry.branch, Health.BAD if spoilt else entry.health, entry.handover)
 
 
 # ---- asking and doing
@@ -199,9 +201,15 @@ def _remove(folder: RunDir, going: list[Going]) -> tuple[list[Going], list[tuple
 
 
 def _finish(
-    folder: RunDir, rules: Rules, judged: Judged, removed: list[Going], failed: list[tuple[Going, str]], as_json: bool,
-    *, dry_run: bool = False,
-) -> None:  # fmt: skip
+    folder: RunDir,
+    rules: RetentionRules,
+    judged: Judged,
+    removed: list[Going],
+    failed: list[tuple[Going, str]],
+    as_json: bool,
+    *,
+    dry_run: bool = False,
+) -> None:
     if as_json:
         emit(_answer(folder, rules, judged, removed, failed, dry_run))
         return
@@ -241,7 +249,12 @@ def _show(out: Console, judged: Judged) -> None:
 
 
 def _answer(
-    folder: RunDir, rules: Rules, judged: Judged, removed: list[Going], failed: list[tuple[Going, str]], dry_run: bool
+    folder: RunDir,
+    rules: RetentionRules,
+    judged: Judged,
+    removed: list[Going],
+    failed: list[tuple[Going, str]],
+    dry_run: bool,
 ) -> dict[str, Any]:
     gone = {g.saved.name for g in removed}
     wrong = {g.saved.name: why for g, why in failed}

@@ -20,7 +20,7 @@ from holdfast.cli.places import BY, console, counted, held, home_of, is_checkpoi
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints import verify as checking
-from holdfast.core.checkpoints.entry import Entry, read_entry
+from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.core.record.rundir import RunDir
@@ -132,7 +132,7 @@ def check(targets: list[Path], *, quiet: bool = False) -> list[Result]:
     return results
 
 
-def _length(entry: Entry | None) -> int:
+def _length(entry: CheckpointEntry | None) -> int:
     return 0 if entry is None or entry.manifest is None else sum(f.bytes for f in entry.manifest.files.values())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from holdfast.core.decide.corruption import Class, Groups
+from holdfast.core.decide.corruption import Groups, ReplicaClass
 from holdfast.distributed.checkpoint.shards import is_dtensor, mesh_slices
 
 
@@ -19,7 +19,7 @@ class MeshReplicas:
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def classes(self, tensors: Mapping[str, Tensor]) -> list[Class]:
+    def classes(self, tensors: Mapping[str, Tensor]) -> list[ReplicaClass]:
         """Return the tensors that more than one rank holds, grouped by which do. The class of all ranks is first, and
         always present."""
         all_ranks: Groups = (tuple(range(self._size)),)
@@ -28,7 +28,7 @@ class MeshReplicas:
             groups = self._groups(value) if is_dtensor(value) else all_ranks
             names.setdefault(groups, []).append(name)
         replicated = [groups for groups in names if groups != all_ranks and any(len(g) > 1 for g in groups)]
-        return [Class(tuple(names[groups]), groups) for groups in (all_ranks, *sorted(replicated))]
+        return [ReplicaClass(tuple(names[groups]), groups) for groups in (all_ranks, *sorted(replicated))]
 
     def _groups(self, value: Any) -> Groups:
         """Partition all ranks into groups that hold the same bits."""

@@ -19,7 +19,7 @@ import saved_runs
 from holdfast.cli import listing
 from holdfast.core.base.config import template
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Fork, Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
@@ -139,11 +139,11 @@ def test_tree_of_branches_left_at_several_places(tmp_path):
         3: ((0, 0), (3, 20)),
     }
 
-    def entry(branch: int, step: int) -> Entry:
+    def entry(branch: int, step: int) -> CheckpointEntry:
         forks = lineages.get(branch)
         name, lineage = name_of(step, branch), Lineage(tuple(Fork(*f) for f in forks or ((0, 0),)))
         manifest = Manifest(run="a", step=step, lineage=lineage, reason="scheduled", time=0.0) if forks else None
-        return Entry(
+        return CheckpointEntry(
             name, tmp_path / name, manifest, "", Health.GOOD, "", None if forks else "manifest.json is missing"
         )
 

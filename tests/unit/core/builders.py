@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.core.base.config import Config, DetectSection, RecoverSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal, Verdict
-from holdfast.core.record.journal import Silent, dumps
+from holdfast.core.record.journal import NullJournal, dumps
 
 NO_DETECTORS = DetectSection(nonfinite=False, loss_spike=False, grad_spike=False)
 
@@ -72,7 +72,7 @@ class Scripted:
         self.seen = list(state["seen"])
 
 
-class Memory(Silent):
+class Memory(NullJournal):
     """A journal that keeps the lines it would have written; `events` is what a reader would find."""
 
     def __init__(self) -> None:

@@ -189,4 +189,4 @@ def test_tree_is_removed_but_not_what_its_links_point_to(tmp_path):
 def test_refusal_says_path_reason_and_cure(tmp_path, number, cure):
     path = tmp_path / "none" / "a"
     with pytest.raises(durable.RunDirError, match=f"{path} cannot be written: {os.strerror(number)}; .*{cure}"):
-        raise durable.refused(path, "written", OSError(number, os.strerror(number)))
+        raise durable.run_dir_error(path, "written", OSError(number, os.strerror(number)))

@@ -169,7 +169,7 @@ def test_engine_without_a_journal_judges_all_the_same():
 def test_impossible_plan_becomes_a_stop_that_is_written_and_latches():
     engine, memory = make(BAD)
     plan = engine.judge(signal(5))
-    stop = engine.impossible(plan, "no snapshot")
+    stop = engine.stop_instead(plan, "no snapshot")
     assert stop.actions == (Stop("loss_spike: the state itself is suspect; no snapshot"),)
     assert memory.events[-1]["event"] == "plan"
     assert memory.events[-1]["policy"]["latched"] == stop.actions[0].reason
@@ -255,7 +255,7 @@ def test_incident_file_holds_the_evidence_before_and_what_was_found_done_and_bec
         engine.commit(signal(step))
     seen = signal(3, math.nan, flags=VETOED, seconds=0.5)
     plan = engine.judge(seen)
-    engine.became(Outcome(status=Status.SKIPPED, signal=seen, plan=plan), extra="told")
+    engine.record_outcome(Outcome(status=Status.SKIPPED, signal=seen, plan=plan), extra="told")
     record = incident_file(folder, 1)
     assert {k: record[k] for k in ("incident", "kind", "step", "onset", "state")} == {
         "incident": 1,
@@ -291,14 +291,14 @@ def test_incident_closes_once_and_what_comes_later_is_the_next_one(folder):
 def test_stopped_incident_says_so(folder):
     engine, _ = make(NAN, files=IncidentFiles(folder), config=only_policy(ladder=("stop",)))
     plan = engine.judge(bad(5))
-    engine.became(Outcome(status=Status.STOPPED, signal=bad(5), plan=plan))
+    engine.record_outcome(Outcome(status=Status.STOPPED, signal=bad(5), plan=plan))
     assert incident_file(folder, 1)["state"] == "stopped"
 
 
 def test_overflows_are_on_record_and_not_in_the_incident(folder):
     engine, memory = make(NAN, files=IncidentFiles(folder))
     engine.judge(bad(5))
-    engine.became(Outcome(status=Status.OVERFLOWED, signal=signal(5, overflow=True)))
+    engine.record_outcome(Outcome(status=Status.OVERFLOWED, signal=signal(5, overflow=True)))
     assert memory.names()[-1] == "outcome"
     assert len(incident_file(folder, 1)["events"]) == 1
 
@@ -333,7 +333,7 @@ def test_incident_that_lasts_keeps_its_first_events_and_counts_the_rest(folder, 
 
 def test_outcome_is_written_with_what_it_cost_and_without_what_was_not_measured():
     engine, memory = make()
-    engine.became(Outcome(status=Status.SKIPPED, signal=signal(7, seconds=1.5, attempt=2)), to_step=None)
+    engine.record_outcome(Outcome(status=Status.SKIPPED, signal=signal(7, seconds=1.5, attempt=2)), to_step=None)
     assert memory.events == [
         {"event": "outcome", "seconds_lost": 1.5, "step": 7, "attempt": 2, "status": "skipped"},
     ]
@@ -379,7 +379,7 @@ def test_run_that_was_healed_is_recovered_and_can_never_be_clean_again():
     engine, _ = make(NAN, config=only_policy(probation_steps=1))
     plan = engine.judge(bad(5))
     engine.write("action", action="skip", incident=plan.incident, step=5)
-    engine.became(Outcome(status=Status.SKIPPED, signal=bad(5), plan=plan))
+    engine.record_outcome(Outcome(status=Status.SKIPPED, signal=bad(5), plan=plan))
     heal(engine, 5, 500)
     summary = engine.summary(505)
     assert (summary.status, summary.skipped) == ("recovered", 1)
@@ -410,7 +410,7 @@ def test_journal_on_disk_rebuilds_the_policy_as_it_was(folder):
     heal(first, 5, 2)
     plan = first.judge(signal(7))
     first.write("action", durable=True, action="rollback", incident=plan.incident, step=7, to_step=2)
-    first.policy.landed(2)
+    first.policy.rolled_back_to(2)
     again = Policy(RecoverSection(probation_steps=5, max_consecutive=3))
     again.rebuild(journal.read(folder.journal).events)
     assert again.state == first.policy.state
@@ -454,7 +454,7 @@ def test_summary_spans_all_lives_of_a_run(folder):
     first = live(folder, [], NAN)
     plan = first.judge(bad(5))
     first.write("action", action="skip", incident=plan.incident, step=5)
-    first.became(Outcome(status=Status.SKIPPED, signal=bad(5), plan=plan))
+    first.record_outcome(Outcome(status=Status.SKIPPED, signal=bad(5), plan=plan))
     second = live(folder, journal.read(folder.journal).events)
     second.write("restart")
     summary = second.summary(9)

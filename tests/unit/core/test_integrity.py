@@ -16,10 +16,10 @@ from holdfast.core.decide.corruption import (
     UNSEEN,
     Corruption,
     Decision,
-    culprits,
-    finding,
-    judge,
-    tensors_apart,
+    corrupt_tensors,
+    differing_tensors,
+    find_corruption,
+    make_finding,
 )
 from holdfast.core.decide.recurrence import Recurrence
 
@@ -62,8 +62,8 @@ def everyone(size: int):
 @given(healthy(), st.sampled_from([SAME, UNSEEN]))
 def test_groups_that_agree_are_fine_whatever_other_groups_hold(case, said):
     groups, rows = case
-    assert judge(7, rows, groups, window=False) == []
-    assert judge(7, [[*row, said] for row in rows], groups, window=True) == []
+    assert find_corruption(7, rows, groups, window=False) == []
+    assert find_corruption(7, [[*row, said] for row in rows], groups, window=True) == []
 
 
 @given(healthy(least=3), st.data())
@@ -73,7 +73,7 @@ def test_single_rank_among_three_or_more_is_named(case, data):
     hit = data.draw(st.sets(st.integers(0, len(groups) - 1), min_size=1))
     for which in hit:
         rows[rank][which] ^= 1 << data.draw(st.integers(0, 61))
-    (found,) = judge(7, rows, groups, window=False)
+    (found,) = find_corruption(7, rows, groups, window=False)
     assert found == Corruption(kind="replica", step=7, ranks=(rank,), named=True, classes=tuple(sorted(hit)))
 
 
@@ -83,7 +83,7 @@ def test_faulty_rank_is_always_among_the_suspects_and_outsiders_never_are(case, 
     rank = data.draw(st.integers(0, len(rows) - 1))
     which = data.draw(st.integers(0, len(groups) - 1))
     rows[rank][which] ^= 1
-    (found,) = judge(7, rows, groups, window=False)
+    (found,) = find_corruption(7, rows, groups, window=False)
     group = next(g for g in groups[which] if rank in g)
     assert rank in found.ranks and set(found.ranks) <= set(group)
     assert found.named == (found.ranks == (rank,)) == (len(group) >= 3)
@@ -95,8 +95,8 @@ def test_any_rows_at_all_are_judged_by_what_they_hold_and_nothing_else(rows):
     size = len(rows)
     groups = [*everyone(size), tuple((r,) for r in range(size))]
     told = json.loads(json.dumps(rows))
-    found = judge(3, rows, groups, window=True)
-    assert found == judge(3, told, groups, window=True)
+    found = find_corruption(3, rows, groups, window=True)
+    assert found == find_corruption(3, told, groups, window=True)
     kinds = [f.kind for f in found]
     assert ("replica" in kinds) == (len({row[0] for row in rows}) > 1)
     assert ("window" in kinds) == any(row[2] == DIFFERS for row in rows)
@@ -104,36 +104,36 @@ def test_any_rows_at_all_are_judged_by_what_they_hold_and_nothing_else(rows):
 
 @pytest.mark.parametrize("values", [[5, 6], [1, 1, 2, 2], [1, 2, 3], [1, 1, 2, 3], [1, 1, 2, 2, 3, 3]])
 def test_without_a_majority_all_are_suspects(values):
-    (found,) = judge(9, [[v] for v in values], everyone(len(values)), window=False)
+    (found,) = find_corruption(9, [[v] for v in values], everyone(len(values)), window=False)
     assert found.ranks == tuple(range(len(values))) and not found.named
-    note = finding(found, Decision(cause="unknown", text="..."), ["w"], last_good=4)
+    note = make_finding(found, Decision(cause="unknown", text="..."), ["w"], last_good=4)
     assert "cannot be told" in note.message
 
 
 def test_majority_names_several_at_once():
-    (found,) = judge(9, [[1], [2], [1], [3], [1]], everyone(5), window=False)
+    (found,) = find_corruption(9, [[1], [2], [1], [3], [1]], everyone(5), window=False)
     assert found.ranks == (1, 3) and found.named
 
 
 def test_two_suspects_are_told_apart_by_another_class_or_by_the_window():
     pairs = ((0, 2), (1, 3))
     rows = [[1, 4], [1, 8], [9, 5], [1, 8]]
-    (found,) = judge(9, rows, [*everyone(4), pairs], window=False)
+    (found,) = find_corruption(9, rows, [*everyone(4), pairs], window=False)
     assert found.ranks == (2,) and found.named and found.classes == (0, 1)
 
     rows = [[4, SAME], [8, SAME], [5, DIFFERS], [8, UNSEEN]]
-    replica, window = judge(9, rows, [pairs], window=True)
+    replica, window = find_corruption(9, rows, [pairs], window=True)
     assert replica.ranks == (2,) and replica.named
     assert window == Corruption(kind="window", step=9, ranks=(2,), named=True)
 
     rows = [[4, DIFFERS], [8, DIFFERS], [5, DIFFERS], [8, DIFFERS]]
-    replica, _ = judge(9, rows, [pairs], window=True)
+    replica, _ = find_corruption(9, rows, [pairs], window=True)
     assert replica.ranks == (0, 2) and not replica.named
 
 
 def test_a_named_rank_elsewhere_does_not_speak_for_a_pair_it_is_not_in():
     rows = [[4, 1], [8, 1], [5, 1], [8, 7]]
-    (found,) = judge(9, rows, [((0, 2), (1, 3)), *everyone(4)], window=False)
+    (found,) = find_corruption(9, rows, [((0, 2), (1, 3)), *everyone(4)], window=False)
     assert found.ranks == (0, 2, 3) and not found.named
 
 
@@ -141,8 +141,8 @@ def test_tensors_that_differ_are_found_and_so_are_missing_ones():
     same = [{"w": 1, "b": 2}, {"s": 5}]
     told = [same, [{"w": 1, "b": 3}, {"s": 6}], [{"w": 1, "b": 2, "new": 0}, {"s": 5}], same]
     groups = [*everyone(4), ((0, 2), (1, 3))]
-    assert tensors_apart(told, groups) == ("b", "new", "s")
-    assert tensors_apart([same] * 4, groups) == ()
+    assert differing_tensors(told, groups) == ("b", "new", "s")
+    assert differing_tensors([same] * 4, groups) == ()
 
 
 def test_culprits_come_from_all_accounts():
@@ -152,18 +152,18 @@ def test_culprits_come_from_all_accounts():
     ]
     replica = Corruption(kind="replica", step=3, ranks=(3,), named=True, classes=(0,))
     window = Corruption(kind="window", step=3, ranks=(1,), named=True)
-    assert culprits(replica, accounts, everyone(4)) == (("w",), frozenset({"w"}))
-    assert culprits(window, accounts, everyone(4)) == (("b",), frozenset())
+    assert corrupt_tensors(replica, accounts, everyone(4)) == (("w",), frozenset({"w"}))
+    assert corrupt_tensors(window, accounts, everyone(4)) == (("b",), frozenset())
 
 
 def test_finding_returns_to_before_it_could_have_happened():
     unknown = Decision(cause="unknown", text="seen for the first time")
     replica = Corruption(kind="replica", step=200, ranks=(2,), named=True, classes=(0,))
-    found = finding(replica, unknown, [f"w{n}" for n in range(11)], last_good=99)
+    found = make_finding(replica, unknown, [f"w{n}" for n in range(11)], last_good=99)
     assert (found.kind, found.severity, found.step, found.onset) == (Kind.DESYNC, Severity.ROLLBACK, 200, 100)
     assert "rank 2" in found.message and "w7 and 3 more" in found.message and found.evidence["tensor_count"] == 11
     window = Corruption(kind="window", step=200, ranks=(1, 3), named=True)
-    found = finding(window, unknown, ["w"], last_good=99)
+    found = make_finding(window, unknown, ["w"], last_good=99)
     assert (found.kind, found.onset) == (Kind.SILENT_CORRUPTION, 200)
     assert "ranks 1 and 3" in found.message and "step 199" in found.message
     json.dumps(found.evidence)
@@ -230,7 +230,7 @@ def test_same_window_at_the_very_next_check_is_a_program_that_leaves_no_trace():
         held.seen(window(*range(size)), ["w", "b"])
         again = held.seen(window(*range(size), step=200), ["b", "w"])
         assert again.cause == "software" and set(again.leave_out) == {"w", "b"} and not again.heals
-        note = finding(window(*range(size)), again, ["w", "b"], last_good=1)
+        note = make_finding(window(*range(size)), again, ["w", "b"], last_good=1)
         assert note.severity == Severity.NOTE and ".data" in note.message
         assert held.closed() == []
 

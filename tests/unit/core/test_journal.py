@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Finding, Kind, Severity, Span
 from holdfast.core.record import journal
-from holdfast.core.record.journal import Journal, Silent
+from holdfast.core.record.journal import Journal, NullJournal
 
 
 def write(path: Path, *events: dict[str, Any]) -> bytes:
@@ -276,7 +276,7 @@ def test_journal_can_be_closed_twice(tmp_path):
 
 def test_silent_journal_takes_everything_and_makes_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    log = Silent()
+    log = NullJournal()
     log.write("plan", durable=True, step=1)
     log.close()
     assert list(tmp_path.iterdir()) == []

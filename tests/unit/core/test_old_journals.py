@@ -78,7 +78,7 @@ def test_configuration_of_an_old_process_has_the_keys_of_this_version(tmp_path):
     new = {"config": {"checkpoint": {"keep_powers_of_two": True}}, "seed": 1}
     assert with_current_names(old)["environment"] == new
     (tmp_path / "run.json").write_text(json.dumps(old["environment"]))
-    assert facts.read(tmp_path / "run.json") == new
+    assert facts.read_run_json(tmp_path / "run.json") == new
     assert compare(old["environment"], new) == []
 
 

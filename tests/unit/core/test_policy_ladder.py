@@ -30,7 +30,7 @@ def do(policy: Policy, said: Verdict) -> Plan:
     """One finding, dealt with as the policy says; a rollback lands as late as it may."""
     plan = policy.adopt(policy.propose(said))
     if plan.first(Stop) is None and (back := plan.first(Rollback)) is not None:
-        policy.landed(back.at_latest)
+        policy.rolled_back_to(back.at_latest)
     return plan
 
 
@@ -278,10 +278,10 @@ def test_rollback_prefers_the_margin_and_takes_what_is_before_the_onset():
 def test_margin_doubles_with_every_rollback_and_goes_before_where_the_last_one_landed():
     policy = Policy(RecoverSection(rollback_margin=10, max_rollbacks_per_incident=3))
     policy.adopt(policy.propose(BAD_SPIKE))
-    policy.landed(80)
+    policy.rolled_back_to(80)
     second = policy.adopt(policy.propose(verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=98)))
     assert second.first(Rollback) == Rollback(before=77, at_latest=80)
-    policy.landed(40)
+    policy.rolled_back_to(40)
     third = policy.adopt(policy.propose(verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=90)))
     assert third.first(Rollback) == Rollback(before=39, at_latest=40)
 
@@ -289,7 +289,7 @@ def test_margin_doubles_with_every_rollback_and_goes_before_where_the_last_one_l
 def test_another_incident_does_not_know_where_the_last_one_landed():
     policy = Policy(RecoverSection(rollback_margin=10, probation_steps=5))
     policy.adopt(policy.propose(BAD_SPIKE))
-    policy.landed(20)
+    policy.rolled_back_to(20)
     healthy(policy, 5)
     again = policy.adopt(policy.propose(BAD_SPIKE))
     assert again.first(Rollback) == Rollback(before=89, at_latest=99)

@@ -29,7 +29,7 @@ from holdfast.core.base.types import (
     family,
 )
 from holdfast.core.decide.engine import Engine
-from holdfast.core.decide.policy import Policy, State
+from holdfast.core.decide.policy import Policy, PolicyState
 from holdfast.core.record.incidents import IncidentFiles
 
 RUNGS = ("skip", "replay", "rollback", "stop")
@@ -148,7 +148,7 @@ class Life:
             account = self.policy.state.incident
             self.rolled.append((self.clock, None if account is None else account.number))
             self.step = max(0, min(self.step, back.at_latest) - event.lands)
-            self.policy.landed(self.step)
+            self.policy.rolled_back_to(self.step)
         return plan
 
     def restart(self) -> None:
@@ -385,7 +385,7 @@ def test_state_rebuilt_from_the_journal_is_the_live_one_after_every_plan_landing
         if plan.first(Stop) is None and (back := plan.first(Rollback)) is not None:
             step = max(0, min(step, back.at_latest) - event.lands)
             engine.write("action", action="rollback", step=step, to_step=step, incident=plan.incident)
-            engine.policy.landed(step)
+            engine.policy.rolled_back_to(step)
             check_rebuilt(engine, memory, config)
         written = len(memory.lines)
 
@@ -473,7 +473,7 @@ def test_acknowledgement_starts_every_budget_anew_and_keeps_clock_and_numbers():
         life.play(spike)
     assert life.policy.state.latched is not None
     life.policy.acknowledge()
-    assert life.policy.state == State(clock=300, next_number=2)
+    assert life.policy.state == PolicyState(clock=300, next_number=2)
     assert [stopped(life.play(spike)) for _ in range(3)] == [False, False, True]
     assert [p.incident for p in life.plans] == [1, 1, 1, 2, 2, 2]
 

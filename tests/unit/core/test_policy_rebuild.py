@@ -8,12 +8,12 @@ from builders import verdict
 from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Kind, Rollback, Severity
-from holdfast.core.decide.policy import Policy, State
+from holdfast.core.decide.policy import Policy, PolicyState
 
 BAD_SPIKE = verdict(Kind.LOSS_SPIKE, Severity.ROLLBACK)
 
 
-def rebuilt(*events: dict) -> State:
+def rebuilt(*events: dict) -> PolicyState:
     policy = Policy(RecoverSection())
     policy.rebuild(events)
     return policy.state
@@ -24,13 +24,13 @@ def test_last_state_in_the_journal_holds():
 
 
 def test_journal_without_a_state_leaves_a_new_policy_new():
-    assert rebuilt() == State()
-    assert rebuilt({"event": "run_begin"}, {"event": "plan", "policy": None}) == State()
+    assert rebuilt() == PolicyState()
+    assert rebuilt({"event": "run_begin"}, {"event": "plan", "policy": None}) == PolicyState()
 
 
 def test_acknowledgement_counts_from_where_it_stands_in_the_journal():
     spent = {"event": "plan", "policy": {"clock": 9, "rollbacks": [8, 9], "spikes": 2, "latched": "enough"}}
-    assert rebuilt(spent, {"event": "ack"}) == State(clock=9)
+    assert rebuilt(spent, {"event": "ack"}) == PolicyState(clock=9)
     assert rebuilt({"event": "ack"}, spent).latched == "enough"
 
 

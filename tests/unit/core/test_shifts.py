@@ -144,7 +144,7 @@ def test_state_saved_without_it_still_loads():
     state = engine.state_dict()
     del state["expected_shifts"]
     engine.load_state_dict(state)
-    engine.resume(state, 7)
+    engine.load_saved_windows(state, 7)
     assert (detector.shifts, memory.lines) == (0, [])
 
 
@@ -163,7 +163,7 @@ def test_resumed_with_its_windows_nothing_is_shifted():
     engine, _, _ = make()
     feed(engine, 1, [8] * 60)
     other, detector, memory = make()
-    other.resume(json.loads(json.dumps(engine.state_dict())), 60)
+    other.load_saved_windows(json.loads(json.dumps(engine.state_dict())), 60)
     assert detector.seen == list(range(1, 61))
     assert (detector.shifts, memory.lines) == (0, [])
     feed(other, 61, [16] * 2)
@@ -173,7 +173,7 @@ def test_resumed_with_its_windows_nothing_is_shifted():
 @pytest.mark.parametrize("state", [{}, {"scripted": {"written by": "another version"}}, {"scripted": None}])
 def test_resumed_without_a_window_the_detector_begins_anew_and_it_is_on_record(state):
     engine, detector, memory = make()
-    engine.resume(state, 60)
+    engine.load_saved_windows(state, 60)
     assert detector.shifts == 1
     names = [d.name for d in engine.detectors]
     assert memory.events == [

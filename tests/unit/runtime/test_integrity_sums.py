@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.core.base import config
-from holdfast.core.decide.corruption import DIFFERS, SAME, UNSEEN, Class
+from holdfast.core.decide.corruption import DIFFERS, SAME, UNSEEN, ReplicaClass
 from holdfast.runtime.integrity.checks import Integrity
 from holdfast.runtime.integrity.checksums import sums_of, weights
 from holdfast.runtime.ports.ranks import SingleRank
@@ -36,7 +36,7 @@ class Pair(SingleRank):
 
 class Everywhere:
     def classes(self, tensors):
-        return [Class(tuple(tensors), ((0, 1),))]
+        return [ReplicaClass(tuple(tensors), ((0, 1),))]
 
 
 class Named:
@@ -44,7 +44,7 @@ class Named:
 
     def classes(self, tensors):
         return [
-            Class(tuple(n for n in tensors if n[0] == letter), groups)
+            ReplicaClass(tuple(n for n in tensors if n[0] == letter), groups)
             for letter, groups in (("a", ((0, 1),)), ("b", ((0,), (1,))))
         ]
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from holdfast.core.decide.corruption import Class
+from holdfast.core.decide.corruption import ReplicaClass
 from holdfast.runtime.guard.guard import Guard, Wired
 from holdfast.runtime.ports.distributed_context import DistributedContext
 
@@ -88,8 +88,8 @@ class Replicated:
     def __init__(self, size: int) -> None:
         self._everyone = (tuple(range(size)),)
 
-    def classes(self, tensors: Any) -> list[Class]:
-        return [Class(tuple(tensors), self._everyone)]
+    def classes(self, tensors: Any) -> list[ReplicaClass]:
+        return [ReplicaClass(tuple(tensors), self._everyone)]
 
 
 class RankGuard(Guard):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeAlias, TypeVar
 
-from holdfast.core.base.errors import RunDirError, Unreadable
+from holdfast.core.base.errors import RunDirError, UnreadableError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ _READ = os.O_RDONLY | os.O_CLOEXEC
 CHUNK = 4 << 20
 
 
-def again(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The call, made again for as long as a signal interrupts it. Python does this for some calls, not for rename."""
     while True:
         try:
@@ -47,19 +47,19 @@ def close(descriptor: int) -> None:
 def make_folder(path: Path) -> None:
     """The folder, and those above it, where they are not there yet."""
     try:
-        again(os.mkdir, path)
+        retry_interrupted(os.mkdir, path)
     except FileNotFoundError:
         make_folder(path.parent)
         with contextlib.suppress(FileExistsError):
-            again(os.mkdir, path)
+            retry_interrupted(os.mkdir, path)
     except FileExistsError:
-        if not stat.S_ISDIR(again(os.stat, path).st_mode):
+        if not stat.S_ISDIR(retry_interrupted(os.stat, path).st_mode):
             raise
 
 
 def write_some(descriptor: int, data: Bytes) -> int:
     """How many bytes of `data`, which is not empty, the kernel took: at least one."""
-    taken = again(os.write, descriptor, data)
+    taken = retry_interrupted(os.write, descriptor, data)
     if taken <= 0:
         raise OSError(errno.EIO, "the file system took no byte and gave no reason")
     return taken
@@ -78,10 +78,10 @@ def write_file(path: Path, data: Bytes, mode: int = 0o644, *, exclusive: bool = 
     exclusive: it must not exist yet. A symbolic link is never followed.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_EXCL if exclusive else os.O_TRUNC)
-    descriptor = again(os.open, path, flags, mode)
+    descriptor = retry_interrupted(os.open, path, flags, mode)
     try:
         write_all(descriptor, data)
-        again(os.fsync, descriptor)
+        retry_interrupted(os.fsync, descriptor)
     except BaseException:
         with contextlib.suppress(OSError):
             close(descriptor)
@@ -92,13 +92,13 @@ def write_file(path: Path, data: Bytes, mode: int = 0o644, *, exclusive: bool = 
 def open_regular(path: Path) -> int:
     """A descriptor to read a regular file by. Links are not followed, and no pipe or device is waited for."""
     try:
-        descriptor = again(os.open, path, _READ | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = retry_interrupted(os.open, path, _READ | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a symbolic link", str(path)) from None
         raise
     try:
-        if not stat.S_ISREG(again(os.fstat, descriptor).st_mode):
+        if not stat.S_ISREG(retry_interrupted(os.fstat, descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     except BaseException:
         close(descriptor)
@@ -111,7 +111,7 @@ def read_file(path: Path, most: int) -> bytes:
     descriptor = open_regular(path)
     try:
         pieces, left = [], most + 1
-        while left > 0 and (piece := again(os.read, descriptor, min(left, CHUNK))):
+        while left > 0 and (piece := retry_interrupted(os.read, descriptor, min(left, CHUNK))):
             pieces.append(piece)
             left -= len(piece)
     finally:
@@ -125,7 +125,7 @@ def fsync_file(path: Path) -> None:
     """What any process has written to the file so far is on disk."""
     descriptor = open_regular(path)
     try:
-        again(os.fsync, descriptor)
+        retry_interrupted(os.fsync, descriptor)
     finally:
         close(descriptor)
 
@@ -133,11 +133,11 @@ def fsync_file(path: Path) -> None:
 def fsync_folder(path: Path) -> None:
     """The names in the folder are on disk. Nothing is done where the file system has no such call, or forbids it."""
     try:
-        descriptor = again(os.open, path, _READ | os.O_DIRECTORY)
+        descriptor = retry_interrupted(os.open, path, _READ | os.O_DIRECTORY)
     except PermissionError:  # a folder that may be written and not read
         return
     try:
-        again(os.fsync, descriptor)
+        retry_interrupted(os.fsync, descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
@@ -154,10 +154,10 @@ def replace_file(path: Path, data: Bytes, mode: int = 0o644) -> None:
     aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.aside")
     try:
         write_file(aside, data, mode, exclusive=True)
-        again(os.replace, aside, path)
+        retry_interrupted(os.replace, aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            again(os.unlink, aside)
+            retry_interrupted(os.unlink, aside)
         raise
     fsync_folder(path.parent)
     with contextlib.suppress(OSError):
@@ -167,13 +167,13 @@ def replace_file(path: Path, data: Bytes, mode: int = 0o644) -> None:
 def _remove_stale(path: Path) -> None:
     now = os.stat(path).st_mtime
     for name in os.listdir(path.parent):
-        if is_aside(name) and name.startswith(f".{path.name}."):
+        if is_temporary(name) and name.startswith(f".{path.name}."):
             left = path.with_name(name)
             if os.lstat(left).st_mtime < now - _STALE_SECONDS:
-                again(os.unlink, left)
+                retry_interrupted(os.unlink, left)
 
 
-def is_aside(name: str) -> bool:
+def is_temporary(name: str) -> bool:
     """Whether it is the name of a file in the making, or of what a killed process left of one."""
     return _ASIDE.fullmatch(name) is not None
 
@@ -189,23 +189,23 @@ def remove_tree(path: Path) -> None:
 def _remove(name: Path | str, within: int | None) -> None:
     """By descriptors, so that nobody can put a link in the place of a folder while it is being emptied."""
     with contextlib.suppress(FileNotFoundError):
-        found = again(os.stat, name, dir_fd=within, follow_symlinks=False)
+        found = retry_interrupted(os.stat, name, dir_fd=within, follow_symlinks=False)
         if not stat.S_ISDIR(found.st_mode):
-            again(os.unlink, name, dir_fd=within)
+            retry_interrupted(os.unlink, name, dir_fd=within)
             return
-        descriptor = again(os.open, name, _READ | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
+        descriptor = retry_interrupted(os.open, name, _READ | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
         try:
-            for inside in again(os.listdir, descriptor):
+            for inside in retry_interrupted(os.listdir, descriptor):
                 _remove(inside, descriptor)
         finally:
             close(descriptor)
-        again(os.rmdir, name, dir_fd=within)
+        retry_interrupted(os.rmdir, name, dir_fd=within)
 
 
-def refused(path: Path, doing: str, error: OSError) -> RunDirError:
+def run_dir_error(path: Path, doing: str, error: OSError) -> RunDirError:
     """What a person is told: the path, what could not be done with it, why, and the cure."""
     said = f"{path} cannot be {doing}: {error.strerror or type(error).__name__}; {_cure(path, error)}"
-    return Unreadable(said) if doing == "read" and error.errno not in _DAMAGE else RunDirError(said)
+    return UnreadableError(said) if doing == "read" and error.errno not in _DAMAGE else RunDirError(said)
 
 
 def _cure(path: Path, error: OSError) -> str:

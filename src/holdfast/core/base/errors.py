@@ -47,7 +47,7 @@ class SetupError(HoldfastError):
     """What was handed to the guard cannot be guarded as it is."""
 
 
-class Unreadable(RunDirError):
+class UnreadableError(RunDirError):
     """The disk would not give a file that is there. Nothing is known of its content: another time it may."""
 
 

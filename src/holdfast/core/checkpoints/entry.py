@@ -15,7 +15,7 @@ from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, Manifest, is_na
 _MOST_BYTES = 256 << 20
 
 
-class Entry(NamedTuple):
+class CheckpointEntry(NamedTuple):
     """A checkpoint folder. Where `damage` says what is wrong with its small files, it is bad whatever they say."""
 
     name: str
@@ -39,12 +39,12 @@ class Entry(NamedTuple):
         return int(self.name.partition(".b")[2] or 0)
 
 
-def read_entry(path: Path) -> Entry | None:
+def read_entry(path: Path) -> CheckpointEntry | None:
     """The checkpoint in a folder of such a name; None where there is no folder. Raises nothing: damage is in the entry."""
     if not is_name(path.name):
         return None
     try:
-        found = durable.again(os.lstat, path)
+        found = durable.retry_interrupted(os.lstat, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -59,7 +59,7 @@ def read_entry(path: Path) -> Entry | None:
     return entry
 
 
-def _read(path: Path) -> Entry:
+def _read(path: Path) -> CheckpointEntry:
     try:
         manifest, digest = unseal_manifest(_content(path / MANIFEST))
     except RunDirError as error:
@@ -74,7 +74,7 @@ def _read(path: Path) -> Entry:
         return _damaged(path, str(error), manifest, digest)
     if record.manifest != digest:
         return _damaged(path, f"{HEALTH} belongs to another {MANIFEST}: one of them was replaced", manifest, digest)
-    return Entry(path.name, path, manifest, digest, record.health, record.why, None, record.handover)
+    return CheckpointEntry(path.name, path, manifest, digest, record.health, record.why, None, record.handover)
 
 
 def _content(path: Path) -> bytes:
@@ -87,11 +87,11 @@ def _content(path: Path) -> bytes:
         raise RunDirError(f"{path.name} cannot be read: {error.strerror}") from None
 
 
-def _damaged(path: Path, damage: str, manifest: Manifest | None = None, digest: str = "") -> Entry:
-    return Entry(path.name, path, manifest, digest, Health.BAD, damage, damage)
+def _damaged(path: Path, damage: str, manifest: Manifest | None = None, digest: str = "") -> CheckpointEntry:
+    return CheckpointEntry(path.name, path, manifest, digest, Health.BAD, damage, damage)
 
 
-class Trust:
+class TrustedOwners:
     """Whose files are believed: this user's, root's, and those of who owns the run directory; none that all may write.
 
     What the group may write is believed: a group is chosen, and sharing a run with one is common. Holdfast itself makes
@@ -101,7 +101,7 @@ class Trust:
     def __init__(self, checkpoint: Path) -> None:
         above = checkpoint.absolute().parent
         self._home = above.parent if above.name == "checkpoints" else above
-        self._owners = {os.geteuid(), 0, durable.again(os.stat, self._home).st_uid}
+        self._owners = {os.geteuid(), 0, durable.retry_interrupted(os.stat, self._home).st_uid}
 
     def doubt(self, name: str, found: os.stat_result) -> str | None:
         """Why it is not believed, with the cure; None where it is."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry, Trust, read_entry
+from holdfast.core.checkpoints.entry import CheckpointEntry, TrustedOwners, read_entry
 from holdfast.core.checkpoints.manifest import (
     HEALTH,
     MANIFEST,
@@ -28,8 +28,6 @@ from holdfast.core.checkpoints.manifest import (
     seal,
     unseal_manifest,
 )
-
-__all__ = ["Entry", "Folder", "read_entry"]
 
 _TMP = ".tmp-"
 _GONE = ".gone-"
@@ -41,12 +39,12 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         """Every checkpoint, by step and then branch, damaged ones too. Reads two small files of each."""
         found = (read_entry(self.path / name) for name in self._names() if is_name(name))
         return sorted((e for e in found if e is not None), key=lambda e: (e.step, e.branch, e.name))
 
-    def entry(self, name: str) -> Entry:
+    def entry(self, name: str) -> CheckpointEntry:
         """One checkpoint by its name; RunDirError where there is none."""
         entry = read_entry(self._at(name))
         if entry is None:
@@ -61,10 +59,10 @@ class Folder:
         path = self.path / f"{_TMP}{self._at(name).name}"
         with _told(path, "made"):
             if not os.path.isdir(self.path):
-                durable.again(os.makedirs, self.path, 0o755, exist_ok=True)
+                durable.retry_interrupted(os.makedirs, self.path, 0o755, exist_ok=True)
                 durable.fsync_folder(self.path.parent)
             durable.remove_tree(path)
-            durable.again(os.mkdir, path, 0o755)
+            durable.retry_interrupted(os.mkdir, path, 0o755)
         return path
 
     def publish(
@@ -76,7 +74,7 @@ class Folder:
         *,
         time: float,
         handover: bool = False,
-    ) -> Entry:
+    ) -> CheckpointEntry:
         """Make the files in `staging` the checkpoint `manifest.name`: whole and on disk, or not there under that name.
 
         Refused where there is one of that name, or where the files are not those of the manifest by name and length,
@@ -92,7 +90,7 @@ class Folder:
                     raise RunDirError(f"{path} is there already; remove it, or save on the branch the run is on now")
                 record = HealthRecord(health=health, why=why, handover=handover, manifest=seal(manifest)[1], time=time)
                 entry = self._complete(staging, manifest, record)
-                durable.again(os.rename, staging, path)
+                durable.retry_interrupted(os.rename, staging, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 durable.remove_tree(staging)
@@ -101,7 +99,7 @@ class Folder:
             durable.fsync_folder(self.path)
         return entry
 
-    def mark(self, name: str, health: Health, why: str, time: float, *, handover: bool = False) -> Entry:
+    def mark(self, name: str, health: Health, why: str, time: float, *, handover: bool = False) -> CheckpointEntry:
         """Say what is thought of a checkpoint now. A damaged one is bad already: nothing else can be said of it."""
         entry = self.entry(name)
         if entry.damage is not None:
@@ -119,7 +117,7 @@ class Folder:
         with _told(path, "removed"):
             durable.remove_tree(gone)
             try:
-                durable.again(os.rename, path, gone)
+                durable.retry_interrupted(os.rename, path, gone)
             except FileNotFoundError:
                 raise RunDirError(f"{path}: no such checkpoint; {self.path} has {self._known()}") from None
             durable.fsync_folder(self.path)
@@ -144,15 +142,15 @@ class Folder:
     def _leftovers(self) -> Iterator[Path]:
         for name in self._names():
             path = self.path / name
-            if name.startswith((_TMP, _GONE)) or durable.is_aside(name):
+            if name.startswith((_TMP, _GONE)) or durable.is_temporary(name):
                 yield path
             elif is_name(name) and os.path.isdir(path) and not os.path.islink(path):
                 asides: list[str] = []
                 with contextlib.suppress(OSError):  # one that cannot be read is listed as damaged; the others are swept
-                    asides = [n for n in durable.again(os.listdir, path) if durable.is_aside(n)]
+                    asides = [n for n in durable.retry_interrupted(os.listdir, path) if durable.is_temporary(n)]
                 yield from (path / n for n in sorted(asides))
 
-    def _complete(self, staging: Path, manifest: Manifest, record: HealthRecord) -> Entry:
+    def _complete(self, staging: Path, manifest: Manifest, record: HealthRecord) -> CheckpointEntry:
         """Add the two small files and force everything to disk."""
         content, digest = seal(manifest)
         unseal_manifest(content)  # what would not be read back is refused now, not at the resume
@@ -168,7 +166,7 @@ class Folder:
             durable.fsync_file(staging / name)
         durable.fsync_folder(staging)
         path = self.path / manifest.name
-        return Entry(path.name, path, manifest, digest, record.health, record.why, None, record.handover)
+        return CheckpointEntry(path.name, path, manifest, digest, record.health, record.why, None, record.handover)
 
     def _at(self, name: str) -> Path:
         if not is_name(name):
@@ -177,11 +175,11 @@ class Folder:
 
     def _names(self) -> list[str]:
         try:
-            return sorted(durable.again(os.listdir, self.path))
+            return sorted(durable.retry_interrupted(os.listdir, self.path))
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise durable.refused(self.path, "listed", error) from None
+            raise durable.run_dir_error(self.path, "listed", error) from None
 
     def _known(self) -> str:
         names = [name for name in self._names() if is_name(name)]
@@ -190,18 +188,22 @@ class Folder:
 
 def _mismatch(staging: Path, manifest: Manifest) -> str | None:
     """The first thing in the folder that is not as the manifest has it, by names, kinds, lengths and modes."""
-    trust = Trust(staging)
+    trust = TrustedOwners(staging)
     extra = next(
-        (n for n in sorted(durable.again(os.listdir, staging)) if not n.startswith(".") and n not in manifest.files),
+        (
+            n
+            for n in sorted(durable.retry_interrupted(os.listdir, staging))
+            if not n.startswith(".") and n not in manifest.files
+        ),
         None,
     )
     if extra is not None:
         return f"{extra} is not part of it"
-    if doubt := trust.doubt("the folder", durable.again(os.lstat, staging)):
+    if doubt := trust.doubt("the folder", durable.retry_interrupted(os.lstat, staging)):
         return doubt
     for name, expected in manifest.files.items():
         try:
-            found = durable.again(os.lstat, staging / name)
+            found = durable.retry_interrupted(os.lstat, staging / name)
         except FileNotFoundError:
             return f"{name} is missing"
         if not stat.S_ISREG(found.st_mode):
@@ -219,4 +221,4 @@ def _told(path: Path, doing: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise durable.refused(path, doing, error) from None
+        raise durable.run_dir_error(path, doing, error) from None

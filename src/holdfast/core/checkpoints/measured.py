@@ -19,7 +19,7 @@ _TAIL = 4_000_000
 _ORDERLY = ("KeyboardInterrupt", "PolicyStop", "SystemExit")
 
 
-class Measured(NamedTuple):
+class MeasuredCosts(NamedTuple):
     """Medians, in seconds; the rest counts and settings."""
 
     step_time: float | None
@@ -48,7 +48,7 @@ class _Life(NamedTuple):
     resumed: float | None
 
 
-def measure(place: str) -> Measured:
+def measure(place: str) -> MeasuredCosts:
     """What a run directory tells; RunDirError where `place` is not one."""
     folder = _existing(place)
     limits: list[str] = []
@@ -61,7 +61,7 @@ def measure(place: str) -> Measured:
     saves = [e for e in events if e.get("event") == "checkpoint" and e.get("status") == "saved"]
     checkpoint = _section(_section(about, "config"), "checkpoint")
     failures = sum(life.failed for life in lives[:-1])
-    return Measured(
+    return MeasuredCosts(
         step_time=_step_time(folder.metrics, limits),
         stall=_median(e.get("stall_seconds") for e in saves),
         write=_median(e.get("write_seconds") for e in saves),
@@ -92,7 +92,7 @@ def _existing(place: str) -> RunDir:
 
 def _about(path: Path, limits: list[str]) -> dict[str, Any]:
     try:
-        about = facts.read(path)
+        about = facts.read_run_json(path)
     except RunDirError as error:
         limits.append(str(error).split(";")[0])
         return {}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry, read_entry
+from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
@@ -24,13 +24,13 @@ from holdfast.core.record import facts, journal
 
 log = logging.getLogger("holdfast")
 
-Check = Callable[[Entry], str | None]
+Check = Callable[[CheckpointEntry], str | None]
 CHECKPOINTS = "checkpoints"
 JOURNAL = "journal.jsonl"
 _LEFT = "the journal says that the run left its branch"
 
 
-class Passed(NamedTuple):
+class RejectedCheckpoint(NamedTuple):
     """A checkpoint that was not taken."""
 
     name: str
@@ -42,7 +42,7 @@ class Passed(NamedTuple):
 
 def choose(
     folder: Folder, run: str | None, *, check: Check = verify_bytes, at_most: int | None = None
-) -> tuple[Entry | None, list[Passed]]:
+) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
     """The newest checkpoint that may be restored, and each newer one with why it was passed over, newest first.
 
     run: the identity of the run; None takes those of any. at_most: no later step than this.
@@ -54,11 +54,11 @@ def choose(
 
 
 def pick(
-    entries: Sequence[Entry], run: str | None, check: Check, at_most: int | None = None
-) -> tuple[Entry | None, list[Passed]]:
+    entries: Sequence[CheckpointEntry], run: str | None, check: Check, at_most: int | None = None
+) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
     """`choose` among checkpoints already listed."""
     lineage = _followed(entries, run)
-    passed: list[Passed] = []
+    passed: list[RejectedCheckpoint] = []
     for entry in sorted(entries, key=lambda e: (e.step, e.branch), reverse=True):
         why = _barred(entry, run, lineage, entries)
         if why is None and at_most is not None and entry.step > at_most:
@@ -67,22 +67,24 @@ def pick(
             why = check(entry)
         if why is None:
             return entry, passed
-        passed.append(Passed(entry.name, entry.step, why))
+        passed.append(RejectedCheckpoint(entry.name, entry.step, why))
     return None, passed
 
 
-def _followed(entries: Sequence[Entry], run: str | None) -> Lineage | None:
+def _followed(entries: Sequence[CheckpointEntry], run: str | None) -> Lineage | None:
     """The lineage of the state that was saved last."""
     trusted = [e for e in entries if e.damage is None and e.health is not Health.QUARANTINED and _is_of(e, run)]
     last = max(trusted, key=lambda e: (e.branch, e.step), default=None)
     return last.manifest.lineage if last is not None and last.manifest is not None else None
 
 
-def _is_of(entry: Entry, run: str | None) -> bool:
+def _is_of(entry: CheckpointEntry, run: str | None) -> bool:
     return entry.manifest is not None and (run is None or entry.manifest.run == run)
 
 
-def _barred(entry: Entry, run: str | None, lineage: Lineage | None, entries: Sequence[Entry]) -> str | None:
+def _barred(
+    entry: CheckpointEntry, run: str | None, lineage: Lineage | None, entries: Sequence[CheckpointEntry]
+) -> str | None:
     """Why it may not be restored, by its small files alone."""
     manifest = entry.manifest
     if entry.damage is not None or manifest is None:
@@ -102,7 +104,7 @@ def _barred(entry: Entry, run: str | None, lineage: Lineage | None, entries: Seq
     return None
 
 
-def _went_through(later: Entry, entry: Entry, run: str | None) -> bool:
+def _went_through(later: CheckpointEntry, entry: CheckpointEntry, run: str | None) -> bool:
     """Whether the run came to `later` from `entry`; where that cannot be read, whether it may have."""
     if later.manifest is None:
         return (later.branch, later.step) > (entry.branch, entry.step)
@@ -133,7 +135,7 @@ def resolve_resume_path(
     return path
 
 
-def _believe(entry: Entry) -> str | None:
+def _believe(entry: CheckpointEntry) -> str | None:
     return None
 
 
@@ -148,14 +150,14 @@ def _otherwise(run_dir: Path) -> str:
 class Survey(NamedTuple):
     """The checkpoints of a run directory as a start of the run would see them, and what it would do."""
 
-    entries: list[Entry]
+    entries: list[CheckpointEntry]
     """by step and then branch; what the journal says was left is quarantined here, whatever is on disk"""
     run: str | None
     """whose they must be; None where that is not on record, and none is of another run than the others"""
     lineage: Lineage | None
     """the branches the run has come through, by the journal and by what was saved last; None where neither says"""
-    taken: Entry | None
-    passed: list[Passed]
+    taken: CheckpointEntry | None
+    passed: list[RejectedCheckpoint]
     refusal: str | None
     """why the run can neither go on nor begin"""
 
@@ -201,7 +203,7 @@ def is_left(lineage: Lineage | None, branch: int, step: int) -> bool:
     return lineage is not None and branch <= lineage.branch and not lineage.holds(branch, step)
 
 
-def _as_noted(entry: Entry, noted: Lineage | None) -> Entry:
+def _as_noted(entry: CheckpointEntry, noted: Lineage | None) -> CheckpointEntry:
     trusted = entry.damage is None and entry.health in (Health.GOOD, Health.CANDIDATE)
     if trusted and is_left(noted, entry.branch, entry.step):
         return entry._replace(health=Health.QUARANTINED, why=_LEFT, handover=False)
@@ -223,13 +225,13 @@ def _newest(run_dir: Path, check: Check, *, quiet: bool = False) -> Path | None:
     return None
 
 
-def _listed(head: str, passed: Sequence[Passed]) -> str:
+def _listed(head: str, passed: Sequence[RejectedCheckpoint]) -> str:
     return (head + "".join(f"\n  - {p.name}: {p.why}" for p in passed)) if passed else ""
 
 
-def _identity(run_dir: Path, entries: Sequence[Entry]) -> str | None:
+def _identity(run_dir: Path, entries: Sequence[CheckpointEntry]) -> str | None:
     """Whose checkpoints to take: as run.json says; where it does not say, those of the one run there is."""
-    about = facts.read(run_dir / "run.json") or {}
+    about = facts.read_run_json(run_dir / "run.json") or {}
     run = about.get("run")
     found = sorted({e.manifest.run for e in entries if e.manifest is not None and e.damage is None})
     if isinstance(run, str) and run:

@@ -15,7 +15,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 _DOUBTED = (Health.BAD, Health.QUARANTINED)
 
 
-class Saved(NamedTuple):
+class SavedCheckpoint(NamedTuple):
     """A checkpoint, as far as keeping it goes."""
 
     name: str
@@ -25,7 +25,7 @@ class Saved(NamedTuple):
     handover: bool = False
 
 
-class Rules(NamedTuple):
+class RetentionRules(NamedTuple):
     """What is kept, beside the newest good one, which always is."""
 
     keep_last: int = 3
@@ -38,7 +38,9 @@ class Rules(NamedTuple):
     """the newest bad or quarantined ones, to be looked at"""
 
 
-def doomed(saved: Sequence[Saved], lineage: Lineage, rules: Rules) -> list[tuple[Saved, str]]:
+def select_for_deletion(
+    saved: Sequence[SavedCheckpoint], lineage: Lineage, rules: RetentionRules
+) -> list[tuple[SavedCheckpoint, str]]:
     """What is to be deleted, and why: branches that were left first, then the lineage's own, each oldest first.
 
     - As long as no good one lies on the lineage, nothing is.
@@ -62,7 +64,7 @@ def doomed(saved: Sequence[Saved], lineage: Lineage, rules: Rules) -> list[tuple
     return found + [(s, _superseded(s, good, rules)) for s in older if s.name not in kept]
 
 
-def _kept(older: list[Saved], good: list[Saved], rules: Rules) -> list[Saved]:
+def _kept(older: list[SavedCheckpoint], good: list[SavedCheckpoint], rules: RetentionRules) -> list[SavedCheckpoint]:
     """What of those older than the newest good one stays; both lists are oldest first."""
     doubted = [s for s in older if s.health in _DOUBTED]
     kept = [*good[-max(1, rules.keep_last) :], *doubted[max(0, len(doubted) - rules.keep_bad) :]]
@@ -71,7 +73,7 @@ def _kept(older: list[Saved], good: list[Saved], rules: Rules) -> list[Saved]:
     return kept + (_spaced(good) if rules.powers else [])
 
 
-def _spaced(good: list[Saved]) -> list[Saved]:
+def _spaced(good: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """For every power of two, the first good one in the last cell of that many steps before the newest one's cell.
 
     The cells lie at multiples of the power, so which one is first in its cell does not depend on what is newest: one
@@ -88,7 +90,7 @@ def _spaced(good: list[Saved]) -> list[Saved]:
     return found
 
 
-def _abandoned(one: Saved, lineage: Lineage) -> str:
+def _abandoned(one: SavedCheckpoint, lineage: Lineage) -> str:
     went_back = next(
         (b.step for a, b in zip(lineage.forks, lineage.forks[1:], strict=False) if a.branch == one.branch), None
     )
@@ -97,7 +99,7 @@ def _abandoned(one: Saved, lineage: Lineage) -> str:
     return "on a branch that the run has left"
 
 
-def _superseded(one: Saved, good: list[Saved], rules: Rules) -> str:
+def _superseded(one: SavedCheckpoint, good: list[SavedCheckpoint], rules: RetentionRules) -> str:
     if one.health is Health.GOOD:
         return f"good, but older than the newest {max(1, rules.keep_last)} that are, and kept by no other rule"
     if one.health in _DOUBTED:

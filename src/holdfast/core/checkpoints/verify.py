@@ -4,7 +4,7 @@ Refused, with the file and what differs: a file that is missing, shorter, longer
 else that is not a regular file; a file that the manifest does not name; a manifest or health that was edited or
 belongs elsewhere; a folder or file that every user may write or that a stranger owns. Hidden files are left alone, as
 nothing ever reads them: what a killed process left aside, or what a file system keeps for itself (.nfs*, .DS_Store).
-A group may be allowed to write (see Trust). What the health says is not judged here.
+A group may be allowed to write (see TrustedOwners). What the health says is not judged here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.core.base import durable
-from holdfast.core.checkpoints.entry import Entry, Trust, read_entry
+from holdfast.core.checkpoints.entry import CheckpointEntry, TrustedOwners, read_entry
 from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, FileSum, Manifest, is_name
 
 Progress = Callable[[int, int], None]
 
 
-class Sum(Protocol):
+class Checksum(Protocol):
     """A checksum that takes the bytes as they come."""
 
     def update(self, data: bytes, /) -> None: ...
@@ -42,31 +42,31 @@ class Crc32:
         return f"{self._value:08x}"
 
 
-KINDS: dict[str, Callable[[], Sum]] = {"crc32": Crc32, "sha256": hashlib.sha256}
+CHECKSUMS: dict[str, Callable[[], Checksum]] = {"crc32": Crc32, "sha256": hashlib.sha256}
 
 
-def sum_of(path: Path, kind: str = "crc32") -> FileSum:
+def checksum_file(path: Path, kind: str = "crc32") -> FileSum:
     """A regular file's length and checksum as they are now, for the manifest. OSError where it cannot be read."""
-    length, digest = _read(path, KINDS[kind](), lambda count: None)
+    length, digest = _read(path, CHECKSUMS[kind](), lambda count: None)
     return FileSum(bytes=length, sum=f"{kind}:{digest}")
 
 
 def verify(
-    checkpoint: Entry | str | os.PathLike[str], *, progress: Progress | None = None, contents: bool = True
+    checkpoint: CheckpointEntry | str | os.PathLike[str], *, progress: Progress | None = None, contents: bool = True
 ) -> str | None:
     """Why the checkpoint cannot be trusted, or None. Reads every byte; progress(done, total) follows, in bytes.
 
     contents: False leaves the bytes of the files to who reads them anyway, and looks at all else."""
-    path = checkpoint.path if isinstance(checkpoint, Entry) else Path(checkpoint)
+    path = checkpoint.path if isinstance(checkpoint, CheckpointEntry) else Path(checkpoint)
     try:
-        return _verify(path, checkpoint.digest if isinstance(checkpoint, Entry) else None, progress, contents)
+        return _verify(path, checkpoint.digest if isinstance(checkpoint, CheckpointEntry) else None, progress, contents)
     except FileNotFoundError as error:
         return f"{_within(path, error)} is missing"
     except OSError as error:
         return f"{_within(path, error)} cannot be read: {error.strerror}"
 
 
-def look(entry: Entry) -> str | None:
+def verify_except_contents(entry: CheckpointEntry) -> str | None:
     """`verify` without the contents, for who has to tell damage from a disk that does not answer: OSError for that."""
     try:
         return _verify(entry.path, entry.digest, None, contents=False)
@@ -85,22 +85,24 @@ def _verify(path: Path, listed: str | None, progress: Progress | None, contents:
     if listed is not None and entry.digest != listed:
         return f"{MANIFEST} is not the one that was listed: it was replaced since"
     assert entry.manifest is not None  # else it is damaged
-    trust = Trust(path)
-    doubt = trust.doubt("the folder", durable.again(os.lstat, path)) or _strange(path, entry.manifest, trust)
+    trust = TrustedOwners(path)
+    doubt = trust.doubt("the folder", durable.retry_interrupted(os.lstat, path)) or _strange(
+        path, entry.manifest, trust
+    )
     if doubt is not None or not contents:
         return doubt
     return _compare(path, entry.manifest, progress)
 
 
-def _strange(path: Path, manifest: Manifest, trust: Trust) -> str | None:
+def _strange(path: Path, manifest: Manifest, trust: TrustedOwners) -> str | None:
     """The first file that should not be there, is not there, is no file, has another length or is not to be trusted."""
-    names = [n for n in sorted(durable.again(os.listdir, path)) if not n.startswith(".")]
+    names = [n for n in sorted(durable.retry_interrupted(os.listdir, path)) if not n.startswith(".")]
     extra = next((n for n in names if n not in manifest.files and n not in (MANIFEST, HEALTH)), None)
     if extra is not None:
         return f"{extra} is not part of it: the manifest does not name it; move it out of the folder"
     for name in (MANIFEST, HEALTH, *manifest.files):
         try:
-            found = durable.again(os.lstat, path / name)
+            found = durable.retry_interrupted(os.lstat, path / name)
         except FileNotFoundError:
             return f"{name} is missing"
         if stat.S_ISLNK(found.st_mode):
@@ -132,9 +134,11 @@ def _compare(path: Path, manifest: Manifest, progress: Progress | None) -> str |
 
     for name, expected in manifest.files.items():
         kind = expected.sum.partition(":")[0]
-        if kind not in KINDS:
-            return f"{name} has a checksum that this version cannot compute: {kind[:20]!r}; it has {', '.join(KINDS)}"
-        length, digest = _read(path / name, KINDS[kind](), advance)
+        if kind not in CHECKSUMS:
+            return (
+                f"{name} has a checksum that this version cannot compute: {kind[:20]!r}; it has {', '.join(CHECKSUMS)}"
+            )
+        length, digest = _read(path / name, CHECKSUMS[kind](), advance)
         if differs := _length(name, length, expected.bytes):
             return differs
         if f"{kind}:{digest}" != expected.sum:
@@ -144,11 +148,11 @@ def _compare(path: Path, manifest: Manifest, progress: Progress | None) -> str |
     return None
 
 
-def _read(path: Path, checksum: Sum, advance: Callable[[int], None]) -> tuple[int, str]:
+def _read(path: Path, checksum: Checksum, advance: Callable[[int], None]) -> tuple[int, str]:
     descriptor = durable.open_regular(path)
     try:
         length = 0
-        while data := durable.again(os.read, descriptor, durable.CHUNK):
+        while data := durable.retry_interrupted(os.read, descriptor, durable.CHUNK):
             checksum.update(data)
             length += len(data)
             advance(len(data))

@@ -20,7 +20,7 @@ _NAMED_TENSORS = 8
 Groups = tuple[tuple[int, ...], ...]
 
 
-class Class(NamedTuple):
+class ReplicaClass(NamedTuple):
     """Tensors that are replicated alike."""
 
     names: tuple[str, ...]
@@ -40,7 +40,9 @@ class Corruption(msgspec.Struct, frozen=True, kw_only=True):
     classes: tuple[int, ...] = ()
 
 
-def judge(step: int, rows: Sequence[Sequence[int]], groups: Sequence[Groups], *, window: bool) -> list[Corruption]:
+def find_corruption(
+    step: int, rows: Sequence[Sequence[int]], groups: Sequence[Groups], *, window: bool
+) -> list[Corruption]:
     """What is wrong, from one row a rank in the order of ranks: a sum a class, then what it says of its window."""
     found = []
     touched = {rank for rank, row in enumerate(rows) if window and row[len(groups)] == DIFFERS}
@@ -98,7 +100,7 @@ def _suspects(
     return named, undecided
 
 
-def tensors_apart(told: Sequence[Sequence[Mapping[str, int]]], groups: Sequence[Groups]) -> tuple[str, ...]:
+def differing_tensors(told: Sequence[Sequence[Mapping[str, int]]], groups: Sequence[Groups]) -> tuple[str, ...]:
     """The tensors that differ within a group, from every rank's sums by class. One that a rank lacks, differs."""
     found = []
     for which, partition in enumerate(groups):
@@ -109,12 +111,12 @@ def tensors_apart(told: Sequence[Sequence[Mapping[str, int]]], groups: Sequence[
     return tuple(found)
 
 
-def culprits(
+def corrupt_tensors(
     corruption: Corruption, accounts: Sequence[Mapping[str, Any]], groups: Sequence[Groups]
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     """The tensors that are wrong, and those that never passed a check of that kind, from every rank's account."""
     if corruption.kind == "replica":
-        tensors = tensors_apart([account["sums"] for account in accounts], groups)
+        tensors = differing_tensors([account["sums"] for account in accounts], groups)
     else:
         tensors = tuple(dict.fromkeys(name for rank in corruption.ranks for name in accounts[rank]["changed"]))
     return tensors, frozenset(name for account in accounts for name in account["fresh"][corruption.kind])
@@ -132,7 +134,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """tensors that this kind of check should leave alone from now on: then the run may go on as it is"""
 
 
-def finding(corruption: Corruption, decision: Decision, tensors: Sequence[str], last_good: int) -> Finding:
+def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[str], last_good: int) -> Finding:
     """Return to before it could have happened: a rank's wrong values have reached all others through its gradients."""
     replica = corruption.kind == "replica"
     onset = min(last_good + 1, corruption.step) if replica else corruption.step

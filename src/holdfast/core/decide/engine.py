@@ -81,7 +81,7 @@ class Engine:
             self._tally.feed(event)
         account = self.policy.state.incident
         if account is not None:
-            self._files.resumed(account.number, account.kind, account.opened, account.onset)
+            self._files.reopen(account.number, account.kind, account.opened, account.onset)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         """One event into the journal, and into the tally."""
@@ -143,7 +143,7 @@ class Engine:
             policy=self.policy.state_dict(),
             **_fields(plan),
         )
-        self._files.found(findings, signal, plan)
+        self._files.add_findings(findings, signal, plan)
         return plan
 
     def _seen_before(self, verdict: Verdict) -> bool:
@@ -174,14 +174,14 @@ class Engine:
         account = self.policy.state.incident
         assert account is not None, "an incident has a number only while it is open"
         self.write("incident_opened", incident=number, kind=account.kind, step=account.opened, onset=account.onset)
-        self._files.opened(number, account.kind, account.opened, account.onset, list(self._recent))
+        self._files.open(number, account.kind, account.opened, account.onset, list(self._recent))
 
     def _number(self) -> int | None:
         return None if self.policy.state.incident is None else self.policy.state.incident.number
 
     # ---- what became of it
 
-    def impossible(self, plan: Plan, why: str) -> Plan:
+    def stop_instead(self, plan: Plan, why: str) -> Plan:
         """A plan cannot be carried out: the stop that takes its place, written down."""
         reason = f"{plan.reason}; {why}"
         stop = Plan(actions=(Stop(reason),), reason=why, incident=plan.incident, by=plan.by)
@@ -189,7 +189,7 @@ class Engine:
         self.write("plan", durable=True, policy=self.policy.state_dict(), **_fields(stop))
         return stop
 
-    def became(self, outcome: Outcome, **fields: Any) -> None:
+    def record_outcome(self, outcome: Outcome, **fields: Any) -> None:
         """An attempt that was not simply committed: on record, with what it cost."""
         signal = outcome.signal
         fields = {"seconds_lost": signal.seconds, **fields}
@@ -204,16 +204,16 @@ class Engine:
             **fields,
         )
         if outcome.status is not Status.OVERFLOWED:
-            self._files.became(step=signal.step, attempt=signal.attempt, status=outcome.status, **fields)
+            self._files.add_outcome(step=signal.step, attempt=signal.attempt, status=outcome.status, **fields)
         if outcome.status is Status.STOPPED:
-            self._files.closed("stopped")
+            self._files.close("stopped")
 
     def commit(self, signal: Signal) -> int | None:
         """The attempt's update landed and stays. The number of the incident that it closed, if it closed one."""
         closed = self.policy.commit()
         if closed is not None:
             self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
-            self._files.closed("closed")
+            self._files.close("closed")
             self._incident = None
         if self.policy.state.clock % _PROGRESS_EVERY == 0:
             self.write("progress", step=signal.step, policy=self.policy.state_dict())
@@ -236,7 +236,7 @@ class Engine:
             if name in state:
                 owner.load_state_dict(state[name])
 
-    def resume(self, state: dict[str, Any], step: int) -> None:
+    def load_saved_windows(self, state: dict[str, Any], step: int) -> None:
         """Go on from what an earlier process saved. A detector it holds no window of, or one that another version
         wrote, learns its level anew."""
         anew = []

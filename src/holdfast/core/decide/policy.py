@@ -38,7 +38,7 @@ _RUNGS = ("skip", "replay", "rollback", "stop")
 _STRICT_SPIKES = 3
 
 
-class Open(msgspec.Struct):
+class IncidentAccount(msgspec.Struct):
     """The open incident's account."""
 
     number: int
@@ -57,7 +57,7 @@ class Open(msgspec.Struct):
     """where the last rollback landed"""
 
 
-class State(msgspec.Struct):
+class PolicyState(msgspec.Struct):
     """Everything the policy remembers. Written to the journal with every plan; never rolled back."""
 
     clock: int = 0
@@ -67,7 +67,7 @@ class State(msgspec.Struct):
     """the clock at each rollback still inside the window"""
     spikes: int = 0
     latched: str | None = None
-    incident: Open | None = None
+    incident: IncidentAccount | None = None
 
 
 class Policy:
@@ -75,7 +75,7 @@ class Policy:
 
     def __init__(self, config: RecoverSection) -> None:
         self._config = config
-        self.state = State()
+        self.state = PolicyState()
 
     def propose(self, verdict: Verdict) -> Plan:
         """What the policy would do. Opens the incident and counts the finding; spends nothing."""
@@ -136,7 +136,7 @@ class Policy:
             self._incident(verdict).healthy = 0
         return Plan(reason=_would(would), incident=self._number(), by="observe")
 
-    def landed(self, step: int) -> None:
+    def rolled_back_to(self, step: int) -> None:
         """A rollback has landed at `step`; a further one of this incident goes before it."""
         if self.state.incident is not None:
             self.state.incident.target = step
@@ -161,16 +161,18 @@ class Policy:
         state.rollbacks, state.spikes, state.consecutive = [], 0, 0
         state.latched, state.incident = None, None
 
-    def _incident(self, verdict: Verdict) -> Open:
+    def _incident(self, verdict: Verdict) -> IncidentAccount:
         state = self.state
         if state.incident is None:
-            state.incident = Open(number=state.next_number, kind=verdict.kind, opened=verdict.step, onset=verdict.onset)
+            state.incident = IncidentAccount(
+                number=state.next_number, kind=verdict.kind, opened=verdict.step, onset=verdict.onset
+            )
             state.next_number += 1
         elif family(state.incident.kind) != family(verdict.kind) and verdict.severity == Severity.ROLLBACK:
             state.incident.kind = verdict.kind
         return state.incident
 
-    def _rung(self, verdict: Verdict, incident: Open, kin: str) -> tuple[str, str]:
+    def _rung(self, verdict: Verdict, incident: IncidentAccount, kin: str) -> tuple[str, str]:
         """The rung a finding stands on, and why."""
         config = self._config
         if verdict.severity >= Severity.STOP:
@@ -196,7 +198,7 @@ class Policy:
                 return rung, reason
         return "stop", f"{reason}; the ladder has nothing more to try"
 
-    def _roll_back(self, verdict: Verdict, incident: Open, kin: str, reason: str) -> Plan:
+    def _roll_back(self, verdict: Verdict, incident: IncidentAccount, kin: str, reason: str) -> Plan:
         if (spent := self._spent()) is not None:
             return self._stop(verdict, f"{reason}; {spent}")
         config, depth = self._config, incident.rollbacks
@@ -261,7 +263,7 @@ class Policy:
         return msgspec.to_builtins(self.state)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = msgspec.convert(state, State)
+        self.state = msgspec.convert(state, PolicyState)
 
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
         """Return to what the journal of an earlier life of this run last said.
@@ -269,7 +271,7 @@ class Policy:
         A plan that the life ended before it could carry out is taken back: the step comes again and the same is found, and
         it must not count twice. Only once: a run that dies of its own plan would go on for ever.
         """
-        before: State | None = None
+        before: PolicyState | None = None
         taken_back = False
         for number, event in enumerate(events, 1):
             if isinstance(event.get("policy"), dict):
@@ -282,7 +284,7 @@ class Policy:
             elif event.get("event") in ("action", "outcome"):
                 before, taken_back = None, False
                 if event.get("action") == "rollback" and isinstance(event.get("to_step"), int):
-                    self.landed(event["to_step"])  # known only after the plan, with which the state was written
+                    self.rolled_back_to(event["to_step"])  # known only after the plan, with which the state was written
             elif event.get("event") == "ack":
                 before, taken_back = None, False
                 self.acknowledge()

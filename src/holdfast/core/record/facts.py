@@ -1,6 +1,6 @@
 """What a loop says of a run beside what the guard sees for itself: kept in run.json, every change in the journal.
 
-`holdfast diff` compares runs by these. The names it knows are in `KNOWN`; any other name is kept and compared as it is.
+`holdfast diff` compares runs by these facts. `KNOWN_FACTS` has the names it knows; other names are compared as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _JOINED = "eval"
 """results come one by one: each metric replaces only itself"""
 
 
-class Known(NamedTuple):
+class FactRule(NamedTuple):
     """A name with a meaning: whether a value fits, and the words for one that does."""
 
     fits: Callable[[Any], bool]
@@ -46,24 +46,26 @@ def _by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and bool(value) and all(fits(v) for v in value.values())
 
 
-_COUNT = Known(_is_count, "a whole number from 1")
-_SHARES = Known(_by_name(_is_share), 'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}')
+_COUNT = FactRule(_is_count, "a whole number from 1")
+_SHARES = FactRule(_by_name(_is_share), 'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}')
 
-KNOWN = {
-    "tokenizer": Known(lambda v: isinstance(v, str | dict), "text; holdfast.fingerprint(tokenizer) makes it"),
+KNOWN_FACTS = {
+    "tokenizer": FactRule(lambda v: isinstance(v, str | dict), "text; holdfast.fingerprint(tokenizer) makes it"),
     "vocab_size": _COUNT,
     "sources": _SHARES,
     "tokens_per_source": _SHARES,
-    "stages": Known(lambda v: isinstance(v, list), "a list of stages, each with its first step and weights"),
-    "data": Known(lambda v: isinstance(v, str | dict | list), "text; holdfast.fingerprint(path) makes it"),
+    "stages": FactRule(lambda v: isinstance(v, list), "a list of stages, each with its first step and weights"),
+    "data": FactRule(lambda v: isinstance(v, str | dict | list), "text; holdfast.fingerprint(path) makes it"),
     "sequence_length": _COUNT,
     "batch_size": _COUNT,
     "tokens_per_step": _COUNT,
     "world_size": _COUNT,
-    "precision": Known(lambda v: isinstance(v, str) and v != "", 'text, such as "bf16"'),
-    "seed": Known(lambda v: isinstance(v, int | dict) and not isinstance(v, bool), "a whole number, or a dict of them"),
-    "decode": Known(lambda v: isinstance(v, dict), 'a dict of settings, such as {"temperature": 0}'),
-    "eval": Known(_by_name(_is_number), 'a dict of metrics and numbers, such as {"hellaswag": 0.41}'),
+    "precision": FactRule(lambda v: isinstance(v, str) and v != "", 'text, such as "bf16"'),
+    "seed": FactRule(
+        lambda v: isinstance(v, int | dict) and not isinstance(v, bool), "a whole number, or a dict of them"
+    ),
+    "decode": FactRule(lambda v: isinstance(v, dict), 'a dict of settings, such as {"temperature": 0}'),
+    "eval": FactRule(_by_name(_is_number), 'a dict of metrics and numbers, such as {"hellaswag": 0.41}'),
 }
 
 
@@ -79,7 +81,7 @@ def record(run: Any, /, *, step: int | None = None, **facts: Any) -> None:
     metric; with `step` every result stays in the journal. Each change is an event `facts` there.
     """
     if isinstance(run, str | os.PathLike):
-        into_folder(run, check(facts, step), step)
+        record_in_folder(run, check_facts(facts, step), step)
     elif callable(by_guard := getattr(run, "record", None)):
         by_guard(step=step, **facts)
     else:
@@ -88,7 +90,7 @@ def record(run: Any, /, *, step: int | None = None, **facts: Any) -> None:
         )
 
 
-def check(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+def check_facts(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     """The facts as plain data; one ConfigError with everything that is wrong with them."""
     errors: list[str] = []
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
@@ -102,7 +104,7 @@ def check(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         except ValueError as error:
             errors.append(str(error))
             continue
-        known = KNOWN.get(name)
+        known = KNOWN_FACTS.get(name)
         if known is not None and plain[name] is not None and not known.fits(plain[name]):
             errors.append(f"{name} = {text(value)[:80]}: must be {known.says}")
     if not errors and (size := len(json.dumps(plain))) > MOST_BYTES:
@@ -143,7 +145,9 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     raise ValueError(f"{where} = {text(value)[:80]}: a {type(value).__name__} is not plain JSON data; record {cure}")
 
 
-def merge(known: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def merge_facts(
+    known: Mapping[str, Any], new: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """What is known afterwards, what of `new` changes it, and what stood there before."""
     result, changes, was = dict(known), {}, {}
     for name, value in new.items():
@@ -164,10 +168,10 @@ def merge(known: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[dict[str, A
     return result, changes, was
 
 
-def put(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], step: int | None) -> None:
+def write_facts(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], step: int | None) -> None:
     """Into the journal, by its `write`, and then into run.json. The folder is held, and the facts are checked."""
-    about = read(folder.run) or {}
-    result, changes, was = merge(about.get("facts") or {}, facts)
+    about = read_run_json(folder.run) or {}
+    result, changes, was = merge_facts(about.get("facts") or {}, facts)
     if step is not None and _JOINED in facts:
         changes[_JOINED] = facts[_JOINED]  # the same score at a later step is a result of its own
     if not changes:
@@ -179,16 +183,16 @@ def put(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], st
     write_atomically(folder.run, to_json({**about, "facts": result}))
 
 
-def rebuilt(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def rebuild_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The facts as a journal has them, for a run.json that is lost."""
     known: dict[str, Any] = {}
     for event in events:
         if event.get("event") == "facts" and isinstance(event.get("facts"), dict):
-            known = merge(known, event["facts"])[0]
+            known = merge_facts(known, event["facts"])[0]
     return known
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_run_json(path: Path) -> dict[str, Any] | None:
     """A run.json; None where there is none. RunDirError for one that is damaged."""
     try:
         about = json.loads(path.read_bytes())
@@ -207,7 +211,7 @@ def read(path: Path) -> dict[str, Any] | None:
     return about
 
 
-def into_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], step: int | None) -> None:
+def record_in_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], step: int | None) -> None:
     """Into a run directory that nobody holds."""
     folder = RunDir(path)
     if not folder.path.exists():
@@ -227,7 +231,7 @@ def into_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], step: in
     try:
         log = journal.Journal(folder.journal)
         try:
-            put(folder, log.write, facts, step)
+            write_facts(folder, log.write, facts, step)
         finally:
             log.close()
     finally:

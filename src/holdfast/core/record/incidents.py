@@ -18,7 +18,7 @@ class IncidentFiles:
         self._rundir = rundir
         self._open: dict[str, Any] | None = None
 
-    def opened(self, number: int, kind: str, step: int, onset: int, before: list[Signal]) -> None:
+    def open(self, number: int, kind: str, step: int, onset: int, before: list[Signal]) -> None:
         self._open = {
             "incident": number,
             "kind": kind,
@@ -29,9 +29,9 @@ class IncidentFiles:
             "events": [],
         }
 
-    def resumed(self, number: int, kind: str, step: int, onset: int) -> None:
+    def reopen(self, number: int, kind: str, step: int, onset: int) -> None:
         """The run was started again inside an incident: its record goes on, or begins anew where it cannot be read."""
-        self.opened(number, kind, step, onset, [])
+        self.open(number, kind, step, onset, [])
         if self._rundir is None or self._open is None:
             return
         try:
@@ -41,13 +41,13 @@ class IncidentFiles:
         except (OSError, ValueError, RecursionError):
             pass
 
-    def found(self, findings: tuple[Finding, ...], signal: Signal, plan: Plan) -> None:
+    def add_findings(self, findings: tuple[Finding, ...], signal: Signal, plan: Plan) -> None:
         self._add({"findings": list(findings), "signal": signal, "plan": plan})
 
-    def became(self, **outcome: Any) -> None:
+    def add_outcome(self, **outcome: Any) -> None:
         self._add({"outcome": outcome})
 
-    def closed(self, state: str) -> None:
+    def close(self, state: str) -> None:
         if self._open is not None:
             self._open["state"] = state
             self._save()

@@ -21,7 +21,7 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.plain import plain, text
 
 
-class Torn(NamedTuple):
+class TornLine(NamedTuple):
     """A line that does not parse: where it starts, and its bytes."""
 
     line: int
@@ -29,11 +29,11 @@ class Torn(NamedTuple):
     data: bytes
 
 
-class Record(NamedTuple):
+class JournalContents(NamedTuple):
     """A journal or metrics file as read."""
 
     events: list[dict[str, Any]]
-    torn: list[Torn]
+    torn: list[TornLine]
 
 
 def dumps(event: dict[str, Any]) -> bytes:
@@ -98,10 +98,10 @@ def _renamed(fields: dict[str, Any], new_names: dict[str, str]) -> dict[str, Any
     return {new_names.get(name, name): value for name, value in fields.items()} if new_names else fields
 
 
-def read(path: str | os.PathLike[str]) -> Record:
+def read(path: str | os.PathLike[str]) -> JournalContents:
     """Return every event in the file, with the names of this version, and every line that is not an event."""
     events: list[dict[str, Any]] = []
-    torn: list[Torn] = []
+    torn: list[TornLine] = []
     for number, offset, line in _lines(Path(path)):
         if not line.strip():
             continue
@@ -109,11 +109,11 @@ def read(path: str | os.PathLike[str]) -> Record:
         if event is not None:
             events.append(with_current_names(event))
         else:
-            torn.append(Torn(number, offset, line))
-    return Record(events, torn)
+            torn.append(TornLine(number, offset, line))
+    return JournalContents(events, torn)
 
 
-class Lines:
+class LineFile:
     """Appends lines to a file it never rewrites. Opening ends a torn last line and says where it was."""
 
     def __init__(self, path: Path) -> None:
@@ -167,7 +167,7 @@ class Lines:
         if self._descriptor < 0:
             return
         try:
-            durable.again(os.fsync, self._descriptor)
+            durable.retry_interrupted(os.fsync, self._descriptor)
         except OSError as error:
             raise RunDirError(
                 f"{self.path} cannot be forced to disk: {error.strerror}; nothing more was done"
@@ -188,7 +188,7 @@ class Journal:
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._fsync = fsync
-        self._lines = Lines(Path(path))
+        self._lines = LineFile(Path(path))
         self._sequence = 0
         if self._lines.torn_at is not None:
             self.write("torn", offset=self._lines.torn_at)
@@ -206,7 +206,7 @@ class Journal:
         self._lines.close()
 
 
-class Silent(Journal):
+class NullJournal(Journal):
     """A journal for a run without a directory: takes everything, keeps nothing."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base.clock import Clock, SystemClock
-from holdfast.core.record.journal import Lines, dumps
+from holdfast.core.record.journal import LineFile, dumps
 
 log = logging.getLogger("holdfast")
 
@@ -45,7 +45,7 @@ class MetricsFile:
         encode: Callable[[Any], bytes] = dumps,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._lines = Lines(path)
+        self._lines = LineFile(path)
         self._flush_seconds, self._encode = flush_seconds, encode
         self._rows: deque[Any] = deque()
         self._encoded: list[bytes] = []

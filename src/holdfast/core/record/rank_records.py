@@ -52,5 +52,5 @@ class RankRecords:
             durable.fsync_folder(folder)
             durable.fsync_folder(folder.parent)
         except OSError as error:
-            raise durable.refused(self.path, "written", error) from None
+            raise durable.run_dir_error(self.path, "written", error) from None
         return journal

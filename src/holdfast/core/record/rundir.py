@@ -61,7 +61,9 @@ class RunDir:
                 )
             try:
                 durable.make_folder(self.path)
-                descriptor = durable.again(os.open, self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                descriptor = durable.retry_interrupted(
+                    os.open, self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+                )
             except (FileExistsError, NotADirectoryError):
                 raise RunDirError(f"{self.path} is, or lies under, a file; run_dir must be a folder") from None
             except OSError as error:
@@ -100,5 +102,5 @@ class RunDir:
         try:
             durable.make_folder(folder)
         except OSError as error:
-            raise durable.refused(folder, "made", error) from None
+            raise durable.run_dir_error(folder, "made", error) from None
         return folder

@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.core.base.errors import LogRefused, RunDirError
 from holdfast.core.record import facts as said
-from holdfast.core.record.facts import KNOWN
+from holdfast.core.record.facts import KNOWN_FACTS
 from holdfast.core.record.journal import with_current_names
 from holdfast.core.record.rundir import RunDir
 from holdfast.diagnosis.rundiff.checks import claims
@@ -32,7 +32,7 @@ def load(place: Path) -> Side:
     folder = RunDir(place)
     side = Side(str(place), "holdfast", np.empty(0))
     try:
-        about = said.read(folder.run) or {}
+        about = said.read_run_json(folder.run) or {}
     except RunDirError as error:
         about = {}
         side.limits.append(str(error).split(";")[0])
@@ -54,8 +54,8 @@ def load(place: Path) -> Side:
 def _about(side: Side, about: dict[str, Any]) -> None:
     recorded = about.get("facts") if isinstance(about.get("facts"), dict) else {}
     assert isinstance(recorded, dict)
-    side.known = {name: value for name, value in recorded.items() if name in KNOWN}
-    rest = {name: value for name, value in recorded.items() if name not in KNOWN}
+    side.known = {name: value for name, value in recorded.items() if name in KNOWN_FACTS}
+    rest = {name: value for name, value in recorded.items() if name not in KNOWN_FACTS}
     config = about.get("config") if isinstance(about.get("config"), dict) else {}
     seen = {name: value for name, value in about.items() if name not in _LEFT_OUT}
     for name in ("precision", "seed", "tokens_per_step"):

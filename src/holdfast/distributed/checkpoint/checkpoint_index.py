@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from holdfast.core.base.durable import again, read_file, refused
+from holdfast.core.base.durable import read_file, retry_interrupted, run_dir_error
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import Manifest
 from holdfast.distributed.checkpoint.rank_index import (
@@ -71,7 +71,7 @@ def read_rank_index(folder: Path, rank: int, manifest: Manifest | None = None) -
     try:
         content = read_file(path, _MAX_INDEX_BYTES)
     except OSError as error:
-        raise refused(path, "read", error) from None
+        raise run_dir_error(path, "read", error) from None
     if manifest is not None:
         expected = manifest.files.get(path.name)
         if expected is None:
@@ -128,9 +128,9 @@ def _check_lengths(checkpoint: CheckpointIndex, manifest: Manifest | None) -> No
     for index in checkpoint.ranks:
         path = checkpoint.folder / bin_name(index.rank)
         try:
-            length = again(os.lstat, path).st_size
+            length = retry_interrupted(os.lstat, path).st_size
         except OSError as error:
-            raise refused(path, "read", error) from None
+            raise run_dir_error(path, "read", error) from None
         expected = index.bytes
         if manifest is not None:
             if path.name not in manifest.files:

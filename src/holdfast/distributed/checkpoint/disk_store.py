@@ -22,13 +22,13 @@ import msgspec
 from torch import Tensor
 
 from holdfast.core.base import durable
-from holdfast.core.base.errors import RunDirError, Unreadable
+from holdfast.core.base.errors import RunDirError, UnreadableError
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry, read_entry
+from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.manifest import FileSum, Manifest, name_of
-from holdfast.core.checkpoints.resume import CHECKPOINTS, Passed, choose, resolve_resume_path
-from holdfast.core.checkpoints.verify import look, verify
+from holdfast.core.checkpoints.resume import CHECKPOINTS, RejectedCheckpoint, choose, resolve_resume_path
+from holdfast.core.checkpoints.verify import verify, verify_except_contents
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.ports.checkpoint_store import (
@@ -254,11 +254,13 @@ class DiskCheckpointStore:
 
     # ---- reading, on the training thread
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CheckpointEntry]:
         self.wait()
         return self._folder.entries()
 
-    def choose(self, why_not: Callable[[Entry], str | None]) -> tuple[Entry | None, list[Passed]]:
+    def choose(
+        self, why_not: Callable[[CheckpointEntry], str | None]
+    ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
         """Return the newest usable checkpoint and those passed over. `why_not` rejects one by returning a reason.
 
         Only small files are verified; `load` verifies every byte.
@@ -268,7 +270,7 @@ class DiskCheckpointStore:
         if self.is_rank_zero:
             damaged: set[str] = set()
 
-            def check(entry: Entry) -> str | None:
+            def check(entry: CheckpointEntry) -> str | None:
                 if (why := why_not(entry)) is None and (why := verify(entry, contents=False)) is not None:
                     damaged.add(entry.name)
                 return why
@@ -277,9 +279,9 @@ class DiskCheckpointStore:
             passed_over = [list(p._replace(damaged=p.name in damaged)) for p in passed]
             choice = [None if entry is None else entry.name, passed_over]
         name, passed_over = self._world.broadcast_object(choice)
-        return (None if name is None else self._folder.entry(name)), [Passed(*p) for p in passed_over]
+        return (None if name is None else self._folder.entry(name)), [RejectedCheckpoint(*p) for p in passed_over]
 
-    def find(self, path: str) -> Entry:
+    def find(self, path: str) -> CheckpointEntry:
         """Return the checkpoint at a path that the user named. RunDirError if there is none."""
         resolved = resolve_resume_path(self._run_dir, path, verify=False)
         entry = None if resolved is None else read_entry(resolved)
@@ -287,7 +289,7 @@ class DiskCheckpointStore:
             raise RunDirError(f"load_path {path}: no such checkpoint")
         return entry
 
-    def load(self, entry: Entry, find_target: FindTarget | None = None) -> RestoredCheckpoint:
+    def load(self, entry: CheckpointEntry, find_target: FindTarget | None = None) -> RestoredCheckpoint:
         """Return the contents, every byte verified. RunDirError on every rank if any rank finds damage."""
         # Importing the planners takes a second, and a run that only saves does not need them.
         from holdfast.distributed.checkpoint.load import read_parts, read_tensors
@@ -299,18 +301,18 @@ class DiskCheckpointStore:
         rank = self._world.rank if has_local_rng else 0
         why, is_damaged, parts, tensors = "", False, {}, {}
         try:
-            if (damage := look(entry)) is not None:
+            if (damage := verify_except_contents(entry)) is not None:
                 raise RunDirError(damage)
             tensors = read_tensors(entry.path, manifest, find_target or {}, rank=rank, size=self._world.size)
             parts = decode(read_parts(entry.path, rank), tensors)
         except RunDirError as error:
-            why, is_damaged = str(error), not isinstance(error, Unreadable)
+            why, is_damaged = str(error), not isinstance(error, UnreadableError)
         except OSError as error:
-            why = str(durable.refused(entry.path, "read", error))
+            why = str(durable.run_dir_error(entry.path, "read", error))
         problems = [p for p in self._world.all_gather_object([why, is_damaged]) if p[0]]
         if problems:
             worst = next((p for p in problems if p[1]), problems[0])
-            raise (RunDirError if worst[1] else Unreadable)(worst[0])
+            raise (RunDirError if worst[1] else UnreadableError)(worst[0])
         return RestoredCheckpoint(manifest, parts, tensors, self._world.size, has_local_rng)
 
     def close(self) -> None:

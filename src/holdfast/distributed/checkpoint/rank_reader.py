@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.core.base.durable import again, close, open_regular, refused
+from holdfast.core.base.durable import close, open_regular, retry_interrupted, run_dir_error
 from holdfast.core.base.errors import RunDirError
 from holdfast.distributed.checkpoint.rank_index import ChunkRecord, RankIndex, bin_name
 from holdfast.distributed.checkpoint.tensor_bytes import byte_view
@@ -87,7 +87,7 @@ def read_slices(
         finally:
             close(descriptor)
     except OSError as error:
-        raise refused(path, "read", error) from None
+        raise run_dir_error(path, "read", error) from None
 
 
 class _RankFile:
@@ -118,7 +118,7 @@ class _RankFile:
 
     def _read_piece(self, piece: memoryview, at: int) -> None:
         while piece:
-            count = again(os.preadv, self._descriptor, [piece], at)
+            count = retry_interrupted(os.preadv, self._descriptor, [piece], at)
             if count <= 0:
                 raise RunDirError(f"{self.path} ends at byte {at:,} of {self.length:,}: it is truncated")
             piece, at = piece[count:], at + count

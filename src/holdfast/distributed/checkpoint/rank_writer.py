@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor
 
-from holdfast.core.base.durable import again, close, refused, write_all, write_file
+from holdfast.core.base.durable import close, retry_interrupted, run_dir_error, write_all, write_file
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
 from holdfast.distributed.checkpoint.rank_index import (
@@ -83,7 +83,7 @@ def write_rank(
         path = folder / index_name(rank)
         write_file(path, content)
     except OSError as error:
-        raise refused(path, "written", error) from None
+        raise run_dir_error(path, "written", error) from None
     return {
         bin_name(rank): FileSum(length, str(crc)),
         index_name(rank): FileSum(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}"),
@@ -138,7 +138,7 @@ def _pieces(
 def _write(path: Path, pieces: Iterator[memoryview], length: int, progress: Progress | None) -> BackgroundCrc32:
     """Write and sync the file. Return its checksum, which another thread computes meanwhile."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = again(os.open, path, flags, 0o644)
+    descriptor = retry_interrupted(os.open, path, flags, 0o644)
     try:
         with BackgroundCrc32() as crc, _early_sync(length) as sync_queue:
             done = unsynced = 0
@@ -152,7 +152,7 @@ def _write(path: Path, pieces: Iterator[memoryview], length: int, progress: Prog
                     unsynced = 0
                 if progress is not None:
                     progress(done, length)
-        again(os.fsync, descriptor)
+        retry_interrupted(os.fsync, descriptor)
     except BaseException:
         with contextlib.suppress(OSError):
             close(descriptor)
@@ -167,4 +167,4 @@ def _early_sync(length: int) -> contextlib.AbstractContextManager[WorkerQueue[in
     """Return a queue that syncs the descriptors put into it. The kernel alone would leave a gigabyte to the last sync."""
     if length < 2 * EARLY_SYNC_BYTES:
         return contextlib.nullcontext()
-    return WorkerQueue(lambda fd: again(os.fdatasync, fd), 64, "holdfast-sync")
+    return WorkerQueue(lambda fd: retry_interrupted(os.fdatasync, fd), 64, "holdfast-sync")

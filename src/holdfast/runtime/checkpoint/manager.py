@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.core.base.errors import RunDirError, SetupError, StepError, Unreadable
+from holdfast.core.base.errors import RunDirError, SetupError, StepError, UnreadableError
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.core.checkpoints.resume import Passed, is_left
-from holdfast.core.checkpoints.retention import Rules, Saved, doomed
+from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
+from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
 from holdfast.runtime.checkpoint import resume as resuming
 from holdfast.runtime.checkpoint.serialization import Found, frame_of, on_disk
 from holdfast.runtime.data.source import BatchSource, Position
@@ -66,7 +66,7 @@ class Checkpoints:
         """gone on from another run's: there is nothing of its own to return to yet"""
         self._unused = None if config.enabled else tier
         self._load_path = config.load_path
-        self._rules = Rules(config.keep_last, config.keep_every, config.keep_powers_of_two, config.keep_bad)
+        self._rules = RetentionRules(config.keep_last, config.keep_every, config.keep_powers_of_two, config.keep_bad)
         self._stalled = 0.0
         self._last: _Place | None = None
 
@@ -246,8 +246,10 @@ class Checkpoints:
         """Delete what no rule keeps."""
         if self.tier is None:
             return
-        saved = [Saved(k.name, k.step, k.branch, k.health, k.handover) for k in self.known.values() if k.on_disk]
-        going = doomed(saved, self.lineage, self._rules)
+        saved = [
+            SavedCheckpoint(k.name, k.step, k.branch, k.health, k.handover) for k in self.known.values() if k.on_disk
+        ]
+        going = select_for_deletion(saved, self.lineage, self._rules)
         for one, why in going:
             self.run.engine.write("checkpoint", status="pruned", step=one.step, name=one.name, why=why)
             del self.known[one.name]
@@ -303,7 +305,7 @@ class Checkpoints:
             run.records.quarantine.adopt(said["quarantine"])
         return str(said["identity"])
 
-    def _refuse_foreign(self, entries: list[Entry], identity: str) -> None:
+    def _refuse_foreign(self, entries: list[CheckpointEntry], identity: str) -> None:
         """Checkpoints of another run alone: its folder was taken for this one's, or what says whose it is was lost."""
         runs = {e.manifest.run for e in entries if e.manifest is not None}
         if runs and identity not in runs and self.config.resume == "auto" and not self._load_path:
@@ -330,14 +332,14 @@ class Checkpoints:
         self._fresh = self._fresh and (found is None or self.foreign)
         return found is None or found.health is Health.GOOD
 
-    def find(self, before: int, at_latest: int, oldest: int = 0) -> tuple[Found | None, list[Passed]]:
+    def find(self, before: int, at_latest: int, oldest: int = 0) -> tuple[Found | None, list[RejectedCheckpoint]]:
         """Where memory has nothing to return to: the newest good one on the run's lineage, not before step `oldest`,
         verified."""
         if self.tier is None:
             return None, []
         self.tier.wait()
         self.poll()
-        passed: list[Passed] = []
+        passed: list[RejectedCheckpoint] = []
         entries = {e.name: e for e in self.tier.entries()}
         good = [k for k in self.known.values() if k.health is Health.GOOD and k.step >= oldest]
         mine = [[k.step, k.branch] for k in good if self.lineage.holds(k.branch, k.step)]
@@ -355,8 +357,8 @@ class Checkpoints:
                         self.run, self.tier.load(entries[known.name], self.run.state.target()), fresh=False
                     ), passed
                 except (RunDirError, SetupError, KeyError) as error:
-                    passed.append(Passed(known.name, known.step, str(error)))
-                    if not isinstance(error, Unreadable):
+                    passed.append(RejectedCheckpoint(known.name, known.step, str(error)))
+                    if not isinstance(error, UnreadableError):
                         self.mark(known, Health.BAD, str(error))
         return None, passed
 

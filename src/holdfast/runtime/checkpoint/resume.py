@@ -6,12 +6,12 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from holdfast.core.base.errors import RunDirError, SetupError, Unreadable
+from holdfast.core.base.errors import RunDirError, SetupError, UnreadableError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints import fit
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.checkpoints.resume import Passed, is_left
+from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
 from holdfast.runtime.checkpoint.serialization import Found, on_disk
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, RestoredCheckpoint
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 
 
-def resume(book: Checkpoints, tier: CheckpointStore, load_path: str) -> Entry | None:
+def resume(book: Checkpoints, tier: CheckpointStore, load_path: str) -> CheckpointEntry | None:
     """Put the run where it is to go on from: what that was. None where the run begins."""
     began = time.perf_counter()
     chosen, passed = (_named(book, tier, load_path), []) if load_path else _newest(book, tier)
@@ -35,7 +35,7 @@ def resume(book: Checkpoints, tier: CheckpointStore, load_path: str) -> Entry | 
     return entry
 
 
-def _named(book: Checkpoints, tier: CheckpointStore, load_path: str) -> tuple[Entry, RestoredCheckpoint]:
+def _named(book: Checkpoints, tier: CheckpointStore, load_path: str) -> tuple[CheckpointEntry, RestoredCheckpoint]:
     """The one a person asked for: it wins over what would have been taken, and says so."""
     named = tier.find(load_path)
     would, _ = tier.choose(lambda e: _left(book.run, e)) if book.config.resume == "auto" else (None, [])
@@ -45,7 +45,9 @@ def _named(book: Checkpoints, tier: CheckpointStore, load_path: str) -> tuple[En
     return named, tier.load(named, book.run.state.target())
 
 
-def _newest(book: Checkpoints, tier: CheckpointStore) -> tuple[tuple[Entry, RestoredCheckpoint] | None, list[Passed]]:
+def _newest(
+    book: Checkpoints, tier: CheckpointStore
+) -> tuple[tuple[CheckpointEntry, RestoredCheckpoint] | None, list[RejectedCheckpoint]]:
     """The newest that is good and verifies; each that does not is condemned on the way."""
     if book.config.resume == "never":
         return None, []
@@ -63,16 +65,16 @@ def _newest(book: Checkpoints, tier: CheckpointStore) -> tuple[tuple[Entry, Rest
         except RunDirError as error:
             spoilt[entry.name] = str(error)
             log.warning("checkpoint %s cannot be used: %s", entry.name, error)
-            if entry.name in book.known and not isinstance(error, Unreadable):
+            if entry.name in book.known and not isinstance(error, UnreadableError):
                 book.mark(book.known[entry.name], Health.BAD, str(error))
 
 
-def _left(run: Run, entry: Entry) -> str | None:
+def _left(run: Run, entry: CheckpointEntry) -> str | None:
     left = is_left(run.history.lineage, entry.branch, entry.step)
     return "it is on a branch that the run has left" if left else None
 
 
-def _begin(book: Checkpoints, tier: CheckpointStore, passed: list[Passed]) -> None:
+def _begin(book: Checkpoints, tier: CheckpointStore, passed: list[RejectedCheckpoint]) -> None:
     """Nothing to go on from: refused where there should have been something, on record where a person wants it so."""
     run = book.run
     if book.config.resume == "never":
@@ -104,7 +106,13 @@ def _compare(run: Run, saved: RestoredCheckpoint) -> None:
 
 
 def _go_on(
-    book: Checkpoints, found: Found, saved: RestoredCheckpoint, passed: list[Passed], began: float, *, explicit: bool
+    book: Checkpoints,
+    found: Found,
+    saved: RestoredCheckpoint,
+    passed: list[RejectedCheckpoint],
+    began: float,
+    *,
+    explicit: bool,
 ) -> None:
     run, manifest = book.run, saved.manifest
     foreign = manifest.run != run.records.identity
@@ -140,4 +148,4 @@ def _go_on(
     book.leave_behind(f"the run went on from step {found.step}")
     over = "; ".join(f"{p.name}: {p.why}" for p in passed)
     log.warning("resumed from %s: step %d%s", manifest.name, run.step, f" (passed over: {over})" if over else "")
-    run.engine.resume(found.detectors, run.step)
+    run.engine.load_saved_windows(found.detectors, run.step)

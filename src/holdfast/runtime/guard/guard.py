@@ -244,12 +244,12 @@ class Guard:
         """
         if step is None and "eval" in facts and self._phase == "open":
             step = self._run.step
-        checked = said.check(facts, step)
+        checked = said.check_facts(facts, step)
         if isinstance(self._run, OffRun):
             return
         records = self._run.records
         if self._phase == "closed" and records.rundir is not None:
-            said.into_folder(records.rundir.path, checked, step)
+            said.record_in_folder(records.rundir.path, checked, step)
         else:
             records.record(self._run.engine, checked, step)
 

@@ -10,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
-from holdfast.core.decide.corruption import UNSEEN, Corruption, culprits, finding, ranks_text
+from holdfast.core.decide.corruption import UNSEEN, Corruption, corrupt_tensors, make_finding, ranks_text
 from holdfast.core.decide.recurrence import Recurrence
 from holdfast.runtime.agree.rows import ALIKE, Column
 from holdfast.runtime.integrity.checks import Integrity
@@ -99,13 +99,13 @@ class Checking:
         ]
 
     def _found(self, corruption: Corruption, accounts: list[dict[str, object]], number: int) -> Finding:
-        tensors, fresh = culprits(corruption, accounts, self._integrity.groups(number))
+        tensors, fresh = corrupt_tensors(corruption, accounts, self._integrity.groups(number))
         decision = self._recurrence.seen(corruption, tensors, fresh)
         if decision.leave_out:
             self._integrity.leave_out(corruption.kind, decision.leave_out)
             if corruption.kind == "replica":
                 self._run.state.rank_specific.update(decision.leave_out)
-        found = finding(corruption, decision, tensors, self._integrity.last_good)
+        found = make_finding(corruption, decision, tensors, self._integrity.last_good)
         if decision.heals or decision.leave_out:
             return found
         return msgspec.structs.replace(found, severity=Severity.STOP)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.core.base import config
 from holdfast.core.decide import corruption as core
-from holdfast.core.decide.corruption import UNSEEN, Class, Corruption, Groups
+from holdfast.core.decide.corruption import UNSEEN, Corruption, Groups, ReplicaClass
 from holdfast.runtime.integrity.checksums import Sums, digest, sums_of, weights
 from holdfast.runtime.ports.ranks import Ranks
 from holdfast.runtime.ports.replicas import Replicas
@@ -34,7 +34,7 @@ class Check(NamedTuple):
     """What was looked at right before an update."""
 
     sums: Sums
-    classes: list[Class]
+    classes: list[ReplicaClass]
     compared: list[str]
     """the tensors that the window was looked at for"""
     changed: Tensor | None
@@ -131,7 +131,7 @@ class Integrity:
 
     def judge(self, number: int, rows: Sequence[Sequence[int]]) -> list[Corruption]:
         """What the rows of all ranks say of that step's check. Where it is nothing, the step has passed."""
-        found = core.judge(number, rows, self.groups(number), window=self.checks(number).window)
+        found = core.find_corruption(number, rows, self.groups(number), window=self.checks(number).window)
         if not found:
             self._pass(number, self._checks[number])
         return found
@@ -193,7 +193,7 @@ class Integrity:
             tensors if self._config.include_optimizer else {n: t for n, t in tensors.items() if n.startswith("model.")}
         )
 
-    def _classes(self, tensors: Mapping[str, Tensor], number: int) -> list[Class]:
+    def _classes(self, tensors: Mapping[str, Tensor], number: int) -> list[ReplicaClass]:
         """Those that every rank has. Asked when the run has begun and not again, so that rows never differ in length."""
         found = self._replicas.classes(tensors)
         if self._first is not None and number <= self._first + 1:
@@ -204,9 +204,11 @@ class Integrity:
         names = {each.groups: each.names for each in found}
         self.unlike = [name for groups in names if groups not in self._groups for name in names[groups]]
         out = self._left_out["replica"]
-        return [Class(tuple(n for n in names.get(groups, ()) if n not in out), groups) for groups in self._groups]
+        return [
+            ReplicaClass(tuple(n for n in names.get(groups, ()) if n not in out), groups) for groups in self._groups
+        ]
 
-    def _class_sums(self, sums: Sums, classes: list[Class]) -> list[Tensor]:
+    def _class_sums(self, sums: Sums, classes: list[ReplicaClass]) -> list[Tensor]:
         """Each tensor's sum weighs by its name, so that two that are swapped, or one that is missing, are seen."""
         if not classes:
             return []

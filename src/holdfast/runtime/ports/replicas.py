@@ -7,13 +7,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from holdfast.core.decide.corruption import Class
+from holdfast.core.decide.corruption import ReplicaClass
 
 
 class Replicas(Protocol):
     """Groups tensors by the ranks that hold them."""
 
-    def classes(self, tensors: Mapping[str, Tensor]) -> list[Class]:
+    def classes(self, tensors: Mapping[str, Tensor]) -> list[ReplicaClass]:
         """Return the tensors, grouped by which ranks hold equal copies. Every rank computes the same groups, without
         communication."""
         ...
@@ -22,5 +22,5 @@ class Replicas(Protocol):
 class SingleProcessReplicas:
     """Implements Replicas for one process: rank 0 holds everything."""
 
-    def classes(self, tensors: Mapping[str, Tensor]) -> list[Class]:
-        return [Class(tuple(tensors), ((0,),))]
+    def classes(self, tensors: Mapping[str, Tensor]) -> list[ReplicaClass]:
+        return [ReplicaClass(tuple(tensors), ((0,),))]

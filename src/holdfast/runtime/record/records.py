@@ -20,7 +20,7 @@ from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.record import facts
 from holdfast.core.record.incidents import IncidentFiles
-from holdfast.core.record.journal import Journal, Silent, dumps, read
+from holdfast.core.record.journal import Journal, NullJournal, dumps, read
 from holdfast.core.record.metrics import MetricsFile
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
@@ -39,7 +39,7 @@ class Records:
         self._config, self._clock = config, clock
         self.rundir = None if path is None else RunDir(path)
         self.quarantine = Quarantine()
-        self._journal: Journal = Silent()
+        self._journal: Journal = NullJournal()
         self._metrics: MetricsFile | None = None
         self._open = False
         self.identity = ""
@@ -85,7 +85,7 @@ class Records:
                 engine.write("run_begin", durable=True, environment=found)
             self._open = True
             for step, said in self._said:
-                facts.put(self.rundir, engine.write, said, step)
+                facts.write_facts(self.rundir, engine.write, said, step)
             self._said.clear()
             self._read_facts()
             if self._config.metrics.enabled:
@@ -99,11 +99,11 @@ class Records:
         """The first life's stays; one that is lost or damaged is made again, with the facts the journal has."""
         assert self.rundir is not None
         try:
-            if facts.read(self.rundir.run) is not None:
+            if facts.read_run_json(self.rundir.run) is not None:
                 return
         except RunDirError as error:
             log.warning("%s; it is made anew from the journal", str(error).split(";")[0])
-        write_atomically(self.rundir.run, to_json({**found, "facts": facts.rebuilt(past)}))
+        write_atomically(self.rundir.run, to_json({**found, "facts": facts.rebuild_facts(past)}))
 
     @property
     def place(self) -> str:
@@ -119,7 +119,7 @@ class Records:
     def _read_facts(self) -> None:
         assert self.rundir is not None
         try:
-            self.facts = (facts.read(self.rundir.run) or {}).get("facts") or {}
+            self.facts = (facts.read_run_json(self.rundir.run) or {}).get("facts") or {}
         except RunDirError as error:  # somebody has damaged it meanwhile: no reason to end the run
             log.warning("%s", error)
 
@@ -131,7 +131,7 @@ class Records:
         if self.rundir is None:
             return
         if self._open:
-            facts.put(self.rundir, engine.write, said, step)
+            facts.write_facts(self.rundir, engine.write, said, step)
             self._read_facts()
         else:
             self._said.append((step, said))
@@ -152,7 +152,7 @@ class Records:
     def close(self) -> None:
         """Let everything go, whatever of it fails; what failed is raised then."""
         metrics, self._metrics = self._metrics, None
-        journal, self._journal = self._journal, Silent()
+        journal, self._journal = self._journal, NullJournal()
         self._open = False
         with contextlib.ExitStack() as closing:
             if self.rundir is not None:
@@ -180,13 +180,13 @@ def _past(rundir: RunDir) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise durable.refused(rundir.journal, "read", error) from None
+        raise durable.run_dir_error(rundir.journal, "read", error) from None
 
 
 def _identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:
     """From run.json, or from the journal where that is lost."""
     try:
-        known = (facts.read(rundir.run) or {}).get("run")
+        known = (facts.read_run_json(rundir.run) or {}).get("run")
     except RunDirError:
         known = None
     begun = [e.get("environment") for e in past if e.get("event") in ("run_begin", "restart")]

@@ -299,7 +299,7 @@ class Run:
         self.rewind(step)
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
         if self.pending is not None and not self.settling.settle(step):
-            self.engine.became(step.result)  # the step before was undone: there is data again, the step's own with it
+            self.engine.record_outcome(step.result)  # the step before was undone, so there is data again
             return
         self.engine.write("remainder", step=step.number, data=step.spans(), batches=len(step.draws))
         self.serving.ended_epochs = 0
@@ -311,7 +311,7 @@ class Run:
         """The step before was undone, so this one ran on what was not to be."""
         self.leaving.drop_gradients()
         step.result = Outcome(status=Status.DISCARDED, signal=self._unread(step))
-        self.engine.became(step.result)
+        self.engine.record_outcome(step.result)
 
     def _unread(self, step: Step) -> Signal:
         return Signal(step=step.number, attempt=step.attempt, loss=step.loss, data=step.spans(), seconds=step.seconds)

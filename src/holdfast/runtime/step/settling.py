@@ -146,7 +146,7 @@ class Settling:
         run.snapshots.discard_in_progress()
         run.attempt += 1
         step.result = Outcome(status=Status.OVERFLOWED, signal=signal)
-        run.engine.became(step.result, loss_scale=signal.loss_scale)
+        run.engine.record_outcome(step.result, loss_scale=signal.loss_scale)
         run.records.metrics(step.result)
 
     def not_committed(self, step: Step, outcome: Outcome, **fields: Any) -> None:
@@ -154,5 +154,5 @@ class Settling:
         run = self._run
         run.attempt += 1
         step.result = outcome
-        run.engine.became(outcome, **fields)
+        run.engine.record_outcome(outcome, **fields)
         run.records.metrics(outcome)

@@ -11,10 +11,11 @@ import pytest
 
 from holdfast.core.base import durable
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.folder import Entry, Folder
+from holdfast.core.checkpoints.entry import CheckpointEntry
+from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
-from holdfast.core.checkpoints.verify import sum_of
+from holdfast.core.checkpoints.verify import checksum_file
 
 RUN = "5f0e"
 GOOD, CANDIDATE, BAD, QUARANTINED = Health.GOOD, Health.CANDIDATE, Health.BAD, Health.QUARANTINED
@@ -35,12 +36,12 @@ def save(
     handover: bool = False,
     why: str = "",
     size: int = 4096,
-) -> Entry:
+) -> CheckpointEntry:
     """A checkpoint the way a writer makes one."""
     staging = folder.staging(name_of(step, lineage.branch))
     for name in FILES:
         durable.write_file(staging / name, content_of(name, step, size))
-    sums = {name: sum_of(staging / name, "sha256" if name.endswith(".json") else "crc32") for name in FILES}
+    sums = {name: checksum_file(staging / name, "sha256" if name.endswith(".json") else "crc32") for name in FILES}
     about = {"learning_rate": 1e-05, "text": "é", "loss": float("nan")}
     manifest = Manifest(run=run, step=step, lineage=lineage, reason="scheduled", time=1.5, about=about, files=sums)
     return folder.publish(staging, manifest, health, why, time=2.5, handover=handover)

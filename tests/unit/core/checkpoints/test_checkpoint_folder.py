@@ -20,7 +20,7 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import FileSum, Manifest
-from holdfast.core.checkpoints.verify import sum_of, verify
+from holdfast.core.checkpoints.verify import checksum_file, verify
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_everything_is_on_disk_before_the_name_and_the_name_before_publish_retur
     staging = folder.staging("step_00000002")
     for name in FILES:
         (staging / name).write_bytes(b"not forced to disk by who wrote it")
-    manifest = manifest_for(2, **{name: sum_of(staging / name) for name in FILES})
+    manifest = manifest_for(2, **{name: checksum_file(staging / name) for name in FILES})
     order: list[str] = []
     sync, rename = os.fsync, os.rename
 
@@ -185,7 +185,7 @@ def test_name_that_exists_is_refused_and_kept(folder):
 def test_what_is_not_as_the_manifest_says_is_not_published(folder, spoil: Callable[[Path], object], said):
     staging = folder.staging("step_00000001")
     durable.write_file(staging / "a.bin", b"abc")
-    manifest = manifest_for(**{"a.bin": sum_of(staging / "a.bin")})
+    manifest = manifest_for(**{"a.bin": checksum_file(staging / "a.bin")})
     spoil(staging)
     with pytest.raises(RunDirError, match=said):
         folder.publish(staging, manifest, time=1.0)

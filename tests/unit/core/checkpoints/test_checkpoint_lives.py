@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry
+from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.resume import pick
@@ -46,11 +46,11 @@ class Saved:
     def name(self) -> str:
         return name_of(self.step, self.lineage.branch)
 
-    def entry(self) -> Entry:
+    def entry(self) -> CheckpointEntry:
         if self.unreadable:
-            return Entry(self.name, Path(self.name), None, "", Health.BAD, "damaged", "damaged")
+            return CheckpointEntry(self.name, Path(self.name), None, "", Health.BAD, "damaged", "damaged")
         manifest = Manifest(run=RUN, step=self.step, lineage=self.lineage, reason="", time=float(self.number))
-        return Entry(
+        return CheckpointEntry(
             self.name, Path(self.name), manifest, str(self.number), self.health, "", None, handover=self.handover
         )
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.entry import Entry, read_entry
+from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Fork, Lineage
 from holdfast.core.checkpoints.manifest import (
@@ -31,7 +31,7 @@ from holdfast.core.checkpoints.manifest import (
     unseal_manifest,
 )
 from holdfast.core.checkpoints.resume import choose
-from holdfast.core.checkpoints.verify import sum_of, verify
+from holdfast.core.checkpoints.verify import checksum_file, verify
 
 EVERY = (*FILES, "manifest.json", "health.json")
 
@@ -331,17 +331,17 @@ def test_what_belongs_to_neither_the_user_nor_the_run_is_refused(folder, monkeyp
 
 def test_sums_are_the_known_ones_of_the_content(tmp_path):
     (tmp_path / "a").write_bytes(b"123456789")
-    assert sum_of(tmp_path / "a", "crc32") == FileSum(9, "crc32:cbf43926")
-    assert sum_of(tmp_path / "a", "sha256").sum.startswith("sha256:15e2b0d3c33891ebb0f1ef609ec41942")
+    assert checksum_file(tmp_path / "a", "crc32") == FileSum(9, "crc32:cbf43926")
+    assert checksum_file(tmp_path / "a", "sha256").sum.startswith("sha256:15e2b0d3c33891ebb0f1ef609ec41942")
     (tmp_path / "empty").touch()
-    assert sum_of(tmp_path / "empty") == FileSum(0, "crc32:00000000")
+    assert checksum_file(tmp_path / "empty") == FileSum(0, "crc32:00000000")
 
 
 def test_checksum_of_many_pieces_is_that_of_the_whole(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(range(256)) * 40)
-    whole = [sum_of(tmp_path / "a", kind) for kind in ("crc32", "sha256")]
+    whole = [checksum_file(tmp_path / "a", kind) for kind in ("crc32", "sha256")]
     monkeypatch.setattr(durable, "CHUNK", 1001)
-    assert [sum_of(tmp_path / "a", kind) for kind in ("crc32", "sha256")] == whole
+    assert [checksum_file(tmp_path / "a", kind) for kind in ("crc32", "sha256")] == whole
 
 
 def test_progress_goes_from_nothing_to_all_bytes(folder, monkeypatch):
@@ -365,4 +365,4 @@ def test_entry_removed_while_it_is_read_is_not_listed_as_damaged(folder, monkeyp
     monkeypatch.setattr(durable, "read_file", vanishing)
     assert read_entry(path) is None
     assert [e.step for e in folder.entries()] == [1]
-    assert all(isinstance(e, Entry) for e in folder.entries())
+    assert all(isinstance(e, CheckpointEntry) for e in folder.entries())

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
-from holdfast.core.checkpoints.retention import Rules, Saved, doomed
+from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
 
 GOOD, BAD, CANDIDATE, QUARANTINED = Health.GOOD, Health.BAD, Health.CANDIDATE, Health.QUARANTINED
-SPARSE = Rules(keep_last=1, keep_every=0, powers=False, keep_bad=0)
+SPARSE = RetentionRules(keep_last=1, keep_every=0, powers=False, keep_bad=0)
 OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def at(step, health=GOOD, branch=0, handover=False):
-    return Saved(name_of(step, branch), step, branch, health, handover)
+    return SavedCheckpoint(name_of(step, branch), step, branch, health, handover)
 
 
 def goods(*steps):
@@ -31,7 +31,7 @@ def names(found):
 
 
 def steps_left(saved, lineage, rules):
-    gone = set(names(doomed(saved, lineage, rules)))
+    gone = set(names(select_for_deletion(saved, lineage, rules)))
     return [one.step for one in sorted(saved, key=lambda s: s.step) if one.name not in gone]
 
 
@@ -41,7 +41,7 @@ def steps_left(saved, lineage, rules):
 def test_after_a_rollback_the_branch_ahead_goes_and_the_good_one_behind_stays():
     saved = [at(800), at(900), at(950, QUARANTINED), at(1000, BAD), at(1050, CANDIDATE)]
     lineage = Lineage().forked(1, 900)
-    assert names(doomed(saved, lineage, SPARSE._replace(keep_last=2))) == [
+    assert names(select_for_deletion(saved, lineage, SPARSE._replace(keep_last=2))) == [
         "step_00000950", "step_00001000", "step_00001050",
     ]  # fmt: skip
 
@@ -49,52 +49,57 @@ def test_after_a_rollback_the_branch_ahead_goes_and_the_good_one_behind_stays():
 def test_steps_trained_again_do_not_push_out_the_good_one_they_grew_from():
     saved = [at(900), at(950), at(1000), at(910, CANDIDATE, 1), at(920, CANDIDATE, 1)]
     lineage = Lineage().forked(1, 900)
-    assert names(doomed(saved, lineage, SPARSE)) == ["step_00000950", "step_00001000"]
+    assert names(select_for_deletion(saved, lineage, SPARSE)) == ["step_00000950", "step_00001000"]
 
 
 def test_good_ones_of_a_branch_that_was_left_do_not_count_as_last():
     saved = [at(100), at(200), at(300), at(400), at(500)]
     lineage = Lineage().forked(1, 200)
-    gone = names(doomed(saved, lineage, Rules(keep_last=2, powers=False)))
+    gone = names(select_for_deletion(saved, lineage, RetentionRules(keep_last=2, powers=False)))
     assert gone == ["step_00000300", "step_00000400", "step_00000500"]
 
 
 def test_without_a_good_one_on_the_lineage_nothing_goes():
     saved = [at(950), at(960, BAD), at(900, CANDIDATE, 1), at(905, BAD, 1), at(910, QUARANTINED, 1)]
-    assert doomed(saved, Lineage().forked(1, 800), SPARSE) == []
+    assert select_for_deletion(saved, Lineage().forked(1, 800), SPARSE) == []
 
 
 def test_nothing_saved_nothing_doomed():
-    assert doomed([], Lineage(), Rules()) == []
+    assert select_for_deletion([], Lineage(), RetentionRules()) == []
 
 
 def test_newest_good_one_stays_whatever_the_rules_say():
-    nothing = Rules(keep_last=0, keep_every=0, powers=False, keep_bad=0)
-    assert names(doomed(goods(10, 20, 30), Lineage(), nothing)) == ["step_00000010", "step_00000020"]
+    nothing = RetentionRules(keep_last=0, keep_every=0, powers=False, keep_bad=0)
+    assert names(select_for_deletion(goods(10, 20, 30), Lineage(), nothing)) == ["step_00000010", "step_00000020"]
 
 
 def test_what_is_newer_than_the_newest_good_one_stays():
     saved = [at(10), at(20, CANDIDATE), at(30, BAD), at(40, QUARANTINED), at(50, CANDIDATE, handover=True)]
-    assert doomed(saved, Lineage(), SPARSE) == []
+    assert select_for_deletion(saved, Lineage(), SPARSE) == []
 
 
 def test_at_the_fork_the_later_branch_is_newer():
     saved = [at(50), at(50, CANDIDATE, 1)]
-    assert doomed(saved, Lineage().forked(1, 50), SPARSE) == []
+    assert select_for_deletion(saved, Lineage().forked(1, 50), SPARSE) == []
     saved = [at(50), at(50, GOOD, 1)]
-    assert names(doomed(saved, Lineage().forked(1, 50), SPARSE)) == ["step_00000050"]
+    assert names(select_for_deletion(saved, Lineage().forked(1, 50), SPARSE)) == ["step_00000050"]
 
 
 def test_candidate_that_a_good_one_has_overtaken_goes():
     saved = [at(10, CANDIDATE, handover=True), at(20)]
-    assert doomed(saved, Lineage(), SPARSE) == [(saved[0], "never certified, and step_00000020 after it is good")]
+    assert select_for_deletion(saved, Lineage(), SPARSE) == [
+        (saved[0], "never certified, and step_00000020 after it is good")
+    ]
 
 
 def test_newest_bad_ones_stay_to_be_looked_at():
     saved = [at(10, BAD), at(20, QUARANTINED), at(30, BAD), at(40), at(50, BAD)]
-    assert names(doomed(saved, Lineage(), SPARSE._replace(keep_bad=1))) == ["step_00000010", "step_00000020"]
-    assert names(doomed(saved, Lineage(), SPARSE._replace(keep_bad=2))) == ["step_00000010"]
-    assert names(doomed(saved, Lineage(), SPARSE._replace(keep_bad=9))) == []
+    assert names(select_for_deletion(saved, Lineage(), SPARSE._replace(keep_bad=1))) == [
+        "step_00000010",
+        "step_00000020",
+    ]
+    assert names(select_for_deletion(saved, Lineage(), SPARSE._replace(keep_bad=2))) == ["step_00000010"]
+    assert names(select_for_deletion(saved, Lineage(), SPARSE._replace(keep_bad=9))) == []
 
 
 def test_keep_last_counts_good_ones():
@@ -120,7 +125,7 @@ def test_powers_keep_one_for_each_doubling_of_age():
 
 def test_branches_that_were_left_go_before_anything_of_the_lineage():
     saved = [*goods(10, 20, 30), at(25, GOOD, 7), at(5, BAD, 7)]
-    assert names(doomed(saved, Lineage(), SPARSE)) == [
+    assert names(select_for_deletion(saved, Lineage(), SPARSE)) == [
         "step_00000005.b7", "step_00000025.b7", "step_00000010", "step_00000020",
     ]  # fmt: skip
 
@@ -135,7 +140,7 @@ def test_branches_that_were_left_go_before_anything_of_the_lineage():
     ],
 )
 def test_each_is_told_why(saved, lineage, why):
-    assert [reason for _, reason in doomed(saved, lineage, SPARSE)] == [why]
+    assert [reason for _, reason in select_for_deletion(saved, lineage, SPARSE)] == [why]
 
 
 # ---- under anything
@@ -151,7 +156,7 @@ def situations(draw):
     keys = draw(st.lists(st.tuples(st.integers(0, 80), st.integers(0, 6)), unique=True, max_size=25))
     health = st.sampled_from([GOOD, GOOD, CANDIDATE, BAD, QUARANTINED])
     saved = [at(step, draw(health), branch, draw(st.booleans())) for step, branch in keys]
-    rules = Rules(
+    rules = RetentionRules(
         draw(st.integers(0, 4)), draw(st.sampled_from([0, 0, 1, 7, 20])), draw(st.booleans()), draw(st.integers(0, 3))
     )
     return saved, lineage, rules
@@ -167,7 +172,7 @@ def test_last_good_one_and_what_is_newer_are_never_doomed(situation):
     saved, lineage, rules = situation
     held = [s for s in saved if lineage.holds(s.branch, s.step)]
     good = [s for s in held if s.health is GOOD]
-    gone = doomed(saved, lineage, rules)
+    gone = select_for_deletion(saved, lineage, rules)
     if not good:
         assert gone == []
         return
@@ -181,7 +186,7 @@ def test_last_good_one_and_what_is_newer_are_never_doomed(situation):
 def test_with_a_good_one_on_the_lineage_nothing_that_was_left_stays(situation):
     saved, lineage, rules = situation
     left = {s.name for s in saved if not lineage.holds(s.branch, s.step)}
-    gone = names(doomed(saved, lineage, rules))
+    gone = names(select_for_deletion(saved, lineage, rules))
     if any(s.health is GOOD and lineage.holds(s.branch, s.step) for s in saved):
         assert set(gone[: len(left)]) == left
 
@@ -194,7 +199,7 @@ def test_rules_keep_what_they_promise_and_nothing_else(situation):
     good = [s for s in held if s.health is GOOD]
     if not good:
         return
-    gone = set(names(doomed(saved, lineage, rules)))
+    gone = set(names(select_for_deletion(saved, lineage, rules)))
     stays = [s for s in saved if s.name not in gone]
     assert set(good[-max(1, rules.keep_last) :]) <= set(stays)
     older = held[: held.index(good[-1])]
@@ -212,12 +217,12 @@ def test_rules_keep_what_they_promise_and_nothing_else(situation):
 @given(situations(), st.randoms(use_true_random=False))
 def test_twice_is_once_in_any_order_and_interrupted_anywhere(situation, random):
     saved, lineage, rules = situation
-    gone = names(doomed(saved, lineage, rules))
+    gone = names(select_for_deletion(saved, lineage, rules))
     shuffled = random.sample(saved, len(saved))
-    assert names(doomed(shuffled, lineage, rules)) == gone
+    assert names(select_for_deletion(shuffled, lineage, rules)) == gone
     done = set(gone[: random.randint(0, len(gone))])
     rest = [s for s in saved if s.name not in done]
-    assert set(names(doomed(rest, lineage, rules))) == set(gone) - done
+    assert set(names(select_for_deletion(rest, lineage, rules))) == set(gone) - done
 
 
 @OFTEN
@@ -227,8 +232,8 @@ def test_adding_a_candidate_dooms_nothing_that_stayed(situation, step, handover)
     new = at(max(step, lineage.forks[-1].step), CANDIDATE, lineage.branch, handover)
     if new.name in {s.name for s in saved}:
         return
-    before = set(names(doomed(saved, lineage, rules)))
-    assert set(names(doomed([*saved, new], lineage, rules))) - {new.name} == before
+    before = set(names(select_for_deletion(saved, lineage, rules)))
+    assert set(names(select_for_deletion([*saved, new], lineage, rules))) - {new.name} == before
 
 
 @pytest.mark.parametrize("cadence", [1, 3, 10, 64])
@@ -237,7 +242,7 @@ def test_run_that_prunes_as_it_goes_always_has_one_before_any_onset(cadence):
     rules, kept = SPARSE._replace(powers=True), []
     for step in range(cadence, 400 * cadence + 1, cadence):
         kept.append(at(step))
-        gone = set(names(doomed(kept, Lineage(), rules)))
+        gone = set(names(select_for_deletion(kept, Lineage(), rules)))
         kept = [s for s in kept if s.name not in gone]
         assert len(kept) <= 2 + step.bit_length()
         ages = [step - s.step for s in kept]
@@ -250,7 +255,7 @@ def test_run_that_prunes_as_it_goes_always_has_one_before_any_onset(cadence):
 def test_a_life_of_saves_rollbacks_and_pruning_always_has_a_good_one(seed):
     """Saves, certifies some, goes back now and then to the newest good one; prunes after every event."""
     random = Random(seed)
-    rules = Rules(random.randint(0, 3), random.choice([0, 40]), random.random() < 0.5, random.randint(0, 2))
+    rules = RetentionRules(random.randint(0, 3), random.choice([0, 40]), random.random() < 0.5, random.randint(0, 2))
     lineage, lineages, step, branches = Lineage(), {}, 0, 0
     kept = {name_of(0, 0): at(0)}
     lineages[name_of(0, 0)] = lineage
@@ -264,7 +269,7 @@ def test_a_life_of_saves_rollbacks_and_pruning_always_has_a_good_one(seed):
         else:
             new = at(step, random.choice([CANDIDATE, GOOD, BAD]), lineage.branch)
             kept[new.name], lineages[new.name] = new, lineage
-        for one, _ in doomed(list(kept.values()), lineage, rules):
+        for one, _ in select_for_deletion(list(kept.values()), lineage, rules):
             del kept[one.name]
         assert any(s.health is GOOD and lineage.holds(s.branch, s.step) for s in kept.values())
         assert all(lineage.holds(s.branch, s.step) for s in kept.values())

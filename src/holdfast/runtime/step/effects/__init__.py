@@ -23,7 +23,7 @@ def carry_out(run: Run, step: Step, following: Step | None, signal: Signal, plan
         return rollback.perform(run, step, signal, plan, action)
     landed = not vetoed and not signal.overflow
     if landed and (plan.first(Replay) or plan.first(Skip)) is not None:
-        late = run.engine.impossible(plan, "the update had landed before it was found: only a rollback undoes it")
+        late = run.engine.stop_instead(plan, "the update had landed before it was found: only a rollback undoes it")
         stop.perform(run, step, signal, late, late.first(Stop))
     if plan.first(SkipData) is not None:
         run.engine.write(

@@ -30,7 +30,7 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
     if found is None:
         run.engine.write("note", step=signal.step, message="no snapshot to return to", passed_over=told)
         why = f"no certified snapshot at or before step {action.at_latest} to return to"
-        late = run.engine.impossible(plan, why)
+        late = run.engine.stop_instead(plan, why)
         stop.perform(run, step, signal, late, late.first(Stop))
     assert found is not None
     undone, positions = run.step, dict(run.positions)
@@ -71,7 +71,7 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) 
         message = f"the loader does not go back: {gone} batches drawn since step {found.step} are not served again"
         run.engine.write("note", step=signal.step, message=message, batches=gone)
     run.returned_to(found.step)
-    run.engine.policy.landed(found.step)
+    run.engine.policy.rolled_back_to(found.step)
     if window is not None:
         skip_data.perform(run, plan, window)
     interventions.with_rollback(run, then)

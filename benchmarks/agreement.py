@@ -1,14 +1,14 @@
-"""What agreeing costs a step, against the number of ranks: real processes on gloo, interleaved in one run.
+"""Measures what agreement adds to a step, for several numbers of ranks: real gloo processes, interleaved in one run.
 
     python -m benchmarks.agreement [--sizes 2 4 8] [--rounds 9] [--steps 10] [--json FILE] [--check]
 
-In every round, in an order shuffled anew and the same on all ranks: a block of steps of a DDP loop without a guard, as many
-of the same loop under one, and as many gathers of a row with nothing beside them. Both loops see the same data, and their
-losses must be equal to the last bit. Of a guarded step the time inside the gather is taken too; there it waits for the
-slowest rank. Counted: the collectives of a healthy step by the group's own sequence number, under DDP and FSDP2, clipped
-and not, and the bytes a rank sends to agree. All ranks share this machine's cores: with more ranks than cores a collective
-waits for ranks that are not running at all, which on a cluster it does not. `--check` ends with status 1 unless the losses
-are equal and a guarded step has exactly one collective more. How it grows with ranks is benchmarks.ranks.growth.
+Each round runs, in a shuffled order that is equal on all ranks: a block of steps of a bare DDP loop, a block of the same
+loop under a guard, and as many gathers of a row alone. Both loops read the same data, and their losses must be equal to
+the last bit. The time inside the gather of a guarded step is measured too; it includes waiting for the slowest rank.
+It also counts the collectives of a healthy step, under DDP and FSDP2, with and without clipping, and the bytes that a rank
+sends to agree. All ranks share the cores of this machine: with more ranks than cores a collective waits for ranks that are
+not running, which does not happen on a cluster. `--check` exits with status 1 unless the losses are equal and a guarded
+step has exactly one more collective. benchmarks.ranks.growth measures how the cost grows with ranks.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ CLIP = 1.0
 QUIET = {"checkpoint": {"enabled": False}}
 LAYOUTS = (("ddp", CLIP), ("ddp", None), ("fsdp2", CLIP), ("fsdp2", None))
 COUNTED = 12
-"""steps whose collectives are counted; the first few of a life, which have more, are left out"""
-PATIENCE = 600
-PASSED = ("rounds", "steps", "width", "batch")
-"""options that every rank is told"""
+"""steps whose collectives are counted; the first few of a process have more and are ignored"""
+TIMEOUT_SECONDS = 600
+RANK_OPTIONS = ("rounds", "steps", "width", "batch")
+"""options passed on to every rank"""
 
 
 class Noise(Dataset[Tensor]):
-    """Other samples on every rank."""
+    """Random samples, different on every rank."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -65,8 +65,8 @@ class Noise(Dataset[Tensor]):
         return torch.randn(self._width, generator=torch.Generator().manual_seed(i * 64 + dist.get_rank()))
 
 
-class Loop:
-    """A small model and the bare loop over it, a step at a time."""
+class BareLoop:
+    """Trains a small model without a guard, one step at a time."""
 
     def __init__(self, width: int, batch: int, layout: str = "ddp", clip: float | None = CLIP) -> None:
         torch.manual_seed(0)
@@ -79,14 +79,14 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.loader, self.clip = DataLoader(Noise(width), batch_size=batch), clip
         self.losses: list[float] = []
-        self.steps = self._begin()
+        self.steps = self._run()
 
     def loss(self, batch: Tensor) -> Tensor:
         loss: Tensor = (self.model(batch) - batch.roll(1, 1)).square().mean()
         self.losses.append(float(loss.detach()))
         return loss
 
-    def _begin(self) -> Iterator[int]:
+    def _run(self) -> Iterator[int]:
         for number, batch in enumerate(self.loader, 1):
             self.loss(batch).backward()  # type: ignore[no-untyped-call]
             if self.clip is not None:
@@ -96,7 +96,7 @@ class Loop:
             yield number
 
     def block(self, count: int) -> float:
-        """Milliseconds a step."""
+        """Return milliseconds a step."""
         began = time.perf_counter()
         for _ in range(count):
             next(self.steps)
@@ -105,17 +105,17 @@ class Loop:
     def close(self) -> None: ...
 
 
-class Guarded(Loop):
+class GuardedLoop(BareLoop):
     """The same loop under a guard, with its journal and snapshots, without checkpoints."""
 
-    def __init__(self, folder: Path, *args: Any, **how: Any) -> None:
+    def __init__(self, folder: Path, *args: Any, **options: Any) -> None:
         self._folder = folder
         self.sent: list[int] = []
         self.inside = 0.0
         """milliseconds in the gather so far"""
-        super().__init__(*args, **how)
+        super().__init__(*args, **options)
 
-    def _begin(self) -> Iterator[int]:
+    def _run(self) -> Iterator[int]:
         self.guard = holdfast.Guard(
             self.model, self.optimizer, clip_grad_norm=self.clip, run_dir=self._folder, config=QUIET
         )
@@ -128,21 +128,21 @@ class Guarded(Loop):
             yield step.number
 
     def _timed(self, gather: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def rows(row: Tensor) -> Tensor:
+        def timed(row: Tensor) -> Tensor:
             self.sent.append(row.nbytes)
             began = time.perf_counter()
-            found = gather(row)
+            rows = gather(row)
             self.inside += (time.perf_counter() - began) * 1e3
-            return found
+            return rows
 
-        return rows
+        return timed
 
     def close(self) -> None:
         self.guard.close()
 
 
-class Rows:
-    """The gather of a row alone."""
+class RowGather:
+    """Gathers a row and does nothing else."""
 
     def __init__(self, width: int) -> None:
         self._row, self._world = torch.zeros(width, dtype=torch.float64), World.current()
@@ -154,38 +154,38 @@ class Rows:
         return (time.perf_counter() - began) / count * 1e3
 
 
-def collectives(loop: Loop) -> int:
-    """Of a healthy step, on the default group: those of most steps."""
+def count_collectives(loop: BareLoop) -> int:
+    """Return the collectives of most healthy steps on the default group."""
     group: Any = dist.distributed_c10d._get_default_group()
-    found, before = [], 0
+    counts, before = [], 0
     for _ in range(COUNTED):
         next(loop.steps)
         now = int(group._get_sequence_number_for_group())
-        found.append(now - before)
+        counts.append(now - before)
         before = now
     loop.close()
-    return statistics.mode(found[4:])
+    return statistics.mode(counts[4:])
 
 
-def count(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def count_all(folder: Path) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
     for number, (layout, clip) in enumerate(LAYOUTS):
-        ours = Guarded(folder / f"counted-{number}", 8, 2, layout, clip)
+        ours = GuardedLoop(folder / f"counted-{number}", 8, 2, layout, clip)
         name = f"{layout}, {'clipped' if clip else 'not clipped'}"
-        found[name] = [collectives(Loop(8, 2, layout, clip)), collectives(ours)]
-    return {"collectives": found, "bytes": statistics.mode(ours.sent)}
+        counts[name] = [count_collectives(BareLoop(8, 2, layout, clip)), count_collectives(ours)]
+    return {"collectives": counts, "bytes": statistics.mode(ours.sent)}
 
 
-def join(folder: Path, rank: int, size: int) -> None:
+def join_group(folder: Path, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    within = timedelta(seconds=120)
+    timeout = timedelta(seconds=120)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size, timeout=within
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=size, timeout=timeout
     )
 
 
-def leave() -> NoReturn:
-    """At once: an interpreter that ends while a thread of gloo's is letting go of the last collective may be aborted."""
+def leave_group() -> NoReturn:
+    """Exit at once: an interpreter that shuts down while a gloo thread releases the last collective may abort."""
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -193,42 +193,42 @@ def leave() -> NoReturn:
 
 
 def rank_main(options: argparse.Namespace, folder: Path, rank: int, size: int) -> None:
-    join(folder, rank, size)
-    result = count(folder)
-    bare = Loop(options.width, options.batch)
-    ours = Guarded(folder / "timed", options.width, options.batch)
-    ways: dict[str, Any] = {"bare": bare, "guarded": ours, "gather": Rows(result["bytes"] // 8)}
-    times: dict[str, list[float]] = {name: [] for name in (*ways, "inside")}
-    order, names = random.Random(0), list(ways)
+    join_group(folder, rank, size)
+    result = count_all(folder)
+    bare = BareLoop(options.width, options.batch)
+    ours = GuardedLoop(folder / "timed", options.width, options.batch)
+    subjects: dict[str, Any] = {"bare": bare, "guarded": ours, "gather": RowGather(result["bytes"] // 8)}
+    times: dict[str, list[float]] = {name: [] for name in (*subjects, "inside")}
+    order, names = random.Random(0), list(subjects)
     for number in range(options.rounds + 1):
         order.shuffle(names)
         for name in names:
             dist.barrier()
-            before, taken = ours.inside, ways[name].block(options.steps)
-            if number:  # the first round allocates what later ones use again
+            before, taken = ours.inside, subjects[name].block(options.steps)
+            if number:  # the first round is warm-up
                 times[name].append(taken)
                 times["inside"] += [(ours.inside - before) / options.steps] if name == "guarded" else []
     ours.close()
     parameters = sum(p.numel() for p in bare.model.parameters())
     result |= {"ranks": size, "parameters": parameters, "times": times, "equal": bare.losses == ours.losses}
-    told: list[Any] = [None] * size
-    dist.all_gather_object(told, result["equal"])
+    equal: list[Any] = [None] * size
+    dist.all_gather_object(equal, result["equal"])
     if rank == 0:
-        (folder / "result.json").write_text(json.dumps({**result, "equal": all(told)}))
-    leave()
+        (folder / "result.json").write_text(json.dumps({**result, "equal": all(equal)}))
+    leave_group()
 
 
 def launch(module: str, options: argparse.Namespace, names: Sequence[str], size: int) -> dict[str, Any]:
-    """One process a rank, to their end; all are gone when this returns. What the first one wrote of it."""
+    """Run one process for each rank and return the result that rank 0 wrote. All are dead when this returns."""
     with tempfile.TemporaryDirectory() as name:
-        words = [sys.executable, "-m", module, "--folder", name, "--of", str(size)]
+        command = [sys.executable, "-m", module, "--folder", name, "--of", str(size)]
         for option in names:
-            words += [f"--{option}", str(getattr(options, option))]
+            command += [f"--{option}", str(getattr(options, option))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = [subprocess.Popen([*words, "--rank", str(rank)], env=environment) for rank in range(size)]
-        until = time.monotonic() + PATIENCE
+        ranks = [subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(size)]
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
-            codes = [rank.wait(max(1.0, until - time.monotonic())) for rank in ranks]
+            codes = [rank.wait(max(1.0, deadline - time.monotonic())) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
@@ -240,7 +240,7 @@ def launch(module: str, options: argparse.Namespace, names: Sequence[str], size:
 
 
 def summary(one: dict[str, Any]) -> dict[str, Any]:
-    """Medians and quartiles over rounds; what is added, and the ratio, round by round."""
+    """Return medians and quartiles over rounds of the times, the added time and the ratio."""
     times = one["times"]
     pairs = list(zip(times["bare"], times["guarded"], strict=True))
     series = {**times, "added": [g - b for b, g in pairs], "ratio": [g / b for b, g in pairs]}
@@ -250,8 +250,8 @@ def summary(one: dict[str, Any]) -> dict[str, Any]:
 def quartiles(values: list[float]) -> list[float]:
     if len(values) < 2:
         return [values[0], values[0]]
-    found = statistics.quantiles(values, n=4, method="inclusive")
-    return [found[0], found[2]]
+    cuts = statistics.quantiles(values, n=4, method="inclusive")
+    return [cuts[0], cuts[2]]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -264,8 +264,8 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for one in runs:
-        found = summary(one)
-        cells = [_cell(found[name]) for name in ("bare", "guarded", "added", "ratio", "inside", "gather")]
+        series = summary(one)
+        cells = [_cell(series[name]) for name in ("bare", "guarded", "added", "ratio", "inside", "gather")]
         lines.append(f"| {one['ranks']} | {' | '.join(cells)} | {one['bytes']} |")
     lines += ["| collectives a step | bare | guarded |", "|---|---|---|"]
     for one in runs:
@@ -274,24 +274,24 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _cell(found: dict[str, Any]) -> str:
-    low, high = found["quartiles"]
-    return f"{found['median']:.2f} ({low:.2f} to {high:.2f})"
+def _cell(stats: dict[str, Any]) -> str:
+    low, high = stats["quartiles"]
+    return f"{stats['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    found = []
+    problems = []
     for one in result["runs"]:
         if not one["equal"]:
-            found.append(f"{one['ranks']} ranks: the guarded loop's losses are not the bare one's")
+            problems.append(f"{one['ranks']} ranks: the losses of the guarded loop differ from the bare loop's")
         for name, (bare, ours) in one["collectives"].items():
             if ours != bare + 1:
-                found.append(f"{one['ranks']} ranks, {name}: {ours} collectives a step, {bare} without a guard")
-    return found
+                problems.append(f"{one['ranks']} ranks, {name}: {ours} collectives a step, {bare} without a guard")
+    return problems
 
 
-def told_to_a_rank(parser: argparse.ArgumentParser) -> None:
-    """What `launch` says beside the options."""
+def add_rank_options(parser: argparse.ArgumentParser) -> None:
+    """Add the hidden options that `launch` passes to each rank."""
     for hidden in ("--rank", "--of"):
         parser.add_argument(hidden, type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--folder", default=None, help=argparse.SUPPRESS)
@@ -301,12 +301,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=above_zero, nargs="+", default=[2, 4, 8])
     parser.add_argument("--rounds", type=above_zero, default=9)
-    parser.add_argument("--steps", type=above_zero, default=10, help="of a block")
+    parser.add_argument("--steps", type=above_zero, default=10, help="steps in a block")
     parser.add_argument("--width", type=above_zero, default=512)
-    parser.add_argument("--batch", type=above_zero, default=32, help="samples a rank")
+    parser.add_argument("--batch", type=above_zero, default=32, help="samples for each rank")
     parser.add_argument("--json", type=writable, default=None)
     parser.add_argument("--check", action="store_true")
-    told_to_a_rank(parser)
+    add_rank_options(parser)
     options = parser.parse_args()
     if options.rank is not None:
         rank_main(options, Path(options.folder), options.rank, options.of)
@@ -318,13 +318,16 @@ def main() -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "steps": options.steps,
     }
-    result = {"about": about, "runs": [launch("benchmarks.agreement", options, PASSED, size) for size in options.sizes]}
+    result = {
+        "about": about,
+        "runs": [launch("benchmarks.agreement", options, RANK_OPTIONS, size) for size in options.sizes],
+    }
     print(table(result))
     write(options.json, result)
-    wrong = failures(result)
-    for line in wrong:
+    problems = failures(result)
+    for line in problems:
         print(line)
-    return 1 if options.check and wrong else 0
+    return 1 if options.check and problems else 0
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Checkpoints beside plain torch.save, DCP save and DCP async_save, on the same state, interleaved in one run.
+"""Compares checkpoints with torch.save, DCP save and DCP async_save, on the same state, interleaved in one run.
 
     python -m benchmarks.checkpoint [--gb 1.2] [--rounds 5] [--device cpu] [--json FILE] [--check]
 
-One model and its AdamW state, trained for real between the saves. For each way of saving, in an order shuffled anew every
-round: how long the training thread stood still for a save in the middle of training (time inside calls that save, or that
-wait for a save), how much longer the steps around it took, how long a save takes from the call to the last byte forced to
-disk, and how long it takes to restore. Every restored state is compared with the one saved, bit for bit. `--check` ends
-with status 1 unless the stall is under 5% of DCP save's and the throughput at least 0.9 of it.
+It trains one model with AdamW between the saves. In each round it measures each method, in a shuffled order: the stall of
+the training thread for a save during training (time in calls that save or wait for a save), the slowdown of the steps
+around it, the time from the call until all is synced to disk, and the time to restore. Every restored state is compared
+with the saved one, bit for bit. `--check` exits with status 1 unless the stall is under 5% of DCP save's and the
+throughput at least 0.9 of it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Noise(Dataset[Tensor]):
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(i))
 
 
-class Subject:
-    """A model that is trained one step at a time under a guard of its own; saves come between."""
+class TrainedModel:
+    """Trains a model under a guard, one step at a time, with saves between the steps."""
 
     def __init__(self, gb: float, device: str, folder: Path) -> None:
         torch.manual_seed(0)
@@ -72,76 +72,76 @@ class Subject:
         return time.perf_counter() - began
 
     def state(self) -> dict[str, Tensor]:
-        """Model and optimizer as one flat dictionary, the run's own tensors."""
-        found = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
+        """Return the tensors of model and optimizer in one flat dictionary."""
+        tensors = {f"model.{n}": p.detach() for n, p in self.model.named_parameters()}
         for i, state in enumerate(self.optimizer.state.values()):
-            found |= {f"optimizer.{i}.{name}": value for name, value in state.items()}
-        return found
+            tensors |= {f"optimizer.{i}.{name}": value for name, value in state.items()}
+        return tensors
 
     def scramble(self) -> None:
         for value in self.state().values():
             value.zero_()
 
 
-def synced(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
 
 
-class Way:
-    """One way of saving. `start` is what the training thread does; `finish` waits until all is on disk."""
+class SaveMethod:
+    """One method of saving. `start` runs on the training thread; `finish` waits until all is on disk."""
 
     name = ""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: TrainedModel) -> None:
         self.subject = subject
-        self.place = subject.folder / type(self).__name__
+        self.folder = subject.folder / type(self).__name__
 
     def clear(self) -> None:
-        shutil.rmtree(self.place, ignore_errors=True)
-        self.place.mkdir()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
 
     def start(self) -> None: ...
     def finish(self) -> None: ...
     def restore(self) -> None: ...
 
 
-class TorchSave(Way):
+class TorchSave(SaveMethod):
     name = "torch.save + fsync"
 
     def start(self) -> None:
-        torch.save(self.subject.state(), self.place / "state.pt")
-        synced(self.place / "state.pt")
+        torch.save(self.subject.state(), self.folder / "state.pt")
+        fsync(self.folder / "state.pt")
 
     def restore(self) -> None:
-        loaded = torch.load(self.place / "state.pt", map_location=self.subject.device, weights_only=True)
+        loaded = torch.load(self.folder / "state.pt", map_location=self.subject.device, weights_only=True)
         for name, value in self.subject.state().items():
             value.copy_(loaded[name])
 
 
-class DcpSave(Way):
+class DcpSave(SaveMethod):
     name = "DCP save"
 
     def start(self) -> None:
-        dcp.save(self.subject.state(), storage_writer=dcp.FileSystemWriter(self.place), no_dist=True)
+        dcp.save(self.subject.state(), storage_writer=dcp.FileSystemWriter(self.folder), no_dist=True)
 
     def restore(self) -> None:
-        dcp.load(self.subject.state(), storage_reader=dcp.FileSystemReader(self.place), no_dist=True)
+        dcp.load(self.subject.state(), storage_reader=dcp.FileSystemReader(self.folder), no_dist=True)
 
 
 class DcpAsync(DcpSave):
     name = "DCP async_save"
 
     def start(self) -> None:
-        writer = dcp.FileSystemWriter(self.place)
+        writer = dcp.FileSystemWriter(self.folder)
         self.future: Any = dcp.async_save(self.subject.state(), storage_writer=writer, no_dist=True)
 
     def finish(self) -> None:
         getattr(self.future, "upload_completion", self.future).result()
 
 
-class Ours(Way):
+class HoldfastSave(SaveMethod):
     name = "Holdfast"
 
     def start(self) -> None:
@@ -149,15 +149,15 @@ class Ours(Way):
         run = self.subject.guard._run
         run.snapshots.take_now(run.step, "asked for", run.state.buffers.capture(), run.source, run.engine.state_dict)
         self.path = run.records.rundir.path / "checkpoints" / f"step_{run.step:08d}"
-        self.tier = book.tier
+        self.store = book.tier
 
     def finish(self) -> None:
-        self.tier.wait()
+        self.store.wait()
         self.subject.guard._run.checkpoints.poll()
 
     def restore(self) -> None:
         run = self.subject.guard._run
-        saved = self.tier.load(self.tier.find(str(self.path)))
+        saved = self.store.load(self.store.find(str(self.path)))
         run.state.restore_small_state(saved.parts["light"], saved.tensors)
 
     def clear(self) -> None:
@@ -165,59 +165,61 @@ class Ours(Way):
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def stalled(way: Way) -> float:
-    """What a wait before the next update adds; only ours copies beside the next forward and backward."""
-    return float(way.subject.guard._run.snapshots.stalled_seconds) if isinstance(way, Ours) else 0.0
+def stalled(method: SaveMethod) -> float:
+    """Return the seconds that updates have waited for copies, which only Holdfast makes during forward and backward."""
+    return float(method.subject.guard._run.snapshots.stalled_seconds) if isinstance(method, HoldfastSave) else 0.0
 
 
-def measure(way: Way, usual: float) -> dict[str, float]:
-    """One save in the middle of training, one with nothing beside it, one restore; compared bit for bit."""
-    subject = way.subject
-    way.clear()
-    before, began = stalled(way), time.perf_counter()
-    way.start()
+def measure(method: SaveMethod, usual_seconds: float) -> dict[str, float]:
+    """Measure one save during training, one save alone, and one restore, compared bit for bit."""
+    subject = method.subject
+    method.clear()
+    before, began = stalled(method), time.perf_counter()
+    method.start()
     called = time.perf_counter() - began
-    inside = stalled(way) - before
+    inside = stalled(method) - before
     steps = [subject.step() for _ in range(2)]
-    blocked = called + (stalled(way) - before - inside)
-    way.finish()
-    way.clear()
+    blocked = called + (stalled(method) - before - inside)
+    method.finish()
+    method.clear()
     reference = {name: value.clone() for name, value in subject.state().items()}
     began = time.perf_counter()
-    way.start()
-    way.finish()
+    method.start()
+    method.finish()
     total = time.perf_counter() - began
     subject.scramble()
     began = time.perf_counter()
-    way.restore()
+    method.restore()
     if subject.device == "cuda":
         torch.cuda.synchronize()
     restore = time.perf_counter() - began
     for name, value in subject.state().items():
-        assert torch.equal(value, reference[name]), f"{way.name}: {name} did not come back as it was"
-    way.clear()
-    return {"stall": blocked, "slower": called + sum(steps) - 2 * usual, "total": total, "restore": restore}
+        assert torch.equal(value, reference[name]), f"{method.name}: {name} was not restored bit for bit"
+    method.clear()
+    return {"stall": blocked, "slower": called + sum(steps) - 2 * usual_seconds, "total": total, "restore": restore}
 
 
-def run(gb: float, rounds: int, device: str, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    subject = Subject(gb, device, folder)
+def run(gb: float, rounds: int, device: str, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
+    subject = TrainedModel(gb, device, folder)
     subject.begin()
     nbytes = sum(v.nbytes for v in subject.state().values())
-    ways: list[Way] = [TorchSave(subject), DcpSave(subject), DcpAsync(subject), Ours(subject)]
-    found: dict[str, list[dict[str, float]]] = {way.name: [] for way in ways}
+    methods: list[SaveMethod] = [TorchSave(subject), DcpSave(subject), DcpAsync(subject), HoldfastSave(subject)]
+    results: dict[str, list[dict[str, float]]] = {method.name: [] for method in methods}
     order = random.Random(0)
-    for way in ways:  # the first save of each allocates what later ones use again
-        measure(way, 0.0)
+    for method in methods:  # warm-up
+        measure(method, 0.0)
     for number in range(rounds):
-        usual = statistics.median(subject.step() for _ in range(3))
-        order.shuffle(ways)
-        for way in ways:
-            found[way.name].append(measure(way, usual))
+        usual_seconds = statistics.median(subject.step() for _ in range(3))
+        order.shuffle(methods)
+        for method in methods:
+            results[method.name].append(measure(method, usual_seconds))
             subject.step()
-        say(f"round {number + 1} of {rounds}")
+        report(f"round {number + 1} of {rounds}")
     subject.guard.close()
-    medians = {n: {k: statistics.median(one[k] for one in each) for k in each[0]} for n, each in found.items()}
-    spread = {n: {k: [min(o[k] for o in each), max(o[k] for o in each)] for k in each[0]} for n, each in found.items()}
+    medians = {n: {k: statistics.median(one[k] for one in each) for k in each[0]} for n, each in results.items()}
+    spread = {
+        n: {k: [min(o[k] for o in each), max(o[k] for o in each)] for k in each[0]} for n, each in results.items()
+    }
     return {
         "bytes": nbytes,
         "rounds": rounds,
@@ -246,12 +248,14 @@ def table(result: dict[str, Any]) -> str:
 
 def failures(result: dict[str, Any]) -> list[str]:
     ours, theirs = result["median"]["Holdfast"], result["median"]["DCP save"]
-    found = []
+    problems = []
     if ours["stall"] > STALL_SHARE * theirs["stall"]:
-        found.append(f"the stall is {ours['stall'] / theirs['stall']:.1%} of DCP save's, over {STALL_SHARE:.0%}")
+        problems.append(f"the stall is {ours['stall'] / theirs['stall']:.1%} of DCP save's, over {STALL_SHARE:.0%}")
     if theirs["total"] / ours["total"] < THROUGHPUT_SHARE:
-        found.append(f"the throughput is {theirs['total'] / ours['total']:.2f} of DCP save's, under {THROUGHPUT_SHARE}")
-    return found
+        problems.append(
+            f"the throughput is {theirs['total'] / ours['total']:.2f} of DCP save's, under {THROUGHPUT_SHARE}"
+        )
+    return problems
 
 
 def main() -> int:
@@ -273,10 +277,10 @@ def main() -> int:
         )
     print(table(result))
     write(options.json, result)
-    wrong = failures(result)
-    for line in wrong:
+    problems = failures(result)
+    for line in problems:
         print(line)
-    return 1 if options.check and wrong else 0
+    return 1 if options.check and problems else 0
 
 
 if __name__ == "__main__":

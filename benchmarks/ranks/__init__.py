@@ -1,1 +1,1 @@
-"""What agreeing costs as the number of ranks grows: `python -m benchmarks.ranks.growth`."""
+"""Measures the cost of agreement as the number of ranks grows: `python -m benchmarks.ranks.growth`."""

@@ -1,8 +1,8 @@
-"""What a rank does on its own host with the rows of very many ranks: one process, a real guard, rows that are made up.
+"""Measures one rank's host work with the rows of very many ranks: one process, a real guard, simulated rows.
 
-The guard is told that there are n ranks. The gather is not one: it returns this rank's own row n times, each with another
-fingerprint of its data, so all that follows (the agreement, reading the rows, the signal over all ranks) runs as it would
-on n ranks that are healthy. Making the rows up is timed and taken off.
+The guard believes that there are n ranks. Its gather returns this rank's row n times, each with another fingerprint of the
+data. All that follows (agreement, reading the rows, the signal over all ranks) runs as on n healthy ranks. The time to
+simulate the rows is subtracted.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from holdfast.runtime.guard.guard import Wired
 from holdfast.runtime.ports.distributed_context import DistributedContext
 
 PARTS = ("agree", "read", "over_all")
-"""of the meeting, in the order of a step"""
+"""the timed methods, in the order of a step"""
 
 
-class Crowd(World):
-    """This rank, and others that bring what it brings from other data."""
+class SimulatedRanks(World):
+    """This rank, and others with the same row but other data."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)
-        self._apart = torch.arange(size, dtype=torch.float64)
+        self._rank_offsets = torch.arange(size, dtype=torch.float64)
         self.gathered, self.seconds = 0, 0.0
 
     def supports_device(self, device: torch.device) -> bool:
@@ -45,11 +45,11 @@ class Crowd(World):
 
     def all_gather_rows(self, row: Tensor) -> Tensor:
         began = time.perf_counter()
-        found = row.repeat(self.size, 1)
-        found[:, Column.BATCH] += self._apart
+        rows = row.repeat(self.size, 1)
+        rows[:, Column.BATCH] += self._rank_offsets
         self.gathered += 1
         self.seconds += time.perf_counter() - began
-        return found
+        return rows
 
     def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
         return World().all_gather_object(value) * self.size
@@ -58,30 +58,30 @@ class Crowd(World):
         return World().broadcast_object(value)
 
 
-class CrowdGuard(holdfast.Guard):
-    def __init__(self, crowd: Crowd, *args: Any, **how: Any) -> None:
-        self._crowd = crowd
-        super().__init__(*args, **how)
+class SimulatedGuard(holdfast.Guard):
+    def __init__(self, ranks: SimulatedRanks, *args: Any, **options: Any) -> None:
+        self._ranks = ranks
+        super().__init__(*args, **options)
 
     def _wire(self, run_dir: Any, config: Any) -> Wired:
-        size = self._crowd.size
+        size = self._ranks.size
         return Wired(
             run_dir,
             DiskCheckpointStore(run_dir, World(), 60.0),
-            DistributedContext(self._crowd, MeshNorms(1), MeshReplicas(size)),
+            DistributedContext(self._ranks, MeshNorms(1), MeshReplicas(size)),
         )
 
 
-class Member:
-    """One guarded loop among so many; the parts of its meeting are timed."""
+class SimulatedRun:
+    """One guarded loop among simulated ranks, with the work on the rows timed."""
 
     def __init__(self, size: int, folder: Path) -> None:
         torch.manual_seed(0)
         self._model = nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
-        self._crowd = Crowd(size)
-        self._guard = CrowdGuard(
-            self._crowd,
+        self._ranks = SimulatedRanks(size)
+        self._guard = SimulatedGuard(
+            self._ranks,
             self._model,
             optimizer,
             clip_grad_norm=1.0,
@@ -99,9 +99,9 @@ class Member:
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
             began = time.perf_counter()
-            found = call(*args)
+            result = call(*args)
             self._seconds[name] += time.perf_counter() - began
-            return found
+            return result
 
         return timed
 
@@ -115,45 +115,45 @@ class Member:
             yield step.number
 
     def block(self, count: int) -> None:
-        before, made = dict(self._seconds), self._crowd.seconds
+        before, simulating = dict(self._seconds), self._ranks.seconds
         began = time.perf_counter()
         for _ in range(count):
             next(self._steps)
-        whole = time.perf_counter() - began
-        made = self._crowd.seconds - made
+        total = time.perf_counter() - began
+        simulating = self._ranks.seconds - simulating
         taken = {name: self._seconds[name] - before[name] for name in PARTS}
-        taken["agree"] -= made
-        for name, seconds in {"step": whole - made, **taken}.items():
+        taken["agree"] -= simulating
+        for name, seconds in {"step": total - simulating, **taken}.items():
             self.blocks[name].append(seconds / count * 1e6)
 
     def close(self) -> None:
         self._guard.close()
 
     def problems(self) -> list[str]:
-        """Of a closed one."""
-        committed, said = self._guard.summary().committed, []
+        """Return what went wrong. Call it after `close`."""
+        committed, problems = self._guard.summary().committed, []
         if committed != self.done:
-            said.append(f"{committed} of {self.done} steps committed")
-        if self._crowd.gathered != self.done:
-            said.append(f"{self._crowd.gathered} rows gathered in {self.done} steps")
-        return [f"{self._crowd.size} made-up ranks: {what}" for what in said]
+            problems.append(f"{committed} of {self.done} steps committed")
+        if self._ranks.gathered != self.done:
+            problems.append(f"{self._ranks.gathered} rows gathered in {self.done} steps")
+        return [f"{self._ranks.size} simulated ranks: {problem}" for problem in problems]
 
 
 def host_work(sizes: Sequence[int], rounds: int, steps: int) -> dict[str, Any]:
-    """Microseconds a step, by the number of ranks: the whole step, what it has more than with the fewest ranks, round by
-    round, and the parts of its meeting. The sizes take turns."""
-    with tempfile.TemporaryDirectory() as name, ExitStack() as open_ones:
-        members: dict[int, Member] = {}
+    """Return microseconds a step for each number of ranks, measured in interleaved blocks: the whole step, its excess over
+    the smallest size in each round, and each part."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        runs: dict[int, SimulatedRun] = {}
         for size in sizes:
-            members[size] = Member(size, Path(name) / str(size))
-            open_ones.callback(members[size].close)
-        turns = {str(size): member.block for size, member in members.items()}
-        interleave(turns, steps=steps, rounds=rounds, device="cpu")
-        open_ones.pop_all().close()
-    fewest = members[min(members)].blocks["step"][1:]  # the first round allocates what later ones use again
-    found: dict[int, dict[str, Any]] = {}
-    for size, member in members.items():
-        found[size] = {part: spread(values[1:]) for part, values in member.blocks.items()}
-        pairs = zip(fewest, member.blocks["step"][1:], strict=True)
-        found[size]["more"] = spread([ours - least for least, ours in pairs])
-    return {"sizes": found, "problems": [said for member in members.values() for said in member.problems()]}
+            runs[size] = SimulatedRun(size, Path(name) / str(size))
+            stack.callback(runs[size].close)
+        interleaved = {str(size): run.block for size, run in runs.items()}
+        interleave(interleaved, steps=steps, rounds=rounds, device="cpu")
+        stack.pop_all().close()
+    fewest = runs[min(runs)].blocks["step"][1:]  # the first round is warm-up
+    results: dict[int, dict[str, Any]] = {}
+    for size, run in runs.items():
+        results[size] = {part: spread(values[1:]) for part, values in run.blocks.items()}
+        pairs = zip(fewest, run.blocks["step"][1:], strict=True)
+        results[size]["more"] = spread([more - base for base, more in pairs])
+    return {"sizes": results, "problems": [problem for run in runs.values() for problem in run.problems()]}

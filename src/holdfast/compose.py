@@ -1,4 +1,4 @@
-"""Puts the layers together: the Guard that people use, with checkpoints on disk behind it. Imported when asked for."""
+"""Defines the public Guard: the runtime with checkpoints on disk and other ranks. `holdfast` imports it on first use."""
 
 from __future__ import annotations
 
@@ -26,33 +26,34 @@ class Guard(_Guard):
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
         world = World.current()
-        tier = None if run_dir is None else DiskCheckpointStore(run_dir, world, config.checkpoint.rank_timeout_seconds)
-        if world.size == 1:  # of one rank tensors may be sharded all the same
+        timeout = config.checkpoint.rank_timeout_seconds
+        store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
+        if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
-            return Wired(run_dir, tier, DistributedContext(norms=norms, make_watchdog=_alone))
+            return Wired(run_dir, store, DistributedContext(norms=norms, make_watchdog=_check_still_single))
         hosts = world.all_gather_object(socket.gethostname())
-        company = DistributedContext(
+        context = DistributedContext(
             world,
             MeshNorms(world.size),
             MeshReplicas(world.size),
-            lambda: _watch(run_dir, config, world),
+            lambda: _make_watchdog(run_dir, config, world),
             ranks_per_host=hosts.count(hosts[world.rank]),
         )
-        return Wired(run_dir if world.rank == 0 else None, tier, company)
+        return Wired(run_dir if world.rank == 0 else None, store, context)
 
 
-def _alone() -> RankWatchdog:
-    """Made before its process joined the others, a guard would decide alone on every rank."""
+def _check_still_single() -> RankWatchdog:
+    """Raise SetupError if the process joined a group after the Guard was made: each rank would then decide alone."""
     size = World.current().size
     if size > 1:
         raise SetupError(
-            f"the Guard was made before torch.distributed was initialised, and there are {size} ranks now: call "
+            f"the Guard was made before torch.distributed was initialized, but there are {size} ranks now: call "
             "init_process_group, wrap the model (DistributedDataParallel, fully_shard), and make the Guard after that"
         )
     return NoWatchdog()
 
 
-def _watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> RankWatchdog:
+def _make_watchdog(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> RankWatchdog:
     session = world.broadcast_object(secrets.token_hex(8))
     records = None if run_dir is None else RankRecords(run_dir, world.rank)
     record = (lambda *_, **__: None) if records is None else records.write

@@ -1,9 +1,9 @@
-"""Copies of a state that are made beside training.
+"""Makes copies of a state in the background.
 
-On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies, into page-locked memory or
-on the device itself. Either way the next update calls `wait` first, since it would overwrite what is still being read.
-Checksums and the search for non-finite values run on the device at its own speed, beside the copy; on the CPU a second
-thread does them. Nobody waits for that but certification.
+On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies, into pinned memory or
+within the device. Either way the next update calls `wait` first, since it would overwrite tensors that are still being
+read. Checksums and the test for non-finite values run beside the copy: on another stream, or on a second thread. Only
+certification waits for them.
 """
 
 from __future__ import annotations
@@ -16,92 +16,93 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
-from holdfast.runtime.snapshots.buffer_pool import Beside, Block, Blocks
-from holdfast.runtime.snapshots.copy import Copy, Issued, Look, Watched
-from holdfast.runtime.snapshots.device_staging import Aside
-from holdfast.runtime.snapshots.layout import Layout
-from holdfast.runtime.snapshots.pinned_memory import FEW, locked
-from holdfast.runtime.tensors import checksum as bits
-from holdfast.runtime.tensors.inspect import Intended, Sums, checksums, first_nonfinite
+from holdfast.runtime.snapshots.buffer_pool import BufferPool, ChecksumFunction, SnapshotBuffer
+from holdfast.runtime.snapshots.copy import SnapshotCopy, StreamWork, WriteDetector
+from holdfast.runtime.snapshots.device_staging import DeviceStaging
+from holdfast.runtime.snapshots.layout import SnapshotLayout
+from holdfast.runtime.snapshots.pinned_memory import MIN_REGISTERED_BYTES, allocate_pinned
+from holdfast.runtime.tensors.checksum import Checksums, checksum_and_finite, compile_copy_kernel
+from holdfast.runtime.tensors.inspect import AllowedNonfinite, Sums, checksums, first_nonfinite
 
 HOST = torch.device("cpu")
 
 
 class Copier:
-    """Starts copies, one after another, on one background thread or one stream a device."""
+    """Makes copies one after another, with one thread, or one stream per device."""
 
-    def __init__(self, intended: Intended, *, staging: bool = True) -> None:
-        self._intended, self._staging = intended, staging
-        self._copying = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
-        self._examining = ThreadPoolExecutor(1, thread_name_prefix="holdfast-examine")
-        self._paging = ThreadPoolExecutor(2, thread_name_prefix="holdfast-pages")
+    def __init__(self, allowed: AllowedNonfinite, *, staging: bool = True) -> None:
+        self._allowed, self._staging_enabled = allowed, staging
+        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-copy")
+        self._inspect_thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-inspect")
+        self._allocate_threads = ThreadPoolExecutor(2, thread_name_prefix="holdfast-allocate")
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-        self._held: list[Copy] = []
-        self._asides: dict[torch.device, Aside] = {}
-        self._layouts: dict[tuple[str, bool], Layout] = {}
-        self._pools: dict[tuple[str, bool], Blocks] = {}
+        self._reading: list[SnapshotCopy] = []
+        """copies of live tensors that `wait` has not waited for"""
+        self._staging: dict[torch.device, DeviceStaging] = {}
+        self._layouts: dict[tuple[str, bool], SnapshotLayout] = {}
+        self._pools: dict[tuple[str, bool], BufferPool] = {}
 
     # ---- memory
 
-    def layout(self, part: str, tensors: Mapping[str, Tensor], *, on_host: bool = True) -> Layout:
-        """How that part of a state lies in memory: the same object for as long as it is made of the same tensors."""
-        home = HOST if on_host else None
-        known = self._layouts.get((part, on_host))
-        if known is None or not known.fits(tensors, home):
-            known = self._layouts[part, on_host] = Layout(tensors, home)
-            pool = self._pools.setdefault((part, on_host), Blocks(self._make))
-            takes_time = _page_locked_for(known) is not None and known.nbytes >= FEW
-            pool.adopt(known, self._paging if takes_time else None)
-        return known
+    def layout(self, part: str, tensors: Mapping[str, Tensor], *, on_host: bool = True) -> SnapshotLayout:
+        """Return the layout of a part of the state: the same object while the part is made of the same tensors."""
+        destination = HOST if on_host else None
+        layout = self._layouts.get((part, on_host))
+        if layout is None or not layout.fits(tensors, destination):
+            layout = self._layouts[part, on_host] = SnapshotLayout(tensors, destination)
+            pool = self._pools.setdefault((part, on_host), BufferPool(self._allocate))
+            is_slow = _pinned_for(layout) is not None and layout.nbytes >= MIN_REGISTERED_BYTES
+            pool.set_layout(layout, self._allocate_threads if is_slow else None)
+        return layout
 
-    def _make(self, layout: Layout) -> Block:
-        if (device := _page_locked_for(layout)) is not None:
-            memory, note = locked(layout.sizes[HOST], device)
-            return Block(layout, {HOST: memory}, note)
-        found = {}
+    def _allocate(self, layout: SnapshotLayout) -> SnapshotBuffer:
+        if (device := _pinned_for(layout)) is not None:
+            pinned, warning = allocate_pinned(layout.sizes[HOST], device)
+            return SnapshotBuffer(layout, {HOST: pinned}, warning)
+        memory = {}
         for home, size in layout.sizes.items():
-            # Of the stream that writes to it, so that it is not given away while that is still at it.
+            # Allocated on the stream that writes to it, so that the allocator does not reuse it during a write.
             with torch.cuda.stream(self._stream(home)) if home.type == "cuda" else contextlib.nullcontext():
-                found[home] = torch.empty(size, dtype=torch.uint8, device=home)
-                bits.compile_copy_kernel(home, layout.dtypes)
+                memory[home] = torch.empty(size, dtype=torch.uint8, device=home)
+                compile_copy_kernel(home, layout.dtypes)
                 for _, row in (each for each in layout.rows if each[0] == home):
-                    found[home][row.start : row.start + row.nbytes].zero_()
-        return Block(layout, found)
+                    memory[home][row.start : row.start + row.nbytes].zero_()
+        return SnapshotBuffer(layout, memory)
 
-    def prepare(self, most: int) -> None:
-        """Have memory for the next copies made, where that takes time; never for more than `most` of a kind."""
+    def preallocate(self, limit: int) -> None:
+        """Allocate memory for the next copies if that takes time, up to `limit` buffers for each part."""
         for pool in self._pools.values():
-            pool.prepare(most)
+            pool.preallocate(limit)
 
     def count(self, part: str, *, on_host: bool) -> int:
-        """How many blocks for that part there are."""
+        """Return the number of buffers for that part."""
         return self._pools[part, on_host].count if (part, on_host) in self._pools else 0
 
-    def ready(self, part: str, *, on_host: bool) -> bool:
-        """Whether memory for that part is there, or being made."""
-        return (part, on_host) in self._pools and self._pools[part, on_host].ready()
+    def has_ready(self, part: str, *, on_host: bool) -> bool:
+        """Return whether a buffer for that part is free or being allocated."""
+        return (part, on_host) in self._pools and self._pools[part, on_host].has_ready()
 
-    def reclaim(self, part: str, copy: Copy | None) -> None:
-        """Take back the memory of a copy that nobody needs any more, for the next one."""
-        if copy is not None and copy.block is not None and copy.examined.done():
-            block, copy.block, copy.tensors = copy.block, None, {}
-            self._pools[part, block.layout.home is not None].give(block)
+    def reclaim(self, part: str, copy: SnapshotCopy | None) -> None:
+        """Take back the memory of a copy that is not needed any more. Does nothing if it is not inspected yet."""
+        if copy is not None and copy.buffer is not None and copy.inspected.done():
+            buffer, copy.buffer, copy.tensors = copy.buffer, None, {}
+            self._pools[part, buffer.layout.destination is not None].release(buffer)
 
     def retire(self, part: str, *, on_host: bool) -> None:
-        """No more copies of that part there: its spare memory goes, and the rest of it when nobody reads it any more."""
+        """Make no more copies of that part there, and free its memory when it is not read any more."""
         self._layouts.pop((part, on_host), None)
         if (pool := self._pools.get((part, on_host))) is not None:
             pool.retire()
 
     def notes(self) -> list[str]:
-        """What was done about memory, for the user."""
-        return [aside.note for aside in self._asides.values() if aside.note is not None]
+        """Return what the user should know about device memory in use."""
+        return [staging.note for staging in self._staging.values() if staging.note is not None]
 
-    def put_nothing_aside(self) -> bool:
-        """The device's memory is needed for something else. Whether any of it was used."""
-        used = any(aside.nbytes for aside in self._asides.values())
-        self._asides.clear()
-        self._staging = False
+    def stop_staging(self) -> bool:
+        """Free the staging memory on devices and use none from now on. Returns whether any was in use."""
+        used = any(staging.nbytes for staging in self._staging.values())
+        self._staging.clear()
+        self._staging_enabled = False
         return used
 
     # ---- copying
@@ -113,201 +114,215 @@ class Copier:
         live: bool,
         part: str = "heavy",
         on_host: bool = True,
-        layout: Layout | None = None,
-    ) -> Copy:
-        """Begin copying `sources`. `live` ones are the run's own and must not change until `wait` has returned; others
-        are copies already, which nobody changes: where they are at home they are kept as they are. `layout`: what has just
-        been found to fit them."""
+        layout: SnapshotLayout | None = None,
+    ) -> SnapshotCopy:
+        """Start copying `sources`, and return the copy.
+
+        `live` sources belong to the run and must not change until `wait` has returned. Others are copies already that do
+        not change: they are kept as they are if they are on the right device. `layout` is the one that fits them, if known.
+        """
         values = list(sources.values())
-        block: Block | None = None
-        tensors, odd = sources, {n for n, v in sources.items() if v.layout is not torch.strided} if not live else set()
+        buffer: SnapshotBuffer | None = None
+        tensors, apart = sources, {n for n, v in sources.items() if v.layout is not torch.strided} if not live else set()
         devices = [] if live else list(dict.fromkeys(v.device for v in values))
         if live or (on_host and any(d != HOST for d in devices)):
             layout = layout or self.layout(part, sources, on_host=on_host)
-            block = self._pools[part, on_host].take()
-            tensors, devices = block.tensors, layout.devices
-            if layout.odd:
-                odd = {layout.names[i] for i in layout.odd}
-                tensors = {n: block.tensors[n] if n not in odd else _apart(v, on_host) for n, v in sources.items()}
-        looks: list[Look] = []
-        issued: list[Issued] = []
+            buffer = self._pools[part, on_host].acquire()
+            tensors, devices = buffer.tensors, layout.devices
+            if layout.unpackable:
+                apart = {layout.names[i] for i in layout.unpackable}
+                tensors = {n: _clone(v, on_host) if n in apart else buffer.tensors[n] for n, v in sources.items()}
+        device_checksums: list[Checksums] = []
+        work: list[StreamWork] = []
         for device in devices:
             if device.type == "cuda":
-                here = {n: v for n, v in sources.items() if v.device == device and n not in odd}
-                if block is not None:
-                    aside = self._aside(block.layout, device) if live else None
-                    issued.append(self._cross(device, here, values, block, aside))
-                issued.append(self._see(device, here, looks))
-        if issued and block is not None and HOST in devices:
-            # What is left on the host then is small (Adam's step counts): copied now, so that no thread is waited for.
-            block.fill(values, HOST)
-        watched = Watched(values) if block is not None and live else None
-        copy = Copy(tensors, issued, block, watched if issued else None)
+                local = {n: v for n, v in sources.items() if v.device == device and n not in apart}
+                if buffer is not None:
+                    staging = self._staging_for(buffer.layout, device) if live else None
+                    work.append(self._copy_on_stream(device, local, values, buffer, staging))
+                work.append(self._checksum_on_stream(device, local, device_checksums))
+        if work and buffer is not None and HOST in devices:
+            # Host tensors beside CUDA ones are small (Adam's step counts): copied here, so that nothing waits for a thread.
+            buffer.fill(values, HOST)
+        writes = WriteDetector(values) if buffer is not None and live else None
+        copy = SnapshotCopy(tensors, work, buffer, writes if work else None)
         if live:
-            self._held.append(copy)
-        self._copying.submit(self._copy, copy, values, None if issued else watched, looks)
+            self._reading.append(copy)
+        self._copy_thread.submit(self._copy, copy, values, None if work else writes, device_checksums)
         return copy
 
-    def _stream(self, device: torch.device, what: str = "copy") -> torch.cuda.Stream:
-        stream = self._streams.get((device, what))
+    def _stream(self, device: torch.device, purpose: str = "copy") -> torch.cuda.Stream:
+        stream = self._streams.get((device, purpose))
         if stream is None:
-            stream = self._streams[device, what] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = self._streams[device, purpose] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return stream
 
     @torch.no_grad()
-    def _cross(
-        self, device: torch.device, here: dict[str, Tensor], values: list[Tensor], block: Block, aside: Aside | None
-    ) -> Issued:
-        """Copy what lies on that device. What is put aside there first is out of the next update's way at once."""
+    def _copy_on_stream(
+        self,
+        device: torch.device,
+        local: dict[str, Tensor],
+        values: list[Tensor],
+        buffer: SnapshotBuffer,
+        staging: DeviceStaging | None,
+    ) -> StreamWork:
+        """Enqueue the copies from one device. Staged tensors are read first, and cross the bus last."""
         stream, training = self._stream(device, "copy"), torch.cuda.current_stream(device)
         stream.wait_stream(training)
         with torch.cuda.stream(stream):
-            times = aside.times(training) if aside is not None else None
-            views = aside.put(values) if aside is not None else {}
-            if times is not None:
-                times.begun.record(stream)
-            block.fill(values, device, views)
-            read = times.over if times is not None else _event()
+            timing = staging.begin_copy(training) if staging is not None else None
+            staged = staging.stage(values) if staging is not None else {}
+            if timing is not None:
+                timing.read_begun.record(stream)
+            buffer.fill(values, device, staged)
+            read = timing.read_ended if timing is not None else _event()
             read.record(stream)
-            block.fill_later(views)
-            done = _event() if views else read
-            if views:
+            buffer.fill_large(staged)
+            done = _event() if staged else read
+            if staged:
                 done.record(stream)
-            for value in here.values():
+            for value in local.values():
                 value.record_stream(stream)
-        return Issued(device, read, done, times)
+        return StreamWork(device, read, done, timing)
 
     @torch.no_grad()
-    def _see(self, device: torch.device, here: dict[str, Tensor], looks: list[Look]) -> Issued:
-        """Look at what lies on that device while it is copied: one is the device's own work, the other the bus's."""
+    def _checksum_on_stream(
+        self, device: torch.device, local: dict[str, Tensor], results: list[Checksums]
+    ) -> StreamWork:
+        """Enqueue checksums of one device's tensors while they are copied: one loads the device, the other the bus."""
         stream = self._stream(device, "look")
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            found = bits.checksum_and_finite(here)
-            looks.append(Look(found.names, _to_host(found.sums), _to_host(found.bad)))
-            for value in here.values():
+            sums = checksum_and_finite(local)
+            results.append(Checksums(sums.names, _to_host(sums.sums), _to_host(sums.maybe_nonfinite)))
+            for value in local.values():
                 value.record_stream(stream)
             event = _event()
             event.record(stream)
-        return Issued(device, event, event)
+        return StreamWork(device, event, event)
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[Beside]:
-        """Looks at tensors once the current stream has come so far, while that goes on with others; whatever it is given
-        afterwards waits for the look."""
+    def concurrent_checksums(self) -> Iterator[ChecksumFunction]:
+        """Yield a function that computes checksums beside the current stream, of what that stream has written so far.
+
+        When the context ends, the current stream waits for these checksums.
+        """
         used: list[tuple[torch.cuda.Stream, torch.cuda.Stream]] = []
 
-        def look(tensors: dict[str, Tensor]) -> bits.Checksums:
+        def checksum(tensors: dict[str, Tensor]) -> Checksums:
             device = next(iter(tensors.values())).device
             if device.type != "cuda":
-                return bits.checksum_and_finite(tensors)
+                return checksum_and_finite(tensors)
             stream, training = self._stream(device, "look"), torch.cuda.current_stream(device)
             stream.wait_stream(training)
             used.append((training, stream))
             with torch.cuda.stream(stream):
-                return bits.checksum_and_finite(tensors)
+                return checksum_and_finite(tensors)
 
         try:
-            yield look
+            yield checksum
         finally:
             for training, stream in used:
                 training.wait_stream(stream)
 
-    def _aside(self, layout: Layout, device: torch.device) -> Aside | None:
-        """For the copies of that layout, where they cross to the host and may be put aside."""
-        if not self._staging or layout.home is None:
+    def _staging_for(self, layout: SnapshotLayout, device: torch.device) -> DeviceStaging | None:
+        if not self._staging_enabled or layout.destination is None:
             return None
-        known = self._asides.get(device)
-        if known is None or known.layout is not layout:
-            known = self._asides[device] = Aside(layout, device)
-        return known
+        staging = self._staging.get(device)
+        if staging is None or staging.layout is not layout:
+            staging = self._staging[device] = DeviceStaging(layout, device)
+        return staging
 
     @torch.no_grad()
     def _copy(
         self,
-        copy: Copy,
+        copy: SnapshotCopy,
         values: list[Tensor],
-        watched: Watched | None,
-        looks: list[Look],
+        writes: WriteDetector | None,
+        device_checksums: list[Checksums],
     ) -> None:
+        """Copy what no stream copies. Runs on the copy thread."""
         try:
-            block = copy.block
-            if block is not None and not copy.on_device:
-                for device in block.layout.devices:
+            buffer = copy.buffer
+            if buffer is not None and not copy.on_device:
+                for device in buffer.layout.devices:
                     if device != HOST:
-                        block.fill(values, device)
-                for batch in block.layout.together:
-                    block.fill_batch(values, batch)
-                    copy.arrived([block.layout.names[i] for i in batch])
-            # A parameter written to while it was read: the model's forward changes it. Not a state that ever was.
-            torn = watched is not None and watched.changed()
-            self._examining.submit(self._examine, copy, looks, torn)
+                        buffer.fill(values, device)
+                for batch in buffer.layout.batches:
+                    buffer.fill_batch(values, batch)
+                    copy.mark_copied([buffer.layout.names[i] for i in batch])
+            # If forward wrote to a parameter meanwhile, the copy is a state that never existed.
+            torn = writes is not None and writes.detected()
+            self._inspect_thread.submit(self._inspect, copy, device_checksums, torn)
         except BaseException as error:
-            copy.examined.set_exception(error)
+            copy.inspected.set_exception(error)
         finally:
-            copy.arrived(None)
+            copy.mark_copied(None)
 
     @torch.no_grad()
-    def _examine(self, copy: Copy, looks: list[Look], torn: bool) -> None:
+    def _inspect(self, copy: SnapshotCopy, device_checksums: list[Checksums], torn: bool) -> None:
+        """Compute checksums, and find non-finite values. Runs on the inspection thread."""
         try:
-            copy.wait_until_done()
-            sums: dict[str, int] = {}
-            fine: set[str] = set()
-            for look in looks:
-                sums.update(zip(look.names, look.sums.tolist(), strict=True))
-                fine.update(n for n, bad in zip(look.names, look.bad.tolist(), strict=True) if not bad)
-            sums.update(seen({n: t for n, t in copy.tensors.items() if n not in sums})[0])
-            fine |= copy.fine()
-            # What is only not known to be finite is looked at one by one.
-            doubtful = {n: t for n, t in copy.tensors.items() if n not in fine}
-            copy.examined.set_result(CopyInspection(sums, first_nonfinite(doubtful, self._intended), torn))
+            copy.synchronize()
+            sums: Sums = {}
+            finite: set[str] = set()
+            for each in device_checksums:
+                sums.update(zip(each.names, each.sums.tolist(), strict=True))
+                flags = zip(each.names, each.maybe_nonfinite.tolist(), strict=True)
+                finite.update(name for name, flag in flags if not flag)
+            sums.update(checksum_all({n: t for n, t in copy.tensors.items() if n not in sums})[0])
+            finite |= copy.finite_names()
+            doubtful = {n: t for n, t in copy.tensors.items() if n not in finite}
+            copy.inspected.set_result(CopyInspection(sums, first_nonfinite(doubtful, self._allowed), torn))
         except BaseException as error:
-            copy.examined.set_exception(error)
+            copy.inspected.set_exception(error)
 
     def wait(self) -> None:
-        """Before the next update: whatever is being copied must be out of its way."""
-        for copy in self._held:
+        """Wait until the next update may write to the copied tensors."""
+        for copy in self._reading:
             copy.wait()
-        self._held.clear()
+        self._reading.clear()
 
-    def idle(self) -> None:
-        """Wait until nothing runs on the threads that copy and examine."""
-        self._copying.submit(_nothing).result()
-        self._examining.submit(_nothing).result()
+    def wait_until_idle(self) -> None:
+        """Block until the copy and inspection threads have nothing to do."""
+        self._copy_thread.submit(_nothing).result()
+        self._inspect_thread.submit(_nothing).result()
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.clear()
-        self._asides.clear()
-        for worker in (self._copying, self._examining, self._paging):
+        self._staging.clear()
+        for worker in (self._copy_thread, self._inspect_thread, self._allocate_threads):
             worker.shutdown(wait=True)
 
 
-def seen(tensors: Mapping[str, Tensor], looked: Sequence[bits.Checksums] = ()) -> tuple[Sums, list[str]]:
-    """The sums of all of them, and the names of those that may hold NaN or Inf. One wait for each device. `looked`: a look
-    at some of them, enqueued already."""
-    devices: dict[torch.device, dict[str, Tensor]] = {}
-    known = {name for look in looked for name in look.names}
+def checksum_all(tensors: Mapping[str, Tensor], known: Sequence[Checksums] = ()) -> tuple[Sums, list[str]]:
+    """Return the checksums of all tensors, and the names of those that may hold NaN or Inf. Waits once per device.
+
+    `known` are checksums of some of them that are enqueued already.
+    """
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    known_names = {name for each in known for name in each.names}
     for name, value in tensors.items():
-        if value.layout is torch.strided and name not in known:
-            devices.setdefault(value.device, {})[name] = value
-    looks = [*looked, *(bits.checksum_and_finite(here) for here in devices.values())]
-    odd = {name: value for name, value in tensors.items() if value.layout is not torch.strided}
-    sums, doubtful = checksums(odd), list(odd)
-    for look in looks:
-        found, bad = torch.stack([look.sums, look.bad]).tolist()
-        sums.update(zip(look.names, found, strict=True))
-        doubtful += [name for name, flag in zip(look.names, bad, strict=True) if flag]
+        if value.layout is torch.strided and name not in known_names:
+            by_device.setdefault(value.device, {})[name] = value
+    sparse = {name: value for name, value in tensors.items() if value.layout is not torch.strided}
+    results = [*known, *map(checksum_and_finite, by_device.values())]
+    sums, doubtful = checksums(sparse), list(sparse)
+    for each in results:
+        values, flags = torch.stack([each.sums, each.maybe_nonfinite]).tolist()
+        sums.update(zip(each.names, values, strict=True))
+        doubtful += [name for name, flag in zip(each.names, flags, strict=True) if flag]
     return sums, doubtful
 
 
-def _page_locked_for(layout: Layout) -> torch.device | None:
-    """The device that copies of these cross from, where that wants page-locked memory."""
-    crosses = layout.packs or layout.alone
+def _pinned_for(layout: SnapshotLayout) -> torch.device | None:
+    """Return the CUDA device that tensors of this layout cross from, if any: their copies need pinned memory."""
+    crosses = layout.packs or layout.large
     return next((d for d in layout.devices if d.type == "cuda"), None) if crosses else None
 
 
-def _apart(value: Tensor, on_host: bool) -> Tensor:
+def _clone(value: Tensor, on_host: bool) -> Tensor:
     return value.detach().to(HOST if on_host else value.device, copy=True)
 
 
@@ -316,8 +331,8 @@ def _event() -> torch.cuda.Event:
 
 
 def _to_host(value: Tensor) -> Tensor:
-    host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-    return host.copy_(value, non_blocking=True)
+    pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    return pinned.copy_(value, non_blocking=True)
 
 
 def _nothing() -> None:

@@ -1,4 +1,4 @@
-"""A copy in the making: who waits for what of it, and what a look at it found."""
+"""A copy that is being made in the background: what to wait for, and the result of inspecting it."""
 
 from __future__ import annotations
 
@@ -11,116 +11,108 @@ import torch
 from torch import Tensor
 
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
-from holdfast.runtime.snapshots.buffer_pool import Block
-from holdfast.runtime.snapshots.device_staging import Times
+from holdfast.runtime.snapshots.buffer_pool import SnapshotBuffer
+from holdfast.runtime.snapshots.device_staging import CopyTiming
 from holdfast.runtime.tensors.inspect import known_finite
 
 
-class Look(NamedTuple):
-    """What was seen on the device, on its way to the host."""
-
-    names: list[str]
-    sums: Tensor
-    bad: Tensor
-
-
-class Issued(NamedTuple):
-    """What a stream was given to do."""
+class StreamWork(NamedTuple):
+    """Work enqueued on a side stream."""
 
     device: torch.device
     read: torch.cuda.Event
-    """the sources have been read: they may change"""
+    """the sources have been read and may change"""
     done: torch.cuda.Event
-    times: Times | None = None
+    timing: CopyTiming | None = None
 
 
-class Watched:
-    """The run's own tensors while they are copied: if one is written to meanwhile, the copy is a state that never was."""
+class WriteDetector:
+    """Detects in-place writes to tensors while they are copied: such a copy is a state that never existed."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._then = _versions(tensors)
+        self._versions = _versions(tensors)
 
-    def changed(self) -> bool:
-        return _versions(self._tensors) != self._then
+    def detected(self) -> bool:
+        return _versions(self._tensors) != self._versions
 
 
-class Copy:
-    """Tensors being filled."""
+class SnapshotCopy:
+    """Tensors that are being filled. `buffer` is their memory; None if the tensors are kept as they were given."""
 
     def __init__(
         self,
         tensors: dict[str, Tensor],
-        issued: Sequence[Issued] = (),
-        block: Block | None = None,
-        watched: Watched | None = None,
+        work: Sequence[StreamWork] = (),
+        buffer: SnapshotBuffer | None = None,
+        writes: WriteDetector | None = None,
     ) -> None:
-        self.tensors, self.block = tensors, block
+        self.tensors, self.buffer = tensors, buffer
         self.copied = threading.Event()
-        self._news = threading.Condition()
-        self._there: set[str] = set()
-        self.examined: Future[CopyInspection] = Future()
-        self._issued = issued
-        self._watched = watched
+        self.inspected: Future[CopyInspection] = Future()
+        self._progress = threading.Condition()
+        self._copied_names: set[str] = set()
+        self._work = work
+        self._writes = writes
         self._torn = False
 
     @property
     def on_device(self) -> bool:
-        """Whether streams do it."""
-        return bool(self._issued)
+        """Whether CUDA streams make the copy."""
+        return bool(self._work)
 
     def wait(self) -> None:
-        """Before the sources may change. Where any of them are on CUDA the streams wait, not the host."""
-        if not self._issued:
+        """Wait until the sources may change. For CUDA sources the current streams wait, not the host."""
+        if not self._work:
             self.copied.wait()
             return
-        for one in self._issued:
-            stream = torch.cuda.current_stream(one.device)
-            if one.times is not None:
-                one.times.ask(stream)
-            stream.wait_event(one.read)
-        if self._watched is not None:
-            self._torn, self._watched = self._watched.changed(), None
+        for work in self._work:
+            stream = torch.cuda.current_stream(work.device)
+            if work.timing is not None:
+                work.timing.record_update(stream)
+            stream.wait_event(work.read)
+        if self._writes is not None:
+            self._torn, self._writes = self._writes.detected(), None
 
     def wait_for(self, name: str) -> None:
-        """Until the copy of that name holds what was copied, or nothing more is copied."""
-        if self._issued:
+        """Block until the tensor of that name is copied, or copying has ended."""
+        if self._work:
             self.copied.wait()
-            self.wait_until_done()
+            self.synchronize()
         else:
-            with self._news:
-                self._news.wait_for(lambda: name in self._there or self.copied.is_set())
+            with self._progress:
+                self._progress.wait_for(lambda: name in self._copied_names or self.copied.is_set())
 
-    def wait_until_done(self) -> None:
-        """The host waits for the streams."""
-        for one in self._issued:
-            one.done.synchronize()
+    def synchronize(self) -> None:
+        """Block the host until the streams are done."""
+        for work in self._work:
+            work.done.synchronize()
 
-    def arrived(self, names: Sequence[str] | None) -> None:
-        """Those are copied; None: nothing more is."""
-        with self._news:
+    def mark_copied(self, names: Sequence[str] | None) -> None:
+        """Wake those who wait for these names; None: copying has ended."""
+        with self._progress:
             if names is None:
                 self.copied.set()
             else:
-                self._there.update(names)
-            self._news.notify_all()
+                self._copied_names.update(names)
+            self._progress.notify_all()
 
-    def fine(self) -> set[str]:
-        """Small tensors on the host that are finite by a look at a whole row of them at once."""
-        if self.block is None:
+    def finite_names(self) -> set[str]:
+        """Return the small host tensors that are finite, by one test of each row of them."""
+        if self.buffer is None:
             return set()
-        layout = self.block.layout
-        rows = [row for home, row in layout.rows if known_finite(self.block.row(home, row))]
+        layout = self.buffer.layout
+        rows = [row for device, row in layout.rows if known_finite(self.buffer.row(device, row))]
         return {layout.names[i] for row in rows for i in row.members}
 
     def result(self) -> CopyInspection:
-        """The examination, waited for."""
-        found = self.examined.result()
-        return found._replace(torn=True) if self._torn else found
+        """Block until the copy is inspected, and return the result. Raises the error that ended the copy."""
+        inspection = self.inspected.result()
+        return inspection._replace(torn=True) if self._torn else inspection
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """The counts of writes in place; 0 for what was made in inference mode, where they are not counted."""
+    """Return the version counters; 0 for inference tensors, which have none."""
     try:
         return [t._version for t in tensors]
     except RuntimeError:

@@ -1,8 +1,8 @@
-"""The last part of a copy to the host, put aside on the device where the bus is too slow for the time between two updates.
+"""Copies the last part of a snapshot within the device first, if the bus is too slow for the time between two updates.
 
-An update must not overwrite what is still being read. Where updates have had to wait for it again and again, as much of the
-next copies as was late is copied within the device first, at the speed of its memory, and crosses to the host from there
-while the update goes on. That takes memory of the device: what is needed and no more, and at most an eighth of what is free.
+An update must not overwrite tensors that are still being read. If updates waited for copies several times in a row, as
+many bytes as were late are first copied within the device, at the speed of its memory. They cross to the host from there
+while the update runs. The staging memory is at most an eighth of the free device memory.
 """
 
 from __future__ import annotations
@@ -13,117 +13,115 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from holdfast.runtime.snapshots.layout import Layout
-from holdfast.runtime.snapshots.memory import free_on
+from holdfast.runtime.snapshots.layout import SnapshotLayout
+from holdfast.runtime.snapshots.memory import free_device_bytes
 
-LATE = 0.3
-"""milliseconds that an update may wait for a copy without anything being done about it"""
-IN_A_ROW = 3
+TOLERATED_MS = 0.3
+"""an update may wait this many milliseconds for a copy"""
+LATE_COPIES = 3
+"""late copies in a row before anything is staged"""
 MARGIN = 1.25
 
 
-class Times:
-    """When a copy could begin, when its part that updates wait for began and ended, and when the next update was there."""
+class CopyTiming:
+    """Events of one copy: it could begin, its reads began and ended, and the next update was ready to run."""
 
     def __init__(self, nbytes: int) -> None:
-        self.ready, self.begun, self.over, self.asked = (_event() for _ in range(4))
+        self.ready, self.read_begun, self.read_ended, self.update_ready = (_event() for _ in range(4))
         self._nbytes = nbytes
-        self._has_been_asked = False
+        self._update_seen = False
 
-    def ask(self, stream: torch.cuda.Stream) -> None:
-        """The update is next on that stream."""
-        if not self._has_been_asked:
-            self.asked.record(stream)
-            self._has_been_asked = True
+    def record_update(self, stream: torch.cuda.Stream) -> None:
+        """Record that the update is next on that stream. Only the first call counts."""
+        if not self._update_seen:
+            self.update_ready.record(stream)
+            self._update_seen = True
 
-    def late(self) -> float | None:
-        """Bytes that were still to come when the update was there, 0 where it did not wait; None: not known yet."""
-        if not (self._has_been_asked and _past(self.over) and _past(self.asked)):
+    def late_bytes(self) -> float | None:
+        """Return the bytes still unread when the update was ready, 0 if it did not wait; None if not known yet."""
+        if not (self._update_seen and _has_passed(self.read_ended) and _has_passed(self.update_ready)):
             return None
-        took = self.begun.elapsed_time(self.over)
-        late = self.ready.elapsed_time(self.over) - self.ready.elapsed_time(self.asked)
-        return self._nbytes * late / took if late > LATE and took > 0 else 0.0
+        read_ms = self.read_begun.elapsed_time(self.read_ended)
+        late_ms = self.ready.elapsed_time(self.read_ended) - self.ready.elapsed_time(self.update_ready)
+        return self._nbytes * late_ms / read_ms if late_ms > TOLERATED_MS and read_ms > 0 else 0.0
 
 
-class Aside:
-    """For the copies of one layout that cross from one device."""
+class DeviceStaging:
+    """Stages copies of one layout from one device. `note` tells the user what is staged, or is None."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: SnapshotLayout, device: torch.device) -> None:
         self.layout, self._device = layout, device
-        self._crossing = [i for i in layout.alone if layout.device(i) == device]
-        self._whole = sum(map(layout.size, self._crossing))
+        self._crossing = [i for i in layout.large if layout.device(i) == device]
+        self._total = sum(map(layout.size, self._crossing))
         self.nbytes = 0
         self._views: dict[int, Tensor] = {}
-        self._times: deque[Times] = deque(maxlen=IN_A_ROW)
-        self._late: deque[float] = deque(maxlen=IN_A_ROW)
-        self._enough = not self._crossing
-        """there is no more to be had"""
+        self._timings: deque[CopyTiming] = deque(maxlen=LATE_COPIES)
+        self._late: deque[float] = deque(maxlen=LATE_COPIES)
+        self._at_limit = not self._crossing
         self.note: str | None = None
-        """what has been done, for the user"""
 
-    def times(self, training: torch.cuda.Stream) -> Times:
-        """For the copy that may begin now, after what that stream has been given."""
-        if not self._enough:
-            self._learn()
-        times = Times(self._whole - self.nbytes)
-        times.ready.record(training)
-        if not self._enough:
-            self._times.append(times)
-        return times
+    def begin_copy(self, training: torch.cuda.Stream) -> CopyTiming:
+        """Return the timing of a copy that may begin when `training` has finished what it was given."""
+        if not self._at_limit:
+            self._adapt()
+        timing = CopyTiming(self._total - self.nbytes)
+        timing.ready.record(training)
+        if not self._at_limit:
+            self._timings.append(timing)
+        return timing
 
-    def put(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Copy those that are put aside, on the current stream, which is always the same. Returns where they are now, by
-        their place in the layout."""
+    def stage(self, values: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Copy the staged tensors on the current stream, which is always the same. Returns the copies by index."""
         for i, view in self._views.items():
             view.copy_(values[i], non_blocking=True)
         return self._views
 
-    def _learn(self) -> None:
-        while self._times and (late := self._times[0].late()) is not None:
-            self._times.popleft()
+    def _adapt(self) -> None:
+        while self._timings and (late := self._timings[0].late_bytes()) is not None:
+            self._timings.popleft()
             self._late.append(late)
-        if len(self._late) == IN_A_ROW and min(self._late) > 0:
-            self._take(int(MARGIN * min(self._late)))
+        if len(self._late) == LATE_COPIES and min(self._late) > 0:
+            self._grow(int(MARGIN * min(self._late)))
 
-    def _take(self, nbytes: int) -> None:
-        """So much more."""
+    def _grow(self, nbytes: int) -> None:
+        """Stage about `nbytes` more, within the limits."""
         self._late.clear()
-        self._times.clear()  # of copies that knew nothing of it
-        most = min(free_on(self._device) // 8, self._whole // 2 - self.nbytes)
-        self._enough = nbytes >= most
-        chosen = self._choose(min(nbytes, most), most)
+        self._timings.clear()  # they were measured with less staging
+        limit = min(free_device_bytes(self._device) // 8, self._total // 2 - self.nbytes)
+        self._at_limit = nbytes >= limit
+        chosen = self._choose(min(nbytes, limit), limit)
         size = sum(_aligned(self.layout.size(i)) for i in chosen)
         try:
             memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        except RuntimeError:  # there is none
+        except RuntimeError:  # out of memory
             chosen = []
         if not chosen:
-            self._enough = True
+            self._at_limit = True
             return
         self.nbytes += size
         self.note = (
-            f"updates have waited for copies to the host: the last {self.nbytes / 1e9:.2f} GB of each are put aside in the "
-            "device's memory from here on; [snapshot] device_staging = false forbids it"
+            f"updates waited for copies to the host: the last {self.nbytes / 1e9:.2f} GB of each snapshot are now staged in "
+            "device memory; [snapshot] device_staging = false turns this off"
         )
-        at = 0
+        start = 0
         for i in chosen:
-            self._views[i] = self.layout.view(i, memory[at : at + self.layout.size(i)])
-            at += _aligned(self.layout.size(i))
+            self._views[i] = self.layout.view(i, memory[start : start + self.layout.size(i)])
+            start += _aligned(self.layout.size(i))
 
-    def _choose(self, nbytes: int, most: int) -> list[int]:
-        """Of those that cross last, and are not put aside yet, as many as make up so much."""
-        chosen, others, room, left = [], [], nbytes, most
+    def _choose(self, nbytes: int, limit: int) -> list[int]:
+        """Choose tensors of about `nbytes` together, among those that cross last and are not staged yet."""
+        chosen, skipped, wanted, left = [], [], nbytes, limit
         for i in reversed(self._crossing):
             size = _aligned(self.layout.size(i))
             if i in self._views:
                 continue
-            if size <= room:
+            if size <= wanted:
                 chosen.append(i)
-                room, left = room - size, left - size
+                wanted, left = wanted - size, left - size
             else:
-                others.append(i)
-        smallest = min(others, key=self.layout.size, default=None)
-        if room > 0 and smallest is not None and _aligned(self.layout.size(smallest)) <= left:
+                skipped.append(i)
+        smallest = min(skipped, key=self.layout.size, default=None)
+        if wanted > 0 and smallest is not None and _aligned(self.layout.size(smallest)) <= left:
             chosen.append(smallest)
         return chosen
 
@@ -132,7 +130,7 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
 
 
-def _past(event: torch.cuda.Event) -> bool:
+def _has_passed(event: torch.cuda.Event) -> bool:
     return bool(event.query())  # type: ignore[no-untyped-call]
 
 

@@ -1,4 +1,4 @@
-"""The parts of a saved run that are not tensors, as JSON of ours and back. Nothing is ever unpickled."""
+"""Encodes the parts of a saved run that are not tensors as JSON, and decodes them. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from holdfast.runtime.data.source import Position
 from holdfast.runtime.tensors.nested_state import TensorSlot, split_tensors
 
 PART = "part."
-"""what the names of tensors that stood among the parts begin with"""
+"""prefix of the names of tensors found among the parts"""
 
 
 def encode(parts: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """The parts as text; tensors among them go to `tensors`. RunDirError for what JSON cannot hold."""
+    """Return the parts as text, and move tensors among them to `tensors`. RunDirError for values JSON cannot hold."""
     return json.dumps(_encode(split_tensors(parts, PART.rstrip("."), tensors)))
 
 
 def decode(text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The parts again; those of `tensors` that stood among them are put back there."""
+    """Return the parts, with those of `tensors` that belong to them. RunDirError if the text is damaged."""
     try:
         parts = _decode(json.loads(text), tensors)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -32,7 +32,7 @@ def decode(text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _encode(value: Any) -> Any:
-    """JSON that keeps tuples, keys that are no strings, positions, and the places of tensors."""
+    """Encode as JSON, keeping tuples, keys that are not strings, positions, and the places of tensors."""
     if isinstance(value, TensorSlot):
         return {"$tensor": value.name}
     if isinstance(value, Position):

@@ -1,8 +1,8 @@
-"""Where each tensor of a state lies in one block of memory, and how it gets there and back in few strokes.
+"""The place of each tensor of a state in one buffer, and how tensors are copied there and back in few calls.
 
-Small tensors of one device lie side by side, by type, and cross to the host or back as one; large ones cross one by one, in
-pieces. What stays on its device is copied in lists. A layout is worked out once and serves for as long as the state is made
-of tensors of the same names, shapes, types and places; so do the views of a block.
+Small tensors of one device are packed by dtype and cross the bus as one. Large ones cross one by one, in pieces. Tensors
+that stay on their device are copied in batches. A layout is computed once, and is valid while the names, shapes, dtypes
+and devices of the state's tensors stay the same.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES
 
-SMALL = 256 << 10
-PACKED = 64 << 20
-"""at most so many bytes of small tensors go together: they pass through that much memory of the device"""
-PIECE = 64 << 20
-"""no copy between host and device crosses a multiple of this: others get their turn, and memory is registered in parts"""
-_NEARLY_ALL = 15 / 16
-LARGE = 8 << 20
-"""on a device, a plain copy of so many bytes is faster than the kernel that takes lists"""
-BATCH = 16 << 20
-"""on the host, tensors of about so many bytes are copied by one call"""
-COMMON = {
+SMALL_BYTES = 256 << 10
+"""tensors below this size are packed"""
+MAX_PACK_BYTES = 64 << 20
+"""the largest pack: it is assembled in that much device memory"""
+PIECE_BYTES = 64 << 20
+"""no copy between host and device crosses a multiple of this: other copies get a turn, and pinned memory is registered
+in such parts"""
+LARGE_COPY_BYTES = 8 << 20
+"""on a device, a plain copy of this size is faster than the foreach kernel"""
+HOST_BATCH_BYTES = 16 << 20
+"""on the host, one foreach call copies about this much"""
+FOREACH_DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-"""what kernels that take lists know; others are copied one by one"""
-_ALIGNED, _ALIGNED_SMALL = 256, 16
-_kind = attrgetter("shape", "dtype", "device")
+"""dtypes that foreach kernels support; tensors of other dtypes are copied one by one"""
+_EARLY_FRACTION = 15 / 16
+_ALIGNMENT, _PACK_ALIGNMENT = 256, 16
+_spec = attrgetter("shape", "dtype", "device")
 
 
-class Row(NamedTuple):
-    """Small tensors of one type, side by side."""
+class PackRow(NamedTuple):
+    """The tensors of one dtype in a pack, side by side."""
 
     dtype: torch.dtype
     start: int
@@ -51,190 +53,197 @@ class Pack(NamedTuple):
     device: torch.device
     start: int
     nbytes: int
-    rows: list[Row]
+    rows: list[PackRow]
 
 
-class Staging(NamedTuple):
-    """Where a pack is put together on the device."""
+class PackStaging(NamedTuple):
+    """Device memory in which a pack is assembled, and its views by row."""
 
     flat: Tensor
     rows: list[list[Tensor]]
 
 
-class Layout:
-    """Tensors are known by their place in `names`. `home`: where the copies lie; None: each where its tensor lies.
-    `crossing`: whether tensors are treated as on the far side of a bus; None: those that are not at home."""
+class SnapshotLayout:
+    """Holds the offset of every tensor, by its index in `names`.
+
+    `destination` is the device of the copies; None keeps each copy on its tensor's device. `crosses_bus` overrides, for
+    tests on one device, whether tensors count as being on another device than their copies.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], home: torch.device | None, *, crossing: bool | None = None
+        self, tensors: Mapping[str, Tensor], destination: torch.device | None, *, crosses_bus: bool | None = None
     ) -> None:
         values = list(tensors.values())
         self.names = list(tensors)
-        self._kinds: list[Any] = list(map(_kind, values))
+        self._specs: list[Any] = list(map(_spec, values))
         self._types = list(map(type, values))
-        self.home = home
+        self.destination = destination
         self.devices = list(dict.fromkeys(v.device for v in values))
-        self.on: dict[torch.device, list[int]] = {}
-        """those that lie on each device and have a place in a block"""
-        self.odd = [i for i, v in enumerate(values) if not _lies_flat(v)]
-        """sparse ones and such as are not plain memory: they have no place in a block"""
-        odd = set(self.odd)
+        self.by_device: dict[torch.device, list[int]] = {}
+        """the tensors of each device that have a place in the buffer"""
+        self.unpackable = [i for i, v in enumerate(values) if not _is_dense(v)]
+        """sparse tensors, quantized ones and subclasses: they have no place in the buffer"""
+        unpackable = set(self.unpackable)
         self.offsets = [0] * len(values)
         self.sizes: dict[torch.device, int] = {}
         self.packs: list[Pack] = []
-        self.rows: list[tuple[torch.device, Row]] = []
-        """every row of small tensors, and where its copy lies; gaps in it are zeros"""
-        self.alone: list[int] = []
+        self.rows: list[tuple[torch.device, PackRow]] = []
+        """every row of small tensors, with the device of its copy; the gaps in it are zeros"""
+        self.large: list[int] = []
+        """tensors that cross the bus one by one"""
         self.early: dict[int, list[int]] = {}
-        """where there is much of it: by the one of `alone` with which nearly all of a device's is under way, what that is"""
-        self.together: list[list[int]] = []
-        self._staged: dict[int, Staging] = {}
-        far = {d: home is not None and d != home if crossing is None else crossing for d in self.devices}
-        for device in sorted(self.devices, key=lambda d: not far[d]):
-            self.on[device] = [i for i, v in enumerate(values) if v.device == device and i not in odd]
-            self._place(values, self.on[device], home or device, far[device])
+        """one of `large` -> the tensors copied by then, if that is nearly all of its device's"""
+        self.batches: list[list[int]] = []
+        """tensors that stay on their device, by foreach call"""
+        self._staging: dict[int, PackStaging] = {}
+        crosses = {
+            d: destination is not None and d != destination if crosses_bus is None else crosses_bus
+            for d in self.devices
+        }
+        for device in sorted(self.devices, key=lambda d: not crosses[d]):
+            members = [i for i, v in enumerate(values) if v.device == device and i not in unpackable]
+            self.by_device[device] = members
+            self._place(values, members, destination or device, crosses[device])
 
-    def _place(self, values: list[Tensor], here: list[int], home: torch.device, crosses: bool) -> None:
+    def _place(self, values: list[Tensor], members: list[int], destination: torch.device, crosses: bool) -> None:
         small: list[int] = []
-        room = PACKED
-        few = [i for i in here if values[i].nbytes < SMALL and values[i].dtype in COMMON]
-        for i in sorted(few, key=lambda i: values[i].nbytes):
-            if (room := room - values[i].nbytes - _ALIGNED_SMALL) < 0:
+        left = MAX_PACK_BYTES
+        candidates = [i for i in members if values[i].nbytes < SMALL_BYTES and values[i].dtype in FOREACH_DTYPES]
+        for i in sorted(candidates, key=lambda i: values[i].nbytes):
+            if (left := left - values[i].nbytes - _PACK_ALIGNMENT) < 0:
                 break
             small.append(i)
         if small:
-            begin = _up(self.sizes.get(home, 0), PIECE if crosses else _ALIGNED)
-            pack = self._pack(values, small, begin)
-            self.sizes[home] = begin + pack.nbytes
-            self.rows += [(home, row) for row in pack.rows]
+            start = _round_up(self.sizes.get(destination, 0), PIECE_BYTES if crosses else _ALIGNMENT)
+            pack = self._pack(values, small, start)
+            self.sizes[destination] = start + pack.nbytes
+            self.rows += [(destination, row) for row in pack.rows]
             if crosses:
                 self.packs.append(pack)
         packed = set(small)
-        large = [i for i in here if i not in packed]
-        at = self.sizes.get(home, 0)
+        large = [i for i in members if i not in packed]
+        end = self.sizes.get(destination, 0)
         for i in large:
-            self.offsets[i] = at = _up(at, _ALIGNED)
-            at += values[i].nbytes
-        self.sizes[home] = _up(at, _ALIGNED)
+            self.offsets[i] = end = _round_up(end, _ALIGNMENT)
+            end += values[i].nbytes
+        self.sizes[destination] = _round_up(end, _ALIGNMENT)
         if crosses:
-            self.alone += large
-            self._part_early(small, large, [values[i].nbytes for i in large])
+            self.large += large
+            self._mark_early(small, large, [values[i].nbytes for i in large])
         else:
-            self.together += _batches(values, here)
+            self.batches += _batches(values, members)
 
-    def _part_early(self, small: list[int], large: list[int], sizes: list[int]) -> None:
-        """Up to the first border after which there is little left; at least before the last."""
-        whole, done = sum(sizes), list(accumulate(sizes[:-1]))
-        nearly = next((n for n, so_far in enumerate(done) if so_far >= _NEARLY_ALL * whole), len(done) - 1)
-        if done and done[nearly] >= max(PIECE, whole // 2):
-            self.early[large[nearly]] = [*small, *large[: nearly + 1]]
+    def _mark_early(self, small: list[int], large: list[int], sizes: list[int]) -> None:
+        """Choose the large tensor after which little is left to copy; at least one is left."""
+        total, copied = sum(sizes), list(accumulate(sizes[:-1]))
+        last = next((n for n, so_far in enumerate(copied) if so_far >= _EARLY_FRACTION * total), len(copied) - 1)
+        if copied and copied[last] >= max(PIECE_BYTES, total // 2):
+            self.early[large[last]] = [*small, *large[: last + 1]]
 
-    def _pack(self, values: list[Tensor], small: list[int], begin: int) -> Pack:
+    def _pack(self, values: list[Tensor], small: list[int], start: int) -> Pack:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i in sorted(small):
             by_dtype.setdefault(values[i].dtype, []).append(i)
-        at, rows = begin, []
+        end, rows = start, []
         for dtype, members in by_dtype.items():
-            start = at
+            row_start = end
             for i in members:
-                self.offsets[i] = at
-                at = _up(at + values[i].nbytes, _ALIGNED_SMALL)
-            rows.append(Row(dtype, start, at - start, members))
-        return Pack(values[small[0]].device, begin, at - begin, rows)
+                self.offsets[i] = end
+                end = _round_up(end + values[i].nbytes, _PACK_ALIGNMENT)
+            rows.append(PackRow(dtype, row_start, end - row_start, members))
+        return Pack(values[small[0]].device, start, end - start, rows)
 
     @property
     def nbytes(self) -> int:
         return sum(self.sizes.values())
 
-    def fits(self, tensors: Mapping[str, Tensor], home: torch.device | None) -> bool:
-        """Whether it is the layout of these."""
+    def fits(self, tensors: Mapping[str, Tensor], destination: torch.device | None) -> bool:
+        """Return whether this is the layout of these tensors."""
         values = list(tensors.values())
-        # One after another, and nothing kept: a hundred thousand new objects would set off the garbage collector.
+        # Compared lazily, without temporaries: a hundred thousand new objects would trigger the garbage collector.
         return (
-            home == self.home
+            destination == self.destination
             and list(tensors) == self.names
             and all(map(is_, map(type, values), self._types))
-            and all(map(eq, map(_kind, values), self._kinds))
+            and all(map(eq, map(_spec, values), self._specs))
         )
 
     def views(self, memory: Mapping[torch.device, Tensor]) -> dict[int, Tensor]:
-        """One a name, in memory of `sizes`; none for what is odd."""
-        odd = set(self.odd)
+        """Return a view for each tensor, by index, into memory of `sizes`. Unpackable tensors have none."""
+        unpackable = set(self.unpackable)
         typed: dict[Any, Tensor] = {}
-        found: dict[int, Tensor] = {}
-        for i, (shape, dtype, device) in enumerate(self._kinds):
-            if i in odd:
+        views: dict[int, Tensor] = {}
+        for i, (shape, dtype, device) in enumerate(self._specs):
+            if i in unpackable:
                 continue
-            home = self.home or device
-            flat = typed.get((home, dtype))
+            destination = self.destination or device
+            flat = typed.get((destination, dtype))
             if flat is None:
-                flat = typed[home, dtype] = memory[home].view(dtype)
-            found[i] = flat.as_strided(shape, _strides(shape), self.offsets[i] // dtype.itemsize)
-        return found
+                flat = typed[destination, dtype] = memory[destination].view(dtype)
+            views[i] = flat.as_strided(shape, _strides(shape), self.offsets[i] // dtype.itemsize)
+        return views
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        return {dtype for _, dtype, _ in self._kinds}
+        return {dtype for _, dtype, _ in self._specs}
 
-    def device(self, number: int) -> torch.device:
-        """Where the tensor of that number lies."""
-        found: torch.device = self._kinds[number][2]
-        return found
+    def device(self, index: int) -> torch.device:
+        """Return the device of the tensor itself."""
+        device: torch.device = self._specs[index][2]
+        return device
 
-    def size(self, number: int) -> int:
-        """Its bytes."""
-        shape, dtype, _ = self._kinds[number]
+    def size(self, index: int) -> int:
+        """Return the bytes of a tensor."""
+        shape, dtype, _ = self._specs[index]
         return int(shape.numel()) * int(dtype.itemsize)
 
-    def view(self, number: int, memory: Tensor) -> Tensor:
-        """So many bytes of memory as the tensor of that number."""
-        shape, dtype, _ = self._kinds[number]
+    def view(self, index: int, memory: Tensor) -> Tensor:
+        """View bytes of memory as the tensor with that index."""
+        shape, dtype, _ = self._specs[index]
         return memory.view(dtype).view(shape)
 
-    def staging(self, number: int) -> Staging:
-        """Memory for the pack of that number, on its device; made once."""
-        staging = self._staged.get(number)
+    def staging(self, index: int) -> PackStaging:
+        """Return device memory to assemble pack number `index` in. It is allocated once."""
+        staging = self._staging.get(index)
         if staging is None:
-            pack = self.packs[number]
-            flat = torch.zeros(_up(pack.nbytes, _ALIGNED), dtype=torch.uint8, device=pack.device)
+            pack = self.packs[index]
+            flat = torch.zeros(_round_up(pack.nbytes, _ALIGNMENT), dtype=torch.uint8, device=pack.device)
             rows = []
             for row in pack.rows:
                 typed = flat.view(row.dtype)
-                size = row.dtype.itemsize
-                shapes = [self._kinds[i][0] for i in row.members]
-                places = [(self.offsets[i] - pack.start) // size for i in row.members]
-                rows.append([typed.as_strided(s, _strides(s), at) for s, at in zip(shapes, places, strict=True)])
-            staging = self._staged[number] = Staging(flat[: pack.nbytes], rows)
+                shapes = [self._specs[i][0] for i in row.members]
+                starts = [(self.offsets[i] - pack.start) // row.dtype.itemsize for i in row.members]
+                rows.append([typed.as_strided(s, _strides(s), at) for s, at in zip(shapes, starts, strict=True)])
+            staging = self._staging[index] = PackStaging(flat[: pack.nbytes], rows)
         return staging
 
-    def cuts(self, number: int) -> list[tuple[int, int]]:
-        """The pieces of one large tensor, in elements of it."""
-        at, size = self.offsets[number], self._kinds[number][1].itemsize
-        end = at + self.size(number)
-        inner = range(_up(at + 1, PIECE), end, PIECE)
-        edges = [at, *inner, end]
-        return [((a - at) // size, (b - at) // size) for a, b in pairwise(edges)]
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """Return the pieces in which a large tensor crosses, as ranges of its elements."""
+        start, itemsize = self.offsets[index], self._specs[index][1].itemsize
+        end = start + self.size(index)
+        edges = [start, *range(_round_up(start + 1, PIECE_BYTES), end, PIECE_BYTES), end]
+        return [((a - start) // itemsize, (b - start) // itemsize) for a, b in pairwise(edges)]
 
 
-def _batches(values: Sequence[Tensor], here: list[int]) -> list[list[int]]:
-    """Lists for one call each. On a device by type, so that one kernel takes many; on the host of a bounded size."""
+def _batches(values: Sequence[Tensor], members: list[int]) -> list[list[int]]:
+    """Group tensors for one copy call each: on a device by dtype, so that one kernel takes many; on the host by size."""
     batches: dict[Any, list[int]] = {}
     filled = count = 0
-    for i in here:
+    for i in members:
         value = values[i]
         if value.device.type == "cpu":
-            if filled >= BATCH:
+            if filled >= HOST_BATCH_BYTES:
                 filled, count = 0, count + 1
             filled += value.nbytes
             batches.setdefault(count, []).append(i)
-        elif value.is_contiguous() and value.dtype in COMMON and value.nbytes < LARGE:
+        elif value.is_contiguous() and value.dtype in FOREACH_DTYPES and value.nbytes < LARGE_COPY_BYTES:
             batches.setdefault(value.dtype, []).append(i)
         else:
             batches[-i - 1] = [i]
     return list(batches.values())
 
 
-def _lies_flat(value: Tensor) -> bool:
+def _is_dense(value: Tensor) -> bool:
     return type(value) in PLAIN_TYPES and value.layout is torch.strided and not value.is_quantized
 
 
@@ -246,5 +255,5 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
-def _up(at: int, to: int) -> int:
-    return (at + to - 1) // to * to
+def _round_up(value: int, multiple: int) -> int:
+    return (value + multiple - 1) // multiple * multiple

@@ -1,4 +1,4 @@
-"""Takes snapshots at the right moments, certifies them, and finds the one to return to."""
+"""Takes snapshots at the right moments, certifies them, and finds the one to roll back to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import BatchSource, Position
 from holdfast.runtime.ports.ranks import Ranks, SingleRank
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.placement import Room
+from holdfast.runtime.snapshots.copy import SnapshotCopy
+from holdfast.runtime.snapshots.placement import Placement
 from holdfast.runtime.snapshots.restore import Restorer
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -23,23 +24,26 @@ from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.rng import Rng, RngState
 from holdfast.runtime.state.run_state import RunState
 
+DetectorState = Callable[[], dict[str, Any]]
+_MAX_REJECTED = 16
+
 
 class NonfiniteSnapshot(NamedTuple):
-    """A snapshot was found to hold non-finite state: the run was broken at that step already."""
+    """A snapshot that holds non-finite state: the run was broken at that step already."""
 
     step: int
     tensor: str
 
 
 class RejectedSnapshot(NamedTuple):
-    """A snapshot that was not taken, and why."""
+    """A snapshot that cannot be restored, and why."""
 
     step: int
     why: str
 
 
 class CheckpointSink(Protocol):
-    """Who takes snapshots further, to where they outlive the process."""
+    """Writes snapshots to disk. `save_reason` returns why the state after a step is written, or None."""
 
     lineage: Lineage
 
@@ -48,7 +52,7 @@ class CheckpointSink(Protocol):
 
 
 class SnapshotManager:
-    """One at a time is being assembled; the others are in the ring."""
+    """Assembles one snapshot at a time and keeps the others in the ring. Returned strings are notes for the user."""
 
     def __init__(
         self,
@@ -57,274 +61,263 @@ class SnapshotManager:
         rng: Rng,
         sink: CheckpointSink,
         ranks: Ranks | None = None,
-        neighbours: int = 1,
+        ranks_per_host: int = 1,
     ) -> None:
         self._config, self._state, self._rng, self._sink = config, state, rng, sink
         self._ranks = ranks or SingleRank()
         devices = {p.device for p in state.trained_parameters()}
-        self.ring = Ring(config, neighbours, () if config.place == "host" else devices)
+        self.ring = Ring(config, ranks_per_host, () if config.place == "host" else devices)
         self._copier = Copier(state.allowed_nonfinite, staging=config.device_staging)
-        self._placement = Room(state, self._copier, self.ring, config.place, devices)
+        self._placement = Placement(state, self._copier, self.ring, config.place, devices)
         self.restorer = Restorer(state, self._copier, rng)
         self._in_progress: Snapshot | None = None
         self._due_step: int | None = None
-        """the committed step after which one is to be taken, when the next step begins"""
+        """the committed step to take a snapshot of when the next step begins"""
         self._initial, self._trusted = False, True
         self.stalled_seconds = 0.0
-        """seconds that the training thread has spent on snapshots"""
+        """time the training thread has spent on snapshots"""
         self._nonfinite: NonfiniteSnapshot | None = None
         self._rejected: list[RejectedSnapshot] = []
 
-    # ---- taking one
+    # ---- taking snapshots
 
     def begin_run(self, step: int, *, trusted: bool = True) -> str | None:
-        """The state a run starts from: certified as soon as it is seen to be finite, where it is `trusted`. What is older
-        belongs to another stream of data and is dropped."""
+        """Schedule a snapshot of the initial state, and drop older ones: they belong to another stream of data.
+
+        A `trusted` one is certified as soon as it is known to be finite.
+        """
         self._trusted = trusted
         for old in self.ring.drop_after(-1):
-            self._placement.leave(old)
+            self._placement.release(old)
         self._in_progress = None
-        _, said = self._placement.fit(self._state.update_tensors(), at_first=True)
-        wanted = self.ring.enabled or self._sink.save_reason(step, initial=True) is not None
-        self._due_step, self._initial = (step if wanted else None), True
-        return said
+        _, note = self._placement.fit(self._state.update_tensors(), at_start=True)
+        is_due = self.ring.enabled or self._sink.save_reason(step, initial=True) is not None
+        self._due_step, self._initial = (step if is_due else None), True
+        return note
 
     def on_update_submitted(self, step: int) -> str | None:
-        """An update is on its way on the device: begin copying what it leaves, if a snapshot is due after it."""
-        return self._start(step) if self._due(step) else None
+        """Start copying what an update leaves, while it still runs on the device, if a snapshot is due after it."""
+        return self._start(step) if self._is_due(step) else None
 
-    def _due(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
         return self.ring.due(step) or self._sink.save_reason(step) is not None
 
-    def on_commit(self, step: int, detectors: Callable[[], dict[str, Any]]) -> None:
-        """The step has settled as committed. Where the next one has begun already, what is small is added now; else all
-        is taken then, since what the loop does between two steps (an evaluation that moves the schedule) belongs to the
-        first of them."""
-        self._placement.prepare()
+    def on_commit(self, step: int, detectors: DetectorState) -> None:
+        """Add the small state if the next step has begun already. Otherwise take the snapshot when it begins: what the
+        loop does between two steps, such as an evaluation that moves the schedule, belongs to the first of them."""
+        self._placement.preallocate()
         if self._in_progress is not None and self._in_progress.position is not None:
-            self._add_light(detectors())
-        elif self._due(step):
+            self._add_small_state(detectors())
+        elif self._is_due(step):
             self.discard_in_progress()
             self._due_step, self._initial = step, False
 
     def discard_in_progress(self) -> None:
-        """The step whose state was being copied did not come to be."""
+        """Discard the snapshot of a step that is not committed."""
         if self._in_progress is not None:
-            self._placement.leave(self._in_progress)
+            self._placement.release(self._in_progress)
             self._in_progress = None
 
     def on_step_begin(
-        self,
-        rng: Callable[[], RngState],
-        buffers: BufferCapture,
-        source: BatchSource,
-        detectors: Callable[[], dict[str, Any]],
+        self, rng: Callable[[], RngState], buffers: BufferCapture, source: BatchSource, detectors: DetectorState
     ) -> str | None:
-        """The next step begins: all that has settled, random streams, buffers and data stand where the snapshot's own
-        step left them."""
-        said, wanted = None, self._due_step
+        """Take the snapshot that is due, or add what belongs to its step and is known only now: random state, buffers and
+        the data position."""
+        note, due_step = None, self._due_step
         self._due_step = None
-        if wanted is not None:
-            said = self._start(wanted, self._initial)
+        if due_step is not None:
+            note = self._start(due_step, self._initial)
         snapshot = self._in_progress
         if snapshot is None or snapshot.position is not None:
-            return said
-        self._add_place(snapshot, rng(), buffers, source)
-        if wanted is not None:
-            self._add_light(detectors())
-        return said
+            return note
+        self._add_position(snapshot, rng(), buffers, source)
+        if due_step is not None:
+            self._add_small_state(detectors())
+        return note
 
     def take_now(
-        self,
-        step: int,
-        reason: str,
-        buffers: BufferCapture,
-        source: BatchSource,
-        detectors: Callable[[], dict[str, Any]],
+        self, step: int, reason: str, buffers: BufferCapture, source: BatchSource, detectors: DetectorState
     ) -> Snapshot:
-        """One of this very moment, between two steps, for the disk alone."""
+        """Take a snapshot between two steps, for the disk."""
         self.discard_in_progress()
         self._start(step, reason=reason)
         snapshot = self._in_progress
         assert snapshot is not None
-        self._add_place(snapshot, self._rng.capture(), buffers, source)
-        self._add_light(detectors())
+        self._add_position(snapshot, self._rng.capture(), buffers, source)
+        self._add_small_state(detectors())
         return snapshot
 
     def _start(self, step: int, initial: bool = False, reason: str | None = None) -> str | None:
         if self.restorer.is_partial:
             raise StepError(
-                f"step {step}: the state was being put back, and that has failed: nothing is saved of it; end the process "
-                "and start it again, and the run goes on from its last good checkpoint"
+                f"step {step}: restoring a snapshot failed halfway, so the current state is not saved; end the process and "
+                "start it again: the run resumes from its last good checkpoint"
             )
         began = time.perf_counter()
         tensors = self._state.update_tensors()
-        layout, fitted = self._placement.fit(tensors)
+        layout, note = self._placement.fit(tensors)
         reason = reason or self._sink.save_reason(step, initial=initial)
         if reason is None and not (initial and self.ring.enabled) and not self.ring.due(step):
-            return fitted
-        copy, said = self._placement.copy(tensors, layout, reason)
+            return note
+        copy, notes = self._placement.copy(tensors, layout, reason)
         self._in_progress = Snapshot(step, copy, lineage=self._sink.lineage, initial=initial, reason=reason)
         self._in_progress.trusted = initial and self._trusted
         self.stalled_seconds += time.perf_counter() - began
-        return "; ".join(each for each in (fitted, *said) if each is not None) or None
+        return "; ".join(each for each in (note, *notes) if each is not None) or None
 
-    def _add_place(self, snapshot: Snapshot, rng: RngState, buffers: BufferCapture, source: BatchSource) -> None:
+    def _add_position(self, snapshot: Snapshot, rng: RngState, buffers: BufferCapture, source: BatchSource) -> None:
         snapshot.rng, snapshot.position = rng, source.position
         if snapshot.reason is not None:
             snapshot.data = source.save()
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
-        snapshot.buffers = self._copier.start(
-            named, live=False, part="buffers", on_host=self._placement.on_host(snapshot.reason)
-        )
+        snapshot.buffers = self._copy_small(named, "buffers", snapshot)
 
-    def _add_light(self, detectors: dict[str, Any]) -> None:
+    def _add_small_state(self, detectors: dict[str, Any]) -> None:
         snapshot = self._in_progress
         assert snapshot is not None
         snapshot.light, tensors = self._state.small_state()
-        if snapshot.reason is not None:  # it outlives the process, and is not looked at again before it is restored
+        if snapshot.reason is not None:  # a saved snapshot is not compared with frozen weights again before a restore
             tensors |= self._state.copy_changed_frozen(tensors)
-        snapshot.light_copy = self._copier.start(
-            tensors, live=False, part="light", on_host=self._placement.on_host(snapshot.reason)
-        )
+        snapshot.light_copy = self._copy_small(tensors, "light", snapshot)
         snapshot.frozen = self._state.frozen_copies()
         snapshot.detectors = detectors
-        self._finish(snapshot)
+        snapshot.complete()
+        if snapshot.health is not Health.CANDIDATE:
+            return
+        self._in_progress = None
+        if snapshot.reason is not None:
+            self._sink.submit(snapshot)
+        if self.ring.enabled and (snapshot.initial or self.ring.due(snapshot.step)):
+            for dropped in self.ring.add(snapshot):
+                self._placement.release(dropped)
+        else:
+            self._placement.release(snapshot)
 
-    def _finish(self, snapshot: Snapshot) -> None:
-        snapshot.settle()
-        if snapshot.health is Health.CANDIDATE:
-            self._in_progress = None
-            if snapshot.reason is not None:
-                self._sink.submit(snapshot)
-            if self.ring.enabled and (snapshot.initial or self.ring.due(snapshot.step)):
-                for gone in self.ring.add(snapshot):
-                    self._placement.leave(gone)
-            else:
-                self._placement.leave(snapshot)
+    def _copy_small(self, tensors: dict[str, Tensor], part: str, snapshot: Snapshot) -> SnapshotCopy:
+        return self._copier.start(tensors, live=False, part=part, on_host=self._placement.on_host(snapshot.reason))
 
     # ---- certifying
 
     def count_healthy_step(self, step: int) -> None:
-        """A healthy step was committed: candidates before it are one step nearer to good."""
+        """Count a healthy committed step for every candidate before it, and certify those that have enough."""
         for snapshot in list(self.ring):
             if snapshot.health is Health.CANDIDATE and snapshot.step < step:
-                snapshot.healthy += 1
-                if snapshot.trusted or snapshot.healthy >= self._config.certify_after:
+                snapshot.healthy_steps += 1
+                if snapshot.trusted or snapshot.healthy_steps >= self._config.certify_after:
                     self._certify(snapshot)
 
     def reset_healthy_counts(self) -> None:
-        """Something was found: candidates start counting anew."""
+        """Start counting again, because a step was not healthy."""
         for snapshot in self.ring:
             if snapshot.health is Health.CANDIDATE and not snapshot.trusted:
-                snapshot.healthy = 0
+                snapshot.healthy_steps = 0
 
     def _certify(self, snapshot: Snapshot) -> None:
         for copy in snapshot.copies:
             try:
-                found = copy.result()
-            except Exception as error:  # out of memory on the copying thread, say: no reason to end the run
-                snapshot.condemn(f"it could not be copied: {error}")
+                inspection = copy.result()
+            except Exception as error:  # for example, out of memory on the copy thread: no reason to end the run
+                snapshot.reject(f"it could not be copied: {error}")
                 continue
-            if found.torn:
-                snapshot.condemn("a parameter changed while it was copied")
-            elif found.nonfinite is not None:
-                snapshot.condemn(f"{found.nonfinite} holds NaN or Inf")
-                if self._nonfinite is None:
-                    self._nonfinite = NonfiniteSnapshot(snapshot.step, found.nonfinite)
-        light = snapshot.light_copy
-        if snapshot.health is not Health.BAD and light is not None:
-            moved = self._state.changed_frozen_weight(light.result().checksums)  # the sum of one number is that number
-            if moved is not None:
-                snapshot.condemn(f"{moved} was taken for frozen and had changed")
+            if inspection.torn:
+                snapshot.reject("a parameter changed while it was copied")
+            elif inspection.nonfinite is not None:
+                snapshot.reject(f"{inspection.nonfinite} holds NaN or Inf")
+                self.report_nonfinite(snapshot.step, inspection.nonfinite)
+        if snapshot.health is not Health.BAD and snapshot.light_copy is not None:
+            # The fingerprints of frozen weights are single int64 values: the checksum of each is its value.
+            changed = self._state.changed_frozen_weight(snapshot.light_copy.result().checksums)
+            if changed is not None:
+                snapshot.reject(f"{changed} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:
-            self._rejected = [*self._rejected[-15:], RejectedSnapshot(snapshot.step, snapshot.why)]
-            self.ring.drop(snapshot)
-            self._placement.leave(snapshot)
+            self._rejected = [*self._rejected[1 - _MAX_REJECTED :], RejectedSnapshot(snapshot.step, snapshot.why)]
+            self._drop(snapshot)
         else:
             snapshot.health = Health.GOOD
 
-    def pop_nonfinite(self) -> NonfiniteSnapshot | None:
-        alarm, self._nonfinite = self._nonfinite, None
-        return alarm
+    def _drop(self, snapshot: Snapshot) -> None:
+        self.ring.drop(snapshot)
+        self._placement.release(snapshot)
 
-    # ---- restorer to one
+    def report_nonfinite(self, step: int, tensor: str) -> None:
+        """Record that the state after `step` is not finite. Only the first report counts until it is popped."""
+        if self._nonfinite is None:
+            self._nonfinite = NonfiniteSnapshot(step, tensor)
+
+    def pop_nonfinite(self) -> NonfiniteSnapshot | None:
+        """Return the report of non-finite state, if any, and forget it."""
+        report, self._nonfinite = self._nonfinite, None
+        return report
+
+    # ---- restoring
 
     def find_restore_point(self, before: int, at_latest: int) -> tuple[Snapshot | None, list[RejectedSnapshot]]:
-        """The newest certified snapshot at or before `before`, else at or before `at_latest`, verified; and those that
-        were rejected over on the way. Of several ranks each must have it, and trust its own part of it. On a device its
-        tensors are in place when this returns, and only those: `restore` is to follow, or `put_back` of another."""
+        """Return the newest certified snapshot up to `before`, else up to `at_latest`, and those rejected on the way.
+
+        Every rank must have it and verify its own part. If the snapshot is on a device, its tensors are written when this
+        returns, and nothing else is: call `restore`, or `restore_saved` with another state.
+        """
         self.discard_in_progress()
         for snapshot in list(self.ring):
             if snapshot.trusted and snapshot.health is Health.CANDIDATE:
                 self._certify(snapshot)
-        rejected = [p for p in self._rejected if p.step <= at_latest]
+        rejected = [r for r in self._rejected if r.step <= at_latest]
         for snapshot in self.ring:
             if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
                 rejected.append(RejectedSnapshot(snapshot.step, "not certified yet"))
-        mine = {s.step: s for s in self.ring.good_at_or_before(at_latest)}
-        everyones = set.intersection(*(set(steps) for steps in self._ranks.all_gather_object(sorted(mine))))
-        rejected += [
-            RejectedSnapshot(s, "another rank has no certified snapshot of this step")
-            for s in sorted(set(mine) - everyones)
-        ]
-        for step in sorted(everyones, key=lambda s: (s <= before, s), reverse=True):
-            snapshot = mine[step]
-            told = self._ranks.all_gather_object(self.restorer.why_not(snapshot))
-            why = next((w if self._ranks.size == 1 else f"rank {r}: {w}" for r, w in enumerate(told) if w), None)
+        local = {s.step: s for s in self.ring.good_at_or_before(at_latest)}
+        common = set.intersection(*(set(steps) for steps in self._ranks.all_gather_object(sorted(local))))
+        missing = "another rank has no certified snapshot of this step"
+        rejected += [RejectedSnapshot(step, missing) for step in sorted(set(local) - common)]
+        for step in sorted(common, key=lambda s: (s <= before, s), reverse=True):
+            snapshot = local[step]
+            problems = enumerate(self._ranks.all_gather_object(self.restorer.find_problem(snapshot)))
+            why = next((p if self._ranks.size == 1 else f"rank {rank}: {p}" for rank, p in problems if p), None)
             if why is None:
                 return snapshot, rejected
             rejected.append(RejectedSnapshot(step, why))
-            snapshot.condemn(why)
-            self.ring.drop(snapshot)
-            self._placement.leave(snapshot)
+            snapshot.reject(why)
+            self._drop(snapshot)
         return None, rejected
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put the run's state, random streams and buffers back to it; what is younger is forgotten."""
+        """Restore the state, random state and buffers of a snapshot, and drop newer snapshots."""
         self.restorer.restore(snapshot)
-        self._returned(snapshot.step)
+        self._drop_newer(snapshot.step)
 
     def restore_saved(self, step: int, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
-        """The same from parts that another process may have saved; without random streams they stay where they are."""
+        """Restore a state that another process may have saved. Without `rng` the generators stay as they are."""
         self.restorer.restore_saved(light, tensors, rng)
-        self._returned(step)
+        self._drop_newer(step)
 
-    def _returned(self, step: int) -> None:
+    def _drop_newer(self, step: int) -> None:
         self._in_progress = self._due_step = None
-        self._rejected = [p for p in self._rejected if p.step <= step]
-        for gone in self.ring.drop_after(step):
-            self._placement.leave(gone)
+        self._rejected = [r for r in self._rejected if r.step <= step]
+        for dropped in self.ring.drop_after(step):
+            self._placement.release(dropped)
 
-    # ---- the rest
+    def oldest_position(self) -> tuple[int, Position] | None:
+        """Return how far back a rollback can go: the step, and its data position."""
+        oldest = self.ring.oldest()
+        return None if oldest is None or oldest.position is None else (oldest.step, oldest.position)
+
+    # ---- waiting
 
     def wait_for_copies(self) -> None:
-        """Whatever is being copied must be out of the update's way."""
+        """Wait until the next update may write to tensors that are being copied."""
         began = time.perf_counter()
         self._copier.wait()
         self.stalled_seconds += time.perf_counter() - began
 
     def release_device_memory(self) -> str | None:
-        """The device has none left: what copies have of it for their own sake is given back."""
-        if not self._copier.put_nothing_aside():
+        """Give back the device memory that copies use for speed, because the device ran out of memory."""
+        if not self._copier.stop_staging():
             return None
-        return "the device is out of memory: no part of a copy is put aside there any more"
-
-    def report_nonfinite(self, step: int, tensor: str) -> None:
-        """A save found the state broken."""
-        if self._nonfinite is None:
-            self._nonfinite = NonfiniteSnapshot(step, tensor)
+        return "the device is out of memory: snapshots are not staged in device memory any more"
 
     def wait_until_idle(self) -> None:
-        """Nothing runs on the copying thread, so that a process may be forked."""
-        self._copier.idle()
-
-    def oldest_position(self) -> tuple[int, Position] | None:
-        """How far back a rollback could go: the step, and where the data stood."""
-        oldest = self.ring.oldest()
-        if oldest is None or oldest.position is None:
-            return None
-        return oldest.step, oldest.position
+        """Block until no copy is running, so that the process may fork."""
+        self._copier.wait_until_idle()
 
     def close(self) -> None:
         self._copier.close()

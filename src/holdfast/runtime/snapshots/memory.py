@@ -1,4 +1,4 @@
-"""How much memory there is for this process: what is free, within what its container or job may use."""
+"""How much memory this process may still allocate: the free memory, within the limits of its container or job."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What could be allocated now without swapping or being killed; half of all memory where the system does not say."""
-    return min([_free(root), *_allowed(root)])
+    """Return the bytes that can be allocated without swapping or being killed; half of all memory if unknown."""
+    return min([_free_bytes(root), *_cgroup_bytes(root)])
 
 
-def free_on(device: torch.device) -> int:
-    """What the device has left, whoever has the rest."""
+def free_device_bytes(device: torch.device) -> int:
+    """Return the free memory of a CUDA device, counting every process on it."""
     return int(torch.cuda.mem_get_info(device)[0])
 
 
-def _free(root: Path) -> int:
+def _free_bytes(root: Path) -> int:
     try:
         for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines():
             if line.startswith("MemAvailable:"):
@@ -29,9 +29,8 @@ def _free(root: Path) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def _allowed(root: Path) -> Iterator[int]:
-    """What is left under the limit of every control group the process is in. Slurm and Kubernetes set one, and a machine's
-    free memory says nothing of it."""
+def _cgroup_bytes(root: Path) -> Iterator[int]:
+    """Yield what is left under the limit of each control group of the process. Slurm and Kubernetes set such limits."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -46,19 +45,19 @@ def _allowed(root: Path) -> Iterator[int]:
             continue
         group = top / path.strip("/")
         for folder in (group, *group.parents):
-            left = _left(folder, *names)
+            left = _bytes_left(folder, *names)
             if left is not None:
                 yield left
             if folder == top:
                 break
 
 
-def _left(folder: Path, limit: str, usage: str) -> int | None:
-    """Limit less usage; files that were only read count as used there, and give way."""
+def _bytes_left(folder: Path, limit_name: str, usage_name: str) -> int | None:
+    """Return limit minus usage. The page cache counts as usage, but the kernel reclaims its inactive part."""
     try:
-        most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-        kinds = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        gives_way = int(kinds.get("total_inactive_file", kinds.get("inactive_file", 0)))
-    except (OSError, ValueError):  # no such file, or "max": no limit
+        limit, used = int((folder / limit_name).read_text()), int((folder / usage_name).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    except (OSError, ValueError):  # no such file, or "max", which means no limit
         return None
-    return max(0, most - used + gives_way)
+    return max(0, limit - used + reclaimable)

@@ -1,28 +1,29 @@
-"""Where snapshots are kept, and how many of them at once: on the host or on the device, within the ring's budget.
+"""Where snapshots are kept, on the host or on the device, and how many at once, within the ring's budget.
 
-At most as many copies as the ring holds, one in the making and one that the disk still reads. Who needs one more waits.
+There are at most as many copies as the ring holds, one in progress, and one that is still being written to disk. A
+snapshot that needs one more waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.copy import Copy
-from holdfast.runtime.snapshots.layout import Layout
+from holdfast.runtime.snapshots.copy import SnapshotCopy
+from holdfast.runtime.snapshots.layout import SnapshotLayout
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.run_state import RunState
 
-_WAITS = "training waits for the disk: checkpoints are written more slowly than snapshots are taken"
-_MOVES = "the device has no memory left for a snapshot: from here on they are kept in host memory"
+_DISK_TOO_SLOW = "training waits for the disk: checkpoints are written more slowly than snapshots are taken"
+_DEVICE_FULL = "the device has no memory left for a snapshot: from now on snapshots are kept in host memory"
 
 
-class Room:
-    """What is said by the way is for the user, and said once."""
+class Placement:
+    """Allocates and reclaims the memory of snapshots. The notes it returns are for the user; each is returned once."""
 
     def __init__(
         self, state: RunState, copier: Copier, ring: Ring, place: str, devices: Collection[torch.device]
@@ -30,97 +31,91 @@ class Room:
         self._state, self._copier, self._ring = state, copier, ring
         self._on_host = place == "host"
         self._leaving: list[Snapshot] = []
-        """out of the ring, and still being looked at or written to disk"""
-        self._sized: Layout | None = None
-        """for what the ring was made to fit into memory"""
-        self._unprepared = any(d.type == "cuda" for d in devices)
-        self._told: set[str] = set()
+        """dropped from the ring, but still being inspected or written to disk"""
+        self._budgeted: SnapshotLayout | None = None
+        """the layout that the ring was budgeted for"""
+        self._preallocates = not any(d.type == "cuda" for d in devices)
+        self._noted: set[str] = set()
 
     def on_host(self, reason: str | None) -> bool:
-        """Where one is kept: what is to go to disk as well, on the host."""
+        """Return whether a snapshot is kept on the host. One that is also written to disk always is."""
         return self._on_host or reason is not None
 
-    # ---- how much
+    def fit(self, tensors: dict[str, Tensor], *, at_start: bool = False) -> tuple[SnapshotLayout, str | None]:
+        """Return the layout of a snapshot of these tensors. If it is new, budget the ring; returns the ring's note.
 
-    def fit(self, tensors: dict[str, Tensor], *, at_first: bool = False) -> tuple[Layout, str | None]:
-        """How a snapshot of these lies in memory. Where that is news, the ring is made to fit. Before the first update
-        there is no optimizer state yet: `at_first` as much as Adam would hold is meant, later nothing is concluded."""
+        Before the first update there is no optimizer state. Then the ring is budgeted only `at_start`, as if for Adam's.
+        """
         layout = self._copier.layout("heavy", tensors, on_host=self._on_host)
-        whole = layout is self._sized or _has_state(layout.names)
-        if layout is self._sized or not self._ring.enabled or not (whole or at_first):
+        if layout is self._budgeted or not self._ring.enabled:
             return layout, None
-        self._sized = layout
+        has_state = any(name.startswith("optimizer.") for name in layout.names)
+        if not (has_state or at_start):
+            return layout, None
+        self._budgeted = layout
         light, shared = self._state.snapshot_nbytes()
-        size = (1 if whole else 3) * layout.nbytes + light
+        size = (1 if has_state else 3) * layout.nbytes + light
         return layout, self._ring.budget(size, shared if self._on_host else 0)
 
-    def prepare(self) -> None:
-        """What a snapshot is made of is known after the first step: memory for it is made ready before it is asked for."""
-        if self._unprepared:
-            self._unprepared = False
+    def preallocate(self) -> None:
+        """After the first step, when the size of a snapshot is known, allocate its memory ahead of time."""
+        if not self._preallocates:
+            self._preallocates = True
             if self._ring.enabled and self._on_host:
                 self._copier.layout("heavy", self._state.update_tensors())
-                self._copier.prepare(self._ring.max_snapshots())
+                self._copier.preallocate(self._ring.max_snapshots())
 
-    # ---- in
-
-    def copy(self, tensors: dict[str, Tensor], layout: Layout, reason: str | None) -> tuple[Copy, list[str | None]]:
-        """Begin to copy, as soon as there is memory for it."""
+    def copy(
+        self, tensors: dict[str, Tensor], layout: SnapshotLayout, reason: str | None
+    ) -> tuple[SnapshotCopy, list[str | None]]:
+        """Start a copy as soon as there is memory for it. If the device is full, keep snapshots on the host from now on."""
         on_host = self.on_host(reason)
-        said = [self._make(on_host)]
-        known = layout if on_host == self._on_host else None
+        notes = [self._wait_for_memory(on_host)]
         try:
-            copy = self._copier.start(tensors, live=True, on_host=on_host, layout=known)
+            fitting = layout if on_host == self._on_host else None
+            copy = self._copier.start(tensors, live=True, on_host=on_host, layout=fitting)
         except torch.OutOfMemoryError:
             if on_host:
                 raise
-            said.append(self._once(_MOVES))
+            notes.append(self._once(_DEVICE_FULL))
             self._on_host = True
-            self._copier.retire("heavy", on_host=False)  # what lies there for later use would be missed elsewhere
+            self._copier.retire("heavy", on_host=False)  # training needs the device memory that is free for later copies
             copy = self._copier.start(tensors, live=True)
-        if not self._unprepared:
-            self._copier.prepare(self._ring.max_snapshots())
-        if copy.block is not None:
-            said.append(self._once(copy.block.note))
-        said += map(self._once, self._copier.notes())
-        return copy, said
+        if self._preallocates:
+            self._copier.preallocate(self._ring.max_snapshots())
+        if copy.buffer is not None:
+            notes.append(self._once(copy.buffer.warning))
+        notes += map(self._once, self._copier.notes())
+        return copy, notes
 
-    def _make(self, on_host: bool) -> str | None:
-        """Where there are as many copies as there may be, wait until one that has left the ring is read no more."""
-        most = self._ring.max_snapshots() + 1 if self._ring.enabled else 2
-        self.let_go()
+    def _wait_for_memory(self, on_host: bool) -> str | None:
+        """If the limit on copies is reached, wait until a dropped snapshot is not used any more."""
+        limit = self._ring.max_snapshots() + 1 if self._ring.enabled else 2
+        self._reclaim()
         waited = False
-        copier = self._copier
-        while self._leaving and not copier.ready("heavy", on_host=on_host):
-            if copier.count("heavy", on_host=on_host) < most:
+        while self._leaving and not self._copier.has_ready("heavy", on_host=on_host):
+            if self._copier.count("heavy", on_host=on_host) < limit:
                 break
             waited = True
-            self._leaving[0].wait_unread()
-            self.let_go()
-        return self._once(_WAITS) if waited else None
+            self._leaving[0].wait_until_unused()
+            self._reclaim()
+        return self._once(_DISK_TOO_SLOW) if waited else None
 
-    def _once(self, message: str | None) -> str | None:
-        if message is None or message in self._told:
+    def _once(self, note: str | None) -> str | None:
+        if note is None or note in self._noted:
             return None
-        self._told.add(message)
-        return message
+        self._noted.add(note)
+        return note
 
-    # ---- out
-
-    def leave(self, snapshot: Snapshot) -> None:
-        """Its memory serves the next one, as soon as nobody reads it any more."""
+    def release(self, snapshot: Snapshot) -> None:
+        """Reuse the memory of a dropped snapshot as soon as it is not used any more."""
         self._leaving.append(snapshot)
-        self.let_go()
+        self._reclaim()
 
-    def let_go(self) -> None:
-        for snapshot in [s for s in self._leaving if s.unread]:
+    def _reclaim(self) -> None:
+        for snapshot in [s for s in self._leaving if not s.in_use]:
             self._leaving.remove(snapshot)
             self._copier.reclaim("heavy", snapshot.copy)
-            if snapshot.reason is None:  # of one that was saved, these say later whether anything has moved since
+            if snapshot.reason is None:  # a saved one is compared later with the run's state, to see if anything changed
                 self._copier.reclaim("light", snapshot.light_copy)
                 self._copier.reclaim("buffers", snapshot.buffers)
-
-
-def _has_state(names: Iterable[str]) -> bool:
-    """Whether the optimizers have state."""
-    return any(name.startswith("optimizer.") for name in names)

@@ -1,8 +1,8 @@
-"""Buffers that forward changes (BatchNorm, routers, amax): kept from the start of a step, so it can be undone.
+"""Captures the buffers that forward changes (BatchNorm, routers, amax) before every step, so that a step can be undone.
 
-A vetoed step has still moved them. Copies are taken before every step, on the device, in stream order. Large buffers
-that have not changed since the last copy share it; small ones are copied always, because a write through `.data` leaves
-no trace in the version counter. Small ones that stay where they are, are copied together: one kernel for all of a kind.
+A vetoed step has already changed them. Copies are made on the device, in stream order. Large buffers that have not
+changed since the last copy share it. Small ones are always copied, because a write through `.data` does not move the
+version counter. Small ones that stay in place are copied together, one kernel for each dtype.
 """
 
 from __future__ import annotations
@@ -18,86 +18,86 @@ from torch import Tensor, nn
 from holdfast.runtime.tensors.inspect import nbytes
 from holdfast.runtime.tensors.sharded import is_sharded, local, shard_like
 
-_SMALL = 64 * 1024
-_STOOD = 4
-"""captures in a row that found the same small buffer in a place: from then on it is copied together with others"""
-_KINDS = {
+_SMALL_BYTES = 64 * 1024
+_STABLE_CAPTURES = 4
+"""captures in a row with the same small buffer in a place, before it is copied together with others"""
+_JOINABLE_DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-"""what torch joins without a change to any bit"""
+"""dtypes that torch.cat joins without changing a bit"""
 
 
-class Pack(NamedTuple):
-    """Buffers of one kind, joined in one tensor: the place of each, and its shape."""
+class BufferPack(NamedTuple):
+    """Buffers of one dtype that are copied into one tensor: their indices and shapes."""
 
-    places: list[int]
+    indices: list[int]
     shapes: list[torch.Size]
 
 
-Packs = list[tuple[Pack, Tensor]]
+PackedCopies = list[tuple[BufferPack, Tensor]]
 
 
 class BufferCapture:
-    """Copies of all buffers, as of one moment. Never changed afterwards."""
+    """Holds copies of all buffers at one moment. They are never changed afterwards."""
 
-    def __init__(self, single: Sequence[Tensor | None], packs: Packs) -> None:
+    def __init__(self, single: Sequence[Tensor | None], packs: PackedCopies) -> None:
         self._single, self._packs = single, packs
 
     def tensors(self) -> list[Tensor | None]:
-        """One for each place, None where there was none. Those copied together share memory."""
-        found = list(self._single)
-        for (places, shapes), joined in self._packs:
+        """Return one tensor for each buffer, None for one that was None. Those copied together share memory."""
+        tensors = list(self._single)
+        for (indices, shapes), joined in self._packs:
             pieces = torch.split(joined.view(-1), [shape.numel() for shape in shapes])
-            for place, piece, shape in zip(places, pieces, shapes, strict=True):
-                found[place] = piece.view(shape)
-        return found
+            for index, piece, shape in zip(indices, pieces, shapes, strict=True):
+                tensors[index] = piece.view(shape)
+        return tensors
 
 
-class _Together:
-    """Small buffers that stay in their places, copied a kind at a time."""
+class _StableBuffers:
+    """Small buffers that stay in place. They are copied together, one tensor for each device and dtype."""
 
-    def __init__(self, found: Iterable[tuple[int, nn.Module, str]]) -> None:
-        kinds: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, nn.Module, str]]] = {}
-        for i, module, key in found:
+    def __init__(self, places: Iterable[tuple[int, nn.Module, str]]) -> None:
+        groups: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, nn.Module, str]]] = {}
+        for index, module, key in places:
             value = module._buffers[key]
-            assert value is not None, "nothing stands in that place"
-            kinds.setdefault((value.device, value.dtype, min(2, value.dim())), []).append((i, module, key))
-        self._where = [place for kind in kinds.values() for place in kind]
-        self._values = self._now()
+            assert value is not None
+            groups.setdefault((value.device, value.dtype, min(2, value.dim())), []).append((index, module, key))
+        self._places = [place for group in groups.values() for place in group]
+        self._values = self._current()
         self._shapes, self._dtypes = _shapes(self._values), _dtypes(self._values)
-        self._packs: list[tuple[Pack, list[Tensor]]] = []
-        for kind in kinds.values():
-            first = sum(len(tensors) for _, tensors in self._packs)
-            own = slice(first, first + len(kind))
-            self._packs.append((Pack([i for i, _, _ in kind], self._shapes[own]), self._values[own]))
+        self._packs: list[tuple[BufferPack, list[Tensor]]] = []
+        start = 0
+        for group in groups.values():
+            members = slice(start, start + len(group))
+            self._packs.append((BufferPack([i for i, _, _ in group], self._shapes[members]), self._values[members]))
+            start += len(group)
 
-    def copy(self) -> Packs | None:
-        """The copies; None where one of them is another now, or of another shape or type (`.data` may change these)."""
+    def copy(self) -> PackedCopies | None:
+        """Return copies; None if one was replaced, or its shape or dtype changed through `.data`."""
         if not self._packs:
             return []
         values = self._values
-        same = all(map(is_, self._now(), values))
-        if not same or _shapes(values) != self._shapes or _dtypes(values) != self._dtypes:
+        is_same = all(map(is_, self._current(), values))
+        if not is_same or _shapes(values) != self._shapes or _dtypes(values) != self._dtypes:
             return None
         return [(pack, _join(tensors)) for pack, tensors in self._packs]
 
-    def moved(self) -> list[int]:
-        """The places in which something is not as it was."""
-        was = zip(self._values, self._shapes, self._dtypes, strict=True)
-        is_now = zip(self._where, self._now(), was, strict=True)
+    def changed(self) -> list[int]:
+        """Return the indices of buffers that were replaced, or whose shape or dtype changed."""
+        before = zip(self._values, self._shapes, self._dtypes, strict=True)
         return [
-            where[0]
-            for where, now, (value, shape, dtype) in is_now
+            index
+            for (index, _, _), now, (value, shape, dtype) in zip(self._places, self._current(), before, strict=True)
             if now is not value or value.shape != shape or value.dtype != dtype
         ]
 
-    def _now(self) -> list[Tensor]:
-        return [module._buffers.get(key) for _, module, key in self._where]  # type: ignore[misc]
+    def _current(self) -> list[Tensor]:
+        return [module._buffers.get(key) for _, module, key in self._places]  # type: ignore[misc]
 
 
 class ModuleBuffers:
-    """Every buffer of the modules, by module and name, so that one that forward rebinds is followed."""
+    """All buffers of the modules, found by module and name, so that one that forward rebinds is followed."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self._places: list[tuple[str, nn.Module, str]] = []
@@ -110,89 +110,92 @@ class ModuleBuffers:
                 for name in module._buffers:
                     self._places.append((".".join(filter(None, (prefix, path, name))), module, name))
         self._copies: list[Tensor | None] = [None] * len(self._places)
-        # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are used again.
-        self._seen: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._places)
-        self._stood = [0] * len(self._places)
+        # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are reused.
+        self._copied_from: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._places)
+        """the buffer each copy was made of, and its version"""
+        self._unchanged = [0] * len(self._places)
+        """captures in a row that found the same small buffer"""
         self._single = list(range(len(self._places)))
-        """the places of those that are copied one by one"""
-        self._together = _Together(())
+        """the buffers that are copied one by one"""
+        self._stable = _StableBuffers(())
 
-    def whole(self) -> dict[str, Tensor]:
-        """The buffers themselves, by full name, sharded ones as such."""
-        found = ((name, module._buffers.get(key)) for name, module, key in self._places)
-        return {name: value for name, value in found if value is not None}
+    def named_whole(self) -> dict[str, Tensor]:
+        """Return the buffers by full name, sharded ones as DTensors."""
+        named = ((name, module._buffers.get(key)) for name, module, key in self._places)
+        return {name: value for name, value in named if value is not None}
 
     def named(self) -> dict[str, Tensor]:
-        """What this rank has of the buffers as they are, by full name."""
-        return {name: local(value) for name, value in self.whole().items()}
+        """Return this rank's parts of the buffers by full name."""
+        return {name: local(value) for name, value in self.named_whole().items()}
 
     def capture(self) -> BufferCapture:
-        """Copies as of now. A capture is never changed afterwards."""
+        """Return copies of all buffers as they are now."""
         if not self._places:
-            return _NONE
+            return _NO_BUFFERS
         with torch.no_grad():
-            packs = self._together.copy()
+            packs = self._stable.copy()
             if packs is None:
-                self._regroup(self._together.moved())
-                packs = self._together.copy()
-                assert packs is not None, "nobody has changed anything meanwhile"
-            settled = [self._copy(i) for i in self._single]
+                self._regroup(self._stable.changed())
+                packs = self._stable.copy()
+                assert packs is not None
+            became_stable = [self._copy_single(i) for i in self._single]
         captured = BufferCapture(list(self._copies), packs)
-        if any(settled):
+        if any(became_stable):
             self._regroup()
         return captured
 
-    def _copy(self, i: int) -> bool:
-        """Copy one by itself, if need be. Whether it has stood there long enough, and need not be by itself."""
+    def _copy_single(self, i: int) -> bool:
+        """Copy one buffer if needed. Returns whether it has been in place long enough to be copied with others."""
         _, module, key = self._places[i]
-        value, seen = module._buffers.get(key), self._seen[i]
+        value, copied_from = module._buffers.get(key), self._copied_from[i]
         if value is None:
-            self._copies[i], self._seen[i], self._stood[i] = None, None, 0
+            self._copies[i], self._copied_from[i], self._unchanged[i] = None, None, 0
             return False
-        mine = local(value)
-        version = 0 if mine.is_inference() else mine._version
-        small, stands = nbytes(mine) <= _SMALL, seen is not None and seen[0]() is value
-        if small or self._copies[i] is None or not stands or seen is None or seen[1] != version:
-            self._copies[i] = mine.clone()
-            self._seen[i] = (weakref.ref(value), version)
-        self._stood[i] = self._stood[i] + 1 if small and stands and _plain(value) else 0
-        return self._stood[i] >= _STOOD
+        part = local(value)
+        version = 0 if part.is_inference() else part._version
+        is_small, is_same = nbytes(part) <= _SMALL_BYTES, copied_from is not None and copied_from[0]() is value
+        if is_small or self._copies[i] is None or not is_same or copied_from is None or copied_from[1] != version:
+            self._copies[i] = part.clone()
+            self._copied_from[i] = (weakref.ref(value), version)
+        self._unchanged[i] = self._unchanged[i] + 1 if is_small and is_same and _is_joinable(value) else 0
+        return self._unchanged[i] >= _STABLE_CAPTURES
 
-    def _regroup(self, moved: Sequence[int] = ()) -> None:
-        """Copy together what has stood still for long enough, and what was `moved` by itself again."""
-        for i in moved:
-            self._stood[i] = 0
-        together = [i for i, count in enumerate(self._stood) if count >= _STOOD]
-        self._single = [i for i, count in enumerate(self._stood) if count < _STOOD]
-        self._together = _Together((i, *self._places[i][1:]) for i in together)
-        for i in together:
-            self._copies[i] = self._seen[i] = None
+    def _regroup(self, changed: Sequence[int] = ()) -> None:
+        """Copy together what has been in place long enough, and what `changed` one by one again."""
+        for i in changed:
+            self._unchanged[i] = 0
+        stable = [i for i, count in enumerate(self._unchanged) if count >= _STABLE_CAPTURES]
+        self._single = [i for i, count in enumerate(self._unchanged) if count < _STABLE_CAPTURES]
+        self._stable = _StableBuffers((i, *self._places[i][1:]) for i in stable)
+        for i in stable:
+            self._copies[i] = self._copied_from[i] = None
 
     @torch.no_grad()
     def restore(self, capture: BufferCapture) -> None:
-        """Put every buffer back to what it was at `capture`."""
+        """Restore every buffer to its value in `capture`."""
         for (_, module, key), saved in zip(self._places, capture.tensors(), strict=True):
             value = module._buffers.get(key)
-            mine = None if value is None else local(value)
+            part = None if value is None else local(value)
             if saved is None:
                 module._buffers[key] = None
-            elif mine is not None and mine.shape == saved.shape and mine.dtype == saved.dtype:
-                mine.copy_(saved)
+            elif part is not None and part.shape == saved.shape and part.dtype == saved.dtype:
+                part.copy_(saved)
             elif is_sharded(value):
                 module._buffers[key] = shard_like(value, saved.clone())
             else:
                 module._buffers[key] = saved.clone()
-        self._seen = [None] * len(self._places)
+        self._copied_from = [None] * len(self._places)
 
     def as_named(self, capture: BufferCapture) -> dict[str, Tensor]:
+        """Return the copies of a capture by full name, without those that were None."""
         return {name: c for (name, _, _), c in zip(self._places, capture.tensors(), strict=True) if c is not None}
 
     def from_named(self, tensors: dict[str, Tensor]) -> BufferCapture:
-        """A capture from host copies by name; what a name lacks was None."""
+        """Invert `as_named`: a name that is missing was None."""
         return BufferCapture([tensors.get(name) for name, _, _ in self._places], [])
 
 
-_NONE = BufferCapture((), [])
+_NO_BUFFERS = BufferCapture((), [])
 
 
 def _shapes(tensors: list[Tensor]) -> list[torch.Size]:
@@ -203,11 +206,11 @@ def _dtypes(tensors: list[Tensor]) -> list[torch.dtype]:
     return [tensor.dtype for tensor in tensors]
 
 
-def _plain(value: Tensor) -> bool:
-    """Whether a copy of its values in a row is a copy of it."""
+def _is_joinable(value: Tensor) -> bool:
+    """Return whether the values in a row are a copy of the tensor."""
     return (
         type(value) is Tensor
-        and value.dtype in _KINDS
+        and value.dtype in _JOINABLE_DTYPES
         and value.layout is torch.strided
         and value.is_contiguous()
         and not (value.is_quantized or value.is_neg() or value.is_conj())
@@ -215,7 +218,7 @@ def _plain(value: Tensor) -> bool:
 
 
 def _join(tensors: list[Tensor]) -> Tensor:
-    """All of one kind in one new tensor, in one operation."""
+    """Copy all into one new tensor, in one operation."""
     dim = tensors[0].dim()
     if dim == 0:
         return torch.stack(tensors)

@@ -84,7 +84,7 @@ class Run:
         self.history = RecoveryHistory()
         self.checkpoints = Checkpoints(self, tier)
         self.snapshots = SnapshotManager(
-            config.snapshot, state, self.rng, self.checkpoints, self.ranks, neighbours=company.ranks_per_host
+            config.snapshot, state, self.rng, self.checkpoints, self.ranks, ranks_per_host=company.ranks_per_host
         )
         self.checking = Checking(self, company.replicas)
         self.sync = GradientSync(state.wrapped_modules)

@@ -1,4 +1,4 @@
-"""Whether a copy may be trusted: finite everywhere it should be, and unchanged since it was made."""
+"""Checksums of tensors, and the search for non-finite values: whether a copy can be trusted."""
 
 from __future__ import annotations
 
@@ -11,28 +11,26 @@ from holdfast.runtime.tensors.named_params import local_part
 from holdfast.runtime.tensors.sharded import local
 
 Sums = dict[str, int]
-Intended = Callable[[str], Tensor | None]
-_COMPARED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+AllowedNonfinite = Callable[[str], Tensor | None]
+"""tensor name -> mask of the elements that may be NaN or Inf, or None"""
+_MINMAX_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
 def checksums(tensors: dict[str, Tensor]) -> Sums:
-    """A sum over the bits of each tensor: any single flipped bit changes it."""
+    """Return the checksum of each tensor. Any single flipped bit changes it."""
     return {name: int(bit_checksum(value)) for name, value in tensors.items()}
 
 
 @torch.no_grad()
 def bit_checksum(value: Tensor) -> Tensor:
-    """The sum over a tensor's bits, where the tensor is: nobody waits for it."""
-    parts = dense_parts(value)
-    total = _sum(parts[0])
-    for part in parts[1:]:
-        total = total + _sum(part)
-    return total
+    """Return the sum over a tensor's bits, as an int64 tensor on its device. Does not wait for the device."""
+    first, *others = map(_sum_words, dense_parts(value))
+    return sum(others, first)
 
 
-def _sum(value: Tensor) -> Tensor:
-    """Over words of eight bytes and what is left of them, wherever the tensor lies: a copy has the sum of its source."""
+def _sum_words(value: Tensor) -> Tensor:
+    """Sum 8-byte words and the remaining bytes. Depends on the values alone, so a copy has the sum of its source."""
     if value.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device=value.device)
     flat = value.detach().contiguous().view(-1)
@@ -48,41 +46,41 @@ def _sum(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def first_nonfinite(tensors: dict[str, Tensor], intended: Intended) -> str | None:
-    """The first tensor whose part here holds NaN or Inf where it should not."""
+def first_nonfinite(tensors: dict[str, Tensor], allowed: AllowedNonfinite) -> str | None:
+    """Return the first tensor whose local part holds NaN or Inf where that is not allowed, or None."""
     for name, value in ((name, local_part(value)) for name, value in tensors.items()):
         if known_finite(value):
             continue
-        bad = nonfinite_mask(value)
-        if bad is None:
+        mask = nonfinite_mask(value)
+        if mask is None:
             continue
-        allowed = intended(name)
-        if allowed is not None and allowed.shape == bad.shape:
-            bad &= ~allowed.to(bad.device)
-        if bool(bad.any()):
+        exempt = allowed(name)
+        if exempt is not None and exempt.shape == mask.shape:
+            mask &= ~exempt.to(mask.device)
+        if bool(mask.any()):
             return name
     return None
 
 
 def known_finite(value: Tensor) -> bool:
-    """Whether the least and the greatest value say that all are finite: on a CPU fifteen times as fast as a look at each."""
-    if value.device.type != "cpu" or value.dtype not in _COMPARED or value.layout is not torch.strided:
+    """Return whether minimum and maximum prove that all values are finite: on a CPU 15 times faster than isfinite."""
+    if value.device.type != "cpu" or value.dtype not in _MINMAX_DTYPES or value.layout is not torch.strided:
         return False
     return value.numel() == 0 or all(bool(torch.isfinite(v)) for v in torch.aminmax(value))
 
 
 def nonfinite_mask(value: Tensor) -> Tensor | None:
-    """Where it holds NaN or Inf; None for a tensor that cannot. Of a sparse one, its values count."""
+    """Return which elements are NaN or Inf; None for a tensor that cannot hold them. Of a sparse one, its values count."""
     value = dense_parts(value)[-1]
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
         return None
     if value.is_floating_point() and value.element_size() == 1:
-        value = value.float()  # torch does not look into float8 itself
+        value = value.float()  # torch.isfinite does not support float8
     return ~torch.isfinite(value)
 
 
 def dense_parts(value: Tensor) -> list[Tensor]:
-    """The dense tensors that this rank's part of a tensor of any layout is made of, the values last."""
+    """Return the dense tensors that the local part of a tensor is made of, its values last."""
     value = local(value)
     if value.layout is torch.strided:
         return [value]

@@ -1,4 +1,4 @@
-"""Nested state (dicts, lists, tuples with tensors in them): apart into tensors and the rest, and back, in place."""
+"""Nested state (dicts, lists and tuples that hold tensors): split into tensors and the rest, and joined again in place."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from torch import Tensor
 from holdfast.runtime.tensors.sharded import is_sharded, local, shard_like
 
 WriteTensor = Callable[[str, Tensor, Tensor], None]
-"""what is saved under that name is to be written into the tensor that comes first: at once, or together with others"""
+"""writes the value saved under a name into a tensor, at once or later: (name, target, saved)"""
 
 
 class TensorSlot(NamedTuple):
-    """Where a tensor stood in a skeleton."""
+    """Marks the place of a tensor in a skeleton."""
 
     name: str
 
 
 def split_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """The skeleton of `value`: every dense tensor goes to `tensors` under its path, a sharded one as such; all else is
-    copied."""
+    """Return the skeleton of `value`, and add its dense tensors to `tensors` by their paths. All else is copied."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         tensors[name] = value if is_sharded(value) else value.detach()
         return TensorSlot(name)
@@ -51,37 +50,33 @@ def join_tensors(
     owner: Tensor | None = None,
     put: WriteTensor,
 ) -> Any:
-    """The value a skeleton stands for. A tensor of `current` in the same place is written in place and kept; of a sharded
-    one, this rank's part.
+    """Return the value of a skeleton. A tensor of `current` in the same place is written in place and kept; of a sharded
+    one, the local part.
 
-    In place matters: optimizers and captured graphs hold on to the tensor, and load_state_dict casts. What is not there yet
-    is made on `device`, a number without a dimension on `scalars`, or where it was saved; spread like its `owner` is, where
-    it has the shape of this rank's part of that.
+    In place matters: optimizers and captured graphs hold the tensor, and load_state_dict casts. New tensors are made on
+    `device`, 0-dim ones on `scalars`, or on the device they were saved from. They are sharded like `owner` if they have
+    the shape of its local part.
     """
     if isinstance(skeleton, TensorSlot):
         saved = tensors[skeleton.name]
-        mine = local(current) if isinstance(current, Tensor) else None
-        if mine is not None and mine.shape == saved.shape and mine.dtype == saved.dtype:
-            put(skeleton.name, mine, saved)
+        target = local(current) if isinstance(current, Tensor) else None
+        if target is not None and target.shape == saved.shape and target.dtype == saved.dtype:
+            put(skeleton.name, target, saved)
             return current
-        home = mine.device if mine is not None else device if saved.dim() else scalars
+        home = target.device if target is not None else device if saved.dim() else scalars
         made = torch.empty_like(saved, device=home or saved.device)
         put(skeleton.name, made, saved)
         if owner is not None and is_sharded(owner) and saved.dim() and saved.shape == local(owner).shape:
             return shard_like(owner, made)
         return made
+
+    def join(part: Any, now: Any) -> Any:
+        return join_tensors(part, tensors, now, device, scalars=scalars, owner=owner, put=put)
+
     if isinstance(skeleton, dict):
         old = current if isinstance(current, dict) else {}
-        return {
-            k: join_tensors(v, tensors, old.get(k), device, scalars=scalars, owner=owner, put=put)
-            for k, v in skeleton.items()
-        }
+        return {k: join(v, old.get(k)) for k, v in skeleton.items()}
     if isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
         items = current if isinstance(current, list | tuple) else ()
-        return type(skeleton)(
-            join_tensors(
-                v, tensors, items[i] if i < len(items) else None, device, scalars=scalars, owner=owner, put=put
-            )
-            for i, v in enumerate(skeleton)
-        )
+        return type(skeleton)(join(v, items[i] if i < len(items) else None) for i, v in enumerate(skeleton))
     return skeleton.clone() if isinstance(skeleton, Tensor) else copy.deepcopy(skeleton)

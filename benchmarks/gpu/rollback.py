@@ -91,7 +91,7 @@ class Broken(Guarded):
     def time_copies(self) -> None:
         """The copying by itself, too; which keeps what follows it from going on meanwhile."""
         returning: Any = self._run.snapshots.restorer  # type: ignore[attr-defined]
-        returning._put_tensors = self._timed(returning._put_tensors, self.copied)
+        returning._write_tensors = self._timed(returning._write_tensors, self.copied)
 
     def break_once(self) -> None:
         """And train on until it is certain that the guard has returned, and stands between two snapshots again."""

@@ -71,7 +71,7 @@ def take_snapshot(state: RunState) -> Snapshot:
     snapshot.buffers = copier.start(named, live=False)
     snapshot.frozen, snapshot.rng, snapshot.position = state.frozen_copies(), Rng([]).capture(), Position(0, 0, 0)
     copier.wait()
-    look = snapshot.examine()
+    look = snapshot.inspect()
     assert look.nonfinite is None and not look.torn
     copier.close()
     return snapshot

@@ -618,11 +618,11 @@ def test_an_error_that_the_script_survives_loses_the_batch_and_nothing_else(gate
     assert [e["data"] for e in events(tmp_path / "run", "abandoned")] == [[[0, 24, 32]], [[1, 0, 8]], [[2, 56, 64]]]
 
 
-def test_a_step_that_ends_out_of_memory_gets_back_what_copies_had_put_aside(tmp_path):
+def test_a_step_that_runs_out_of_memory_frees_the_staging_memory_of_copies(tmp_path):
     model, optimizer = small()
     guard = holdfast.Guard(model, optimizer, run_dir=tmp_path / "run", config=quick("auto"))
     snapshots = guard._run.snapshots
-    snapshots._copier._asides[torch.device("cuda")] = type("Some", (), {"nbytes": 1 << 20, "note": None})()
+    snapshots._copier._staging[torch.device("cuda")] = type("Some", (), {"nbytes": 1 << 20, "note": None})()
     with guard:
         for n, step in enumerate(guard.steps(DataLoader(Points(64), batch_size=8), epochs=1)):
             with contextlib.suppress(torch.OutOfMemoryError), step:
@@ -631,7 +631,7 @@ def test_a_step_that_ends_out_of_memory_gets_back_what_copies_had_put_aside(tmp_
                         raise torch.OutOfMemoryError
                     step.backward(mse(model(x), y))
     said = [e["message"] for e in events(tmp_path / "run", "note")]
-    assert [m for m in said if "put aside" in m] == [
-        "the device is out of memory: no part of a copy is put aside there any more"
+    assert [m for m in said if "out of memory" in m] == [
+        "the device is out of memory: snapshots are not staged in device memory any more"
     ]
     assert guard.step == 6

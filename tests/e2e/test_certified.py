@@ -68,7 +68,7 @@ def test_a_snapshot_with_a_flipped_bit_is_passed_over(way, tmp_path, monkeypatch
     if way == "device":
         case.config["snapshot"] = {**case.config["snapshot"], "place": "device"}
     if way == "proven_in_place":
-        monkeypatch.setattr(Restorer, "proves_in_place", lambda self, snapshot: True)
+        monkeypatch.setattr(Restorer, "verifies_in_place", lambda self, snapshot: True)
     hit = []
 
     def flip(step, parts):

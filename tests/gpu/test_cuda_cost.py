@@ -230,7 +230,9 @@ def test_one_pass_over_all_tensors_says_what_each_says_by_itself():
     assert seen.sums.tolist() == again.sums.tolist() == expected
     assert [int(bit_checksum(value.cpu())) for value in found.values()] == expected
     assert not any(
-        seen.bad[n] for n, name in enumerate(seen.names) if name in ("large", "bf16", "fp16", "double", "one")
+        seen.maybe_nonfinite[n]
+        for n, name in enumerate(seen.names)
+        if name in ("large", "bf16", "fp16", "double", "one")
     )
 
 
@@ -241,8 +243,8 @@ def test_one_value_that_is_not_finite_is_seen(name, value, at):
     found = tensors()
     found[name].view(-1)[at] = value
     seen = bits.checksum_and_finite(found)
-    assert int(seen.bad[seen.names.index(name)]) == 1
-    assert int(seen.bad[seen.names.index("whole")]) == 0
+    assert int(seen.maybe_nonfinite[seen.names.index(name)]) == 1
+    assert int(seen.maybe_nonfinite[seen.names.index("whole")]) == 0
 
 
 def test_one_flipped_bit_changes_one_sum():

@@ -1,5 +1,4 @@
-"""Snapshots of a run on a GPU: page-locked or on the device, exact, proven where they end up, nobody waiting. Skipped
-without one."""
+"""Snapshots on a GPU, in pinned memory or on the device: exact, verified in place, without waiting. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -22,14 +21,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
 
 from cases import Case, assert_same
 from test_exact import at, quick
-from test_snapshot_blocks import bits, tensors
-from test_snapshot_return import Bench, same
+from test_snapshot_buffers import bits, tensors
+from test_snapshot_restore import Bench, same
 
 from holdfast.runtime.snapshots import layout as layout_module
-from holdfast.runtime.snapshots import pinned_memory as pages
-from holdfast.runtime.snapshots.buffer_pool import Block
-from holdfast.runtime.snapshots.copier import Copier, seen
-from holdfast.runtime.snapshots.layout import Layout
+from holdfast.runtime.snapshots import pinned_memory
+from holdfast.runtime.snapshots.buffer_pool import SnapshotBuffer
+from holdfast.runtime.snapshots.copier import Copier, checksum_all
+from holdfast.runtime.snapshots.layout import SnapshotLayout
 from holdfast.runtime.tensors import checksum as bits_module
 from holdfast.runtime.tensors.checksum import checksum_and_finite, copy_and_checksum
 from holdfast.runtime.tensors.inspect import bit_checksum
@@ -41,7 +40,7 @@ MEGABYTE = 1 << 20
 
 
 class OnCuda(Bench):
-    """The same by hand, on the device. Large enough for page-locked blocks of our own."""
+    """A bench on the device, large enough for registered memory."""
 
     def __init__(self, width: int = 512, **config) -> None:
         self.width = width
@@ -60,11 +59,11 @@ def place(request):
     return request.param
 
 
-def test_locked_memory_is_locked_and_given_back(monkeypatch):
-    for part in (pages.PART, MEGABYTE):
-        monkeypatch.setattr(pages, "PART", part)
-        memory, said = pages.locked(5 * MEGABYTE // 2, CUDA)
-        assert said is None
+def test_pinned_memory_is_pinned_and_unregistered_when_freed(monkeypatch):
+    for part in (pinned_memory.REGISTER_BYTES, MEGABYTE):
+        monkeypatch.setattr(pinned_memory, "REGISTER_BYTES", part)
+        memory, warning = pinned_memory.allocate_pinned(5 * MEGABYTE // 2, CUDA)
+        assert warning is None
         assert memory.is_pinned()
         address = memory.data_ptr()
         there = torch.arange(MEGABYTE // 4, dtype=torch.int32, device=CUDA)
@@ -78,40 +77,40 @@ def test_locked_memory_is_locked_and_given_back(monkeypatch):
             assert int(again.result()) != 0, "it was still registered"
 
 
-@pytest.mark.parametrize("home", [HOST, None])
-def test_a_block_holds_every_kind_of_tensor_bit_for_bit(home):
+@pytest.mark.parametrize("destination", [HOST, None])
+def test_a_buffer_holds_tensors_of_every_kind_bit_for_bit(destination):
     sources = {n: t.detach().to(CUDA) for n, t in tensors().items()}
-    layout = Layout(sources, home)
-    if home is None:
+    layout = SnapshotLayout(sources, destination)
+    if destination is None:
         memory = {CUDA: torch.zeros(layout.sizes[CUDA], dtype=torch.uint8, device=CUDA)}
     else:
-        memory = {HOST: pages.locked(max(layout.nbytes, 2 * MEGABYTE), CUDA)[0][: layout.nbytes]}
-    block = Block(layout, memory)
+        memory = {HOST: pinned_memory.allocate_pinned(max(layout.nbytes, 2 * MEGABYTE), CUDA)[0][: layout.nbytes]}
+    buffer = SnapshotBuffer(layout, memory)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        block.fill(list(sources.values()), CUDA)
+        buffer.fill(list(sources.values()), CUDA)
         live = [torch.zeros_like(v) for v in sources.values()]
-        looked = block.pour(live)
+        results = buffer.copy_back(live)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    assert [one.names for one in looked] == ([list(sources)] if home is None else [])
-    for one in looked:
-        assert one.sums.tolist() == [int(bit_checksum(v)) for v in sources.values()]
-        assert one.bad[one.names.index("nan")] == 1
-        assert one.bad[one.names.index("large")] == 0
+    assert [each.names for each in results] == ([list(sources)] if destination is None else [])
+    for each in results:
+        assert each.sums.tolist() == [int(bit_checksum(v)) for v in sources.values()]
+        assert each.maybe_nonfinite[each.names.index("nan")] == 1
+        assert each.maybe_nonfinite[each.names.index("large")] == 0
     for (name, value), back in zip(sources.items(), live, strict=True):
-        assert bits(block.tensors[name].cpu()) == bits(value.cpu()) == bits(back.cpu()), name
+        assert bits(buffer.tensors[name].cpu()) == bits(value.cpu()) == bits(back.cpu()), name
 
 
-def test_what_crosses_is_looked_at_while_the_last_of_it_is_under_way(monkeypatch):
-    monkeypatch.setattr(layout_module, "PIECE", MEGABYTE)
+def test_checksums_start_while_the_last_tensors_are_still_crossing(monkeypatch):
+    monkeypatch.setattr(layout_module, "PIECE_BYTES", MEGABYTE)
     sources = {f"t{i}": torch.randn(MEGABYTE, device=CUDA) for i in range(64)}
     copier = Copier(lambda name: None)
     copy = copier.start(sources, live=True)
     copier.wait()
-    sums = copy.result().sums
+    sums = copy.result().checksums
     live = {name: torch.zeros_like(value) for name, value in sources.items()}
     for changed in ([], ["t3"], ["t3", "t63"]):
         for name in changed[-1:]:
@@ -119,29 +118,29 @@ def test_what_crosses_is_looked_at_while_the_last_of_it_is_under_way(monkeypatch
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            with copier.beside() as beside:
-                looked = copy.block.pour(list(live.values()), beside)
+            with copier.concurrent_checksums() as checksum:
+                results = copy.buffer.copy_back(list(live.values()), checksum)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        assert [one.names for one in looked] == [[f"t{i}" for i in range(60)]]
-        now, doubtful = seen(live, looked)
+        assert [each.names for each in results] == [[f"t{i}" for i in range(60)]]
+        now, doubtful = checksum_all(live, results)
         assert [name for name in sources if now[name] != sums[name]] == changed
         assert not doubtful
     copier.close()
 
 
-def test_a_run_goes_back_exactly_where_it_is_looked_at_meanwhile(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout_module, "PIECE", 1 << 10)
-    monkeypatch.setattr(layout_module, "SMALL", 1 << 6)
+def test_a_rollback_is_exact_with_concurrent_checksums(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout_module, "PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(layout_module, "SMALL_BYTES", 1 << 6)
     used: list[int] = []
-    beside = Copier.beside
+    original = Copier.concurrent_checksums
 
     @contextlib.contextmanager
     def counted(self):
-        with beside(self) as look_at:
-            yield lambda tensors: used.append(len(tensors)) or look_at(tensors)
+        with original(self) as checksum:
+            yield lambda tensors: used.append(len(tensors)) or checksum(tensors)
 
-    monkeypatch.setattr(Copier, "beside", counted)
+    monkeypatch.setattr(Copier, "concurrent_checksums", counted)
     torch.use_deterministic_algorithms(True)
     try:
         case = Case(shuffle="unique", epochs=5, augment=True, device="cuda", config=quick("auto", max_consecutive=2))
@@ -149,24 +148,24 @@ def test_a_run_goes_back_exactly_where_it_is_looked_at_meanwhile(tmp_path, monke
         run = case.guarded(tmp_path / "run")
         assert "rollback" in run.actions()
         assert_same(run, case.reference(run))
-        assert used, "some of it was looked at while the rest was under way"
+        assert used, "some checksums ran while other tensors were crossing"
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_is_brought_back_is_looked_at_where_it_has_arrived(monkeypatch):
+def test_copy_and_checksum_sums_what_arrived(monkeypatch):
     kept = {f"t{i}": torch.randn(n, device=CUDA) for i, n in enumerate((1, 3, 70_001, 1 << 20))}
     live = {n: torch.zeros_like(t) for n, t in kept.items()}
     seen = copy_and_checksum(live, list(kept.values()))
     assert seen is not None
     assert seen.sums.tolist() == checksum_and_finite(live).sums.tolist() == checksum_and_finite(kept).sums.tolist()
     assert all(torch.equal(live[n], t) for n, t in kept.items())
-    assert {t._version for t in live.values()} == {1}, "autograd is to know of it"
+    assert {t._version for t in live.values()} == {1}, "autograd notices the write"
     kept["t2"].view(torch.int32)[7] ^= 1
     again = copy_and_checksum(live, list(kept.values()))
     assert again is not None
     assert [a == b for a, b in zip(seen.sums.tolist(), again.sums.tolist(), strict=True)] == [True, True, False, True]
-    monkeypatch.setattr(bits_module, "KERNEL", OptionalKernel(_no_kernel, "it goes another way"))
+    monkeypatch.setattr(bits_module, "KERNEL", OptionalKernel(_no_kernel, "without the kernel"))
     assert copy_and_checksum(live, list(kept.values())) is None
 
 
@@ -175,12 +174,12 @@ def _no_kernel(device):
 
 
 @pytest.mark.parametrize("staging", [True, False])
-def test_what_is_late_is_put_aside_and_every_copy_is_what_was_there(staging):
+def test_late_tensors_are_staged_and_every_copy_is_exact(staging):
     sources = {f"t{i}": torch.zeros(4 << 20, device=CUDA) for i in range(32)}  # half a gigabyte
     copier = Copier(lambda name: None, staging=staging)
     for turn in range(0, 16, 2):
         copies = []
-        for n in (turn, turn + 1):  # the second begins while the last of the first is on its way
+        for n in (turn, turn + 1):  # the second begins while the first is still crossing
             for i, value in enumerate(sources.values()):
                 value.fill_(100 * n + i)
             copies.append(copier.start(sources, live=True))
@@ -192,22 +191,22 @@ def test_what_is_late_is_put_aside_and_every_copy_is_what_was_there(staging):
             for i, value in enumerate(copy.tensors.values()):
                 assert bool((value == 100 * n + i).all()), (n, i)
             copier.reclaim("heavy", copy)
-    taken = sum(aside.nbytes for aside in copier._asides.values())
+    taken = sum(each.nbytes for each in copier._staging.values())
     assert bool(copier.notes()) == staging
     assert (taken > 100 * MEGABYTE) == staging
     assert taken <= sum(t.nbytes for t in sources.values()) // 2
-    assert copier.put_nothing_aside() == staging
+    assert copier.stop_staging() == staging
     copier.start(sources, live=True).result()
-    assert not copier._asides
+    assert not copier._staging
     copier.close()
 
 
-def test_blocks_of_a_run_lie_where_they_should_and_are_few(place):
+def test_buffers_are_in_the_configured_memory_and_few(place):
     bench = OnCuda(place=place)
     bench.go(30)
     kept = list(bench.snapshots.ring)
     for snapshot in kept:
-        snapshot.examine()
+        snapshot.inspect()
         for tensor in snapshot.copy.tensors.values():
             assert tensor.is_pinned() if place == "host" else tensor.is_cuda
     assert len({t.untyped_storage().data_ptr() for s in kept for t in s.copy.tensors.values()}) == len(kept)
@@ -218,29 +217,29 @@ def test_blocks_of_a_run_lie_where_they_should_and_are_few(place):
 @pytest.mark.parametrize(
     "name", ["model.0.weight", "optimizer.0.1.exp_avg_sq", "optimizer.0.2.step", "buffer.1.running_var"]
 )
-def test_a_copy_that_has_changed_is_passed_over_and_the_older_one_is_restored(name, place):
+def test_a_corrupted_snapshot_is_rejected_and_an_older_one_is_restored(name, place):
     bench = OnCuda(place=place)
     bench.go(4)
     expected = bench.bits()
     bench.go(4)
-    there = {s.step: s for s in bench.snapshots.ring}
+    by_step = {s.step: s for s in bench.snapshots.ring}
     for step in (7, 6):
-        there[step].examine()
-        there[step].tensors()[name].view(-1).view(torch.uint8)[0] ^= 1
+        by_step[step].inspect()
+        by_step[step].tensors()[name].view(-1).view(torch.uint8)[0] ^= 1
     bench.train()
-    found, passed = bench.snapshots.find_restore_point(7, 7)
+    found, rejected = bench.snapshots.find_restore_point(7, 7)
     assert found is not None
     assert found.step == 4
-    assert [(p.step, p.why) for p in passed] == [
+    assert [(p.step, p.why) for p in rejected] == [
         (s, f"its copy of {name} has changed since it was made") for s in (7, 6)
     ]
-    assert bench.snapshots.restorer.is_partial, "its tensors are back, and the rest is not"
+    assert bench.snapshots.restorer.is_partial, "only the tensors are restored"
     bench.snapshots.restore(found)
     assert same(bench.bits(), expected)
     bench.snapshots.close()
 
 
-def test_a_parameter_that_is_written_to_while_it_is_copied_is_not_certified():
+def test_a_parameter_written_to_during_the_copy_makes_it_torn():
     bench = OnCuda()
     bench.go(2)
     bench.train()
@@ -254,7 +253,7 @@ def test_a_parameter_that_is_written_to_while_it_is_copied_is_not_certified():
     bench.snapshots.close()
 
 
-def test_tensors_are_put_back_without_waiting(place):
+def test_tensors_are_written_back_without_synchronizing(place):
     bench = OnCuda(place=place)
     bench.go(6)
     found, _ = bench.snapshots.find_restore_point(5, 5)
@@ -262,15 +261,15 @@ def test_tensors_are_put_back_without_waiting(place):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        returning = bench.snapshots.restorer
-        returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
+        restorer = bench.snapshots.restorer
+        restorer._write_tensors(found.light, found.tensors(), found, restorer._matching_tensors(found))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bench.snapshots.restore(found)
     bench.snapshots.close()
 
 
-def test_taking_one_waits_for_nothing_once_there_is_memory(place):
+def test_taking_a_snapshot_does_not_synchronize_once_memory_is_allocated(place):
     bench = OnCuda(place=place)
     bench.go(30)
     for _ in range(4):
@@ -303,8 +302,8 @@ def test_a_run_with_snapshots_on_the_device_is_harmless_and_exact(optimizer, tmp
         torch.use_deterministic_algorithms(False)
 
 
-def test_how_fast_it_goes(capsys):
-    """Beside what a bare copy of the same size does; benchmarks/gpu measures it in a run, and against its bar."""
+def test_copying_back_is_nearly_as_fast_as_one_plain_copy(capsys):
+    """Compared with one plain copy of the same size; benchmarks/gpu measures a whole run."""
     sources = {f"model.{i}": torch.randn(4 << 20, device=CUDA) for i in range(200)}
     sources |= {f"optimizer.0.{i}.step": torch.ones((), device=CUDA) for i in range(200)}
     size = sum(t.nbytes for t in sources.values())
@@ -313,10 +312,10 @@ def test_how_fast_it_goes(capsys):
         copy = copier.start(sources, live=True, on_host=on_host)
         copy.wait()
         copy.result()
-        assert copy.block is not None
+        assert copy.buffer is not None
         flat = copy.tensors["model.0"].new_empty(size // 4, pin_memory=on_host)
         there = torch.empty(size // 4, device=CUDA)
-        ours = _seconds(lambda block=copy.block: block.pour(list(sources.values())))
+        ours = _seconds(lambda buffer=copy.buffer: buffer.copy_back(list(sources.values())))
         bare = _seconds(lambda flat=flat, there=there: there.copy_(flat, non_blocking=True))
         with capsys.disabled():
             place = "host" if on_host else "device"

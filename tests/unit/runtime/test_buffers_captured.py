@@ -1,4 +1,4 @@
-"""Buffers as of the start of a step: every kind of them, exactly, in few operations, whatever forward does to them."""
+"""Buffer captures are exact for every kind of buffer, take few operations, and follow what forward does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from operations import Operations
 from torch import Tensor, nn
 
-from holdfast.runtime.state.buffers import _SMALL, _STOOD, ModuleBuffers
+from holdfast.runtime.state.buffers import _SMALL_BYTES, _STABLE_CAPTURES, ModuleBuffers
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -30,9 +30,9 @@ class Holder(nn.Module):
 
 
 def settled(*modules: nn.Module) -> ModuleBuffers:
-    """Buffers that have stood for long enough to be copied together."""
+    """Return buffers that have been in place long enough to be copied together."""
     buffers = ModuleBuffers([(f"m{i}", m) for i, m in enumerate(modules)])
-    for _ in range(_STOOD + 2):
+    for _ in range(_STABLE_CAPTURES + 2):
         buffers.capture()
     return buffers
 
@@ -47,7 +47,7 @@ def bits(value: Tensor | None) -> Any:
 # ---- few operations
 
 
-def test_the_buffers_of_fifty_batch_norms_are_copied_in_one_operation_a_kind():
+def test_the_buffers_of_fifty_batch_norms_are_copied_in_one_operation_per_dtype():
     model = nn.Sequential(*[nn.BatchNorm2d(8) for _ in range(50)])
     buffers = settled(model)
     with Operations() as seen:
@@ -64,7 +64,7 @@ def test_no_buffers_take_no_operation():
 
 
 def test_a_large_buffer_that_has_not_changed_is_not_copied_again():
-    holder = Holder(large=torch.randn(_SMALL // 4 + 1), small=torch.randn(_SMALL // 4))
+    holder = Holder(large=torch.randn(_SMALL_BYTES // 4 + 1), small=torch.randn(_SMALL_BYTES // 4))
     buffers = settled(holder)
     first, second = buffers.capture().tensors(), buffers.capture().tensors()
     assert first[0].data_ptr() == second[0].data_ptr() != holder.large.data_ptr()
@@ -79,7 +79,7 @@ def test_a_large_buffer_that_has_not_changed_is_not_copied_again():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (5,), (2, 3), (0, 4), (2, 1, 3)], ids=str)
-def test_every_type_and_shape_comes_back_bit_for_bit(dtype, shape):
+def test_every_dtype_and_shape_is_restored_bit_for_bit(dtype, shape):
     generator = torch.Generator().manual_seed(3)
     size = torch.empty(shape, dtype=dtype).element_size()
     several = []
@@ -98,7 +98,7 @@ def test_every_type_and_shape_comes_back_bit_for_bit(dtype, shape):
     assert [bits(getattr(holder, n)) for n in ("a", "b", "c")] == [bits(v) for v in several]
 
 
-def test_nan_and_minus_zero_come_back_as_they_were():
+def test_nan_and_minus_zero_are_restored_bit_for_bit():
     value = (
         torch.tensor([0x7FC00001, 0x7F800001, -0x80000000, 1], dtype=torch.int64).to(torch.int32).view(torch.float32)
     )
@@ -110,7 +110,7 @@ def test_nan_and_minus_zero_come_back_as_they_were():
     assert bits(holder.a) == bits(value)
 
 
-def test_a_buffer_that_is_not_contiguous_keeps_its_strides_where_it_is_bound_anew():
+def test_a_non_contiguous_buffer_keeps_its_strides_if_it_is_rebound():
     holder = Holder(a=torch.arange(6.0).view(2, 3).t(), b=torch.arange(6.0).view(2, 3), c=torch.ones(8)[::2])
     buffers = settled(holder)
     captured = buffers.capture()
@@ -124,7 +124,7 @@ def test_a_buffer_that_is_not_contiguous_keeps_its_strides_where_it_is_bound_ane
         assert torch.equal(value, before[name]), name
 
 
-def test_inference_tensors_are_copied_and_put_back():
+def test_inference_tensors_are_copied_and_restored():
     with torch.inference_mode():
         value, other = torch.arange(4.0), torch.arange(3.0)
     holder = Holder(a=value, b=other)
@@ -156,7 +156,7 @@ def test_a_write_through_data_is_copied():
     assert buffers.capture().tensors()[0].tolist() == [2.0] * 3
 
 
-def test_data_of_another_shape_or_type_is_followed():
+def test_a_new_shape_or_dtype_through_data_is_followed():
     holder = Holder(a=torch.zeros(2), b=torch.zeros(4), c=torch.zeros(2))
     buffers = settled(holder)
     before = buffers.capture()
@@ -186,7 +186,7 @@ def test_a_buffer_that_disappears_and_comes_back_is_followed():
     assert buffers.capture().tensors() == [None, None]
 
 
-def test_a_buffer_that_was_bound_anew_is_not_held_on_to():
+def test_a_replaced_buffer_is_not_kept_alive():
     holder = Holder(a=torch.ones(3), b=torch.ones(3))
     buffers = settled(holder)
     old = weakref.ref(holder.a)
@@ -196,7 +196,7 @@ def test_a_buffer_that_was_bound_anew_is_not_held_on_to():
     assert old() is None
 
 
-def test_buffers_by_name_come_back_from_names():
+def test_as_named_and_from_named_round_trip():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     buffers = settled(model)
     model(torch.randn(4, 3))
@@ -213,10 +213,10 @@ DEEDS = ("write", "data", "rebind", "other shape", "none", "grow", "nothing", "n
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(0, 5)), max_size=20))
-def test_captures_are_what_clones_would_be_whatever_is_done_between_them(course):
+def test_captures_equal_clones_after_any_sequence_of_changes(course):
     holder = Holder(
         a=torch.zeros(3), b=torch.zeros(3), c=torch.zeros(()), d=torch.zeros((2, 2)), e=torch.zeros((), dtype=torch.int64),
-        f=torch.zeros(_SMALL // 4 + 2),
+        f=torch.zeros(_SMALL_BYTES // 4 + 2),
     )  # fmt: skip
     names = list(holder._buffers)
     buffers, taken = settled(holder), []

@@ -1,4 +1,4 @@
-"""The ring of snapshots: few of them, and one before every onset within reach."""
+"""The ring keeps few snapshots, and one before every onset within reach."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.types import Health
-from holdfast.runtime.snapshots.copy import Copy
+from holdfast.runtime.snapshots.copy import SnapshotCopy
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot
 
 
 def snapshot(step: int, health: Health = Health.GOOD, initial: bool = False) -> Snapshot:
-    made = Snapshot(step, Copy({}, []), initial=initial)
+    made = Snapshot(step, SnapshotCopy({}, []), initial=initial)
     made.health = health
     return made
 
@@ -24,7 +24,7 @@ def ring_of(every: int, reach: int) -> Ring:
 
 
 class Run:
-    """Steps committed one after another, each snapshot certified `lag` steps after it was taken."""
+    """Commits steps one after another, and certifies each snapshot `lag` steps after it was taken."""
 
     def __init__(self, ring: Ring, lag: int, start: int = 0) -> None:
         self.ring, self.lag, self.start, self.step = ring, lag, start, start
@@ -42,7 +42,7 @@ class Run:
         return [s.step for s in self.ring if s.health is Health.GOOD]
 
 
-settled = st.fixed_dictionaries(
+cases = st.fixed_dictionaries(
     {
         "every": st.integers(1, 12),
         "times": st.integers(1, 64),
@@ -52,9 +52,9 @@ settled = st.fixed_dictionaries(
 )
 
 
-@given(settled)
+@given(cases)
 @settings(max_examples=80, deadline=None)
-def test_every_onset_within_reach_has_a_snapshot_before_it_not_far_back(how):
+def test_every_onset_within_reach_has_a_snapshot_shortly_before_it(how):
     every, reach = how["every"], how["every"] * how["times"]
     run = Run(ring_of(every, reach), lag=0, start=how["start"])
     for _ in range(how["steps"]):
@@ -66,9 +66,9 @@ def test_every_onset_within_reach_has_a_snapshot_before_it_not_far_back(how):
         assert run.step - max(before) <= 4 * age + 2 * every
 
 
-@given(settled, st.integers(0, 60))
+@given(cases, st.integers(0, 60))
 @settings(max_examples=80, deadline=None)
-def test_never_more_than_it_says_with_the_one_being_made(how, lag):
+def test_the_ring_and_the_snapshot_in_progress_never_exceed_max_snapshots(how, lag):
     ring = ring_of(how["every"], how["every"] * how["times"])
     run = Run(ring, lag, how["start"])
     for _ in range(how["steps"]):
@@ -76,10 +76,10 @@ def test_never_more_than_it_says_with_the_one_being_made(how, lag):
         assert len(ring) + 1 <= ring.max_snapshots(), [s.step for s in ring]
 
 
-@given(settled, st.integers(1, 60), st.data())
+@given(cases, st.integers(1, 60), st.data())
 @settings(max_examples=60, deadline=None)
-def test_the_newest_good_one_is_never_dropped_whatever_else_goes_wrong(how, lag, data):
-    """Candidates are condemned at random, and the run returns to good ones at random."""
+def test_the_newest_good_snapshot_is_never_dropped(how, lag, data):
+    """Candidates are rejected at random, and the run rolls back to good ones at random."""
     ring = ring_of(how["every"], how["every"] * how["times"])
     run = Run(ring, lag, how["start"])
     for _ in range(min(200, how["steps"])):
@@ -89,7 +89,7 @@ def test_the_newest_good_one_is_never_dropped_whatever_else_goes_wrong(how, lag,
         choice = data.draw(st.integers(0, 30))
         candidates = [s for s in ring if s.health is Health.CANDIDATE and not s.initial]
         if choice == 0 and candidates:
-            candidates[0].condemn("by the test")
+            candidates[0].reject("by the test")
         if choice == 1 and run.good():
             target = data.draw(st.sampled_from(run.good()))
             ring.drop_after(target)
@@ -98,9 +98,9 @@ def test_the_newest_good_one_is_never_dropped_whatever_else_goes_wrong(how, lag,
     assert run.good()
 
 
-@given(settled)
+@given(cases)
 @settings(max_examples=40, deadline=None)
-def test_what_is_kept_is_in_order_and_each_once(how):
+def test_snapshots_are_in_order_and_unique(how):
     run = Run(ring_of(how["every"], how["every"] * how["times"]), lag=3, start=how["start"])
     for _ in range(how["steps"]):
         run.commit()
@@ -113,7 +113,7 @@ def test_the_count_grows_with_the_logarithm_of_the_reach():
     assert [ring_of(10, reach).max_snapshots() for reach in (10, 100, 1_000, 10_000, 100_000)] == [4, 8, 11, 14, 18]
 
 
-def test_good_ones_are_offered_newest_first_and_only_good_ones():
+def test_only_good_snapshots_are_offered_newest_first():
     ring = ring_of(10, 1000)
     for step, health in ((0, "good"), (10, "good"), (20, "candidate")):
         ring.add(snapshot(step, Health(health)))
@@ -122,16 +122,16 @@ def test_good_ones_are_offered_newest_first_and_only_good_ones():
     assert ring.oldest() is next(iter(ring))
 
 
-def test_one_that_was_condemned_falls_out_with_the_next():
+def test_a_rejected_snapshot_is_dropped_when_the_next_is_added():
     ring = ring_of(10, 1000)
     bad = snapshot(10)
     ring.add(snapshot(0))
     ring.add(bad)
-    bad.condemn("by the test")
+    bad.reject("by the test")
     assert ring.add(snapshot(20)) == [bad]
 
 
-def test_switched_off_nothing_is_due():
+def test_nothing_is_due_if_snapshots_are_disabled():
     ring = Ring(SnapshotSection(enabled=False, memory_gb=1.0))
     assert not any(ring.due(step) for step in range(100))
 

@@ -1,4 +1,4 @@
-"""Snapshots under a memory budget: fewer of them and the same reach, or none and a word about it."""
+"""Snapshots under a memory budget: a coarser cadence with the same reach, or none and a note."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ def ring_of(every: int, reach: int, budget: int) -> Ring:
     shared=st.integers(0, 10**6),
 )
 @settings(max_examples=200, deadline=None)
-def test_the_cadence_grows_until_it_fits_and_the_reach_stays(every, times, size, room, shared):
+def test_the_cadence_grows_until_the_ring_fits_and_the_reach_stays(every, times, size, room, shared):
     reach, budget = every * times, int(room * size) + shared
     ring = ring_of(every, reach, budget)
-    said = ring.budget(size, shared)
+    note = ring.budget(size, shared)
     assert ring.every_steps % every == 0
     assert ring.every_steps < 2 * reach or ring.every_steps == every
     if ring.enabled:
         assert ring.max_snapshots() * size + shared <= budget + 1
         assert ring.every_steps * 2 ** (ring.levels() - 1) >= reach
-        assert (said is not None) == (ring.every_steps != every)
-        if said is not None:
-            assert f"every {ring.every_steps} steps instead of every {every}" in said
+        assert (note is not None) == (ring.every_steps != every)
+        if note is not None:
+            assert f"every {ring.every_steps} steps instead of every {every}" in note
             looser = ring_of(ring.every_steps // 2, reach, budget)
-            # A budget in GB is a float: it may be a byte short of what was meant.
-            assert looser.max_snapshots() * size + shared >= budget, "it need not have grown that far"
+            # A budget in GB is a float, which may be a byte short.
+            assert looser.max_snapshots() * size + shared >= budget, "a finer cadence would have fitted"
     else:
-        assert said is not None
-        assert "snapshots are off" in said
-        assert "memory_gb" in said
+        assert note is not None
+        assert "snapshots are off" in note
+        assert "memory_gb" in note
         assert not ring.due(reach)
-    assert ring.budget(size, shared) is None or not ring.enabled, "said once"
+    assert ring.budget(size, shared) is None or not ring.enabled, "noted once"
 
 
-def test_without_a_number_a_quarter_of_what_is_free(monkeypatch):
+def test_the_default_budget_is_a_quarter_of_free_memory(monkeypatch):
     monkeypatch.setattr(ring_module, "available_bytes", lambda: 4000)
     ring = Ring(SnapshotSection())
     assert ring.budget(1000 // ring.max_snapshots()) is None
@@ -84,30 +84,34 @@ MACHINES = {
     "no group": ("", {}, 4000 * KB),
     "no limit": ("0::/job\n", {"job": ("max", 5, "")}, 4000 * KB),
     "a job's limit": ("0::/slurm/job1\n", {"slurm/job1": (3000 * KB, 1000 * KB, "anon 7\n")}, 2000 * KB),
-    "read files give way": ("0::/job\n", {"job": (3000 * KB, 2500 * KB, f"inactive_file {2000 * KB}\n")}, 2500 * KB),
-    "a limit further up": (
+    "page cache is reclaimable": (
+        "0::/job\n",
+        {"job": (3000 * KB, 2500 * KB, f"inactive_file {2000 * KB}\n")},
+        2500 * KB,
+    ),
+    "a limit of a parent group": (
         "0::/slurm/job1\n",
         {"slurm/job1": ("max", 0, ""), "slurm": (1500 * KB, 500 * KB, "")},
         1000 * KB,
     ),
-    "the older kind": (
+    "cgroup v1": (
         "5:cpuset:/\n4:memory:/job\n0::/\n",
         {"memory/job": (900 * KB, 400 * KB, f"total_inactive_file {100 * KB}\n")},
         600 * KB,
     ),
     "over its limit": ("0::/job\n", {"job": (100 * KB, 300 * KB, "")}, 0),
-    "a limit above what is free": ("0::/job\n", {"job": (10**9, 0, "")}, 4000 * KB),
+    "a limit above free memory": ("0::/job\n", {"job": (10**9, 0, "")}, 4000 * KB),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(MACHINES))
-def test_what_a_job_may_use_counts_not_what_the_machine_has(kind, tmp_path):
+def test_available_memory_respects_cgroup_limits(kind, tmp_path):
     cgroup, files, expected = MACHINES[kind]
     machine(tmp_path, cgroup, files)
     assert available_bytes(tmp_path) == expected
 
 
-def test_a_system_that_says_nothing(tmp_path):
+def test_available_memory_without_proc_files(tmp_path):
     assert available_bytes(tmp_path) > 0
     assert available_bytes() > 0
 
@@ -141,7 +145,7 @@ def train(tmp_path, megabytes, steps=40, model=None, register=None, optimizer=to
 
 
 def held(guard) -> int:
-    """The bytes of host memory all snapshots take, each storage counted once."""
+    """Return the bytes that all snapshots take, each storage counted once."""
     snapshots = guard._run.snapshots
     storages = {}
     for snapshot in [*snapshots.ring, *([snapshots._in_progress] if snapshots._in_progress else [])]:
@@ -151,7 +155,7 @@ def held(guard) -> int:
 
 
 @pytest.mark.parametrize("megabytes", [10.0, 0.4, 0.3, 0.22])
-def test_what_is_held_stays_under_the_budget(megabytes, tmp_path):
+def test_snapshots_stay_within_the_budget(megabytes, tmp_path):
     """One snapshot of this model with Adam's state takes 0.05 MB."""
     guard, largest, notes = train(tmp_path, megabytes)
     assert 0 < largest <= megabytes * 1e6
@@ -160,7 +164,7 @@ def test_what_is_held_stays_under_the_budget(megabytes, tmp_path):
     assert all("instead of every" in n for n in notes)
 
 
-def test_what_is_registered_counts_too(tmp_path):
+def test_registered_modules_count(tmp_path):
     """An average of the weights is as large as the model, and every snapshot holds it."""
     average = model_of(64).requires_grad_(False)
     _, largest, notes = train(tmp_path, 0.5, register=average)
@@ -168,7 +172,7 @@ def test_what_is_registered_counts_too(tmp_path):
     assert notes
 
 
-def test_what_is_frozen_counts_once(tmp_path):
+def test_frozen_weights_count_once(tmp_path):
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64), nn.Linear(64, 1))
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
@@ -178,7 +182,7 @@ def test_what_is_frozen_counts_once(tmp_path):
     assert guard._run.snapshots.ring.enabled
 
 
-def test_a_frozen_part_larger_than_the_budget_turns_snapshots_off(tmp_path):
+def test_frozen_weights_larger_than_the_budget_disable_snapshots(tmp_path):
     model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64), nn.Linear(64, 1))
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
@@ -188,7 +192,7 @@ def test_a_frozen_part_larger_than_the_budget_turns_snapshots_off(tmp_path):
     assert "frozen" in notes[0]
 
 
-def test_too_little_for_the_fewest_says_so_once_and_trains_on(tmp_path):
+def test_a_budget_too_small_for_any_ring_is_noted_once_and_training_continues(tmp_path):
     guard, largest, notes = train(tmp_path, 0.1)
     assert guard.step == 40
     assert largest == 0
@@ -196,8 +200,8 @@ def test_too_little_for_the_fewest_says_so_once_and_trains_on(tmp_path):
     assert "snapshots are off and nothing can be rolled back; raise [snapshot] memory_gb" in notes[0]
 
 
-def test_an_optimizer_with_more_state_than_was_thought_is_noticed_when_it_is_there(tmp_path):
-    """Before the first update Adam's state is guessed; amsgrad holds half as much again."""
+def test_the_budget_is_revised_if_the_optimizer_has_more_state_than_assumed(tmp_path):
+    """Before the first update Adam's state is assumed; amsgrad holds half as much again."""
     _, largest, notes = train(tmp_path, 0.46, optimizer=lambda p, lr: torch.optim.AdamW(p, lr=lr, amsgrad=True))
     assert largest <= 0.46e6
     assert notes

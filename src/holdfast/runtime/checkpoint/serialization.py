@@ -55,7 +55,7 @@ def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
         parts,
         tensors,
         snapshot.wait_for,
-        snapshot.examine,
+        snapshot.inspect,
         lambda name: name.startswith(("buffer.", PART)) or state.is_rank_specific(name),
         snapshot.written.set,
     )
@@ -71,7 +71,9 @@ def in_memory(run: Run, snapshot: Snapshot) -> Found:
         run.snapshots.restore(snapshot)
         source.seek(position)
 
-    return Found(snapshot.step, snapshot.lineage, snapshot.turns, snapshot.detectors, "memory", position, put_back)
+    return Found(
+        snapshot.step, snapshot.lineage, snapshot.intervention_count, snapshot.detectors, "memory", position, put_back
+    )
 
 
 def on_disk(run: Run, saved: RestoredCheckpoint, *, fresh: bool) -> Found:

@@ -123,7 +123,10 @@ class Copier:
         """
         values = list(sources.values())
         buffer: SnapshotBuffer | None = None
-        tensors, apart = sources, {n for n, v in sources.items() if v.layout is not torch.strided} if not live else set()
+        tensors, apart = (
+            sources,
+            {n for n, v in sources.items() if v.layout is not torch.strided} if not live else set(),
+        )
         devices = [] if live else list(dict.fromkeys(v.device for v in values))
         if live or (on_host and any(d != HOST for d in devices)):
             layout = layout or self.layout(part, sources, on_host=on_host)

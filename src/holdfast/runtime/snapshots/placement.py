@@ -79,7 +79,9 @@ class Placement:
                 raise
             notes.append(self._once(_DEVICE_FULL))
             self._on_host = True
-            self._copier.retire("heavy", on_host=False)  # training needs the device memory that is free for later copies
+            self._copier.retire(
+                "heavy", on_host=False
+            )  # training needs the device memory that is free for later copies
             copy = self._copier.start(tensors, live=True)
         if self._preallocates:
             self._copier.preallocate(self._ring.max_snapshots())
@@ -116,6 +118,8 @@ class Placement:
         for snapshot in [s for s in self._leaving if not s.in_use]:
             self._leaving.remove(snapshot)
             self._copier.reclaim("heavy", snapshot.copy)
-            if snapshot.reason is None:  # a saved one is compared later with the run's state, to see if anything changed
+            if (
+                snapshot.reason is None
+            ):  # a saved one is compared later with the run's state, to see if anything changed
                 self._copier.reclaim("light", snapshot.light_copy)
                 self._copier.reclaim("buffers", snapshot.buffers)

@@ -202,7 +202,7 @@ class RunState:
         self.optimizers.split_state(found)
         self.optimizers.split_attributes(found)
         self._split_registered(self._registered, found)
-        found |= {f"buffer.{name}": value for name, value in self.buffers.whole().items()}
+        found |= {f"buffer.{name}": value for name, value in self.buffers.named_whole().items()}
         return {name: value for name, value in found.items() if is_sharded(value)}
 
     def target(self) -> FindTarget:

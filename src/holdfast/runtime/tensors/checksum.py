@@ -106,7 +106,11 @@ def _sum(value: Tensor) -> Tensor:
     """Return `bit_checksum`, in fewer launches if the tensor is aligned: launching costs more than summing."""
     size = value.element_size()
     is_dense = value.layout is torch.strided and value.is_contiguous() and value.numel() > 0
-    if is_dense and value.numel() * size % 8 == value.storage_offset() * size % 8 == 0 and value.dtype.is_floating_point:
+    if (
+        is_dense
+        and value.numel() * size % 8 == value.storage_offset() * size % 8 == 0
+        and value.dtype.is_floating_point
+    ):
         return value.view(-1).view(torch.int64).sum()
     return bit_checksum(value)
 

@@ -1,4 +1,4 @@
-"""Snapshots between being taken and being returned to: how many copies there are, who is waited for, what is proven."""
+"""Snapshots from taking to restoring: how many copies exist, what training waits for, and what is verified."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.guard.setup import build_state
+from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.snapshots.restore import Restorer
 from holdfast.runtime.state.rng import Rng
 
 
 class Disk:
-    """Takes snapshots, and reads them until it is told to let go."""
+    """Accepts snapshots, and reads them until the test sets `written`."""
 
     lineage = Lineage()
 
@@ -45,7 +46,7 @@ class Data:
 
 
 class Bench:
-    """A model with optimizer state, and a snapshot manager that is driven by hand."""
+    """A model with optimizer state, and a snapshot manager that the test drives."""
 
     def __init__(self, disk: Disk | None = None, **config: Any) -> None:
         torch.manual_seed(1)
@@ -70,12 +71,12 @@ class Bench:
         self.step += 1
 
     def snapshot(self) -> list[str]:
-        """The step is committed and the next begins: what was said."""
+        """Commit the step and begin the next one. Returns the notes."""
         snapshots = self.snapshots
         snapshots.count_healthy_step(self.step)
         snapshots.on_commit(self.step, dict)
-        said = snapshots.on_step_begin(Rng().capture, self.state.buffers.capture(), Data(), dict)  # type: ignore[arg-type]
-        return [said] if said else []
+        note = snapshots.on_step_begin(Rng().capture, self.state.buffers.capture(), Data(), dict)  # type: ignore[arg-type]
+        return [note] if note else []
 
     def go(self, steps: int) -> None:
         for _ in range(steps):
@@ -95,80 +96,135 @@ def place(request):
     return request.param
 
 
-def test_a_long_run_uses_the_same_blocks_again(place):
+def test_a_long_run_reuses_the_same_buffers(place):
     bench = Bench(place=place)
     bench.go(40)
     snapshots = bench.snapshots
     assert snapshots._copier.count("heavy", on_host=place == "host") <= snapshots.ring.max_snapshots() + 1
     storages = {t.untyped_storage().data_ptr() for s in snapshots.ring for t in s.copy.tensors.values()}
-    assert len(storages) == len(snapshots.ring), "one block a snapshot"
+    assert len(storages) == len(snapshots.ring), "one buffer per snapshot"
     snapshots.close()
 
 
-def test_a_slow_disk_is_waited_for_and_no_more_memory_is_taken():
+def test_training_waits_for_a_slow_disk_and_takes_no_more_memory():
     bench = Bench(Disk(every=1))
     snapshots = bench.snapshots
-    most = snapshots.ring.max_snapshots() + 1
-    said: list[str] = []
-    while snapshots._copier.count("heavy", on_host=True) < most:
+    limit = snapshots.ring.max_snapshots() + 1
+    notes: list[str] = []
+    while snapshots._copier.count("heavy", on_host=True) < limit:
         bench.train()
-        said += bench.snapshot()
-    assert said == []
+        notes += bench.snapshot()
+    assert notes == []
     for again in range(2):
-        while snapshots._copier.ready("heavy", on_host=True):
+        while snapshots._copier.has_ready("heavy", on_host=True):
             bench.train()
             bench.snapshot()
         bench.train()
         stalled = snapshots.stalled_seconds
-        waiting = threading.Thread(target=lambda: said.extend(bench.snapshot()))
+        waiting = threading.Thread(target=lambda: notes.extend(bench.snapshot()))
         waiting.start()
         waiting.join(0.2)
-        assert waiting.is_alive(), "it takes memory that it was not given"
+        assert waiting.is_alive(), "it took memory beyond the limit"
         for snapshot in snapshots._placement._leaving:
             snapshot.written.set()
         waiting.join(10)
         assert not waiting.is_alive()
-        assert snapshots._copier.count("heavy", on_host=True) <= most
+        assert snapshots._copier.count("heavy", on_host=True) <= limit
         assert snapshots.stalled_seconds - stalled > 0.1
-        assert len(said) == 1, f"told once, not again ({again})"
-    assert "waits for the disk" in said[0]
+        assert len(notes) == 1, f"noted once ({again})"
+    assert "waits for the disk" in notes[0]
     for snapshot in bench.disk.reading:
         snapshot.written.set()
     snapshots.close()
 
 
-@pytest.fixture(params=["before", "in place"])
-def proof(request, monkeypatch):
+class FullMemory:
+    """Makes the allocation of snapshot buffers in one place fail while `is_full` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, on_host: bool) -> None:
+        self.is_full, self.failures = False, 0
+        allocate = Copier._allocate
+
+        def fail_if_full(copier: Copier, layout: Any) -> Any:
+            if self.is_full and (layout.destination is not None) == on_host:
+                self.failures += 1
+                raise torch.OutOfMemoryError("no memory left")
+            return allocate(copier, layout)
+
+        monkeypatch.setattr(Copier, "_allocate", fail_if_full)
+
+
+def test_if_the_device_is_full_snapshots_move_to_the_host_and_stay_exact(monkeypatch):
+    memory = FullMemory(monkeypatch, on_host=False)
+    bench = Bench(place="device")
+    bench.go(2)
+    on_device = bench.bits()
+    memory.is_full = True
+    notes: list[str] = []
+    while not memory.failures:
+        bench.train()
+        notes += bench.snapshot()
+    assert notes == ["the device has no memory left for a snapshot: from now on snapshots are kept in host memory"]
+    first_on_host, step = bench.bits(), bench.step
+    bench.go(1)
+    copies = {s.step: s.copy.buffer.layout.destination for s in bench.snapshots.ring if s.copy.buffer is not None}
+    assert copies[2] is None and copies[step] == torch.device("cpu")
+    for target, expected in ((step, first_on_host), (2, on_device)):
+        found, _ = bench.snapshots.find_restore_point(target, target)
+        assert found is not None and found.step == target
+        bench.snapshots.restore(found)
+        assert same(bench.bits(), expected)
+    bench.step = 2
+    for _ in range(40):
+        bench.train()
+        assert bench.snapshot() == [], "noted once"
+    assert memory.failures == 1, "the device is not asked again"
+    assert bench.snapshots._copier.count("heavy", on_host=False) == 0, "the device memory is given back"
+    bench.snapshots.close()
+
+
+def test_if_the_host_is_full_the_error_is_raised(monkeypatch):
+    memory = FullMemory(monkeypatch, on_host=True)
+    bench = Bench()
+    bench.go(1)
+    memory.is_full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        bench.go(10)
+    bench.snapshots.close()
+
+
+@pytest.fixture(params=["in memory", "in place"])
+def verified(request, monkeypatch):
     if request.param == "in place":
-        monkeypatch.setattr(Restorer, "proves_in_place", lambda self, snapshot: True)
+        monkeypatch.setattr(Restorer, "verifies_in_place", lambda self, snapshot: True)
     return request.param
 
 
 def flip(snapshot: Any, name: str) -> None:
-    snapshot.examine()
+    snapshot.inspect()
     snapshot.tensors()[name].view(-1).view(torch.uint8)[0] ^= 1
 
 
 @pytest.mark.parametrize(
     "name", ["model.0.weight", "optimizer.0.1.exp_avg_sq", "optimizer.0.2.step", "buffer.1.running_var"]
 )
-def test_a_copy_that_has_changed_is_passed_over_and_the_older_one_is_restored(name, proof, place):
+def test_a_corrupted_snapshot_is_rejected_and_an_older_one_is_restored(name, verified, place):
     bench = Bench(place=place)
     bench.go(4)
     expected = bench.bits()
     bench.go(4)
     snapshots = bench.snapshots
-    there = {s.step: s for s in snapshots.ring}
+    by_step = {s.step: s for s in snapshots.ring}
     for step in (7, 6):
-        flip(there[step], name)
+        flip(by_step[step], name)
     bench.train()
-    found, passed = snapshots.find_restore_point(7, 7)
+    found, rejected = snapshots.find_restore_point(7, 7)
     assert found is not None
     assert found.step == 4
     why = f"its copy of {name} has changed since it was made"
-    assert [(p.step, p.why) for p in passed] == [(7, why), (6, why)]
-    assert there[7].health is there[6].health is Health.BAD
-    assert snapshots.restorer.is_partial == (proof == "in place")
+    assert [(p.step, p.why) for p in rejected] == [(7, why), (6, why)]
+    assert by_step[7].health is by_step[6].health is Health.BAD
+    assert snapshots.restorer.is_partial == (verified == "in place")
     snapshots.restore(found)
     assert same(bench.bits(), expected)
     assert not snapshots.restorer.is_partial
@@ -177,8 +233,8 @@ def test_a_copy_that_has_changed_is_passed_over_and_the_older_one_is_restored(na
     snapshots.close()
 
 
-def test_restoring_is_exact_when_state_has_come_or_gone_since(proof, place):
-    """The state a run begins with has no optimizer state; later one of a parameter may be lost."""
+def test_restore_is_exact_if_optimizer_state_was_added_or_lost_since(verified, place):
+    """The initial state has no optimizer state; later that of one parameter is lost."""
     bench = Bench(place=place)
     before = bench.bits()
     bench.snapshot()
@@ -202,22 +258,22 @@ def test_restoring_is_exact_when_state_has_come_or_gone_since(proof, place):
     bench.snapshots.close()
 
 
-def test_until_all_of_it_is_back_nothing_is_saved(monkeypatch):
-    monkeypatch.setattr(Restorer, "proves_in_place", lambda self, snapshot: True)
+def test_a_partly_restored_state_is_not_saved(monkeypatch):
+    monkeypatch.setattr(Restorer, "verifies_in_place", lambda self, snapshot: True)
     bench = Bench()
     bench.go(4)
     for snapshot in list(bench.snapshots.ring):
         flip(snapshot, "model.0.weight")
-    found, passed = bench.snapshots.find_restore_point(4, 4)
+    found, rejected = bench.snapshots.find_restore_point(4, 4)
     assert found is None
-    assert len(passed) >= 2
+    assert len(rejected) >= 2
     bench.step += 1
-    with pytest.raises(StepError, match="nothing is saved of it"):
+    with pytest.raises(StepError, match="failed halfway, so the current state is not saved"):
         bench.snapshot()
     bench.snapshots.close()
 
 
-def test_all_copies_of_a_restore_are_enqueued_in_a_few_calls(monkeypatch):
+def test_a_restore_enqueues_its_copies_in_a_few_calls(monkeypatch):
     bench = Bench()
     bench.go(4)
     found, _ = bench.snapshots.find_restore_point(4, 4)
@@ -227,8 +283,8 @@ def test_all_copies_of_a_restore_are_enqueued_in_a_few_calls(monkeypatch):
     monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b, *more: calls.append(len(a)) or foreach(a, b, *more))
     assert found is not None
     assert found.light is not None
-    returning = bench.snapshots.restorer
-    returning._put_tensors(found.light, found.tensors(), found, returning._as_they_came(found))
+    restorer = bench.snapshots.restorer
+    restorer._write_tensors(found.light, found.tensors(), found, restorer._matching_tensors(found))
     assert sum(calls) == len(bench.state.update_tensors()) + 3, "BatchNorm has three buffers"
     assert len(calls) == 2
     bench.snapshots.restore(found)

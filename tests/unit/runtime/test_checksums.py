@@ -1,4 +1,4 @@
-"""One look at many tensors: the sums are what `bit_checksum` says of each, wherever and however they lie."""
+"""Checksums of many tensors in one call equal `bit_checksum` of each, for every dtype and memory layout."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from holdfast.runtime.tensors import checksum as bits
+from holdfast.runtime.tensors import checksum
 from holdfast.runtime.tensors.checksum import checksum_and_finite
 from holdfast.runtime.tensors.inspect import bit_checksum
 
@@ -33,19 +33,19 @@ TENSORS = {
 }
 
 
-def test_the_sums_are_the_fingerprints():
+def test_the_sums_equal_bit_checksum():
     seen = checksum_and_finite(TENSORS)
     assert seen.names == list(TENSORS)
     assert seen.sums.tolist() == [int(bit_checksum(value)) for value in TENSORS.values()]
 
 
-def test_nobody_is_called_finite_who_is_not():
+def test_a_tensor_with_nan_is_never_reported_finite():
     seen = checksum_and_finite(TENSORS)
-    assert seen.bad[seen.names.index("nan")] == 1
+    assert seen.maybe_nonfinite[seen.names.index("nan")] == 1
 
 
 @pytest.mark.parametrize("name", ["matrix", "odd", "one", "bf16", "double", "whole", "slice", "across"])
-def test_one_flipped_bit_changes_one_sum(name):
+def test_one_flipped_bit_changes_one_checksum(name):
     before = checksum_and_finite(TENSORS)
     changed = {n: t.clone() for n, t in TENSORS.items()}
     value = changed[name].T if name == "across" else changed[name]
@@ -55,19 +55,19 @@ def test_one_flipped_bit_changes_one_sum(name):
     assert differ == [name]
 
 
-def test_nothing_to_look_at_is_nothing_seen():
+def test_no_tensors_give_empty_results():
     seen = checksum_and_finite({})
-    assert (seen.names, seen.sums.tolist(), seen.bad.tolist()) == ([], [], [])
+    assert (seen.names, seen.sums.tolist(), seen.maybe_nonfinite.tolist()) == ([], [], [])
 
 
-def test_where_tensors_lie_is_worked_out_once_for_as_long_as_they_lie_there(monkeypatch):
+def test_the_address_table_is_cached_while_tensors_stay_in_place(monkeypatch):
     made = []
-    monkeypatch.setattr(bits, "_tables", {})
-    monkeypatch.setattr(bits, "_table", lambda values, device: made.append(values) or object())
+    monkeypatch.setattr(checksum, "_tables", {})
+    monkeypatch.setattr(checksum, "_make_table", lambda values, device: made.append(values) or object())
     values = [torch.zeros(8), torch.zeros(4, 6).T, torch.zeros(3, dtype=torch.complex64)]
     for _ in range(3):
-        bits._known(values, HOST)
-    assert len(made) == 1, "those that are looked at one by one are no reason to ask again"
+        checksum._table_for(values, HOST)
+    assert len(made) == 1, "tensors that the kernel does not support do not prevent caching"
     for other in (
         torch.zeros(8),
         values[0].view(2, 4)[:1],
@@ -75,9 +75,9 @@ def test_where_tensors_lie_is_worked_out_once_for_as_long_as_they_lie_there(monk
         values[0].as_strided((8,), (0,)),
     ):
         before = len(made)
-        bits._known([other, *values[1:]], HOST)
+        checksum._table_for([other, *values[1:]], HOST)
         assert len(made) == before + 1
     for _ in range(2):
         before = len(made)
-        bits._known([*values, torch.eye(2).to_sparse()], HOST)
-        assert len(made) == before + 1, "what has no address may be anywhere"
+        checksum._table_for([*values, torch.eye(2).to_sparse()], HOST)
+        assert len(made) == before + 1, "a tensor without an address cannot be cached"

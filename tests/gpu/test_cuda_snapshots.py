@@ -1,4 +1,4 @@
-"""Snapshots on a GPU, in pinned memory or on the device: exact, verified in place, without waiting. Skipped without a GPU."""
+"""Snapshots on a GPU, in pinned memory or on the device: exact, verified in place, without waiting. Skipped otherwise."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.drill.faults.base import Altered, Fault
+from holdfast.drill.faults.base import AlteredDataset, Fault
 
 FOREVER = 1 << 60
 
@@ -35,8 +35,8 @@ class ShuffledLabels(Fault):
 
     name = "shuffled labels"
 
-    def data(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
-        return Altered(dataset, (self.step - 1) * per_step, FOREVER, self._shuffle)
+    def wrap_dataset(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
+        return AlteredDataset(dataset, (self.step - 1) * per_step, FOREVER, self._shuffle)
 
     def _shuffle(self, n: int, sample: dict[str, Any]) -> dict[str, Any]:
         order = torch.randperm(len(sample["targets"]), generator=torch.Generator().manual_seed(n))
@@ -52,9 +52,9 @@ class RepeatedNgrams(Fault):
         super().__init__(step)
         self._steps, self._length = steps, length
 
-    def data(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
+    def wrap_dataset(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
         first = (self.step - 1) * per_step
-        return Altered(dataset, first, first + self._steps * per_step, self._repeat)
+        return AlteredDataset(dataset, first, first + self._steps * per_step, self._repeat)
 
     def _repeat(self, n: int, sample: dict[str, Any]) -> dict[str, Any]:
         size = len(sample["tokens"]) + 1
@@ -76,7 +76,7 @@ class BitFlips(Fault):
         super().__init__(step)
         self._weights, self._bit = weights, bit
 
-    def strike(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def inject(self, model: nn.Module, optimizer: Optimizer) -> None:
         generator = torch.Generator().manual_seed(self.step)
         matrices = [p for p in model.parameters() if p.dim() == 2]
         for _ in range(self._weights):
@@ -91,6 +91,6 @@ class ForwardOverflow(Fault):
 
     name = "forward overflow"
 
-    def strike(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def inject(self, model: nn.Module, optimizer: Optimizer) -> None:
         widest = max((p for p in model.parameters() if p.dim() == 2), key=lambda p: p.shape[0])
         widest.data.mul_(1e6)

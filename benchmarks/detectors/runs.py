@@ -24,7 +24,6 @@ from benchmarks.detectors.scoring import judge
 STEPS = 260
 NEAR = 60
 """an alarm this many steps after the onset still finds it"""
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = {"layers": 2, "width": 64, "heads": 4, "context": 64}
 """of the model: that of configs/tiny.toml takes a minute a run, this one a few seconds"""
 
@@ -174,24 +173,24 @@ def make(plan: Plan) -> Curve:
     """Train once, in observe mode, and return what was measured. Entry i is step i + 1 of the run."""
     import torch
 
-    from holdfast.drill.storm import Storm
+    from holdfast.drill.fault_schedule import FaultSchedule
     from holdfast.reference.trainer import build
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = _config(plan, Path(folder) / "run")
-        storm = None if plan.fault is None else Storm([_fault(plan.fault)], config.train.batch_size)
+        schedule = None if plan.fault is None else FaultSchedule([_fault(plan.fault)], config.train.batch_size)
         ears = _Ears()
-        build(config, tamper=storm).run(hooks=[ears])
+        build(config, faults=schedule).run(hooks=[ears])
     return ears.curve(plan)
 
 
 def _config(plan: Plan, run_dir: Path) -> Any:
     from holdfast.core.base.config import override, read_toml
-    from holdfast.reference.config import parse
+    from holdfast.reference.config import PACKAGED, parse
 
-    data = read_toml(ROOT / "configs" / "tiny.toml")
+    data = read_toml(PACKAGED / "tiny.toml")
     data["model"] = {**data.get("model", {}), **SIZE}
     data["train"] = {**data["train"], "run_dir": str(run_dir), "steps": STEPS, "batch_size": 8, "threads": 1}
     data["train"]["seed"] = plan.seed
@@ -203,10 +202,10 @@ def _config(plan: Plan, run_dir: Path) -> Any:
 
 def _fault(named: tuple[str, tuple[Any, ...]]) -> Any:
     from benchmarks.detectors import faults
-    from holdfast.drill import storm
+    from holdfast.drill import fault_schedule
 
     name, arguments = named
-    return (getattr(faults, name, None) or getattr(storm, name))(*arguments)
+    return (getattr(faults, name, None) or getattr(fault_schedule, name))(*arguments)
 
 
 class _Ears:

@@ -1,4 +1,4 @@
-"""`python -m holdfast` is the command line."""
+"""Runs the command line as `python -m holdfast`."""
 
 from holdfast.cli.main import run
 

@@ -24,6 +24,7 @@ ALLOWED: dict[str, list[str]] = {
     "": ["core", "runtime", "compose"],
     "integrations": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
     "reference": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
+    "examples": [""],
     "drill": BELOW_DRILL,
     "cli": [*BELOW_DRILL, "drill"],
     "__main__": ["cli"],

@@ -15,7 +15,7 @@ import typer
 import holdfast
 from holdfast.cli import main, prune, train, verify
 from holdfast.core.base.config import section_types
-from holdfast.reference.config import OWN_SECTIONS, TrainConfig
+from holdfast.reference.config import TRAINER_SECTIONS, TrainConfig
 
 PUBLIC = [
     "Config",
@@ -149,7 +149,9 @@ def test_commands_and_their_options_are_these():
 
 def test_trainers_sections_and_their_keys_are_these():
     own = {
-        name: list(kind.__struct_fields__) for name, kind in section_types(TrainConfig).items() if name in OWN_SECTIONS
+        name: list(kind.__struct_fields__)
+        for name, kind in section_types(TrainConfig).items()
+        if name in TRAINER_SECTIONS
     }
     assert own == TRAINERS
 

@@ -46,7 +46,6 @@ KNOWN_PAIRS = {
 }
 KNOWN_CYCLES = {
     "runtime.step.run": "the step pipeline and what it drives refer to each other",
-    "reference.watch": "refers to the trainer for types",
 }
 
 

@@ -43,7 +43,7 @@ class RecordingDataset(Dataset):
         self.bad = bad
         self.served: list[int] = []
 
-    def data(self, dataset: Dataset) -> RecordingDataset:
+    def wrap_dataset(self, dataset: Dataset) -> RecordingDataset:
         self._inner = dataset
         return self
 
@@ -81,7 +81,7 @@ def configuration(run_dir: Path, distributed: dict[str, int], **sections: dict[s
 def trained(folder: Path, name: str, config: Any, *, stop_at: int | None = None, bad: int | None = None) -> Trainer:
     """Train one run and write this rank's report to `name`-RANK.json."""
     recording, losses = RecordingDataset(bad), Losses()
-    trainer = build(config, tamper=recording)
+    trainer = build(config, faults=recording)
     result = trainer.run(hooks=[losses], stop_at=stop_at)
     curve = losses.seen
     if result.summary.status == "off":  # each rank has then seen its own losses only
@@ -93,7 +93,7 @@ def trained(folder: Path, name: str, config: Any, *, stop_at: int | None = None,
         "eval_loss": result.eval_loss,
         "served": recording.served,
         "share": trainer.layout.share,
-        "parameters": trainer.parameters,
+        "parameters": trainer.parameter_count,
         "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in trainer.model.parameters()),
         "seconds": result.seconds,
         "rollbacks": result.summary.rollbacks,

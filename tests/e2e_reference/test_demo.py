@@ -19,11 +19,11 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.record import journal
 from holdfast.drill import demo as drill
-from holdfast.drill.storm import demo_storm
+from holdfast.drill.fault_schedule import demo_schedule
 
 HOLDFAST = Path(sys.executable).with_name("holdfast")
 STEPS = 700
-FAULTS = [fault.step for fault in demo_storm(STEPS, 16).faults]
+FAULTS = [fault.step for fault in demo_schedule(STEPS, 16).faults]
 
 
 class Demo(NamedTuple):

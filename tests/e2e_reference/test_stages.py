@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from test_trainer import Done, configuration, events, token_file
 
+from holdfast.drill.fault_schedule import FaultSchedule
 from holdfast.drill.faults.nan_batch import NanBatch
-from holdfast.drill.storm import Storm
 
 BORDER = 26
 """the first step with samples of the second stage: stages begin with blocks of 1000 samples, 40 to a step"""
@@ -59,7 +59,7 @@ def test_border_crossed_again_after_a_rollback_is_declared_again(fault, margin, 
         snapshot={"every_steps": 1, "certify_after": 1},
         recover={"rollback_margin": margin, "skip_batches": 2, "ladder": ["rollback", "stop"]},
     )
-    done = Done(config, tamper=Storm([NanBatch(fault)], 40))
+    done = Done(config, faults=FaultSchedule([NanBatch(fault)], 40))
     to = [e["to_step"] for e in events(tmp_path / "run") if e.get("action") == "rollback"]
     assert to == [back_to]
     crossed = 2 if back_to < BORDER else 1

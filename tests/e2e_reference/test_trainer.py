@@ -14,12 +14,12 @@ import torch
 from holdfast.cli import main
 from holdfast.core.base.errors import ConfigError, DataError, RunDirError, SetupError
 from holdfast.core.record import journal
+from holdfast.drill.fault_schedule import FaultSchedule
 from holdfast.drill.faults.inf_gradient import InfGradient
 from holdfast.drill.faults.nan_batch import NanBatch
-from holdfast.drill.storm import Storm
 from holdfast.reference import trainer as reference
 from holdfast.reference.config import parse
-from holdfast.reference.tokens import Writer
+from holdfast.reference.tokens import TokenWriter
 
 STEPS = 20
 BEFORE = itertools.count(999)
@@ -49,11 +49,11 @@ class Losses:
 class Done:
     """A run, all of its state, and what it wrote."""
 
-    def __init__(self, config, *, tamper=None, resume=None, stop_at=None) -> None:
+    def __init__(self, config, *, faults=None, resume=None, stop_at=None) -> None:
         before = next(BEFORE)
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(before)
-        self.trainer = reference.build(config, tamper=tamper)
+        self.trainer = reference.build(config, faults=faults)
         hook = Losses()
         self.result = self.trainer.run(hooks=[hook], resume=resume, stop_at=stop_at)
         self.losses = hook.seen
@@ -102,7 +102,7 @@ def assert_same(a, b, where="state") -> None:
 
 
 def token_file(path, seed=0, tokens=5000, vocab_size=256):
-    writer = Writer(path, vocab_size, "bytes")
+    writer = TokenWriter(path, vocab_size, "bytes")
     writer.write(np.random.default_rng(seed).integers(0, vocab_size, tokens))
     writer.close()
     return path
@@ -131,25 +131,25 @@ CASES = {
     "two workers": ({"dataset": {"workers": 2}}, lambda: None, lambda: None),
     "fp16": ({"train": {"precision": "fp16"}}, lambda: None, lambda: None),
     # A batch stays bad; a gradient that overflowed once does not overflow again.
-    "bad batch skipped before": ({}, lambda: Storm([NanBatch(4)], 4), lambda: Storm([NanBatch(4)], 4)),
+    "bad batch skipped before": ({}, lambda: FaultSchedule([NanBatch(4)], 4), lambda: FaultSchedule([NanBatch(4)], 4)),
     "bad batch skipped before, accumulated": (
         {"train": {"accumulate": 2}},
-        lambda: Storm([NanBatch(4)], 8),
-        lambda: Storm([NanBatch(4)], 8),
+        lambda: FaultSchedule([NanBatch(4)], 8),
+        lambda: FaultSchedule([NanBatch(4)], 8),
     ),
-    "bad gradient skipped before": ({}, lambda: Storm([InfGradient(4)], 4), lambda: None),
+    "bad gradient skipped before": ({}, lambda: FaultSchedule([InfGradient(4)], 4), lambda: None),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_path, case):
     sections, faults, faults_after = case
-    whole = Done(configuration(tmp_path / "whole", **sections), tamper=faults())
+    whole = Done(configuration(tmp_path / "whole", **sections), faults=faults())
     parted = configuration(tmp_path / "parted", **sections)
-    first = Done(parted, tamper=faults(), stop_at=9)
+    first = Done(parted, faults=faults(), stop_at=9)
     assert (first.result.steps, first.result.stopped) == (9, "asked to stop at step 9")
     assert first.result.checkpoint == str(tmp_path / "parted" / "checkpoints" / "step_00000009")
-    second = Done(parted, tamper=faults_after())
+    second = Done(parted, faults=faults_after())
     assert second.result.stopped is None
     (resumed,) = events(tmp_path / "parted", "resumed")
     assert (resumed["step"], resumed["checkpoint"]) == (9, "step_00000009")
@@ -193,11 +193,11 @@ def test_guarded_run_is_the_unguarded_run_to_the_last_bit(tmp_path, monkeypatch,
 
 
 def test_bad_batch_is_skipped_by_the_guard_and_kills_the_run_without_it(tmp_path, monkeypatch):
-    guarded = Done(configuration(tmp_path / "guarded"), tamper=Storm([NanBatch(5)], 4))
+    guarded = Done(configuration(tmp_path / "guarded"), faults=FaultSchedule([NanBatch(5)], 4))
     assert np.isfinite(guarded.result.eval_loss)
     assert [(i.kind, i.step) for i in guarded.result.summary.incidents] == [("nonfinite_loss", 5)]
     monkeypatch.setenv("HOLDFAST_OFF", "1")
-    plain = Done(configuration(tmp_path / "plain"), tamper=Storm([NanBatch(5)], 4))
+    plain = Done(configuration(tmp_path / "plain"), faults=FaultSchedule([NanBatch(5)], 4))
     assert np.isnan(plain.result.eval_loss)
 
 
@@ -253,7 +253,7 @@ def test_stage_that_begins_at_the_first_step_replaces_the_weights(tmp_path):
         tmp_path / "run", dataset={"sources": sources, "stages": [{"from_step": 1, "weights": [0, 1]}]}
     )
     mixture = reference.build(config).mixture
-    assert {mixture.place(n)[0] for n in range(3000)} == {1}
+    assert {mixture.locate(n)[0] for n in range(3000)} == {1}
 
 
 def test_z_loss_and_qk_norm_train(tmp_path):
@@ -284,7 +284,7 @@ def test_metrics_have_one_line_for_every_step(tmp_path):
 
 
 def test_skipped_step_has_a_line_of_its_own(tmp_path):
-    Done(configuration(tmp_path), tamper=Storm([NanBatch(5)], 4))
+    Done(configuration(tmp_path), faults=FaultSchedule([NanBatch(5)], 4))
     rows = metrics(tmp_path)
     assert len(rows) == STEPS + 1
     assert [row["status"] for row in rows if row["step"] == 5] == ["skipped", "committed"]
@@ -301,7 +301,7 @@ def test_run_json_tells_this_run_from_another(tmp_path):
         "tokenizer": "bytes",
         "fingerprint": source.fingerprint(),
     }
-    assert about["parameters"] == done.trainer.parameters
+    assert about["parameters"] == done.trainer.parameter_count
     assert about["precision"] == "fp32"
     assert about["tokens_per_step"] == 4 * 16
     assert about["config"]["train"]["seed"] == 7

@@ -1,5 +1,5 @@
-"""The command line: one file a command, `main` puts them together.
+"""The command line: one file per command, put together in `main`.
 
-A command reads what the user typed, calls the layers below, and prints. It raises HoldfastError for what the user can
-mend; `main.run` turns that into a message and an exit status.
+A command parses its arguments, calls the packages below and prints. It raises HoldfastError for a user's mistake;
+`main.run` turns that into a message and an exit status.
 """

@@ -1,36 +1,35 @@
-"""`holdfast ack`: a person has looked, and the recovery budgets of a run start anew."""
+"""`holdfast ack`: records that a person has looked at a run, and resets its recovery budgets."""
 
 from __future__ import annotations
 
 import getpass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.output import Json, emit
+from holdfast.cli.run_paths import find_run, lock, open_journal
 from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
-from holdfast.core.decide.policy import Policy, PolicyState
+from holdfast.core.decide.policy import Policy
 from holdfast.core.record import journal
-from holdfast.core.record.rundir import RunDir
 
-_SAID = {
+_LABELS = {
     "latched": "stopped by policy",
     "rollbacks": "rollbacks counted in the window",
     "spikes": "spikes counted",
-    "incident": "open incident, closed by this",
+    "incident": "open incident, now closed",
 }
 
 
 def ack(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
-    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="What was found, for the journal.")] = "",
+    note: Annotated[str, typer.Option("--note", metavar="TEXT", help="A note for the journal.")] = "",
     as_json: Json = False,
 ) -> None:
-    """A person has looked: recovery budgets start anew.
+    """Acknowledge a run after looking at it: its recovery budgets are reset.
 
-    A run that the policy stopped (exit status 70) stays stopped until then. Refused while the run is alive.
+    A run that the policy stopped (exit status 70) does not start again before this. Refused while the run is alive.
 
     \b
     Examples:
@@ -38,69 +37,38 @@ def ack(
       holdfast ack runs/a --note "bad shard 17 removed"
       holdfast ack runs/a --json
     """
-    folder = _existing(run)
-    folder.acquire()
-    try:
+    folder = find_run(run, needs_journal=True)
+    with lock(folder):
         record = journal.read(folder.journal)
-        fields: dict[str, Any] = {"note": note, "user": _user(), "reset": _reset(_state(record, folder.journal))}
-        log = journal.Journal(folder.journal)
+        policy = Policy(RecoverSection())
         try:
+            policy.rebuild(record.events)
+        except RunDirError as error:
+            raise RunDirError(f"{folder.journal}: {error}") from None
+        state = policy.state
+        reset = {
+            "latched": state.latched,
+            "rollbacks": len(state.rollbacks),
+            "spikes": state.spikes,
+            "incident": None if state.incident is None else state.incident.number,
+        }
+        fields: dict[str, Any] = {"note": note, "user": _user(), "reset": reset}
+        with open_journal(folder) as log:
             log.write("ack", durable=True, **fields)
-        finally:
-            log.close()
-    finally:
-        folder.release()
     if as_json:
         emit({"ok": True, "run": str(folder.path), **fields, "unreadable_lines": len(record.torn)})
+        return
+    lines = [f"{_LABELS[name]}: {value}" for name, value in reset.items() if value]
+    if lines:
+        typer.echo("\n  ".join([f"acknowledged {folder.path}; the recovery budgets are reset", *lines]))
     else:
-        _tell(folder.path, fields["reset"], len(record.torn))
-
-
-def _state(record: journal.JournalContents, source: Path) -> PolicyState:
-    """What the policy would find if the run were started now."""
-    policy = Policy(RecoverSection())
-    try:
-        policy.rebuild(record.events)
-    except RunDirError as error:
-        raise RunDirError(f"{source}: {error}") from None
-    return policy.state
-
-
-def _reset(state: PolicyState) -> dict[str, Any]:
-    return {
-        "latched": state.latched,
-        "rollbacks": len(state.rollbacks),
-        "spikes": state.spikes,
-        "incident": None if state.incident is None else state.incident.number,
-    }
-
-
-def _existing(run: str) -> RunDir:
-    """The run directory; RunDirError, and nothing made, where there is none."""
-    folder = RunDir(run)
-    if not folder.path.exists():
-        raise RunDirError(f"{run}: no such folder; name the run_dir that was given to the Guard")
-    if not folder.path.is_dir():
-        raise RunDirError(f"{run} is a file; name the run directory, the folder that holds {folder.journal.name}")
-    if not folder.journal.is_file():
-        inside = sorted(child.parent.name for child in folder.path.glob(f"*/{folder.journal.name}"))
-        cure = f"did you mean {Path(run) / inside[0]}?" if inside else "name the run_dir that was given to the Guard"
-        raise RunDirError(f"{run} is not a run directory: it has no {folder.journal.name}; {cure}")
-    return folder
+        typer.echo(f"acknowledged {folder.path}; nothing to reset, no budget was in use")
+    if record.torn:
+        typer.echo(f"unreadable journal lines, not counted above: {len(record.torn)}")
 
 
 def _user() -> str | None:
     try:
         return getpass.getuser()
-    except (OSError, KeyError, ImportError):  # an id without a name, as in many containers
+    except (OSError, KeyError, ImportError):  # a user id without a name, as in many containers
         return None
-
-
-def _tell(run: Path, reset: dict[str, Any], unreadable: int) -> None:
-    lines = [f"{_SAID[name]}: {value}" for name, value in reset.items() if value]
-    if lines:
-        typer.echo("\n  ".join([f"acknowledged {run}; the recovery budgets start anew", *lines]))
-    else:
-        typer.echo(f"acknowledged {run}; nothing to reset, no budget was in use")
-    if unreadable:
-        typer.echo(f"unreadable lines in the journal, whose counts are not in this list: {unreadable}")

@@ -1,4 +1,4 @@
-"""`holdfast checkpoints`: what a run has saved, whether it is whole, what may go, and what a resume would take."""
+"""`holdfast checkpoints`: lists, verifies and prunes checkpoints, and prints the one that a resume would use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import listing, prune, verify
-from holdfast.cli.output import Json, emit
-from holdfast.cli.places import console, in_the_making, is_run, run_at, settings
-from holdfast.core.checkpoints.entry import CheckpointEntry
+from holdfast.cli import checkpoint_list, prune, verify
+from holdfast.cli.output import Json, console, emit
+from holdfast.cli.run_paths import checkpoint_settings, find_run, is_run, unfinished_checkpoints
 from holdfast.core.checkpoints.resume import resolve_resume_path, survey
 from holdfast.core.checkpoints.verify import verify as verify_bytes
 from holdfast.core.record.rundir import RunDir
@@ -29,9 +28,9 @@ app.command()(prune.prune)
 
 @app.callback(invoke_without_command=True)
 def checkpoints(context: typer.Context) -> None:
-    """What a run has saved: list it, verify it, prune it, and say what a resume would take.
+    """List, verify and prune the checkpoints of a run, and print the one that a resume would use.
 
-    None of it needs torch; all but prune and verify --mark change nothing, and work while the run is alive.
+    No command needs torch. Only prune and verify --mark change anything; the others work while the run is alive.
 
     \b
     Examples:
@@ -45,30 +44,26 @@ def checkpoints(context: typer.Context) -> None:
 
 
 @app.command("ls")
-def list_them(
+def list_checkpoints(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run, newest first: health, size, branch, and which one a resume would take.
+    """List the checkpoints of a run, newest first: health, size, branch, and which one a resume would use.
 
-    Reads the small files of each, not the tensors: see `holdfast checkpoints verify`.
+    Reads only the small files of each. To read every byte: `holdfast checkpoints verify`.
 
     \b
     Examples:
       holdfast checkpoints ls runs/a
       holdfast checkpoints ls runs/a --json
     """
-    folder = run_at(run)
-    found = survey(folder.path, _by_small_files)
-    making = in_the_making(folder)
+    folder = find_run(run)
+    surveyed = survey(folder.path, lambda entry: verify_bytes(entry, contents=False))
+    unfinished = unfinished_checkpoints(folder)
     if as_json:
-        emit(listing.answer(found, folder.path, making))
+        emit(checkpoint_list.to_json(surveyed, folder.path, unfinished))
     else:
-        listing.tell(console(), found, Path(run), settings(folder), making)
-
-
-def _by_small_files(entry: CheckpointEntry) -> str | None:
-    return verify_bytes(entry, contents=False)
+        checkpoint_list.print_list(console(), surveyed, Path(run), checkpoint_settings(folder), unfinished)
 
 
 @app.command("resume-path")
@@ -77,18 +72,16 @@ def resume_path(
     load_path: Annotated[
         str | None,
         typer.Option(
-            "--load-path", metavar="PATH", help="This checkpoint, or the newest good one of this run, instead."
+            "--load-path", metavar="PATH", help="Use this checkpoint, or this run's newest good one, instead."
         ),
     ] = None,
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Believe the manifest: do not read every byte.")
-    ] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the manifest: do not read every byte.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the checkpoint that a start of the run would go on from: its path on stdout, the reasons on stderr.
+    """Print the checkpoint that the next start of the run would resume from: the path on stdout, reasons on stderr.
 
-    Exit status: 0 with a path; 3 where there is none and the run would begin, so also where RUN is not there yet;
-    1 where there are some and none can be trusted, or RUN is not a run directory.
+    Exit status: 0 with a path; 3 if the run would start from the beginning, also if RUN does not exist;
+    1 if no checkpoint can be trusted, or if RUN is not a run directory.
 
     \b
     Examples:
@@ -97,48 +90,47 @@ def resume_path(
       holdfast checkpoints resume-path runs/b --load-path runs/a
       holdfast checkpoints resume-path runs/a --json
     """
-    home = Path(run) if _is_new(run) else run_at(run).path
-    with _told() as said:
-        found = resolve_resume_path(home, load_path, verify=not no_verify)
-    if found is None and not said:
-        said.append(f"{clean(run)} has no checkpoints: the run begins")
-    for message in said:
+    home = Path(run) if _is_new_run(Path(run)) else find_run(run).path
+    with _captured_log() as messages:
+        checkpoint = resolve_resume_path(home, load_path, verify=not no_verify)
+    if checkpoint is None and not messages:
+        messages.append(f"{clean(run)} has no checkpoints: the run starts from the beginning")
+    for message in messages:
         typer.echo("\n".join(clean(line) for line in message.split("\n")), err=True)
-    path = None if found is None else os.path.abspath(found)
+    path = None if checkpoint is None else os.path.abspath(checkpoint)
     if as_json:
-        emit({"schema": "holdfast.checkpoints.resume-path/1", "ok": True, "path": path, "said": said})
+        emit({"schema": "holdfast.checkpoints.resume-path/1", "ok": True, "path": path, "said": messages})
     elif path is not None:
         typer.echo(path)
     if path is None:
         raise typer.Exit(EXIT_NOTHING)
 
 
-def _is_new(run: str) -> bool:
-    """Whether it is a run directory that a first start would make, or fill."""
-    path = Path(run)
+def _is_new_run(path: Path) -> bool:
+    """Return True if the path is missing or an empty folder, which a first start would fill."""
     return not path.exists() or (path.is_dir() and not is_run(RunDir(path)) and not any(path.iterdir()))
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[list[str]]:
-    """What is logged meanwhile, instead of where it would go."""
-    log, messages = logging.getLogger("holdfast"), _Messages()
+def _captured_log() -> Iterator[list[str]]:
+    """Collect holdfast's log messages, INFO and above, instead of logging them."""
+    log, handler = logging.getLogger("holdfast"), _ListHandler()
     level, propagate = log.level, log.propagate
-    log.addHandler(messages)
+    log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     try:
-        yield messages.said
+        yield handler.messages
     finally:
-        log.removeHandler(messages)
+        log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
 
 
-class _Messages(logging.Handler):
+class _ListHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())

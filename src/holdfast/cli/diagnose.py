@@ -1,4 +1,4 @@
-"""`holdfast diagnose`: what happened to a run, how sure that is, and what to do next."""
+"""`holdfast diagnose`: explains what happened to a run, with confidence, evidence and next steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.status import Status
 
-from holdfast.cli.output import Json, emit
+from holdfast.cli.output import Json, console, emit
 from holdfast.core.base.errors import ConfigError, LogRefused
 from holdfast.core.record.rundir import write_atomically
 from holdfast.diagnosis.diagnose import SCHEMA_VERSION, Report
@@ -28,7 +28,9 @@ EXIT_ALL_REFUSED = 1
 EXIT_FOUND = 3
 
 
-class Refused(NamedTuple):
+class RefusedLog(NamedTuple):
+    """Holds a path that could not be read, and the reason."""
+
     path: str
     reason: str
 
@@ -36,33 +38,34 @@ class Refused(NamedTuple):
 def diagnose(
     paths: Annotated[
         list[Path],
-        # What cannot be read is refused below, and the others go on.
+        # Unreadable paths are refused one by one below.
         typer.Argument(metavar="PATH...", readable=False, help="Logs, run directories, or folders of them."),
     ],
     as_json: Json = False,
     mapping: Annotated[
-        list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="Which column of the log is which signal.")
+        list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="Read signal NAME from this column.")
     ] = None,
-    format: Annotated[str | None, typer.Option("--format", metavar="NAME", help="Do not guess the format.")] = None,
+    format: Annotated[str | None, typer.Option("--format", metavar="NAME", help="Do not detect the format.")] = None,
     fail_on: Annotated[
         list[str] | None,
-        typer.Option("--fail-on", metavar="KIND", help="Exit status 3 if such an incident is found; `any` for all."),
+        typer.Option("--fail-on", metavar="KIND", help="Exit status 3 if such an incident is found; `any`: all kinds."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Every incident in full; otherwise of more than 6 the gravest 5, and a table.")
+        bool, typer.Option("--all", help="Show every incident in full, not only the 5 gravest of more than 6.")
     ] = False,
     postmortem: Annotated[
-        bool, typer.Option("--postmortem", help="The whole post-mortem, in sixteen sections.")
+        bool, typer.Option("--postmortem", help="Print the whole post-mortem, in sixteen sections.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE.md", help="With --postmortem: write it as markdown.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE.md", help="With --postmortem: write markdown."),
     ] = None,
 ) -> None:
-    """Say what happened to a run: the verdict, how sure it is, the evidence, and what to do next.
+    """Explain what happened to a run: the verdict, its confidence, the evidence, and what to do next.
 
     Reads Holdfast's run directories and the logs of other tools: HF trainer_state.json, TensorBoard, Lightning,
     W&B exports, LLaMA-Factory, Megatron, DeepSpeed, nanoGPT, torchtitan, fairseq, MLPerf, Composer, csv, jsonl, text.
-    A file that cannot be read is refused with the reason, and the others go on.
+    A file that cannot be read is refused with the reason; the other files are still diagnosed.
     Exit status: 0 done, 1 every path was refused, 3 an incident of a kind in --fail-on.
 
     \b
@@ -73,95 +76,83 @@ def diagnose(
       holdfast diagnose runs/a --postmortem -o a.md
       holdfast diagnose runs/* --fail-on nan --fail-on divergence
     """
-    names, kinds = _mapping(mapping or []), _kinds(fail_on or [])
+    names, kinds = _parse_mapping(mapping or []), _parse_kinds(fail_on or [])
     if format is not None and format not in FORMATS:
         raise ConfigError([f"--format {format}: no such format; the formats are {', '.join(FORMATS)}"], "diagnose")
     if output is not None and not postmortem:
         raise ConfigError(["-o needs --postmortem; write: holdfast diagnose PATH --postmortem -o FILE.md"], "diagnose")
     reports: list[Report] = []
-    refusals: list[Refused] = []
+    refusals: list[RefusedLog] = []
     texts: list[str] = []
-    console = _console(sys.stdout)
-    for found in _all(paths, names, format):
-        if isinstance(found, Refused):
-            refusals.append(found)
+    out = console()
+    for outcome in _diagnose_all(paths, names, format):
+        if isinstance(outcome, RefusedLog):
+            refusals.append(outcome)
             if not as_json:
-                terminal.refused(_console(sys.stderr), *found)
+                terminal.refused(console(stderr=True), *outcome)
             continue
-        table, report = found
+        table, report = outcome
         reports.append(report)
         if output is not None:
             texts.append(markdown.postmortem(build(table, report)))
         elif not as_json and postmortem:
-            terminal.show_postmortem(console, build(table, report))
+            terminal.show_postmortem(out, build(table, report))
         elif not as_json:
-            terminal.show(console, table, report, everything=everything)
+            terminal.show(out, table, report, everything=everything)
     if output is not None and texts:
         write_atomically(output, "\n".join(texts))
         typer.echo(f"wrote {clean(str(output))}", err=True)
     if as_json:
-        _answer(reports, refusals)
+        answer: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        if len(reports) == 1:  # a single report is also at the top level
+            answer |= msgspec.structs.asdict(reports[0])
+        emit({**answer, "reports": reports, "refused": [refusal._asdict() for refusal in refusals]})
     if not reports:
         raise typer.Exit(EXIT_ALL_REFUSED)
     if any("any" in kinds or verdict.kind in kinds for report in reports for verdict in report.verdicts):
         raise typer.Exit(EXIT_FOUND)
 
 
-def _console(stream: Any) -> Console:
-    """Charts and file names hold characters that a stream in an old encoding cannot take: it gets question marks."""
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
-    return Console(file=stream, highlight=False)
-
-
-def _all(paths: list[Path], names: dict[str, str], format: str | None) -> Iterator[tuple[Table, Report] | Refused]:
+def _diagnose_all(
+    paths: list[Path], names: dict[str, str], format: str | None
+) -> Iterator[tuple[Table, Report] | RefusedLog]:
     for path in paths:
         with _progress(path):
             try:
                 tables = read(path, mapping=names or None, format=format)
             except LogRefused as error:
-                yield Refused(error.path, error.reason)
+                yield RefusedLog(error.path, error.reason)
                 continue
             except OSError as error:
-                yield Refused(str(path), f"{error.strerror or error}; check the path and its permissions")
+                yield RefusedLog(str(path), f"{error.strerror or error}; check the path and its permissions")
                 continue
-            found = [(table, judge(table)) for table in tables]
-        yield from found
+            diagnosed = [(table, judge(table)) for table in tables]
+        yield from diagnosed
 
 
 def _progress(path: Path) -> Status:
-    """A line on stderr while it works; nothing where nobody is looking."""
-    console = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
+    """Return a spinner on stderr, silent if stderr is not a terminal."""
+    errors = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
     size = path.stat().st_size if path.is_file() else 0
-    about = f" ({size / 1e6:.0f} MB)" if size > 50e6 else ""
-    return console.status(clean(f"reading {path}{about}").replace("[", "\\["))
+    megabytes = f" ({size / 1e6:.0f} MB)" if size > 50e6 else ""
+    return errors.status(clean(f"reading {path}{megabytes}").replace("[", "\\["))
 
 
-def _answer(reports: list[Report], refusals: list[Refused]) -> None:
-    """One object: `reports`, and for a single report its fields beside it."""
-    answer: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
-    if len(reports) == 1:
-        answer |= msgspec.structs.asdict(reports[0])
-    answer["reports"] = reports
-    answer["refused"] = [refusal._asdict() for refusal in refusals]
-    emit(answer)
-
-
-def _mapping(words: list[str]) -> dict[str, str]:
-    errors, found = [], {}
+def _parse_mapping(words: list[str]) -> dict[str, str]:
+    errors, columns = [], {}
     for word in words:
         name, equals, column = word.partition("=")
         if not equals or not name or not column:
             errors.append(f"--map {word}: not NAME=COLUMN; write for example --map loss=train_nll")
         elif name != "step" and name not in COLUMNS:
             errors.append(f"--map {word}: no signal {name!r}; the signals are step, {', '.join(COLUMNS)}")
-        found[name] = column
+        columns[name] = column
     if errors:
         raise ConfigError(errors, "diagnose")
-    return found
+    return columns
 
 
-def _kinds(words: list[str]) -> set[str]:
+def _parse_kinds(words: list[str]) -> set[str]:
     wrong = [word for word in words if word != "any" and word not in INCIDENTS]
     if wrong:
         known = ", ".join(["any", *INCIDENTS])

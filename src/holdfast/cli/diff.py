@@ -1,9 +1,9 @@
-"""`holdfast diff`: what differs between two runs, ranked by how well it would explain a worse evaluation."""
+"""`holdfast diff`: ranks the differences between two runs by how well they explain a worse evaluation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import typer
@@ -12,17 +12,17 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.chart import Chart
-from holdfast.cli.output import Json, emit
+from holdfast.cli.output import Json, console, emit, titled_table
 from holdfast.core.base.errors import RunDirError
-
-if TYPE_CHECKING:
-    from holdfast.diagnosis.rundiff.report import Report
-    from holdfast.diagnosis.rundiff.side import Side
+from holdfast.diagnosis import rundiff
+from holdfast.diagnosis.rundiff import curves
+from holdfast.diagnosis.rundiff.report import Report
+from holdfast.diagnosis.rundiff.side import Side
 
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _HEIGHT = 10
-_WIDEST = 110
-_MOST_ROWS = 12
+_MAX_WIDTH = 110
+_MAX_ROWS = 12
 
 
 def diff(
@@ -30,10 +30,10 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")],
     as_json: Json = False,
 ) -> None:
-    """What differs between two runs, ranked as suspects: for "the loss looks fine, the evaluation is worse".
+    """Rank the differences between two runs as suspects, for "the loss looks fine, but the evaluation is worse".
 
     Compares settings, LR schedule, data mixture, tokenizer, versions, decode settings, recoveries, curves at equal tokens
-    and evaluation results. What neither run says is listed, not taken for equal.
+    and evaluation results. What a run has not recorded is listed as not compared, not assumed equal.
 
     \b
     Examples:
@@ -43,48 +43,43 @@ def diff(
     """
     if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
         raise RunDirError(f"{first} and {second} are the same run; name two")
-    # Late: numpy, and every importer for a log of another tool.
-    from holdfast.diagnosis import rundiff
-
     a, b = rundiff.load(first), rundiff.load(second)
     report = rundiff.compare(a, b)
     if as_json:
         emit(msgspec.to_builtins(report))
     else:
-        _tell(Console(highlight=False), report, a, b)
+        _print_report(console(), report, a, b)
 
 
-def _tell(console: Console, report: Report, a: Side, b: Side) -> None:
-    """Verdict, picture, suspects, what could not be compared, what to do."""
-    console.print(_text(report.verdict.text, "bold"))
-    console.print()
-    if (picture := _picture(report, a, b, min(console.width, _WIDEST))) is not None:
-        console.print(picture)
-        console.print()
+def _print_report(out: Console, report: Report, a: Side, b: Side) -> None:
+    """Print verdict, picture, suspects, what could not be compared, and what to do."""
+    out.print(_text(report.verdict.text, "bold"))
+    out.print()
+    if (picture := _picture(report, a, b, min(out.width, _MAX_WIDTH))) is not None:
+        out.print(picture)
+        out.print()
     for name, run in (("A", report.a), ("B", report.b)):
         size = f"{run.points} steps on record" + (f", {run.tokens:,.0f} tokens" if run.tokens is not None else "")
         line = Text(f"{name}  ", style=_COLOURS[name])
         line.append_text(_text(f"{run.path} ({run.format}): {size}" + (f", {run.status}" if run.status else "")))
-        console.print(line, soft_wrap=True)
+        out.print(line, soft_wrap=True)
     for table in (_suspects(report), _curves(report), _evals(report), _settings(report)):
         if table is not None:
-            console.print()
-            console.print(table)
-    _tell_missing(console, report)
-    console.print()
-    console.print(_text(f"next: {report.next}"), soft_wrap=True)
+            out.print()
+            out.print(table)
+    _print_not_compared(out, report)
+    out.print()
+    out.print(_text(f"next: {report.next}"), soft_wrap=True)
 
 
 def _picture(report: Report, a: Side, b: Side, width: int) -> Text | None:
-    """Both losses over the steps of A; B is drawn where it had seen as much."""
-    from holdfast.diagnosis.rundiff import curves
-
+    """Draw both losses over the steps of A; B at the step where it had seen as much data."""
     pair = curves.pair(a, b, "loss", report.axis)
     if pair is None:
         return None
     last = int(curves.step_at(a, report.axis, float(pair.a.x[-1])))
     settled = [float(v) for s in (pair.a, pair.b) for v in s.values[len(s.values) // 20 :]]
-    chart = Chart(max(1, last), _COLOURS, most=max(settled))
+    chart = Chart(max(1, last), _COLOURS, top=max(settled))
     for name, smooth in (("A", pair.a), ("B", pair.b)):
         for x, value in curves.joined(smooth, 2 * width):
             chart.add(name, max(1, int(curves.step_at(a, report.axis, x))), value)
@@ -95,22 +90,15 @@ def _picture(report: Report, a: Side, b: Side, width: int) -> Text | None:
 
 
 def _text(words: str, style: str = "default") -> Text:
-    """What others have written, without what would steer the terminal."""
+    """Return text from a log without terminal control characters."""
     return Text("".join(letter if letter.isprintable() else "?" for letter in words), style=style)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_edge=False)
-    for n, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=n == 0)
-    return table
 
 
 def _suspects(report: Report) -> Table | None:
     if not report.suspects:
         return None
-    table = _table("suspects", "score", "what", "why", "what it explains")
-    for suspect in report.suspects[:_MOST_ROWS]:
+    table = titled_table("suspects", "score", "what", "why", "what it explains")
+    for suspect in report.suspects[:_MAX_ROWS]:
         against = f" [against: {'; '.join(suspect.against)}]" if suspect.against else ""
         table.add_row(f"{suspect.score:.2f}", suspect.name, _text(suspect.reason + against), suspect.explains)
     return table
@@ -119,7 +107,7 @@ def _suspects(report: Report) -> Table | None:
 def _curves(report: Report) -> Table | None:
     if not report.curves:
         return None
-    table = _table(
+    table = titled_table(
         f"curves at equal {report.axis}, the last tenth", "curve", "A", "B", "gap", "noise of a step", "part"
     )
     for curve in report.curves:
@@ -131,11 +119,11 @@ def _curves(report: Report) -> Table | None:
 
 
 def _evals(report: Report) -> Table | None:
-    both = [e for e in report.evals if e.a is not None or e.b is not None]
-    if not both:
+    evals = [e for e in report.evals if e.a is not None or e.b is not None]
+    if not evals:
         return None
-    table = _table("evaluations", "metric", "A", "B", "change", "worse")
-    for e in both[:_MOST_ROWS]:
+    table = titled_table("evaluations", "metric", "A", "B", "change", "worse")
+    for e in evals[:_MAX_ROWS]:
         steps = [f" (step {s})" if s is not None and e.a_step != e.b_step else "" for s in (e.a_step, e.b_step)]
         values = ["-" if v is None else f"{v:.4g}{s}" for v, s in zip((e.a, e.b), steps, strict=True)]
         change = "-" if e.change is None else f"{e.change:+.2%}"
@@ -146,26 +134,26 @@ def _evals(report: Report) -> Table | None:
 def _settings(report: Report) -> Table | None:
     if not report.settings:
         return None
-    table = _table("settings that differ", "setting", "A", "B")
-    for setting in report.settings[:_MOST_ROWS]:
+    table = titled_table("settings that differ", "setting", "A", "B")
+    for setting in report.settings[:_MAX_ROWS]:
         table.add_row(_text(setting.key), _text(_short(setting.a)), _text(_short(setting.b)))
-    if len(report.settings) > _MOST_ROWS:
-        table.add_row("...", f"{len(report.settings) - _MOST_ROWS} more with --json", "")
+    if len(report.settings) > _MAX_ROWS:
+        table.add_row("...", f"{len(report.settings) - _MAX_ROWS} more with --json", "")
     return table
 
 
 def _short(value: object) -> str:
-    words = "not set" if value is None else str(value)
-    return words if len(words) <= 60 else f"{words[:57]}..."
+    text = "not set" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _tell_missing(console: Console, report: Report) -> None:
+def _print_not_compared(out: Console, report: Report) -> None:
     lines = [f"{m.name}: {m.why}" for m in report.not_compared]
     lines += [f"{name}: {limit}" for name, run in (("A", report.a), ("B", report.b)) for limit in run.limits]
     if report.axis_note:
         lines.insert(0, report.axis_note)
     if lines:
-        console.print()
-        console.print(Text("what could not be compared", style="bold"))
+        out.print()
+        out.print(Text("what could not be compared", style="bold"))
         for line in lines:
-            console.print(_text(f"  {line}"), soft_wrap=True)
+            out.print(_text(f"  {line}"), soft_wrap=True)

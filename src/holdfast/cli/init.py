@@ -1,4 +1,4 @@
-"""`holdfast init`: write the default policy, with a comment beside every key."""
+"""`holdfast init`: writes the default policy, with a comment for every key."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a policy file with every key, its default, and what it means.
+    """Write a policy file with every key, its default and its meaning.
 
     \b
     Examples:
       holdfast init                        write holdfast.toml here
       holdfast init configs/run.toml       write it elsewhere
-      holdfast init --force                replace one that is there
-      holdfast init - | less               only show it
+      holdfast init --force                replace an existing file
+      holdfast init - | less               print it
     """
     if path == "-":
-        _show(as_json)
+        if as_json:
+            emit({"ok": True, "path": "-", "text": template()})
+        else:
+            typer.echo(template(), nl=False)
         return
     target = Path(path)
     replaced = os.path.lexists(target)
-    _refuse(target, force)
+    _check_target(target, force)
     try:
         write_atomically(target, template())
     except RunDirError as error:
@@ -44,15 +47,8 @@ def init(
         typer.echo(f"{'replaced' if replaced else 'wrote'} {target}; every key in it is optional")
 
 
-def _show(as_json: bool) -> None:
-    if as_json:
-        emit({"ok": True, "path": "-", "text": template()})
-    else:
-        typer.echo(template(), nl=False)
-
-
-def _refuse(target: Path, force: bool) -> None:
-    """Raise, before anything is written, where writing would lose something or cannot work."""
+def _check_target(target: Path, force: bool) -> None:
+    """Raise HoldfastError if writing would fail or would replace a file without --force."""
     if target.is_dir():
         raise HoldfastError(f"{target} is a folder; name a file in it: holdfast init {target / 'holdfast.toml'}")
     if os.path.lexists(target) and not force:

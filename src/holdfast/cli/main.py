@@ -1,8 +1,14 @@
-"""The `holdfast` command: puts the commands together, and turns errors into messages and exit statuses.
+"""The `holdfast` command: registers the commands and turns errors into messages and exit statuses.
 
-Exit statuses: 0 done; 2 the command line is wrong, or a person would have to be asked; 3 `diagnose --fail-on` found it,
-or there is no checkpoint (`checkpoints resume-path`, `verify`); 70 stopped by policy; 75 stopped early and resumable; 78 bad
-configuration or input; 130 ended by Ctrl-C; 1 anything else, a damaged checkpoint too.
+Exit statuses:
+    0    done
+    1    any other error; a damaged checkpoint
+    2    wrong command line; a confirmation is needed and stdin is not a terminal
+    3    `diagnose --fail-on` matched; no checkpoint (`checkpoints resume-path`, `verify`)
+    70   stopped by policy
+    75   stopped early and resumable
+    78   bad configuration or input
+    130  ended by Ctrl-C
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, plan, prepare, train
+from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, overrides, plan, prepare, train
 from holdfast.cli.output import emit
 from holdfast.core.base.errors import ConfigError, HoldfastError, PolicyStop
 
@@ -23,16 +29,17 @@ EXIT_ERROR = 1
 EXIT_BAD_CONFIG = 78
 EXIT_INTERRUPTED = 130
 
-# Newer typer carries its own click and older typer imports it; the parent of BadParameter is UsageError in both.
+# New typer bundles click and old typer imports it; the parent of BadParameter is UsageError in both.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-# Plain help: rich would take the [brackets] of a usage line for markup and reflow the examples.
+# Plain help: rich would read the [brackets] of a usage line as markup and reflow the examples.
 app = typer.Typer(name="holdfast", add_completion=False, rich_markup_mode=None)
+_with_overrides = app.command(context_settings=overrides.CONTEXT_SETTINGS, options_metavar=overrides.OPTIONS_METAVAR)
 app.command()(demo.demo)
-app.command(context_settings=train.CONTEXT_SETTINGS, options_metavar=train.OPTIONS_METAVAR)(train.train)
+_with_overrides(train.train)
 app.command()(prepare.prepare)
 app.command()(init.init)
-app.command(context_settings=check.CONTEXT_SETTINGS, options_metavar=check.OPTIONS_METAVAR)(check.check)
+_with_overrides(check.check)
 app.command()(ack.ack)
 app.command()(diagnose.diagnose)
 app.command()(diff.diff)
@@ -57,34 +64,34 @@ def _holdfast(
 
     \b
     Examples:
-      holdfast demo                    a small model through a storm, with and without the guard
-      holdfast train configs/tiny.toml the reference trainer
-      holdfast prepare a.txt -o a.tok  text into a token file for it
+      holdfast demo                    train a small model with faults, with and without the guard
+      holdfast train configs/tiny.toml run the reference trainer
+      holdfast prepare a.txt -o a.tok  make a token file from text
       holdfast init                    write a policy file with comments
-      holdfast check holdfast.toml     every error in it at once
-      holdfast ack runs/a              a person has looked: budgets start anew
-      holdfast diagnose runs/a         what happened to a run, from any tool's log
-      holdfast diff runs/a runs/b      what differs between two runs, ranked as suspects
-      holdfast plan runs/a             how often to save, and the goodput to expect
-      holdfast checkpoints ls runs/a   what was saved, and what a resume would take
+      holdfast check holdfast.toml     list every error in a policy file
+      holdfast ack runs/a              acknowledge a stopped run and reset its recovery budgets
+      holdfast diagnose runs/a         explain what happened to a run, from any tool's log
+      holdfast diff runs/a runs/b      rank the differences between two runs as suspects
+      holdfast plan runs/a             recommend how often to save, and estimate the goodput
+      holdfast checkpoints ls runs/a   list checkpoints and the one that a resume would use
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and end the process with its status; `arguments` defaults to the process's own.
+    """Run one command and exit with its status; `arguments` defaults to sys.argv.
 
-    A HoldfastError, or an OSError that names a file, is one message on stderr and, with --json, an object on stdout
-    too. Any other exception is a bug of Holdfast's and leaves its traceback.
+    A HoldfastError, or an OSError that names a file, becomes one message on stderr and, with --json, also an object on
+    stdout. Any other exception is a bug in Holdfast and keeps its traceback.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    sys.exit(_status(words))
+    sys.exit(_run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-def _status(words: list[str]) -> int:
+def _run(words: list[str]) -> int:
+    """Run one command and return its exit status."""
     try:
-        # Not standalone, so that errors arrive here; typer then returns the status of --help and --version.
+        # Not standalone, so that errors propagate to here; typer then returns the status of --help and --version.
         return typer.main.get_command(app).main(args=words, prog_name="holdfast", standalone_mode=False) or 0
     except typer.Abort:
         return EXIT_INTERRUPTED
@@ -94,23 +101,16 @@ def _status(words: list[str]) -> int:
         message = f"{error.filename or 'output'}: {error.strerror}" if isinstance(error, OSError) else str(error)
         typer.echo(f"error: {message}", err=True)
         if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
-            _answer(words, error.errors if isinstance(error, ConfigError) else [message])
-        return _status_of(error)
+            _emit_errors(words, error.errors if isinstance(error, ConfigError) else [message])
+        if isinstance(error, PolicyStop):
+            return int(error.code or EXIT_ERROR)
+        return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
     except _UsageError as error:
         error.show()
-        _answer(words, [error.format_message()])
+        _emit_errors(words, [error.format_message()])
         return int(error.exit_code)
 
 
-def _answer(words: list[str], errors: list[str]) -> None:
-    # Looked up in the words themselves: where the command line does not parse there is nothing else to ask.
-    if "--json" in words:
+def _emit_errors(words: list[str], errors: list[str]) -> None:
+    if "--json" in words:  # the command line may not have parsed, so look at the words
         emit({"ok": False, "errors": errors})
-
-
-def _status_of(error: Exception) -> int:
-    if isinstance(error, ConfigError):
-        return EXIT_BAD_CONFIG
-    if isinstance(error, PolicyStop):
-        return int(error.code or EXIT_ERROR)
-    return EXIT_ERROR

@@ -1,17 +1,15 @@
-"""`holdfast plan`: how often to save, and what share of the time is then useful."""
+"""`holdfast plan`: recommends how often to save, and estimates the useful share of the time."""
 
 from __future__ import annotations
 
 import re
-import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from holdfast.cli import planned
-from holdfast.cli.output import Json, emit
-from holdfast.cli.planned import Inputs, Known, spoken
+from holdfast.cli import plan_report
+from holdfast.cli.output import Json, console, emit, format_count, format_duration
+from holdfast.cli.plan_report import PlanInputs, SourcedValue
 from holdfast.core.base.config import CheckpointSection
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.checkpoints import cadence
@@ -20,48 +18,48 @@ from holdfast.reports.clean import clean
 
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})\s*(ms|s|m|h|d)?", re.ASCII)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_LONGEST = 1e11
-_SHORTEST = 1e-6
+_MAX_SECONDS = 1e11
+_MIN_SECONDS = 1e-6
 _Duration = str | None
 
 
-def _says(name: str, text: str) -> Any:
+def _time_option(name: str, text: str) -> Any:
     return typer.Option(name, metavar="TIME", help=text)
 
 
 def plan(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="A run directory, to measure what it has cost.")
-    ] = None,
-    save_cost: Annotated[_Duration, _says("--save-cost", "Training stands still this long for a save.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="A run directory to measure the costs from.")] = None,
+    save_cost: Annotated[_Duration, _time_option("--save-cost", "How long a save stalls training.")] = None,
     write_time: Annotated[
-        _Duration, _says("--write-time", "After that it is written for this long, in training.")
+        _Duration, _time_option("--write-time", "How long a save is then written in the background.")
     ] = None,
-    step_time: Annotated[_Duration, _says("--step-time", "Of one step.")] = None,
-    mtbf: Annotated[_Duration, _says("--mtbf", "Mean time between failures of the whole job.")] = None,
-    node_mtbf: Annotated[_Duration, _says("--node-mtbf", "Of one node; with --nodes.")] = None,
+    step_time: Annotated[_Duration, _time_option("--step-time", "Time of one step.")] = None,
+    mtbf: Annotated[_Duration, _time_option("--mtbf", "Mean time between failures of the whole job.")] = None,
+    node_mtbf: Annotated[_Duration, _time_option("--node-mtbf", "MTBF of one node; needs --nodes.")] = None,
     failures_per_day: Annotated[
-        float | None, typer.Option("--failures-per-day", metavar="NUMBER", help="Of the whole job, instead of --mtbf.")
+        float | None,
+        typer.Option("--failures-per-day", metavar="NUMBER", help="Failures of the whole job, instead of --mtbf."),
     ] = None,
     nodes: Annotated[int | None, typer.Option("--nodes", min=1, max=10**9, help="Nodes of the job.")] = None,
     world: Annotated[
         int | None,
-        typer.Option("--world", min=1, max=10**9, help="Plan for so many ranks with the failure rate of RUN."),
+        typer.Option("--world", min=1, max=10**9, help="Plan for this many ranks with the failure rate of RUN."),
     ] = None,
-    restart: Annotated[_Duration, _says("--restart", "From a failure to the first step after it.")] = None,
+    restart: Annotated[_Duration, _time_option("--restart", "Time from a failure to the first step after it.")] = None,
     certify_after: Annotated[
         int | None, typer.Option("--certify-after", min=0, max=10**9, help="Healthy steps until a save counts as good.")
     ] = None,
     every: Annotated[
-        int | None, typer.Option("--every", min=1, max=10**12, help="Steps between saves as it is.")
+        int | None, typer.Option("--every", min=1, max=10**12, help="Current steps between saves.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """How often to save, and what share of the time is then useful (Young, Daly).
+    """Recommend how often to save, and estimate the useful share of the time (Young, Daly).
 
-    A save costs a stall; a failure costs what was trained since the last good one. RUN is measured: step time, saves,
-    restarts, failures. An option takes the place of what was measured. TIME is 90, 90s, 12m, 36h or 90d.
-    Exit status: 0 done; 78 something is wrong or missing, all of it listed.
+    A save costs a stall; a failure costs the training since the last good save. RUN is measured: step time, saves,
+    restarts, failures. An option replaces the measured value. TIME is 90, 90s, 12m, 36h or 90d.
+    Without RUN, --save-cost, --step-time, --restart and a failure rate are needed.
+    Exit status: 0 done; 78 values are wrong or missing, all of them listed.
 
     \b
     Examples:
@@ -73,40 +71,29 @@ def plan(
     """
     errors: list[str] = []
     given = {
-        "save cost": _duration("--save-cost", save_cost, errors, zero=True),
-        "write time": _duration("--write-time", write_time, errors, zero=True),
-        "step time": _duration("--step-time", step_time, errors),
-        "restart": _duration("--restart", restart, errors, zero=True),
+        "save cost": _parse_duration("--save-cost", save_cost, errors, allow_zero=True),
+        "write time": _parse_duration("--write-time", write_time, errors, allow_zero=True),
+        "step time": _parse_duration("--step-time", step_time, errors),
+        "restart": _parse_duration("--restart", restart, errors, allow_zero=True),
     }
-    asked = _asked_mtbf(mtbf, node_mtbf, failures_per_day, nodes, errors)
-    found = None if run is None else measure(run)
-    where = None if run is None else clean(run)
-    inputs = _inputs(given, asked, found, where, world, errors)
+    given_mtbf = _parse_mtbf(mtbf, node_mtbf, failures_per_day, nodes, errors)
+    measured = None if run is None else measure(run)
+    inputs = _collect_inputs(given, given_mtbf, measured, None if run is None else clean(run), world, errors)
     inputs = inputs._replace(
         nodes=nodes if world is None else world, every=every if every is not None else inputs.every
     )
     if certify_after is not None:
-        inputs = inputs._replace(certify_after=Known(certify_after, "--certify-after"))
+        inputs = inputs._replace(certify_after=SourcedValue(certify_after, "--certify-after"))
     advice = cadence.advise(inputs.costs, inputs.every)
-    limits = [] if found is None else [clean(limit) for limit in found.limits]
+    limits = [] if measured is None else [clean(limit) for limit in measured.limits]
     if as_json:
-        emit(planned.answer(inputs, advice, found, limits))
+        emit(plan_report.to_json(inputs, advice, measured, limits))
     else:
-        planned.tell(_console(), inputs, advice, limits, ranks=world is not None)
+        plan_report.print_report(console(), inputs, advice, limits, ranks=world is not None)
 
 
-def _console() -> Console:
-    """The picture holds characters that a stream in an old encoding cannot take: it gets question marks."""
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    return Console(highlight=False)
-
-
-# ---- what it rests on
-
-
-def _duration(name: str, text: str | None, errors: list[str], *, zero: bool = False) -> float | None:
-    """Seconds; None, and an error if it was given, for anything that is not a time."""
+def _parse_duration(name: str, text: str | None, errors: list[str], *, allow_zero: bool = False) -> float | None:
+    """Return seconds, or None and an error if `text` is not a time."""
     if text is None:
         return None
     match = _DURATION.fullmatch(text.strip())
@@ -114,103 +101,113 @@ def _duration(name: str, text: str | None, errors: list[str], *, zero: bool = Fa
         errors.append(f"{name} {clean(text)[:40]!r}: not a time; write 90, 90s, 12m, 36h or 90d")
         return None
     seconds = float(match[1]) * _SECONDS[match[2] or "s"]
-    if seconds < _SHORTEST and not (zero and seconds == 0):
-        errors.append(f"{name} {text}: must be {'0 or ' if zero else ''}at least a microsecond")
+    if seconds < _MIN_SECONDS and not (allow_zero and seconds == 0):
+        errors.append(f"{name} {text}: must be {'0 or ' if allow_zero else ''}at least a microsecond")
         return None
-    if seconds > _LONGEST:
+    if seconds > _MAX_SECONDS:
         errors.append(f"{name} {text}: longer than three thousand years; write it in seconds, 12m, 36h or 90d")
         return None
     return seconds
 
 
-def _asked_mtbf(
+def _parse_mtbf(
     mtbf: str | None, node_mtbf: str | None, per_day: float | None, nodes: int | None, errors: list[str]
-) -> Known | None:
-    ways = [
-        name
-        for name, v in (("--mtbf", mtbf), ("--node-mtbf", node_mtbf), ("--failures-per-day", per_day))
-        if v is not None
-    ]
-    if len(ways) > 1:
-        errors.append(f"{' and '.join(ways)} say the same thing: give one of them")
-    job, node = _duration("--mtbf", mtbf, errors), _duration("--node-mtbf", node_mtbf, errors)
+) -> SourcedValue | None:
+    """Return the MTBF of the job from the options, or None if none was given."""
+    options = {"--mtbf": mtbf, "--node-mtbf": node_mtbf, "--failures-per-day": per_day}
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        errors.append(f"{' and '.join(given)} all set the failure rate: give only one")
+    job, node = _parse_duration("--mtbf", mtbf, errors), _parse_duration("--node-mtbf", node_mtbf, errors)
     if node_mtbf is not None and nodes is None:
-        errors.append("--node-mtbf is of one node: say with --nodes how many there are")
+        errors.append("--node-mtbf is for one node: give the number of nodes with --nodes")
     if per_day is not None and not 1e-9 <= per_day <= 1e9:
         errors.append(f"--failures-per-day {per_day}: must be a number above 0, such as 0.5")
     elif per_day is not None:
-        return Known(86400 / per_day, "--failures-per-day")
+        return SourcedValue(86400 / per_day, "--failures-per-day")
     if node is not None and nodes is not None:
-        return Known(node / nodes, f"--node-mtbf over {nodes:,} nodes")
-    return None if job is None else Known(job, "--mtbf")
+        return SourcedValue(node / nodes, f"--node-mtbf over {nodes:,} nodes")
+    return None if job is None else SourcedValue(job, "--mtbf")
 
 
-def _inputs(
-    given: dict[str, float | None], asked: Known | None, found: MeasuredCosts | None, run: str | None, world: int | None,
-    errors: list[str],
-) -> Inputs:  # fmt: skip
-    """Options before measurements; one ConfigError with all that is wrong or in neither."""
-    measured = {} if found is None else {
-        "save cost": (found.stall, f"median of {found.saves:,} saves"),
-        "write time": (found.write, f"median of {found.saves:,} saves"),
-        "step time": (found.step_time, "median of the latest steps"),
-        "restart": (found.restart, "median, from the last line of a life to `resumed` in the next"),
+def _collect_inputs(
+    given: dict[str, float | None], mtbf: SourcedValue | None, measured: MeasuredCosts | None, run: str | None,
+    world: int | None, errors: list[str],
+) -> PlanInputs:  # fmt: skip
+    """Return the options, completed by measurements; raise one ConfigError with everything wrong or missing."""
+    from_run = {} if measured is None else {
+        "save cost": (measured.stall, f"median of {measured.saves:,} saves"),
+        "write time": (measured.write, f"median of {measured.saves:,} saves"),
+        "step time": (measured.step_time, "median of the latest steps"),
+        "restart": (measured.restart, "median, from the last journal line before a failure to `resumed`"),
     }  # fmt: skip
-    known: dict[str, Known] = {}
+    values: dict[str, SourcedValue] = {}
     for name, value in given.items():
-        seconds, source = measured.get(name, (None, ""))
+        seconds, source = from_run.get(name, (None, ""))
         option = "--" + name.replace(" ", "-")
         if value is not None:
-            known[name] = Known(value, option)
+            values[name] = SourcedValue(value, option)
         elif seconds is not None:
-            known[name] = Known(seconds, source)
+            values[name] = SourcedValue(seconds, source)
         elif name == "write time":
-            known[name] = Known(0.0, "not given: taken as 0")
-        elif not any(error.startswith(option) for error in errors):
-            place = "" if run is None else f"not on record in {run}; "
-            errors.append(f"{name}: {place}give {option} TIME")
-    rate = None
-    if asked is None and found is not None and found.failures:
-        asked, rate = _measured_mtbf(found, world, errors)
+            values[name] = SourcedValue(0.0, "not known: assumed 0")
+        elif any(error.startswith(option) for error in errors):
+            continue
+        elif name == "restart" and run is not None:
+            values[name] = SourcedValue(0.0, "not known: RUN has not restarted after a failure; assumed 0")
+        else:
+            errors.append(f"{name}: {'' if run is None else f'not on record in {run}; '}give {option} TIME")
+    mtbf_90 = None
+    if mtbf is None and measured is not None and measured.failures:
+        mtbf, mtbf_90 = _measured_mtbf(measured, world, errors)
     elif world is not None:
-        errors.append("--world scales a failure rate measured in RUN; there is none here: leave it out")
-    if asked is None and not any("mtbf" in error or "failures" in error for error in errors):
-        errors.append(_no_rate(found, run))
-    if errors or asked is None:
+        errors.append("--world scales a failure rate measured in RUN, and there is none: leave it out")
+    if mtbf is None and not any("mtbf" in error or "failures" in error for error in errors):
+        errors.append(_missing_rate(measured, run))
+    if errors or mtbf is None:
         raise ConfigError(errors, "plan")
-    steps = None if found is None else found.certify_steps
-    certify = Known(CheckpointSection().certify_after, "the default") if steps is None else Known(steps, "run.json")
-    return Inputs(
-        known["save cost"], known["write time"], known["step time"], asked, known["restart"], certify,
-        None if found is None else found.every, None, rate,
-    )  # fmt: skip
+    certify = SourcedValue(CheckpointSection().certify_after, "the default")
+    if measured is not None and measured.certify_steps is not None:
+        certify = SourcedValue(measured.certify_steps, "run.json")
+    return PlanInputs(
+        save_cost=values["save cost"],
+        write_time=values["write time"],
+        step_time=values["step time"],
+        mtbf=mtbf,
+        restart=values["restart"],
+        certify_after=certify,
+        every=None if measured is None else measured.every,
+        nodes=None,
+        mtbf_90=mtbf_90,
+        is_restart_known=given["restart"] is not None or (measured is not None and measured.restart is not None),
+    )
 
 
 def _measured_mtbf(
-    found: MeasuredCosts, world: int | None, errors: list[str]
-) -> tuple[Known | None, tuple[float, float] | None]:
+    measured: MeasuredCosts, world: int | None, errors: list[str]
+) -> tuple[SourcedValue | None, tuple[float, float] | None]:
+    """Return the measured MTBF, scaled to `world` ranks, and its 90% interval."""
     scale, scaled = 1.0, ""
     if world is not None:
-        if found.world_size is None:
-            errors.append("--world: how many ranks RUN had is not on record; give --mtbf instead")
+        if measured.world_size is None:
+            errors.append("--world: the number of ranks of RUN is not on record; give --mtbf instead")
         else:
-            scale, scaled = found.world_size / world, f", from {found.world_size:,} ranks to {world:,}"
-    if found.running <= 0:
+            scale, scaled = measured.world_size / world, f", scaled from {measured.world_size:,} ranks to {world:,}"
+    if measured.running <= 0:
         errors.append("mtbf: the journal spans no time; give --mtbf TIME")
         return None, None
-    low, high = cadence.rate_interval(found.failures)
-    running = found.running * scale
-    plural = "s" if found.failures != 1 else ""
-    source = f"{found.failures:,} failure{plural} in {spoken(found.running)}{scaled}"
-    return Known(running / found.failures, source), (running / high, running / low)
+    low, high = cadence.rate_interval(measured.failures)
+    running = measured.running * scale
+    source = f"{format_count(measured.failures, 'failure')} in {format_duration(measured.running)}{scaled}"
+    return SourcedValue(running / measured.failures, source), (running / high, running / low)
 
 
-def _no_rate(found: MeasuredCosts | None, run: str | None) -> str:
-    ways = "give --mtbf TIME, --failures-per-day NUMBER, or --nodes NUMBER --node-mtbf TIME"
-    if found is None or found.running <= 0:
-        place = "" if run is None else f"not on record in {run}; "
-        return f"failure rate: {place}{ways}"
-    least = found.running / cadence.rate_interval(0)[1]
+def _missing_rate(measured: MeasuredCosts | None, run: str | None) -> str:
+    cure = "give --mtbf TIME, --failures-per-day NUMBER, or --nodes NUMBER --node-mtbf TIME"
+    if measured is None or measured.running <= 0:
+        return f"failure rate: {'' if run is None else f'not on record in {run}; '}{cure}"
+    bound = format_duration(measured.running / cadence.rate_interval(0)[1])
     return (
-        f"failure rate: no failure in {spoken(found.running)} of {run}, so probably (95%) over {spoken(least)}; {ways}"
+        f"failure rate: no failure in {format_duration(measured.running)} of {run}, so the MTBF is probably (95%) over "
+        f"{bound}; {cure}"
     )

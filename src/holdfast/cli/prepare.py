@@ -1,4 +1,4 @@
-"""`holdfast prepare`: text or JSON lines into a token file."""
+"""`holdfast prepare`: makes a token file from text or JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import Progress
 
 from holdfast.cli.output import Json, emit
 from holdfast.core.base.errors import ConfigError, DataError
-from holdfast.reference.prepare import prepare as make
+from holdfast.reference.prepare import prepare as make_token_file
 
 
 def prepare(
@@ -19,23 +19,26 @@ def prepare(
         list[Path], typer.Argument(metavar="INPUT...", help="Text files, or .jsonl with the text in a field.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The token file to write.")],
-    tokenizer: Annotated[str, typer.Option(help="'bytes', or the path of a tokenizer.json.")] = "bytes",
-    field: Annotated[str, typer.Option(help="Where the text is in a line of JSON.")] = "text",
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or the path of a tokenizer.json file.")] = "bytes",
+    field: Annotated[str, typer.Option(help="The JSON field that holds the text.")] = "text",
     as_json: Json = False,
 ) -> None:
-    """Turn text or JSON lines into a token file for `holdfast train`.
+    """Make a token file for `holdfast train` from text or JSON lines.
 
     \b
     Examples:
       holdfast prepare book.txt notes.txt -o data/books.tokens
       holdfast prepare corpus.jsonl -o data/corpus.tokens --tokenizer tokenizer.json --field content
+      holdfast prepare book.txt -o data/book.tokens --json
     """
     total = sum(path.stat().st_size for path in inputs if path.is_file())
     console = Console(stderr=True)
     try:
         with Progress(console=console, disable=as_json or not console.is_terminal) as bar:
             task = bar.add_task("tokens", total=total)
-            report = make(inputs, output, tokenizer, field, lambda done, count: bar.update(task, completed=done))
+            report = make_token_file(
+                inputs, output, tokenizer, field, lambda done, count: bar.update(task, completed=done)
+            )
     except DataError as error:
         raise ConfigError([str(error)], "prepare") from None
     if as_json:
@@ -43,4 +46,4 @@ def prepare(
         return
     typer.echo(f"{report['output']}: {report['tokens']:,} tokens, vocabulary {report['vocab_size']}")
     if report["skipped_lines"]:
-        typer.echo(f"{report['skipped_lines']} lines had no text under {field!r} and were left out", err=True)
+        typer.echo(f"{report['skipped_lines']} lines had no text under {field!r} and were skipped", err=True)

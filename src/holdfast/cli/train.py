@@ -1,4 +1,4 @@
-"""`holdfast train`: the reference trainer."""
+"""`holdfast train`: runs the reference trainer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from holdfast.cli import overrides
 from holdfast.cli.output import Json, emit
+from holdfast.cli.overrides import load_config
 from holdfast.core.base.errors import ConfigError, DataError, MissingDependency, RunDirError, SetupError
 from holdfast.reference.config import TrainConfig, load
 
-CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-OPTIONS_METAVAR = "[OPTIONS] [--section.key=value ...]"
 EXIT_RESUME = 75
 EXIT_NOT_RESUMABLE = 1
 
 
 def train(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The trainer's configuration file.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A TOML file; configs/NAME.toml also finds those that ship.")
+    ],
     resume: Annotated[
         str | None,
         typer.Option(
-            "--resume", metavar="PATH", help="Go on from this checkpoint, or from the newest good one of this run."
+            "--resume", metavar="PATH", help="Resume from this checkpoint, or from this run's newest good one."
         ),
     ] = None,
     stop_at: Annotated[
@@ -33,11 +33,11 @@ def train(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small transformer on token files, or on the embedded data set, guarded.
+    """Train a small transformer, guarded, on token files or on the embedded data set.
 
-    Any key can be overridden with --section.key=value. A run directory that has checkpoints is gone on from, exactly, by
-    the same command; the first Ctrl-C ends the run after the current step and leaves one to go on from.
-    Under torchrun the ranks it starts share the run as [distributed] says; the loss does not depend on their number.
+    --section.key=value overrides any key. The same command resumes a run directory that has checkpoints, exactly.
+    The first Ctrl-C ends the run after the current step with a checkpoint; the second ends it at once.
+    Under torchrun, [distributed] says how the ranks share the run; the loss does not depend on their number.
     Exit status: 0 done, 75 stopped early and resumable, 70 stopped by policy, 78 bad configuration or input.
 
     \b
@@ -48,49 +48,36 @@ def train(
       holdfast train configs/tiny.toml --checkpoint.resume=never
       torchrun --nproc-per-node 4 -m holdfast train configs/tiny.toml --distributed.shard=2
     """
-    checked = _load([config, *context.args])
-    result, first = _train(checked, resume, stop_at, quiet=as_json)
-    if as_json and first:
+    _, checked = load_config("train", [config, *context.args], load)
+    result, is_rank_0 = _train(checked, resume, stop_at, quiet=as_json)
+    if as_json and is_rank_0:
         emit({"ok": True, **msgspec.to_builtins(result)})
     if result.stopped is not None:
-        cure = "the same command goes on from there" if result.checkpoint else "no checkpoint was left to go on from"
-        if first:
+        cure = "the same command resumes it" if result.checkpoint else "there is no checkpoint to resume from"
+        if is_rank_0:
             typer.echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
         raise typer.Exit(EXIT_RESUME if result.checkpoint else EXIT_NOT_RESUMABLE)
 
 
-def _load(words: list[str]) -> TrainConfig:
-    source, assignments, errors = overrides.sort(words)
-    if source is None:
-        raise ConfigError([*errors, "no file named; write: holdfast train CONFIG [--section.key=value ...]"], "train")
-    try:
-        checked = load(source, assignments)
-    except ConfigError as error:
-        raise ConfigError([*errors, *error.errors], source) from None
-    if errors:
-        raise ConfigError(errors, source)
-    return checked
-
-
 def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: bool) -> tuple[Any, bool]:
-    """What the run came to, and whether this is the first of its ranks, which speaks for all."""
+    """Train and return the result and whether this is rank 0, which reports for all ranks."""
     try:
-        from holdfast.reference import ranks
-        from holdfast.reference.progress import Show
+        from holdfast.reference.progress import TerminalProgress
+        from holdfast.reference.ranks import process_group
         from holdfast.reference.trainer import build, check_run_dir
     except ImportError as error:
         raise MissingDependency(
             f"holdfast train needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
         ) from None
     check_run_dir(config.train.run_dir)
-    with ranks.joined(config.train.device):
+    with process_group(config.train.device):
         trainer = build(config)
-        first = trainer.layout.rank == 0
-        if not first:
+        is_rank_0 = trainer.layout.rank == 0
+        if not is_rank_0:
             logging.getLogger("holdfast").setLevel(logging.ERROR)
-        view = None if quiet or not first else Show()
+        view = None if quiet or not is_rank_0 else TerminalProgress()
         try:
-            return trainer.run(view=view, resume=resume, stop_at=stop_at), first
+            return trainer.run(view=view, resume=resume, stop_at=stop_at), is_rank_0
         except (DataError, RunDirError, SetupError) as error:
             raise ConfigError([str(error)], "train") from None
         finally:

@@ -1,1 +1,1 @@
-"""Breaks things on purpose: `faults/`, each injected where it arises, and `storm`, several of them in one run."""
+"""Injects faults on purpose: `faults/` holds one fault per file, `fault_schedule` runs several, `demo` shows them."""

@@ -1,4 +1,4 @@
-"""The demo: one small model, three times: calm, through a storm unguarded, through the same storm guarded."""
+"""The demo: trains a small model three times: without faults, with faults unguarded, with the same faults guarded."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ import msgspec
 from holdfast.compose import Guard
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.base.types import Outcome
-from holdfast.drill.storm import Storm, demo_storm
+from holdfast.drill.fault_schedule import demo_schedule
 from holdfast.reference.config import TrainConfig, parse
-from holdfast.reference.trainer import INTERRUPTED, Result, Trainer, build, check_run_dir
+from holdfast.reference.trainer import INTERRUPTED, TrainResult, build, check_run_dir
 
 STEPS = 1200
-_DEAD_AFTER = 25
+_NONFINITE_STEPS_TO_STOP = 25
 RUNS = ("calm", "unguarded", "guarded")
 
 Listener = Callable[[str, str, dict[str, Any]], None]
-"""Called with the run, what happened (begin, step, recovered, end) and its numbers."""
+"""called with the run, the event (begin, step, recovered, end) and its values"""
 
 
-class Demo(msgspec.Struct, kw_only=True):
-    """What the three runs came to."""
+class DemoResult(msgspec.Struct, kw_only=True):
+    """Holds the report of each of the three runs."""
 
     calm: dict[str, Any]
     unguarded: dict[str, Any]
     guarded: dict[str, Any]
 
 
-def configuration(seed: int, steps: int, run_dir: Path) -> TrainConfig:
-    """The demo's model and data; the policy is the default one, not a key of it touched."""
+def demo_config(seed: int, steps: int, run_dir: Path) -> TrainConfig:
+    """Return the demo's model, data and training settings, with the default policy."""
     return parse(
         {
             "model": {"layers": 2, "width": 64, "heads": 4, "context": 64},
@@ -55,37 +55,32 @@ def configuration(seed: int, steps: int, run_dir: Path) -> TrainConfig:
     )
 
 
-def run(seed: int, steps: int, folder: Path, listen: Listener) -> Demo:
-    """Train three times with the same seed; `folder` gets a run directory for each guarded one."""
-    _check_folder(folder)
-    results: dict[str, dict[str, Any]] = {}
-    for name in RUNS:
-        config = configuration(seed, steps, folder / name)
-        per_step = config.train.batch_size * config.train.accumulate
-        storm = None if name == "calm" else demo_storm(steps, per_step)
-        trainer = build(config, tamper=storm)
-        listen(name, "begin", {"steps": steps, "faults": _faults(storm)})
-        with _holdfast_off(name == "unguarded"):
-            result = trainer.run(hooks=[_Ears(name, listen, trainer)])
-        if result.stopped == INTERRUPTED:
-            raise KeyboardInterrupt  # the trainer ends a run cleanly at Ctrl-C; here it is meant for all three
-        results[name] = _report(name, result)
-        listen(name, "end", results[name])
-    return Demo(**results)
+def run(seed: int, steps: int, folder: Path, listen: Listener) -> DemoResult:
+    """Train three times with the same seed and return the reports. Each guarded run gets a run directory in `folder`.
 
-
-def _check_folder(folder: Path) -> None:
-    """ConfigError where it cannot be written, or holds runs: what those left out would be left out again."""
+    Raises ConfigError if `folder` cannot be written or holds the runs of an earlier demo, and KeyboardInterrupt on Ctrl-C.
+    """
     check_run_dir(str(folder), "--folder")
-    if any((folder / name).exists() for name in RUNS):
+    if any((folder / name).exists() for name in RUNS):  # a run would skip the data that the earlier one quarantined
         raise ConfigError([f"--folder {folder}: holds the runs of an earlier demo; name another, or remove it"], "demo")
+    reports: dict[str, dict[str, Any]] = {}
+    for name in RUNS:
+        config = demo_config(seed, steps, folder / name)
+        per_step = config.train.batch_size * config.train.accumulate
+        schedule = None if name == "calm" else demo_schedule(steps, per_step)
+        trainer = build(config, faults=schedule)
+        faults = [] if schedule is None else [{"name": f.name, "step": f.step} for f in schedule.faults]
+        listen(name, "begin", {"steps": steps, "faults": faults})
+        with _holdfast_off(name == "unguarded"):
+            result = trainer.run(hooks=[_DemoHook(name, listen)])
+        if result.stopped == INTERRUPTED:
+            raise KeyboardInterrupt  # the trainer stopped this run cleanly; the user wants all three to end
+        reports[name] = _report(name, result)
+        listen(name, "end", reports[name])
+    return DemoResult(**reports)
 
 
-def _faults(storm: Storm | None) -> list[dict[str, Any]]:
-    return [] if storm is None else [{"name": f.name, "step": f.step} for f in storm.faults]
-
-
-def _report(name: str, result: Result) -> dict[str, Any]:
+def _report(name: str, result: TrainResult) -> dict[str, Any]:
     report: dict[str, Any] = {"eval_loss": result.eval_loss, "seconds": round(result.seconds, 1)}
     if name == "guarded":
         report["incidents"] = [{"kind": i.kind, "step": i.step, "actions": i.actions} for i in result.summary.incidents]
@@ -98,7 +93,7 @@ def _report(name: str, result: Result) -> dict[str, Any]:
 
 @contextmanager
 def _holdfast_off(off: bool) -> Iterator[None]:
-    """HOLDFAST_OFF for the time of one run: how anyone takes the guard out."""
+    """Set HOLDFAST_OFF for one run, and restore it."""
     before = os.environ.get("HOLDFAST_OFF")
     os.environ["HOLDFAST_OFF"] = "1" if off else ""
     try:
@@ -110,13 +105,13 @@ def _holdfast_off(off: bool) -> Iterator[None]:
             os.environ["HOLDFAST_OFF"] = before
 
 
-class _Ears:
-    """A hook that passes on what happens, and ends a run that has been dead for a while."""
+class _DemoHook:
+    """Passes steps and recoveries to the listener, and stops a run whose loss stays NaN."""
 
-    def __init__(self, name: str, listen: Listener, trainer: Trainer) -> None:
-        self._name, self._listen, self._trainer = name, listen, trainer
+    def __init__(self, name: str, listen: Listener) -> None:
+        self._name, self._listen = name, listen
         self._guard: Guard | None = None
-        self._dead = 0
+        self._nonfinite_steps = 0
 
     def on_train_begin(self, guard: Guard) -> None:
         self._guard = guard
@@ -124,9 +119,10 @@ class _Ears:
     def on_step_end(self, outcome: Outcome) -> None:
         loss = outcome.signal.loss
         self._listen(self._name, "step", {"step": outcome.step, "loss": loss})
-        self._dead = 0 if math.isfinite(loss) else self._dead + 1
-        if self._dead >= _DEAD_AFTER and self._guard is not None:
-            self._guard.stop(f"dead: the loss has not been a number since step {outcome.step - self._dead + 1}")
+        self._nonfinite_steps = 0 if math.isfinite(loss) else self._nonfinite_steps + 1
+        if self._nonfinite_steps >= _NONFINITE_STEPS_TO_STOP and self._guard is not None:
+            since = outcome.step - self._nonfinite_steps + 1
+            self._guard.stop(f"dead: the loss has been NaN or Inf since step {since}")
 
     def on_recovery(self, outcome: Outcome) -> None:
         plan = outcome.plan

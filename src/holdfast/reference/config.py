@@ -1,4 +1,4 @@
-"""The trainer's own sections, beside the policy's, in one file. No torch here: `holdfast check` reads it too."""
+"""Config sections of the reference trainer, next to the policy's. Imports no torch: `holdfast check` reads them too."""
 
 from __future__ import annotations
 
@@ -26,133 +26,145 @@ from holdfast.core.base.config import (
 )
 from holdfast.core.base.errors import ConfigError
 
+PACKAGED = Path(__file__).parents[1] / "configs"
+"""folder of the configurations that ship with the package"""
 
-class Model(ConfigSection, frozen=True):
-    """One decoder-only transformer: RMSNorm, RoPE, SwiGLU, SDPA."""
+
+class ModelSection(ConfigSection, frozen=True):
+    """Shape of the decoder-only transformer: RMSNorm, RoPE, SwiGLU, SDPA."""
 
     vocab_size: Annotated[Count, doc("at least one more than the largest token id")] = 256
-    context: Annotated[Count, doc("tokens in a sequence")] = 128
-    layers: Annotated[Count, doc("blocks")] = 4
+    context: Annotated[Count, doc("tokens per sequence")] = 128
+    layers: Annotated[Count, doc("transformer blocks")] = 4
     heads: Annotated[Count, doc("attention heads")] = 4
     width: Annotated[Count, doc("of the residual stream; a multiple of 2 x heads")] = 128
-    hidden: Annotated[CountOrZero, doc("of the SwiGLU; 0: 8/3 of the width, rounded up to a multiple of 64")] = 0
-    qk_norm: Annotated[bool, doc("normalise queries and keys: keeps attention logits from growing")] = False
+    hidden: Annotated[CountOrZero, doc("SwiGLU width; 0: 8/3 of the width, rounded up to a multiple of 64")] = 0
+    qk_norm: Annotated[bool, doc("normalize queries and keys: keeps attention logits from growing")] = False
     z_loss: Annotated[NonNegative, doc("weight of the squared log-partition in the loss; 1e-4 is usual")] = 0.0
-    tie_embeddings: Annotated[bool, doc("one matrix for input and output")] = True
+    tie_embeddings: Annotated[bool, doc("share one matrix between input and output embedding")] = True
 
     @property
     def hidden_width(self) -> int:
         return self.hidden or math.ceil(8 * self.width / 3 / 64) * 64
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One source of tokens."""
+class DataSourceConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One [[dataset.sources]] entry: a token file and its weight in the mixture."""
 
     path: str
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
-class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From a step on, other weights."""
+class DataStageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One [[dataset.stages]] entry: the source weights that apply from `from_step` on."""
 
     from_step: Annotated[int, msgspec.Meta(ge=1)]
     weights: tuple[Annotated[float, msgspec.Meta(ge=0)], ...]
 
 
-class Dataset(ConfigSection, frozen=True):
-    """Where tokens come from. Without sources: the bytes of Python's own standard library."""
+class DatasetSection(ConfigSection, frozen=True):
+    """Sources of the training tokens. Without any, the trainer reads the source code of Python's standard library."""
 
-    sources: Annotated[tuple[Source, ...], doc("token files from `holdfast prepare`, with weights")] = ()
-    stages: Annotated[tuple[Stage, ...], doc("other weights from a step on")] = ()
-    eval_share: Annotated[Fraction, doc("of every source, held out for evaluation, from its end")] = 0.05
-    workers: Annotated[CountOrZero, doc("loader processes")] = 0
+    sources: Annotated[tuple[DataSourceConfig, ...], doc("token files from `holdfast prepare`, with weights")] = ()
+    stages: Annotated[tuple[DataStageConfig, ...], doc("other weights from a step on")] = ()
+    eval_share: Annotated[Fraction, doc("held out for evaluation, from the end of every source")] = 0.05
+    workers: Annotated[CountOrZero, doc("DataLoader worker processes")] = 0
 
 
-class Train(ConfigSection, frozen=True):
-    """How long, how large, where."""
+class TrainSection(ConfigSection, frozen=True):
+    """Run directory, length, batch size, precision and device."""
 
-    run_dir: Annotated[str, doc("the run's folder")] = "runs/train"
+    run_dir: Annotated[str, doc("directory of the run")] = "runs/train"
     steps: Annotated[Count, doc("committed steps")] = 400
-    batch_size: Annotated[Count, doc("sequences in a batch, of all ranks together")] = 16
-    accumulate: Annotated[Count, doc("batches in a step")] = 1
+    batch_size: Annotated[Count, doc("sequences in a batch, over all ranks")] = 16
+    accumulate: Annotated[Count, doc("batches per step")] = 1
     precision: Annotated[Literal["fp32", "bf16", "fp16"], doc("of forward and backward; weights are fp32")] = "fp32"
     compile: Annotated[bool, doc("torch.compile the model")] = False
     device: Annotated[Literal["auto", "cpu", "cuda"], doc("auto: a GPU if there is one")] = "auto"
     seed: Annotated[CountOrZero, doc("of weights and data order")] = 0
     clip_grad_norm: Annotated[NonNegative, doc("0: do not clip")] = 1.0
-    log_every: Annotated[Count, doc("steps between lines where there is no terminal")] = 50
-    threads: Annotated[CountOrZero, doc("torch's threads on the CPU; 0: as many as there are cores")] = 0
+    log_every: Annotated[Count, doc("steps between log lines when stderr is not a terminal")] = 50
+    threads: Annotated[CountOrZero, doc("CPU threads of torch; 0: one per core")] = 0
 
 
 class OptimizerSection(ConfigSection, frozen=True):
-    """AdamW, fused where the device has it."""
+    """Settings of fused AdamW."""
 
-    lr: Annotated[Positive, doc("at its peak")] = 3e-3
+    lr: Annotated[Positive, doc("peak learning rate")] = 3e-3
     beta1: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], doc("of the first moment")] = 0.9
     beta2: Annotated[Annotated[float, msgspec.Meta(ge=0, lt=1)], doc("of the second moment")] = 0.95
     eps: Annotated[Positive, doc("in the denominator")] = 1e-8
-    weight_decay: Annotated[NonNegative, doc("on matrices; not on norms and biases")] = 0.1
+    weight_decay: Annotated[NonNegative, doc("of matrices; norms and biases have none")] = 0.1
 
 
 class SchedulerSection(ConfigSection, frozen=True):
-    """The learning rate over the steps."""
+    """Learning-rate schedule."""
 
-    kind: Annotated[Literal["cosine", "wsd", "constant"], doc("wsd: warm up, stay, decay")] = "cosine"
+    kind: Annotated[Literal["cosine", "wsd", "constant"], doc("wsd: warmup, stable, decay")] = "cosine"
     warmup_steps: Annotated[CountOrZero, doc("linear, from 0")] = 40
     decay_share: Annotated[Fraction, doc("wsd: share of the steps that decay, at the end")] = 0.2
-    floor: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)], doc("where it ends, as a share of the peak")] = 0.1
+    floor: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)], doc("final LR as a share of the peak")] = 0.1
 
 
-class Eval(ConfigSection, frozen=True):
-    """Held-out loss."""
+class EvalSection(ConfigSection, frozen=True):
+    """When to measure the held-out loss, and on how many batches."""
 
     every: Annotated[CountOrZero, doc("committed steps between evaluations; 0: only at the end")] = 100
-    batches: Annotated[Count, doc("batches in each")] = 8
+    batches: Annotated[Count, doc("batches per evaluation")] = 8
 
 
-class Distributed(ConfigSection, frozen=True):
-    """How the ranks that torchrun starts share the run. The three multiplied are their number."""
+class DistributedSection(ConfigSection, frozen=True):
+    """How the ranks that torchrun starts share the run. The product of the three is the number of ranks."""
 
-    data: Annotated[CountOrZero, doc("copies of the model; 0: what is left of the ranks")] = 0
+    data: Annotated[CountOrZero, doc("copies of the model; 0: ranks / (shard x tensor)")] = 0
     shard: Annotated[Count, doc("ranks that a copy is sharded over (FSDP2)")] = 1
-    tensor: Annotated[Count, doc("ranks that every matrix is cut among; it divides heads and hidden")] = 1
+    tensor: Annotated[Count, doc("ranks that split every matrix; divides heads and hidden")] = 1
 
 
 class TrainConfig(Config, frozen=True, kw_only=True):
-    """The trainer's sections and the policy's."""
+    """Holds the trainer's sections and the policy's."""
 
-    model: Model = Model()
-    dataset: Dataset = Dataset()
-    train: Train = Train()
+    model: ModelSection = ModelSection()
+    dataset: DatasetSection = DatasetSection()
+    train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     scheduler: SchedulerSection = SchedulerSection()
-    eval: Eval = Eval()
-    distributed: Distributed = Distributed()
+    eval: EvalSection = EvalSection()
+    distributed: DistributedSection = DistributedSection()
 
 
-OWN_SECTIONS = frozenset(TrainConfig.__struct_fields__) - frozenset(Config.__struct_fields__)
+TRAINER_SECTIONS = frozenset(TrainConfig.__struct_fields__) - frozenset(Config.__struct_fields__)
 
 
-def is_trainers(data: Mapping[str, Any]) -> bool:
-    """Whether a file is the trainer's: it has a section that only the trainer knows."""
-    return not OWN_SECTIONS.isdisjoint(data)
+def has_trainer_sections(data: Mapping[str, Any]) -> bool:
+    """Return True if a file is for `holdfast train`: it has a section that only the trainer reads."""
+    return not TRAINER_SECTIONS.isdisjoint(data)
+
+
+def find_config(path: str) -> str:
+    """Return `path`, or the packaged file if `path` is `configs/NAME.toml` and does not exist."""
+    packaged = PACKAGED / Path(path).name
+    is_packaged = Path(path) == Path("configs", packaged.name) and packaged.is_file()
+    return str(packaged) if is_packaged and not Path(path).exists() else path
 
 
 def load(path: str | os.PathLike[str], assignments: list[str]) -> TrainConfig:
-    """The file with `section.key=value` laid over it, checked; one ConfigError with everything that is wrong."""
+    """Read a file, apply `section.key=value` assignments and validate; raise one ConfigError with every problem."""
     if not Path(path).exists():
+        shipped = ", ".join(f"configs/{file.name}" for file in sorted(PACKAGED.glob("*.toml")))
         raise ConfigError(
-            ["no such file; begin with configs/tiny.toml, or with an empty file: every key is optional"], str(path)
+            [f"no such file; use one that ships with holdfast ({shipped}) or an empty file: every key is optional"],
+            str(path),
         )
     return parse(override(read_toml(path), assignments), str(path))
 
 
 def parse(data: Mapping[str, Any], source: str) -> TrainConfig:
-    """The trainer's sections and the policy's, checked; one ConfigError with everything that is wrong."""
+    """Validate the trainer's sections and the policy's; raise one ConfigError with every problem."""
     errors: list[str] = []
-    readable = _readable(data, errors)
+    usable = _drop_bad_entries(data, errors)
     try:
-        config = parse_as(TrainConfig, readable, source, _across)
+        config = parse_as(TrainConfig, usable, source, _cross_section_errors)
     except ConfigError as error:
         raise ConfigError([*errors, *error.errors], source) from None
     if errors:
@@ -160,53 +172,55 @@ def parse(data: Mapping[str, Any], source: str) -> TrainConfig:
     return config
 
 
-def _readable(data: Mapping[str, Any], errors: list[str]) -> Mapping[str, Any]:
-    """`data` with only what is usable in its [[dataset]] entries; what is wrong with the rest goes to `errors`."""
+def _drop_bad_entries(data: Mapping[str, Any], errors: list[str]) -> Mapping[str, Any]:
+    """Return `data` with only the valid [[dataset]] entries; append what is wrong with the others to `errors`."""
     dataset = data.get("dataset")
     if not isinstance(dataset, Mapping):
         return data
     body = dict(dataset)
-    if isinstance(body.get("sources"), list):
-        # One that cannot be used keeps its place: stages' weights are counted against the sources that are named.
-        found = [_entry(f"[[dataset.sources]] number {n}", e, Source, errors) for n, e in enumerate(body["sources"], 1)]
-        body["sources"] = [e if e is not None else {"path": ""} for e in found]
-    if isinstance(body.get("stages"), list):
-        found = [_entry(f"[[dataset.stages]] number {n}", e, Stage, errors) for n, e in enumerate(body["stages"], 1)]
-        body["stages"] = [e for e in found if e is not None]
+    for key, entry_type in (("sources", DataSourceConfig), ("stages", DataStageConfig)):
+        if isinstance(body.get(key), list):
+            checked = [
+                _check_entry(f"[[dataset.{key}]] number {n}", entry, entry_type, errors)
+                for n, entry in enumerate(body[key], 1)
+            ]
+            # A placeholder keeps the number of sources, against which the stages' weights are counted.
+            placeholders = [{"path": ""}] if key == "sources" else []
+            body[key] = [e for entry in checked for e in ([entry] if entry is not None else placeholders)]
     return {**data, "dataset": body}
 
 
-def _entry(where: str, entry: Any, kind: type[Any], errors: list[str]) -> Any | None:
-    """An entry without its unknown keys, or None where the rest of it cannot be used either."""
-    fields = kind.__struct_fields__
+def _check_entry(name: str, entry: Any, entry_type: type[Any], errors: list[str]) -> Any | None:
+    """Return the entry without its unknown keys, or None if its other values are invalid; append to `errors`."""
+    fields = entry_type.__struct_fields__
     if isinstance(entry, Mapping):
-        for name in [name for name in entry if name not in fields]:
-            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)
-            known = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
-            errors.append(f"{where}: {name}: unknown key; {known}")
-        entry = {name: value for name, value in entry.items() if name in fields}
+        for key in [key for key in entry if key not in fields]:
+            close = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            cure = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
+            errors.append(f"{name}: {key}: unknown key; {cure}")
+        entry = {key: value for key, value in entry.items() if key in fields}
     try:
-        msgspec.convert(entry, kind)
+        msgspec.convert(entry, entry_type)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).replace("`", "").partition(" - at $.")
-        errors.append(f"{where}: {place + ': ' if place else ''}{what[:1].lower()}{what[1:]}")
+        problem, _, key = str(error).replace("`", "").partition(" - at $.")
+        errors.append(f"{name}: {key + ': ' if key else ''}{problem[:1].lower()}{problem[1:]}")
         return None
     return entry
 
 
-def _across(config: TrainConfig) -> Iterator[tuple[str, ...]]:
-    """Impossible shapes, and weights that do not fit the sources."""
+def _cross_section_errors(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """Yield each problem that involves several keys: the message, then the keys."""
     model, dataset = config.model, config.dataset
     if model.width % (2 * model.heads):
         yield (
-            f"[model] width = {model.width} is not a multiple of 2 x heads = {2 * model.heads}: every head needs an even "
-            "number of channels for RoPE",
+            f"[model] width = {model.width} is not a multiple of 2 x heads = {2 * model.heads}: RoPE needs an even "
+            "number of channels in every head",
             "model.width",
             "model.heads",
         )
     if not dataset.sources and model.vocab_size < 256:
         yield (
-            f"[model] vocab_size = {model.vocab_size} is less than 256: the embedded data set is bytes",
+            f"[model] vocab_size = {model.vocab_size} is less than 256, but the embedded data set is bytes",
             "model.vocab_size",
         )
     if not math.isfinite(sum(source.weight for source in dataset.sources)):
@@ -214,59 +228,52 @@ def _across(config: TrainConfig) -> Iterator[tuple[str, ...]]:
             "[dataset] sources: weights and their sum must be finite numbers; only the proportions count",
             "dataset.sources",
         )
+    count = max(1, len(dataset.sources))
     for n, stage in enumerate(dataset.stages, 1):
-        if len(stage.weights) != max(1, len(dataset.sources)):
-            yield (
-                f"[[dataset.stages]] number {n} has {len(stage.weights)} weights for {max(1, len(dataset.sources))} sources",
-                "dataset.stages",
-            )
+        name = f"[[dataset.stages]] number {n} has"
+        if len(stage.weights) != count:
+            yield f"{name} {len(stage.weights)} weights for {count} sources", "dataset.stages"
         elif not 0 < sum(stage.weights) < math.inf:
             yield (
-                f"[[dataset.stages]] number {n} has weights {list(stage.weights)}: one at least must be above 0, and all "
-                "finite",
+                f"{name} weights {list(stage.weights)}: at least one must be above 0, and all must be finite",
                 "dataset.stages",
             )
     starts = [stage.from_step for stage in dataset.stages]
     if starts != sorted(set(starts)):
-        yield (f"[dataset] stages begin at {starts}: from_step must rise from one to the next", "dataset.stages")
+        yield (
+            f"[dataset] stages begin at {starts}: each from_step must be greater than the one before",
+            "dataset.stages",
+        )
     if config.scheduler.warmup_steps >= config.train.steps:
         yield (
             f"[scheduler] warmup_steps = {config.scheduler.warmup_steps} leaves nothing of {config.train.steps} steps",
             "scheduler.warmup_steps",
             "train.steps",
         )
-    yield from _cut(config)
+    yield from _uneven_splits(config)
     if config.train.precision == "fp16" and config.train.device == "cpu" and config.train.compile:
-        yield ("[train] fp16 with compile needs a GPU", "train.precision", "train.compile")
+        yield "[train] fp16 with compile needs a GPU", "train.precision", "train.compile"
 
 
-def _cut(config: TrainConfig) -> Iterator[tuple[str, ...]]:
-    """What cannot be shared out evenly, whatever the number of ranks."""
-    model, wanted, batch = config.model, config.distributed, config.train.batch_size
+def _uneven_splits(config: TrainConfig) -> Iterator[tuple[str, ...]]:
+    """Yield what no number of ranks can share out evenly."""
+    model, distributed, batch = config.model, config.distributed, config.train.batch_size
     for key, value in {"heads": model.heads, "hidden": model.hidden_width}.items():
-        if value % wanted.tensor:
+        if value % distributed.tensor:
             yield (
-                f"[distributed] tensor = {wanted.tensor} does not divide [model] {key} = {value}: every rank needs as many "
-                "of them as the others",
+                f"[distributed] tensor = {distributed.tensor} does not divide [model] {key} = {value}: every rank needs "
+                "an equal part",
                 "distributed.tensor",
                 f"model.{key}",
                 "model.width",
             )
-    shares = wanted.shard * (wanted.data or 1)
+    shares = distributed.shard * (distributed.data or 1)
     if batch % shares:
-        copies = f"data = {wanted.data} x " if wanted.data else ""
+        copies = f"data = {distributed.data} x " if distributed.data else ""
         yield (
-            f"[train] batch_size = {batch} cannot be dealt out evenly to [distributed] {copies}shard = {wanted.shard}: make "
-            f"it a multiple of {shares}",
+            f"[train] batch_size = {batch} cannot be split evenly over [distributed] {copies}shard = {distributed.shard}: "
+            f"make it a multiple of {shares}",
             "train.batch_size",
             "distributed.data",
             "distributed.shard",
         )
-
-
-def with_train(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """The same configuration with other values under [train]."""
-    return msgspec.structs.replace(config, train=msgspec.structs.replace(config.train, **changes))
-
-
-__all__ = ["ConfigError", "TrainConfig", "is_trainers", "load", "parse", "with_train"]

@@ -1,4 +1,4 @@
-"""How the ranks of a run share it: `[distributed]`, fitted to the world there is. No torch here."""
+"""How the ranks share a run: `[distributed]` resolved for a number of ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from holdfast.core.base.errors import ConfigError
 from holdfast.reference.config import TrainConfig
 
 
-class Layout(NamedTuple):
-    """`data` copies of the model, each in `shard` shards, each shard's matrices cut among `tensor` ranks; and which rank
-    this is: neighbours are of one tensor group."""
+class ParallelLayout(NamedTuple):
+    """Sizes of the three mesh dimensions, and the position of this rank.
+
+    There are `data` copies of the model. Each has `shard` shards, and `tensor` ranks split the matrices of a shard.
+    Consecutive ranks form a tensor group.
+    """
 
     data: int = 1
     shard: int = 1
@@ -23,12 +26,12 @@ class Layout(NamedTuple):
 
     @property
     def shares(self) -> int:
-        """How many parts a batch is dealt out in: the ranks of one tensor group read the same."""
+        """Number of parts a batch is split into. The ranks of a tensor group read the same part."""
         return self.data * self.shard
 
     @property
     def share(self) -> int:
-        """Which of them is this rank's."""
+        """Index of the part that this rank reads."""
         return self.rank // self.tensor
 
     def __str__(self) -> str:
@@ -36,31 +39,27 @@ class Layout(NamedTuple):
         return " x ".join(f"{name} {count}" for name, count in named if count > 1) or "one rank"
 
 
-def fit(config: TrainConfig, size: int, rank: int) -> Layout:
-    """The layout of `size` ranks, as rank `rank` has it; ConfigError with every number that does not come out even."""
-    wanted, train = config.distributed, config.train
+def resolve_layout(config: TrainConfig, size: int, rank: int) -> ParallelLayout:
+    """Return the layout of `size` ranks as seen by `rank`; raise ConfigError if [distributed] does not fit them."""
+    wanted, batch = config.distributed, config.train.batch_size
     each = wanted.shard * wanted.tensor
-    layout = Layout(wanted.data or max(1, size // each), wanted.shard, wanted.tensor, rank)
-    errors = []
+    layout = ParallelLayout(wanted.data or max(1, size // each), wanted.shard, wanted.tensor, rank)
+    there_are = "there is 1" if size == 1 else f"there are {size}"
     if layout.size != size and wanted.data:
-        errors.append(
+        error = (
             f"[distributed] data = {wanted.data} x shard = {wanted.shard} x tensor = {wanted.tensor} is {layout.size} "
-            f"ranks, and there {_are(size)}: start {layout.size}, or set data = 0, which takes what is left"
+            f"ranks, but {there_are}: start {layout.size}, or set data = 0 to derive it"
         )
     elif layout.size != size:
-        errors.append(
-            f"[distributed] shard = {wanted.shard} x tensor = {wanted.tensor} is {each} ranks, and there {_are(size)}: "
-            f"start a multiple of {each}, or make them smaller"
+        error = (
+            f"[distributed] shard = {wanted.shard} x tensor = {wanted.tensor} is {each} ranks, but {there_are}: "
+            f"start a multiple of {each}, or reduce shard or tensor"
         )
-    elif train.batch_size % layout.shares:
-        errors.append(
-            f"[train] batch_size = {train.batch_size} is the batch of all ranks together, and cannot be dealt out evenly to "
-            f"{layout.shares} (data {layout.data} x shard {layout.shard}): make it a multiple of {layout.shares}"
+    elif batch % layout.shares:
+        error = (
+            f"[train] batch_size = {batch} counts all ranks, and cannot be split evenly over {layout.shares} "
+            f"(data {layout.data} x shard {layout.shard}): make it a multiple of {layout.shares}"
         )
-    if errors:
-        raise ConfigError(errors, "train")
-    return layout
-
-
-def _are(size: int) -> str:
-    return "is 1" if size == 1 else f"are {size}"
+    else:
+        return layout
+    raise ConfigError([error], "train")

@@ -1,4 +1,4 @@
-"""One decoder-only transformer, from top to bottom: RMSNorm, RoPE, SwiGLU, SDPA; QK-norm and z-loss as options."""
+"""A decoder-only transformer: RMSNorm, RoPE, SwiGLU, SDPA; QK-norm and z-loss are optional."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from holdfast.reference.config import Model as ModelConfig
+from holdfast.reference.config import ModelSection
 
 
-class Mix(nn.Module):
-    """Attention of each head on its own: a rank may have some of the heads only. A module, so that it can be told so."""
+class CausalAttention(nn.Module):
+    """Computes attention per head. It is a module so that tensor parallelism can hand each rank some of the heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelSection) -> None:
         super().__init__()
         self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
@@ -27,24 +27,23 @@ class Attention(nn.Module):
         size = config.width // config.heads
         self.q_norm = nn.RMSNorm(size) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size) if config.qk_norm else nn.Identity()
-        self.mix = Mix()
+        self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        mixed = self.mix(q, k, v)
-        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
+        return self.out(self.core(q, k, v).transpose(1, 2).reshape(batch, length, -1))  # type: ignore[no-any-return]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding: each pair of channels turned by an angle that grows with the position."""
+    """Apply rotary position embedding: rotate each pair of channels by an angle that grows with the position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelSection) -> None:
         super().__init__()
         hidden = config.hidden_width
         self.gate_up = nn.Linear(config.width, 2 * hidden, bias=False)
@@ -55,8 +54,8 @@ class FeedForward(nn.Module):
         return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+class TransformerBlock(nn.Module):
+    def __init__(self, config: ModelSection) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
@@ -69,15 +68,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens in, logits out."""
+    """Maps tokens to logits."""
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelSection) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         size = config.width // config.heads
@@ -86,7 +85,7 @@ class Transformer(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                # Into the residual stream, smaller with depth, so that its size does not grow with the layers.
+                # Smaller with depth, so that the residual stream does not grow with the number of layers.
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if residual else 0.02)
         if config.tie_embeddings:
@@ -101,7 +100,7 @@ class Transformer(nn.Module):
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, weights: Tensor, z_loss: float = 0.0) -> Tensor:
-    """Mean cross entropy, each sequence by its weight, plus `z_loss` times the mean squared log-partition."""
+    """Return the mean cross entropy, weighted by sequence, plus `z_loss` times the mean squared log-partition."""
     flat = logits.float().view(-1, logits.shape[-1])
     each = F.cross_entropy(flat, targets.reshape(-1), reduction="none")
     loss = (each.view(targets.shape).mean(1) * weights).mean()
@@ -110,8 +109,8 @@ def next_token_loss(logits: Tensor, targets: Tensor, weights: Tensor, z_loss: fl
     return loss
 
 
-def flops_per_token(model: nn.Module, config: ModelConfig) -> float:
-    """Forward and backward: 6 for every weight that is multiplied with, and the attention scores."""
+def flops_per_token(model: nn.Module, config: ModelSection) -> float:
+    """Return the FLOPs of forward and backward: 6 per matrix weight, plus the attention scores."""
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embedding" not in n)
     if config.tie_embeddings:
         matrices += config.vocab_size * config.width

@@ -1,7 +1,7 @@
-"""One model over several ranks: whole copies, shards (FSDP2), and matrices cut in slices (tensor parallel).
+"""Parallelizes the model: copies (DDP), shards (FSDP2) and split matrices (tensor parallel).
 
-Every rank builds the whole model from the seed and keeps its part, so that the weights are those of one rank whatever the
-layout; names and shapes are too, so that a checkpoint of one layout can be read in another.
+Every rank builds the whole model from the seed and keeps its part. So the weights, their names and their shapes do not
+depend on the layout, and a checkpoint of one layout can be read in another.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.reference.layout import Layout
+from holdfast.reference.layout import ParallelLayout
 from holdfast.reference.model import Transformer
 
 
-def spread(model: Transformer, layout: Layout, device: torch.device) -> nn.Module:
-    """`model` over the ranks of `layout`, of which every one has called this with the same weights."""
+def parallelize(model: Transformer, layout: ParallelLayout, device: torch.device) -> nn.Module:
+    """Return `model` distributed over the ranks of `layout`. Every rank must call this with the same weights."""
     if layout.size == 1:
         return model
     if layout.size == layout.data:
@@ -31,34 +31,37 @@ def spread(model: Transformer, layout: Layout, device: torch.device) -> nn.Modul
         device.type, (layout.data, layout.shard, layout.tensor), mesh_dim_names=("data", "shard", "tensor")
     )
     if layout.tensor > 1:
-        _slice(model, mesh["tensor"])
+        _split_matrices(model, mesh["tensor"])
     if layout.shares > 1:
-        # Said of a sliced model's logits by torch 2.13. It is changes in place that would do harm, and nothing makes any.
+        # torch 2.13 warns about a tensor-parallel model's logits. Only in-place changes would do harm, and there are none.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-        # Copies of a sliced model are hybrid shards too, of one shard each: all parameters then live on one mesh.
-        over = mesh["data", "shard"] if layout.data > 1 else mesh["shard"]
+        # Copies of a tensor-parallel model are hybrid shards of one shard each, to keep all parameters on one mesh.
+        shard_mesh = mesh["data", "shard"] if layout.data > 1 else mesh["shard"]
         for block in model.blocks:
-            fully_shard(block, mesh=over)
-        fully_shard(model, mesh=over)
+            fully_shard(block, mesh=shard_mesh)
+        fully_shard(model, mesh=shard_mesh)
     return model
 
 
-def _slice(model: Transformer, mesh: DeviceMesh) -> None:
-    """Cut every matrix. What `qkv` and `gate_up` give is put together again on every rank: their rows are q, k and v (gate
-    and up) one after another, not head by head, so that a slice of them is no slice of the heads."""
+def _split_matrices(model: Transformer, mesh: DeviceMesh) -> None:
+    """Split every matrix over `mesh`, in place.
+
+    The outputs of `qkv` and `gate_up` are gathered on every rank. Their rows are all of q, then k, then v (gate, then
+    up), so a slice of the rows is not a slice of the heads.
+    """
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.RMSNorm):
-                setattr(module, name, _Copied(child, mesh))
+                setattr(module, name, _ReplicatedRMSNorm(child, mesh))
     heads, whole = Shard(1), Replicate()
-    tied = model.head.weight is model.embedding.weight
+    is_tied = model.head.weight is model.embedding.weight
     parallelize_module(
         model,
         mesh,
         {
             "embedding": ColwiseParallel(output_layouts=whole),
             "blocks.*.attention.qkv": ColwiseParallel(output_layouts=whole),
-            "blocks.*.attention.mix": PrepareModuleInput(
+            "blocks.*.attention.core": PrepareModuleInput(
                 input_layouts=(whole,) * 3, desired_input_layouts=(heads,) * 3, use_local_output=True
             ),
             "blocks.*.attention.out": RowwiseParallel(),
@@ -67,12 +70,12 @@ def _slice(model: Transformer, mesh: DeviceMesh) -> None:
             "head": RowwiseParallel(input_layouts=whole),
         },
     )
-    if tied:  # each has been cut into a parameter of its own
+    if is_tied:  # parallelize_module has made two parameters of the shared one
         model.head.weight = model.embedding.weight
 
 
-class _Copied(nn.RMSNorm):
-    """A norm whose weight every rank has whole: it lives on the mesh with the others, and is used where it is."""
+class _ReplicatedRMSNorm(nn.RMSNorm):
+    """Holds the whole weight on every rank as a DTensor, so that all parameters share a mesh, and computes locally."""
 
     def __init__(self, norm: nn.RMSNorm, mesh: DeviceMesh) -> None:
         super().__init__(norm.normalized_shape, eps=norm.eps, device="meta")

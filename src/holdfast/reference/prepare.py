@@ -1,4 +1,4 @@
-"""From text or JSON lines to a token file: bytes, or a tokenizer the user has."""
+"""Makes a token file from text or JSON lines, as bytes or with a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.base.errors import DataError, MissingDependency
-from holdfast.reference.tokens import Writer
+from holdfast.reference.tokens import TokenWriter
 
 _BYTES_END = 0
 
@@ -18,14 +18,17 @@ _BYTES_END = 0
 def prepare(
     inputs: list[Path], output: Path, tokenizer: str, field: str, on_progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Write one token file from all inputs, in order. Lines of JSON that cannot be used are counted, not hidden."""
+    """Write one token file from all inputs, in order, and return a report with the number of unusable JSON lines.
+
+    Raises DataError if an input or the output cannot be used, and MissingDependency without the tokenizers package.
+    """
     for path in inputs:
         if not path.is_file():
             raise DataError(f"{path}: no such file; name text files, or .jsonl files with the text under {field!r}")
     _check_output(output, inputs)
-    encode, vocab_size, end = _tokenizer(tokenizer)
+    encode, vocab_size, end = _load_tokenizer(tokenizer)
     try:
-        writer = Writer(output, vocab_size, tokenizer)
+        writer = TokenWriter(output, vocab_size, tokenizer)
         try:
             skipped = _write(writer, inputs, encode, end, field, on_progress)
             writer.close()
@@ -33,21 +36,21 @@ def prepare(
             writer.abandon()
             raise
     except OSError as error:
-        # Without a name it came from a write: opening a file names it.
-        place = error.filename if error.filename in map(str, inputs) else f"{output} cannot be written"
-        raise DataError(f"{place}: {error.strerror}; no token file was made") from None
+        # An OSError from opening a file names it; one from a write has no name.
+        problem = error.filename if error.filename in map(str, inputs) else f"{output} cannot be written"
+        raise DataError(f"{problem}: {error.strerror}; no token file was made") from None
     return {"output": str(output), "tokens": writer.count, "vocab_size": vocab_size, "skipped_lines": skipped}
 
 
 def _write(
-    writer: Writer,
+    writer: TokenWriter,
     inputs: list[Path],
     encode: Callable[[bytes], Any],
     end: int,
     field: str,
     on_progress: Callable[[int, int], None],
 ) -> int:
-    """Every document, with `end` after it; how many lines could not be used."""
+    """Write every document followed by `end`; return the number of unusable lines."""
     skipped = done = 0
     for path in inputs:
         for size, text in _documents(path, field):
@@ -59,25 +62,23 @@ def _write(
             writer.write([end])
             on_progress(done, writer.count)
     if writer.count == 0:
-        left_out = f": all {skipped} lines lack text under {field!r}; name its field with --field" if skipped else ""
-        raise DataError(f"the inputs hold no text{left_out}")
+        reason = f": all {skipped} lines lack text under {field!r}; name its field with --field" if skipped else ""
+        raise DataError(f"the inputs hold no text{reason}")
     return skipped
 
 
 def _check_output(output: Path, inputs: list[Path]) -> None:
-    """Before any work: a place that cannot take the file, or one where it would replace what it is made from."""
+    """Raise DataError, before any work, if the output cannot be written or would replace an input."""
     if output.is_dir():
         raise DataError(f"{output}: is a folder; name a file in it, such as {output / 'data.tokens'}")
     if not output.parent.is_dir():
         raise DataError(f"{output}: the folder {output.parent} does not exist; make it first")
     if output.exists() and any(output.samefile(path) for path in inputs):
-        raise DataError(
-            f"{output}: is one of the inputs, and would be replaced; choose another name for the token file"
-        )
+        raise DataError(f"{output}: is one of the inputs and would be replaced; choose another name for the token file")
 
 
 def _documents(path: Path, field: str) -> Iterator[tuple[int, bytes | None]]:
-    """Documents with the bytes each took: each line of JSON lines (None: not usable), or a whole text file."""
+    """Yield (bytes read, document): one per JSON line, None if the line is unusable, or one for a whole text file."""
     if path.suffix not in (".jsonl", ".ndjson"):
         with path.open("rb") as file:
             content = file.read()
@@ -95,7 +96,8 @@ def _documents(path: Path, field: str) -> Iterator[tuple[int, bytes | None]]:
                 yield len(line), None
 
 
-def _tokenizer(name: str) -> tuple[Callable[[bytes], Any], int, int]:
+def _load_tokenizer(name: str) -> tuple[Callable[[bytes], Any], int, int]:
+    """Return the encode function, the vocabulary size and the end-of-text token."""
     if name == "bytes":
         return lambda text: np.frombuffer(text, dtype=np.uint8), 256, _BYTES_END
     if not Path(name).is_file():

@@ -1,4 +1,4 @@
-"""The processes of a run: joined into one group, each with its device, and what they tell one another."""
+"""The process group and device of each rank, and the collectives that the trainer needs."""
 
 from __future__ import annotations
 
@@ -17,59 +17,62 @@ from holdfast.distributed.world import World
 
 
 @contextmanager
-def joined(device: str) -> Iterator[None]:
-    """Inside, the processes that torchrun has started are one group. One process, or a group that is there already, is left
-    as it is."""
+def process_group(device: str) -> Iterator[None]:
+    """Initialize the process group of the ranks that torchrun started; do nothing for one process or an existing group.
+
+    Raises ConfigError if the ranks cannot connect.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or dist.is_initialized():
         yield
         return
-    chosen = device_of(device, several=True)
+    chosen = select_device(device, is_distributed=True)
     try:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as error:
-        why = (str(error).splitlines() or ["no reason given"])[0]
+        reason = (str(error).splitlines() or ["no reason given"])[0]
         raise ConfigError(
-            [f"WORLD_SIZE = {size} is set, and the ranks could not meet: {why}; start them with torchrun"], "train"
+            [f"WORLD_SIZE = {size} is set, but the ranks could not connect: {reason}; start them with torchrun"],
+            "train",
         ) from None
     yield
-    # Only at an orderly end: after an error of this rank's own the others may be amid a collective, and be waited for.
+    # Not after an error: the other ranks may be inside a collective, and destroying the group would wait for them.
     dist.destroy_process_group()
 
 
-def world() -> tuple[int, int]:
-    """How many ranks there are, and which one this is."""
-    here = World.current()
-    return here.size, here.rank
+def world_size_and_rank() -> tuple[int, int]:
+    current = World.current()
+    return current.size, current.rank
 
 
-def device_of(name: str, *, several: bool) -> torch.device:
-    """Where this process trains. Of several, each has the GPU of its number on this machine."""
+def select_device(name: str, *, is_distributed: bool) -> torch.device:
+    """Return the device of this process: of several ranks, each gets the GPU with its local rank.
+
+    Raises ConfigError if there is no such GPU.
+    """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(['[train] device = "cuda": no GPU is to be seen; set it to "auto" or "cpu"'], "train")
+        raise ConfigError(['[train] device = "cuda": torch sees no GPU; set it to "auto" or "cpu"'], "train")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if not several:
+    if not is_distributed:
         return torch.device("cuda")
-    number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if number >= count:
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= gpus:
         raise ConfigError(
-            [
-                f"rank {number} of this machine has no GPU of its own, there are {count}: start {count} processes, or fewer"
-            ],
+            [f"local rank {local_rank} has no GPU: this machine has {gpus}; start at most {gpus} processes on it"],
             "train",
         )
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
-def mean(value: Tensor) -> Tensor:
-    """The mean over all ranks, to the same bits on each."""
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """Return the mean over all ranks, with the same bits on each."""
     total = value.double()
     dist.all_reduce(total)
     return total / dist.get_world_size()
 
 
-def first_ranks(value: Any) -> Any:
-    """The first rank's value, on every rank: one message struct."""
+def broadcast_from_rank_0(value: Any) -> Any:
+    """Return rank 0's `value` on every rank; `value` is a msgspec struct."""
     return msgspec.convert(World.current().broadcast_object(msgspec.to_builtins(value)), type(value))

@@ -1,7 +1,7 @@
-"""Token files, read through a memory map, and the data set that is always there: the standard library's own source.
+"""Token files, read through a memory map, and the embedded data set: the source code of Python's standard library.
 
-A token file is a line of JSON (what it holds and how many), padded to 4096 bytes, and then the tokens. The count in
-the header is what tells a truncated file from a whole one.
+A token file is a JSON line padded to 4096 bytes, then the tokens. The header holds the token count, which shows whether
+the file is truncated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TYPES = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
 
 
 class Tokens:
-    """One stream of tokens. `data` may be a memory map; nothing is read before it is asked for."""
+    """Holds the tokens of one source. `data` may be a memory map, which is read on access."""
 
     def __init__(self, name: str, data: np.ndarray, vocab_size: int, tokenizer: str) -> None:
         self.name, self.data, self.vocab_size, self.tokenizer = name, data, vocab_size, tokenizer
@@ -35,9 +35,9 @@ class Tokens:
         return len(self.data)
 
     def fingerprint(self) -> str:
-        """Of the size and of a thousand places: cheap, and different for different data."""
-        places = np.linspace(0, len(self.data) - 1, num=min(1000, len(self.data)), dtype=np.int64)
-        digest = hashlib.blake2b(np.asarray(self.data[places], dtype=np.uint32).tobytes(), digest_size=8)
+        """Return the size and a hash of a thousand tokens: cheap, and different for different data."""
+        positions = np.linspace(0, len(self.data) - 1, num=min(1000, len(self.data)), dtype=np.int64)
+        digest = hashlib.blake2b(np.asarray(self.data[positions], dtype=np.uint32).tobytes(), digest_size=8)
         return f"{len(self.data)}-{digest.hexdigest()}"
 
 
@@ -45,80 +45,79 @@ def dtype_for(vocab_size: int) -> str:
     return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "uint32"
 
 
-class Writer:
-    """Writes a token file aside and puts it in place whole."""
+class TokenWriter:
+    """Writes a token file under a temporary name and renames it when it is complete."""
 
     def __init__(self, path: Path, vocab_size: int, tokenizer: str) -> None:
         self._path = path
-        self._aside = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
         self._dtype = dtype_for(vocab_size)
-        self._about: dict[str, Any] = {"format": _MAGIC, "vocab_size": vocab_size, "tokenizer": tokenizer}
-        self._file = self._aside.open("wb")
+        self._header: dict[str, Any] = {"format": _MAGIC, "vocab_size": vocab_size, "tokenizer": tokenizer}
+        self._file = self._temporary.open("wb")
         self._file.write(b"\0" * _HEADER)
         self.count = 0
-        self._largest = -1
 
     def write(self, tokens: Iterable[int] | np.ndarray) -> None:
         array = tokens if isinstance(tokens, np.ndarray) else np.asarray(list(tokens), dtype=np.int64)
         if array.size:
-            self._largest = max(self._largest, int(array.max()))
-            if self._largest >= self._about["vocab_size"] or int(array.min()) < 0:
-                raise DataError(f"token {self._largest} does not fit a vocabulary of {self._about['vocab_size']}")
+            low, high, vocab_size = int(array.min()), int(array.max()), self._header["vocab_size"]
+            if low < 0 or high >= vocab_size:
+                raise DataError(f"token {low if low < 0 else high} does not fit a vocabulary of {vocab_size}")
             self._file.write(array.astype(_TYPES[self._dtype], copy=False).tobytes())
             self.count += array.size
 
     def close(self) -> None:
-        """Complete the header and publish the file."""
-        header = json.dumps({**self._about, "dtype": self._dtype, "count": self.count}).encode() + b"\n"
+        """Complete the header and rename the file into place."""
+        header = json.dumps({**self._header, "dtype": self._dtype, "count": self.count}).encode() + b"\n"
         self._file.seek(0)
         self._file.write(header)
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        self._aside.replace(self._path)
+        self._temporary.replace(self._path)
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(OSError):  # a full disk: closing writes what is buffered, and fails like the write did
+        """Remove the unfinished file."""
+        with contextlib.suppress(OSError):  # on a full disk, close() flushes the buffer and fails like the write did
             self._file.close()
-        self._aside.unlink(missing_ok=True)
+        self._temporary.unlink(missing_ok=True)
 
 
 def open_tokens(path: str | os.PathLike[str]) -> Tokens:
-    """A token file. DataError, with the cure, for one that is missing, empty, truncated or something else."""
-    place = Path(path)
+    """Open a token file; raise DataError if it is missing, empty, truncated or not a token file."""
+    path = Path(path)
     try:
-        size = place.stat().st_size
-        with place.open("rb") as file:
+        size = path.stat().st_size
+        with path.open("rb") as file:
             head = file.read(_HEADER)
     except FileNotFoundError:
-        raise DataError(f"{place}: no such token file; `holdfast prepare` makes one from text") from None
+        raise DataError(f"{path}: no such token file; make one from text with `holdfast prepare`") from None
     except OSError as error:
-        raise DataError(f"{place}: cannot be read: {error.strerror}") from None
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if not head:
-        raise DataError(f"{place}: is empty; make it again with `holdfast prepare`")
+        raise DataError(f"{path}: is empty; make it again with `holdfast prepare`")
     try:
-        about = json.loads(head.split(b"\n", 1)[0])
-        if about["format"] != _MAGIC:
+        header = json.loads(head.split(b"\n", 1)[0])
+        if header["format"] != _MAGIC:
             raise KeyError("format")
-        count, dtype, vocab_size = int(about["count"]), _TYPES[about["dtype"]], int(about["vocab_size"])
-        tokenizer = str(about["tokenizer"])
+        count, dtype, vocab_size = int(header["count"]), _TYPES[header["dtype"]], int(header["vocab_size"])
+        tokenizer = str(header["tokenizer"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        raise DataError(f"{place}: is not a token file; `holdfast prepare` makes one from text") from None
+        raise DataError(f"{path}: is not a token file; make one from text with `holdfast prepare`") from None
     expected = _HEADER + count * np.dtype(dtype).itemsize
     if size != expected:
         raise DataError(
-            f"{place}: is {'truncated' if size < expected else 'too long'}: {size} bytes where its header says {expected} "
+            f"{path}: is {'truncated' if size < expected else 'too long'}: {size} bytes, but its header implies {expected} "
             f"({count} tokens); make it again with `holdfast prepare`"
         )
     if count == 0:
-        raise DataError(f"{place}: holds no tokens; make it again with `holdfast prepare` from text that is not empty")
-    data = np.memmap(place, dtype=dtype, mode="r", offset=_HEADER, shape=(count,))
-    return Tokens(place.name, data, vocab_size, tokenizer)
+        raise DataError(f"{path}: holds no tokens; make it again with `holdfast prepare` from text that is not empty")
+    data = np.memmap(path, dtype=dtype, mode="r", offset=_HEADER, shape=(count,))
+    return Tokens(path.name, data, vocab_size, tokenizer)
 
 
-def embedded() -> Tokens:
-    """The bytes of the standard library's own source files, in the order of their names."""
+def load_embedded() -> Tokens:
+    """Return the bytes of the standard library's source files, sorted by name; raise DataError if there are none."""
     root = Path(sysconfig.get_paths()["stdlib"])
     pieces: list[bytes] = []
     size = 0
@@ -134,6 +133,6 @@ def embedded() -> Tokens:
             break
     if size < 200_000:
         raise DataError(
-            f"{root}: the standard library's source is not there; name token files under [[dataset.sources]]"
+            f"{root}: the standard library's source is not installed; name token files under [[dataset.sources]]"
         )
     return Tokens("standard library", np.frombuffer(b"".join(pieces), dtype=np.uint8)[:_EMBEDDED_BYTES], 256, "bytes")

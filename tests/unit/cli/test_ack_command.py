@@ -56,7 +56,7 @@ def test_what_is_reset_is_said_and_recorded(holdfast, run):
         "loss_spike at step 901: budget spent",
         "window: 2",
         "spikes counted: 5",
-        "incident, closed by this: 3",
+        "open incident, now closed: 3",
     ):
         assert said in answer.out
     last = events(run)[-1]
@@ -144,7 +144,7 @@ def test_torn_last_line_is_said_and_the_rest_still_counts(holdfast, run):
     answer = holdfast("ack", run)
     assert answer.status == 0
     assert "spikes counted: 5" in answer.out
-    assert "unreadable lines" in answer.out
+    assert "unreadable journal lines" in answer.out
     assert [e["event"] for e in events(run)][-2:] == ["torn", "ack"]
 
 

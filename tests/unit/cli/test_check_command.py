@@ -123,7 +123,7 @@ def test_markup_in_a_value_is_shown_as_it_is(holdfast, tmp_path, monkeypatch):
     ],
 )
 def test_word_that_is_no_override_is_an_error_with_the_cure(word, cure):
-    words = overrides.sort(["a.toml", word])
+    words = overrides.parse_words(["a.toml", word])
     assert words.overrides == []
     (error,) = words.errors
     assert repr(word) in error
@@ -132,15 +132,15 @@ def test_word_that_is_no_override_is_an_error_with_the_cure(word, cure):
 
 @pytest.mark.parametrize("word", ["--recover.mode=observe", "--a.b=", "--a.b.c==x", "--a.b=two words", "--a.b=1\n2"])
 def test_override_is_told_from_the_file(word):
-    assert overrides.sort([word, "a.toml"]) == ("a.toml", [word], [])
+    assert overrides.parse_words([word, "a.toml"]) == ("a.toml", [word], [])
 
 
 def test_only_the_word_right_after_an_option_is_taken_for_its_value():
-    words = overrides.sort(["a.toml", "--recover.mode", "--detect.loss_z=9", "b.toml"])
+    words = overrides.parse_words(["a.toml", "--recover.mode", "--detect.loss_z=9", "b.toml"])
     assert words.overrides == ["--detect.loss_z=9"]
     missing, second = words.errors
     assert "--recover.mode=VALUE" in missing
-    assert "one file at a time" in second
+    assert "only one file" in second
 
 
 # ---- files of the trainer's

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import saved_runs
 
-from holdfast.cli import listing
+from holdfast.cli import checkpoint_list
 from holdfast.core.base.config import template
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry
@@ -105,7 +105,7 @@ def test_list_is_newest_first_with_health_and_an_arrow_at_what_a_resume_takes(ho
     assert [next(w for w in line.split() if w.startswith("step_")) for line in lines[:5]] == STRAIGHT
     assert lines[0].startswith("→") and "… candidate" in lines[0] and "end" in lines[0]
     assert "✓ good" in lines[1] and "2 healthy steps have followed it" in lines[1]
-    assert "→ a resume would take step_00000035" in answer.out
+    assert "→ a resume would use step_00000035" in answer.out
     assert "●" not in answer.out, "one branch needs no tree"
 
 
@@ -113,7 +113,7 @@ def test_branch_that_was_left_stands_aside_above_where_it_was_left(holdfast, for
     answer = holdfast("checkpoints", "ls", forked)
     lines = answer.out.splitlines()
     where = {name: next(n for n, line in enumerate(lines) if name in line) for name in (*LEFT, "step_00000040.b1")}
-    left = next(n for n, line in enumerate(lines) if "├─╯ left at step 40" in line)
+    left = next(n for n, line in enumerate(lines) if "├─╯ abandoned at step 40" in line)
     assert where["step_00000060.b1"] < where["step_00000050.b1"] < left < where["step_00000040.b1"]
     for name in LEFT:
         assert "│ ○" in lines[where[name]] and "⊘ quarantined" in lines[where[name]]
@@ -125,7 +125,7 @@ def test_branch_that_was_left_stands_aside_above_where_it_was_left(holdfast, for
 def test_candidate_is_passed_over_with_the_reason(holdfast, tmp_path):
     saved_runs.train(tmp_path / "a", 21, at_end=False)
     answer = holdfast("checkpoints", "ls", tmp_path / "a")
-    assert "→ a resume would take step_00000010 (good: 2 healthy steps have followed it)" in answer.out
+    assert "→ a resume would use step_00000010 (good: 2 healthy steps have followed it)" in answer.out
     assert "step_00000020: candidate: too few healthy steps have followed it" in answer.out
 
 
@@ -149,17 +149,17 @@ def test_tree_of_branches_left_at_several_places(tmp_path):
 
     entries = [entry(*course) for course in courses]
     lineage = Lineage((Fork(0, 0), Fork(3, 20)))
-    found = listing.rows(Survey(entries, "a", lineage, None, [], None))
-    assert [(row.lanes, row.entry.name if row.entry else row.note) for row in found] == [
+    found = checkpoint_list.tree_rows(Survey(entries, "a", lineage, None, [], None))
+    assert [(row.graph, row.entry.name if row.entry else row.note) for row in found] == [
         ("│ ○", "step_00000060.b9"),
-        ("├─╯", "left at step 60"),
+        ("├─╯", "abandoned at step 60"),
         ("●", "step_00000030.b3"),
         ("●", "step_00000020.b3"),
         ("│ ○", "step_00000050.b2"),
         ("│ ○", "step_00000040.b1"),
         ("│ ○", "step_00000030.b2"),
         ("│ ○", "step_00000030.b1"),
-        ("├─╯", "left at step 20"),
+        ("├─╯", "abandoned at step 20"),
         ("●", "step_00000020"),
         ("●", "step_00000010"),
     ]
@@ -178,7 +178,7 @@ def test_table_fits_the_terminal(installed, forked, columns):
 def test_run_killed_in_a_rollback_shows_what_was_left_as_the_next_start_will(holdfast, killed):
     assert all(e.health == "good" for e in Folder(killed / "checkpoints").entries() if e.step != 35)
     answer = holdfast("checkpoints", "ls", killed)
-    assert "→ a resume would take step_00000040.b1" in answer.out
+    assert "→ a resume would use step_00000040.b1" in answer.out
     assert "step_00000060.b1: quarantined: the journal says that the run left its branch" in answer.out
 
 
@@ -199,7 +199,7 @@ def test_run_of_which_none_can_be_trusted_is_listed_and_said_to_be_refused(holdf
         (at(straight, name) / "manifest.json").write_text("{}")
     answer = holdfast("checkpoints", "ls", straight)
     assert answer.status == 0
-    assert "a start of the run would be refused" in answer.out
+    assert "the run would refuse to start" in answer.out
     assert answer.out.count("✗ damaged") == 5
 
 
@@ -230,7 +230,7 @@ def test_list_as_json_has_every_field_and_is_strict_json(holdfast, forked):
 def test_checkpoint_of_another_run_is_shown_and_not_taken(holdfast, straight, forked):
     shutil.copytree(at(forked, "step_00000060.b1"), at(straight, "step_00000060.b1"))
     answer = holdfast("checkpoints", "ls", straight)
-    assert "→ a resume would take step_00000035" in answer.out
+    assert "→ a resume would use step_00000035" in answer.out
     assert "it belongs to run" in answer.out
     by_name = {c["name"]: c for c in holdfast("checkpoints", "ls", straight, "--json").json["checkpoints"]}
     assert by_name["step_00000060.b1"]["on_lineage"] is False
@@ -238,7 +238,7 @@ def test_checkpoint_of_another_run_is_shown_and_not_taken(holdfast, straight, fo
 
 def test_what_is_in_the_making_is_named(holdfast, straight):
     at(straight, ".tmp-step_00000040").mkdir()
-    assert ".tmp-step_00000040: in the making" in holdfast("checkpoints", "ls", straight).out
+    assert ".tmp-step_00000040: unfinished" in holdfast("checkpoints", "ls", straight).out
     assert holdfast("checkpoints", "ls", straight, "--json").json["in_the_making"] == [".tmp-step_00000040"]
 
 
@@ -254,7 +254,7 @@ def test_whole_run_verifies(holdfast, straight):
     before = content(straight)
     answer = holdfast("checkpoints", "verify", straight)
     assert answer.status == 0
-    assert answer.out.count("ok") == 5 and "5 checkpoints" in answer.out and "all are whole" in answer.out
+    assert answer.out.count("ok") == 5 and "5 checkpoints" in answer.out and "all intact" in answer.out
     assert answer.err == ""
     assert content(straight) == before
 
@@ -304,7 +304,7 @@ def test_several_runs_are_told_apart_and_none_is_read_twice(holdfast, straight, 
 def test_those_known_to_be_no_good_are_read_only_when_asked_for(holdfast, forked):
     flip(at(forked, "step_00000060.b1") / "rank_00000.bin")
     answer = holdfast("checkpoints", "verify", forked)
-    assert answer.status == 0 and "2 others marked bad or quarantined not read: see --all" in answer.out
+    assert answer.status == 0 and "skipped 2 others marked bad or quarantined: see --all" in answer.out
     assert holdfast("checkpoints", "verify", forked, "--all").status == 1
 
 
@@ -317,7 +317,7 @@ def test_mark_makes_what_is_damaged_bad_in_the_journal_too(holdfast, straight):
     last = journal.read(straight / "journal.jsonl").events[-1]
     assert (last["event"], last["status"], last["name"]) == ("checkpoint", "bad", "step_00000035")
     assert holdfast("checkpoints", "verify", straight).status == 0, "what is known to be bad is not read again"
-    assert "→ a resume would take step_00000030" in holdfast("checkpoints", "ls", straight).out
+    assert "→ a resume would use step_00000030" in holdfast("checkpoints", "ls", straight).out
 
 
 def test_mark_needs_the_run_to_itself_and_a_plain_look_does_not(holdfast, straight, start):
@@ -350,7 +350,7 @@ def test_dry_run_says_what_goes_and_why_and_removes_nothing(holdfast, forked):
     assert "step_00000060.b1 quarantined" in said
     assert "the run went back to step 40 and left this branch there" in said
     assert "good, but older than the newest 2 that are" in said
-    assert "would go" in said and "rules: --keep-last 2 --keep-every 0 --no-powers --keep-bad 1" in said
+    assert "would remove" in said and "rules: --keep-last 2 --keep-every 0 --no-powers --keep-bad 1" in said
     assert content(forked) == before
 
 
@@ -402,7 +402,7 @@ def test_newest_good_one_that_is_damaged_does_not_count_and_the_one_before_it_st
     flip(at(straight, "step_00000030") / "rank_00000.bin")
     answer = holdfast("checkpoints", "prune", straight, "--keep-last", "1", "--yes")
     assert answer.status == 0
-    assert "step_00000030 is marked good and is damaged" in answer.out
+    assert "step_00000030 is marked good but damaged" in answer.out
     assert names(straight) == ["step_00000035", "step_00000030", "step_00000020"]
     assert resolve_resume_path(straight) == at(straight, "step_00000035")
 
@@ -523,7 +523,7 @@ def test_run_that_has_nothing_to_go_on_from_is_status_3(holdfast, tmp_path, kind
     if kind == "no checkpoints":
         saved_runs.train(run, 5, enabled=False)
     answer = holdfast("checkpoints", "resume-path", run)
-    assert (answer.status, answer.out) == (3, "") and "the run begins" in answer.err
+    assert (answer.status, answer.out) == (3, "") and "starts from the beginning" in answer.err
     told = holdfast("checkpoints", "resume-path", run, "--json")
     assert (told.status, told.json["ok"], told.json["path"]) == (3, True, None)
 

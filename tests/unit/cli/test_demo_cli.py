@@ -21,7 +21,7 @@ RESULT = {
 }  # fmt: skip
 
 
-def storm(seed, steps, folder, listen) -> drill.Demo:
+def storm(seed, steps, folder, listen) -> drill.DemoResult:
     """Tells what a demo would tell."""
     for run, result in RESULT.items():
         faults = [] if run == "calm" else [{"name": "NaN batch", "step": 7}]
@@ -33,7 +33,7 @@ def storm(seed, steps, folder, listen) -> drill.Demo:
             told = {"step": 9, "status": "rolled_back", "actions": ["skip", "cut_lr"], "why": "loss_spike"}
             listen(run, "recovered", told)
         listen(run, "end", result)
-    return drill.Demo(**RESULT)
+    return drill.DemoResult(**RESULT)
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, told):
         "unguarded  eval loss nan  dead",
         "  guarded  eval loss 2.0200  +1.00% of calm",
         "recovered: all of it",
-        "the journal: runs/x/guarded/journal.jsonl",
+        "journal: runs/x/guarded/journal.jsonl",
     ):
         assert line in lines
     assert "  guarded  step    9  loss_spike: skip + cut lr" in lines
-    assert any("the storm: NaN batch at 7" in line for line in lines)
+    assert any("faults: NaN batch at 7" in line for line in lines)
     assert any("dead: not a number since step 7" in line for line in lines)
     assert any("\u2800" < character <= "\u28ff" for character in answer.out)
 
@@ -120,7 +120,7 @@ def test_interrupted_demo_is_status_130_without_a_traceback(holdfast, monkeypatc
 def test_log_is_silent_only_while_the_demo_runs(holdfast, monkeypatch, tmp_path):
     log = logging.getLogger("holdfast")
     handlers = list(log.handlers)
-    monkeypatch.setattr(drill, "run", lambda *_: (silent.append(log.propagate), drill.Demo(**RESULT))[1])
+    monkeypatch.setattr(drill, "run", lambda *_: (silent.append(log.propagate), drill.DemoResult(**RESULT))[1])
     silent: list[bool] = []
     holdfast("demo", "--folder", tmp_path, "--json")
     assert silent == [False]
@@ -136,9 +136,9 @@ def test_terminal_of_any_width_shows_the_picture_without_drawing_it_at_every_ste
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=40, color_system=None)
     monkeypatch.setattr(command, "Console", lambda **_: console)
-    screen = command._Screen(1200, quiet=False)
+    screen = command._DemoScreen(1200, quiet=False)
     with screen:
         storm(0, 1200, None, screen.listen)
-    screen.close(RESULT)
+    screen.print_summary(RESULT)
     assert 1 <= len(drawn) < 600
-    assert "the journal" in file.getvalue()
+    assert "journal: " in file.getvalue()

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.cli import main
-from holdfast.cli.planned import SCHEMA, spoken
+from holdfast.cli.output import format_duration
+from holdfast.cli.plan_report import SCHEMA
 from holdfast.core.checkpoints import measured
 from holdfast.core.checkpoints.measured import measure
 from holdfast.core.record.journal import dumps
@@ -67,8 +68,8 @@ def test_advice_comes_first_and_names_the_key_to_write(holdfast):
     answer = holdfast("plan", *ALL)
     assert (answer.status, answer.err) == (0, "")
     said = " ".join(answer.out.split())
-    assert said.startswith("Write [checkpoint] every_steps = 2195: a save every 2,195 steps (29.3 min) leaves 98.41%")
-    for words in ("cadences", "what it rests on", "lost a failure", "by formula: Young 29.4 min, Daly 29.3 min"):
+    assert said.startswith("Set [checkpoint] every_steps = 2195: a save every 2,195 steps (29.3 min) leaves 98.41%")
+    for words in ("cadences", "inputs", "lost per failure", "by formula: Young 29.4 min, Daly 29.3 min"):
         assert words in answer.out
     assert "at other scales" not in answer.out
 
@@ -94,15 +95,15 @@ def test_json_has_the_whole_answer(holdfast):
 
 
 def test_cadence_that_is_good_enough_is_left_alone(holdfast):
-    assert holdfast("plan", *ALL, "--every", 2000).out.startswith("Leave [checkpoint] every_steps = 2000:")
+    assert holdfast("plan", *ALL, "--every", 2000).out.startswith("Keep [checkpoint] every_steps = 2000:")
 
 
 def test_cadence_under_the_time_of_a_write_is_named(holdfast):
     out = " ".join(holdfast("plan", *ALL, "--write-time", "10m", "--every", 100).out.split())
-    assert "every 100 steps, as it is, saves wait for each other" in out
+    assert "now, every 100 steps, saves wait for each other" in out
     out = holdfast("plan", *ALL, "--write-time", "2h").out
-    assert out.startswith("Write [checkpoint] every_steps = 9000:")
-    assert "saves are kept no closer than one is written: 9,000 steps" in out
+    assert out.startswith("Set [checkpoint] every_steps = 9000:")
+    assert "saves are kept at least as far apart as a save is written: 9,000 steps" in out
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_run_alone_is_enough_and_its_uncertainty_is_told(holdfast, run):
     assert "2 failures in 10.0 h" in answer.out
     assert "median of 20 saves" in answer.out
     # 36000 s over the exact 90% interval of two events, 0.3554 to 6.2958
-    assert "the mtbf lies between 95.3 min and 28.1 h" in answer.out
+    assert "the 90% interval of the mtbf is 95.3 min to 28.1 h" in answer.out
     answer = holdfast("plan", run, "--json").json
     assert answer["mtbf_90"] == pytest.approx([36000 / 6.2958, 36000 / 0.3554], rel=1e-3)
     assert answer["inputs"]["certify_after"]["value"] == 20
@@ -201,8 +202,25 @@ def test_no_failure_is_not_a_rate_and_what_it_says_is_told(holdfast, tmp_path):
     folder = write_run(tmp_path / "run", life(0.0, 10, restart=False))
     answer = holdfast("plan", folder)
     assert answer.status == 78
-    assert f"failure rate: no failure in 10.0 h of {folder}, so probably (95%) over 3.3 h; give --mtbf" in answer.err
-    assert holdfast("plan", folder, "--mtbf", "36h", "--restart", "5m").status == 0
+    assert (
+        f"failure rate: no failure in 10.0 h of {folder}, so the MTBF is probably (95%) over 3.3 h; give --mtbf"
+        in answer.err
+    )
+
+
+def test_run_that_never_restarted_is_planned_with_a_given_mtbf(holdfast, tmp_path):
+    folder = write_run(tmp_path / "run", life(0.0, 10, restart=False))
+    answer = holdfast("plan", folder, "--mtbf", "36h")
+    assert (answer.status, answer.err) == (0, "")
+    text = " ".join(answer.out.split())
+    assert "restart 0 s not known: RUN has not restarted after a failure; assumed 0" in text
+    assert "the goodput is an upper bound; give --restart TIME" in text
+    without, with_restart = (
+        holdfast("plan", folder, "--mtbf", "36h", *more, "--json").json for more in ([], ["--restart", "5m"])
+    )
+    assert without["every_steps"] == with_restart["every_steps"]
+    assert without["best"]["goodput"] > with_restart["best"]["goodput"]
+    assert "upper bound" not in holdfast("plan", folder, "--mtbf", "36h", "--restart", "5m").out
 
 
 def test_long_metrics_are_read_from_their_end(tmp_path, monkeypatch):
@@ -257,7 +275,7 @@ def test_nonsense_count_is_a_wrong_command_line(holdfast, option, value):
 def test_two_rates_are_one_too_many(holdfast):
     answer = holdfast("plan", *ALL, "--nodes", 8, "--node-mtbf", "90d")
     assert answer.status == 78
-    assert "--mtbf and --node-mtbf say the same thing: give one of them" in answer.err
+    assert "--mtbf and --node-mtbf all set the failure rate: give only one" in answer.err
 
 
 def test_rate_of_a_node_needs_their_number(holdfast):
@@ -287,7 +305,7 @@ def test_run_with_nothing_in_its_files_asks_for_everything(holdfast, tmp_path):
     for name in ("journal.jsonl", "metrics.jsonl", "run.json"):
         (folder / name).write_bytes(b"")
     answer = holdfast("plan", folder)
-    assert (answer.status, "4 errors" in answer.err) == (78, True)
+    assert (answer.status, "3 errors" in answer.err) == (78, True)
     done = holdfast("plan", folder, *ALL)
     assert done.status == 0
     assert "run.json is not a JSON object" in done.out
@@ -380,4 +398,4 @@ def test_terminal_in_an_old_encoding_gets_question_marks_and_no_traceback(instal
     ],
 )
 def test_times_are_told_in_a_persons_unit(seconds, words):
-    assert spoken(seconds) == words
+    assert format_duration(seconds) == words

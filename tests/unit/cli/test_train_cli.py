@@ -13,8 +13,8 @@ from rich.console import Console
 from holdfast.core.base.types import Outcome, Signal, Status
 from holdfast.core.record import journal
 from holdfast.reference.config import parse
-from holdfast.reference.progress import Show
-from holdfast.reference.tokens import Writer
+from holdfast.reference.progress import TerminalProgress
+from holdfast.reference.tokens import TokenWriter
 
 SMALL = """
 [model]
@@ -46,7 +46,7 @@ def file(tmp_path, monkeypatch):
 
 
 def tokens(path, vocab_size=256, count=3000):
-    writer = Writer(path, vocab_size, "bytes")
+    writer = TokenWriter(path, vocab_size, "bytes")
     writer.write(np.arange(count) % vocab_size)
     writer.close()
     return path
@@ -233,7 +233,7 @@ def test_run_without_a_terminal_says_a_line_now_and_then_and_sums_up(holdfast, f
     assert all(part in lines[1] for part in ("loss ", "tok/s", "ms/step", "ETA "))
     assert [line.split()[1] for line in lines if "  eval loss" in line] == ["5", "10", "12"]
     assert any(line.startswith("clean: 12 steps committed") for line in lines)
-    assert lines[-1].endswith("the record is in runs/train")
+    assert lines[-1].endswith("records: runs/train")
     assert {p.name for p in (tmp_path / "runs/train").iterdir()} >= {"run.json", "metrics.jsonl", "journal.jsonl"}
 
 
@@ -253,7 +253,7 @@ def test_stopped_run_is_status_75_and_the_same_command_goes_on(holdfast, file, t
     answer = holdfast("train", file, "--stop-at", 6, "--json")
     assert answer.status == 75
     assert answer.json["checkpoint"].endswith("runs/train/checkpoints/step_00000006")
-    assert answer.err.splitlines()[-1].endswith("the same command goes on from there")
+    assert answer.err.splitlines()[-1].endswith("the same command resumes it")
     resumed = holdfast("train", file, "--json")
     assert (resumed.status, resumed.json["steps"]) == (0, 12)
     whole = holdfast("train", file, "--train.run_dir=whole", "--json")
@@ -273,8 +273,8 @@ def test_unguarded_run_that_is_stopped_promises_no_checkpoint(holdfast, file, mo
     answer = holdfast("train", file, "--stop-at", 6)
     assert answer.status == 1
     assert "--resume" not in answer.err
-    assert "the record is in" not in answer.err
-    assert "no checkpoint was left" in answer.err
+    assert "records: HOLDFAST_OFF=1 writes none" in answer.err
+    assert "there is no checkpoint to resume from" in answer.err
     assert "HOLDFAST_OFF" in refused(holdfast("train", file, "--resume", "any.pt"))
 
 
@@ -309,12 +309,12 @@ def outcome(step: int, seconds: float | None) -> Outcome:
 def shown(width: int, *, terminal: bool, seconds: float | None = 0.02) -> str:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=width, color_system=None)
-    view = Show(console)
+    view = TerminalProgress(console)
     config = parse({"train": {"steps": 400, "log_every": 1}}, "test")
     about = {"parameters": 8240, "precision": "fp32", "device": "cpu", "tokens_per_step": 32, "data": []}
-    view.begin(config, about)
+    view.show_begin(config, about)
     for step in range(1, 301):
-        view.step(outcome(step, seconds), 3200.0)
+        view.show_step(outcome(step, seconds), 3200.0)
     view.close()
     return screen.getvalue()
 

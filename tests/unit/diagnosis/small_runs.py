@@ -11,7 +11,7 @@ import torch
 
 from holdfast.reference import trainer as reference
 from holdfast.reference.config import parse
-from holdfast.reference.tokens import Writer
+from holdfast.reference.tokens import TokenWriter
 
 STEPS = 120
 # Virtual machines exist that announce AMX and end a process that uses it with SIGILL.
@@ -24,7 +24,7 @@ def token_file(path: Path, low: int, high: int, seed: int) -> str:
     tokens = [low]
     for step in random.integers(1, 3, 20_000):
         tokens.append(low + (tokens[-1] - low + int(step)) % (high - low))
-    writer = Writer(path, 256, "bytes")
+    writer = TokenWriter(path, 256, "bytes")
     writer.write(np.array(tokens))
     writer.close()
     return str(path)
@@ -43,7 +43,7 @@ def train(
     folder: Path,
     name: str,
     *,
-    tamper: Any = None,
+    faults: Any = None,
     weights: Any = (0.7, 0.3),
     stop_at: int | None = None,
     **sections: Any,
@@ -61,5 +61,5 @@ def train(
         "detect": {"loss_spike": False, "grad_spike": False},
     }  # fmt: skip
     merged = {key: {**small.get(key, {}), **sections.get(key, {})} for key in {**small, **sections}}
-    reference.build(parse(merged, "test"), tamper=tamper).run(stop_at=stop_at)
+    reference.build(parse(merged, "test"), faults=faults).run(stop_at=stop_at)
     return folder / name

@@ -12,8 +12,8 @@ from small_runs import STEPS, train
 import holdfast
 from holdfast.core.base.errors import HoldfastError
 from holdfast.diagnosis import rundiff
+from holdfast.drill.fault_schedule import FaultSchedule
 from holdfast.drill.faults.nan_batch import NanBatch
-from holdfast.drill.storm import Storm
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_seed_alone_is_a_weak_suspect(folder, base):
 
 
 def test_recovered_against_clean(folder, base):
-    stormy = train(folder, "stormy", tamper=Storm([NanBatch(30)], 8))
+    stormy = train(folder, "stormy", faults=FaultSchedule([NanBatch(30)], 8))
     report = compared(base, stormy)
     assert suspects(report) == ["recovered"]
     assert "skip at step 30" in report.suspects[0].reason

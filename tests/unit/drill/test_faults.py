@@ -9,13 +9,13 @@ import math
 import pytest
 import torch
 
+from holdfast.drill.fault_schedule import FaultSchedule, demo_schedule
 from holdfast.drill.faults.base import Fault
 from holdfast.drill.faults.corrupt_optimizer import CorruptOptimizer
 from holdfast.drill.faults.garbage_data import GarbageData
 from holdfast.drill.faults.inf_gradient import InfGradient
 from holdfast.drill.faults.lr_jump import LrJump
 from holdfast.drill.faults.nan_batch import NanBatch
-from holdfast.drill.storm import Storm, demo_storm
 from holdfast.reference.config import parse
 from holdfast.reference.trainer import Trainer
 
@@ -68,7 +68,7 @@ def train(trainer, steps, fault=None):
 
 
 def test_nan_batch_puts_a_nan_into_the_weight_of_one_sequence_of_its_step(trainer):
-    spoiled = batches(NanBatch(3).data(trainer.mixture, BATCH), 5)
+    spoiled = batches(NanBatch(3).wrap_dataset(trainer.mixture, BATCH), 5)
     clean = batches(trainer.mixture, 5)
     weights = [[float(sample["weight"]) for sample in batch] for batch in spoiled]
     assert [sum(map(math.isnan, row)) for row in weights] == [0, 0, 1, 0, 0]
@@ -78,7 +78,7 @@ def test_nan_batch_puts_a_nan_into_the_weight_of_one_sequence_of_its_step(traine
 
 
 def test_nan_batch_makes_the_loss_of_its_step_nan_and_no_other(trainer):
-    trainer.loader = torch.utils.data.DataLoader(NanBatch(3).data(trainer.mixture, BATCH), batch_size=BATCH)
+    trainer.loader = torch.utils.data.DataLoader(NanBatch(3).wrap_dataset(trainer.mixture, BATCH), batch_size=BATCH)
     losses = []
     for _, batch in zip(range(5), trainer.loader, strict=False):
         losses.append(float(trainer.loss(batch).detach()))
@@ -86,14 +86,14 @@ def test_nan_batch_makes_the_loss_of_its_step_nan_and_no_other(trainer):
 
 
 def test_garbage_is_in_its_window_only(trainer):
-    spoiled = batches(GarbageData(3, steps=2).data(trainer.mixture, BATCH), 6)
+    spoiled = batches(GarbageData(3, steps=2).wrap_dataset(trainer.mixture, BATCH), 6)
     clean = batches(trainer.mixture, 6)
     changed = [[not same(a, b) for a, b in zip(*pair, strict=True)] for pair in zip(spoiled, clean, strict=True)]
     assert changed == [[number in (3, 4)] * BATCH for number in range(1, 7)]
 
 
 def test_garbage_is_random_tokens_of_the_vocabulary_with_targets_that_follow(trainer):
-    data = GarbageData(1, steps=12, vocab_size=256).data(trainer.mixture, BATCH)
+    data = GarbageData(1, steps=12, vocab_size=256).wrap_dataset(trainer.mixture, BATCH)
     samples = [data[n] for n in range(12 * BATCH)]
     everything = torch.cat([s["tokens"] for s in samples])
     assert int(everything.min()) >= 0 and int(everything.max()) < 256
@@ -103,7 +103,7 @@ def test_garbage_is_random_tokens_of_the_vocabulary_with_targets_that_follow(tra
 
 
 def test_garbage_is_the_same_whenever_it_is_read(trainer):
-    data = GarbageData(2).data(trainer.mixture, BATCH)
+    data = GarbageData(2).wrap_dataset(trainer.mixture, BATCH)
     state = torch.get_rng_state()
     first = data[BATCH + 1]["tokens"]
     assert torch.equal(torch.get_rng_state(), state)  # and draws from nobody's generator
@@ -113,7 +113,7 @@ def test_garbage_is_the_same_whenever_it_is_read(trainer):
 
 def test_spoiled_data_is_as_long_as_before(trainer):
     for fault in (NanBatch(3), GarbageData(3)):
-        assert len(fault.data(trainer.mixture, BATCH)) == len(trainer.mixture)
+        assert len(fault.wrap_dataset(trainer.mixture, BATCH)) == len(trainer.mixture)
 
 
 # ---- in the gradient, the optimizer, the learning rate
@@ -178,7 +178,7 @@ class Counted(Fault):
         super().__init__(step)
         self.strikes: list[int] = []
 
-    def strike(self, model, optimizer) -> None:
+    def inject(self, model, optimizer) -> None:
         self.strikes.append(1)
 
 
@@ -200,18 +200,18 @@ def test_fault_whose_step_number_never_came_strikes_at_the_next(trainer):
 
 def test_storm_brings_every_fault_to_its_place(trainer):
     first, second = Counted(2), Counted(3)
-    storm = Storm([first, NanBatch(1), second, GarbageData(2, steps=1)], BATCH)
-    data = storm.data(trainer.mixture)
+    schedule = FaultSchedule([first, NanBatch(1), second, GarbageData(2, steps=1)], BATCH)
+    data = schedule.wrap_dataset(trainer.mixture)
     assert math.isnan(float(data[0]["weight"]))
     assert not torch.equal(data[BATCH]["tokens"], trainer.mixture[BATCH]["tokens"])
     for number in (1, 2, 3):
-        storm.before_step(number, trainer.model, trainer.optimizer)
+        schedule.before_step(number, trainer.model, trainer.optimizer)
     assert (first.strikes, second.strikes) == ([1], [1])
 
 
 @pytest.mark.parametrize("steps", [700, 1200])
 def test_storm_of_the_demo_is_five_kinds_of_fault_apart_from_each_other(steps):
-    faults = demo_storm(steps, 16).faults
+    faults = demo_schedule(steps, 16).faults
     assert len({type(f) for f in faults}) == 5
     assert len({f.name for f in faults}) == 5
     at = [f.step for f in faults]

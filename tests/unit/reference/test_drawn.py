@@ -7,28 +7,28 @@ import random
 import numpy as np
 import pytest
 
-from holdfast.reference.mixture import BLOCK, Drawn, Mixture, Weights, quotas
+from holdfast.reference.mixture import BLOCK, DrawnSamples, Mixture, MixtureStage, block_quotas
 from holdfast.reference.tokens import Tokens
 
 
 def mixture() -> Mixture:
     sources = [Tokens(name, np.zeros(5000, dtype=np.uint8), 256, "bytes") for name in ("a", "b", "c")]
-    stages = [Weights(0, quotas((0.5, 0.3, 0.2))), Weights(2, quotas((0.1, 0.0, 0.9)))]
+    stages = [MixtureStage(0, block_quotas((0.5, 0.3, 0.2))), MixtureStage(2, block_quotas((0.1, 0.0, 0.9)))]
     return Mixture(sources, 8, 100_000, 3, stages, 0.1)
 
 
 @pytest.mark.parametrize("stop", [0, 1, 17, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 123])
 def test_count_is_what_counting_gives(stop):
     mixed = mixture()
-    places = [mixed.place(n)[0] for n in range(stop)]
-    assert mixed.count(stop) == [places.count(source) for source in range(3)]
+    places = [mixed.locate(n)[0] for n in range(stop)]
+    assert mixed.count_per_source(stop) == [places.count(source) for source in range(3)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_skips_rollbacks_and_gaps_in_a_step_are_counted_as_they_were(seed):
     """Against a dictionary of every committed step, over a random course of commits, skips and rollbacks."""
     draw, mixed = random.Random(seed), mixture()
-    drawn, kept, step, at = Drawn(), {}, 0, 0
+    drawn, kept, step, at = DrawnSamples(), {}, 0, 0
     for _ in range(300):
         if draw.random() < 0.1:
             at += 4 * draw.randint(1, 5)  # a batch skipped, or a window left out
@@ -40,20 +40,20 @@ def test_skips_rollbacks_and_gaps_in_a_step_are_counted_as_they_were(seed):
         joined = [(at, at + 8)] if spans[0][1] == spans[1][0] else spans
         kept[step] = joined
         at = spans[-1][1]
-        drawn.add(step, joined)
-    places = [mixed.place(n)[0] for spans in kept.values() for start, stop in spans for n in range(start, stop)]
-    assert drawn.of_each_source(mixed) == [places.count(source) for source in range(3)]
+        drawn.commit(step, joined)
+    places = [mixed.locate(n)[0] for spans in kept.values() for start, stop in spans for n in range(start, stop)]
+    assert drawn.count_per_source(mixed) == [places.count(source) for source in range(3)]
 
 
 def test_resumed_run_counts_what_its_earlier_life_took():
-    mixed, drawn = mixture(), Drawn()
+    mixed, drawn = mixture(), DrawnSamples()
     for step in range(11, 21):
-        drawn.add(step, [(8 * (step - 1), 8 * step)])
-    assert drawn.of_each_source(mixed) == mixed.count(160)
+        drawn.commit(step, [(8 * (step - 1), 8 * step)])
+    assert drawn.count_per_source(mixed) == mixed.count_per_source(160)
 
 
 def test_long_run_is_a_few_numbers():
-    drawn = Drawn()
+    drawn = DrawnSamples()
     for step in range(1, 5001):
-        drawn.add(step, [(8 * (step - 1), 8 * step)])
-    assert len(drawn._stretches) == 1
+        drawn.commit(step, [(8 * (step - 1), 8 * step)])
+    assert len(drawn._ranges) == 1

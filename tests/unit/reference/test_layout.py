@@ -6,21 +6,23 @@ import pytest
 
 from holdfast.core.base.errors import ConfigError
 from holdfast.reference.config import parse
-from holdfast.reference.layout import Layout, fit
+from holdfast.reference.layout import ParallelLayout, resolve_layout
 
 
 def fitted(size, rank=0, batch_size=16, **distributed):
-    return fit(parse({"distributed": distributed, "train": {"batch_size": batch_size}}, "mine.toml"), size, rank)
+    return resolve_layout(
+        parse({"distributed": distributed, "train": {"batch_size": batch_size}}, "mine.toml"), size, rank
+    )
 
 
 def test_nothing_said_is_copies_on_all_ranks_there_are():
-    assert fitted(1) == Layout() and fitted(1).size == 1
-    assert fitted(4, 3) == Layout(data=4, rank=3)
+    assert fitted(1) == ParallelLayout() and fitted(1).size == 1
+    assert fitted(4, 3) == ParallelLayout(data=4, rank=3)
 
 
 def test_copies_take_what_shards_and_slices_leave():
-    assert fitted(8, shard=2, tensor=2) == Layout(data=2, shard=2, tensor=2)
-    assert fitted(4, shard=2, tensor=2) == Layout(data=1, shard=2, tensor=2)
+    assert fitted(8, shard=2, tensor=2) == ParallelLayout(data=2, shard=2, tensor=2)
+    assert fitted(4, shard=2, tensor=2) == ParallelLayout(data=1, shard=2, tensor=2)
 
 
 def test_neighbours_are_of_one_tensor_group_and_read_the_same():
@@ -35,24 +37,26 @@ def test_neighbours_are_of_one_tensor_group_and_read_the_same():
         (
             2,
             {"data": 4},
-            "[distributed] data = 4 x shard = 1 x tensor = 1 is 4 ranks, and there are 2: start 4, or set data = 0, which "
-            "takes what is left",
+            "[distributed] data = 4 x shard = 1 x tensor = 1 is 4 ranks, but there are 2: start 4, or set data = 0 to "
+            "derive it",
         ),
         (
             1,
             {"shard": 2, "tensor": 2},
-            "[distributed] shard = 2 x tensor = 2 is 4 ranks, and there is 1: start a multiple of 4, or make them smaller",
+            "[distributed] shard = 2 x tensor = 2 is 4 ranks, but there is 1: start a multiple of 4, or "
+            "reduce shard or tensor",
         ),
         (
             6,
             {"tensor": 4},
-            "[distributed] shard = 1 x tensor = 4 is 4 ranks, and there are 6: start a multiple of 4, or make them smaller",
+            "[distributed] shard = 1 x tensor = 4 is 4 ranks, but there are 6: start a multiple of 4, or "
+            "reduce shard or tensor",
         ),
         (
             6,
             {"tensor": 2},
-            "[train] batch_size = 16 is the batch of all ranks together, and cannot be dealt out evenly to 3 (data 3 x "
-            "shard 1): make it a multiple of 3",
+            "[train] batch_size = 16 counts all ranks, and cannot be split evenly over 3 (data 3 x shard 1): make it a "
+            "multiple of 3",
         ),
     ],
 )
@@ -63,5 +67,5 @@ def test_layout_that_does_not_fit_the_ranks_is_refused_with_its_numbers_and_the_
 
 
 def test_it_reads_as_what_there_is_more_than_one_of():
-    assert str(Layout()) == "one rank"
-    assert str(Layout(data=2, tensor=4)) == "data 2 x tensor 4"
+    assert str(ParallelLayout()) == "one rank"
+    assert str(ParallelLayout(data=2, tensor=4)) == "data 2 x tensor 4"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.base.errors import DataError
-from holdfast.reference.mixture import BLOCK, Mixture, Weights, quotas
+from holdfast.reference.mixture import BLOCK, Mixture, MixtureStage, block_quotas
 from holdfast.reference.tokens import Tokens
 
 CONTEXT = 8
@@ -25,7 +25,7 @@ def source(sequences: int, number: int = 0, eval_tokens: int = CONTEXT + 1) -> T
 
 def mixture(*sequences: int, weights: tuple[float, ...] | None = None, seed: int = 0, stages=(), share=1e-9) -> Mixture:
     sources = [source(count, number) for number, count in enumerate(sequences)]
-    first = Weights(0, quotas(weights or (1.0,) * len(sources)))
+    first = MixtureStage(0, block_quotas(weights or (1.0,) * len(sources)))
     return Mixture(sources, CONTEXT, 10**9, seed, [first, *stages], share)
 
 
@@ -84,7 +84,7 @@ def test_targets_are_the_tokens_one_later():
 
 
 def test_length_is_the_samples_asked_for():
-    assert len(Mixture([source(3)], CONTEXT, 77, 0, [Weights(0, quotas((1.0,)))], 0.1)) == 77
+    assert len(Mixture([source(3)], CONTEXT, 77, 0, [MixtureStage(0, block_quotas((1.0,)))], 0.1)) == 77
 
 
 # ---- shares
@@ -95,7 +95,7 @@ amounts = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
 @settings(max_examples=300, derandomize=True, deadline=None)
 @given(st.lists(amounts, min_size=1, max_size=12).map(tuple))
 def test_quotas_add_up_and_are_off_by_less_than_one(weights):
-    shares = quotas(weights)
+    shares = block_quotas(weights)
     assert sum(shares) == BLOCK
     total = sum(weights)
     assert all(abs(share - BLOCK * w / total) < 1 for share, w in zip(shares, weights, strict=True))
@@ -113,7 +113,7 @@ def test_quotas_add_up_and_are_off_by_less_than_one(weights):
     ],
 )
 def test_quotas_are_these(weights, shares):
-    assert quotas(weights) == shares
+    assert block_quotas(weights) == shares
 
 
 @settings(max_examples=15, derandomize=True, deadline=None)
@@ -124,18 +124,18 @@ def test_quotas_are_these(weights, shares):
 )
 def test_every_block_has_exactly_its_quotas(weights, block, seed):
     data = mixture(*(30 + 7 * i for i in range(len(weights))), weights=weights, seed=seed)
-    counts = Counter(data.place(n)[0] for n in range(block * BLOCK, (block + 1) * BLOCK))
-    assert tuple(counts[i] for i in range(len(weights))) == quotas(weights)
+    counts = Counter(data.locate(n)[0] for n in range(block * BLOCK, (block + 1) * BLOCK))
+    assert tuple(counts[i] for i in range(len(weights))) == block_quotas(weights)
 
 
 @settings(max_examples=10, derandomize=True, deadline=None)
 @given(st.lists(st.floats(min_value=0.1, max_value=10), min_size=1, max_size=4).map(tuple), st.integers(0, 3))
 def test_samples_of_a_source_are_counted_without_gaps(weights, seed):
-    other = Weights(1, quotas(weights[::-1]))
+    other = MixtureStage(1, block_quotas(weights[::-1]))
     data = mixture(*(30,) * len(weights), weights=weights, seed=seed, stages=[other])
     seen = [0] * len(weights)
     for n in range(3 * BLOCK):
-        where, k = data.place(n)
+        where, k = data.locate(n)
         assert k == seen[where]
         seen[where] += 1
 
@@ -157,16 +157,16 @@ def test_every_sequence_of_a_source_is_seen_once_before_any_is_seen_twice():
 
 
 def test_stage_changes_the_mix_from_its_block_on_and_not_before():
-    stages = [Weights(2, quotas((0.0, 1.0))), Weights(5, quotas((0.5, 0.5)))]
+    stages = [MixtureStage(2, block_quotas((0.0, 1.0))), MixtureStage(5, block_quotas((0.5, 0.5)))]
     data = mixture(50, 50, weights=(0.9, 0.1), stages=stages)
-    mixes = [Counter(data.place(n)[0] for n in range(b * BLOCK, (b + 1) * BLOCK))[0] for b in range(7)]
+    mixes = [Counter(data.locate(n)[0] for n in range(b * BLOCK, (b + 1) * BLOCK))[0] for b in range(7)]
     assert mixes == [900, 900, 0, 0, 0, 500, 500]
 
 
 def test_stage_leaves_what_came_before_it_as_it_was():
     plain = mixture(50, 50, weights=(0.9, 0.1))
-    staged = mixture(50, 50, weights=(0.9, 0.1), stages=[Weights(2, quotas((0.0, 1.0)))])
-    assert [plain.place(n) for n in range(0, 2 * BLOCK, 7)] == [staged.place(n) for n in range(0, 2 * BLOCK, 7)]
+    staged = mixture(50, 50, weights=(0.9, 0.1), stages=[MixtureStage(2, block_quotas((0.0, 1.0)))])
+    assert [plain.locate(n) for n in range(0, 2 * BLOCK, 7)] == [staged.locate(n) for n in range(0, 2 * BLOCK, 7)]
 
 
 # ---- held out
@@ -180,16 +180,16 @@ def tokens_of(batches) -> set[int]:
 @pytest.mark.parametrize("sequences", [(2,), (60,), (61, 100, 7)])
 def test_held_out_sequences_never_overlap_training_sequences(sequences, share):
     sources = [source(count, number, eval_tokens=1 + 25 * CONTEXT) for number, count in enumerate(sequences)]
-    data = Mixture(sources, CONTEXT, 10**6, 0, [Weights(0, quotas((1.0,) * len(sources)))], share)
-    held = tokens_of(data.held_out(batch_size=16, batches=8))
+    data = Mixture(sources, CONTEXT, 10**6, 0, [MixtureStage(0, block_quotas((1.0,) * len(sources)))], share)
+    held = tokens_of(data.held_out_batches(batch_size=16, batches=8))
     trained = tokens_of([data[n] for n in range(2500)])
     assert held.isdisjoint(trained)
     assert {t // 1_000_000 for t in held} == set(range(len(sources)))
 
 
 def test_held_out_sequences_are_the_same_each_time_and_for_every_seed():
-    first = mixture(60, 90).held_out(4, 3)
-    second = mixture(60, 90, seed=5).held_out(4, 3)
+    first = mixture(60, 90).held_out_batches(4, 3)
+    second = mixture(60, 90, seed=5).held_out_batches(4, 3)
     assert len(first) == 3
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a["tokens"], b["tokens"])
@@ -202,8 +202,8 @@ def test_held_out_sequences_are_the_same_each_time_and_for_every_seed():
 def test_no_held_out_sequence_comes_twice_while_there_are_others(held):
     tokens = source(20, eval_tokens=held * CONTEXT + 1)
     share = (held * CONTEXT + 1.5) / len(tokens)
-    data = Mixture([tokens], CONTEXT, 10**6, 0, [Weights(0, (BLOCK,))], share)
-    starts = [int(row[0]) for batch in data.held_out(16, 6) for row in batch["tokens"]]
+    data = Mixture([tokens], CONTEXT, 10**6, 0, [MixtureStage(0, (BLOCK,))], share)
+    starts = [int(row[0]) for batch in data.held_out_batches(16, 6) for row in batch["tokens"]]
     assert len(set(starts)) == 96
 
 
@@ -214,10 +214,10 @@ def test_no_held_out_sequence_comes_twice_while_there_are_others(held):
 def test_source_too_short_for_one_sequence_beside_the_held_out_one_is_refused(tokens):
     short = Tokens("short.tokens", np.arange(tokens, dtype=np.uint32), 2**32, "numbers")
     with pytest.raises(DataError, match=rf"short.tokens: {tokens} tokens are too few .* shorter \[model\] context"):
-        Mixture([source(50), short], CONTEXT, 100, 0, [Weights(0, (500, 500))], 0.05)
+        Mixture([source(50), short], CONTEXT, 100, 0, [MixtureStage(0, (500, 500))], 0.05)
 
 
 def test_shortest_source_that_can_be_used_gives_its_one_sequence():
-    data = Mixture([source(1)], CONTEXT, 100, 0, [Weights(0, (BLOCK,))], 1e-9)
+    data = Mixture([source(1)], CONTEXT, 100, 0, [MixtureStage(0, (BLOCK,))], 1e-9)
     assert [start(data[n]) for n in range(5)] == [(0, 0)] * 5
-    assert tokens_of(data.held_out(2, 1)).isdisjoint(tokens_of([data[0]]))
+    assert tokens_of(data.held_out_batches(2, 1)).isdisjoint(tokens_of([data[0]]))

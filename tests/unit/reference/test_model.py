@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 from torch.nn import functional as F
 
-from holdfast.reference.config import Model, load
+from holdfast.reference.config import PACKAGED, ModelSection, load
 from holdfast.reference.model import Transformer, flops_per_token, next_token_loss, rotate
 
-CONFIGS = Path(__file__).parents[3] / "configs"
-SMALL = Model(vocab_size=61, context=24, layers=2, heads=2, width=16)
+SMALL = ModelSection(vocab_size=61, context=24, layers=2, heads=2, width=16)
 
 
-def build(config: Model = SMALL, scale: float = 10.0) -> Transformer:
+def build(config: ModelSection = SMALL, scale: float = 10.0) -> Transformer:
     """A model whose weights are large enough for every part of it to matter."""
     torch.manual_seed(0)
     model = Transformer(config).double()
@@ -32,7 +30,7 @@ def some_tokens(batch: int = 3, length: int = 24, vocab_size: int = 61) -> torch
     return torch.randint(0, vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def with_(**changes) -> Model:
+def with_(**changes) -> ModelSection:
     return msgspec.structs.replace(SMALL, **changes)
 
 
@@ -206,7 +204,7 @@ def test_loss_of_half_precision_logits_is_computed_in_full(logits):
     ("name", "least", "most"), [("tiny", 0.8e6, 1e6), ("160m", 120e6, 200e6), ("1.4b", 1.2e9, 1.6e9)]
 )
 def test_shipped_configuration_has_about_the_parameters_of_its_name(name, least, most):
-    config = load(CONFIGS / f"{name}.toml", []).model
+    config = load(PACKAGED / f"{name}.toml", []).model
     with torch.device("meta"):
         model = Transformer(config)
     assert least < sum(p.numel() for p in model.parameters()) < most

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.base.errors import DataError
-from holdfast.reference.tokens import Tokens, Writer, dtype_for, embedded, open_tokens
+from holdfast.reference.tokens import Tokens, TokenWriter, dtype_for, load_embedded, open_tokens
 
 SIZES = {"uint8": 256, "uint16": 50_304, "uint32": 200_000}
 
 
 def write(path, tokens, vocab_size=256):
-    writer = Writer(path, vocab_size, "bytes")
+    writer = TokenWriter(path, vocab_size, "bytes")
     writer.write(tokens)
     writer.close()
     return path
@@ -28,7 +29,7 @@ def write(path, tokens, vocab_size=256):
 def test_what_is_written_is_what_is_read(tmp_path, dtype, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 10_001)
     tokens[[0, -1]] = (vocab_size - 1, 0)  # the ends of the range
-    writer = Writer(tmp_path / "a.tokens", vocab_size, "mine")
+    writer = TokenWriter(tmp_path / "a.tokens", vocab_size, "mine")
     writer.write(tokens[:4000])
     writer.write(tokens[4000:].tolist())
     writer.write([])
@@ -48,7 +49,7 @@ def test_file_is_mapped_and_not_read(tmp_path):
 
 
 def test_file_appears_only_when_it_is_whole(tmp_path):
-    writer = Writer(tmp_path / "a", 256, "bytes")
+    writer = TokenWriter(tmp_path / "a", 256, "bytes")
     writer.write(range(100))
     assert not (tmp_path / "a").exists()
     writer.close()
@@ -56,7 +57,7 @@ def test_file_appears_only_when_it_is_whole(tmp_path):
 
 
 def test_abandoned_writer_leaves_nothing(tmp_path):
-    writer = Writer(tmp_path / "a", 256, "bytes")
+    writer = TokenWriter(tmp_path / "a", 256, "bytes")
     writer.write(range(100))
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
@@ -64,7 +65,7 @@ def test_abandoned_writer_leaves_nothing(tmp_path):
 
 def test_abandoned_writer_leaves_the_file_that_was_there(tmp_path):
     write(tmp_path / "a", [1, 2, 3])
-    writer = Writer(tmp_path / "a", 256, "bytes")
+    writer = TokenWriter(tmp_path / "a", 256, "bytes")
     writer.write(range(100))
     writer.abandon()
     assert open_tokens(tmp_path / "a").data.tolist() == [1, 2, 3]
@@ -74,7 +75,7 @@ def test_abandoned_writer_leaves_the_file_that_was_there(tmp_path):
 @pytest.mark.parametrize("token", [300, -1])
 @pytest.mark.parametrize("as_array", [False, True])
 def test_token_outside_the_vocabulary_is_refused(tmp_path, token, as_array):
-    writer = Writer(tmp_path / "a", 300, "bytes")
+    writer = TokenWriter(tmp_path / "a", 300, "bytes")
     with pytest.raises(DataError, match="vocabulary of 300"):
         writer.write(np.array([5, token]) if as_array else [5, token])
     writer.abandon()
@@ -173,7 +174,7 @@ def test_fingerprint_is_of_the_content_and_not_of_the_type():
 
 
 def test_embedded_data_set_is_more_than_a_megabyte_of_python_source():
-    tokens = embedded()
+    tokens = load_embedded()
     assert len(tokens) > 1_000_000
     assert tokens.vocab_size == 256
     assert b"import " in bytes(tokens.data[:100_000])
@@ -181,19 +182,23 @@ def test_embedded_data_set_is_more_than_a_megabyte_of_python_source():
 
 
 def test_embedded_data_set_is_the_same_in_every_process():
-    source = "from holdfast.reference.tokens import embedded; print(embedded().fingerprint(), hash('x'))"
+    source = "from holdfast.reference.tokens import load_embedded; print(load_embedded().fingerprint(), hash('x'))"
     done = [
         subprocess.run(
-            [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, env={"PYTHONHASHSEED": seed}
+            [sys.executable, "-c", source],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         for seed in ("1", "2")
     ]
     first, second = (d.stdout.split() for d in done)
-    assert first[0] == second[0] == embedded().fingerprint()
+    assert first[0] == second[0] == load_embedded().fingerprint()
     assert first[1] != second[1]
 
 
 def test_missing_standard_library_names_the_cure(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match=r"\[\[dataset.sources\]\]"):
-        embedded()
+        load_embedded()

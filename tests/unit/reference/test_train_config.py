@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.core.base import config as policy
 from holdfast.core.base.errors import ConfigError
-from holdfast.reference.config import OWN_SECTIONS, TrainConfig, is_trainers, load, parse, with_train
+from holdfast.reference.config import TRAINER_SECTIONS, TrainConfig, has_trainer_sections, load, parse
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 
@@ -39,7 +39,7 @@ def test_shipped_configuration_loads_and_changes_something(path):
     config = load(path, [])
     assert config != TrainConfig()
     assert config.train.run_dir == f"runs/{path.stem}"
-    assert is_trainers(policy.read_toml(path))
+    assert has_trainer_sections(policy.read_toml(path))
 
 
 def test_nothing_said_is_every_default():
@@ -47,13 +47,13 @@ def test_nothing_said_is_every_default():
 
 
 def test_own_sections_are_these():
-    assert {"model", "dataset", "train", "optimizer", "scheduler", "eval", "distributed"} == OWN_SECTIONS
+    assert {"model", "dataset", "train", "optimizer", "scheduler", "eval", "distributed"} == TRAINER_SECTIONS
 
 
 def test_file_is_the_trainers_if_it_has_a_section_of_the_trainers():
-    assert is_trainers({"train": {}, "recover": {}})
-    assert not is_trainers({"recover": {}, "detect": {}})
-    assert not is_trainers({})
+    assert has_trainer_sections({"train": {}, "recover": {}})
+    assert not has_trainer_sections({"recover": {}, "detect": {}})
+    assert not has_trainer_sections({})
 
 
 def test_policy_sections_stand_beside_the_trainers_and_are_what_the_guard_gets():
@@ -66,7 +66,7 @@ def test_policy_sections_stand_beside_the_trainers_and_are_what_the_guard_gets()
 
 def test_policy_template_is_a_trainers_file_too(tmp_path):
     (tmp_path / "a.toml").write_text(policy.template() + "\n[train]\nsteps = 77\n")
-    assert load(tmp_path / "a.toml", []) == with_train(TrainConfig(), steps=77)
+    assert load(tmp_path / "a.toml", []) == parse({"train": {"steps": 77}}, "mine.toml")
 
 
 def test_sources_and_stages_are_read(tmp_path):
@@ -140,7 +140,7 @@ def test_everything_that_is_wrong_is_said_at_once():
     assert len(found) == len(expected)
 
 
-@pytest.mark.parametrize("section", sorted(OWN_SECTIONS))
+@pytest.mark.parametrize("section", sorted(TRAINER_SECTIONS))
 def test_unknown_key_in_every_section_lists_or_suggests_the_known(section):
     error = only_error({section: {"nonsense_key": 1}})
     assert error.startswith(f"[{section}] nonsense_key: unknown key; ")
@@ -223,7 +223,7 @@ def test_weight_that_is_not_a_number_is_refused():
         ({"distributed": {"shard": 0}}, "[distributed] shard = 0"),
         ({"distributed": {"tensor": 3}, "model": {"hidden": 300}}, "tensor = 3 does not divide [model] heads = 4"),
         ({"distributed": {"tensor": 4}, "model": {"hidden": 42}}, "tensor = 4 does not divide [model] hidden = 42"),
-        ({"distributed": {"shard": 5}}, "to [distributed] shard = 5: make it a multiple of 5"),
+        ({"distributed": {"shard": 5}}, "over [distributed] shard = 5: make it a multiple of 5"),
         ({"distributed": {"data": 3, "shard": 2}}, "to [distributed] data = 3 x shard = 2: make it a multiple of 6"),
         ({"dataset": {"eval_share": 0}}, "[dataset] eval_share = 0"),
         ({"optimizer": {"lr": float("nan")}}, "finite"),

@@ -1,1 +1,1 @@
-"""Faults, one file each, injected at their source, at a step. Each strikes once; a fault in the data stays in the data."""
+"""Faults, one per file, injected at a step where they would arise. Each is injected once; bad data stays in the data."""

@@ -1,4 +1,4 @@
-"""What a fault is."""
+"""Base of all faults."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch.utils.data import Dataset
 
 
 class Fault:
-    """Strikes at step `step`, counted as in a run without faults. Override what it touches."""
+    """Breaks a run at step `step`, counted as in a run without faults. Subclasses override what they break."""
 
     name = "fault"
 
     def __init__(self, step: int) -> None:
         self.step = step
-        self.struck = False
+        self.is_injected = False
 
-    def data(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
-        """The data with the fault in it; `per_step` samples make a step."""
+    def wrap_dataset(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
+        """Return the data with the fault in it; a step has `per_step` samples."""
         return dataset
 
-    def strike(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Called once, before the step."""
+    def inject(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Break the model or the optimizer. Called once, before the step."""
 
     def before_step(self, number: int, model: nn.Module, optimizer: Optimizer) -> None:
-        if number >= self.step and not self.struck:
-            self.struck = True
-            self.strike(model, optimizer)
+        if number >= self.step and not self.is_injected:
+            self.is_injected = True
+            self.inject(model, optimizer)
 
 
-class Altered(Dataset[Any]):
-    """A dataset whose samples in [start, stop) are changed by a function of (index, sample)."""
+class AlteredDataset(Dataset[Any]):
+    """Replaces each sample n in [start, stop) by `change(n, sample)`."""
 
     def __init__(self, inner: Any, start: int, stop: int, change: Any) -> None:
         self._inner, self._start, self._stop, self._change = inner, start, stop, change

@@ -1,4 +1,4 @@
-"""Corrupted optimizer state: the second moments lose their exponent, and the next update is enormous, and finite."""
+"""Corrupted optimizer state: scales the second moments down, so that the next update is huge but finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.drill.faults.base import Fault
 class CorruptOptimizer(Fault):
     name = "corrupted optimizer state"
 
-    def strike(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def inject(self, model: nn.Module, optimizer: Optimizer) -> None:
         for state in optimizer.state.values():
             moment = state.get("exp_avg_sq")
             if isinstance(moment, Tensor) and moment.dim() == 2:

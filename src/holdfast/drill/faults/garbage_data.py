@@ -1,4 +1,4 @@
-"""A window of garbage: tokens drawn at random, as from a broken shard or a wrong tokenizer."""
+"""Garbage data: random tokens for some steps, as from a broken shard or a wrong tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from holdfast.drill.faults.base import Altered, Fault
+from holdfast.drill.faults.base import AlteredDataset, Fault
 
 
 class GarbageData(Fault):
@@ -17,11 +17,11 @@ class GarbageData(Fault):
         super().__init__(step)
         self._steps, self._vocab_size = steps, vocab_size
 
-    def data(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
+    def wrap_dataset(self, dataset: Dataset[Any], per_step: int) -> Dataset[Any]:
         first = (self.step - 1) * per_step
-        return Altered(dataset, first, first + self._steps * per_step, self._spoil)
+        return AlteredDataset(dataset, first, first + self._steps * per_step, self._randomize)
 
-    def _spoil(self, n: int, sample: dict[str, Any]) -> dict[str, Any]:
+    def _randomize(self, n: int, sample: dict[str, Any]) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(n)
         length = len(sample["tokens"])
         noise = torch.randint(0, self._vocab_size, (length + 1,), generator=generator)

@@ -1,4 +1,4 @@
-"""An Inf in one gradient, with a finite loss: as from an overflow in one kernel."""
+"""An Inf in one gradient with a finite loss, as from an overflow in one kernel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from holdfast.drill.faults.base import Fault
 class InfGradient(Fault):
     name = "Inf gradient"
 
-    def strike(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def inject(self, model: nn.Module, optimizer: Optimizer) -> None:
         parameter: Any = list(model.parameters())[1]
 
-        def spoil(p: Any) -> None:
+        def write_inf(p: Any) -> None:
             p.grad.view(-1)[0] = float("inf")
             handle.remove()
 
-        handle = parameter.register_post_accumulate_grad_hook(spoil)
+        handle = parameter.register_post_accumulate_grad_hook(write_inf)

@@ -1,4 +1,4 @@
-"""A learning rate that jumps by mistake, for one update, as from a slip in a script that edits it by hand."""
+"""A learning rate that is too high for one update, as from a script that edits it by hand."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ class LrJump(Fault):
         super().__init__(step)
         self._factor = factor
 
-    def strike(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def inject(self, model: nn.Module, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             group["lr"] *= self._factor

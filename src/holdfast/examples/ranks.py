@@ -1,6 +1,6 @@
-"""The same loop on several ranks. A sample that comes to one of them is broken, and a bit flips in the weights of another.
+"""A guarded loop on several ranks. One rank draws a NaN sample, and a bit flips in the weights of another rank.
 
-torchrun --nproc-per-node 4 examples/ranks.py [RUN_DIR]
+torchrun --nproc-per-node 4 -m holdfast.examples.ranks [RUN_DIR]
 """
 
 import logging
@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
 
-BROKEN = 1001
+NAN_SAMPLE = 1001
 
 
 class Numbers(Dataset):
-    """y = sum(x) + noise, and one sample that is no number."""
+    """y = sum(x) + noise; the inputs of one sample are NaN."""
 
     def __len__(self):
         return 4096
@@ -27,7 +27,7 @@ class Numbers(Dataset):
         noise = torch.Generator().manual_seed(i)
         x = torch.randn(16, generator=noise)
         y = x.sum(0, keepdim=True) + 0.1 * torch.randn(1, generator=noise)
-        return (x * float("nan"), y) if i == BROKEN else (x, y)
+        return (x * float("nan"), y) if i == NAN_SAMPLE else (x, y)
 
 
 def main(run_dir):
@@ -43,13 +43,13 @@ def main(run_dir):
 
     policy = {"integrity": {"replicas_every": 20}}
     guard = holdfast.Guard(model, optimizer, clip_grad_norm=1.0, run_dir=run_dir, config=policy)
-    struck = False
+    is_flipped = False
     with guard:
         for step in guard.steps(loader, max_steps=200, epochs=10):
-            if step.number == 130 and rank == size - 1 and not struck:
-                struck = True
+            if step.number == 130 and rank == size - 1 and not is_flipped:
+                is_flipped = True
                 weights = model.module[2].weight.detach().view(-1).view(torch.int32).numpy()
-                weights[7] ^= 1 << 22  # as a cosmic ray would: torch does not see it
+                weights[7] ^= 1 << 22  # through numpy, so that torch does not notice the write
             with step:
                 for x, y in step.microbatches():
                     step.backward((model(x) - y).square().mean())

@@ -1,6 +1,6 @@
-"""A loop of your own, guarded. One sample of the data is broken and one weight is hit by a stray NaN; the run heals.
+"""A guarded training loop. One sample is NaN and one weight is overwritten with NaN; the guard recovers from both.
 
-python examples/loop.py [RUN_DIR]
+python -m holdfast.examples.loop [RUN_DIR]
 """
 
 import sys

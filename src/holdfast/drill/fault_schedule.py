@@ -1,4 +1,4 @@
-"""Several faults in one run: a Tamper for the reference trainer."""
+"""Several faults in one run, as a FaultInjector for the reference trainer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from holdfast.drill.faults.lr_jump import LrJump
 from holdfast.drill.faults.nan_batch import NanBatch
 
 
-class Storm:
-    """Each fault at its own step."""
+class FaultSchedule:
+    """Injects each fault at its step; `per_step` is the number of samples in a step."""
 
     def __init__(self, faults: Sequence[Fault], per_step: int) -> None:
         self.faults, self._per_step = list(faults), per_step
 
-    def data(self, dataset: Dataset[Any]) -> Dataset[Any]:
+    def wrap_dataset(self, dataset: Dataset[Any]) -> Dataset[Any]:
         for fault in self.faults:
-            dataset = fault.data(dataset, self._per_step)
+            dataset = fault.wrap_dataset(dataset, self._per_step)
         return dataset
 
     def before_step(self, number: int, model: nn.Module, optimizer: Optimizer) -> None:
@@ -33,19 +33,7 @@ class Storm:
             fault.before_step(number, model, optimizer)
 
 
-def demo_storm(steps: int, per_step: int) -> Storm:
-    """The demo's: five faults of five kinds, evenly spread over the run."""
-
-    def at(share: float) -> int:
-        return max(1, round(share * steps))
-
-    return Storm(
-        [
-            NanBatch(at(0.10)),
-            GarbageData(at(0.26)),
-            InfGradient(at(0.44)),
-            CorruptOptimizer(at(0.60)),
-            LrJump(at(0.78)),
-        ],
-        per_step,
-    )
+def demo_schedule(steps: int, per_step: int) -> FaultSchedule:
+    """Return the demo's five faults, one of each kind, spread over the run."""
+    shares = {NanBatch: 0.10, GarbageData: 0.26, InfGradient: 0.44, CorruptOptimizer: 0.60, LrJump: 0.78}
+    return FaultSchedule([fault(max(1, round(share * steps))) for fault, share in shares.items()], per_step)

@@ -294,7 +294,7 @@ def test_run_json_tells_this_run_from_another(tmp_path):
     done = Done(configuration(tmp_path, train={"steps": 6}))
     about = json.loads((tmp_path / "run.json").read_text())
     (data,) = about["data"]
-    source = done.trainer.mixture._sources[0]
+    source = done.trainer.mixture.sources[0]
     assert data == {
         "name": "standard library",
         "tokens": len(source),

@@ -426,7 +426,7 @@ def test_interrupted_program_leaves_a_readable_run_and_goes_on_to_the_end(tmp_pa
     ended = first.end()
     assert ended.status == 75, ended.err
     assert "Traceback" not in ended.err
-    assert "the same command goes on from there" in ended.err.splitlines()[-1]
+    assert "the same command resumes it" in ended.err.splitlines()[-1]
     (stop,) = events(run, "stop_requested")
     assert stop["reason"] == "interrupted"
     (end,) = events(run, "run_end")

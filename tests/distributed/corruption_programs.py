@@ -110,14 +110,3 @@ def gradient(folder: Path, rank: int, size: int) -> None:
     if rank == 0:
         (finding,) = [e for e in run.events("finding") if e["kind"] == "desync"]
         assert finding["evidence"]["ranks"] == ([1] if size > 2 else [0, 1]), finding
-
-
-def four(folder: Path, rank: int, size: int) -> None:
-    replicas(folder, rank, size)
-    persistent(folder, rank, size)
-    gradient(folder, rank, size)
-
-
-def two(folder: Path, rank: int, size: int) -> None:
-    replicas(folder, rank, size)
-    window(folder, rank, size)

@@ -14,17 +14,19 @@ def test_run_on_flattened_mesh_slices_resumes_from_its_checkpoints(run):
     run("edge_case_programs.resume_on_flattened_slices:4")
 
 
-def test_what_one_of_two_ranks_does_alone_does_not_make_them_diverge(run):
-    """A hook on one rank; a random number drawn before the last save; requests before, during and after a fault; checkpoint
-    events that arrive earlier; a batch without tokens; a Guard made too early."""
-    run(
-        "edge_case_programs.hooks_of_one_rank:2",
-        "draws/edge_case_programs.random_draw_before_the_end:2",
-        "requests/edge_case_programs.requests_of_one_rank:2",
-        "events/edge_case_programs.checkpoint_events_arrive_earlier:2",
-        "empty/edge_case_programs.mean_over_no_tokens:2",
-        "early/edge_case_programs.guard_made_before_the_group:2",
-    )
+@pytest.mark.parametrize(
+    "program",
+    [
+        "hooks_of_one_rank",
+        "random_draw_before_the_end",
+        "requests_of_one_rank",
+        "checkpoint_events_arrive_earlier",
+        "mean_over_no_tokens",
+        "guard_made_before_the_group",
+    ],
+)
+def test_what_one_of_two_ranks_does_alone_does_not_make_them_diverge(run, program):
+    run(f"edge_case_programs.{program}:2")
 
 
 @pytest.mark.parametrize("program", ["reads_outcome_alone", pytest.param("evaluates_alone", marks=pytest.mark.slow)])

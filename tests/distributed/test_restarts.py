@@ -35,6 +35,7 @@ def launch(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 3) -> 
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp"])
 def test_error_on_one_rank_ends_all_ranks_and_the_restart_resumes(tmp_path, kind):
     """Each of three attempts under one torchrun fails: in forward, in backward, in optimizer.step."""

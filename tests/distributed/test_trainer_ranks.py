@@ -53,20 +53,18 @@ def evaluations(run_dir: Path) -> list[float]:
     return [e["facts"]["eval"]["eval_loss"] for e in events if e["event"] == "facts" and "eval" in e["facts"]]
 
 
-def test_loss_curve_does_not_depend_on_the_layout_before_and_after_a_recovery(run, tmp_path):
-    run("trainer_programs.curves:1", "trainer_programs.curves:2", "trainer_programs.curves:4")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_loss_curve_does_not_depend_on_the_layout_before_and_after_a_recovery(run, tmp_path, ranks):
+    run("trainer_programs.curves:1", f"trainer_programs.curves:{ranks}")
     (alone,) = reports(tmp_path, "1", 1)
     assert alone["rollbacks"] == 1 and len(alone["curve"]) == STEPS + 1, "one step is repeated"
     assert len(evaluations(tmp_path / "1")) == 3
-    for ranks in (2, 4):
-        for name, layout in zip(names(ranks), LAYOUTS[ranks], strict=True):
-            each = reports(tmp_path, name, ranks)
-            assert_one_run(each, alone, name)
-            cut = layout.get("shard", 1) * layout.get("tensor", 1)
-            assert all(rank["held"] <= 1.05 * alone["held"] / cut for rank in each), (
-                f"{name}: only norms are not sharded"
-            )
-            assert evaluations(tmp_path / name) == pytest.approx(evaluations(tmp_path / "1"), rel=TOLERANCE), name
+    for name, layout in zip(names(ranks), LAYOUTS[ranks], strict=True):
+        each = reports(tmp_path, name, ranks)
+        assert_one_run(each, alone, name)
+        cut = layout.get("shard", 1) * layout.get("tensor", 1)
+        assert all(rank["held"] <= 1.05 * alone["held"] / cut for rank in each), f"{name}: only norms are not sharded"
+        assert evaluations(tmp_path / name) == pytest.approx(evaluations(tmp_path / "1"), rel=TOLERANCE), name
 
 
 @pytest.mark.slow
@@ -132,6 +130,7 @@ def wait_for(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str
     return [(process.returncode, *texts) for process, texts in zip(processes, streams, strict=True)]
 
 
+@pytest.mark.slow
 def test_program_exits_alike_on_every_rank_and_resumes_under_torchrun(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     with socket.socket() as probe:

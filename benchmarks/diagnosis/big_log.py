@@ -83,8 +83,7 @@ def measure(path: str, kind: str, count: int) -> dict[str, object]:
     middle = time.perf_counter()
     report = diagnose(table)
     seconds = time.perf_counter() - begin
-    own, helpers = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = own.ru_utime + own.ru_stime + helpers.ru_utime + helpers.ru_stime
+    usage = resource.getrusage(resource.RUSAGE_SELF)
     losses = table.series("loss")
     spikes = losses.step[losses.value > 90].tolist()
     broken = losses.step[losses.value != losses.value].tolist()
@@ -109,8 +108,8 @@ def measure(path: str, kind: str, count: int) -> dict[str, object]:
     return {
         "seconds": seconds,
         "importing": middle - begin,
-        "cpu": cpu,
-        "mb": (own.ru_maxrss + helpers.ru_maxrss) / 1024,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "mb": usage.ru_maxrss / 1024,
         "rows": len(table),
         "wrong": wrong,
     }

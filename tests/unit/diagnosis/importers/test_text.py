@@ -10,12 +10,8 @@ import pytest
 
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers import FORMATS, read, sniff
-from holdfast.diagnosis.importers import text_format as textformat_of
 from holdfast.diagnosis.importers.reading import blocks as rows_module
-from holdfast.diagnosis.importers.reading import text_format as textformat
-from holdfast.diagnosis.importers.reading.halves import read_halves
-from holdfast.diagnosis.importers.reading.source import Source
-from holdfast.diagnosis.importers.reading.text_log import TextLog
+from holdfast.diagnosis.importers.reading import source as source_module
 
 
 def write(tmp_path, text, name="log.txt"):
@@ -150,30 +146,25 @@ def test_lines_of_one_shape_with_a_number_too_many_are_not_mixed_up(tmp_path):
     assert len(steps) >= 48
 
 
-def test_two_processes_read_what_one_reads(tmp_path, monkeypatch):
+def test_events_and_evaluations_take_the_step_of_the_record_before_them(tmp_path, monkeypatch):
     lines = [f"step:{i}/9999 train_loss:{i % 97}.25 train_time:{i}ms step_avg:1.00ms" for i in range(3000)]
     lines.insert(100, "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 2, reducing to 1")
     lines.insert(2500, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB")
     lines.insert(2600, "validation loss: 3.5")
     path = write(tmp_path, "\n".join(lines) + "\n")
     whole = one(path)
-    form = textformat_of("nanogpt")
-    log = read_halves(TextLog(form.parse, form.prepare, share=0.5), "nanogpt", None, Source(path))
-    assert log is not None
-    assert log.rows.seen == 3000
-    monkeypatch.setattr(textformat, "WORTH_TWO", 1000)
-    halves = one(path)
-    np.testing.assert_array_equal(whole.step, halves.step)
-    np.testing.assert_array_equal(whole.columns["loss"], halves.columns["loss"])
-    assert whole.events == halves.events
-    assert [(event.step, event.kind) for event in whole.events] == [(99, "overflow"), (2498, "oom")]
-    assert whole.evals["val_loss"].step.tolist() == halves.evals["val_loss"].step.tolist() == [2597]
+    monkeypatch.setattr(source_module, "CHUNK", 5000)
+    for table in (whole, one(path)):
+        assert table.step.tolist() == list(range(3000))
+        assert values(table, "loss") == [i % 97 + 0.25 for i in range(3000)]
+        assert [(event.step, event.kind) for event in table.events] == [(99, "overflow"), (2498, "oom")]
+        assert table.evals["val_loss"].step.tolist() == [2597]
 
 
-def test_two_processes_number_records_without_a_step_alike(tmp_path, monkeypatch):
+def test_records_without_a_step_are_numbered_across_chunks(tmp_path, monkeypatch):
     text = "".join(f"{{'loss': {i % 7}.5, 'grad_norm': 1.0, 'epoch': 0.1}}\n" for i in range(2000))
     path = write(tmp_path, text)
-    monkeypatch.setattr(textformat, "WORTH_TWO", 1000)
+    monkeypatch.setattr(source_module, "CHUNK", 5000)
     table = one(path)
     assert table.step.tolist() == list(range(1, 2001))
     assert "no_step" in codes(table)

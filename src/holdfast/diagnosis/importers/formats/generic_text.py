@@ -122,7 +122,6 @@ def form(mapping: Mapping[str, str] | None = None) -> TextFormat:
         markers=(wanted.encode(),) if wanted else _MARKERS,
         parse=reader(mapping),
         polish=polish,
-        mapping=mapping,
     )
 
 

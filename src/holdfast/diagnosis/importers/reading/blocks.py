@@ -41,16 +41,15 @@ class Block:
 
 
 class Rows:
-    """All records of a log so far. `share` is the part of the memory that may be used."""
+    """All records of a log so far."""
 
-    def __init__(self, share: float = 1.0) -> None:
+    def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.seen = 0
         """records there were"""
         self.kept = 0
         self.columns: set[str] = set()
         self.columns_lost: set[str] = set()
-        self._share = share
 
     def add(self, block: Block) -> None:
         for name in list(block.columns):
@@ -72,7 +71,7 @@ class Rows:
 
     @property
     def most(self) -> int:
-        return max(BUCKET * 8, int(self._share * min(MOST_ROWS, MOST_CELLS // max(1, len(self.columns)))))
+        return max(BUCKET * 8, min(MOST_ROWS, MOST_CELLS // max(1, len(self.columns))))
 
     def join(self) -> Block:
         """One block of all; the pieces are let go column by column."""

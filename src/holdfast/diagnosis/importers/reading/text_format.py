@@ -1,23 +1,19 @@
-"""A format of text logs: how its lines read, and how a file of it becomes a table, on one core or on two."""
+"""A format of text logs: how its lines read, and how a file of it becomes a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.base.errors import LogRefused
-from holdfast.diagnosis.importers.reading.halves import read_halves
 from holdfast.diagnosis.importers.reading.line import Parse
 from holdfast.diagnosis.importers.reading.normalize import finish, limit
 from holdfast.diagnosis.importers.reading.source import Source
 from holdfast.diagnosis.importers.reading.text_log import ROW, Prepare, TextLog
 from holdfast.diagnosis.model.table import Event, Series, Table
-
-WORTH_TWO = 64 << 20
-"""files above this size are read by two processes"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,6 @@ class TextFormat:
     first_number: int = 0
     """the number of the first record where records have no step"""
     unfold: bool = True
-    mapping: Mapping[str, str] | None = None
 
     def count(self, sample: bytes) -> tuple[int, int]:
         """Records with a loss, and records, in a sample."""
@@ -52,11 +47,7 @@ class TextFormat:
         return losses, log.rows.seen + sum(len(step) for parts in log.evals.values() for step, _ in parts)
 
     def read(self, source: Source) -> list[Table]:
-        log = None
-        if source.divisible and source.size > WORTH_TWO:
-            log = read_halves(TextLog(self.parse, self.prepare, share=0.5), self.name, self.mapping, source)
-        if log is None:
-            log = TextLog(self.parse, self.prepare).read(source)
+        log = TextLog(self.parse, self.prepare).feed(source.chunks())
         return [self.table(log, source)]
 
     def table(self, log: TextLog, source: Source) -> Table:

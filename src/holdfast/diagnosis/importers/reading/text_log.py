@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from holdfast.diagnosis.importers.reading import events
 from holdfast.diagnosis.importers.reading.blocks import Block, Rows
 from holdfast.diagnosis.importers.reading.line import EVAL, TRAIN, Parse, Reading
-from holdfast.diagnosis.importers.reading.source import Source
 from holdfast.diagnosis.importers.reading.vectorized import LONGEST, Template, learn, skeletons
 
 WORTH_A_TEMPLATE = 24
@@ -41,8 +40,7 @@ class TextLog:
 
     parse: Parse
     prepare: Prepare | None = None
-    share: float = 1.0
-    rows: Rows = field(init=False)
+    rows: Rows = field(default_factory=Rows)
     evals: dict[str, list[tuple[NDArray[np.float64], NDArray[np.float64]]]] = field(default_factory=dict)
     """steps and values; of the names in `carried`, in place of the step, how many records came before"""
     carried: set[str] = field(default_factory=set)
@@ -54,12 +52,6 @@ class TextLog:
     without_step: int = 0
     _shapes: dict[bytes, Template | Reading | None] = field(default_factory=dict)
     _evals: int = 0
-
-    def __post_init__(self) -> None:
-        self.rows = Rows(self.share)
-
-    def read(self, source: Source) -> TextLog:
-        return self.feed(source.chunks())
 
     def feed(self, chunks: Iterable[bytes]) -> TextLog:
         for chunk in chunks if self.prepare is None else self.prepare(chunks):

@@ -1,11 +1,11 @@
-"""Importers: one file for each format. Content in, tables out.
+"""Reads the logs of training runs into tables.
 
-    read(path)    every run the file or folder holds, as tables
-    sniff(path)   the name of its format
-    FORMATS       every format by name, with what it is
+    read(path)            every run in a file or folder, as tables
+    detect_format(path)   the name of its format
+    FORMATS               every format by name, with a description
 
-A format is told by what a file holds, never by its name alone. What holds no curve is refused (`LogRefused`), and the
-reason says what it holds instead.
+The content of a file decides its format, never its name alone. A file without a metric is refused: LogRefused gives the
+reason. formats/ holds a module for each format; reading/ holds what they share.
 """
 
 from __future__ import annotations
@@ -37,95 +37,64 @@ from holdfast.diagnosis.importers.formats import (
     wandb_csv,
     wandb_history,
 )
-from holdfast.diagnosis.importers.reading import csv_file as csvfile
 from holdfast.diagnosis.importers.reading.column_names import NoSuchColumn
-from holdfast.diagnosis.importers.reading.json_lines import looks_like as json_lines
-from holdfast.diagnosis.importers.reading.normalize import limit
-from holdfast.diagnosis.importers.reading.source import Source
-from holdfast.diagnosis.importers.reading.text_format import TextFormat, nothing
-from holdfast.diagnosis.importers.reading.text_log import TextLog
-from holdfast.diagnosis.model.table import Event, Table
+from holdfast.diagnosis.importers.reading.csv_file import detect_header
+from holdfast.diagnosis.importers.reading.json_lines import sample_objects
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.importers.reading.normalize import add_limit, rename_column
+from holdfast.diagnosis.importers.reading.text_format import TextFormat, describe_no_metrics
+from holdfast.diagnosis.importers.reading.text_reader import TextReader
+from holdfast.diagnosis.model.table import Table
 
-Read = Callable[[Source, Mapping[str, str] | None], list[Table]]
+Mapped = Mapping[str, str] | None
+"""The user's --map options: Holdfast's name of a signal -> its column in the log."""
 
-TEXT: dict[str, TextFormat] = {
+_TEXT_FORMATS: dict[str, TextFormat] = {
     module.FORMAT.name: module.FORMAT
     for module in (
-        megatron,
-        nanogpt,
-        hf_console,
-        torchtitan,
-        kempnerforge,
-        composer,
-        fairseq,
-        mlperf,
-        deepspeed,
-        generic_text,
+        megatron, nanogpt, hf_console, torchtitan, kempnerforge, composer, fairseq, mlperf, deepspeed, generic_text,
     )
-}
-_TABLES = (measurements_csv, wandb_csv, lightning_csv)
-_FILES: dict[str, tuple[str, Read]] = {
+}  # fmt: skip
+_CSV_FORMATS = (measurements_csv, wandb_csv, lightning_csv)
+_FILE_FORMATS: dict[str, tuple[str, Callable[[LogSource, Mapped], list[Table]]]] = {
     module.NAME: (module.DESCRIPTION, module.read)
     for module in (
         hf_trainer_state, tensorboard, lightning_csv, measurements_csv, wandb_csv, wandb_history, llamafactory, generic_csv,
         generic_jsonl,
     )
 }  # fmt: skip
-
 FORMATS: dict[str, str] = {
     rundir.NAME: rundir.DESCRIPTION,
-    **{name: description for name, (description, _) in _FILES.items()},
-    **{name: form.description for name, form in TEXT.items()},
+    **{name: description for name, (description, _) in _FILE_FORMATS.items()},
+    **{name: text_format.description for name, text_format in _TEXT_FORMATS.items()},
 }
-"""every format, and what it is"""
+"""Every format by name, with a description."""
 
-MOST_FILES = 5000
-MOST_TRIED = 40
-
-
-def text_format(name: str, mapping: Mapping[str, str] | None = None) -> TextFormat:
-    """A format of text logs by name; the generic one reads with the user's names for columns."""
-    return generic_text.form(mapping) if name == "generic_text" and mapping else TEXT[name]
+MAX_FILES = 5000
+MAX_FILES_READ = 40
 
 
-def read(
-    path: str | os.PathLike[str], *, mapping: Mapping[str, str] | None = None, format: str | None = None
-) -> list[Table]:
-    """Every run in a file or folder. LogRefused if there is none, with what is there instead.
+def read(path: str | os.PathLike[str], *, mapping: Mapped = None, format: str | None = None) -> list[Table]:
+    """Return every run in a file or folder. Raises LogRefused if there is none.
 
-    `mapping` says what our columns are called in the log: {"loss": "train_nll", "step": "global_step"}. `format` is a name
-    from FORMATS; without it the content decides.
+    `mapping` gives the log's name for a signal: {"loss": "train_nll", "step": "global_step"}. `format` is a name from
+    FORMATS; without it the content decides.
     """
     if format is not None and format not in FORMATS:
-        raise LogRefused(str(path), f"there is no format {format!r}; there are: {', '.join(FORMATS)}")
-    place = Path(path)
+        raise LogRefused(str(path), f"there is no format {format!r}. Formats: {', '.join(FORMATS)}")
     try:
-        tables = _read_folder(place, mapping, format) if _is_folder(place) else _read_file(place, mapping, format)
+        reader = _read_folder if _is_folder(Path(path)) else _read_file
+        tables = reader(Path(path), mapping, format)
         for table in tables:
-            _rename(table, mapping)
+            _apply_mapping(table, mapping)
     except NoSuchColumn as error:
         raise LogRefused(str(path), str(error)) from None
     return tables
 
 
-def _read_file(path: Path, mapping: Mapping[str, str] | None, format: str | None) -> list[Table]:
-    source = Source(path)
-    name = format or _sniff(source, mapping)
-    if name == rundir.NAME:
-        if not rundir.is_run(path.parent):
-            raise LogRefused(str(path), "is not in a run directory: no metrics.jsonl or journal.jsonl beside it")
-        return rundir.read(path.parent)
-    if name in TEXT:
-        return text_format(name, mapping).read(source)
-    return _FILES[name][1](source, mapping)
-
-
-def sniff(path: str | os.PathLike[str]) -> str:
-    """The format of a file or folder, by what it holds. LogRefused if it holds no log."""
-    place = Path(path)
-    if _is_folder(place):
-        return _kind_of_folder(place)[0]
-    return _sniff(Source(path), None)
+def detect_format(path: str | os.PathLike[str]) -> str:
+    """Return the format of a file or folder. Raises LogRefused if it is not a log."""
+    return _list_folder(Path(path))[0] if _is_folder(Path(path)) else _detect_file_format(LogSource(path), None)
 
 
 def _is_folder(path: Path) -> bool:
@@ -135,129 +104,148 @@ def _is_folder(path: Path) -> bool:
         raise LogRefused(str(path), f"cannot be read: {error}") from None
 
 
-def _sniff(source: Source, mapping: Mapping[str, str] | None) -> str:
-    head = source.head(64)
-    if tensorboard.looks_like(head):
+def _read_file(path: Path, mapping: Mapped, format: str | None) -> list[Table]:
+    source = LogSource(path)
+    name = format or _detect_file_format(source, mapping)
+    if name == rundir.NAME:
+        if not rundir.is_run_directory(path.parent):
+            raise LogRefused(str(path), "not in a run directory: no metrics.jsonl or journal.jsonl next to it")
+        return rundir.read(path.parent)
+    if name in _TEXT_FORMATS:
+        return _text_format(name, mapping).read(source)
+    return _FILE_FORMATS[name][1](source, mapping)
+
+
+def _text_format(name: str, mapping: Mapped) -> TextFormat:
+    is_generic = name == generic_text.FORMAT.name
+    return generic_text.text_format(mapping) if is_generic and mapping else _TEXT_FORMATS[name]
+
+
+def _detect_file_format(source: LogSource, mapping: Mapped) -> str:
+    if tensorboard.looks_like(source.head(64)):
         return tensorboard.NAME
-    if source.magic == b"PAR1":
+    if wandb_history.is_parquet(source):
         return wandb_history.NAME
     sample = source.sample
     if not sample.strip():
-        why = f"; {source.broken}" if source.broken else ""
-        raise LogRefused(source.name, f"{source.size} bytes of nothing but blanks{why}")
-    if source.path.name == "metrics.jsonl" and rundir.is_run(source.path.parent):
+        reason = f"; {source.read_error}" if source.read_error else ""
+        raise LogRefused(source.name, f"{source.size} bytes of blanks only{reason}")
+    if source.path.name == "metrics.jsonl" and rundir.is_run_directory(source.path.parent):
         return rundir.NAME
     if hf_trainer_state.looks_like(sample):
         return hf_trainer_state.NAME
-    for lines in (llamafactory, generic_jsonl):
-        if lines.looks_like(sample):
-            found = wandb_history.NAME if wandb_history.looks_like(sample, head[:4]) else lines.NAME
-            return lines.NAME if lines is llamafactory else found
-    names = csvfile.looks_like(sample)
-    if names:
-        return next((table.NAME for table in _TABLES if table.looks_like(names)), generic_csv.NAME)
-    return _sniff_text(source, sample, mapping)
+    if llamafactory.looks_like(sample):
+        return llamafactory.NAME
+    if wandb_history.looks_like(sample):
+        return wandb_history.NAME
+    if sample_objects(sample):
+        return generic_jsonl.NAME
+    header = detect_header(sample)
+    if header:
+        return next((module.NAME for module in _CSV_FORMATS if module.looks_like(header)), generic_csv.NAME)
+    return _detect_text_format(source, sample, mapping)
 
 
-def _sniff_text(source: Source, sample: bytes, mapping: Mapping[str, str] | None) -> str:
-    """The wording that gives the most records with a loss; failing a loss, the most records."""
-    counts = {name: text_format(name, mapping).count(sample) for name in TEXT}
-    loose = counts.pop(generic_text.FORMAT.name)
+def _detect_text_format(source: LogSource, sample: bytes, mapping: Mapped) -> str:
+    """Return the format that finds the most records with a loss, or the most records if none has a loss."""
+    counts = {name: _text_format(name, mapping).count_records(sample) for name in _TEXT_FORMATS}
+    generic = generic_text.FORMAT.name
+    generic_losses, generic_records = counts.pop(generic)
     best = max(counts, key=lambda name: counts[name])
-    if mapping and loose[0]:
-        return generic_text.FORMAT.name
-    if counts[best] >= (1, 1) and counts[best][0] * 2 >= loose[0]:
+    losses, records = counts[best]
+    if mapping and generic_losses:
+        return generic
+    if losses and records and losses * 2 >= generic_losses:
         return best
-    if loose[0]:
-        return generic_text.FORMAT.name
-    if counts[best][1] and counts[best][1] >= loose[1]:
+    if generic_losses:
+        return generic
+    if records and records >= generic_records:
         return best
-    if loose[1]:
-        return generic_text.FORMAT.name
-    raise LogRefused(source.name, _instead(source, sample))
+    if generic_records:
+        return generic
+    raise LogRefused(source.name, _describe_content(source, sample))
 
 
-def _instead(source: Source, sample: bytes) -> str:
-    """What a file holds that is no log."""
+def _describe_content(source: LogSource, sample: bytes) -> str:
+    """Return the reason for refusing a file that is not a log: what it holds instead."""
     head = source.head(4096)
-    strange = sum(byte < 9 or 13 < byte < 27 for byte in head)
-    if strange * 20 > len(head) and source.encoding is None:
-        return f"{source.size} bytes that are not text, and of no format that is known"
-    if sample.lstrip()[:1] in (b"{", b"[") and not json_lines(sample):
-        return "JSON, but neither a trainer_state.json nor one object a line"
-    said = TextLog(lambda line: None).feed([sample]).events
-    return nothing([Event(None, kind, text) for _, kind, text in said], source)
+    control_bytes = sum(byte < 9 or 13 < byte < 27 for byte in head)
+    if control_bytes * 20 > len(head) and not source.is_utf16:
+        return f"{source.size} bytes that are not text, and not in a known format"
+    if sample.lstrip()[:1] in (b"{", b"[") and not sample_objects(sample):
+        return "JSON, but neither a trainer_state.json nor one object on each line"
+    return describe_no_metrics(TextReader(lambda line: None).read([sample]), source)
 
 
-def _kind_of_folder(folder: Path) -> tuple[str, list[Path]]:
-    if rundir.is_run(folder):
+def _list_folder(folder: Path) -> tuple[str, list[Path]]:
+    """Return the format of a folder and its files: a run directory, checkpoints, event files, or single "files"."""
+    if rundir.is_run_directory(folder):
         return rundir.NAME, []
-    states, events, others = [], [], []
+    states, event_files, others = [], [], []
     try:
-        os.scandir(folder).close()  # os.walk passes over what it may not read
-        for count, (root, folders, files) in enumerate(os.walk(folder)):
-            folders.sort()
-            if count > MOST_FILES:
+        os.scandir(folder).close()  # os.walk hides errors, so check that the folder can be read
+        for count, (root, subfolders, files) in enumerate(os.walk(folder)):
+            subfolders.sort()
+            if count > MAX_FILES:
                 break
-            if root == str(folder):
-                others += [run for run in (folder / name for name in folders[:MOST_FILES]) if rundir.is_run(run)]
+            is_top = root == str(folder)
+            if is_top:
+                others += [run for name in subfolders[:MAX_FILES] if rundir.is_run_directory(run := folder / name)]
             for name in sorted(files):
                 file = Path(root, name)
                 if name == "trainer_state.json":
                     states.append(file)
                 elif "tfevents" in name:
-                    events.append(file)
-                elif root == str(folder) and not name.startswith("."):
+                    event_files.append(file)
+                elif is_top and not name.startswith("."):
                     others.append(file)
     except OSError as error:
         raise LogRefused(str(folder), f"cannot be read: {error.strerror}") from None
     if states:
-        return hf_trainer_state.NAME, states[:MOST_FILES]
-    if events:
-        return tensorboard.NAME, events[:MOST_FILES]
+        return hf_trainer_state.NAME, states[:MAX_FILES]
+    if event_files:
+        return tensorboard.NAME, event_files[:MAX_FILES]
     if not others:
-        raise LogRefused(str(folder), "a folder without a file in it that could be a log")
+        raise LogRefused(str(folder), "no file in this folder can be a log")
     return "files", others
 
 
-def _read_folder(folder: Path, mapping: Mapping[str, str] | None, format: str | None) -> list[Table]:
-    kind, files = _kind_of_folder(folder)
-    if kind == rundir.NAME:
+def _read_folder(folder: Path, mapping: Mapped, format: str | None) -> list[Table]:
+    folder_format, files = _list_folder(folder)
+    if folder_format == rundir.NAME:
         return rundir.read(folder)
-    if kind == hf_trainer_state.NAME and format in (None, kind):
+    if folder_format == hf_trainer_state.NAME and format in (None, folder_format):
         return hf_trainer_state.read_folder(folder, files, mapping)
-    if kind == tensorboard.NAME and format in (None, kind):
+    if folder_format == tensorboard.NAME and format in (None, folder_format):
         try:
             return tensorboard.read_folder(folder, files, mapping)
         except LogRefused:
-            # Event files without a scalar beside a log that has them.
-            beside = [p for p in sorted(folder.iterdir()) if p.is_file() and p not in files and p.name[:1] != "."]
-            if not beside:
+            # Event files without a scalar may be next to a log.
+            others = [p for p in sorted(folder.iterdir()) if p.is_file() and p not in files and p.name[:1] != "."]
+            if not others:
                 raise
-            files = beside
+            files = others
     tables: list[Table] = []
     reasons: list[str] = []
-    for file in files[:MOST_TRIED]:
+    for file in files[:MAX_FILES_READ]:
         try:
             tables += read(file, mapping=mapping, format=format)
         except LogRefused as error:
             reasons.append(f"{file.name}: {error.reason}")
     if not tables:
         raise LogRefused(str(folder), f"none of its {len(files)} files is a log; {'; '.join(reasons[:3])}"[:800])
-    if len(files) > MOST_TRIED:
-        limit(
-            tables[-1],
-            "files_left",
-            f"of the {len(files)} files in {folder.name} only the first {MOST_TRIED} were read",
-        )
+    if len(files) > MAX_FILES_READ:
+        text = f"only the first {MAX_FILES_READ} of the {len(files)} files in {folder.name} are read"
+        tables[-1].add_limit("files_left", text)
     return tables
 
 
-def _rename(table: Table, mapping: Mapping[str, str] | None) -> None:
-    """The user's word on what a column is, where the format did not know it."""
-    for ours, theirs in (mapping or {}).items():
-        if ours != "step" and theirs in table.columns and theirs != ours:
-            table.columns[ours] = table.columns.pop(theirs)
-            table.present[ours] = table.present.pop(theirs)
-        elif ours != "step" and ours not in table.columns and theirs != ours and table.columns:
-            raise NoSuchColumn(ours, theirs, table.columns)
+def _apply_mapping(table: Table, mapping: Mapped) -> None:
+    """Rename the columns that the user mapped and the format did not. Raises NoSuchColumn for a missing column."""
+    for signal, column in (mapping or {}).items():
+        if signal == "step" or signal == column:
+            continue
+        if column in table.columns:
+            rename_column(table, column, signal)
+        elif signal not in table.columns and table.columns:
+            raise NoSuchColumn(signal, column, table.columns)

@@ -1,6 +1,6 @@
-"""Logs of real runs: every one is read as its index says, or is refused with a reason.
+"""Logs of real runs: each one gives the table that the index describes, or is refused with a reason.
 
-The logs are not part of the project. They are looked for through HOLDFAST_CORPUS, then beside the checkout.
+The logs are not part of the project. HOLDFAST_CORPUS names their folder; the default is ../shared/corpus.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from holdfast.diagnosis.model.table import Table
 CORPUS = Path(os.environ.get("HOLDFAST_CORPUS") or Path(__file__).resolve().parents[5] / "shared" / "corpus")
 INDEX = CORPUS / "INDEX.jsonl"
 FILES = [json.loads(line) for line in INDEX.read_text().splitlines()] if INDEX.is_file() else []
-WHY = f"no corpus of real logs at {CORPUS}; set HOLDFAST_CORPUS to its folder"
-needs_corpus = pytest.mark.skipif(not FILES, reason=WHY)
+needs_corpus = pytest.mark.skipif(not FILES, reason=f"no logs at {CORPUS}; set HOLDFAST_CORPUS to their folder")
 
-PERPLEXITY = "the perplexities the index counts as a loss are evaluations; DeepSpeed logs no training loss here"
-DEEPSPEED = "the index counts every line with a number; here lines with a loss are records, the others series"
-COUNTED = "the index numbers the records; the log's own [epoch][iteration] gives the step"
-SCALE = "the loss scale is told by overflow lines only: it is the series `loss_scale`"
-# what differs from the index, and why: n (records), columns, nonfinite, steps
-DIFFERS: dict[str, tuple[set[str], str]] = {
+PERPLEXITY = "the index counts perplexities as losses; they are evaluations, and there is no training loss"
+DEEPSPEED = "the index counts every line with a number; the importer makes series of lines without a loss"
+NUMBERED = "the index numbers the records; the importer takes the step from [epoch][iteration]"
+SCALE = "the loss scale is in overflow messages only, so it is the series `loss_scale`"
+ONE_POINT = "the importer reads the only number, a learning rate at step 0, and reports the missing loss"
+# Differences from the index, and their reasons: n (number of records), columns, nonfinite, steps.
+EXPECTED_DIFFERENCES: dict[str, tuple[set[str], str]] = {
     "llamafactory_trainer_log/suzushi-tw__luojiu-7b-base__trainer_log.jsonl": (
         {"n", "steps"},
-        "the last of the index's records is the summary at the end: its loss is null",
+        "the last record of the index is the summary at the end, whose loss is null",
     ),
     "csv_measurements/mlcommons__submissions_algorithms__v05-ext-shampoo_submission-study_3-criteo1tb_pytorch-trial_3.csv": (
         {"nonfinite"},
-        "35 losses are not finite, as in the event file of the same run; the index counts one blank cell fewer",
+        "35 losses are not finite, as in the event file of the same run; the index counts one less",
     ),
     "text_nanogpt/KellerJordan__modded-nanogpt__adamw_llmc.txt": (
         {"n", "steps"},
-        "76 of the index's records are `tel`, the test loss",
+        "the index counts 76 test losses (`tel`) as records",
     ),
     "text_nanogpt/KellerJordan__modded-nanogpt__medium_valonly.txt": (
         {"n", "columns", "steps"},
-        "only the validation loss is logged, 55 times; the 6,710 records hold times and no loss",
+        "the log holds 55 validation losses; its 6,710 other records hold times only",
     ),
-    "text_mlperf/mlcommons__training_results_v0.7__v07gnmt_dgx1-20.06_pytorch_result_3.txt": ({"steps"}, COUNTED),
-    "text_mlperf/mlcommons__training_results_v0.6__v06gnmt_dgx2-19.05_pytorch_result_1.txt": ({"steps"}, COUNTED),
-    "text_mlperf/mlcommons__training_results_v0.7__v07gnmt_dgxa100_n2-20.06_pytorch_result_6.txt": ({"steps"}, COUNTED),
+    "text_mlperf/mlcommons__training_results_v0.7__v07gnmt_dgx1-20.06_pytorch_result_3.txt": ({"steps"}, NUMBERED),
+    "text_mlperf/mlcommons__training_results_v0.6__v06gnmt_dgx2-19.05_pytorch_result_1.txt": ({"steps"}, NUMBERED),
+    "text_mlperf/mlcommons__training_results_v0.7__v07gnmt_dgxa100_n2-20.06_pytorch_result_6.txt": ({"steps"}, NUMBERED),
     "deepspeed_text/microsoft__DeepSpeedExamples__output_check_base_training.log": ({"n", "columns", "steps"}, PERPLEXITY),
     "deepspeed_text/microsoft__DeepSpeedExamples__output_check_medium_training.log": ({"n", "columns", "steps"}, PERPLEXITY),
     "deepspeed_text/microsoft__DeepSpeedExamples__output1_check_train_my_implementation_fp16.log": (
@@ -55,49 +55,49 @@ DIFFERS: dict[str, tuple[set[str], str]] = {
     ),
     "deepspeed_text/microsoft__DeepSpeedExamples__netuning_training_log_output_opt-350m_globalBatchSize-64.log": (
         {"n", "columns", "steps"},
-        f"{DEEPSPEED}; its only loss is the mean of the epoch. {SCALE}",
+        f"{DEEPSPEED}; the only loss is the mean of the epoch. {SCALE}",
     ),
     "deepspeed_text/microsoft__DeepSpeedExamples___output_actor_opt-1.3b_critic_opt-350m_globalBatchSize64.log": (
         {"n", "columns"},
         f"{DEEPSPEED}. {SCALE}",
     ),
-    "text_other/HySonLab__ArcRoute__nohup.out": ({"n", "steps"}, "the progress bar draws each record twice; it counts once"),
+    "text_other/HySonLab__ArcRoute__nohup.out": ({"n", "steps"}, "the progress bar draws each record twice"),
     "edge_cases/bigscience-workshop__bigscience__hf_ds_gpt2_perf_n16_bs4-mbs8.out": (
         {"n", "steps"},
-        "one line holds a learning rate at step 0: it is read, and the table says that there is no loss and one point",
+        ONE_POINT,
     ),
     "edge_cases/bigscience-workshop__bigscience__hf_ds_gpt2_base_n4-1832555.out": (
         {"n", "steps"},
-        "one line holds a learning rate at step 0: it is read, and the table says that there is no loss and one point",
+        ONE_POINT,
     ),
 }  # fmt: skip
-OURS = {"time": "seconds"}
+COLUMN_OF_INDEX = {"time": "seconds"}
 
 
 def differences(table: Table, entry: dict) -> set[str]:
-    found = set()
+    differing = set()
     if len(table) != entry["n_points"]:
-        found.add("n")
-    if any(OURS.get(name, name) not in table.columns for name in entry["columns"]):
-        found.add("columns")
+        differing.add("n")
+    if any(COLUMN_OF_INDEX.get(name, name) not in table.columns for name in entry["columns"]):
+        differing.add("columns")
     counts = [(name, entry[f"nonfinite_{short}"]) for name, short in (("loss", "loss"), ("grad_norm", "grad"))]
     if any((~np.isfinite(table.series(name).value)).sum() != count for name, count in counts):
-        found.add("nonfinite")
+        differing.add("nonfinite")
     if len(table) and (table.step[0], table.step[-1]) != (entry["first_step"], entry["last_step"]):
-        found.add("steps")
-    return found
+        differing.add("steps")
+    return differing
 
 
 @needs_corpus
 @pytest.mark.parametrize("entry", FILES, ids=[entry["file"][-60:] for entry in FILES])
-def test_real_log_is_read_as_the_index_says(entry):
+def test_real_log_matches_the_index(entry):
     try:
         table = read(CORPUS / entry["file"])[0]
     except LogRefused as refused:
         if entry["n_points"] or len(refused.reason) < 20:
             raise
         return
-    expected, _ = DIFFERS.get(entry["file"], (set(), ""))
+    expected, _ = EXPECTED_DIFFERENCES.get(entry["file"], (set(), ""))
     assert differences(table, entry) == expected
     assert all(len(column) == len(table) for column in [*table.columns.values(), *table.present.values()])
     if entry["blank_cell_nan"]:
@@ -107,7 +107,7 @@ def test_real_log_is_read_as_the_index_says(entry):
 
 
 @needs_corpus
-def test_csv_and_event_file_of_one_run_agree_on_what_is_not_finite():
+def test_csv_and_event_file_of_one_run_agree_on_nonfinite_values():
     runs: dict[str, dict[str, Table]] = {}
     for entry in FILES:
         if (entry["run_group"] or "").startswith("algoperf:"):
@@ -116,11 +116,11 @@ def test_csv_and_event_file_of_one_run_agree_on_what_is_not_finite():
     assert pairs
     for csv, events in pairs:
         for name in ("loss", "grad_norm"):
-            mine, theirs = csv.series(name), events.series(name)
-            np.testing.assert_array_equal(mine.step, theirs.step)
-            np.testing.assert_array_equal(np.isfinite(mine.value), np.isfinite(theirs.value))
+            from_csv, from_events = csv.series(name), events.series(name)
+            np.testing.assert_array_equal(from_csv.step, from_events.step)
+            np.testing.assert_array_equal(np.isfinite(from_csv.value), np.isfinite(from_events.value))
 
 
 @needs_corpus
-def test_every_difference_is_about_a_file_that_is_there():
-    assert set(DIFFERS) <= {entry["file"] for entry in FILES}
+def test_every_expected_difference_names_an_existing_file():
+    assert set(EXPECTED_DIFFERENCES) <= {entry["file"] for entry in FILES}

@@ -1,4 +1,4 @@
-"""Logs that are tables or objects: CSV, JSON, TensorBoard, run directories."""
+"""Logs in structured formats: CSV, JSON, TensorBoard, run directories."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from holdfast.core.base.errors import LogRefused, MissingDependency
 from holdfast.core.record.journal import Journal, dumps
-from holdfast.diagnosis.importers import read, sniff
+from holdfast.diagnosis.importers import detect_format, read
 from holdfast.diagnosis.importers.reading.tfrecord import masked_crc
 
 
-def one(path, **options):
+def read_one(path, **options):
     (table,) = read(path, **options)
     return table
 
@@ -24,7 +24,7 @@ def values(table, name):
     return table.series(name).value.tolist()
 
 
-def codes(table):
+def limit_codes(table):
     return {limit.code for limit in table.limits}
 
 
@@ -37,7 +37,7 @@ def write(tmp_path, text, name="log"):
 # ---- CSV
 
 
-def test_measurements_hide_nan_in_empty_cells(tmp_path):
+def test_measurements_csv_empty_cells_are_read_as_nan(tmp_path):
     head = "global_step,grad_norm,loss,lr,train/loss,validation/loss,score,total_duration\n"
     rows = [f"{i},1.5,{5 - i * 0.1:.2f},0.001,,,,\n" for i in range(30)]
     rows[10] = "10,,,,1.0,2.0,3.0,4.0\n"  # an evaluation
@@ -45,36 +45,38 @@ def test_measurements_hide_nan_in_empty_cells(tmp_path):
     rows[28] = rows[28].replace("28,1.5,2.20", "28,,")  # both were; the learning rate is still there
     rows[29] = "29,,,,,,,\n"  # nothing is left
     path = write(tmp_path, head + "".join(rows))
-    assert sniff(path) == "measurements_csv"
-    table = one(path)
+    assert detect_format(path) == "measurements_csv"
+    table = read_one(path)
     assert table.step.tolist() == [i for i in range(30) if i != 10]
     assert np.isnan(values(table, "loss")).sum() == 2
     assert np.isnan(values(table, "grad_norm")).sum() == 3
-    assert "nan_hidden" in codes(table)
+    assert "nan_hidden" in limit_codes(table)
     assert table.evals["validation/loss"].value.tolist() == [2.0]
     assert table.evals["train/loss"].step.tolist() == [10.0]
 
 
-def test_lightning_blanks_hide_nothing(tmp_path):
+def test_lightning_csv_empty_cells_are_not_nan(tmp_path):
     text = "epoch,step,train_loss_epoch,train_loss_step,val_loss\n"
     for i in range(40):
         text += f"{i // 10},{i},,{i}.5,\n\n"
         if i % 10 == 9:
             text += f"{i // 10},{i},{i}.25,,{i}.75\n"
-    table = one(write(tmp_path, text))
+    table = read_one(write(tmp_path, text))
     assert table.format == "lightning_csv"
     assert values(table, "loss") == [i + 0.5 for i in range(40)]
-    assert "nan_hidden" not in codes(table)
+    assert "nan_hidden" not in limit_codes(table)
     assert table.evals["val_loss"].value.tolist() == [9.75, 19.75, 29.75, 39.75]
     assert table.evals["train_loss_epoch"].step.tolist() == [9, 19, 29, 39]
 
 
-def test_lightning_writes_nan_out(tmp_path):
-    table = one(write(tmp_path, "epoch,loss,step\n" + "".join(f"0,{'nan' if i > 3 else 1.0},{i}\n" for i in range(8))))
+def test_lightning_csv_reads_written_nan(tmp_path):
+    table = read_one(
+        write(tmp_path, "epoch,loss,step\n" + "".join(f"0,{'nan' if i > 3 else 1.0},{i}\n" for i in range(8)))
+    )
     assert np.isnan(values(table, "loss")).sum() == 4
 
 
-def test_wandb_export_gives_a_table_for_each_run(tmp_path):
+def test_wandb_chart_export_gives_a_table_for_each_run(tmp_path):
     text = (
         '"Step","a - train/loss","a - train/loss__MIN","a - train/loss__MAX","b - train/loss","b - train/loss__MIN"\n'
     )
@@ -83,20 +85,20 @@ def test_wandb_export_gives_a_table_for_each_run(tmp_path):
     assert (first.facts["run"], second.facts["run"]) == ("a", "b")
     assert (len(first), len(second)) == (30, 15)
     assert values(first, "loss")[3] == 3.5
-    assert "averaged" in codes(first)
+    assert "averaged" in limit_codes(first)
 
 
-def test_wandb_table_of_runs_is_refused_with_the_reason(tmp_path):
+def test_wandb_list_of_runs_is_refused(tmp_path):
     text = '"Name","State","Notes","User","Tags","Created","loss"\n"x","finished","-","","","2026","1.03"\n'
     with pytest.raises(LogRefused, match="table of runs"):
         read(write(tmp_path, text))
 
 
-def test_generic_csv_with_a_mapping_and_other_delimiters(tmp_path):
+def test_generic_csv_with_mapping_and_other_delimiters(tmp_path):
     text = "when;wobble;extra\n" + "".join(f"{i};{i}.5;x\n" for i in range(30))
-    table = one(write(tmp_path, text), mapping={"loss": "wobble", "step": "when"})
+    table = read_one(write(tmp_path, text), mapping={"loss": "wobble", "step": "when"})
     assert (values(table, "loss")[2], table.step[2]) == (2.5, 2)
-    plain = one(
+    plain = read_one(
         write(tmp_path, "iteration\ttraining loss\tlearning_rate\n" + "".join(f"{i}\t{i}.5\t0.1\n" for i in range(30)))
     )
     assert (plain.format, values(plain, "loss")[2], values(plain, "lr")[0]) == ("generic_csv", 2.5, 0.1)
@@ -116,13 +118,13 @@ def test_trainer_state_with_nan_evaluations_and_summary(tmp_path):
     ]
     history.insert(5, {"step": 50, "eval_loss": 2.5, "eval_runtime": 1.0})
     history.append({"step": 100, "train_loss": 3.0, "train_runtime": 9.0})
-    table = one(write(tmp_path, state(history)))
+    table = read_one(write(tmp_path, state(history)))
     assert table.step.tolist() == [i * 10 for i in range(1, 11)]
     assert math.isnan(values(table, "loss")[6])
     assert table.evals["eval_loss"].value.tolist() == [2.5]
     assert table.facts["train_loss"] == 3.0
     assert table.facts["max_steps"] == 500
-    assert "averaged" in codes(table)
+    assert "averaged" in limit_codes(table)
 
 
 def test_checkpoints_are_merged_into_one_run(tmp_path):
@@ -131,27 +133,27 @@ def test_checkpoints_are_merged_into_one_run(tmp_path):
         folder = tmp_path / f"checkpoint-{reached}"
         folder.mkdir()
         (folder / "trainer_state.json").write_text(state(history[:reached], global_step=reached))
-    assert sniff(tmp_path) == "hf_trainer_state"
-    table = one(tmp_path)
+    assert detect_format(tmp_path) == "hf_trainer_state"
+    table = read_one(tmp_path)
     assert table.step.tolist() == list(range(1, 41))
     assert table.facts["checkpoints"] == 3
 
 
-def test_trainer_state_without_records_or_cut_short_is_refused(tmp_path):
-    with pytest.raises(LogRefused, match="holds no record"):
+def test_trainer_state_that_is_empty_or_incomplete_is_refused(tmp_path):
+    with pytest.raises(LogRefused, match="no record"):
         read(write(tmp_path, state([])))
     with pytest.raises(LogRefused):
         read(write(tmp_path, state([{"step": 1, "loss": 2.0}] * 30)[:-40]))
 
 
-def test_llamafactory_log_and_one_of_progress_only(tmp_path):
+def test_llamafactory_log_is_read_and_one_with_progress_only_is_refused(tmp_path):
     rows = "".join(
         json.dumps({"current_steps": i * 5, "total_steps": 99, "loss": 2.0 + i, "lr": 1e-4}) + "\n"
         for i in range(1, 31)
     )
-    table = one(write(tmp_path, rows + '{"current_steps": 999, "lo'))
+    table = read_one(write(tmp_path, rows + '{"current_steps": 999, "lo'))
     assert (table.format, table.step[0], values(table, "lr")[0]) == ("llamafactory", 5, 1e-4)
-    assert "truncated" in codes(table)
+    assert "truncated" in limit_codes(table)
     with pytest.raises(LogRefused, match="no loss"):
         read(write(tmp_path, '{"current_steps": 5, "total_steps": 99, "percentage": 5.0}\n' * 3))
 
@@ -161,7 +163,7 @@ def test_wandb_history_and_generic_json_lines(tmp_path):
         f'{{"_step": {i}, "_runtime": 1.0, "train/loss": {"NaN" if i == 5 else i + 0.5}, "train/grad_norm": "Infinity"}}\n'
         for i in range(30)
     )
-    table = one(write(tmp_path, rows))
+    table = read_one(write(tmp_path, rows))
     assert table.format == "wandb_history"
     assert math.isnan(values(table, "loss")[5])
     assert math.isinf(values(table, "grad_norm")[0])
@@ -169,7 +171,7 @@ def test_wandb_history_and_generic_json_lines(tmp_path):
     rows = "".join(
         json.dumps({"step": i, "train": {"loss": i + 0.5, "lr": 0.1}, "val_loss": 9.0}) + "\n" for i in range(30)
     )
-    table = one(write(tmp_path, rows + "not json\n"))
+    table = read_one(write(tmp_path, rows + "not json\n"))
     assert (table.format, values(table, "loss")[3], table.dropped) == ("generic_jsonl", 3.5, 1)
     assert len(table.evals["val_loss"].value) == 30
 
@@ -214,20 +216,20 @@ def simple(value):
     return b"\x15" + struct.pack("<f", value)
 
 
-def tensor(kind, number, data):
-    return message(8, b"\x08" + varint(kind) + message(number, data))
+def tensor(dtype, number, data):
+    return message(8, b"\x08" + varint(dtype) + message(number, data))
 
 
 START = framed(b"\x09" + struct.pack("<d", 1.0) + message(3, b"brain.Event:2"))
 
 
-def test_masked_crc_is_the_one_tensorflow_writes():
+def test_masked_crc_matches_tensorflow():
     assert masked_crc(b"123456789") == (((0xE3069283 >> 15) | (0xE3069283 << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_tensorboard_scalars_of_every_kind(tmp_path):
+def test_tensorboard_scalars_of_every_dtype(tmp_path):
     data = START
-    kinds = [
+    payloads = [
         simple(2.5),
         tensor(1, 4, struct.pack("<f", 2.5)),
         tensor(2, 4, struct.pack("<d", 2.5)),
@@ -236,30 +238,30 @@ def test_tensorboard_scalars_of_every_kind(tmp_path):
         tensor(2, 6, struct.pack("<d", 2.5)),
         tensor(14, 4, struct.pack("<f", 2.5)[2:]),
     ]
-    for step, payload in enumerate(kinds * 4):
+    for step, payload in enumerate(payloads * 4):
         data += scalar(step, "loss", payload) + scalar(step, "grad_norm", simple(math.nan))
         if step % 5 == 0:
             data += scalar(step, "train/loss", simple(9.0)) + scalar(step, "validation/loss", simple(8.0))
-    path = tmp_path / "no_telling_name"
+    path = tmp_path / "neutral_name"
     path.write_bytes(data)
-    assert sniff(path) == "tensorboard"
-    table = one(path)
+    assert detect_format(path) == "tensorboard"
+    table = read_one(path)
     assert values(table, "loss") == [2.5] * 28
     assert np.isnan(values(table, "grad_norm")).all()
     assert table.evals["validation/loss"].value.tolist() == [8.0] * 6
     assert 9.0 not in values(table, "loss")
 
 
-def test_truncated_event_file_keeps_what_is_whole(tmp_path):
+def test_truncated_event_file_keeps_its_complete_records(tmp_path):
     data = START + b"".join(scalar(i, "loss", simple(i)) for i in range(30))
     path = tmp_path / "x"
     path.write_bytes(data[:-5])
-    table = one(path)
+    table = read_one(path)
     assert len(table) == 29
-    assert "truncated" in codes(table)
+    assert "truncated" in limit_codes(table)
 
 
-def test_event_files_of_a_folder_are_one_run_and_restarts_are_said(tmp_path):
+def test_event_files_of_a_folder_are_one_run_and_restarts_add_a_limit(tmp_path):
     for name, steps in (
         ("run/events.out.tfevents.1.a", range(30)),
         ("run/events.out.tfevents.2.a", range(20, 50)),
@@ -270,7 +272,7 @@ def test_event_files_of_a_folder_are_one_run_and_restarts_are_said(tmp_path):
         path.write_bytes(START + b"".join(scalar(i, "loss", simple(i)) + scalar(i, "lr", simple(0.5)) for i in steps))
     tables = {table.path.rsplit("/", 1)[1]: table for table in read(tmp_path)}
     assert tables["run"].step.tolist() == [*range(30), *range(20, 50)]
-    assert "steps_backwards" in codes(tables["run"])
+    assert "steps_backwards" in limit_codes(tables["run"])
     assert values(tables["run"], "lr") == [0.5] * 60
     assert len(tables["b"]) == 25
 
@@ -285,7 +287,7 @@ def test_event_file_without_scalars_is_refused(tmp_path):
 # ---- run directories
 
 
-def run_folder(tmp_path):
+def make_run_directory(tmp_path):
     rows = [
         {"step": i, "attempt": 1, "loss": 5.0 - i * 0.1, "grad_norm": 1.0, "samples": 32, "status": "committed"}
         for i in range(20)
@@ -304,37 +306,37 @@ def run_folder(tmp_path):
     return tmp_path
 
 
-def test_run_directory_keeps_what_the_run_kept(tmp_path):
-    table = one(run_folder(tmp_path))
+def test_run_directory_shows_the_last_committed_attempt_of_each_step(tmp_path):
+    table = read_one(make_run_directory(tmp_path))
     assert table.format == "rundir"
     assert table.step.tolist() == list(range(40))
     assert values(table, "loss")[:15] == [5.0 - i * 0.1 for i in range(15)]
     assert values(table, "loss")[15:25] == [100.0 + i for i in range(15, 25)]
     assert np.isnan(values(table, "lr")).all() and len(values(table, "lr")) == 15
     assert values(table, "batch_size") == [32.0] * 15
-    assert {"rolled_back", "not_committed", "lines_lost"} <= codes(table)
+    assert {"rolled_back", "not_committed", "lines_lost"} <= limit_codes(table)
     assert sorted(table.evals["undone_loss"].step.tolist()) == [15, 16, 17, 18, 19, 20]
     assert {"skipped", "finding", "restart", "shift", "begin"} <= {event.kind for event in table.events}
     assert "NaN" in next(event.text for event in table.events if event.kind == "skipped")
     assert table.facts["torch"] == "2.13"
 
 
-def test_run_directory_is_found_through_its_metrics_file_too(tmp_path):
-    assert one(run_folder(tmp_path) / "metrics.jsonl").format == "rundir"
+def test_run_directory_is_read_through_its_metrics_file(tmp_path):
+    assert read_one(make_run_directory(tmp_path) / "metrics.jsonl").format == "rundir"
 
 
-def test_run_directory_without_metrics_still_tells_its_events(tmp_path):
-    (run_folder(tmp_path) / "metrics.jsonl").unlink()
-    table = one(tmp_path)
+def test_run_directory_without_metrics_still_has_events(tmp_path):
+    (make_run_directory(tmp_path) / "metrics.jsonl").unlink()
+    table = read_one(tmp_path)
     assert len(table) == 0
     assert table.events
 
 
 @pytest.mark.parametrize("blank", ["", " ", "  "])
-def test_run_directory_reads_nan_and_infinity_however_they_are_spaced(tmp_path, blank):
+def test_run_directory_reads_nan_and_infinity_with_any_spacing(tmp_path, blank):
     words = {3: "NaN", 4: "Infinity", 5: "-Infinity"}
     rows = [f'{{"step":{blank}{i},{blank}"loss":{blank}{words.get(i, "2.5")},"status":"committed"}}' for i in range(30)]
-    table = one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
+    table = read_one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
     assert table.format == "rundir"
     loss = values(table, "loss")
     assert len(loss) == 30 and table.dropped == 0
@@ -342,9 +344,9 @@ def test_run_directory_reads_nan_and_infinity_however_they_are_spaced(tmp_path, 
 
 
 @pytest.mark.parametrize("step", [2**53 + 2, 10**30, 10**400, -(10**400)])
-def test_run_directory_drops_a_step_too_large_for_a_float_and_says_so(tmp_path, step):
+def test_run_directory_drops_a_step_too_large_for_a_float_and_adds_a_limit(tmp_path, step):
     rows = [f'{{"step":{i},"loss":2.5,"status":"committed"}}' for i in range(30)]
     rows.insert(7, f'{{"step":{step},"loss":9.5,"status":"committed"}}')
-    table = one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
+    table = read_one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
     assert table.step.tolist() == list(range(30))
-    assert table.dropped == 1 and "lines_lost" in codes(table)
+    assert table.dropped == 1 and "lines_lost" in limit_codes(table)

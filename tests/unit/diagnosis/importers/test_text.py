@@ -1,4 +1,4 @@
-"""Text logs: what a line says arrives in its column, whatever is wrapped around it."""
+"""Text logs: each format is detected, and its numbers arrive in their columns, whatever the encoding or line prefix."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from holdfast.core.base.errors import LogRefused
-from holdfast.diagnosis.importers import FORMATS, read, sniff
-from holdfast.diagnosis.importers.reading import blocks as rows_module
-from holdfast.diagnosis.importers.reading import source as source_module
+from holdfast.diagnosis.importers import FORMATS, detect_format, read
+from holdfast.diagnosis.importers.reading import column_blocks, log_source
 
 
 def write(tmp_path, text, name="log.txt"):
@@ -20,7 +19,7 @@ def write(tmp_path, text, name="log.txt"):
     return path
 
 
-def one(path, **options):
+def read_one(path, **options):
     (table,) = read(path, **options)
     return table
 
@@ -29,7 +28,7 @@ def values(table, name):
     return table.series(name).value.tolist()
 
 
-def codes(table):
+def limit_codes(table):
     return {limit.code for limit in table.limits}
 
 
@@ -75,10 +74,10 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_format_is_told_by_content_and_its_loss_and_steps_arrive(tmp_path, name):
+def test_format_is_detected_from_content_and_loss_and_steps_are_read(tmp_path, name):
     path = write(tmp_path, "\n".join(["starting up", *LOGS[name]]) + "\n", "anything.csv")
-    assert sniff(path) == name
-    table = one(path)
+    assert detect_format(path) == name
+    table = read_one(path)
     assert table.format == name
     assert table.step.tolist() == list(range(1, 61))
     assert values(table, "loss") == pytest.approx([5 - i * 0.01 for i in range(1, 61)], abs=1e-3)
@@ -91,7 +90,7 @@ def test_format_is_told_by_content_and_its_loss_and_steps_arrive(tmp_path, name)
 
 @pytest.mark.parametrize("name", LOGS)
 @pytest.mark.parametrize("wrapping", ["crlf", "bom", "utf16", "gzip", "rank", "nul"])
-def test_wrapping_changes_nothing(tmp_path, name, wrapping):
+def test_encoding_and_line_prefixes_do_not_change_the_table(tmp_path, name, wrapping):
     text = "\n".join(LOGS[name]) + "\n"
     data = {
         "crlf": text.replace("\n", "\r\n").encode(),
@@ -105,14 +104,14 @@ def test_wrapping_changes_nothing(tmp_path, name, wrapping):
     }[wrapping]
     if name == "composer" and wrapping == "rank":
         data = "".join(f"0:{line}\n" for line in LOGS[name]).encode()
-    table = one(write(tmp_path, data))
+    table = read_one(write(tmp_path, data))
     assert len(table) == 60
     assert table.format == name
     assert values(table, "loss")[-1] == pytest.approx(4.4, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "megatron", "generic_text", "torchtitan", "hf_console"])
-def test_taken_in_bulk_equals_taken_line_by_line(tmp_path, name, monkeypatch):
+def test_vectorized_reading_equals_line_by_line_reading(tmp_path, name, monkeypatch):
     rng = np.random.default_rng(7)
     losses = [f"{v:.4f}" if i % 17 else ("nan" if i % 2 else "inf") for i, v in enumerate(rng.lognormal(size=400))]
     norms = [f"{v:.3e}" for v in rng.lognormal(size=400)]
@@ -125,36 +124,36 @@ def test_taken_in_bulk_equals_taken_line_by_line(tmp_path, name, monkeypatch):
     }[name]
     text = "\n".join(line.format(i=i, loss=a, norm=b) for i, (a, b) in enumerate(zip(losses, norms, strict=True)))
     path = write(tmp_path, text)
-    bulk = one(path)
-    monkeypatch.setattr("holdfast.diagnosis.importers.reading.text_log.learn", lambda line, reading: None)
-    slow = one(path)
-    assert len(bulk) == len(slow) == 400
-    assert set(bulk.columns) == set(slow.columns)
-    for column in slow.columns:
-        np.testing.assert_array_equal(bulk.columns[column], slow.columns[column])
-        np.testing.assert_array_equal(bulk.present[column], slow.present[column])
-    assert (~np.isfinite(bulk.columns["loss"])).sum() == sum(not math.isfinite(float(v)) for v in losses)
+    vectorized = read_one(path)
+    monkeypatch.setattr("holdfast.diagnosis.importers.reading.text_reader.learn_template", lambda line, parsed: None)
+    by_line = read_one(path)
+    assert len(vectorized) == len(by_line) == 400
+    assert set(vectorized.columns) == set(by_line.columns)
+    for name in by_line.columns:
+        np.testing.assert_array_equal(vectorized.columns[name], by_line.columns[name])
+        np.testing.assert_array_equal(vectorized.present[name], by_line.present[name])
+    assert (~np.isfinite(vectorized.columns["loss"])).sum() == sum(not math.isfinite(float(v)) for v in losses)
 
 
-def test_lines_of_one_shape_with_a_number_too_many_are_not_mixed_up(tmp_path):
+def test_a_line_with_an_extra_number_does_not_shift_the_values_of_other_lines(tmp_path):
     lines = [f"step:{i}/99 train_loss:{i}.5 train_time:{i}ms step_avg:1.00ms" for i in range(50)]
     lines[20] = "step:2 0/99 train_loss:20.5 train_time:20ms step_avg:1.00ms"
     lines[21] = "step:21/99 train_loss:21.5 train_time:ms step_avg:1.00ms"
-    table = one(write(tmp_path, "\n".join(lines)))
+    table = read_one(write(tmp_path, "\n".join(lines)))
     steps = dict(zip(table.step.tolist(), table.columns["loss"].tolist(), strict=True))
     assert all(loss == step + 0.5 for step, loss in steps.items())
     assert len(steps) >= 48
 
 
-def test_events_and_evaluations_take_the_step_of_the_record_before_them(tmp_path, monkeypatch):
+def test_events_and_evaluations_get_the_step_of_the_record_before_them(tmp_path, monkeypatch):
     lines = [f"step:{i}/9999 train_loss:{i % 97}.25 train_time:{i}ms step_avg:1.00ms" for i in range(3000)]
     lines.insert(100, "OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 2, reducing to 1")
     lines.insert(2500, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB")
     lines.insert(2600, "validation loss: 3.5")
     path = write(tmp_path, "\n".join(lines) + "\n")
-    whole = one(path)
-    monkeypatch.setattr(source_module, "CHUNK", 5000)
-    for table in (whole, one(path)):
+    in_one_chunk = read_one(path)
+    monkeypatch.setattr(log_source, "CHUNK_BYTES", 5000)
+    for table in (in_one_chunk, read_one(path)):
         assert table.step.tolist() == list(range(3000))
         assert values(table, "loss") == [i % 97 + 0.25 for i in range(3000)]
         assert [(event.step, event.kind) for event in table.events] == [(99, "overflow"), (2498, "oom")]
@@ -164,54 +163,54 @@ def test_events_and_evaluations_take_the_step_of_the_record_before_them(tmp_path
 def test_records_without_a_step_are_numbered_across_chunks(tmp_path, monkeypatch):
     text = "".join(f"{{'loss': {i % 7}.5, 'grad_norm': 1.0, 'epoch': 0.1}}\n" for i in range(2000))
     path = write(tmp_path, text)
-    monkeypatch.setattr(source_module, "CHUNK", 5000)
-    table = one(path)
+    monkeypatch.setattr(log_source, "CHUNK_BYTES", 5000)
+    table = read_one(path)
     assert table.step.tolist() == list(range(1, 2001))
-    assert "no_step" in codes(table)
+    assert "no_step" in limit_codes(table)
 
 
-def test_thinning_keeps_spike_nan_first_and_last_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows_module, "MOST_ROWS", 1000)
+def test_thinning_keeps_spike_nan_first_and_last_record_and_adds_a_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(column_blocks, "MAX_ROWS", 1000)
     losses = [2.0 + (i % 10) * 0.01 for i in range(20_000)]
     losses[7777], losses[12_345] = 99.0, math.nan
     text = "".join(
         f"step:{i}/20000 train_loss:{loss:.4f} train_time:1ms step_avg:1ms\n" for i, loss in enumerate(losses)
     )
-    table = one(write(tmp_path, text))
+    table = read_one(write(tmp_path, text))
     assert len(table) <= 2000
-    found = table.series("loss")
-    assert found.step[found.value > 90].tolist() == [7777]
-    assert found.step[np.isnan(found.value)].tolist() == [12_345]
+    loss = table.series("loss")
+    assert loss.step[loss.value > 90].tolist() == [7777]
+    assert loss.step[np.isnan(loss.value)].tolist() == [12_345]
     assert (table.step[0], table.step[-1]) == (0, 19_999)
-    assert "downsampled_on_import" in codes(table)
+    assert "downsampled_on_import" in limit_codes(table)
 
 
 def test_source_code_in_a_log_is_not_read_as_records(tmp_path):
     code = 'loss = 0.5\nlr = 0.0036\nprint(f"step:{step}/{n} train_loss:{loss:.4f}")\n    train_loss = 3.0\nstep = 7\n'
-    table = one(write(tmp_path, code + "\n".join(LOGS["nanogpt"])))
+    table = read_one(write(tmp_path, code + "\n".join(LOGS["nanogpt"])))
     assert len(table) == 60
     with pytest.raises(LogRefused):
         read(write(tmp_path, code, "b.txt"))
 
 
-def test_nanogpt_wordings_and_evaluations(tmp_path):
+def test_nanogpt_variants_and_evaluations(tmp_path):
     text = (
         "step 0: train loss 4.4501, val loss 4.4402\niter 0: loss 4.4512, time 23218.37ms, mfu -100.00%\n"
         "iter 1: loss nan, time 193.77ms, mfu -100.00%\n"
     )
-    table = one(write(tmp_path, text))
+    table = read_one(write(tmp_path, text))
     assert math.isnan(values(table, "loss")[1])
     assert values(table, "seconds") == pytest.approx([23.21837, 0.19377])
     assert table.evals["val_loss"].value.tolist() == [4.4402]
     assert "train_estimate" in table.evals
-    llmc = one(write(tmp_path, "s:0 tel:10.9\ns:0 trl:10.8\ns:1 trl:10.7\n"))
+    llmc = read_one(write(tmp_path, "s:0 tel:10.9\ns:0 trl:10.8\ns:1 trl:10.7\n"))
     assert values(llmc, "loss") == [10.8, 10.7]
     assert llmc.evals["val_loss"].value.tolist() == [10.9]
-    words = one(write(tmp_path, "0 val 10.9\n0 hella 0.25\n0 train 10.8\n1 train 10.7\n"))
+    words = read_one(write(tmp_path, "0 val 10.9\n0 hella 0.25\n0 train 10.8\n1 train 10.7\n"))
     assert values(words, "loss") == [10.8, 10.7]
 
 
-def test_megatron_tells_a_nan_left_out_from_a_skipped_step(tmp_path):
+def test_megatron_distinguishes_an_omitted_nan_from_a_skipped_step(tmp_path):
     tail = "| number of skipped iterations: {s} | number of nan iterations: {n} |"
     lines = [
         " iteration 1/ 9 | learning rate: 1.0E-04 | lm loss: 2.0E+00 | grad norm: 1.0 " + tail.format(s=0, n=0),
@@ -219,39 +218,39 @@ def test_megatron_tells_a_nan_left_out_from_a_skipped_step(tmp_path):
         " iteration 3/ 9 | learning rate: 1.0E-04 " + tail.format(s=0, n=1),
         " validation loss at iteration 3 | lm loss value: 7.5E+00 | lm loss PPL: 1.8E+03 | ",
     ]
-    table = one(write(tmp_path, "\n".join(lines)))
+    table = read_one(write(tmp_path, "\n".join(lines)))
     assert table.present["loss"].tolist() == [True, False, True]
     assert math.isnan(table.columns["loss"][2])
-    assert {"nan_hidden", "skipped_hidden", "stale_grad_norm"} <= codes(table)
+    assert {"nan_hidden", "skipped_hidden", "stale_grad_norm"} <= limit_codes(table)
     assert table.evals["validation_loss"].value.tolist() == [7.5]
 
 
-def test_megatron_records_cut_by_a_terminal_are_put_together(tmp_path):
+def test_megatron_records_wrapped_by_a_terminal_are_joined(tmp_path):
     wrapped = "\n".join(line[i : i + 80] for line in LOGS["megatron"] for i in range(0, len(line), 80))
-    table = one(write(tmp_path, wrapped))
+    table = read_one(write(tmp_path, wrapped))
     assert table.step.tolist() == list(range(1, 61))
     assert values(table, "grad_norm") == [1.5] * 60
 
 
-def test_steps_that_go_back_after_a_resume_are_kept_and_said(tmp_path):
+def test_steps_that_go_back_after_a_resume_are_kept_with_a_limit(tmp_path):
     lines = [*LOGS["megatron"][:40], "> loading checkpoint from /x at iteration 30", *LOGS["megatron"][30:]]
-    table = one(write(tmp_path, "\n".join(lines)))
+    table = read_one(write(tmp_path, "\n".join(lines)))
     assert table.step.tolist() == [*range(1, 41), *range(31, 61)]
-    assert "steps_backwards" in codes(table)
+    assert "steps_backwards" in limit_codes(table)
     assert [(event.step, event.kind) for event in table.events] == [(40, "restart")]
 
 
-def test_steps_that_start_again_every_epoch_follow_each_other(tmp_path):
+def test_steps_that_restart_every_epoch_are_unfolded(tmp_path):
     lines = [f"epoch: {e}|step: {i}|ppo_ep: 1|act_loss: 0.{i}1|cri_loss: 0.5" for e in range(3) for i in range(20)]
     lines.insert(25, "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 4, reducing to 2")
-    table = one(write(tmp_path, "\n".join(lines)))
+    table = read_one(write(tmp_path, "\n".join(lines)))
     assert table.step.tolist() == list(range(60))
-    assert "steps_unfolded" in codes(table)
+    assert "steps_unfolded" in limit_codes(table)
     assert table.events[0].step == 24
     assert (table.evals["loss_scale"].step.tolist(), table.evals["loss_scale"].value.tolist()) == ([24.0], [2.0])
 
 
-def test_hf_console_has_no_step_and_says_what_the_bar_shows(tmp_path):
+def test_hf_console_has_no_step_and_reports_lines_missing_by_the_progress_bar(tmp_path):
     text, at = "", 0
     for i in range(100):
         at += 1 + (i * 7) % 13
@@ -259,40 +258,40 @@ def test_hf_console_has_no_step_and_says_what_the_bar_shows(tmp_path):
             f"\r 41%|####| {at}/4000 [1:16<26:54, 4s/it]\n{{'loss': {i}.5, 'grad_norm': 1.0, 'learning_rate': 1e-05}}\n"
         )
     text += "{'eval_loss': 2.5, 'epoch': 1.0}\n{'train_runtime': 5.0, 'train_loss': 3.0, 'epoch': 1.0}\n"
-    table = one(write(tmp_path, text))
+    table = read_one(write(tmp_path, text))
     assert table.step.tolist() == list(range(1, 101))
-    assert {"no_step", "lines_lost"} <= codes(table)
+    assert {"no_step", "lines_lost"} <= limit_codes(table)
     assert table.evals["eval_loss"].value.tolist() == [2.5]
     assert values(table, "loss")[-1] == 99.5
     assert table.columns["progress"][-1] == at
 
 
-def test_progress_bar_that_redraws_itself_counts_once(tmp_path):
+def test_redrawn_progress_bar_counts_once(tmp_path):
     text = "".join(
         f"\rEpoch 0:  28%|##| {i}/489 [13:24<34:26,  0.17it/s, train/loss={i - 1}.5]\rEpoch 0:  28%|##| {i}/489 "
         f"[13:24<34:26,  0.17it/s, train/loss={i}.5]"
         for i in range(1, 41)
     )
-    table = one(write(tmp_path, text))
+    table = read_one(write(tmp_path, text))
     assert table.step.tolist() == list(range(1, 41))
     assert values(table, "loss") == [i + 0.5 for i in range(1, 41)]
-    assert "duplicates_removed" in codes(table)
+    assert "duplicates_removed" in limit_codes(table)
 
 
-def test_ranks_that_repeat_a_record_count_once(tmp_path):
+def test_record_repeated_by_several_ranks_counts_once(tmp_path):
     lines = [f"[rank{r}]: {line}" for line in LOGS["torchtitan"] for r in range(4)]
-    table = one(write(tmp_path, "\n".join(lines)))
+    table = read_one(write(tmp_path, "\n".join(lines)))
     assert table.step.tolist() == list(range(1, 61))
-    assert "duplicates_removed" in codes(table)
+    assert "duplicates_removed" in limit_codes(table)
 
 
-def test_fairseq_means_are_records_only_where_nothing_finer_is(tmp_path):
+def test_fairseq_epoch_means_are_records_only_if_nothing_finer_is_logged(tmp_path):
     means = [
         f"| epoch 00{e} | loss {9 - e}.5 | nll_loss 0.0 | num_updates {e * 100} | lr 0.001 | gnorm 2.5"
         for e in range(1, 6)
     ]
     valid = "| epoch 001 | valid on 'valid' subset | loss 4.2 | nll_loss 2.5 | num_updates 100"
-    table = one(write(tmp_path, "\n".join([*means, valid])))
+    table = read_one(write(tmp_path, "\n".join([*means, valid])))
     assert table.step.tolist() == [100, 200, 300, 400, 500]
     assert table.evals["valid_loss"].value.tolist() == [4.2]
     new = [
@@ -300,25 +299,34 @@ def test_fairseq_means_are_records_only_where_nothing_finer_is(tmp_path):
         for i in range(1, 30)
     ]
     last = '2020 | INFO | train | {"epoch": 1, "train_loss": "7.1", "train_num_updates": "29"}'
-    table = one(write(tmp_path, "\n".join([*new, last])))
+    table = read_one(write(tmp_path, "\n".join([*new, last])))
     assert len(table) == 29
     assert table.evals["epoch_mean/loss"].value.tolist() == [7.1]
 
 
-def test_mapping_names_columns_a_log_calls_otherwise(tmp_path):
+def test_mapping_names_columns_with_unknown_names(tmp_path):
     text = "".join(f"t={i} nats_per_token={5 - i * 0.1:.2f} other=3\n" for i in range(30))
     with pytest.raises(LogRefused):
         read(write(tmp_path, text))
-    table = one(write(tmp_path, text), mapping={"loss": "nats_per_token", "step": "t"})
+    table = read_one(write(tmp_path, text), mapping={"loss": "nats_per_token", "step": "t"})
     assert table.step.tolist() == list(range(30))
     assert values(table, "loss")[10] == 4.0
 
 
-def test_validation_loss_is_never_taken_for_training_loss(tmp_path):
+def test_validation_loss_is_never_read_as_training_loss(tmp_path):
     text = "".join(f"step {i} val_loss: {i}.5 train_loss: {i}.25 eval/acc: 0.5\n" for i in range(30))
-    table = one(write(tmp_path, text))
+    table = read_one(write(tmp_path, text))
     assert values(table, "loss") == [i + 0.25 for i in range(30)]
-    only = one(write(tmp_path, "".join(f"step {i} val_loss: {i}.5\n" for i in range(30))))
-    assert not only.has("loss")
-    assert "no_loss" in codes(only)
-    assert len(only.evals["val_loss"].value) == 30
+    validation_only = read_one(write(tmp_path, "".join(f"step {i} val_loss: {i}.5\n" for i in range(30))))
+    assert not validation_only.has("loss")
+    assert "no_loss" in limit_codes(validation_only)
+    assert len(validation_only.evals["val_loss"].value) == 30
+
+
+def test_missing_loss_lists_the_columns_and_suggests_a_mapping(tmp_path):
+    text = "epoch,train/box_loss,train/cls_loss,val/box_loss\n" + "".join(f"{i},{i}.5,1.5,2.5\n" for i in range(30))
+    table = read_one(write(tmp_path, text))
+    (limit,) = [limit for limit in table.limits if limit.code == "no_loss"]
+    assert "no training loss found" in limit.text
+    assert "Columns: epoch, train/box_loss, train/cls_loss, val/box_loss. Try --map loss=train/box_loss" in limit.text
+    assert values(read_one(tmp_path / "log.txt", mapping={"loss": "train/box_loss"}), "loss")[2] == 2.5

@@ -1,0 +1,1 @@
+"""One module for each log format, with its name, description, detection and reader."""

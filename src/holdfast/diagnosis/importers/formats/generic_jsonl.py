@@ -1,50 +1,36 @@
-"""Any file with one JSON object a line and numbers in the objects."""
+"""Any file with one JSON object on each line and numbers in the objects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from holdfast.core.base.errors import LogRefused
+from holdfast.diagnosis.importers.reading.column_names import ColumnRoles, columns_and_hint
 from holdfast.diagnosis.importers.reading.json_lines import JsonLines
-from holdfast.diagnosis.importers.reading.json_lines import looks_like as json_lines
-from holdfast.diagnosis.importers.reading.normalize import finish, limit
-from holdfast.diagnosis.importers.reading.records import Records
-from holdfast.diagnosis.importers.reading.source import Source
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.importers.reading.metric_records import MetricRecords
+from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize
 from holdfast.diagnosis.model.table import Table
 
 NAME = "generic_jsonl"
-DESCRIPTION = "any JSON lines with numbers; `mapping` names the columns where their names do not tell"
+DESCRIPTION = "any JSON lines with numbers; --map names columns that are not recognized"
 
 
-def looks_like(sample: bytes) -> bool:
-    return bool(json_lines(sample))
-
-
-def collect(source: Source, form: str) -> tuple[Records, JsonLines]:
-    records = Records(source.name, form)
+def read_jsonl_table(source: LogSource, format_name: str, mapping: Mapping[str, str] | None) -> Table:
+    """Read a file into a table that is not yet normalized. Raises LogRefused if it holds no metric."""
+    records = MetricRecords(source.name, format_name)
     lines = JsonLines(source)
     for row in lines:
         records.add(row)
-    records.broken = lines.broken
-    return records, lines
-
-
-def build(source: Source, form: str, mapping: Mapping[str, str] | None) -> Table:
-    records, lines = collect(source, form)
-    table = records.table(mapping)
+    records.unreadable_rows = lines.unreadable_lines
+    table = records.to_table(ColumnRoles(records.names, mapping))
     if not table.has("loss") and not table.evals and not (len(table) and table.columns):
-        names = ", ".join(records.names[:8]) or "none"
-        raise LogRefused(
-            source.name, f"JSON lines without a loss or another metric; the columns with numbers are: {names}"
-        )
-    if lines.torn:
-        limit(table, "truncated", "the last line stops in the middle")
-    if source.lines_cut:
-        limit(table, "lines_cut", f"{source.lines_cut} lines are longer than 1 MB and were read up to there")
-    if source.broken:
-        limit(table, "truncated", source.broken)
+        raise LogRefused(source.name, f"JSON lines without a metric. {columns_and_hint(records.names)}")
+    if lines.last_line_is_cut:
+        table.add_limit("truncated", "the last line is incomplete")
+    add_source_limits(table, source)
     return table
 
 
-def read(source: Source, mapping: Mapping[str, str] | None = None) -> list[Table]:
-    return [finish(build(source, NAME, mapping))]
+def read(source: LogSource, mapping: Mapping[str, str] | None = None) -> list[Table]:
+    return [normalize(read_jsonl_table(source, NAME, mapping))]

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer's trainer_state.json: one, or those of all checkpoints of a run."""
+"""The Hugging Face Trainer's trainer_state.json: a single file, or those of all checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -7,126 +7,99 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base.errors import LogRefused
-from holdfast.diagnosis.importers.reading.column_names import Columns
-from holdfast.diagnosis.importers.reading.normalize import finish, limit
-from holdfast.diagnosis.importers.reading.records import Records, loads
-from holdfast.diagnosis.importers.reading.source import Source
+from holdfast.diagnosis.importers.reading.column_names import ColumnRoles
+from holdfast.diagnosis.importers.reading.json_lines import load_json
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.importers.reading.metric_records import MetricRecords
+from holdfast.diagnosis.importers.reading.normalize import add_averaged_limit, normalize
 from holdfast.diagnosis.model.table import Table
 
 NAME = "hf_trainer_state"
-DESCRIPTION = "Hugging Face Trainer: trainer_state.json, or a folder of checkpoints with one each"
-MOST = 512 << 20
+DESCRIPTION = "Hugging Face Trainer: trainer_state.json, or a folder of checkpoints that each hold one"
+MAX_FILE_BYTES = 512 << 20
 _FACTS = (
     "epoch", "global_step", "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size",
     "total_flos", "best_metric", "is_local_process_zero",
 )  # fmt: skip
-_SUMMARY = ("train_runtime", "train_loss", "total_flos", "train_samples_per_second", "train_steps_per_second")
+_SUMMARY_FACTS = ("train_runtime", "train_loss", "total_flos", "train_samples_per_second", "train_steps_per_second")
 
 
 def looks_like(sample: bytes) -> bool:
     return sample.lstrip()[:1] == b"{" and b'"log_history"' in sample
 
 
-def load(source: Source) -> dict[str, Any]:
-    try:
-        state = loads(source.text(MOST))
-    except ValueError as error:
-        raise LogRefused(source.name, f"a trainer_state.json that is not whole: {str(error)[:200]}") from None
-    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
-        raise LogRefused(source.name, "a JSON object without the list `log_history` that a trainer_state.json has")
-    return state
-
-
-def read(source: Source, mapping: Mapping[str, str] | None = None) -> list[Table]:
-    state = load(source)
-    return [_table(source.name, state["log_history"], state, mapping)]
+def read(source: LogSource, mapping: Mapping[str, str] | None = None) -> list[Table]:
+    state = _load_state(source)
+    return [_build_table(source.name, state["log_history"], state, mapping)]
 
 
 def read_folder(folder: Path, files: list[Path], mapping: Mapping[str, str] | None = None) -> list[Table]:
-    """Checkpoints' files are prefixes of each other: the union by step, later files having the last word."""
+    """Merge the files of all checkpoints, which repeat each other, into one table. The latest checkpoint wins."""
     states = []
-    refused: LogRefused | None = None
+    refusal: LogRefused | None = None
     for file in files:
         try:
-            states.append((file, load(Source(file))))
+            states.append(_load_state(LogSource(file)))
         except LogRefused as error:
-            refused = error
+            refusal = error
     if not states:
-        raise refused or LogRefused(str(folder), "no trainer_state.json in it can be read")
-    states.sort(key=lambda item: _reached(item[1]))
+        raise refusal or LogRefused(str(folder), "no trainer_state.json in it can be read")
+    states.sort(key=lambda state: _number_or(state.get("global_step"), -1.0))
     merged: dict[tuple[float, str], dict[str, Any]] = {}
     changed = 0
-    for _, state in states:
+    for state in states:
         for record in state["log_history"]:
             if isinstance(record, dict):
-                key = (_step(record), _sort_of(record))
+                is_eval = any(name.startswith("eval_") for name in record)
+                key = (
+                    _number_or(record.get("step"), -1.0),
+                    "train" if "loss" in record else "eval" if is_eval else "other",
+                )
                 changed += key in merged and merged[key].get("loss") != record.get("loss")
                 merged[key] = record
     history = [merged[key] for key in sorted(merged, key=lambda key: key[0])]
-    table = _table(str(folder), history, states[-1][1], mapping)
+    table = _build_table(str(folder), history, states[-1], mapping)
     table.facts["checkpoints"] = len(states)
     if changed:
-        limit(
-            table,
-            "resumed",
-            f"{changed} steps were logged differently by an earlier checkpoint: the run was resumed; the last counts",
-        )
+        text = f"checkpoints differ in {changed} logged steps: the run was resumed; the latest checkpoint is used"
+        table.add_limit("resumed", text)
     return [table]
 
 
-def _reached(state: dict[str, Any]) -> float:
-    return _step({"step": state.get("global_step")})
+def _load_state(source: LogSource) -> dict[str, Any]:
+    try:
+        state = load_json(source.text(MAX_FILE_BYTES))
+    except ValueError as error:
+        raise LogRefused(source.name, f"not a complete trainer_state.json: {str(error)[:200]}") from None
+    if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
+        raise LogRefused(source.name, "a JSON object without the list `log_history` of a trainer_state.json")
+    return state
 
 
-def _step(record: dict[str, Any]) -> float:
-    step = record.get("step")
-    return float(step) if isinstance(step, int | float) and abs(step) < 2**63 else -1.0
+def _number_or(value: Any, default: float) -> float:
+    return float(value) if isinstance(value, int | float) and abs(value) < 2**63 else default
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _sort_of(record: dict[str, Any]) -> str:
-    if "loss" in record:
-        return "train"
-    return "eval" if any(name.startswith("eval_") for name in record) else "other"
-
-
-def _table(path: str, history: list[Any], state: dict[str, Any], mapping: Mapping[str, str] | None) -> Table:
-    records = Records(path, NAME)
-    facts: dict[str, Any] = {
-        name: state[name] for name in _FACTS if name in state and not isinstance(state[name], list | dict)
-    }
+def _build_table(path: str, history: list[Any], state: dict[str, Any], mapping: Mapping[str, str] | None) -> Table:
+    records = MetricRecords(path, NAME)
+    facts = {name: state[name] for name in _FACTS if name in state and not isinstance(state[name], list | dict)}
     for record in history:
         if not isinstance(record, dict):
-            records.broken += 1
-        elif "train_runtime" in record:
-            facts.update({name: record[name] for name in _SUMMARY if _number(record.get(name))})
+            records.unreadable_rows += 1
+        elif "train_runtime" in record:  # the summary at the end of training
+            summary = {name: record.get(name) for name in _SUMMARY_FACTS}
+            facts |= {n: v for n, v in summary.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         else:
             records.add(record)
     if not records.length:
-        raise LogRefused(
-            path, f"`log_history` holds no record ({len(history)} entries): the run logged nothing before it was saved"
-        )
-    table = finish(_averaged(records.table(mapping, columns=_columns(records, mapping)), facts), unfold=False)
+        raise LogRefused(path, f"`log_history` has {len(history)} entries and no record; the run logged nothing yet")
+    roles = ColumnRoles(records.names, mapping)
+    if "step" in records.names and "step" not in (mapping or {}):
+        roles.step = "step"
+    table = records.to_table(roles)
+    if table.has("loss") and table.step_interval() > 1:
+        table.facts["logged_every"] = table.step_interval()
+        add_averaged_limit(table)
+    normalize(table, unfold_epochs=False)
     table.facts.update(facts)
-    return table
-
-
-def _columns(records: Records, mapping: Mapping[str, str] | None) -> Columns:
-    columns = Columns(records.names, mapping)
-    columns.step = (mapping or {}).get("step") or ("step" if "step" in records.names else columns.step)
-    return columns
-
-
-def _averaged(table: Table, facts: dict[str, Any]) -> Table:
-    usual = table.step_interval()
-    if usual > 1 and table.has("loss"):
-        table.facts["logged_every"] = usual
-        limit(
-            table,
-            "averaged",
-            f"each loss is the mean over {usual:g} steps: a spike of one step shows {usual:g} times smaller",
-        )
     return table

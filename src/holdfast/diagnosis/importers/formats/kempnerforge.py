@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 
-from holdfast.diagnosis.importers.reading import column_names as names
-from holdfast.diagnosis.importers.reading.line import EVAL, TRAIN, Field, Reading
+from holdfast.diagnosis.importers.reading.column_names import canonical_column, is_eval
+from holdfast.diagnosis.importers.reading.parsed_line import EVAL, TRAIN, Field, ParsedLine
 from holdfast.diagnosis.importers.reading.text_format import TextFormat
 
 _HEAD = re.compile(rb"\[step\s+(\d+)\] (?=[\w/]+=)")
 _PAIR = re.compile(rb"(?:\] |\| )([\w/]+)=([-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|nan|inf))(k|M|B)?(?=[\s%s/|G]|ms|$)")
-_UNIT = {None: 1.0, b"k": 1e3, b"M": 1e6, b"B": 1e9}
-_OWN = {"mem": "memory_peak", "tok/s": "tokens_per_second"}
+_UNITS = {None: 1.0, b"k": 1e3, b"M": 1e6, b"B": 1e9}
+_COLUMNS = {"mem": "memory_peak", "tok/s": "tokens_per_second"}
 
 
-def parse(line: bytes) -> Reading | None:
+def parse(line: bytes) -> ParsedLine | None:
     head = _HEAD.search(line)
     if head is None:
         return None
@@ -22,15 +22,15 @@ def parse(line: bytes) -> Reading | None:
     evals: dict[str, Field] = {}
     for match in _PAIR.finditer(line, head.end() - 2):
         name = match[1].decode()
-        if names.is_eval(name):
-            evals.setdefault(name, Field(name, *match.span(2), _UNIT[match[3]]))
-            continue
-        ours, factor = (_OWN[name], 1.0) if name in _OWN else names.column(name)
-        train.setdefault(ours, Field(ours, *match.span(2), factor * _UNIT[match[3]]))
+        if is_eval(name):
+            evals.setdefault(name, Field(name, *match.span(2), _UNITS[match[3]]))
+        else:
+            column, factor = (_COLUMNS[name], 1.0) if name in _COLUMNS else canonical_column(name)
+            train.setdefault(column, Field(column, *match.span(2), factor * _UNITS[match[3]]))
     step = Field("step", *head.span(1))
     if train:
-        return Reading(TRAIN, (step, *train.values()))
-    return Reading(EVAL, (step, *evals.values())) if evals else None
+        return ParsedLine(TRAIN, (step, *train.values()))
+    return ParsedLine(EVAL, (step, *evals.values())) if evals else None
 
 
 FORMAT = TextFormat(
@@ -38,5 +38,5 @@ FORMAT = TextFormat(
     description="KempnerForge's console: `[step N] loss=... | lr=... | grad_norm=... | ...`",
     markers=(b"[step ",),
     parse=parse,
-    unfold=False,
+    unfold_epochs=False,
 )

@@ -1,15 +1,15 @@
-"""Lightning's CSVLogger: metrics.csv with `step` and `epoch`, sparse rows, `_step` and `_epoch` columns apart.
+"""Lightning's CSVLogger: metrics.csv with `step` and `epoch`, sparse rows, separate `_step` and `_epoch` columns.
 
-A blank cell was not logged; NaN is written out. So blanks hide nothing here.
+The logger writes NaN as text, so a blank cell was not logged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.diagnosis.importers.reading.csv_file import build
-from holdfast.diagnosis.importers.reading.normalize import finish
-from holdfast.diagnosis.importers.reading.source import Source
+from holdfast.diagnosis.importers.reading.csv_file import read_csv_table
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.importers.reading.normalize import normalize
 from holdfast.diagnosis.model.table import Table
 
 NAME = "lightning_csv"
@@ -22,5 +22,6 @@ def looks_like(names: list[str]) -> bool:
     return names == sorted(names) or any(name.endswith(("_step", "_epoch")) for name in names)
 
 
-def read(source: Source, mapping: Mapping[str, str] | None = None) -> list[Table]:
-    return [finish(build(source, NAME, mapping, nan=False), unfold=False, repeats=False)]
+def read(source: LogSource, mapping: Mapping[str, str] | None = None) -> list[Table]:
+    table = read_csv_table(source, NAME, mapping, blanks_may_be_nan=False)
+    return [normalize(table, unfold_epochs=False, drop_repeats=False)]

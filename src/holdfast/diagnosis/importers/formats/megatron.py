@@ -1,6 +1,6 @@
-"""Megatron-LM and its relatives: `iteration 10/ 1000 | consumed samples: 40 | ... | lm loss: 1.2E+01 | ... |`.
+"""Megatron-LM and related tools: `iteration 10/ 1000 | consumed samples: 40 | ... | lm loss: 1.2E+01 | ... |`.
 
-A step whose loss is NaN, or that was skipped, is logged without `lm loss`; the counters say which of the two it was.
+A record has no `lm loss` if the loss was NaN or every step was skipped; the counters in the record tell which.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from holdfast.diagnosis.importers.reading.line import EVAL, TRAIN, Field, Reading, number, pairs
-from holdfast.diagnosis.importers.reading.normalize import limit
+from holdfast.diagnosis.importers.reading.column_blocks import Floats
+from holdfast.diagnosis.importers.reading.normalize import add_averaged_limit, rename_column
+from holdfast.diagnosis.importers.reading.parsed_line import EVAL, TRAIN, Field, ParsedLine, find_pairs, parse_number
 from holdfast.diagnosis.importers.reading.text_format import TextFormat
 from holdfast.diagnosis.model.table import Table
 
 _HEAD = re.compile(rb"\biteration\s+(\d+)/\s*\d+ \|")
-_REST = re.compile(rb"\|\s*([A-Za-z][^|:]*?):\s*([-+]?[\w.]+(?:[-+]\d+)?)\s*(?=\||$)")
+_PAIR = re.compile(rb"\|\s*([A-Za-z][^|:]*?):\s*([-+]?[\w.]+(?:[-+]\d+)?)\s*(?=\||$)")
 _EVAL = re.compile(rb"\b(validation|test) loss at (?:iteration (\d+)|the end of training)[^|]*\|")
-_OPEN = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
-_LOOK = 64 << 10
-_NAMES = {
+_CUT_RECORD = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
+_SEARCH_BYTES = 64 << 10
+_MAX_LINES_PER_RECORD = 12
+_COLUMNS = {
     b"lm loss": ("loss", 1.0), b"loss": ("loss", 1.0), b"lm-loss": ("loss", 1.0),
     b"elapsed time per iteration (ms)": ("seconds", 1e-3), b"elapsed time per iteration (s)": ("seconds", 1.0),
     b"learning rate": ("lr", 1.0), b"global batch size": ("batch_size", 1.0), b"loss scale": ("loss_scale", 1.0),
@@ -34,114 +36,85 @@ _NAMES = {
 }  # fmt: skip
 
 
-def parse(line: bytes) -> Reading | None:
+def parse(line: bytes) -> ParsedLine | None:
     head = _HEAD.search(line)
     if head is not None:
-        fields = pairs(line, _REST, _NAMES, head.end() - 1)
-        return Reading(TRAIN, (Field("step", *head.span(1)), *fields)) if fields else None
+        fields = find_pairs(line, _PAIR, _COLUMNS, head.end() - 1)
+        return ParsedLine(TRAIN, (Field("step", *head.span(1)), *fields)) if fields else None
     head = _EVAL.search(line)
     if head is not None:
-        kind = head[1].decode()
-        fields = [field._replace(name=f"{kind}_{field.name}") for field in pairs(line, _REST, _NAMES, head.end() - 1)]
+        dataset = head[1].decode()
+        fields = find_pairs(line, _PAIR, _COLUMNS, head.end() - 1)
         step = [Field("step", *head.span(2))] if head[2] is not None else []
-        return Reading(EVAL, (*step, *fields)) if fields else None
+        evals = [field._replace(name=f"{dataset}_{field.name}") for field in fields]
+        return ParsedLine(EVAL, (*step, *evals)) if fields else None
     return None
 
 
-def unwrap(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """A terminal may have cut records into lines of one width: a record that does not end in `|` goes on in the next."""
+def merge_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Put records on one line that a terminal broke into lines of one width. A whole record ends with `|`."""
     held: list[bytes] = []
     for chunk in chunks:
-        if (
-            not held
-            and _OPEN.search(chunk, 0, _LOOK) is None
-            and _OPEN.search(chunk, max(0, len(chunk) - _LOOK)) is None
-        ):
+        tail = max(0, len(chunk) - _SEARCH_BYTES)
+        if not held and not _CUT_RECORD.search(chunk, 0, _SEARCH_BYTES) and not _CUT_RECORD.search(chunk, tail):
             yield chunk
             continue
-        out: list[bytes] = []
+        merged: list[bytes] = []
         for line in chunk.split(b"\n"):
-            begins = _HEAD.search(line) is not None
-            if held and not begins and len(held) < 12:
-                held.append(line)
-            elif begins and not line.rstrip().endswith(b"|"):
-                out += _release(held)
-                held = [line]
-                continue
-            else:
-                out += _release(held)
+            is_start, is_end = _HEAD.search(line) is not None, line.rstrip().endswith(b"|")
+            if is_start or not held or len(held) >= _MAX_LINES_PER_RECORD:
+                merged += _join_record(held)
                 held = []
-                out.append(line)
-                continue
-            if line.rstrip().endswith(b"|"):
-                out += _release(held)
+            held.append(line)
+            if is_end or (len(held) == 1 and not is_start):
+                merged += _join_record(held)
                 held = []
-        yield b"\n".join(out)
+        yield b"\n".join(merged)
     if held:
-        yield b"\n".join(_release(held))
+        yield b"\n".join(_join_record(held))
 
 
-def _release(held: list[bytes]) -> list[bytes]:
-    """The lines as one record if they end like one; else as they were, the first of them a record cut short."""
-    if len(held) > 1 and held[-1].rstrip().endswith(b"|"):
-        return [b"".join(held)]
-    return held
+def _join_record(lines: list[bytes]) -> list[bytes]:
+    """Return the lines as one record if they end like one, else unchanged."""
+    return [b"".join(lines)] if len(lines) > 1 and lines[-1].rstrip().endswith(b"|") else lines
 
 
-def polish(table: Table, sample: bytes) -> None:
+def before_normalize(table: Table, sample: bytes) -> None:
     if "samples" in table.columns and "tokens" not in table.columns:
-        table.columns["tokens"] = table.columns.pop("samples")
-        table.present["tokens"] = table.present.pop("samples")
+        rename_column(table, "samples", "tokens")
     if len(table):
-        _hidden_nan(table)
+        _restore_hidden_nan(table)
     match = _HEAD.search(sample)
-    total = number(sample[match.end(1) + 1 : match.end() - 1]) if match else None
+    total = parse_number(sample[match.end(1) + 1 : match.end() - 1]) if match else None
     if total is not None:
         table.facts["planned_steps"] = int(total)
-    for name, pattern in (
-        ("world_size", rb"world_size \.+ (\d+)"),
-        ("precision", rb"using torch\.(\w+) for parameters"),
-    ):
-        if (found := re.search(pattern, sample)) is not None:
-            table.facts[name] = found[1].decode()
-    usual = table.step_interval()
-    if usual > 1:
-        limit(
-            table,
-            "averaged",
-            f"the loss is the mean over {usual:g} steps: a spike of one step shows {usual:g} times smaller",
-        )
+    patterns = {"world_size": rb"world_size \.+ (\d+)", "precision": rb"using torch\.(\w+) for parameters"}
+    for name, pattern in patterns.items():
+        if (match := re.search(pattern, sample)) is not None:
+            table.facts[name] = match[1].decode()
+    add_averaged_limit(table)
 
 
-def _hidden_nan(table: Table) -> None:
-    nothing = np.zeros(len(table))
-    nans = (
-        np.where(table.present["nan_iterations"], table.columns["nan_iterations"], 0)
-        if table.has("nan_iterations")
-        else nothing
-    )
-    skipped = np.where(table.present["skipped"], table.columns["skipped"], 0) if table.has("skipped") else nothing
-    there = table.present.get("loss", np.zeros(len(table), dtype=bool))
-    dead = (nans > 0) & ~there
-    if dead.any():
-        values = table.columns.setdefault("loss", np.full(len(table), np.nan))
-        values[dead] = np.nan
-        table.present["loss"] = there | dead
-        limit(
-            table,
-            "nan_hidden",
-            f"{int(dead.sum())} records leave the loss out because it was NaN; they count as NaN here",
-        )
-    left_out = int((~there & ~dead).sum())
-    if left_out:
-        limit(table, "skipped_hidden", f"{left_out} records hold no loss: every step in them was skipped")
-    if "grad_norm" in table.columns and (table.present["grad_norm"] & (skipped > 0)).any():
-        count = int((table.present["grad_norm"] & (skipped > 0)).sum())
-        limit(
-            table,
-            "stale_grad_norm",
-            f"{count} records with skipped steps show a gradient norm that may be an earlier step's",
-        )
+def _restore_hidden_nan(table: Table) -> None:
+    """Set the loss to NaN in records that leave it out because it was NaN."""
+    has_loss = table.present.get("loss", np.zeros(len(table), dtype=bool))
+    was_nan = (_counter(table, "nan_iterations") > 0) & ~has_loss
+    if was_nan.any():
+        table.columns.setdefault("loss", np.full(len(table), np.nan))[was_nan] = np.nan
+        table.present["loss"] = has_loss | was_nan
+        table.add_limit("nan_hidden", f"{int(was_nan.sum())} records leave the loss out because it was NaN")
+    without_loss = int((~has_loss & ~was_nan).sum())
+    if without_loss:
+        table.add_limit("skipped_hidden", f"{without_loss} records have no loss: every step in them was skipped")
+    if "grad_norm" in table.columns:
+        count = int((table.present["grad_norm"] & (_counter(table, "skipped") > 0)).sum())
+        if count:
+            text = f"{count} records with skipped steps have a gradient norm that may belong to an earlier step"
+            table.add_limit("stale_grad_norm", text)
+
+
+def _counter(table: Table, name: str) -> Floats:
+    return np.where(table.present[name], table.columns[name], 0) if table.has(name) else np.zeros(len(table))
 
 
 FORMAT = TextFormat(
@@ -149,7 +122,7 @@ FORMAT = TextFormat(
     description="Megatron-LM, Megatron-DeepSpeed: `iteration N/ M | ... | lm loss: ... |`",
     markers=(b"iteration ",),
     parse=parse,
-    prepare=unwrap,
-    polish=polish,
-    unfold=False,
+    merge_lines=merge_lines,
+    before_normalize=before_normalize,
+    unfold_epochs=False,
 )

@@ -1,8 +1,7 @@
 """Holdfast's own run directory: metrics.jsonl, journal.jsonl, run.json.
 
-The curve is what the run kept: of all committed attempts at a step the last, so that what a rollback undid is not in it.
-Undone attempts and those that were never committed stay visible: as events, and as the series `undone_loss` and
-`undone_grad_norm`.
+The curve holds the steps that the run kept: of all committed attempts at a step the last. Attempts that a rollback undid
+or that were never committed are events, and the series `undone_loss` and `undone_grad_norm`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import msgspec
 import numpy as np
 
 from holdfast.core.base.errors import LogRefused
-from holdfast.diagnosis.importers.reading.json_lines import JsonLines
-from holdfast.diagnosis.importers.reading.normalize import finish, limit
-from holdfast.diagnosis.importers.reading.records import loads
-from holdfast.diagnosis.importers.reading.source import Source
+from holdfast.diagnosis.importers.reading.column_blocks import Bools, Floats
+from holdfast.diagnosis.importers.reading.json_lines import JsonLines, load_json
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.importers.reading.normalize import normalize
 from holdfast.diagnosis.model.table import MAX_EVENTS, Event, Series, Table
 
 NAME = "rundir"
@@ -28,20 +27,20 @@ DESCRIPTION = "a Holdfast run directory: journal.jsonl, metrics.jsonl, run.json"
 
 _NUMBERS = ("loss", "grad_norm", "lr", "loss_scale", "update_rms", "weight_norm", "seconds", "samples", "length")
 _COLUMNS = {"samples": "batch_size", "length": "sequence_length"}
-# What JSON cannot say is written as Python writes it; these stand for it while a strict and fast decoder is at work.
-# Of moderate size: a decoder may be slow with numbers at the end of the range.
+# Stand-ins for NaN and infinity, which the fast JSON decoder rejects. Numbers near the end of the float range would make
+# it slow.
 _NAN, _INF = -31415926535897.75, 27182818284590.25
-_STAND_IN = {b"NaN": b":%.2f" % _NAN, b"Infinity": b":%.2f" % _INF, b"-Infinity": b":%.2f" % -_INF}
-_WORD = re.compile(rb":\s*(NaN|-?Infinity)\b")
-_KINDS = {
+_STAND_INS = {b"NaN": b":%.2f" % _NAN, b"Infinity": b":%.2f" % _INF, b"-Infinity": b":%.2f" % -_INF}
+_NONFINITE = re.compile(rb":\s*(NaN|-?Infinity)\b")
+_EVENT_KINDS = {
     "run_begin": "begin", "restart": "restart", "resumed": "restart", "run_end": "end", "finding": "finding", "plan": "plan",
     "action": "action", "outcome": "outcome", "shift": "shift", "incident_opened": "incident", "incident_closed": "incident",
     "stop_requested": "stop", "snapshot_saved": "checkpoint", "note": "note", "quarantine": "quarantine",
 }  # fmt: skip
-_STATUS = {"overflowed": "overflow", "skipped": "skipped", "stopped": "stop"}
+_STATUS_KINDS = {"overflowed": "overflow", "skipped": "skipped", "stopped": "stop"}
 
 
-class Row(msgspec.Struct, gc=False):
+class MetricsRow(msgspec.Struct, gc=False):
     """One line of metrics.jsonl."""
 
     step: Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
@@ -57,11 +56,11 @@ class Row(msgspec.Struct, gc=False):
     length: float | None = None
 
 
-_DECODER = msgspec.json.Decoder(Row)
+_DECODER = msgspec.json.Decoder(MetricsRow)
 
 
-def is_run(path: Path) -> bool:
-    """Whether a folder is a run directory: its metrics or its journal say so."""
+def is_run_directory(path: Path) -> bool:
+    """Return whether the folder holds the metrics or the journal of a run."""
     for name, word in (("metrics.jsonl", b'"status"'), ("journal.jsonl", b'"event"')):
         file = path / name
         try:
@@ -75,157 +74,132 @@ def is_run(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Table]:
+    """Read a run directory into one table. Raises LogRefused if it holds neither a step nor an event."""
     table = Table(str(path), NAME, np.empty(0))
-    _journal(path, table)
-    _about(path, table)
-    metrics = path / "metrics.jsonl"
-    if metrics.is_file() and metrics.stat().st_size:
-        _metrics(Source(metrics), table)
-    if not len(table) and not table.events:
-        raise LogRefused(str(path), "a run directory whose metrics.jsonl and journal.jsonl hold no step and no event")
-    return [finish(table, unfold=False, repeats=False)]
-
-
-def _about(path: Path, table: Table) -> None:
+    _read_journal(path, table)
     try:
         with (path / "run.json").open("rb") as file:
-            facts = loads(file.read(4 << 20))
+            facts = load_json(file.read(4 << 20))
+        table.facts.update(facts if isinstance(facts, dict) else {})
     except (OSError, ValueError):
-        return
-    if isinstance(facts, dict):
-        table.facts.update(facts)
+        pass
+    metrics = path / "metrics.jsonl"
+    if metrics.is_file() and metrics.stat().st_size:
+        _read_metrics(LogSource(metrics), table)
+    if not len(table) and not table.events:
+        raise LogRefused(str(path), "a run directory whose metrics.jsonl and journal.jsonl hold no step and no event")
+    return [normalize(table, unfold_epochs=False, drop_repeats=False)]
 
 
-def _metrics(source: Source, table: Table) -> None:
-    steps: list[np.ndarray[Any, np.dtype[np.float64]]] = []
-    parts: dict[str, list[np.ndarray[Any, np.dtype[np.float64]]]] = {name: [] for name in _NUMBERS}
-    kept: list[np.ndarray[Any, np.dtype[np.bool_]]] = []
-    odd: list[Row] = []
-    count = bad = 0
+def _read_metrics(source: LogSource, table: Table) -> None:
+    step_parts: list[Floats] = []
+    committed_parts: list[Bools] = []
+    value_parts: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
+    rejected: list[MetricsRow] = []
+    unreadable = 0
     for chunk in source.chunks():
-        rows, broken = _rows(chunk)
-        bad += broken
+        rows, unreadable_in_chunk = _decode_rows(chunk)
+        unreadable += unreadable_in_chunk
         if not rows:
             continue
-        steps.append(np.array([row.step for row in rows], dtype=np.float64))
-        kept.append(np.array([row.status == "committed" for row in rows]))
+        step_parts.append(np.array([row.step for row in rows], dtype=np.float64))
+        committed_parts.append(np.array([row.status == "committed" for row in rows]))
         for name in _NUMBERS:
-            parts[name].append(_floats(list(map(attrgetter(name), rows))))
-        if not kept[-1].all():
-            odd += [row for row in rows if row.status != "committed"]
-        count += len(rows)
-    if not count:
+            # A value that was not measured is None and becomes NaN. A measured NaN is still its stand-in.
+            value_parts[name].append(np.array(list(map(attrgetter(name), rows)), dtype=np.float64))
+        if not committed_parts[-1].all():
+            rejected += [row for row in rows if row.status != "committed"]
+    if not step_parts:
         return
-    step, committed = np.concatenate(steps), np.concatenate(kept)
-    stays = _last_of_each(step, committed)
-    undone = committed & ~stays
-    table.step = step[stays]
+    step, committed = np.concatenate(step_parts), np.concatenate(committed_parts)
+    kept = committed & (step < _lowest_later_step(step, committed))
+    table.step = step[kept]
     for name in _NUMBERS:
-        values = np.concatenate(parts.pop(name))
-        there = ~np.isnan(values)
+        values = np.concatenate(value_parts.pop(name))
+        present = ~np.isnan(values)
         values[values == _NAN] = np.nan
         values[np.abs(values) == _INF] *= np.inf
-        if name in ("loss", "grad_norm") and ((undone | ~committed) & there).any():
-            at = (undone | ~committed) & there
-            table.evals[f"undone_{name}"] = Series(step[at], values[at])
-        if there[stays].any():
-            ours = _COLUMNS.get(name, name)
-            table.columns[ours], table.present[ours] = values[stays], there[stays]
-    _tell(table, odd, int(undone.sum()), bad)
+        undone = present & ~kept
+        if name in ("loss", "grad_norm") and undone.any():
+            table.evals[f"undone_{name}"] = Series(step[undone], values[undone])
+        if present[kept].any():
+            column = _COLUMNS.get(name, name)
+            table.columns[column], table.present[column] = values[kept], present[kept]
+    for row in rejected[:MAX_EVENTS]:
+        loss = "" if row.loss is None else f", loss {_format(row.loss)}"
+        norm = "" if row.grad_norm is None else f", grad norm {_format(row.grad_norm)}"
+        kind = _STATUS_KINDS.get(row.status, row.status)
+        table.events.append(Event(row.step, kind, f"attempt {row.status}{loss}{norm}"))
+    table.events.sort(key=lambda event: -1 if event.step is None else event.step)
+    rolled_back = int((committed & ~kept).sum())
+    if rolled_back:
+        table.add_limit(
+            "rolled_back", f"{rolled_back} committed steps were rolled back; only the last attempt is shown"
+        )
+    if rejected:
+        table.add_limit("not_committed", f"{len(rejected)} attempts were not committed; they are shown as events")
+    if unreadable:
+        table.dropped += unreadable
+        table.add_limit("lines_lost", f"{unreadable} lines of metrics.jsonl cannot be read")
 
 
-def _floats(values: list[float | None]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What was not measured becomes NaN; what was, and is NaN, has its stand-in."""
-    if values[0] is None and values.count(None) == len(values):
-        return np.full(len(values), np.nan)
-    return np.array(values, dtype=np.float64)
-
-
-def _rows(chunk: bytes) -> tuple[list[Row], int]:
+def _decode_rows(chunk: bytes) -> tuple[list[MetricsRow], int]:
+    """Return the rows of a chunk, and the number of unreadable lines."""
     if b"NaN" in chunk or b"Infinity" in chunk:
-        chunk = _WORD.sub(lambda word: _STAND_IN[word[1]], chunk)
+        chunk = _NONFINITE.sub(lambda match: _STAND_INS[match[1]], chunk)
     try:
         return _DECODER.decode_lines(chunk), 0
     except (msgspec.DecodeError, UnicodeDecodeError):
         pass
-    rows, broken = [], 0
-    for line in chunk.split(b"\n"):
-        if line.strip():
-            try:
-                rows.append(_DECODER.decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                broken += 1
-    return rows, broken
+    rows, unreadable = [], 0
+    for line in filter(bytes.strip, chunk.split(b"\n")):
+        try:
+            rows.append(_DECODER.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            unreadable += 1
+    return rows, unreadable
 
 
-def _last_of_each(
-    step: np.ndarray[Any, np.dtype[np.float64]], committed: np.ndarray[Any, np.dtype[np.bool_]]
-) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Committed rows that no later committed row of the same or an earlier step has undone."""
-    ahead = np.where(committed, step, np.inf)
-    later = np.minimum.accumulate(ahead[::-1])[::-1]
-    later = np.append(later[1:], np.inf)
-    result: np.ndarray[Any, np.dtype[np.bool_]] = committed & (step < later)
-    return result
+def _lowest_later_step(step: Floats, committed: Bools) -> Floats:
+    """Return for each row the lowest step that a later row commits; infinity after the last."""
+    lowest = np.minimum.accumulate(np.where(committed, step, np.inf)[::-1])[::-1]
+    return np.append(lowest[1:], np.inf)
 
 
-def _tell(table: Table, odd: list[Row], undone: int, bad: int) -> None:
-    for row in odd[:MAX_EVENTS]:
-        loss = "" if row.loss is None else f", loss {_shown(row.loss)}"
-        norm = "" if row.grad_norm is None else f", grad norm {_shown(row.grad_norm)}"
-        table.events.append(Event(row.step, _STATUS.get(row.status, row.status), f"attempt {row.status}{loss}{norm}"))
-    table.events.sort(key=lambda event: -1 if event.step is None else event.step)
-    if undone:
-        limit(
-            table,
-            "rolled_back",
-            f"{undone} committed steps were undone by rollbacks and run again; only the last run counts",
-        )
-    if odd:
-        limit(table, "not_committed", f"{len(odd)} attempts were not committed; they are events, not records")
-    if bad:
-        table.dropped += bad
-        limit(table, "lines_lost", f"{bad} lines of metrics.jsonl cannot be read")
-
-
-def _shown(value: float) -> str:
+def _format(value: float) -> str:
     return "NaN" if value == _NAN else "Inf" if abs(value) == _INF else f"{value:.6g}"
 
 
-def _journal(path: Path, table: Table) -> None:
-    file = path / "journal.jsonl"
+def _read_journal(path: Path, table: Table) -> None:
     try:
-        source = Source(file)
+        source = LogSource(path / "journal.jsonl")
     except LogRefused:
-        table.add_limit(
-            "no_journal", "the directory has no journal that can be read: findings and actions are not known"
-        )
+        table.add_limit("no_journal", "journal.jsonl is missing or unreadable, so findings and actions are not known")
         return
-    lines, lost = JsonLines(source), 0
+    lines, dropped = JsonLines(source), 0
     for event in lines:
-        kind = _KINDS.get(str(event.get("event")))
+        kind = _EVENT_KINDS.get(str(event.get("event")))
         if event.get("event") == "facts" and isinstance(event.get("facts"), dict):
             table.facts.update(event["facts"])
-        if kind is None:
-            continue
-        step = event.get("step", event.get("from_step"))
-        at = float(step) if isinstance(step, int) and abs(step) < 2**53 else None
-        lost += not table.add_event(at, kind, _said(event))
-    if lost:
-        table.add_limit("events_lost", f"{lost} further events of the journal are not kept")
-    if lines.broken or lines.torn:
+        if kind is not None:
+            step = event.get("step", event.get("from_step"))
+            step = float(step) if isinstance(step, int) and abs(step) < 2**53 else None
+            dropped += not table.add_event(step, kind, _describe(event))
+    if dropped:
+        table.add_limit("events_lost", f"{dropped} more events of the journal are not kept")
+    torn = lines.unreadable_lines + lines.last_line_is_cut
+    if torn:
         table.add_limit(
-            "torn", f"{lines.broken + lines.torn} lines of the journal were torn by a kill and cannot be read"
+            "torn", f"{torn} lines of the journal cannot be read: the process was killed while it wrote them"
         )
 
 
-def _said(event: dict[str, Any]) -> str:
-    """An event in a line: its name, and its message or the rest of it."""
-    rest = {
-        key: value for key, value in event.items() if key not in ("event", "time", "n", "step", "policy", "environment")
-    }
-    message = rest.get("message") or rest.get("reason")
+def _describe(event: dict[str, Any]) -> str:
+    """Return an event as one line: its name, and its message or its other fields."""
+    hidden = ("event", "time", "n", "step", "policy", "environment")
+    details = {key: value for key, value in event.items() if key not in hidden}
+    message = details.get("message") or details.get("reason")
     if isinstance(message, str):
-        kind = rest.get("kind") or rest.get("action") or ""
+        kind = details.get("kind") or details.get("action") or ""
         return f"{event['event']}: {kind + ': ' if isinstance(kind, str) and kind else ''}{message}"
-    return f"{event['event']}: {json.dumps(rest, default=str)}"[:300] if rest else str(event["event"])
+    return f"{event['event']}: {json.dumps(details, default=str)}"[:300] if details else str(event["event"])

@@ -4,42 +4,39 @@ from __future__ import annotations
 
 import re
 
-from holdfast.diagnosis.importers.reading.line import EVAL, TRAIN, Field, Reading, pairs
-from holdfast.diagnosis.importers.reading.normalize import limit
+from holdfast.diagnosis.importers.reading.parsed_line import EVAL, TRAIN, Field, ParsedLine, find_pairs
 from holdfast.diagnosis.importers.reading.text_format import TextFormat
 from holdfast.diagnosis.model.table import Table
 
 _HEAD = re.compile(rb"\b(validate )?step:\s*(\d+)\s+(?=(?:\w+ )?loss:)")
-_REST = re.compile(rb"\b([a-z_]+):\s*([-+]?(?:\d[\d.,]*(?:[eE][-+]\d+)?|nan|inf))")
-_NAMES = {
-    b"loss": ("loss", 1.0), b"grad_norm": ("grad_norm", 1.0), b"gnorm": ("grad_norm", 1.0), b"lr": ("lr", 1.0),
-    b"memory": ("memory_reserved", 1.0), b"tps": ("tokens_per_second", 1.0), b"wps": ("tokens_per_second", 1.0),
+_METRIC = re.compile(rb"\b([a-z_]+):\s*([-+]?(?:\d[\d.,]*(?:[eE][-+]\d+)?|nan|inf))")
+_COLUMNS = {
+    b"gnorm": ("grad_norm", 1.0), b"memory": ("memory_reserved", 1.0), b"tps": ("tokens_per_second", 1.0),
+    b"wps": ("tokens_per_second", 1.0),
 }  # fmt: skip
+_CONFIG = re.compile(
+    rb"global batch size (\d+)(?:, gradient accumulation steps \d+)?, sequence length (\d+), total steps (\d+)"
+)
 
 
-def parse(line: bytes) -> Reading | None:
+def parse(line: bytes) -> ParsedLine | None:
     head = _HEAD.search(line)
     if head is None:
         return None
-    fields = pairs(line, _REST, _NAMES, head.end())
+    fields = find_pairs(line, _METRIC, _COLUMNS, head.end())
     step = Field("step", *head.span(2))
     if head[1]:
-        return Reading(EVAL, (step, *[f._replace(name=f"validation_{f.name}") for f in fields]))
-    return Reading(TRAIN, (step, *fields)) if fields else None
+        return ParsedLine(EVAL, (step, *[field._replace(name=f"validation_{field.name}") for field in fields]))
+    return ParsedLine(TRAIN, (step, *fields)) if fields else None
 
 
-def polish(table: Table, sample: bytes) -> None:
-    about = re.search(
-        rb"global batch size (\d+)(?:, gradient accumulation steps \d+)?, sequence length (\d+), total steps (\d+)",
-        sample,
-    )
-    if about is not None:
-        table.facts.update(
-            global_batch_size=int(about[1][:18]), sequence_length=int(about[2][:18]), planned_steps=int(about[3][:18])
-        )
-    usual = table.step_interval()
-    if usual > 1:
-        limit(table, "downsampled", f"one record every {usual:g} steps, with the values of that step alone")
+def before_normalize(table: Table, sample: bytes) -> None:
+    if (match := _CONFIG.search(sample)) is not None:
+        names = ("global_batch_size", "sequence_length", "planned_steps")
+        table.facts.update({name: int(match[i][:18]) for i, name in enumerate(names, 1)})
+    interval = table.step_interval()
+    if interval > 1:
+        table.add_limit("downsampled", f"one record every {interval:g} steps, with the values of that step only")
 
 
 FORMAT = TextFormat(
@@ -47,6 +44,6 @@ FORMAT = TextFormat(
     description="torchtitan's console: `step: N  loss: ...  grad_norm: ...  memory: ...  tps: ...`",
     markers=(b"step:",),
     parse=parse,
-    polish=polish,
-    unfold=False,
+    before_normalize=before_normalize,
+    unfold_epochs=False,
 )

@@ -1,4 +1,4 @@
-"""What a log calls a thing, and what it is called here."""
+"""Maps the column names of a log to Holdfast's names."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
 
-STEP = (
+STEP_NAMES = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
     "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "batch", "index",
 )  # fmt: skip
-"""names of the step, the likelier first"""
+"""Names of the step column, most likely first."""
 
-_LOSS = (
+_LOSS_NAMES = (
     "loss", "lm_loss", "loss_train_total", "total_loss", "loss_step", "train_loss", "loss_total", "mean_loss", "avg_loss",
     "loss_mean", "lm_loss_value", "ce_loss", "cross_entropy", "cross_entropy_loss", "nll", "nll_loss", "objective",
     "loss_avg", "batch_loss", "step_loss", "loss_tok", "actor_loss", "act_loss", "policy_loss", "loss_epoch",
 )  # fmt: skip
-_OTHERS: dict[str, tuple[str, ...]] = {
+_COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gnorm", "gradient_norm", "global_grad_norm", "gradnorm", "total_grad_norm", "grad_norm_step",
                   "grads_norm", "l2_norm_grad_global", "optim_total_grad_norm", "loss_metrics_grad_norm", "norm_grad"),
     "lr": ("lr", "learning_rate", "lrate", "current_lr", "lr_0", "optim_learning_rate_group0", "learningrate"),
@@ -41,116 +41,120 @@ _OTHERS: dict[str, tuple[str, ...]] = {
     "epoch": ("epoch", "epochs"),
     "skipped": ("skipped", "skipped_steps", "number_of_skipped_iterations", "skipped_iterations", "skipped_step"),
 }  # fmt: skip
-_MILLISECONDS = {"step_time_ms", "dt", "dt_ms", "iter_time_ms", "ms_per_step", "time_ms"}
-_EVAL = re.compile(
+_MILLISECOND_NAMES = {"step_time_ms", "dt", "dt_ms", "iter_time_ms", "ms_per_step", "time_ms"}
+_EVAL_NAME = re.compile(
     r"(^|[/_\-. ])(val|valid|validation|eval|evaluation|test|dev|predict|prediction|heldout|ppl_eval)([/_\-. ]|\d|$)"
     r"|^(val|eval|test|valid)(loss|acc)|^va_|^te_",
     re.IGNORECASE,
 )
-_TRAIN = re.compile(r"^(train|training|trainer|trn|tr)_(?=.)|^metrics_train_|_(train|training)$")
-_OTHER = re.compile(r"[^a-z0-9]+")
+_TRAIN_AFFIX = re.compile(r"^(train|training|trainer|trn|tr)_(?=.)|^metrics_train_|_(train|training)$")
+_SEPARATORS = re.compile(r"[^a-z0-9]+")
 
 
 @lru_cache(maxsize=4096)
-def plain(name: str) -> str:
-    """Lower case, words joined by `_`."""
-    return _OTHER.sub("_", name[:200].lower()).strip("_")
+def snake_case(name: str) -> str:
+    return _SEPARATORS.sub("_", name[:200].lower()).strip("_")
 
 
 @lru_cache(maxsize=4096)
 def is_eval(name: str) -> bool:
-    """Whether a column is measured on data that is not trained on, as far as its name tells."""
-    return _EVAL.search(name[:200]) is not None
+    """Return whether the name says that the column is measured on held-out data."""
+    return _EVAL_NAME.search(name[:200]) is not None
 
 
 def is_step(name: str) -> bool:
-    return plain(name) in STEP or plain(name).removeprefix("train_") in STEP or name == "_step"
+    key = snake_case(name)
+    return key in STEP_NAMES or key.removeprefix("train_") in STEP_NAMES or name == "_step"
 
 
 @lru_cache(maxsize=4096)
-def column(name: str) -> tuple[str, float]:
-    """The column a training metric belongs to, and the factor to its unit. Its own name where it is none of ours."""
-    short = _TRAIN.sub("", plain(name))
-    for canonical, known in _OTHERS.items():
-        if short in known:
-            return canonical, 1.0
-    if short in _MILLISECONDS:
+def canonical_column(name: str) -> tuple[str, float]:
+    """Return Holdfast's name for a training metric, and the factor to its unit. Unknown metrics keep their name."""
+    key = _TRAIN_AFFIX.sub("", snake_case(name))
+    for column, known_names in _COLUMN_NAMES.items():
+        if key in known_names:
+            return column, 1.0
+    if key in _MILLISECOND_NAMES:
         return "seconds", 1e-3
-    if re.match(r"^(lr|learning_rate)_", short):
+    if re.match(r"^(lr|learning_rate)_", key):
         return "lr", 1.0
-    if loss_rank(name) is not None:
-        return "loss", 1.0
-    return name, 1.0
+    return ("loss" if loss_rank(name) is not None else name), 1.0
 
 
 @lru_cache(maxsize=4096)
 def loss_rank(name: str) -> int | None:
-    """How likely a name is that of the training loss; 0 is likeliest, None is not at all."""
+    """Return how likely a column is the training loss: 0 is most likely. None if it is not a loss."""
     if is_eval(name):
         return None
-    full = plain(name)
-    short = _TRAIN.sub("", full)
-    if full in _LOSS:
-        return _LOSS.index(full)
-    if short in _LOSS:
-        return _LOSS.index(short) + 1
-    return None
+    key = snake_case(name)
+    if key in _LOSS_NAMES:
+        return _LOSS_NAMES.index(key)
+    key = _TRAIN_AFFIX.sub("", key)
+    return _LOSS_NAMES.index(key) + 1 if key in _LOSS_NAMES else None
 
 
 def pick_loss(names: Iterable[str]) -> str | None:
-    """The training loss among these columns. Failing a known name, the only one that ends in `loss`."""
+    """Return the training loss among these columns. Without a known name, the only name that ends in `loss`."""
     names = list(names)
     ranked = sorted((rank, i, name) for i, name in enumerate(names) if (rank := loss_rank(name)) is not None)
     if ranked:
         return ranked[0][2]
-    others = [name for name in names if plain(name).endswith("loss") and not is_eval(name)]
-    return others[0] if len(others) == 1 else None
+    candidates = [name for name in names if snake_case(name).endswith("loss") and not is_eval(name)]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def pick_step(names: Iterable[str]) -> str | None:
-    """The step among these columns."""
-    by_name: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     for name in names:
-        key = "step" if name == "_step" else plain(name)
-        by_name.setdefault(key, name)
-        by_name.setdefault(key.removeprefix("train_"), name)
-    for key in STEP:
-        if key in by_name:
-            return by_name[key]
-    return None
+        key = "step" if name == "_step" else snake_case(name)
+        by_key.setdefault(key, name)
+        by_key.setdefault(key.removeprefix("train_"), name)
+    return next((by_key[key] for key in STEP_NAMES if key in by_key), None)
+
+
+def columns_and_hint(names: Iterable[str]) -> str:
+    """Return, for a log without a known training loss, its columns and a --map option to try."""
+    names = list(names)
+    if not names:
+        return "No column holds numbers"
+    candidate = next((name for name in names if "loss" in name.lower() and not is_eval(name)), "COLUMN")
+    return f"Columns: {_listed(names)}. Try --map loss={candidate[:80]}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(name[:80] for name in islice(names, 20)) or "none"
 
 
 class NoSuchColumn(ValueError):
     """The user maps a signal to a column that the log does not have."""
 
-    def __init__(self, ours: str, theirs: str, names: Iterable[str]) -> None:
-        some = ", ".join(name[:80] for name in islice(names, 20)) or "none"
-        super().__init__(f"--map {ours}={theirs}: the log has no column {theirs!r}; its columns: {some}")
+    def __init__(self, signal: str, column: str, names: Iterable[str]) -> None:
+        super().__init__(f"--map {signal}={column}: the log has no column {column!r}. Columns: {_listed(names)}")
 
 
-class Columns:
-    """Where each column of a log goes: the step, a training column, or an evaluation. `mapping` has the last word.
+class ColumnRoles:
+    """Holds the role of each column of a log: the step, a training column, or an evaluation.
 
-    `strict`: a mapping to a column that is not there raises NoSuchColumn.
+    `mapping` (signal to column) overrides the names. If `strict`, a mapped column that does not exist raises NoSuchColumn.
     """
 
     def __init__(self, names: Iterable[str], mapping: Mapping[str, str] | None = None, *, strict: bool = True) -> None:
         names = list(names)
         mapping = dict(mapping or {})
         if strict and names:
-            for ours, theirs in mapping.items():
-                if theirs not in names:
-                    raise NoSuchColumn(ours, theirs, names)
-        wanted = {theirs: ours for ours, theirs in mapping.items()}
-        self.step = mapping.get("step") or pick_step(name for name in names if name not in wanted)
-        self.loss = mapping.get("loss") or pick_loss(name for name in names if name not in wanted)
-        self.train: dict[str, tuple[str, float]] = {}
+            for signal, column in mapping.items():
+                if column not in names:
+                    raise NoSuchColumn(signal, column, names)
+        mapped = {column: signal for signal, column in mapping.items()}
+        unmapped = [name for name in names if name not in mapped]
+        self.step = mapping.get("step") or pick_step(unmapped)
+        self.loss = mapping.get("loss") or pick_loss(unmapped)
+        self.train: dict[str, tuple[str, float]] = {
+            name: (mapped[name], 1.0) for name in names if name in mapped and mapped[name] != "step"
+        }
+        """column of the log -> (Holdfast's column, factor to its unit)"""
         self.evals: list[str] = []
-        taken = {"loss"}
-        for name in names:
-            if name in wanted and wanted[name] != "step":
-                self.train[name] = (wanted[name], 1.0)
-                taken.add(wanted[name])
+        used = {"loss", *(signal for signal, _ in self.train.values())}
         for name in names:
             if name in self.train or name == self.step:
                 continue
@@ -159,8 +163,8 @@ class Columns:
             elif is_eval(name):
                 self.evals.append(name)
             else:
-                ours, factor = column(name)
-                if ours in taken:
-                    ours, factor = name, 1.0
-                taken.add(ours)
-                self.train[name] = (ours, factor)
+                column, factor = canonical_column(name)
+                if column in used:
+                    column, factor = name, 1.0
+                used.add(column)
+                self.train[name] = (column, factor)

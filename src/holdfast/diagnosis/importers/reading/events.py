@@ -1,6 +1,6 @@
-"""What any log says in words: overflows, skipped steps, memory, hangs, kills, errors, restarts, checkpoints.
+"""Finds events in the text of any log: overflows, skipped steps, out of memory, hangs, kills, errors, restarts, checkpoints.
 
-A few words are looked for first, at the speed of `bytes.find`; only lines that hold one are looked at further.
+A fast search for keywords selects the lines; only those are matched against the patterns.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from holdfast.diagnosis.importers.reading.source import decode
+from holdfast.diagnosis.importers.reading.log_source import decode
 
-# A word in lower case, and what the line must look like to count. The first kind that fits a line is the line's.
-WORDS: dict[bytes, tuple[str, str]] = {
+# Keyword in lower case -> (kind, pattern that the line must match). The first match decides.
+EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     b"overflow": (
         "overflow",
         r"overflow!|overflow detected|gradient overflow|grad overflow|loss scale overflow|overflow.*(skip|reduc)",
@@ -54,97 +54,87 @@ WORDS: dict[bytes, tuple[str, str]] = {
     ),
     b"saving model": ("checkpoint", r"saving model (checkpoint )?(to|at|\.\.\.)"),
 }
-# A timeout that is set, or that is only information, is not one that passed.
-_SETTING = re.compile(
+# Lines that configure or print a timeout, as opposed to a timeout that expired.
+_TIMEOUT_SETTING = re.compile(
     r"nccl info|^(?!.*(timed out|timing out|exceeded|expired|watchdog caught|collective operation timeout))"
     r".*(set by environment|timeout (is |was )?set to|initiali[sz](ed|ation) (with )?options|\b\w+_timeout)",
     re.IGNORECASE,
 )
-_TESTS = [(word, kind, re.compile(pattern, re.IGNORECASE)) for word, (kind, pattern) in WORDS.items()]
-_LAST = re.compile(
+_TESTS = [(keyword, kind, re.compile(pattern, re.IGNORECASE)) for keyword, (kind, pattern) in EVENT_PATTERNS.items()]
+_EXCEPTION = re.compile(
     r"^(?:\[?\w*rank ?\d+\]?:?|\[?default\d+\]?:|\d+:)?\s?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout))\b"
 )
 _CODE = re.compile(
     r"^\s*(#|def |class |if |elif |return |raise |print|parser\.|assert |\w+ = |\"|')|\bself\.|\{\w|\.{5,}"
 )
-MOST_FOR_A_CHUNK = 2000
+_PER_RANK_TEXT = re.compile(
+    r"^\[?\d{4}-\d\d-\d\d[T ][\d:,.]+\]?\s*|^\d+: |\[?\(?(?:rank|default|pid|process)\W?\d+\]?\)?:?", re.IGNORECASE
+)
+MAX_EVENTS_PER_CHUNK = 2000
+REPEAT_DISTANCE = 64
+"""The same text within this many lines comes from another rank and is dropped."""
 
 
-class Found(NamedTuple):
-    """One event, and which of the lines looked at it stands in."""
+class LineEvent(NamedTuple):
+    """One event, and the index of its line among the scanned lines."""
 
     line: int
     kind: str
     text: str
 
 
-def scan(lines: Sequence[bytes]) -> tuple[list[Found], int]:
-    """The events in these lines, in order, and how many more there were than are kept. One line is one event at most."""
+def find_events(lines: Sequence[bytes]) -> tuple[list[LineEvent], int]:
+    """Return the events of these lines in order, and the number of events above the limit. A line holds one at most."""
     if not lines:
         return [], 0
-    low = b"\n".join(lines).lower()
-    hits: set[int] = set()
-    starts: list[int] | None = None
-    for word, _, _ in _TESTS:
-        at = low.find(word)
+    lower = b"\n".join(lines).lower()
+    candidates: set[int] = set()
+    line_starts: list[int] | None = None
+    for keyword, _, _ in _TESTS:
+        at = lower.find(keyword)
         while at >= 0:
-            if starts is None:
-                starts = [0, *accumulate(len(line) + 1 for line in lines)]
-            line = bisect_right(starts, at) - 1
-            hits.add(line)
-            at = low.find(word, starts[line + 1])
-    found: list[Found] = []
-    over = 0
-    for line in sorted(hits):
-        event = judge(lines, line)
-        if event is None:
-            continue
-        if len(found) < MOST_FOR_A_CHUNK:
-            found.append(event)
-        else:
-            over += 1
-    return _once(found), over
+            if line_starts is None:
+                line_starts = [0, *accumulate(len(line) + 1 for line in lines)]
+            line = bisect_right(line_starts, at) - 1
+            candidates.add(line)
+            at = lower.find(keyword, line_starts[line + 1])
+    events = [event for line in sorted(candidates) if (event := _classify(lines, line)) is not None]
+    dropped = max(0, len(events) - MAX_EVENTS_PER_CHUNK)
+    return _drop_repeats(events[:MAX_EVENTS_PER_CHUNK]), dropped
 
 
-def judge(lines: Sequence[bytes], at: int) -> Found | None:
+def _classify(lines: Sequence[bytes], at: int) -> LineEvent | None:
     raw = lines[at][:2000]
-    low = raw.lower()
+    lower = raw.lower()
     text = decode(raw).strip()
-    for word, kind, test in _TESTS:
-        if word in low and test.search(text):
+    for keyword, kind, pattern in _TESTS:
+        if keyword in lower and pattern.search(text):
             if _CODE.search(text):
                 return None
-            if kind == "hang" and _SETTING.search(text):
+            if kind == "hang" and _TIMEOUT_SETTING.search(text):
                 continue
-            if word == b"traceback (":
-                return _traceback(lines, at)
-            return Found(at, kind, text)
+            return _classify_traceback(lines, at) if keyword == b"traceback (" else LineEvent(at, kind, text)
     return None
 
 
-def _traceback(lines: Sequence[bytes], at: int) -> Found:
-    """The last line of a traceback says what happened."""
+def _classify_traceback(lines: Sequence[bytes], at: int) -> LineEvent:
+    """Return the event that the last line of a traceback names."""
     for line in lines[at + 1 : at + 200]:
         text = decode(line[:2000]).rstrip()
-        if match := _LAST.match(text):
+        if match := _EXCEPTION.match(text):
             name = match[1]
             kind = "oom" if "out of memory" in text.lower() else "killed" if "Interrupt" in name else "error"
-            return Found(at, kind, text.strip())
-    return Found(at, "error", "a traceback whose last line is not in the log")
+            return LineEvent(at, kind, text.strip())
+    return LineEvent(at, "error", "a traceback whose last line is not in the log")
 
 
-def _once(found: list[Found]) -> list[Found]:
-    """Ranks repeat each other: the same words within a few lines count once. Numbers in brackets and dates may differ."""
-    kept: list[Found] = []
-    seen: dict[tuple[str, str], int] = {}
-    for event in found:
-        key = (event.kind, _VARYING.sub("", event.text).strip())
-        if event.line - seen.get(key, -1000) > 64:
+def _drop_repeats(events: list[LineEvent]) -> list[LineEvent]:
+    """Drop events that other ranks repeat within a few lines, with other dates or rank numbers."""
+    kept: list[LineEvent] = []
+    last_lines: dict[tuple[str, str], int] = {}
+    for event in events:
+        key = (event.kind, _PER_RANK_TEXT.sub("", event.text).strip())
+        if event.line - last_lines.get(key, -1000) > REPEAT_DISTANCE:
             kept.append(event)
-        seen[key] = event.line
+        last_lines[key] = event.line
     return kept
-
-
-_VARYING = re.compile(
-    r"^\[?\d{4}-\d\d-\d\d[T ][\d:,.]+\]?\s*|^\d+: |\[?\(?(?:rank|default|pid|process)\W?\d+\]?\)?:?", re.IGNORECASE
-)

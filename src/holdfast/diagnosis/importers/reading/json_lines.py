@@ -1,59 +1,71 @@
-"""One JSON object a line, read line by line."""
+"""Reads files with one JSON object on each line."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.diagnosis.importers.reading.records import loads
-from holdfast.diagnosis.importers.reading.source import Source
+import msgspec
+
+from holdfast.diagnosis.importers.reading.log_source import LogSource
 
 
 class JsonLines:
-    """The objects of a file; lines that are none are counted. A last line that stops in the middle was being written."""
+    """Yields the objects of a file, and counts the lines that hold none."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: LogSource) -> None:
         self.source = source
-        self.broken = 0
-        self.torn = False
+        self.unreadable_lines = 0
+        self.last_line_is_cut = False
+        """the last line stops in the middle of an object: it was still being written"""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        last_bad = False
+        last_line_is_cut = False
         for chunk in self.source.chunks():
             for line in chunk.split(b"\n"):
                 if not line.strip():
                     continue
                 try:
-                    value = loads(line)
+                    value = load_json(line)
                 except ValueError:
-                    self.broken += 1
-                    last_bad = line.lstrip()[:1] == b"{"
+                    self.unreadable_lines += 1
+                    last_line_is_cut = line.lstrip()[:1] == b"{"
                     continue
-                last_bad = False
+                last_line_is_cut = False
                 if isinstance(value, dict):
                     yield value
                 else:
-                    self.broken += 1
-        if last_bad:
-            self.torn = True
-            self.broken -= 1
+                    self.unreadable_lines += 1
+        self.last_line_is_cut = last_line_is_cut
+        self.unreadable_lines -= last_line_is_cut
 
 
-def looks_like(sample: bytes) -> list[dict[str, Any]]:
-    """The first objects of a sample, if nearly all of its lines are objects."""
-    found: list[dict[str, Any]] = []
-    bad = 0
+def sample_objects(sample: bytes) -> list[dict[str, Any]]:
+    """Return the first objects of a sample if at least four of five lines are objects, else an empty list."""
+    objects: list[dict[str, Any]] = []
+    other_lines = 0
     for line in sample[: 256 << 10].split(b"\n")[:200]:
         if not line.strip():
             continue
-        if line.lstrip()[:1] != b"{":
-            bad += 1
-            continue
         try:
-            value = loads(line)
+            value = load_json(line) if line.lstrip()[:1] == b"{" else None
         except ValueError:
-            bad += 1
-            continue
+            value = None
         if isinstance(value, dict):
-            found.append(value)
-    return found if len(found) >= 4 * bad and found else []
+            objects.append(value)
+        else:
+            other_lines += 1
+    return objects if len(objects) >= 4 * other_lines else []
+
+
+def load_json(data: bytes | str) -> Any:
+    """Parse JSON, including Python's NaN and Infinity. Raises ValueError for invalid or too deeply nested JSON."""
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        pass
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deep") from None

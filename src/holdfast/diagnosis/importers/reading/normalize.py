@@ -1,100 +1,104 @@
-"""The last touch to every table: repeated records, steps that go backwards, and what the log cannot show."""
+"""Normalizes every imported table: repeated records, steps that go backwards, and the limits of the log."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.diagnosis.model.table import Limit, Table
+from holdfast.diagnosis.importers.reading.column_names import columns_and_hint
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.model.table import Table
 
-FEW = 20
-
-
-def limit(table: Table, code: str, text: str) -> None:
-    if not table.has_limit(code):
-        table.limits.append(Limit(code, text))
+FEW_RECORDS = 20
 
 
-def finish(table: Table, *, unfold: bool = True, repeats: bool = True) -> Table:
-    """Clean up and say what is missing. `unfold`: steps may restart with every epoch. `repeats`: ranks may repeat lines."""
-    if repeats:
+def add_source_limits(table: Table, source: LogSource) -> None:
+    if source.truncated_lines:
+        table.add_limit("lines_cut", f"{source.truncated_lines} lines are longer than 1 MB; only the first MB is read")
+    if source.read_error:
+        table.add_limit("truncated", source.read_error)
+
+
+def add_averaged_limit(table: Table) -> None:
+    """Record that the logged loss is a mean, if the log does not hold every step."""
+    interval = table.step_interval()
+    if interval > 1:
+        text = f"the loss is the mean over {interval:g} steps: a spike of one step appears {interval:g} times smaller"
+        table.add_limit("averaged", text)
+
+
+def keep_rows(table: Table, keep: NDArray[np.bool_]) -> None:
+    table.step = table.step[keep]
+    for name in table.columns:
+        table.columns[name], table.present[name] = table.columns[name][keep], table.present[name][keep]
+
+
+def rename_column(table: Table, old: str, new: str) -> None:
+    table.columns[new], table.present[new] = table.columns.pop(old), table.present.pop(old)
+
+
+def normalize(table: Table, *, unfold_epochs: bool = True, drop_repeats: bool = True) -> Table:
+    """Clean up a table in place, record its limits, and return it.
+
+    `unfold_epochs`: the log may count steps from the start of each epoch. `drop_repeats`: several ranks may print the
+    same record.
+    """
+    if drop_repeats:
         _drop_repeats(table)
-    if len(table.step) and not np.isfinite(table.step).all():
-        bad = ~np.isfinite(table.step)
-        _keep(table, ~bad)
-        table.dropped += int(bad.sum())
-        limit(table, "lines_lost", f"{int(bad.sum())} records have a step that is no number; left out")
-    _backwards(table, unfold)
-    _absent(table)
-    _spacing(table)
+    bad_steps = ~np.isfinite(table.step)
+    if bad_steps.any():
+        keep_rows(table, ~bad_steps)
+        table.dropped += int(bad_steps.sum())
+        table.add_limit("lines_lost", f"{int(bad_steps.sum())} records without a valid step are left out")
+    _check_step_order(table, unfold_epochs)
+    _check_signals(table)
+    _check_intervals(table)
     return table
 
 
-def _keep(table: Table, keep: NDArray[np.bool_]) -> None:
-    table.step = table.step[keep]
-    for name in table.columns:
-        table.columns[name] = table.columns[name][keep]
-        table.present[name] = table.present[name][keep]
-
-
 def _drop_repeats(table: Table) -> None:
-    """A record that repeats the step and every value of the one before it was printed twice."""
-    if len(table) < 2 or table.has_limit("no_step") or not table.columns:
+    """Drop records with the same step and the same values as the record before."""
+    if len(table) < 2 or table.has_limit("no_step") or not {"loss", "grad_norm", "lr"} & set(table.columns):
         return
-    same = table.step[1:] == table.step[:-1]
-    if not same.any():
-        return
-    at = np.flatnonzero(same)
+    at = np.flatnonzero(table.step[1:] == table.step[:-1])
     for name in ("loss", "grad_norm", "lr", "loss_scale"):
         if name in table.columns:
-            values, there = table.columns[name], table.present[name]
-            equal = (values[at] == values[at + 1]) | (np.isnan(values[at]) & np.isnan(values[at + 1]))
-            at = at[equal & (there[at] == there[at + 1])]
-    if not {"loss", "grad_norm", "lr"} & set(table.columns):
-        return
+            values, present = table.columns[name], table.present[name]
+            is_equal = (values[at] == values[at + 1]) | (np.isnan(values[at]) & np.isnan(values[at + 1]))
+            at = at[is_equal & (present[at] == present[at + 1])]
     if len(at):
         keep = np.ones(len(table), dtype=bool)
         keep[at + 1] = False
-        _keep(table, keep)
-        limit(table, "duplicates_removed", f"{len(at)} records repeat the one before them; counted once")
+        keep_rows(table, keep)
+        table.add_limit("duplicates_removed", f"{len(at)} records repeat the one before and are dropped")
 
 
-def _backwards(table: Table, unfold: bool) -> None:
-    if len(table) < 2:
-        return
+def _check_step_order(table: Table, unfold_epochs: bool) -> None:
     drops = np.flatnonzero(np.diff(table.step) < 0) + 1
     if not len(drops):
         return
-    if unfold and _by_epoch(table, drops):
-        usual = table.step_interval()
+    if unfold_epochs and _restarts_every_epoch(table, drops):
+        interval = table.step_interval()
         offset = np.zeros(len(table))
         for at in drops:
-            offset[at:] += table.step[at - 1] + usual - table.step[0] * (table.step[at] == table.step[0])
+            offset[at:] += table.step[at - 1] + interval - table.step[0] * (table.step[at] == table.step[0])
         table.step = table.step + offset
-        where = [(int(at), float(offset[at])) for at in drops]
-        limit(
-            table,
-            "steps_unfolded",
-            f"the log counts steps from the start of every epoch, {len(drops) + 1} times over; each epoch's steps follow "
-            f"those of the one before it here (the second epoch begins at {where[0][1] + table.step[0]:g})",
-        )
+        text = f"the log restarts its step count in each of {len(drops) + 1} epochs; here the steps of an epoch follow "
+        text += f"those of the epoch before it (the second epoch begins at {offset[drops[0]] + table.step[0]:g})"
+        table.add_limit("steps_unfolded", text)
         return
-    back = table.step[drops - 1] - table.step[drops]
-    limit(
-        table,
-        "steps_backwards",
-        f"the step goes back {len(drops)} times, by up to {np.max(back):g}: the run was resumed, or several runs share this "
-        "log; records are in the order of the file",
+    largest = np.max(table.step[drops - 1] - table.step[drops])
+    text = (
+        f"the step goes back {len(drops)} times, by up to {largest:g}: the run was resumed, or several runs share this "
     )
+    table.add_limit("steps_backwards", text + "log; records stay in the order of the file")
 
 
-def _by_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
-    """Whether the step starts again with every epoch, as opposed to a run resumed from a checkpoint."""
+def _restarts_every_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
+    """Return whether the step restarts with every epoch. A run resumed from a checkpoint does not."""
     if any(event.kind == "restart" for event in table.events):
         return False
-    usual = table.step_interval()
-    low = table.step[drops] <= table.step[0] + usual
-    if not low.all():
+    if not (table.step[drops] <= table.step[0] + table.step_interval()).all():
         return False
     epoch = table.columns.get("epoch")
     if epoch is not None and table.present["epoch"].all():
@@ -103,32 +107,29 @@ def _by_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
     return len(drops) >= 2 and bool(np.abs(lengths[:-1] - lengths[0]).max() <= max(2, 0.05 * lengths[0]))
 
 
-def _absent(table: Table) -> None:
+def _check_signals(table: Table) -> None:
     if not table.has("loss"):
-        others = ", ".join(sorted(name for name in table.columns if not name.startswith("_"))[:8]) or "nothing else"
-        limit(table, "no_loss", f"the log holds no training loss, only {others}")
+        names = [name for name in [*sorted(table.columns), *table.evals] if not name.startswith("_")]
+        table.add_limit("no_loss", f"no training loss found, so the loss is not judged. {columns_and_hint(names)}")
     if not table.has("grad_norm"):
-        limit(table, "no_grad_norm", "the gradient norm is not logged: what leads a spike cannot be seen")
+        table.add_limit("no_grad_norm", "the gradient norm is not logged, so the causes of a spike are harder to tell")
     if not table.has("lr"):
-        limit(table, "no_lr", "the learning rate is not logged: a change of schedule cannot be seen")
+        table.add_limit("no_lr", "the learning rate is not logged, so schedule changes are not visible")
     count = int(table.present["loss"].sum()) if "loss" in table.present else len(table)
-    if count < FEW:
-        limit(table, "few_points", f"{count} records: too few to tell a spike from noise")
+    if count < FEW_RECORDS:
+        table.add_limit("few_points", f"only {count} records: too few to tell a spike from noise")
 
 
-def _spacing(table: Table) -> None:
-    if len(table) < 3 or table.has_limit("no_step"):
-        return
+def _check_intervals(table: Table) -> None:
     gaps = np.diff(table.step)
     gaps = gaps[gaps > 0]
-    if not len(gaps):
+    if len(table) < 3 or not len(gaps) or table.has_limit("no_step"):
         return
     values, counts = np.unique(gaps, return_counts=True)
-    if len(values) > 1:
-        many = values[counts >= max(5, 0.05 * len(gaps))]
-        if len(many) > 1 and many.max() >= 2 * many.min():
-            seen = ", ".join(f"{v:g}" for v in many[:4])
-            limit(table, "mixed_interval", f"records are {seen} steps apart in different places")
-    usual = table.step_interval()
-    if usual >= 2 and not table.has_limit("averaged") and not table.has_limit("downsampled"):
-        limit(table, "downsampled", f"one record every {usual:g} steps: what happens between them is not in the log")
+    common = values[counts >= max(5, 0.05 * len(gaps))]
+    if len(common) > 1 and common.max() >= 2 * common.min():
+        listed = ", ".join(f"{gap:g}" for gap in common[:4])
+        table.add_limit("mixed_interval", f"the distance between records varies: {listed} steps")
+    interval = table.step_interval()
+    if interval >= 2 and not table.has_limit("averaged") and not table.has_limit("downsampled"):
+        table.add_limit("downsampled", f"one record every {interval:g} steps; the steps between are not logged")

@@ -1,149 +1,128 @@
-"""A format of text logs: how its lines read, and how a file of it becomes a table."""
+"""Defines a format of text logs: how its lines are parsed, and how a file becomes a table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdfast.core.base.errors import LogRefused
-from holdfast.diagnosis.importers.reading.line import Parse
-from holdfast.diagnosis.importers.reading.normalize import finish, limit
-from holdfast.diagnosis.importers.reading.source import Source
-from holdfast.diagnosis.importers.reading.text_log import ROW, Prepare, TextLog
+from holdfast.diagnosis.importers.reading.column_blocks import Floats
+from holdfast.diagnosis.importers.reading.log_source import LogSource
+from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize
+from holdfast.diagnosis.importers.reading.parsed_line import LineParser
+from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, LineMerger, TextReader
 from holdfast.diagnosis.model.table import Event, Series, Table
 
 
 @dataclass(frozen=True)
 class TextFormat:
-    """One wording. `markers`: without one of them a line, and so a file, is not of this format."""
+    """One format of text logs. A file that holds none of the `markers` is not of this format."""
 
     name: str
     description: str
     markers: tuple[bytes, ...]
-    parse: Parse
-    prepare: Prepare | None = None
-    polish: Callable[[Table, bytes], None] | None = None
-    """the format's own last touch: facts and limits; given the table and a sample of the file"""
-    conclude: Callable[[Table], None] | None = None
-    """done after everything else, when events have their steps"""
-    means: str = ""
-    """evaluations that become records where there is nothing finer"""
-    first_number: int = 0
-    """the number of the first record where records have no step"""
-    unfold: bool = True
+    parse: LineParser
+    merge_lines: LineMerger | None = None
+    before_normalize: Callable[[Table, bytes], None] | None = None
+    """adds the format's facts and limits; takes the table and a sample of the file"""
+    after_normalize: Callable[[Table], None] | None = None
+    """runs last, when the events have their steps"""
+    mean_loss: str = ""
+    """an evaluation that counts as a record with a loss when formats are compared"""
+    first_step: int = 0
+    """number of the first record if the records have no step"""
+    unfold_epochs: bool = True
 
-    def count(self, sample: bytes) -> tuple[int, int]:
-        """Records with a loss, and records, in a sample."""
+    def count_records(self, sample: bytes) -> tuple[int, int]:
+        """Return how many records with a loss, and how many records and evaluations, a sample holds."""
         if not any(marker in sample for marker in self.markers):
             return 0, 0
-        log = TextLog(self.parse, self.prepare)
-        log.feed([sample])
-        block = log.rows.join() if log.rows.blocks else None
-        losses = int(block.there("loss").sum()) if block is not None else 0
-        losses += sum(len(step) for step, _ in log.evals.get(self.means, []))
-        return losses, log.rows.seen + sum(len(step) for parts in log.evals.values() for step, _ in parts)
+        reader = TextReader(self.parse, self.merge_lines).read([sample])
+        losses = int(reader.records.merge().is_present("loss").sum()) if reader.records.blocks else 0
+        counts = {name: sum(len(steps) for steps, _ in parts) for name, parts in reader.evals.items()}
+        return losses + counts.get(self.mean_loss, 0), reader.records.added + sum(counts.values())
 
-    def read(self, source: Source) -> list[Table]:
-        log = TextLog(self.parse, self.prepare).feed(source.chunks())
-        return [self.table(log, source)]
-
-    def table(self, log: TextLog, source: Source) -> Table:
+    def read(self, source: LogSource) -> list[Table]:
+        """Read a file into one table. Raises LogRefused if it holds no metric."""
+        reader = TextReader(self.parse, self.merge_lines).read(source.chunks())
         table = Table(source.name, self.name, np.empty(0))
-        if log.rows.blocks:
-            block = log.rows.join()
+        if reader.records.blocks:
+            block = reader.records.merge()
             table.step = block.columns.pop("step")
             for name in list(block.columns):
-                table.present[name] = block.there(name)
+                table.present[name] = block.is_present(name)
                 table.columns[name] = block.columns.pop(name)
-        for name, parts in log.evals.items():
+        for name, parts in reader.evals.items():
             steps, values = zip(*parts, strict=True)
             table.evals[name] = Series(np.concatenate(steps), np.concatenate(values))
-        table.events = [Event(row, kind, text[:300]) for row, kind, text in log.events]
-        table.dropped = log.unreadable
-        self._limits(table, log, source)
+        table.events = [Event(before, kind, text[:300]) for before, kind, text in reader.events]
+        table.dropped = reader.unreadable_lines
+        self._add_limits(table, reader, source)
         if not len(table) and not table.evals:
-            raise LogRefused(source.name, nothing(table.events, source))
-        if self.polish is not None:
-            self.polish(table, source.sample)
-        finish(table, unfold=self.unfold)
-        _place(table, log.carried)
-        if self.conclude is not None:
-            self.conclude(table)
-        return table
+            raise LogRefused(source.name, describe_no_metrics(reader, source))
+        if self.before_normalize is not None:
+            self.before_normalize(table, source.sample)
+        normalize(table, unfold_epochs=self.unfold_epochs)
+        _assign_steps(table, reader.evals_without_step)
+        if self.after_normalize is not None:
+            self.after_normalize(table)
+        return [table]
 
-    def _limits(self, table: Table, log: TextLog, source: Source) -> None:
-        seen = log.rows.seen
-        if log.without_step and log.without_step == seen:
-            table.step = table.step + self.first_number
-            limit(
-                table,
-                "no_step",
-                f"the records carry no step; their running number, from {self.first_number}, stands for it",
+    def _add_limits(self, table: Table, reader: TextReader, source: LogSource) -> None:
+        records = reader.records
+        if reader.records_without_step and reader.records_without_step == records.added:
+            table.step = table.step + self.first_step
+            table.add_limit("no_step", f"the records have no step; they are numbered from {self.first_step}")
+        elif reader.records_without_step:
+            text = f"{reader.records_without_step} of {records.added} records have no step; their number replaces it"
+            table.add_limit("no_step", text)
+        if records.kept < records.added:
+            text = f"{records.kept} of {records.added} records are kept, including the lowest and highest loss, the highest "
+            table.add_limit(
+                "downsampled_on_import", text + "gradient norm and the first non-finite value of each stretch"
             )
-        elif log.without_step:
-            limit(
-                table,
-                "no_step",
-                f"{log.without_step} of {seen} records carry no step; their running number stands for it",
-            )
-        if log.rows.kept < seen:
-            limit(
-                table,
-                "downsampled_on_import",
-                f"{log.rows.kept} of {seen} records are kept: in every stretch those with the lowest and highest loss, the "
-                "highest gradient norm, and the first that is not finite",
-            )
-        if log.unreadable:
-            limit(table, "lines_lost", f"{log.unreadable} lines look like records and cannot be read")
-        if log.rows.columns_lost:
-            limit(table, "columns_lost", f"{len(log.rows.columns_lost)} further columns are not kept")
-        if log.events_lost:
-            limit(table, "events_lost", f"{log.events_lost} further events in words are not kept")
-        if source.lines_cut:
-            limit(table, "lines_cut", f"{source.lines_cut} lines are longer than 1 MB and were read up to there")
-        if source.broken:
-            limit(table, "truncated", source.broken)
+        if reader.unreadable_lines:
+            table.add_limit("lines_lost", f"{reader.unreadable_lines} lines that look like records cannot be read")
+        if records.dropped_columns:
+            table.add_limit("columns_lost", f"{len(records.dropped_columns)} more columns are not read")
+        if reader.dropped_events:
+            table.add_limit("events_lost", f"{reader.dropped_events} more events are not kept")
+        add_source_limits(table, source)
 
 
-def _place(table: Table, carried: set[str]) -> None:
-    """Give events, and evaluations that carry none, the step of the record before them."""
-    rows = table.columns.pop(ROW, np.empty(0))
-    table.present.pop(ROW, None)
-    known = np.flatnonzero(np.isfinite(rows))
-    rows, steps = rows[known], table.step[known]
+def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
+    """Give events, and evaluations without a step, the step of the record before them."""
+    index = table.columns.pop(RECORD_INDEX, np.empty(0))
+    table.present.pop(RECORD_INDEX, None)
+    known = np.flatnonzero(np.isfinite(index))
+    index, steps = index[known], table.step[known]
 
-    def at(counts: NDArray[np.float64]) -> NDArray[np.float64]:
-        before = np.searchsorted(rows, counts, side="left") - 1
-        return (
-            np.where(before >= 0, steps[np.maximum(before, 0)], np.nan) if len(steps) else np.full(len(counts), np.nan)
-        )
+    def step_before(counts: Floats) -> Floats:
+        if not len(steps):
+            return np.full(len(counts), np.nan)
+        before = np.searchsorted(index, counts, side="left") - 1
+        return np.where(before >= 0, steps[np.maximum(before, 0)], np.nan)
 
-    for name in carried & set(table.evals):
-        found = at(table.evals[name].step)
-        table.evals[name] = Series(
-            np.where(np.isnan(found), steps[0] if len(steps) else 0.0, found), table.evals[name].value
-        )
-    where = at(np.array([event.step for event in table.events], dtype=np.float64))
-    table.events = [event._replace(step=_step(step)) for event, step in zip(table.events, where.tolist(), strict=True)]
-
-
-def _step(step: float) -> int | None:
-    return int(step) if np.isfinite(step) and abs(step) < 2**62 else None
+    for name in evals_without_step & set(table.evals):
+        at = step_before(table.evals[name].step)
+        first = steps[0] if len(steps) else 0.0
+        table.evals[name] = Series(np.where(np.isnan(at), first, at), table.evals[name].value)
+    event_steps = step_before(np.array([event.step for event in table.events], dtype=np.float64)).tolist()
+    table.events = [
+        event._replace(step=int(step) if np.isfinite(step) and abs(step) < 2**62 else None)
+        for event, step in zip(table.events, event_steps, strict=True)
+    ]
 
 
-def nothing(events: Sequence[Event], source: Source) -> str:
-    """What to say of a file without a curve: what is in it instead."""
-    kinds: dict[str, int] = {}
-    for event in events:
-        kinds[event.kind] = kinds.get(event.kind, 0) + 1
-    if kinds:
-        said = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        last = events[-1].text[:160]
-        return (
-            f"no line holds a step with a loss or another metric; it holds events in words ({said}), the last: {last}"
-        )
+def describe_no_metrics(reader: TextReader, source: LogSource) -> str:
+    """Return the reason for refusing a file without a metric: what it holds instead."""
     lines = source.sample.count(b"\n") + 1
-    return f"no line holds a step with a loss or another metric ({lines} lines of text were looked at)"
+    reason = f"no step, loss or other metric found in {lines} sampled lines"
+    if reader.events:
+        counts = Counter(kind for _, kind, _ in reader.events)
+        listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        reason += f", only events ({listed}); the last: {reader.events[-1][2][:160]}"
+    return reason + ". If the log names its loss differently, try --map loss=NAME"

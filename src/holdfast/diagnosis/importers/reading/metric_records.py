@@ -1,0 +1,138 @@
+"""Collects records of names and values, and sorts them into training columns and evaluations once all names are known."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.diagnosis.importers.reading.column_blocks import MAX_COLUMNS, Floats
+from holdfast.diagnosis.importers.reading.column_names import ColumnRoles
+from holdfast.diagnosis.model.table import Series, Table
+
+_NO_METRIC = {"epoch", "_runtime", "_timestamp", "timestamp", "time", "wall_time"}
+"""columns that do not make a row a training record"""
+
+
+class MetricRecords:
+    """Collects `{name: value}` rows. Leaves out values that are not numbers."""
+
+    def __init__(self, path: str, format_name: str) -> None:
+        self.path, self.format_name = path, format_name
+        self.length = 0
+        self.dropped_columns: set[str] = set()
+        self.unreadable_rows = 0
+        self._values: dict[str, array[float]] = {}
+        self._rows: dict[str, array[int]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        for name, value in row.items():
+            if isinstance(value, dict):
+                for inner_name, inner_value in value.items():
+                    self._add_value(f"{name}/{inner_name}", to_float(inner_value))
+            else:
+                self._add_value(name, to_float(value))
+        self.length += 1
+
+    def _add_value(self, name: str, value: float | None) -> None:
+        if value is None:
+            return
+        if name not in self._values:
+            if len(self._values) >= MAX_COLUMNS or len(name) > 200:
+                if len(self.dropped_columns) < MAX_COLUMNS:
+                    self.dropped_columns.add(name[:200])
+                return
+            self._values[name], self._rows[name] = array("d"), array("q")
+        self._values[name].append(value)
+        self._rows[name].append(self.length)
+
+    def fill(self, name: str, rows: NDArray[np.int64], value: float) -> None:
+        """Put one value into these rows of a column."""
+        # New arrays, because numpy views of the old ones may be in use.
+        self._rows[name] = self._rows[name] + array("q", rows.tolist())
+        self._values[name] = self._values[name] + array("d", [value]) * len(rows)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def count(self, name: str) -> int:
+        return len(self._values.get(name, ()))
+
+    def cells(self, name: str) -> tuple[NDArray[np.int64], Floats]:
+        """Return the rows in which a column has a value, and the values."""
+        if name not in self._values:
+            return np.empty(0, dtype=np.int64), np.empty(0)
+        return np.frombuffer(self._rows[name], dtype=np.int64), np.frombuffer(self._values[name], dtype=np.float64)
+
+    def to_table(self, roles: ColumnRoles) -> Table:
+        """Return the table. A row with a loss is a training record; without any loss, a row with any metric is one."""
+        table = Table(self.path, self.format_name, np.empty(0))
+        steps = np.full(self.length, np.nan)
+        if roles.step is not None and roles.step in self._values:
+            rows, values = self.cells(roles.step)
+            steps[rows] = values
+        elif self.length:
+            steps = np.arange(self.length, dtype=np.float64)
+            table.add_limit("no_step", "the records have no step; they are numbered from 0")
+        sources = [name for name, (column, _) in roles.train.items() if column == "loss"]
+        if not any(self.count(name) for name in sources):
+            sources = [name for name, (column, _) in roles.train.items() if column not in _NO_METRIC]
+        is_record = np.zeros(self.length, dtype=bool)
+        for name in sources:
+            is_record[self.cells(name)[0]] = True
+        record_index = np.cumsum(is_record) - 1
+        table.step = steps[is_record]
+        filled_steps = _fill_forward(steps)
+        evals: list[str] = []
+        for name, (column, factor) in roles.train.items():
+            rows, values = self.cells(name)
+            in_record = is_record[rows]
+            if in_record.any():
+                at = record_index[rows[in_record]]
+                table.columns.setdefault(column, np.full(len(table), np.nan))[at] = values[in_record] * factor
+                table.present.setdefault(column, np.zeros(len(table), dtype=bool))[at] = True
+            elif column not in _NO_METRIC:
+                evals.append(name)
+        for name in [*evals, *roles.evals]:
+            rows, values = self.cells(name)
+            if len(rows):
+                table.evals[name] = Series(filled_steps[rows], values)
+        if self.unreadable_rows:
+            table.dropped += self.unreadable_rows
+            table.add_limit("lines_lost", f"{self.unreadable_rows} lines cannot be read")
+        if self.dropped_columns:
+            table.add_limit("columns_lost", f"{len(self.dropped_columns)} more columns are not read")
+        return table
+
+
+def _fill_forward(steps: Floats) -> Floats:
+    """Return the steps with each gap filled by the step before it; 0 before the first step."""
+    known = np.flatnonzero(~np.isnan(steps))
+    if not len(known):
+        return np.zeros(len(steps))
+    before = np.searchsorted(known, np.arange(len(steps)), side="right") - 1
+    return np.where(before >= 0, steps[known[np.maximum(before, 0)]], 0.0)
+
+
+def to_float(value: Any) -> float | None:
+    """Return a number, or text that holds one, such as "1,024" or the "NaN" of W&B; None for anything else."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if isinstance(value, str) and len(value) <= 40:
+        text = value.strip().replace(",", "")
+        if text and "_" not in text and (text[0] in "0123456789.+-" or text.lower() in ("nan", "inf", "infinity")):
+            try:
+                return float(text)
+            except ValueError:
+                return None
+    return None

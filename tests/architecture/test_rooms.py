@@ -35,7 +35,6 @@ KNOWN_ROOMS = {
     "runtime.step": "imports guard",
 }
 KNOWN_PAIRS = {
-    ("diagnosis.importers", "diagnosis.importers.reading"),
     ("diagnosis.tree", "diagnosis.tree.questions"),
     ("distributed", "distributed.checkpoint"),
     ("runtime.agree", "runtime.step"),

@@ -211,13 +211,13 @@ def test_a_map_to_a_column_that_is_not_there_is_refused_with_those_that_are(hold
         answer = holdfast("diagnose", log(), "--map", word)
         assert answer.status == 1
         assert f"--map {word}: the log has no column" in answer.err
-        assert "its columns: step, loss, grad_norm, learning_rate" in answer.err
+        assert "Columns: step, loss, grad_norm, learning_rate" in answer.err
 
 
 def test_format_rundir_for_a_file_that_is_in_none_is_refused(holdfast, log):
     answer = holdfast("diagnose", log(), "--format", "rundir")
     assert answer.status == 1
-    assert "is not in a run directory" in answer.err
+    assert "not in a run directory" in answer.err
 
 
 def test_the_same_log_twice_is_two_reports(holdfast, log):

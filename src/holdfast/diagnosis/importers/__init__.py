@@ -41,7 +41,7 @@ from holdfast.diagnosis.importers.reading.column_names import NoSuchColumn
 from holdfast.diagnosis.importers.reading.csv_file import detect_header
 from holdfast.diagnosis.importers.reading.json_lines import sample_objects
 from holdfast.diagnosis.importers.reading.log_source import LogSource
-from holdfast.diagnosis.importers.reading.normalize import add_limit, rename_column
+from holdfast.diagnosis.importers.reading.normalize import rename_column
 from holdfast.diagnosis.importers.reading.text_format import TextFormat, describe_no_metrics
 from holdfast.diagnosis.importers.reading.text_reader import TextReader
 from holdfast.diagnosis.model.table import Table

@@ -22,7 +22,9 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "core": [("base",), ("detectors", "record"), ("checkpoints", "decide")],
     "diagnosis": [
         ("model",),
-        ("find", "importers.reading", "importers.formats", "importers"),
+        ("find", "importers.reading"),
+        ("importers.formats",),
+        ("importers",),
         ("tree.questions", "tree", "rundiff"),
         ("",),  # diagnose.py itself
         ("postmortem",),

@@ -40,7 +40,8 @@ from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.scaler import Scaler
-from holdfast.runtime.tensors.sharded import drop_accumulated_gradients, local
+from holdfast.runtime.tensors.sharded import local
+from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.measurements import DeviceMeasurements
 from holdfast.runtime.update.update_size import UpdateSize

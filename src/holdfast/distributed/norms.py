@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 from holdfast.distributed.checkpoint.shards import is_dtensor
 from holdfast.runtime.tensors.norms import ClipSpec, LocalNorms, Norm, clip_factor
 from holdfast.runtime.tensors.sharded import local
+from holdfast.runtime.tensors.torch_private import foreach_mul_, foreach_norm
 
 
 class MeshNorms:
@@ -61,7 +62,7 @@ class MeshNorms:
             else:
                 groups.setdefault((g.device, g.dtype), []).append(local(g))
         for (device, _), shards in groups.items():
-            torch._foreach_mul_(shards, factor.to(device))
+            foreach_mul_(shards, factor.to(device))
 
     def _share(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return this rank's share of the squared norm. A tensor that n ranks hold counts 1/n on each."""
@@ -74,7 +75,7 @@ class MeshNorms:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for (_, dtype, holders), shards in groups.items():
             # Rounding to 16 bits would hide changes that the detectors look for.
-            norms = torch._foreach_norm(shards, 2, torch.float32 if dtype.itemsize < 4 else None)
+            norms = foreach_norm(shards, 2, torch.float32 if dtype.itemsize < 4 else None)
             total += torch.stack(norms).double().square().sum().to(device) / holders
         return total
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 Text = Annotated[str, msgspec.Meta(max_length=4000)]

@@ -26,6 +26,7 @@ from holdfast.distributed.notices import BlockedExchange, RankFailure, RankFinis
 from holdfast.distributed.pings import Pings
 from holdfast.distributed.store_client import CALL_SECONDS, StoreClient
 from holdfast.distributed.timed_caller import call_with_timeout
+from holdfast.runtime.tensors.torch_private import default_store
 
 log = logging.getLogger("holdfast")
 
@@ -99,7 +100,7 @@ class StoreWatchdog:
     def start(self) -> None:
         if self._thread is not None:
             return
-        store = dist.distributed_c10d._get_default_store() if self._store is None else self._store
+        store = default_store(dist) if self._store is None else self._store
         self._pid = os.getpid()
         self._polled_at = self._clock.monotonic()
         self._client = StoreClient(self._rank, self._size, self._session, store)

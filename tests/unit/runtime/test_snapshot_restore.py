@@ -15,6 +15,7 @@ from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.guard.setup import build_state
+from holdfast.runtime.snapshots import buffer_pool, restore
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.snapshots.restore import Restorer
@@ -280,7 +281,8 @@ def test_a_restore_enqueues_its_copies_in_a_few_calls(monkeypatch):
     bench.snapshots.wait_until_idle()
     calls: list[int] = []
     foreach = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda a, b, *more: calls.append(len(a)) or foreach(a, b, *more))
+    for module in (buffer_pool, restore):
+        monkeypatch.setattr(module, "foreach_copy_", lambda a, b, *more: calls.append(len(a)) or foreach(a, b, *more))
     assert found is not None
     assert found.light is not None
     restorer = bench.snapshots.restorer

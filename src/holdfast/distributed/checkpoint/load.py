@@ -33,7 +33,8 @@ from holdfast.distributed.checkpoint.checkpoint_index import (
 from holdfast.distributed.checkpoint.rank_index import ChunkRecord, bin_name
 from holdfast.distributed.checkpoint.rank_reader import SliceRead, read_slices
 from holdfast.distributed.checkpoint.shards import local_chunk
-from holdfast.runtime.tensors.sharded import local, shard_like
+from holdfast.runtime.tensors.sharded import local
+from holdfast.runtime.tensors.torch_private import shard_like
 
 
 def read_parts(folder: Path, rank: int, manifest: Manifest | None = None) -> str:

@@ -14,7 +14,8 @@ from holdfast.runtime.ports.checkpoint_store import CheckpointContents, Restored
 from holdfast.runtime.snapshots.encoding import PART
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
-from holdfast.runtime.tensors.sharded import local, shard_like
+from holdfast.runtime.tensors.sharded import local
+from holdfast.runtime.tensors.torch_private import shard_like
 
 if TYPE_CHECKING:
     from holdfast.runtime.state.run_state import RunState

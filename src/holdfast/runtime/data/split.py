@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.base.errors import StepError
+from holdfast.runtime.tensors.torch_private import version_of
 
 Splitter = Callable[[Any, int], list[Any]]
 
@@ -29,7 +30,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 def marks(batch: Any) -> tuple[int, ...]:
     """The version counters of its tensors: they differ once one has been written to in place."""
-    return tuple(0 if t.is_inference() else t._version for t in tensors_of(batch))
+    return tuple(map(version_of, tensors_of(batch)))
 
 
 def count_samples(batch: Any) -> int | None:

@@ -17,7 +17,7 @@ from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.step.step import Step, discount
-from holdfast.runtime.tensors.sharded import drop_accumulated_gradients
+from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.gradient_sync import GradientSync
 from holdfast.runtime.update.local_grad_norms import LocalGradNorms

@@ -12,6 +12,7 @@ from torch import Tensor
 from holdfast.runtime.tensors.checksum import checksum_and_finite
 from holdfast.runtime.tensors.inspect import dense_parts
 from holdfast.runtime.tensors.named_params import local_part
+from holdfast.runtime.tensors.torch_private import inner_tensor, version_of
 
 
 class Sums(NamedTuple):
@@ -51,12 +52,11 @@ def sums_of(tensors: Mapping[str, Tensor]) -> Sums:
 
 def _stamp(value: Tensor) -> tuple[int, ...] | None:
     """Where it lies, and the counts of writes in place: a DTensor's own, and that of the tensor inside it."""
-    try:
-        inner = getattr(value, "_local_tensor", value)
-        where = inner if inner.layout is torch.strided else dense_parts(inner)[-1]
-        return where.data_ptr(), value._version, inner._version
-    except RuntimeError:  # made in inference mode: writes are not counted
+    inner = inner_tensor(value)
+    if value.is_inference() or inner.is_inference():  # writes are not counted
         return None
+    where = inner if inner.layout is torch.strided else dense_parts(inner)[-1]
+    return where.data_ptr(), version_of(value), version_of(inner)
 
 
 def weights(names: list[str], device: torch.device) -> Tensor:

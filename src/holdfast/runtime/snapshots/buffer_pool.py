@@ -13,6 +13,7 @@ from torch import Tensor
 
 from holdfast.runtime.snapshots.layout import PackRow, SnapshotLayout
 from holdfast.runtime.tensors.checksum import Checksums, copy_and_checksum
+from holdfast.runtime.tensors.torch_private import foreach_copy_
 
 ChecksumFunction: TypeAlias = Callable[[dict[str, Tensor]], Checksums]
 PREALLOCATED = 1
@@ -51,7 +52,7 @@ class SnapshotBuffer:
             if pack.device == device:
                 staging = layout.staging(number)
                 for row, views in zip(pack.rows, staging.rows, strict=True):
-                    torch._foreach_copy_(views, [sources[i] for i in row.members])
+                    foreach_copy_(views, [sources[i] for i in row.members])
                 self.regions[number].copy_(staging.flat, non_blocking=True)
         self.fill_large({i: sources[i] for i in layout.large if i not in but and sources[i].device == device})
         for batch in layout.batches:
@@ -89,7 +90,7 @@ class SnapshotBuffer:
             staging = layout.staging(number)
             staging.flat.copy_(self.regions[number], non_blocking=True)
             for row, views in zip(pack.rows, staging.rows, strict=True):
-                torch._foreach_copy_([targets[i] for i in row.members], views)
+                foreach_copy_([targets[i] for i in row.members], views)
         for i in layout.large:
             self._copy_back_large(i, targets[i])
             if concurrent_checksum is not None and i in layout.early:
@@ -121,7 +122,7 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     else:
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
 
 class BufferPool:

@@ -14,6 +14,7 @@ from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.buffer_pool import SnapshotBuffer
 from holdfast.runtime.snapshots.device_staging import CopyTiming
 from holdfast.runtime.tensors.inspect import known_finite
+from holdfast.runtime.tensors.torch_private import version_of
 
 
 class StreamWork(NamedTuple):
@@ -113,7 +114,4 @@ class SnapshotCopy:
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     """Return the version counters; 0 for inference tensors, which have none."""
-    try:
-        return [t._version for t in tensors]
-    except RuntimeError:
-        return [0 if t.is_inference() else t._version for t in tensors]
+    return [version_of(t) for t in tensors]

@@ -19,6 +19,7 @@ from holdfast.runtime.state.rng import Rng, RngState
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.tensors.checksum import Checksums
 from holdfast.runtime.tensors.inspect import first_nonfinite
+from holdfast.runtime.tensors.torch_private import foreach_copy_
 
 _BUFFER = "buffer."
 
@@ -44,7 +45,7 @@ class BatchedWrites:
         """Enqueue all copies. Does not wait."""
         for (to, source_device, _), (targets, sources) in self._batches.items():
             if to == source_device and (to.type == "cpu" or targets[0].dtype in FOREACH_DTYPES):
-                torch._foreach_copy_(targets, sources)
+                foreach_copy_(targets, sources)
             else:
                 for target, saved in zip(targets, sources, strict=True):
                     target.copy_(saved, non_blocking=True)

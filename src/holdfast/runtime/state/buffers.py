@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.runtime.tensors.inspect import nbytes
-from holdfast.runtime.tensors.sharded import is_sharded, local, shard_like
+from holdfast.runtime.tensors.sharded import is_sharded, local
+from holdfast.runtime.tensors.torch_private import own_buffers, shard_like, version_of
 
 _SMALL_BYTES = 64 * 1024
 _STABLE_CAPTURES = 4
@@ -60,7 +61,7 @@ class _StableBuffers:
     def __init__(self, places: Iterable[tuple[int, nn.Module, str]]) -> None:
         groups: dict[tuple[torch.device, torch.dtype, int], list[tuple[int, nn.Module, str]]] = {}
         for index, module, key in places:
-            value = module._buffers[key]
+            value = own_buffers(module)[key]
             assert value is not None
             groups.setdefault((value.device, value.dtype, min(2, value.dim())), []).append((index, module, key))
         self._places = [place for group in groups.values() for place in group]
@@ -93,7 +94,7 @@ class _StableBuffers:
         ]
 
     def _current(self) -> list[Tensor]:
-        return [module._buffers.get(key) for _, module, key in self._places]  # type: ignore[misc]
+        return [own_buffers(module).get(key) for _, module, key in self._places]  # type: ignore[misc]
 
 
 class ModuleBuffers:
@@ -107,7 +108,7 @@ class ModuleBuffers:
                 if id(module) in seen:
                     continue
                 seen.add(id(module))
-                for name in module._buffers:
+                for name in own_buffers(module):
                     self._places.append((".".join(filter(None, (prefix, path, name))), module, name))
         self._copies: list[Tensor | None] = [None] * len(self._places)
         # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are reused.
@@ -121,7 +122,7 @@ class ModuleBuffers:
 
     def named_whole(self) -> dict[str, Tensor]:
         """Return the buffers by full name, sharded ones as DTensors."""
-        named = ((name, module._buffers.get(key)) for name, module, key in self._places)
+        named = ((name, own_buffers(module).get(key)) for name, module, key in self._places)
         return {name: value for name, value in named if value is not None}
 
     def named(self) -> dict[str, Tensor]:
@@ -147,12 +148,12 @@ class ModuleBuffers:
     def _copy_single(self, i: int) -> bool:
         """Copy one buffer if needed. Returns whether it has been in place long enough to be copied with others."""
         _, module, key = self._places[i]
-        value, copied_from = module._buffers.get(key), self._copied_from[i]
+        value, copied_from = own_buffers(module).get(key), self._copied_from[i]
         if value is None:
             self._copies[i], self._copied_from[i], self._unchanged[i] = None, None, 0
             return False
         part = local(value)
-        version = 0 if part.is_inference() else part._version
+        version = version_of(part)
         is_small, is_same = nbytes(part) <= _SMALL_BYTES, copied_from is not None and copied_from[0]() is value
         if is_small or self._copies[i] is None or not is_same or copied_from is None or copied_from[1] != version:
             self._copies[i] = part.clone()
@@ -174,16 +175,16 @@ class ModuleBuffers:
     def restore(self, capture: BufferCapture) -> None:
         """Restore every buffer to its value in `capture`."""
         for (_, module, key), saved in zip(self._places, capture.tensors(), strict=True):
-            value = module._buffers.get(key)
+            value = own_buffers(module).get(key)
             part = None if value is None else local(value)
             if saved is None:
-                module._buffers[key] = None
+                own_buffers(module)[key] = None
             elif part is not None and part.shape == saved.shape and part.dtype == saved.dtype:
                 part.copy_(saved)
             elif is_sharded(value):
-                module._buffers[key] = shard_like(value, saved.clone())
+                own_buffers(module)[key] = shard_like(value, saved.clone())
             else:
-                module._buffers[key] = saved.clone()
+                own_buffers(module)[key] = saved.clone()
         self._copied_from = [None] * len(self._places)
 
     def as_named(self, capture: BufferCapture) -> dict[str, Tensor]:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, same_objects
 from holdfast.runtime.tensors.nested_state import WriteTensor, join_tensors, split_tensors, write_now
 from holdfast.runtime.tensors.sharded import is_sharded, local
+from holdfast.runtime.tensors.torch_private import has_post_step_hooks, takes_found_inf
 
 
 def with_wrapped(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -86,18 +86,12 @@ class Optimizers:
     def has_step_hooks(self) -> bool:
         """Whether somebody else is told of an update by a hook, which would hear of one that the device has kept from
         landing."""
-        for optimizer in self.all:
-            if optimizer._optimizer_step_post_hooks:
-                return True
-        return bool(_global_optimizer_post_hooks)
+        return any(map(has_post_step_hooks, self.all))
 
     @property
     def all_fused(self) -> bool:
         """Whether each takes a `found_inf` tensor and leaves everything alone where it is 1."""
-        return all(
-            getattr(o, "_step_supports_amp_scaling", False) and all(g.get("fused") for g in o.param_groups)
-            for o in self.outer
-        ) and len(self.all) == len(self.outer)
+        return len(self.all) == len(self.outer) and all(map(takes_found_inf, self.outer))
 
     def forbid_foreign_steps(self, allowed: Callable[[], bool], error: Callable[[], Exception]) -> None:
         """Raise when anyone but the guard calls `step()`: it would be applied twice, or behind the gate."""

@@ -23,7 +23,8 @@ from holdfast.runtime.tensors import checksum as bits
 from holdfast.runtime.tensors.inspect import bit_checksum, first_nonfinite, nbytes, nonfinite_mask
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
 from holdfast.runtime.tensors.nested_state import TensorSlot, WriteTensor, join_tensors, split_tensors, write_now
-from holdfast.runtime.tensors.sharded import ShardedParameters, fsdp_modules, is_sharded, local, reshard
+from holdfast.runtime.tensors.sharded import ShardedParameters, is_sharded, local, reshard
+from holdfast.runtime.tensors.torch_private import fsdp_modules, fsdp_params
 
 
 class ScheduleState(NamedTuple):
@@ -63,6 +64,8 @@ class RunState:
         self.modules = [(name, unwrap(module)) for name, module in modules]
         """without what wraps them, so that names are the same with and without"""
         self._fsdp_modules = [part for _, module in self.modules for part in fsdp_modules(module)]
+        for _, module in self.modules:  # a torch whose FSDP2 is too different fails here, not at the first skipped step
+            list(fsdp_params(module))
         self.optimizers = optimizers
         self.schedulers = schedulers
         self.scaler = scaler

@@ -12,7 +12,7 @@ from holdfast.runtime.agree.rows import Agreed
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.step.step import discount
 from holdfast.runtime.tensors.norms import Norm
-from holdfast.runtime.tensors.sharded import drop_accumulated_gradients
+from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients
 from holdfast.runtime.update.measurements import DeviceMeasurements
 from holdfast.runtime.update.update_size import UpdateSamples, UpdateSize
 

@@ -17,6 +17,7 @@ from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.tensors.sharded import local, zero_gradients
+from holdfast.runtime.tensors.torch_private import foreach_mul_
 from holdfast.runtime.update.gate import UpdateHandle
 
 if TYPE_CHECKING:
@@ -340,4 +341,4 @@ def discount(parameters: list[Tensor], factor: float | Tensor) -> None:
     gradients = [p.grad for p in parameters if p.grad is not None]
     here = [local(g) for g in gradients]
     if here:
-        torch._foreach_mul_(here, factor)
+        foreach_mul_(here, factor)

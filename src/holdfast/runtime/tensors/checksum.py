@@ -16,6 +16,7 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.inspect import bit_checksum
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, local_part
+from holdfast.runtime.tensors.torch_private import foreach_norm
 from holdfast.runtime.tensors.triton_kernels import OptionalKernel
 
 _PIECE = 1 << 16
@@ -96,7 +97,7 @@ def _one_by_one(names: list[str], values: list[Tensor], device: torch.device, fi
     # A norm may overflow although every value is finite: the flag is then 1, which only means "maybe".
     normed = [i for i, value in enumerate(values) if value.dtype in _FORMATS and value.layout is torch.strided]
     if finite and normed and device.type != "cpu":
-        norms = torch.stack([n.double() for n in torch._foreach_norm([values[i] for i in normed])])
+        norms = torch.stack([n.double() for n in foreach_norm([values[i] for i in normed])])
         indices = torch.tensor(normed).to(device, non_blocking=True)
         maybe_nonfinite.index_copy_(0, indices, (~norms.isfinite()).to(torch.int64))
     return Checksums(names, together, maybe_nonfinite)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.named_params import local_part
 from holdfast.runtime.tensors.sharded import local
+from holdfast.runtime.tensors.torch_private import sparse_coo_parts
 
 Sums = dict[str, int]
 AllowedNonfinite = Callable[[str], Tensor | None]
@@ -85,7 +86,7 @@ def dense_parts(value: Tensor) -> list[Tensor]:
     if value.layout is torch.strided:
         return [value]
     if value.layout is torch.sparse_coo:
-        return [value._indices(), value._values()]
+        return [*sparse_coo_parts(value)]
     if value.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [value.ccol_indices(), value.row_indices(), value.values()]
     return [value.crow_indices(), value.col_indices(), value.values()]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from holdfast.runtime.tensors.sharded import ShardedParameters, local
+from holdfast.runtime.tensors.torch_private import own_modules, own_parameters
 
 PLAIN_TYPES = (Tensor, nn.Parameter)
 """tensors in ordinary memory: not sharded, and no subclass that redefines copying"""
@@ -36,7 +37,7 @@ class ModuleTree(NamedTuple):
 
     @staticmethod
     def of(modules: list[nn.Module]) -> ModuleTree:
-        tables = [table for m in modules for table in (m._parameters, m._modules)]
+        tables = [table for m in modules for table in (own_parameters(m), own_modules(m))]
         names = [name for table in tables for name in table]
         return ModuleTree(modules, names, [value for table in tables for value in table.values()])
 

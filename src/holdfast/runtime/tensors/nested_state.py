@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.sharded import is_sharded, local, shard_like
+from holdfast.runtime.tensors.sharded import is_sharded, local
+from holdfast.runtime.tensors.torch_private import shard_like
 
 WriteTensor = Callable[[str, Tensor, Tensor], None]
 """writes the value saved under a name into a tensor, at once or later: (name, target, saved)"""

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from holdfast.runtime.tensors.torch_private import foreach_copy_, foreach_mul_, foreach_norm
+
 
 class Norm(NamedTuple):
     """The norm of all gradients, or this rank's part in it."""
@@ -76,7 +78,7 @@ class LocalNorms:
             alike = self._together and not self._sparse and len(kinds) == 1 and set(map(type, gradients)) == {Tensor}
             self._kind = kinds.pop() if alike else None
             if alike:
-                norms = self._stacked(tuple(torch._foreach_norm(gradients, 2.0)))
+                norms = self._stacked(tuple(foreach_norm(gradients, 2.0)))
                 return Norm(torch.linalg.vector_norm(norms, 2.0))
             if self._sparse:
                 gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
@@ -92,7 +94,7 @@ class LocalNorms:
         factor = by.factor()
         gradients = _gradients(parameters)
         if self._kind is not None:
-            torch._foreach_mul_(gradients, factor)
+            foreach_mul_(gradients, factor)
         else:
             for g in gradients:
                 g.mul_(factor.to(g.device))
@@ -106,7 +108,7 @@ class LocalNorms:
         if len(self._cells) != len(norms) or row.dtype is not first.dtype or row.device != first.device:
             self._row = row = torch.empty(len(norms), dtype=first.dtype, device=first.device)
             self._cells = tuple(row.unbind())
-        torch._foreach_copy_(self._cells, norms)
+        foreach_copy_(self._cells, norms)
         return row
 
 

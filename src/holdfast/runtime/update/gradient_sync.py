@@ -1,6 +1,6 @@
-"""When gradients are averaged over ranks: in the backward of a step's last part, and in no other.
+"""Averages gradients over ranks once a step, in the backward of its last micro-batch.
 
-As DistributedDataParallel.no_sync and FSDP2's set_requires_gradient_sync do it. It has to be said before the forward.
+DistributedDataParallel.no_sync and FSDP2's set_requires_gradient_sync do the same. The flag must be set before the forward.
 """
 
 from __future__ import annotations
@@ -10,26 +10,30 @@ from typing import Any
 
 from torch import nn
 
+from holdfast.runtime.tensors.torch_private import require
+
 
 class GradientSync:
-    """The modules among the user's that average gradients by themselves."""
+    """Holds the user's modules that average gradients themselves."""
 
-    def __init__(self, given: Iterable[tuple[str, nn.Module]]) -> None:
-        self._replicated: list[Any] = []
-        self._sharded: list[Any] = []
-        for _, module in given:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self._ddp: list[Any] = []
+        self._fsdp: list[Any] = []
+        for _, module in modules:
             for inner in module.modules():
+                if type(inner).__name__ == "DistributedDataParallel":
+                    require(inner, "require_backward_grad_sync")
                 if hasattr(inner, "require_backward_grad_sync"):
-                    self._replicated.append(inner)
-            if hasattr(module, "set_requires_gradient_sync"):  # it sees to those inside
-                self._sharded.append(module)
+                    self._ddp.append(inner)
+            if hasattr(module, "set_requires_gradient_sync"):  # it sets the flag of the modules inside too
+                self._fsdp.append(module)
         self._on = True
 
     def before_forward(self, *, last: bool) -> None:
         if last == self._on:
             return
         self._on = last
-        for module in self._replicated:
+        for module in self._ddp:
             module.require_backward_grad_sync = last
-        for module in self._sharded:
+        for module in self._fsdp:
             module.set_requires_gradient_sync(last)

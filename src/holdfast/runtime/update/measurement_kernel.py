@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from holdfast.runtime.tensors.cuda_streams import current_stream
 from holdfast.runtime.update.veto import FLOAT32_MAX, Slot
 
 MAX_SAMPLES = 16
@@ -169,7 +168,7 @@ class StepBuffer:
         if table is None and self._empty_table is None:
             self._empty_table = torch.zeros(_COLUMNS, dtype=torch.int64, device=results.device)
         rows, dtypes = (self._empty_table, (0, 0)) if table is None else (table.rows, table.dtypes)
-        stream = current_stream(results.device)
+        stream = torch.cuda.current_stream(results.device)
         _launch(stream, 1 + count, self._address, results, rows, scaler is not None, *dtypes, _BLOCK)
         self.event.record(stream)
         self._in_flight = True

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from holdfast.runtime.tensors.cuda_streams import current_stream
 from holdfast.runtime.update.update_size import UpdateSamples, rms_of_worst, sums_of_squares
 from holdfast.runtime.update.veto import FLOAT32_MAX, Slot, bounds_on_device, flags_on_host, veto_on_device
 
@@ -87,9 +86,7 @@ class PackedMeasurements:
         if values.is_cuda:
             self._pinned = _take(spare, values)
             self._pinned.memory.copy_(values, non_blocking=True)
-            self._pinned.event.record(
-                current_stream(values.device)
-            )  # `values` may be on another than the current device
+            self._pinned.event.record(torch.cuda.current_stream(values.device))  # not the current device's
 
     def read(self) -> HostMeasurements:
         """Wait for the copy, not for work queued later. Call once: the next step reuses the pinned memory."""

@@ -1,0 +1,243 @@
+"""Every private name of torch that Holdfast uses. No other module uses one.
+
+A name that the installed torch does not have raises SetupError, at import or when a Guard is made, so that no step is
+trained with half of the guard missing. Only the device gate has a fallback: the host decides, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+
+from holdfast.core.base.errors import SetupError
+
+log = logging.getLogger("holdfast")
+_MISSING = object()
+_warned: set[str] = set()
+
+
+def require(owner: Any, name: str) -> Any:
+    """Return the attribute. Raise SetupError if the installed torch does not have it."""
+    value = getattr(owner, name, _MISSING)
+    if value is _MISSING:
+        raise _missing(owner, name)
+    return value
+
+
+def _missing(owner: Any, *names: str) -> SetupError:
+    where = getattr(owner, "__name__", type(owner).__name__)
+    listed = " and no ".join(f"{where}.{name}" for name in names)
+    return SetupError(
+        f"torch {torch.__version__} has no {listed}, which holdfast uses: install a torch version that holdfast supports "
+        "(2.11 to 2.13), or a newer holdfast"
+    )
+
+
+# ---- operations on lists of tensors, as torch.nn.utils and torch.optim use them
+
+foreach_norm: Callable[..., tuple[Tensor, ...]] = require(torch, "_foreach_norm")
+foreach_mul_: Callable[..., None] = require(torch, "_foreach_mul_")
+foreach_copy_: Callable[..., None] = require(torch, "_foreach_copy_")
+
+# ---- tensors
+
+for _name in ("_version", "_indices", "_values"):
+    require(Tensor, _name)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the count of in-place writes; 0 for an inference tensor, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def sparse_coo_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return indices and values of a sparse COO tensor, coalesced or not; the public ones need a coalesced tensor."""
+    return tensor._indices(), tensor._values()
+
+
+def inner_tensor(value: Any) -> Tensor:
+    """Return the tensor inside a DTensor itself, or a plain tensor unchanged."""
+    return require(value, "_local_tensor") if hasattr(value, "to_local") else value  # type: ignore[no-any-return]
+
+
+def shard_like(target: Any, local: Tensor) -> Any:
+    """Return a DTensor that is sharded like `target`, around `local`. `local` may be on the host although the mesh is of
+    devices; the public `from_local` would move it."""
+    spec = require(target, "_spec")
+    if spec.tensor_meta.dtype != local.dtype:
+        spec = copy.copy(spec)
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return type(target)(local, spec, requires_grad=False)
+
+
+def mesh_slices(mesh: Any) -> np.ndarray | None:
+    """Return the ranks of a mesh, and of its siblings if it is a slice of a larger mesh: (slices, *mesh.shape), equal on
+    every rank. With FSDP2 over tensor parallel, parameters that are not parallelized are on such a slice.
+
+    None, with an older torch, if the larger mesh does not name the slice's dimensions (some flattened into one).
+    """
+    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    if layout is not None and rank_map is not None:
+        return np.array(layout.remap_to_tensor(rank_map).tolist())
+    if not hasattr(mesh, "_get_root_mesh"):
+        raise _missing(mesh, "_rank_map", "_get_root_mesh")
+    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
+    own_ranks, root_ranks = np.array(mesh.mesh.tolist()), np.array(root.mesh.tolist())
+    if own_ranks.size == root_ranks.size:
+        return own_ranks[None]
+    root_names = root.mesh_dim_names or ()
+    if not names or not set(names) <= set(root_names):
+        return None
+    dims = [root_names.index(name) for name in names]
+    slices = np.moveaxis(root_ranks, dims, range(root_ranks.ndim - len(dims), root_ranks.ndim))
+    return slices.reshape(-1, *own_ranks.shape)
+
+
+# ---- modules
+
+for _name in ("_parameters", "_modules", "_buffers"):
+    require(nn.Module(), _name)
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary that holds the module's own parameters; the public walk builds every name."""
+    return module._parameters
+
+
+def own_modules(module: nn.Module) -> dict[str, Any]:
+    return module._modules
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """Return the dictionary that holds the module's own buffers, with those that are None."""
+    return module._buffers
+
+
+def wrapped_module(module: nn.Module) -> nn.Module | None:
+    """Return the module inside DistributedDataParallel or torch.compile's wrapper; None for any other module."""
+    name = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(type(module).__name__)
+    return None if name is None else require(module, name)
+
+
+def fsdp_modules(module: nn.Module) -> list[Any]:
+    """Return the modules that FSDP2 shards, each as one unit: the module itself and those inside it."""
+    return [m for m in module.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+
+
+def fsdp_params(module: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's record of each parameter that it shards, in the module and those inside it."""
+    for part in fsdp_modules(module):
+        state = require(part, "_get_fsdp_state")()
+        groups: Any = getattr(state, "_fsdp_param_groups", _MISSING)
+        if groups is _MISSING:  # torch 2.11 has one group for each module
+            group = getattr(state, "_fsdp_param_group", _MISSING)
+            if group is _MISSING:
+                raise _missing(state, "_fsdp_param_groups", "_fsdp_param_group")
+            groups = [] if group is None else [group]
+        for group in groups:
+            for param in require(group, "fsdp_params"):
+                require(param, "unsharded_accumulated_grad")
+                if (
+                    "_unsharded_param" not in type(param).__annotations__
+                ):  # an instance has it after its first gathering
+                    raise _missing(param, "_unsharded_param")
+                yield param
+
+
+def gathered_parameter(fsdp_param: Any) -> nn.Parameter | None:
+    """Return the whole parameter of a record of `fsdp_params`; None if it was never gathered."""
+    return getattr(fsdp_param, "_unsharded_param", None)
+
+
+def drop_accumulated_gradients(module: nn.Module) -> None:
+    """Drop the gradients that FSDP2 has accumulated over a step's first backwards and not averaged yet, because there is no
+    last backward. `p.grad` does not show them, and no public call clears them."""
+    for param in fsdp_params(module):
+        param.unsharded_accumulated_grad = None
+        if (gathered := gathered_parameter(param)) is not None:
+            gathered.grad = None
+
+
+# ---- optimizers and the loss scaler
+
+_global_post_hooks: dict[int, Any] = require(optimizer_module, "_global_optimizer_post_hooks")
+require(Optimizer([Tensor()], {}), "_optimizer_step_post_hooks")
+
+
+def has_post_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether a hook will be called after `step()`, the hooks of all optimizers included."""
+    return bool(optimizer._optimizer_step_post_hooks or _global_post_hooks)
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """Return whether `step()` changes nothing if `optimizer.found_inf` is 1: torch's fused optimizers.
+
+    Log a warning if a fused optimizer does not say so.
+    """
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return False
+    supported = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    name = type(optimizer).__name__
+    if not supported and name not in _warned:
+        _warned.add(name)
+        log.warning(
+            "%s is fused but has no _step_supports_amp_scaling (torch %s): the host decides whether an update is applied, "
+            "and waits for the device at every step",
+            name,
+            torch.__version__,
+        )
+    return supported
+
+
+class ScalerInternals:
+    """Gives access to the tensors of a GradScaler. The constructor fails if one of their names is missing."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler: Any = scaler
+        for name in (
+            "_scale",
+            "_growth_tracker",
+            "_per_optimizer_states",
+            "_lazy_init_scale_growth_tracker",
+            "_device",
+        ):
+            require(scaler, name)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The loss scale; None before the first loss."""
+        return self._scaler._scale  # type: ignore[no-any-return]
+
+    @property
+    def growth_tracker(self) -> Tensor:
+        return self._scaler._growth_tracker  # type: ignore[no-any-return]
+
+    def make_scale(self) -> Tensor:
+        """Make the scale and the growth tracker, as the scaler does at the first loss. Return the scale."""
+        self._scaler._lazy_init_scale_growth_tracker(torch.device(self._scaler._device))
+        return self._scaler._scale  # type: ignore[no-any-return]
+
+    def found_inf_per_device(self, optimizer_id: int) -> dict[torch.device, Tensor]:
+        """Return what `unscale_` found for one optimizer."""
+        return self._scaler._per_optimizer_states[optimizer_id]["found_inf_per_device"]  # type: ignore[no-any-return]
+
+    def has_found_inf(self) -> bool:
+        """Return whether `unscale_` was called since the last update."""
+        return any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values())
+
+
+# ---- torch.distributed
+
+
+def default_store(distributed: Any) -> Any:
+    """Return the store of the default process group. `distributed` is the module torch.distributed."""
+    return require(distributed.distributed_c10d, "_get_default_store")()

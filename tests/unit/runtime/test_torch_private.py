@@ -1,0 +1,214 @@
+"""A private name that the installed torch does not have is noticed: an error that names it, or a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as optimizer_module
+
+from holdfast.core.base.errors import SetupError
+from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.scaler import Scaler
+from holdfast.runtime.state.schedule import Schedulers
+from holdfast.runtime.state.wrappers import unwrap
+from holdfast.runtime.tensors import torch_private
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.gradient_sync import GradientSync
+
+
+def load_again():
+    """Execute the module's code as the first import does, without replacing the imported module."""
+    spec = importlib.util.spec_from_file_location("torch_private_again", torch_private.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def without(cls: type, name: str) -> type:
+    """Return a subclass whose instances have no attribute of this name."""
+
+    def refuse(self, wanted):
+        if wanted == name:
+            raise AttributeError(wanted)
+        return super(made, self).__getattribute__(wanted)
+
+    made = type(cls.__name__, (cls,), {"__getattribute__": refuse})
+    return made
+
+
+def test_the_installed_torch_has_every_name():
+    load_again()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        *((torch, name) for name in ("_foreach_norm", "_foreach_mul_", "_foreach_copy_")),
+        (optimizer_module, "_global_optimizer_post_hooks"),
+    ],
+)
+def test_missing_function_of_torch_fails_at_import(owner, name, monkeypatch):
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(SetupError, match=f"torch {torch.__version__.split('+')[0]}.* has no .*{name}"):
+        load_again()
+
+
+@pytest.mark.parametrize("name", ["_version", "_indices", "_values"])
+def test_missing_attribute_of_tensors_fails_at_import(name, monkeypatch):
+    class WithoutIt:  # Tensor inherits these from a type that cannot be changed
+        pass
+
+    WithoutIt.__name__ = "Tensor"
+    for other in {"_version", "_indices", "_values"} - {name}:
+        setattr(WithoutIt, other, None)
+    monkeypatch.setattr(torch, "Tensor", WithoutIt)
+    with pytest.raises(SetupError, match=f"Tensor.{name}"):
+        load_again()
+
+
+@pytest.mark.parametrize("name", ["_parameters", "_modules", "_buffers"])
+def test_missing_attribute_of_modules_fails_at_import(name, monkeypatch):
+    monkeypatch.setattr(nn, "Module", without(nn.Module, name))
+    with pytest.raises(SetupError, match=f"Module.{name}"):
+        load_again()
+
+
+def test_missing_hooks_of_optimizers_fail_at_import(monkeypatch):
+    monkeypatch.setattr(torch.optim, "Optimizer", without(torch.optim.Optimizer, "_optimizer_step_post_hooks"))
+    with pytest.raises(SetupError, match=r"Optimizer\._optimizer_step_post_hooks"):
+        load_again()
+
+
+SCALER_NAMES = ("_scale", "_growth_tracker", "_per_optimizer_states", "_lazy_init_scale_growth_tracker", "_device")
+
+
+@pytest.mark.parametrize("name", SCALER_NAMES)
+def test_missing_attribute_of_the_scaler_fails_when_it_is_wrapped(name):
+    scaler = torch.amp.GradScaler("cpu")
+    Scaler(scaler)
+    scaler.__class__ = without(torch.amp.GradScaler, name)
+    with pytest.raises(SetupError, match=f"GradScaler.{name}"):
+        Scaler(scaler)
+
+
+def test_fused_optimizer_that_does_not_report_found_inf_is_gated_on_the_host_with_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(torch_private, "_warned", set())
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True)
+    assert Gate(Optimizers([optimizer]), None, "auto", True, True).on_device
+    del optimizer._step_supports_amp_scaling
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        gates = [Gate(Optimizers([optimizer]), None, "auto", True, True) for _ in range(2)]
+    assert not any(gate.on_device for gate in gates)
+    (record,) = caplog.records
+    assert "AdamW" in record.message and "_step_supports_amp_scaling" in record.message
+
+
+def test_compiled_module_without_its_original_fails_when_it_is_unwrapped():
+    class OptimizedModule(nn.Module):
+        pass
+
+    with pytest.raises(SetupError, match=r"OptimizedModule\._orig_mod"):
+        unwrap(OptimizedModule())
+
+
+def test_ddp_without_its_sync_flag_fails_when_the_run_begins():
+    class DistributedDataParallel(nn.Module):
+        pass
+
+    with pytest.raises(SetupError, match=r"DistributedDataParallel\.require_backward_grad_sync"):
+        GradientSync([("", DistributedDataParallel())])
+
+
+class FakeParam:
+    _unsharded_param: Tensor
+
+    def __init__(self):
+        self.unsharded_accumulated_grad = torch.ones(1)
+
+
+class FakeRecord:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+class FSDPModule(nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self._state = state
+
+    def _get_fsdp_state(self):
+        return self._state
+
+    def reshard(self):
+        pass
+
+
+def run_state(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return RunState([("", module)], Optimizers([optimizer]), Schedulers([], []), None)
+
+
+class ParamWithoutGrad:
+    _unsharded_param: Tensor
+
+
+class ParamWithoutGathered:
+    unsharded_accumulated_grad = None
+
+
+@pytest.mark.parametrize(
+    ("state", "missing"),
+    [
+        (FakeRecord(), "_fsdp_param_groups"),
+        (FakeRecord(_fsdp_param_groups=[FakeRecord()]), "fsdp_params"),
+        (FakeRecord(_fsdp_param_group=FakeRecord()), "fsdp_params"),
+        (FakeRecord(_fsdp_param_groups=[FakeRecord(fsdp_params=[ParamWithoutGrad()])]), "unsharded_accumulated_grad"),
+        (FakeRecord(_fsdp_param_groups=[FakeRecord(fsdp_params=[ParamWithoutGathered()])]), "_unsharded_param"),
+    ],
+)
+def test_other_internals_of_fsdp2_fail_when_the_run_begins(state, missing):
+    with pytest.raises(SetupError, match=missing):
+        run_state(FSDPModule(state))
+
+
+def test_fsdp2_without_a_state_fails_when_the_run_begins(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
+    with pytest.raises(SetupError, match=r"FSDPModule\._get_fsdp_state"):
+        run_state(FSDPModule(None))
+
+
+@pytest.mark.parametrize("name", ["_fsdp_param_groups", "_fsdp_param_group"])
+def test_accumulated_gradients_are_dropped_with_one_group_for_each_module_or_several(name):
+    param = FakeParam()
+    group = FakeRecord(fsdp_params=[param])
+    module = FSDPModule(FakeRecord(**{name: [group] if name.endswith("s") else group}))
+    run_state(module)
+    torch_private.drop_accumulated_gradients(module)
+    assert param.unsharded_accumulated_grad is None
+
+
+class FakeDTensor:
+    def to_local(self):
+        return torch.ones(2)
+
+
+def test_dtensor_without_its_spec_or_local_tensor_fails():
+    with pytest.raises(SetupError, match=r"FakeDTensor\._spec"):
+        torch_private.shard_like(FakeDTensor(), torch.ones(2))
+    with pytest.raises(SetupError, match=r"FakeDTensor\._local_tensor"):
+        torch_private.inner_tensor(FakeDTensor())
+
+
+def test_device_mesh_without_its_root_fails():
+    with pytest.raises(SetupError, match=r"_rank_map and no .*_get_root_mesh"):
+        torch_private.mesh_slices(FakeRecord(mesh_dim_names=()))
+
+
+def test_missing_default_store_fails(monkeypatch):
+    monkeypatch.delattr(torch.distributed.distributed_c10d, "_get_default_store")
+    with pytest.raises(SetupError, match=r"_get_default_store"):
+        torch_private.default_store(torch.distributed)

@@ -16,8 +16,8 @@ from itertools import combinations
 import pytest
 from hypothesis import settings
 
-# The same examples in every run; twice as many in `make test-all`.
-settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=100)
+# The same examples in every run; more of them in `make test-all`.
+settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=60)
 settings.register_profile("all", settings.get_profile("quick"), max_examples=200)
 
 QUICK = "not slow and not soak"

@@ -16,6 +16,7 @@ from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
 
 from holdfast.core.record.journal import read
+from marks import slow
 
 VARIANT = "host"
 OPENING = (
@@ -84,7 +85,7 @@ def meet(lives: Server, references: Reference, case: Case, path: Path) -> str:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "count",
-    [8, pytest.param(40, marks=pytest.mark.slow), pytest.param(300, marks=pytest.mark.soak)],
+    [8, *slow(40), pytest.param(300, marks=pytest.mark.soak)],
 )
 def test_a_call_that_fails_costs_a_checkpoint_or_ends_the_life_and_never_the_run(
     count: int, lives: Server, references: Reference, tmp_path: Path
@@ -106,7 +107,7 @@ def test_no_error_of_the_system_comes_out_as_it_is(
 
 @pytest.mark.parametrize("how", ["EINTR", "SHORT"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("every", [3, *(pytest.param(every, marks=pytest.mark.slow) for every in (2, 5, 7))])
+@pytest.mark.parametrize("every", [3, *slow(2, 5, 7)])
 def test_interrupted_calls_and_short_writes_make_no_difference(
     how: str, late: bool, every: int, lives: Server, references: Reference, tmp_path: Path
 ) -> None:
@@ -121,7 +122,7 @@ def test_interrupted_calls_and_short_writes_make_no_difference(
     )
 
 
-FULL_AT = [n / 24 if n in (7, 19) else pytest.param(n / 24, marks=pytest.mark.slow) for n in range(1, 24, 2)]
+FULL_AT = [7 / 24, 19 / 24, *slow(*(n / 24 for n in range(1, 24, 2) if n not in (7, 19)))]
 """after which share of a run's file-system calls the disk is full"""
 
 

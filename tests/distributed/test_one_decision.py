@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from marks import slow
+
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [
-        ("ddp", 2),
-        pytest.param("fsdp", 2, marks=pytest.mark.slow),
-        pytest.param("tp", 2, marks=pytest.mark.slow),
-        ("fsdp_tp", 4),
-    ],
+    [("ddp", 2), ("fsdp_tp", 4), *slow(("fsdp", 2), ("tp", 2))],
 )
 def test_guarded_run_is_bit_identical_and_all_ranks_handle_a_fault_alike(run, kind, size):
     run(f"{kind}/agreement_programs.everything:{size}")

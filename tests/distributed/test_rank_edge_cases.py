@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 
+@pytest.mark.slow
 def test_run_on_slices_of_a_mesh_resumes_from_a_checkpoint_and_rolls_back_to_one(run):
     run("edge_case_programs.resume_and_roll_back_on_mesh_slices:4")
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from marks import slow
+
 
 @pytest.mark.parametrize(
     ("program", "size"),
     [
-        pytest.param("replicas", 2, marks=pytest.mark.slow),
         ("replicas", 4),
         ("persistent", 4),
         ("gradient", 2),
-        pytest.param("gradient", 4, marks=pytest.mark.slow),
         ("window", 2),
+        *slow(("replicas", 2), ("gradient", 4)),
     ],
 )
 def test_flipped_bit_in_one_replica_is_found_and_named_and_healed(run, program, size):

@@ -197,6 +197,7 @@ def test_a_loader_of_whole_batches(accumulate, tmp_path):
     assert_same_weights(models[0], model, exactly=accumulate == 1)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("faults", [[], [4, 5, 6]])
 def test_a_stock_loader_with_a_short_last_batch(drop_last, faults, tmp_path):
@@ -218,6 +219,7 @@ def test_a_stock_loader_with_a_short_last_batch(drop_last, faults, tmp_path):
 # ---- parts of a batch
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("parts", [1, 2, 4])
 def test_equal_parts_are_the_loop_written_by_hand(parts, accumulate, tmp_path):

@@ -10,6 +10,7 @@ from test_exact import at, quick
 import holdfast
 from holdfast.core.base.types import Finding, Severity
 from holdfast.runtime.snapshots.restore import Restorer
+from marks import slow
 
 
 def snapshots(guard):
@@ -50,7 +51,7 @@ class Late:
         pass
 
 
-@pytest.mark.parametrize("gate", ["host", "device"])
+@pytest.mark.parametrize("gate", ["host", *slow("device")])
 def test_a_divergence_found_350_steps_late_rolls_back_to_before_its_onset(gate, tmp_path):
     case = Case(optimizer="adamw_fused", shuffle="unique", epochs=60, max_steps=520, config={"detect": {"gate": gate}})
     run = case.guarded(tmp_path / "run", detectors=[Late(found=480, onset=130)])

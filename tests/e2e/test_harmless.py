@@ -9,6 +9,7 @@ import torch
 from cases import OPTIMIZERS, SCHEDULERS, Case, assert_same
 
 import holdfast
+from marks import slow
 
 # Plain torch leaves the momentum of fused SGD uninitialised when the first step overflows: nothing to compare with.
 FIRST_STEP_FITS = 256.0
@@ -154,12 +155,10 @@ SENSORS_OFF = {"update_spike": False, "advisory": False}
     [
         ("adamw", "fp32", "host"),
         ("adamw_foreach", "bf16", "host"),
-        ("adamw_fused", "fp16", "host"),
         ("adamw_fused", "fp16", "device"),
-        ("adamw_fused", "fp32", "device"),
-        ("nadam", "fp32", "host"),
-        ("rmsprop", "fp32", "host"),
         ("sgd", "fp32", "host"),
+        *slow(("adamw_fused", "fp16", "host"), ("adamw_fused", "fp32", "device")),
+        *slow(("nadam", "fp32", "host"), ("rmsprop", "fp32", "host")),
     ],
 )
 def test_sensing_more_or_less_changes_nothing(optimizer, precision, gate, accumulate, tmp_path):

@@ -257,6 +257,7 @@ CUT = holdfast.CutLR(factor=0.5, ramp_steps=6)
 CLIP = holdfast.TightenClip(max_norm=0.05, steps=5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("actions", [(CUT,), (CLIP,), (CUT, CLIP)])
 def test_an_intervention_alone_lets_a_landed_update_stand(gate, actions, tmp_path):
@@ -270,6 +271,7 @@ def test_an_intervention_alone_lets_a_landed_update_stand(gate, actions, tmp_pat
     assert_same(run, case.reference(run))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("actions", [(CUT,), (holdfast.Skip(), CUT), (CLIP, holdfast.Skip())])
 def test_an_intervention_comes_with_the_skip_of_a_vetoed_step(gate, actions, tmp_path):
@@ -345,6 +347,7 @@ def test_a_declared_shift_does_not_mute_nan(gate, tmp_path):
 # ---- what a loop may say and ask
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("where", ["inside", "after", "hook"])
 def test_stop_ends_after_the_current_step(gate, where, tmp_path):
@@ -457,6 +460,7 @@ def test_samples_can_be_quarantined_by_hand_for_this_life_and_the_next(tmp_path)
     assert sorted(seen) == [i for i in range(64) if i not in (3, 4, 60)]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("faults", [[], [2, 3, 7], [9], [10, 11]])
 def test_max_steps_counts_committed_steps_only(gate, faults, tmp_path):
@@ -517,6 +521,7 @@ def test_under_the_strict_preset_the_third_spike_stops_the_run(tmp_path):
     assert case.guarded(tmp_path / "default").actions() == ["skip"] * 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", ["nan", "garbage"])
 def test_data_that_stays_bad_stops_the_run_after_two_rollbacks(kind, gate, tmp_path):

@@ -502,6 +502,7 @@ class Bank(Net):
         return super().forward(x) + self.bank[:64].mean()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("faults", [[8], [20, 21, 22, 23, 24, 25]])
 def test_a_large_buffer_rebound_twice_a_step(gate, faults, tmp_path):

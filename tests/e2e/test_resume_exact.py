@@ -34,7 +34,16 @@ LOADERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("loader", "gate"), list(zip(LOADERS, itertools.cycle(["host", "device"]), strict=False)))
+SLOW_LOADERS = ("shuffle, drop_last", "generator", "shuffle, accumulated", "workers, generator", "persistent workers")
+
+
+def loaders():
+    """Every way to load, by turns under the one gate and the other."""
+    for loader, gate in zip(LOADERS, itertools.cycle(["host", "device"]), strict=False):
+        yield pytest.param(loader, gate, marks=[pytest.mark.slow] if loader in SLOW_LOADERS else [])
+
+
+@pytest.mark.parametrize(("loader", "gate"), list(loaders()))
 def test_resume_at_step_0_inside_an_epoch_and_at_its_end(loader, gate, tmp_path):
     """Five batches an epoch: steps 5 and 10 end one, where a step takes one batch."""
     r = simple(gate, **LOADERS[loader])
@@ -52,8 +61,11 @@ def ways():
     """Every recipe, by turns under the one gate and the other."""
     for make in made.HOST:
         yield pytest.param(make, "host", id=make.__name__)
-    for make, gate in zip(made.EITHER, itertools.cycle(["host", "device"]), strict=False):
-        yield pytest.param(make, gate, id=f"{make.__name__}-{gate}")
+    for number, make in enumerate(made.EITHER):
+        gate = ("host", "device")[number % 2]
+        # Rollbacks of all of them are quick tests in test_parts; they copy the same state.
+        marks = [pytest.mark.slow] if number % 4 > 1 else []
+        yield pytest.param(make, gate, id=f"{make.__name__}-{gate}", marks=marks)
 
 
 @pytest.mark.parametrize(("make", "gate"), list(ways()))
@@ -105,6 +117,7 @@ def test_numpy_may_draw_from_another_bit_generator(kind, tmp_path):
 # ---- several saves of one step
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("first", ["scheduled", "emergency"])
 def test_a_scheduled_and_an_emergency_save_at_the_same_step(first, gate, tmp_path):

@@ -141,6 +141,7 @@ def in_the_optimizer(parts):
     parts.optimizers[0].state[parts.model.idle] = {"step": torch.tensor(1.0), "exp_avg": bad, "exp_avg_sq": bad.clone()}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("memory", [True, False])
 @pytest.mark.parametrize(("break_it", "tensor"), [(in_a_parameter, "idle"), (in_the_optimizer, "exp_avg")])
 def test_a_save_of_non_finite_state_that_no_loss_shows(break_it, tensor, memory, tmp_path):

@@ -19,6 +19,7 @@ from test_exact import at
 
 import holdfast
 from holdfast.core.base.types import CutLR, Skip, TightenClip
+from marks import slow
 
 
 class Witness:
@@ -66,9 +67,8 @@ def check_the_rest_of(r: Recipe, whole, path) -> None:
 LINES = [
     ("a skip", "host", 3),
     ("a skip at an epoch's end", "device", 4),
-    ("a rollback", "host", 4),
     ("a rollback over an epoch border", "device", 5),
-    ("two rollbacks", "device", 9),
+    *slow(("a rollback", "host", 4), ("two rollbacks", "device", 9)),
 ]
 
 
@@ -82,7 +82,7 @@ def test_a_crash_after_the_lines_of_a_recovery(what, gate, every, tmp_path):
         check_the_rest_of(r, whole, path)
 
 
-@pytest.mark.parametrize(("what", "gate"), [("two rollbacks", "host"), ("a rollback", "device")])
+@pytest.mark.parametrize(("what", "gate"), [("a rollback", "device"), *slow(("two rollbacks", "host"))])
 def test_a_crash_in_the_ramp_and_after_it(what, gate, tmp_path):
     r = faulty(gate, FAULTS[what])
     last = FAULTS[what][-1]

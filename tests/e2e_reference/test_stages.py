@@ -47,6 +47,7 @@ def test_stopped_around_the_border_and_resumed_it_is_declared_once(stop_at, tmp_
     assert shifts(tmp_path) == shifts(tmp_path, "whole") == [(BORDER - 1, "data stage 1")]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize(
     ("fault", "margin", "back_to"),

@@ -118,6 +118,7 @@ def test_the_gpu_benchmark_runs_every_variant(tmp_path: Path) -> None:
     assert text.count("| tiny (") == len(comparing.VARIANTS)
 
 
+@pytest.mark.slow
 def test_a_variant_that_cannot_be_is_told_of_in_the_table_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_variant_that_cannot_be_is_told_of_in_the_table_and_the_others_are_mea
     assert overhead.main([*words, "--check"]) == 1, "a bar that was not measured is not passed"
 
 
+@pytest.mark.slow
 def test_compiled_and_other_optimizers_are_cases_of_their_own(tmp_path: Path) -> None:
     words = [*TINY, "--modes", "compile", "--backend", "eager", "--optimizers", "foreach", "sgd", "--variants", "guard"]
     status, found = run(overhead.main, words, tmp_path)
@@ -181,6 +183,7 @@ def test_over_the_budget_cases_are_left_out_and_named(tmp_path: Path) -> None:
     assert found["left_out"] == [{"case": "tiny eager fp32 fused", "why": "over the budget", "crashed": False}]
 
 
+@pytest.mark.slow
 def test_what_was_to_be_measured_and_was_not_has_not_passed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -203,6 +206,7 @@ def _after(times: int) -> Any:
     return over
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["guard", "snap50", "disk"])
 def test_a_guard_that_crashes_is_a_failure_with_or_without_bars(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -217,6 +221,7 @@ def test_a_guard_that_crashes_is_a_failure_with_or_without_bars(
     assert overhead.main([*TINY, "--variants", variant, "--check"]) == 1
 
 
+@pytest.mark.slow
 def test_a_peer_that_crashes_is_told_of_and_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crashes(self: Any, loss: Any, norm: Any) -> None:
         raise RuntimeError("broken")
@@ -227,6 +232,7 @@ def test_a_peer_that_crashes_is_told_of_and_no_failure(tmp_path: Path, monkeypat
     assert status == 0 and "broken" in found["cases"][0]["variants"]["item"]["failed"]
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_left_out_and_the_next_one_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def model(self: Training) -> Any:
         if self.optimizer == "fused":
@@ -242,6 +248,7 @@ def test_a_case_that_fails_is_left_out_and_the_next_one_runs(tmp_path: Path, mon
     assert left == {"case": "tiny eager fp32 fused", "why": "OutOfMemoryError: too large", "crashed": False}
 
 
+@pytest.mark.slow
 def test_a_case_that_crashes_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*TINY, "--modes", "eager", "compile", "--backend", "nonsense", "--variants", "guard"]
     status, found = run(overhead.main, words, tmp_path)
@@ -438,6 +445,7 @@ def test_a_real_profile_tells_the_model_from_the_rest() -> None:
 # ---- rollbacks
 
 
+@pytest.mark.slow
 def test_a_rollback_is_made_to_happen_and_timed(tmp_path: Path) -> None:
     found = rollback.rollback_case(tiny(), tmp_path)
     one = found["places"]["host"]
@@ -459,6 +467,7 @@ def test_a_rollback_below_its_share_is_a_problem() -> None:
 # ---- growth
 
 
+@pytest.mark.slow
 def test_growth_is_measured_over_parameters_and_tensors(tmp_path: Path) -> None:
     status, found = run(growth.main, ["--device", "cpu", "--quick", "--rounds", "1"], tmp_path)
     assert status == 0
@@ -519,6 +528,7 @@ def test_what_grows_with_the_steps_is_a_failure() -> None:
 # ---- on the CPU
 
 
+@pytest.mark.slow
 def test_the_cpu_benchmark_runs_and_says_what_a_step_really_took(tmp_path: Path) -> None:
     words = [
         "--targets",
@@ -565,6 +575,7 @@ def test_told_to_stop_nothing_further_begins(number: int) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_what_was_measured_on_the_cpu_is_shown_when_it_is_told_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -604,6 +615,7 @@ def test_what_was_measured_of_growth_is_shown_when_it_is_told_to_stop(
     assert growth.main(["--steps", "200", "--check"]) == 1, "not all was measured"
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_shown_when_it_is_told_to_stop(tmp_path):
     words = (
         "-m benchmarks.gpu.overhead --models tiny --device cpu --variants bare guard --rounds 100000 --steps 10 --json"

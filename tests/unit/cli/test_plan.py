@@ -245,6 +245,7 @@ def test_missing_and_wrong_are_told_together_and_each_once(holdfast):
     assert [error.split()[0] for error in answer.json["errors"]] == ["--save-cost", "--mtbf", "step", "restart:"]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "value",
     ["", " ", "x", "-1", "0", "0s", "1w", "1e3", "nan", "inf", "5 5", "9" * 400, "1h30m", "٣s", "1,5", "\x1b[2J"],

@@ -14,6 +14,7 @@ from made import healthy_loss, noise, run, table
 
 from holdfast.diagnosis.find import episodes, losses
 from holdfast.diagnosis.find.losses import Losses, _medians, _outliers, _stretches
+from marks import slow
 
 N = 260_000
 AT = 170_123
@@ -84,7 +85,10 @@ def found(made, monkeypatch, whole):
     return [(one.kind, one.first, one.last) for one in episodes.find(made)[0]]
 
 
-@pytest.mark.parametrize("name", MADE)
+QUICK = ("up for good", "gradient", "three")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MADE if name not in QUICK))])
 def test_stretches_give_the_episodes_that_row_by_row_gives(name, monkeypatch):
     columns, planted = MADE[name]()
     made = table(**columns)

@@ -47,6 +47,7 @@ def test_healthy_run_is_said_to_be_so(shown):
     assert "next: holdfast diagnose run.log --json" in text
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("leaf", CASES)
 @pytest.mark.parametrize("width", [40, 100])
 def test_every_case_can_be_shown(shown, leaf, width):

@@ -57,6 +57,7 @@ def uncollected():
     gc.enable()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("snapshots", [True, False], ids=["snapshots", "no snapshots"])
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_healthy_steps_leave_no_cycles(tmp_path, gate, snapshots, uncollected):
@@ -74,7 +75,7 @@ def test_healthy_steps_leave_no_cycles(tmp_path, gate, snapshots, uncollected):
     ("gate", "snapshots"),
     [
         pytest.param("host", True, id="host-snapshots", marks=pytest.mark.slow),
-        pytest.param("host", False, id="host-no snapshots"),
+        pytest.param("host", False, id="host-no snapshots", marks=pytest.mark.slow),
         pytest.param("device", True, id="device-snapshots"),
         pytest.param("device", False, id="device-no snapshots", marks=pytest.mark.slow),
     ],

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from holdfast.core.decide.corruption import ReplicaClass
 from holdfast.runtime.guard.guard import Guard, Wired
 from holdfast.runtime.ports.distributed_context import DistributedContext
+from marks import slow
 
 THOUSAND = [("host", 2, 450), ("device", 2, 450), ("host", 3, 60), ("device", 3, 60)]
 STEPS = 4
@@ -218,7 +219,7 @@ def silence():
     ("gate", "size", "count"),
     [
         *[("host", 2, 80), ("device", 2, 80), ("host", 3, 20), ("device", 3, 20)],
-        *[pytest.param(gate, size, count, marks=pytest.mark.slow) for gate, size, count in THOUSAND],
+        *slow(*THOUSAND),
     ],
 )
 def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, count):

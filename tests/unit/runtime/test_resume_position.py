@@ -31,6 +31,7 @@ from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.data.world import why_not_moved
 from holdfast.runtime.state.rng import Rng, RngState
+from marks import slow
 
 
 class Numbers(Dataset):
@@ -267,7 +268,11 @@ def test_resumed_anywhere_every_batch_and_every_stream_is_as_if_never_interrupte
 
 @pytest.mark.parametrize(
     "kind",
-    ["shuffle", "a generator", "with replacement, from a generator", "three passes from a generator", "distributed"],
+    [
+        "shuffle",
+        *slow("a generator", "with replacement, from a generator", "three passes from a generator"),
+        "distributed",
+    ],
 )
 def test_with_workers_what_was_asked_for_ahead_is_asked_for_again(kind):
     workers = {"num_workers": 2, "multiprocessing_context": "fork"}
@@ -378,6 +383,7 @@ def _timed(call: Any, time: Any) -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["shuffle", "a generator", "with replacement, from a generator"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_source_in_use_goes_back_to_what_was_saved(kind, workers):
@@ -494,6 +500,7 @@ def test_another_batch_size_goes_on_at_the_exact_next_sample(kind, after):
             assert "exact next one" in rest.notes[0]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
 @pytest.mark.parametrize("after", [4, 7])
 @pytest.mark.parametrize("cut", [0, 3, 8, 11, 16])

@@ -71,6 +71,7 @@ def test_goodput_is_what_a_simulated_run_has(costs, every):
     assert lost + costs.step_time / 2 == pytest.approx(expected.lost_per_failure, rel=0.02)
 
 
+@pytest.mark.slow
 def test_no_cadence_of_a_simulated_run_is_better_than_the_one_advised():
     costs = Costs(stall=20, restart=60, mtbf=2000, step_time=20)
     best = advise(costs).best.steps

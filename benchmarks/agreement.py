@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
-from benchmarks.blocks import write
+from benchmarks.blocks import cell, quartiles, write
 from benchmarks.options import count as above_zero
 from benchmarks.options import writable
 from holdfast.distributed.world import World
@@ -235,8 +235,8 @@ def launch(module: str, options: argparse.Namespace, names: Sequence[str], size:
                 rank.wait()
         if any(codes):
             raise SystemExit(f"{size} ranks ended with {codes}")
-        found: dict[str, Any] = json.loads((Path(name) / "result.json").read_text())
-        return found
+        result: dict[str, Any] = json.loads((Path(name) / "result.json").read_text())
+        return result
 
 
 def summary(one: dict[str, Any]) -> dict[str, Any]:
@@ -245,13 +245,6 @@ def summary(one: dict[str, Any]) -> dict[str, Any]:
     pairs = list(zip(times["bare"], times["guarded"], strict=True))
     series = {**times, "added": [g - b for b, g in pairs], "ratio": [g / b for b, g in pairs]}
     return {name: {"median": statistics.median(v), "quartiles": quartiles(v)} for name, v in series.items()}
-
-
-def quartiles(values: list[float]) -> list[float]:
-    if len(values) < 2:
-        return [values[0], values[0]]
-    cuts = statistics.quantiles(values, n=4, method="inclusive")
-    return [cuts[0], cuts[2]]
 
 
 def table(result: dict[str, Any]) -> str:
@@ -265,18 +258,13 @@ def table(result: dict[str, Any]) -> str:
     ]
     for one in runs:
         series = summary(one)
-        cells = [_cell(series[name]) for name in ("bare", "guarded", "added", "ratio", "inside", "gather")]
+        cells = [cell(series[name], 2) for name in ("bare", "guarded", "added", "ratio", "inside", "gather")]
         lines.append(f"| {one['ranks']} | {' | '.join(cells)} | {one['bytes']} |")
     lines += ["| collectives a step | bare | guarded |", "|---|---|---|"]
     for one in runs:
         for name, (bare, ours) in one["collectives"].items():
             lines.append(f"| {one['ranks']} ranks, {name} | {bare} | {ours} |")
     return "\n".join(lines)
-
-
-def _cell(stats: dict[str, Any]) -> str:
-    low, high = stats["quartiles"]
-    return f"{stats['median']:.2f} ({low:.2f} to {high:.2f})"
 
 
 def failures(result: dict[str, Any]) -> list[str]:

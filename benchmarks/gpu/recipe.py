@@ -184,10 +184,10 @@ class Mirror(World):
     def all_gather_rows(self, row: Tensor) -> Tensor:
         return World(0, 1).all_gather_rows(row).expand(2, -1).contiguous()
 
-    def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return World().all_gather_object(value) * 2
 
-    def broadcast_object(self, value: Any, seconds: float | None = None) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return World().broadcast_object(value)
 
 

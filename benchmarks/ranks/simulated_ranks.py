@@ -51,25 +51,22 @@ class SimulatedRanks(World):
         self.seconds += time.perf_counter() - began
         return rows
 
-    def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         return World().all_gather_object(value) * self.size
 
-    def broadcast_object(self, value: Any, seconds: float | None = None) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         return World().broadcast_object(value)
 
 
 class SimulatedGuard(holdfast.Guard):
     def __init__(self, ranks: SimulatedRanks, *args: Any, **options: Any) -> None:
-        self._ranks = ranks
+        self._simulated_ranks = ranks
         super().__init__(*args, **options)
 
     def _wire(self, run_dir: Any, config: Any) -> Wired:
-        size = self._ranks.size
-        return Wired(
-            run_dir,
-            DiskCheckpointStore(run_dir, World(), 60.0),
-            DistributedContext(self._ranks, MeshNorms(1), MeshReplicas(size)),
-        )
+        ranks = self._simulated_ranks
+        context = DistributedContext(ranks, MeshNorms(1), MeshReplicas(ranks.size))
+        return Wired(run_dir, DiskCheckpointStore(run_dir, World(), 60.0), context)
 
 
 class SimulatedRun:
@@ -80,13 +77,9 @@ class SimulatedRun:
         self._model = nn.Linear(8, 8)
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
         self._ranks = SimulatedRanks(size)
+        config = {"checkpoint": {"enabled": False}}
         self._guard = SimulatedGuard(
-            self._ranks,
-            self._model,
-            optimizer,
-            clip_grad_norm=1.0,
-            run_dir=folder,
-            config={"checkpoint": {"enabled": False}},
+            self._ranks, self._model, optimizer, clip_grad_norm=1.0, run_dir=folder, config=config
         )
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.blocks: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}

@@ -26,6 +26,7 @@ from holdfast.distributed.checkpoint.load import RankFileReader, read_tensors
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.tensors.inspect import checksums
+from holdfast.runtime.tensors.sharded import local
 
 SHAPES: dict[str, tuple[tuple[int, ...], int | None, torch.dtype]] = {
     "even": ((24, 6), 0, torch.float32),
@@ -64,19 +65,15 @@ def sharded(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         placements = [Replicate() if dim is None else Shard(dim)]
         # float8 has no kernels to slice it: slice its bytes.
         sliceable = value.view(torch.uint8) if value.dtype.itemsize == 1 else value
-        local = distribute_tensor(sliceable, mesh, placements, src_data_rank=None).to_local().view(value.dtype)
+        shard = distribute_tensor(sliceable, mesh, placements, src_data_rank=None).to_local().view(value.dtype)
         result[name] = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+            shard, mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
         )
     return result
 
 
 def is_private(name: str) -> bool:
     return name.startswith("own.")
-
-
-def local_of(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -87,7 +84,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def save(folder: Path, tensors: dict[str, Tensor], rank: int, size: int, parts: str = "{}") -> dict[str, FileSum]:
     folder.mkdir(exist_ok=True)
-    sums = checksums({n: local_of(t) for n, t in tensors.items()})
+    sums = checksums({n: local(t) for n, t in tensors.items()})
     return write_rank(folder, tensors, parts, rank=rank, size=size, sums=sums, is_private=is_private)
 
 
@@ -110,7 +107,7 @@ def check_loaded(back: dict[str, Tensor], targets: dict[str, Tensor], full: dict
             assert isinstance(back[name], DTensor), (where, name)
             assert back[name].placements == target.placements and back[name].device_mesh == target.device_mesh
             assert back[name].shape == target.shape
-            assert same(local_of(back[name]), local_of(target)), (where, name)
+            assert same(local(back[name]), local(target)), (where, name)
         else:
             assert type(back[name]) is Tensor and same(back[name], value), (where, name)
 
@@ -257,12 +254,11 @@ def load_trained(folder: Path, rank: int, size: int) -> None:
 def values_exchanged(folder: Path, rank: int, size: int) -> None:
     world = World.current()
     assert (world.rank, world.size) == (rank, size)
-    for each in (world, world.new_group()):
-        assert each.broadcast_object({"from": rank, "é": [1, None]}) == {"from": 0, "é": [1, None]}
-        values = each.all_gather_object({"rank": rank, "long": "x" * (1000 * rank), "nan": float("nan")}, seconds=30)
-        assert [(v["rank"], len(v["long"])) for v in values] == [(r, 1000 * r) for r in range(size)]
-        assert all(v["nan"] != v["nan"] for v in values)
-        each.barrier(30)
+    assert world.broadcast_object({"from": rank, "é": [1, None]}) == {"from": 0, "é": [1, None]}
+    values = world.all_gather_object({"rank": rank, "long": "x" * (1000 * rank), "nan": float("nan")})
+    assert [(v["rank"], len(v["long"])) for v in values] == [(r, 1000 * r) for r in range(size)]
+    assert all(v["nan"] != v["nan"] for v in values)
+    world.barrier(30)
 
 
 def missing_rank(folder: Path, rank: int, size: int) -> None:

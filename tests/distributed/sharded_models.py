@@ -119,12 +119,8 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tens
 def bit_identical(one: list[Tensor], other: list[Tensor]) -> bool:
     pairs = zip(one, other, strict=False)
     return len(one) == len(other) and all(
-        a.dtype == b.dtype and a.shape == b.shape and a.equal(b) and _signs(a, b) for a, b in pairs
+        a.dtype == b.dtype and a.shape == b.shape and a.equal(b) and a.signbit().equal(b.signbit()) for a, b in pairs
     )
-
-
-def _signs(a: Tensor, b: Tensor) -> bool:
-    return bool((a.signbit() == b.signbit()).all())
 
 
 @contextlib.contextmanager

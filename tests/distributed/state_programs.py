@@ -19,7 +19,7 @@ from sharded_models import (
     local_copy,
     local_state,
     no_collective,
-)
+)  # fmt: skip
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -48,10 +48,7 @@ def test_changed_world_size_batch_size_and_workers_continue_at_the_next_sample(r
 
 
 def test_killed_ranks_resume_from_the_newest_good_checkpoint_with_more_ranks(run, tmp_path):
-    legs = [
-        {"ranks": 2, "batch": 4, "workers": 0, "crash": 8},
-        {"ranks": 4, "batch": 5, "workers": 0},
-    ]
+    legs = [{"ranks": 2, "batch": 4, "workers": 0, "crash": 8}, {"ranks": 4, "batch": 5, "workers": 0}]
     run_legs(run, tmp_path, *legs)
     assert times_trained(tmp_path, 2) == dict.fromkeys(range(SAMPLES), 2)
     assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))

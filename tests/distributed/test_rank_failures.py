@@ -21,7 +21,7 @@ from holdfast.core.record.rank_records import rank_file
 
 PROGRAM = Path(__file__).with_name("watchdog_programs.py")
 RESTART, FAILED, KILLED = 75, 1, -signal.SIGKILL
-RunScenarios = Callable[..., None]
+Run = Callable[..., None]
 
 
 def start(arguments: list[str], log: Path, seconds: float) -> int:
@@ -40,7 +40,7 @@ def start(arguments: list[str], log: Path, seconds: float) -> int:
 
 
 @pytest.fixture
-def run_scenarios(tmp_path: Path) -> RunScenarios:
+def run_scenarios(tmp_path: Path) -> Run:
     def start_all(*scenarios: str) -> None:
         log = tmp_path / "log"
         status = start([str(PROGRAM), str(tmp_path), *scenarios], log, 150)
@@ -67,9 +67,7 @@ def log_of(folder: Path, rank: int) -> str:
     return (folder / f"rank_{rank}.err").read_text()
 
 
-def test_exception_on_one_rank_ends_all_ranks_and_each_records_the_cause(
-    run_scenarios: RunScenarios, tmp_path: Path
-) -> None:
+def test_exception_on_one_rank_ends_all_ranks_and_each_records_the_cause(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("forward:2", "backward:3", "update:2", "both:3", "hangs_on_exit:2")
     for scenario, culprit, statuses in (
         ("forward", 1, [RESTART, FAILED]),
@@ -100,9 +98,7 @@ def test_exception_on_one_rank_ends_all_ranks_and_each_records_the_cause(
     assert "failed, but its process was still running 0.5 s later; ending it now" in log_of(hung, 0)
 
 
-def test_ranks_exit_when_the_host_of_the_store_is_killed_or_stopped(
-    run_scenarios: RunScenarios, tmp_path: Path
-) -> None:
+def test_ranks_exit_when_the_host_of_the_store_is_killed_or_stopped(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("killed_in_forward:3", "killed_in_collective:3", "host_stops:2")
     in_forward = tmp_path / "killed_in_forward"
     assert exit_codes(in_forward) == [KILLED, RESTART, RESTART]
@@ -122,7 +118,7 @@ def test_ranks_exit_when_the_host_of_the_store_is_killed_or_stopped(
     assert "the process of rank 0, which hosts it, is stuck or cut off" in recorded[0]["error"]
 
 
-def test_rank_that_leaves_early_sleeps_or_is_stopped_is_named(run_scenarios: RunScenarios, tmp_path: Path) -> None:
+def test_rank_that_leaves_early_sleeps_or_is_stopped_is_named(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("leaves_early:2", "sleeps:3", "stops:3")
     early = tmp_path / "leaves_early"
     assert exit_codes(early) == [RESTART, RESTART]
@@ -140,9 +136,7 @@ def test_rank_that_leaves_early_sleeps_or_is_stopped_is_named(run_scenarios: Run
         assert all(events(folder, rank, "liveness") or events(folder, rank, "peer_failed") for rank in (0, 2))
 
 
-def test_healthy_run_exits_cleanly_and_its_forked_workers_post_nothing(
-    run_scenarios: RunScenarios, tmp_path: Path
-) -> None:
+def test_healthy_run_exits_cleanly_and_its_forked_workers_post_nothing(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("healthy:2")
     exits = json.loads((tmp_path / "healthy" / "exits.json").read_text())
     assert [status for status, _ in exits] == [0, 0], log_of(tmp_path / "healthy", 0) + log_of(tmp_path / "healthy", 1)

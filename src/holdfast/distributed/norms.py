@@ -34,7 +34,8 @@ class MeshNorms:
         rank. A share needs no collective unless gradients are still partial."""
         if not any(is_dtensor(p) for p in parameters):
             return self._local.gradient_norm(parameters, to_clip=to_clip)
-        gradients = [_dense(p.grad) for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         if to_clip:
             return Norm(_total_norm(gradients))
         return Norm(self._share([_without_partial(g) for g in gradients]), is_total=False)
@@ -104,10 +105,6 @@ def _by_mesh(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
     for value in tensors:
         groups.setdefault(value.device_mesh if is_dtensor(value) else None, []).append(value)
     return groups
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _without_partial(gradient: Tensor) -> Tensor:

@@ -48,7 +48,6 @@ class BlockedExchange(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     nth: int
     entered: int
-    step: int
 
 
 def truncate(text: str, limit: int = 2000) -> str:
@@ -66,11 +65,7 @@ def connect(store: Any) -> Any:
     # Try the port first: torch logs a page of C++ frames for each refused connection.
     socket.create_connection((store.host, store.port), _CONNECT_SECONDS).close()
     return TCPStore(
-        store.host,
-        store.port,
-        is_master=False,
-        timeout=timedelta(seconds=_CONNECT_SECONDS),
-        wait_for_workers=False,
+        store.host, store.port, is_master=False, timeout=timedelta(seconds=_CONNECT_SECONDS), wait_for_workers=False
     )
 
 

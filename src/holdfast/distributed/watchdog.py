@@ -54,7 +54,7 @@ class StoreWatchdog:
 
     def __init__(
         self,
-        world_rank: int,
+        rank: int,
         size: int,
         liveness: LivenessSection,
         *,
@@ -64,7 +64,7 @@ class StoreWatchdog:
         exit: Callable[[int], Any] = os._exit,
         clock: Clock | None = None,
     ) -> None:
-        self._rank = world_rank
+        self._rank = rank
         self._size = size
         self._config = liveness
         self._write_record = record
@@ -116,9 +116,7 @@ class StoreWatchdog:
 
     def begin_exchange(self) -> None:
         self._exchanges += 1
-        self._exchange = BlockedExchange(
-            rank=self._rank, nth=self._exchanges, entered=self._entered, step=self._step or 0
-        )
+        self._exchange = BlockedExchange(rank=self._rank, nth=self._exchanges, entered=self._entered)
 
     def end_exchange(self) -> None:
         self._exchange = None

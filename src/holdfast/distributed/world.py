@@ -17,15 +17,13 @@ from holdfast.core.base.errors import HoldfastError
 class World:
     """Implements Ranks. Objects are sent as JSON, never pickled; NaN and Infinity are allowed.
 
-    Every rank must make the same calls in the same order, and use a group from one thread only: another thread takes a
-    `new_group`. If a rank does not join a call, the others get a HoldfastError after `seconds`, or after the group's own
-    timeout. The group cannot be used after that.
+    Every rank must make the same calls in the same order, from one thread. If a rank does not join a call, the others get a
+    HoldfastError after the group's timeout. The group cannot be used after that.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
 
     @staticmethod
     def is_initialized() -> bool:
@@ -37,38 +35,30 @@ class World:
         """Return the ranks of torch.distributed's default group, or a single rank if it is not initialized."""
         return cls(dist.get_rank(), dist.get_world_size()) if cls.is_initialized() else cls()
 
-    def new_group(self, seconds: float = 600) -> World:
-        """Return the same ranks on a new gloo group, for calls from another thread. Every rank must call it."""
-        if self.size == 1:
-            return World()
-        timeout = timedelta(seconds=seconds)
-        group = self._checked("new_group", lambda: dist.new_group(backend="gloo", timeout=timeout))
-        return World(self.rank, self.size, group)
-
-    def broadcast_object(self, value: Any, seconds: float | None = None) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value on every rank. The values that other ranks pass are ignored."""
         if self.size == 1:
             return json.loads(json.dumps(value))
         encoded = _encode(value) if self.rank == 0 else None
-        length = self._tensor([0 if encoded is None else len(encoded)], torch.int64)
-        self._wait("broadcast", lambda: dist.broadcast(length, 0, group=self._group, async_op=True), seconds)
+        length = torch.tensor([0 if encoded is None else len(encoded)], device=collective_device())
+        self._checked("broadcast", lambda: dist.broadcast(length, 0))
         content = torch.empty(int(length), dtype=torch.uint8) if encoded is None else _byte_tensor(encoded)
-        content = content.to(collective_device(self._group))
-        self._wait("broadcast", lambda: dist.broadcast(content, 0, group=self._group, async_op=True), seconds)
+        content = content.to(collective_device())
+        self._checked("broadcast", lambda: dist.broadcast(content, 0))
         return _decode(content)
 
-    def all_gather_object(self, value: Any, seconds: float | None = None) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, on every rank."""
         if self.size == 1:
             return [json.loads(json.dumps(value))]
         encoded = _encode(value)
-        lengths = [self._tensor([0], torch.int64) for _ in range(self.size)]
-        length = self._tensor([len(encoded)], torch.int64)
-        self._wait("all_gather", lambda: dist.all_gather(lengths, length, group=self._group, async_op=True), seconds)
+        length = torch.tensor([len(encoded)], device=collective_device())
+        lengths = [torch.empty_like(length) for _ in range(self.size)]
+        self._checked("all_gather", lambda: dist.all_gather(lengths, length))
         longest = max(int(n) for n in lengths)
-        padded = _byte_tensor(encoded + bytes(longest - len(encoded))).to(collective_device(self._group))
+        padded = _byte_tensor(encoded + bytes(longest - len(encoded))).to(collective_device())
         values = [torch.empty_like(padded) for _ in range(self.size)]
-        self._wait("all_gather", lambda: dist.all_gather(values, padded, group=self._group, async_op=True), seconds)
+        self._checked("all_gather", lambda: dist.all_gather(values, padded))
         return [_decode(content[: int(n)]) for content, n in zip(values, lengths, strict=True)]
 
     def supports_device(self, device: torch.device) -> bool:
@@ -76,14 +66,14 @@ class World:
         too, but copies them through the host."""
         if self.size == 1:
             return True
-        backends = dict(each.split(":", 1) for each in dist.get_backend_config(self._group).split(","))
+        backends = dict(each.split(":", 1) for each in dist.get_backend_config().split(","))
         backend = backends.get(device.type)  # from "cpu:gloo,cuda:nccl"
         return backend is not None and (device.type == "cpu" or backend != "gloo")
 
     def all_gather_rows(self, row: Tensor) -> Tensor:
         """Return the rows of all ranks in rank order, as (size, len(row)) on the device of `row`, bit for bit."""
         rows = torch.empty(self.size * len(row), dtype=row.dtype, device=row.device)
-        self._checked("all_gather", lambda: _all_gather_single(rows, row, group=self._group))
+        self._checked("all_gather", lambda: _all_gather_single(rows, row))
         return rows.view(self.size, -1)
 
     def barrier(self, seconds: float) -> None:
@@ -91,20 +81,10 @@ class World:
         if self.size == 1:
             return
         timeout = timedelta(seconds=seconds)
-        if dist.get_backend(self._group) == "gloo":  # its monitored barrier names the missing rank
-            self._checked("barrier", lambda: dist.monitored_barrier(self._group, timeout, wait_all_ranks=True))
+        if dist.get_backend() == "gloo":  # its monitored barrier names the missing rank
+            self._checked("barrier", lambda: dist.monitored_barrier(None, timeout, wait_all_ranks=True))
         else:
-            self._wait("barrier", lambda: dist.barrier(group=self._group, async_op=True), seconds)
-
-    def _tensor(self, values: list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=collective_device(self._group))
-
-    def _wait(self, operation: str, launch: Callable[[], Any], seconds: float | None) -> None:
-        def run() -> None:
-            work = launch()
-            work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
-
-        self._checked(operation, run)
+            self._checked("barrier", lambda: dist.barrier(async_op=True).wait(timeout))
 
     def _checked(self, operation: str, call: Callable[[], Any]) -> Any:
         try:
@@ -120,9 +100,9 @@ _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_g
 """the name of the function depends on the torch version"""
 
 
-def collective_device(group: Any = None) -> torch.device:
-    """Return the device that the group's collectives take tensors on."""
-    if "nccl" in dist.get_backend(group):
+def collective_device() -> torch.device:
+    """Return the device that the default group's collectives take tensors on."""
+    if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -10,7 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.agreement import failures, quartiles, summary, table
+from benchmarks.agreement import failures, summary, table
+from benchmarks.blocks import quartiles
 
 
 def measured(**other: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from checkpoint_files import manifest_of, save
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
 from holdfast.distributed.checkpoint import rank_reader
-from holdfast.distributed.checkpoint.load import RankFileReader, metadata, read_parts, read_tensors
+from holdfast.distributed.checkpoint.load import RankFileReader, read_parts, read_tensors
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.runtime.tensors.inspect import checksums
 
@@ -167,7 +167,6 @@ def attempt(folder, manifest):
     for call in (
         lambda: read(folder, manifest, check=False),
         lambda: read(folder, manifest),
-        lambda: metadata(folder),
         lambda: read_parts(folder, 1),
         lambda: RankFileReader(folder).read_metadata(),
     ):
@@ -258,7 +257,7 @@ def test_chunks_must_cover_their_tensor_and_not_overlap(tmp_path, shape, chunks,
         (tmp_path / f"rank_{rank:05d}.json").write_text(json.dumps(index))
         (tmp_path / f"rank_{rank:05d}.bin").write_bytes(bytes(entry["bytes"]))
     if valid:
-        assert metadata(tmp_path).state_dict_metadata["w"].size == torch.Size(shape)
+        assert RankFileReader(tmp_path).read_metadata().state_dict_metadata["w"].size == torch.Size(shape)
     else:
         with pytest.raises(RunDirError, match="'w'"):
-            metadata(tmp_path)
+            RankFileReader(tmp_path).read_metadata()

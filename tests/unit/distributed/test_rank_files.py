@@ -16,7 +16,8 @@ from checkpoint_files import bits, is_private, same, save, tensors_of_every_dtyp
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.distributed.checkpoint import rank_reader, rank_writer
-from holdfast.distributed.checkpoint.load import RankFileReader, metadata, read_parts, read_tensors, world_size
+from holdfast.distributed.checkpoint.checkpoint_index import read_checkpoint_index
+from holdfast.distributed.checkpoint.load import RankFileReader, read_parts, read_tensors
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 
 
@@ -73,7 +74,7 @@ def test_parts_are_kept_verbatim_for_each_rank(tmp_path):
     text = '{"a": [1,  NaN, "\\u00e9 \\ud800 \\""], "b":1e400}\n'
     save(tmp_path, [{}, {}], parts=text)
     assert [read_parts(tmp_path, rank) for rank in (0, 1)] == [text, text]
-    assert world_size(tmp_path) == 2
+    assert read_checkpoint_index(tmp_path).world_size == 2
     with pytest.raises(RunDirError, match="rank_00002.json cannot be read"):
         read_parts(tmp_path, 2)
 
@@ -81,22 +82,6 @@ def test_parts_are_kept_verbatim_for_each_rank(tmp_path):
 def test_checkpoint_without_tensors_can_be_read(tmp_path):
     manifest = save(tmp_path, [{}], parts="[]")
     assert read_tensors(tmp_path, manifest, {}, rank=0, size=1) == {}
-
-
-def test_progress_is_reported_up_to_the_total(tmp_path, monkeypatch):
-    monkeypatch.setattr(rank_writer, "WRITE_BYTES", 1 << 20)
-    calls = []
-    write_rank(
-        tmp_path,
-        {"a": torch.zeros(1 << 20)},
-        "{}",
-        rank=0,
-        size=1,
-        sums={},
-        is_private=is_private,
-        progress=lambda done, total: calls.append((done, total)),
-    )
-    assert calls == [(n << 20, 4 << 20) for n in (1, 2, 3, 4)]
 
 
 # ---- several ranks
@@ -132,7 +117,7 @@ def test_torch_distributed_checkpoint_can_load_the_files(tmp_path):
     assert same(into["w"], tensors["w"])
     assert same(into["own.mean"], tensors["own.mean"])
     assert torch.equal(into["b"], tensors["b"].double())
-    assert set(metadata(tmp_path).state_dict_metadata) == set(tensors)
+    assert set(RankFileReader(tmp_path).read_metadata().state_dict_metadata) == set(tensors)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -158,9 +158,7 @@ class FrozenStore:
         return call
 
 
-def test_store_that_stops_answering_ends_the_rank_after_the_timeout(
-    start: Callable[..., WatchedRank],
-) -> None:
+def test_store_that_stops_answering_ends_the_rank_after_the_timeout(start: Callable[..., WatchedRank]) -> None:
     store = FrozenStore()
     local = start(policy=FAST, store=store)
     wait_until(lambda: store.store.check(["holdfast/s/ping/0"]))
@@ -257,7 +255,7 @@ def test_late_wrong_or_broken_ping_ends_the_rank(
         return work
 
     monkeypatch.setattr(pings.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(pings.dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(pings.dist, "get_backend", lambda: "gloo")
     local = start(policy=FAST)
     local.watchdog.ping(3)
     assert not local.watchdog._pings.any_pending

@@ -21,14 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from holdfast.core.base.durable import read_file, retry_interrupted, run_dir_error
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import Manifest
-from holdfast.distributed.checkpoint.rank_index import (
-    ChunkRecord,
-    RankIndex,
-    bin_name,
-    decode,
-    format_box,
-    index_name,
-)
+from holdfast.distributed.checkpoint.rank_index import ChunkRecord, RankIndex, bin_name, decode, format_box, index_name
 
 _MAX_INDEX_BYTES = 1 << 32
 

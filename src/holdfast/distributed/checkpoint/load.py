@@ -42,16 +42,6 @@ def read_parts(folder: Path, rank: int, manifest: Manifest | None = None) -> str
     return read_rank_index(folder, rank, manifest).parts
 
 
-def world_size(folder: Path, manifest: Manifest | None = None) -> int:
-    """Return the number of ranks that wrote the checkpoint."""
-    return read_rank_index(folder, 0, manifest).world
-
-
-def metadata(folder: Path, rank: int = 0) -> Metadata:
-    """Return what `rank` may load, as metadata for the planners of torch.distributed.checkpoint."""
-    return to_dcp_metadata(read_checkpoint_index(folder).loadable(rank))
-
-
 def read_tensors(
     folder: Path,
     manifest: Manifest,

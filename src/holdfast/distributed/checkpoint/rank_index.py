@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 import torch
+from torch import Tensor
 
 from holdfast.core.base.errors import RunDirError
 
@@ -25,28 +26,13 @@ MAX_DIMENSIONS = 64
 
 # A dtype name from a file is looked up here, never in torch.
 DTYPES: dict[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e4m3fnuz": torch.float8_e4m3fnuz,
-    "float8_e5m2": torch.float8_e5m2,
-    "float8_e5m2fnuz": torch.float8_e5m2fnuz,
-    "float8_e8m0fnu": torch.float8_e8m0fnu,
-    "complex128": torch.complex128,
-    "complex64": torch.complex64,
-    "complex32": torch.complex32,
-    "int64": torch.int64,
-    "int32": torch.int32,
-    "int16": torch.int16,
-    "int8": torch.int8,
-    "uint64": torch.uint64,
-    "uint32": torch.uint32,
-    "uint16": torch.uint16,
-    "uint8": torch.uint8,
-    "bool": torch.bool,
-}
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
+        torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.complex128, torch.complex64, torch.complex32,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -91,6 +77,13 @@ def bin_name(rank: int) -> str:
 
 def index_name(rank: int) -> str:
     return f"rank_{rank:05d}.json"
+
+
+@torch.no_grad()
+def byte_view(value: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor. The view is writable and keeps the tensor's memory alive."""
+    flat = value.detach().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
 
 
 def align(at: int) -> int:

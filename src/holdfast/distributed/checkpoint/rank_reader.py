@@ -12,8 +12,7 @@ from torch import Tensor
 
 from holdfast.core.base.durable import close, open_regular, retry_interrupted, run_dir_error
 from holdfast.core.base.errors import RunDirError
-from holdfast.distributed.checkpoint.rank_index import ChunkRecord, RankIndex, bin_name
-from holdfast.distributed.checkpoint.tensor_bytes import byte_view
+from holdfast.distributed.checkpoint.rank_index import ChunkRecord, RankIndex, bin_name, byte_view
 from holdfast.distributed.checkpoint.worker_queue import BackgroundCrc32
 from holdfast.runtime.tensors.inspect import checksums
 

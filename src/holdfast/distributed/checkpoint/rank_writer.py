@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from holdfast.core.base.durable import close, retry_interrupted, run_dir_error, write_all, write_file
@@ -21,16 +22,13 @@ from holdfast.distributed.checkpoint.rank_index import (
     RankIndex,
     align,
     bin_name,
+    byte_view,
     check_byte_order,
     encode,
     index_name,
 )
 from holdfast.distributed.checkpoint.shards import Chunk, IsPrivate, chunks_to_write
-from holdfast.distributed.checkpoint.tensor_bytes import byte_view, to_contiguous
 from holdfast.distributed.checkpoint.worker_queue import BackgroundCrc32, WorkerQueue
-
-Progress = Callable[[int, int], None]
-"""called with the bytes written so far, and the total"""
 
 WRITE_BYTES = 32 << 20
 """bytes a write"""
@@ -49,7 +47,6 @@ def write_rank(
     size: int,
     sums: Mapping[str, int] | Callable[[], Mapping[str, int]],
     is_private: IsPrivate,
-    progress: Progress | None = None,
     wait_for: Callable[[str], None] = lambda name: None,
 ) -> dict[str, FileSum]:
     """Write this rank's share into the existing `folder`. Return the two files' checksums when both are on disk.
@@ -67,13 +64,13 @@ def write_rank(
     for chunk in chunks_to_write(tensors, is_private, rank=rank, size=size):
         if not chunk.data.is_contiguous() or chunk.data.is_conj() or chunk.data.is_neg():
             wait_for(chunk.name)  # it is copied now
-        chunks.append(chunk._replace(data=to_contiguous(chunk.name, chunk.data)))
+        chunks.append(chunk._replace(data=_to_contiguous(chunk.name, chunk.data)))
     records = _lay_out(chunks)
     length = records[-1].at + records[-1].bytes if records else 0
     pieces = _pieces(records, [byte_view(chunk.data) for chunk in chunks], wait_for)
     path = folder / bin_name(rank)
     try:
-        crc = _write(path, pieces, length, progress)
+        crc = _write(path, pieces, length)
         checksums = sums() if callable(sums) else sums
         summed = tuple(msgspec.structs.replace(record, sum=checksums.get(record.name)) for record in records)
         parts_sum = zlib.crc32(parts.encode())
@@ -88,6 +85,16 @@ def write_rank(
         bin_name(rank): FileSum(length, str(crc)),
         index_name(rank): FileSum(len(content), f"sha256:{hashlib.sha256(content).hexdigest()}"),
     }
+
+
+@torch.no_grad()
+def _to_contiguous(name: str, value: Tensor) -> Tensor:
+    """Return the tensor in row-major order, without a copy if possible. RunDirError if it cannot be written as bytes."""
+    if value.device.type != "cpu":
+        raise RunDirError(f"{name} is on {value.device}, but only tensors on the host can be written: copy it first")
+    if value.dtype not in DTYPE_NAMES:
+        raise RunDirError(f"{name} is {value.dtype}, which a checkpoint cannot hold: convert it to another dtype")
+    return value.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _lay_out(chunks: list[Chunk]) -> list[ChunkRecord]:
@@ -135,7 +142,7 @@ def _pieces(
         yield memoryview(joined)
 
 
-def _write(path: Path, pieces: Iterator[memoryview], length: int, progress: Progress | None) -> BackgroundCrc32:
+def _write(path: Path, pieces: Iterator[memoryview], length: int) -> BackgroundCrc32:
     """Write and sync the file. Return its checksum, which another thread computes meanwhile."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = retry_interrupted(os.open, path, flags, 0o644)
@@ -150,8 +157,6 @@ def _write(path: Path, pieces: Iterator[memoryview], length: int, progress: Prog
                 if sync_queue is not None and unsynced >= EARLY_SYNC_BYTES:
                     sync_queue.put(descriptor)
                     unsynced = 0
-                if progress is not None:
-                    progress(done, length)
         retry_interrupted(os.fsync, descriptor)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -6,8 +6,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable
-from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 T = TypeVar("T")
 _CRC_BATCH_BYTES = 1 << 20
@@ -27,7 +26,7 @@ class WorkerQueue(Generic[T]):
         self._dropping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def __enter__(self) -> WorkerQueue[T]:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
@@ -36,13 +35,11 @@ class WorkerQueue(Generic[T]):
             raise self._error
         self._queue.put(item)
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *details: Any) -> None:
         self._dropping = error_type is not None
         self._queue.put(None)
         self._thread.join()
-        if self._error is not None and error is None:
+        if self._error is not None and error_type is None:
             raise self._error
 
     def _run(self) -> None:
@@ -55,38 +52,32 @@ class WorkerQueue(Generic[T]):
                 self._error = error
 
 
-class BackgroundCrc32:
+class BackgroundCrc32(WorkerQueue[list[memoryview]]):
     """Computes the CRC-32 of pieces in the given order on a second thread; zlib releases the GIL while it computes.
 
     The memory of a piece must not change inside the `with` block. After the block `str()` returns the checksum.
     """
 
     def __init__(self) -> None:
+        super().__init__(self._update, 4, "holdfast-crc")
         self._value = 0
-        self._worker: WorkerQueue[list[memoryview]] = WorkerQueue(self._update, 4, "holdfast-crc")
         self._batch: list[memoryview] = []
         self._batch_bytes = 0
-
-    def __enter__(self) -> BackgroundCrc32:
-        self._worker.__enter__()
-        return self
 
     def add(self, piece: memoryview) -> None:
         """Add the next piece. Small ones are batched: waking the thread costs more than the checksum of a bias."""
         self._batch.append(piece)
         self._batch_bytes += len(piece)
         if self._batch_bytes >= _CRC_BATCH_BYTES:
-            self._worker.put(self._batch)
+            self.put(self._batch)
             self._batch, self._batch_bytes = [], 0
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *details: Any) -> None:
         try:
             if error_type is None:
-                self._worker.put(self._batch)
+                self.put(self._batch)
         finally:
-            self._worker.__exit__(error_type, error, trace)
+            super().__exit__(error_type, *details)
 
     def _update(self, pieces: list[memoryview]) -> None:
         for piece in pieces:

@@ -23,20 +23,16 @@ class Ranks(Protocol):
 
     def supports_device(self, device: torch.device) -> bool:
         """Return whether `all_gather_rows` takes a tensor on `device` without blocking the host."""
-        ...
 
     def all_gather_rows(self, row: Tensor) -> Tensor:
         """Return the float64 rows of all ranks in rank order, as (size, len(row)) on the device of `row`, bit for bit.
         On a GPU the call is only enqueued: the host does not wait."""
-        ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks in rank order."""
-        ...
 
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of rank 0."""
-        ...
 
 
 class SingleRank:
@@ -92,35 +88,27 @@ class RankWatchdog(Protocol):
 
     def start(self) -> None:
         """Begin watching: the run is open on this rank."""
-        ...
 
     def enter_step(self, step: int) -> None:
         """Note that the training thread is in the forward or backward pass of `step`."""
-        ...
 
     def leave_step(self) -> None:
         """Note that the training thread is between two steps."""
-        ...
 
     def begin_exchange(self) -> None:
         """Note that the training thread waits for all other ranks to join an exchange of objects."""
-        ...
 
     def end_exchange(self) -> None:
         """Note that the exchange is complete."""
-        ...
 
     def ping(self, step: int) -> None:
         """Launch a small collective with a time limit every [liveness] every_steps steps. All ranks call it in each step."""
-        ...
 
     def report_failure(self, error: BaseException, step: int, where: str) -> None:
         """Report to the other ranks, which may wait for this one, that it cannot continue. Takes at most a few seconds."""
-        ...
 
     def wait_for_others_to_finish(self, step: int) -> None:
         """Report that this rank left its loop after `step` committed steps. Wait, with a time limit, for the others."""
-        ...
 
     def close(self) -> None: ...
 

@@ -16,7 +16,6 @@ class Replicas(Protocol):
     def classes(self, tensors: Mapping[str, Tensor]) -> list[ReplicaClass]:
         """Return the tensors, grouped by which ranks hold equal copies. Every rank computes the same groups, without
         communication."""
-        ...
 
 
 class SingleProcessReplicas:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.detectors.corpus import CONFIDENT, folder, lines
 from holdfast.core.base.errors import LogRefused
-from holdfast.diagnosis.diagnose import Report, diagnose
+from holdfast.diagnosis.diagnose import DiagnosisReport, diagnose
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.model.table import Table
 
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     file: str
     label: dict[str, Any]
     group: str
-    report: Report
+    report: DiagnosisReport
     interval: float
     length: float
 

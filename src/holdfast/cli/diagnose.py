@@ -15,12 +15,12 @@ from rich.status import Status
 from holdfast.cli.output import Json, console, emit
 from holdfast.core.base.errors import ConfigError, LogRefused
 from holdfast.core.record.rundir import write_atomically
-from holdfast.diagnosis.diagnose import SCHEMA_VERSION, Report
+from holdfast.diagnosis.diagnose import SCHEMA_VERSION, DiagnosisReport
 from holdfast.diagnosis.diagnose import diagnose as judge
 from holdfast.diagnosis.importers import FORMATS, read
 from holdfast.diagnosis.model.table import COLUMNS, Table
 from holdfast.diagnosis.postmortem import build
-from holdfast.diagnosis.tree.kinds import INCIDENTS
+from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.reports import markdown, terminal
 from holdfast.reports.clean import clean
 
@@ -81,7 +81,7 @@ def diagnose(
         raise ConfigError([f"--format {format}: no such format; the formats are {', '.join(FORMATS)}"], "diagnose")
     if output is not None and not postmortem:
         raise ConfigError(["-o needs --postmortem; write: holdfast diagnose PATH --postmortem -o FILE.md"], "diagnose")
-    reports: list[Report] = []
+    reports: list[DiagnosisReport] = []
     refusals: list[RefusedLog] = []
     texts: list[str] = []
     out = console()
@@ -89,12 +89,12 @@ def diagnose(
         if isinstance(outcome, RefusedLog):
             refusals.append(outcome)
             if not as_json:
-                terminal.refused(console(stderr=True), *outcome)
+                terminal.show_refusal(console(stderr=True), *outcome)
             continue
         table, report = outcome
         reports.append(report)
         if output is not None:
-            texts.append(markdown.postmortem(build(table, report)))
+            texts.append(markdown.render_postmortem(build(table, report)))
         elif not as_json and postmortem:
             terminal.show_postmortem(out, build(table, report))
         elif not as_json:
@@ -115,7 +115,7 @@ def diagnose(
 
 def _diagnose_all(
     paths: list[Path], names: dict[str, str], format: str | None
-) -> Iterator[tuple[Table, Report] | RefusedLog]:
+) -> Iterator[tuple[Table, DiagnosisReport] | RefusedLog]:
     for path in paths:
         with _progress(path):
             try:
@@ -153,8 +153,8 @@ def _parse_mapping(words: list[str]) -> dict[str, str]:
 
 
 def _parse_kinds(words: list[str]) -> set[str]:
-    wrong = [word for word in words if word != "any" and word not in INCIDENTS]
+    wrong = [word for word in words if word != "any" and word not in INCIDENT_KINDS]
     if wrong:
-        known = ", ".join(["any", *INCIDENTS])
+        known = ", ".join(["any", *INCIDENT_KINDS])
         raise ConfigError([f"--fail-on {word}: no such kind; the kinds are {known}" for word in wrong], "diagnose")
     return set(words)

@@ -16,8 +16,8 @@ from holdfast.cli.output import Json, console, emit, titled_table
 from holdfast.core.base.errors import RunDirError
 from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.rundiff import curves
-from holdfast.diagnosis.rundiff.report import Report
-from holdfast.diagnosis.rundiff.side import Side
+from holdfast.diagnosis.rundiff.report import DiffReport
+from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _HEIGHT = 10
@@ -51,7 +51,7 @@ def diff(
         _print_report(console(), report, a, b)
 
 
-def _print_report(out: Console, report: Report, a: Side, b: Side) -> None:
+def _print_report(out: Console, report: DiffReport, a: ComparedRun, b: ComparedRun) -> None:
     """Print verdict, picture, suspects, what could not be compared, and what to do."""
     out.print(_text(report.verdict.text, "bold"))
     out.print()
@@ -72,16 +72,16 @@ def _print_report(out: Console, report: Report, a: Side, b: Side) -> None:
     out.print(_text(f"next: {report.next}"), soft_wrap=True)
 
 
-def _picture(report: Report, a: Side, b: Side, width: int) -> Text | None:
+def _picture(report: DiffReport, a: ComparedRun, b: ComparedRun, width: int) -> Text | None:
     """Draw both losses over the steps of A; B at the step where it had seen as much data."""
-    pair = curves.pair(a, b, "loss", report.axis)
+    pair = curves.smooth_pair(a, b, "loss", report.axis)
     if pair is None:
         return None
     last = int(curves.step_at(a, report.axis, float(pair.a.x[-1])))
     settled = [float(v) for s in (pair.a, pair.b) for v in s.values[len(s.values) // 20 :]]
     chart = Chart(max(1, last), _COLOURS, top=max(settled))
     for name, smooth in (("A", pair.a), ("B", pair.b)):
-        for x, value in curves.joined(smooth, 2 * width):
+        for x, value in curves.interpolate(smooth, 2 * width):
             chart.add(name, max(1, int(curves.step_at(a, report.axis, x))), value)
     picture = chart.render(width, _HEIGHT)
     note = f"loss, medians of {len(pair.a.x)} stretches at equal {report.axis}, over the steps of A"
@@ -94,7 +94,7 @@ def _text(words: str, style: str = "default") -> Text:
     return Text("".join(letter if letter.isprintable() else "?" for letter in words), style=style)
 
 
-def _suspects(report: Report) -> Table | None:
+def _suspects(report: DiffReport) -> Table | None:
     if not report.suspects:
         return None
     table = titled_table("suspects", "score", "what", "why", "what it explains")
@@ -104,7 +104,7 @@ def _suspects(report: Report) -> Table | None:
     return table
 
 
-def _curves(report: Report) -> Table | None:
+def _curves(report: DiffReport) -> Table | None:
     if not report.curves:
         return None
     table = titled_table(
@@ -118,7 +118,7 @@ def _curves(report: Report) -> Table | None:
     return table
 
 
-def _evals(report: Report) -> Table | None:
+def _evals(report: DiffReport) -> Table | None:
     evals = [e for e in report.evals if e.a is not None or e.b is not None]
     if not evals:
         return None
@@ -131,7 +131,7 @@ def _evals(report: Report) -> Table | None:
     return table
 
 
-def _settings(report: Report) -> Table | None:
+def _settings(report: DiffReport) -> Table | None:
     if not report.settings:
         return None
     table = titled_table("settings that differ", "setting", "A", "B")
@@ -147,7 +147,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _print_not_compared(out: Console, report: Report) -> None:
+def _print_not_compared(out: Console, report: DiffReport) -> None:
     lines = [f"{m.name}: {m.why}" for m in report.not_compared]
     lines += [f"{name}: {limit}" for name, run in (("A", report.a), ("B", report.b)) for limit in run.limits]
     if report.axis_note:

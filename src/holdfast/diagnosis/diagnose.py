@@ -1,25 +1,23 @@
-"""From a table to a report: incidents with their verdicts, notes, and what the log could not show."""
+"""Turns a table into a report: incidents with their verdicts, notes, and the limits of the log."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import msgspec
 import numpy as np
 
-from holdfast.diagnosis.find import episodes, hang, memory, recorded, throughput
-from holdfast.diagnosis.model.answers import number
-from holdfast.diagnosis.model.episode import Episode, Note
-from holdfast.diagnosis.model.own_journal import Journal, open_journal
+from holdfast.diagnosis.find import episodes, hang, journal_incidents, memory, throughput
+from holdfast.diagnosis.model.answers import fmt_steps
+from holdfast.diagnosis.model.episode import INCIDENT_KINDS, Episode
+from holdfast.diagnosis.model.run_journal import RunJournal, read_run_journal
 from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.tree import walk
-from holdfast.diagnosis.tree.kinds import INCIDENTS
-from holdfast.diagnosis.tree.load import Tree
-from holdfast.diagnosis.tree.load import tree as load
+from holdfast.diagnosis.tree.load import DecisionTree, load_tree
 
 SCHEMA_VERSION = 1
-MOST_FINDINGS = 5
+MAX_FINDINGS = 5
+_MAX_COLUMNS = 12
 
 
 class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +26,7 @@ class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindingLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a detector saw, and how many steps after its onset."""
+    """Holds what a detector reported, and how many steps after the onset."""
 
     detector: str
     step: int
@@ -36,10 +34,10 @@ class FindingLine(msgspec.Struct, frozen=True, kw_only=True):
     message: str
 
 
-class Verdict(msgspec.Struct, kw_only=True):
-    """One incident: what, from where to where, why, how sure, and what next.
+class IncidentVerdict(msgspec.Struct, kw_only=True):
+    """Holds one incident: kind, window, cause, confidence, evidence, and the next action.
 
-    `confidence` is in the whole claim: the kind, and the cause where one is named. `detected` is in the kind alone.
+    `confidence` covers the whole claim: the kind, and the cause if one is named. `detected` covers the kind alone.
     """
 
     kind: str
@@ -54,22 +52,22 @@ class Verdict(msgspec.Struct, kw_only=True):
     status: str
     confirm: str
     unchecked: list[str]
-    trail: list[walk.Step]
+    trail: list[walk.TrailStep]
     rivals: list[walk.Rival]
-    """other causes of the same kind that the answers leave standing, the likeliest first"""
+    """other possible causes of the same kind, most likely first"""
     findings: list[FindingLine]
     detected: float
     row_start: int
     row_end: int
-    """rows of the table; the step alone is ambiguous where a run went back"""
+    """rows of the table: a step is ambiguous if the run went back"""
     incident: int | None = None
-    """its number in the journal, if Holdfast met it while the run went on"""
+    """its number in the journal, if Holdfast handled it online"""
     state: str = ""
-    """of an incident in the journal: open, closed (dealt with) or stopped"""
+    """state of a journal incident: open, closed or stopped"""
 
 
 class NoteLine(msgspec.Struct, kw_only=True):
-    """What looks like trouble and is not, or is worth knowing and no incident."""
+    """Holds an observation that is not an incident."""
 
     kind: str
     step_start: float
@@ -81,77 +79,76 @@ class NoteLine(msgspec.Struct, kw_only=True):
     confidence: float | None = None
 
 
-class Report(msgspec.Struct, kw_only=True):
-    """Everything a log says, and what it cannot."""
+class DiagnosisReport(msgspec.Struct, kw_only=True):
+    """Holds the diagnosis of one run."""
 
     schema_version: int = SCHEMA_VERSION
     path: str
     format: str
     points: int
     limits: list[LimitLine]
-    verdicts: list[Verdict]
+    verdicts: list[IncidentVerdict]
     notes: list[NoteLine]
     summary: str
 
 
-def diagnose(table: Table, tree: Tree | None = None) -> Report:
-    """Every incident of a run, each with its own verdict and window; a healthy run has none."""
-    tree = tree or load()
-    found, notes = episodes.find(table)
-    found = [*found, *machine(table, tree)]
-    journal = open_journal(table.path)
-    verdicts = _recorded(tree, table, journal, found)
-    lines = [*_incidents(table, journal, verdicts), *(_note(note) for note in notes)]
+def diagnose(table: Table, tree: DecisionTree | None = None) -> DiagnosisReport:
+    """Diagnose a run. Each incident gets its own verdict and window; a healthy run has no verdict."""
+    tree = tree or load_tree()
+    found, curve_notes = episodes.find(table)
+    found = [*found, *find_machine_episodes(table, tree)]
+    journal = read_run_journal(table.path)
+    verdicts = _journal_verdicts(tree, table, journal, found)
+    notes = _journal_notes(journal, {verdict.incident for verdict in verdicts})
+    notes += [NoteLine(kind=n.kind, step_start=n.start, step_end=n.end, text=n.text) for n in curve_notes]
     for episode in found:
-        walked = walk.walk(tree, table, episode)
-        if walked.leaf.incident:
-            verdicts.append(_verdict(episode, walked))
+        conclusion = walk.walk(tree, table, episode)
+        if conclusion.leaf.incident:
+            verdicts.append(_verdict(episode, conclusion))
         else:
-            lines.append(_leaf_note(walked, episode.kind, episode.start, episode.end))
+            notes.append(_leaf_note(conclusion, episode.kind, episode.start, episode.end))
     verdicts.sort(key=lambda v: (v.row_start, v.row_end))
-    lines += _rules(tree, table, verdicts, {line.kind for line in lines})
-    return Report(
+    notes += _rule_notes(tree, table, verdicts, {note.kind for note in notes})
+    return DiagnosisReport(
         path=table.path,
         format=table.format,
         points=len(table),
         limits=[LimitLine(code=limit.code, text=limit.text) for limit in table.limits],
         verdicts=verdicts,
-        notes=lines,
+        notes=notes,
         summary=_summary(table, verdicts),
     )
 
 
-def machine(table: Table, tree: Tree) -> list[Episode]:
-    """Incidents of memory, ranks and speed."""
-    leak, apart = tree.thresholds("allocated_rises"), tree.thresholds("reserved_grows_apart")
-    slower, straggler = tree.thresholds("steps_slower"), tree.thresholds("one_rank_slow")
-    with np.errstate(all="ignore"):  # logs hold values at the edge of what a float can
+def find_machine_episodes(table: Table, tree: DecisionTree) -> list[Episode]:
+    """Return the episodes of memory, ranks and speed."""
+    with np.errstate(all="ignore"):  # logs hold values near the limits of a float
         return [
-            *memory.find(table, leak, apart),
+            *memory.find(table, tree.thresholds("allocated_rises"), tree.thresholds("reserved_grows_apart")),
             *hang.find(table),
-            *throughput.find(table, slower, straggler),
+            *throughput.find(table, tree.thresholds("steps_slower"), tree.thresholds("one_rank_slow")),
         ]
 
 
-def _verdict(episode: Episode, walked: walk.Walked) -> Verdict:
-    return Verdict(
+def _verdict(episode: Episode, conclusion: walk.Conclusion) -> IncidentVerdict:
+    return IncidentVerdict(
         kind=episode.kind,
-        cause=walked.leaf.cause,
+        cause=conclusion.leaf.cause,
         step_start=episode.start,
         step_end=episode.end,
-        confidence=walked.confidence,
-        evidence=walked.evidence or [INCIDENTS.get(episode.kind, episode.kind)],
-        against=walked.against,
-        action=walked.action,
-        leaf=walked.id,
-        status=walked.leaf.status,
-        confirm=walked.confirm,
-        unchecked=walked.unchecked,
-        trail=walked.trail,
-        rivals=walked.rivals,
+        confidence=conclusion.confidence,
+        evidence=conclusion.evidence or [INCIDENT_KINDS.get(episode.kind, episode.kind)],
+        against=conclusion.against,
+        action=conclusion.action,
+        leaf=conclusion.id,
+        status=conclusion.leaf.status,
+        confirm=conclusion.confirm,
+        unchecked=conclusion.unchecked,
+        trail=conclusion.trail,
+        rivals=conclusion.rivals,
         findings=[
             FindingLine(detector=f.detector, step=f.step, late=f.step - f.onset, message=f.message)
-            for f in episode.findings[:MOST_FINDINGS]
+            for f in episode.findings[:MAX_FINDINGS]
         ],
         detected=round(episode.confidence, 3),
         row_start=episode.first,
@@ -159,108 +156,105 @@ def _verdict(episode: Episode, walked: walk.Walked) -> Verdict:
     )
 
 
-def _recorded(tree: Tree, table: Table, journal: Journal, found: list[Episode]) -> list[Verdict]:
-    """What Holdfast met and dealt with itself, but for what the curve shows too."""
+def _journal_verdicts(
+    tree: DecisionTree, table: Table, journal: RunJournal, found: list[Episode]
+) -> list[IncidentVerdict]:
+    """Judge the incidents that Holdfast handled online, except those the curve shows too."""
     verdicts = []
-    for incident in recorded.find(table, journal):
+    for incident in journal_incidents.find(table, journal):
         episode, line = incident.episode, incident.line
         if any(e.kind == episode.kind and e.start <= episode.end and e.end >= episode.start for e in found):
             continue
-        walked = walk.walk(tree, incident.table, episode)
-        if not walked.leaf.incident:
+        conclusion = walk.walk(tree, incident.table, episode)
+        if not conclusion.leaf.incident:
             continue
-        verdict = _verdict(episode, walked)
+        verdict = _verdict(episode, conclusion)
         verdict.incident, verdict.state = line.number, line.state
         verdict.row_start = verdict.row_end = incident.row
-        verdict.evidence.append(f"incident {line.number} of the journal, {line.state}: {_counted(line.actions)}")
+        verdict.evidence.append(f"incident {line.number} of the journal, {line.state}: {_count(line.actions)}")
         verdicts.append(verdict)
     return verdicts
 
 
-def _incidents(table: Table, journal: Journal, verdicts: list[Verdict]) -> list[NoteLine]:
-    """Incidents of the journal that are no verdict of their own: observed only, or of no kind that the tree knows."""
-    summary = journal.summary()
-    said = {verdict.incident for verdict in verdicts}
+def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLine]:
+    """Note the journal incidents without a verdict: observed only, or of a kind that the tree does not know."""
     return [
         NoteLine(
             kind=f"incident_{line.state}",
             step_start=float(line.onset),
             step_end=float(line.step),
-            text=f"incident {line.number} of the journal: {line.kind}; done: {_counted(line.actions)}; {line.state}",
+            text=f"incident {line.number} of the journal: {line.kind}; actions: {_count(line.actions)}; {line.state}",
         )
-        for line in (summary.incidents if summary else [])
-        if line.number not in said
+        for line in journal.incidents
+        if line.number not in judged
     ]
 
 
-def seen(table: Table, verdict: Verdict) -> tuple[Table, Verdict]:
-    """The table and rows in which a verdict's incident is to be seen: what Holdfast vetoed is not in the run's own."""
-    if verdict.incident is None:
-        return table, verdict
-    journal = open_journal(table.path)
-    summary = journal.summary()
-    line = next((one for one in (summary.incidents if summary else []) if one.number == verdict.incident), None)
-    incident = None if line is None else recorded.view(table, line, journal)
+def restored_view(table: Table, verdict: IncidentVerdict) -> tuple[Table, IncidentVerdict]:
+    """Return the table and rows that show a verdict's incident: the run's own table lacks vetoed and undone rows."""
+    journal = read_run_journal(table.path)
+    line = next((line for line in journal.incidents if line.number == verdict.incident), None)
+    incident = None if line is None else journal_incidents.restore(table, line, journal)
     if incident is None:
         return table, verdict
     rows = {"row_start": incident.episode.first, "row_end": incident.episode.last}
     return incident.table, msgspec.structs.replace(verdict, **rows)
 
 
-def _counted(actions: list[str]) -> str:
-    return ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(actions).items()) or "nothing"
+def _count(actions: list[str]) -> str:
+    return ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(actions).items()) or "none"
 
 
-def _note(note: Note) -> NoteLine:
-    return NoteLine(kind=note.kind, step_start=note.start, step_end=note.end, text=note.text)
-
-
-def _leaf_note(walked: walk.Walked, kind: str, start: float, end: float) -> NoteLine:
+def _leaf_note(conclusion: walk.Conclusion, kind: str, start: float, end: float) -> NoteLine:
     return NoteLine(
         kind=kind,
         step_start=start,
         step_end=end,
-        text=f"{walked.leaf.cause}. {'; '.join(walked.evidence)}",
-        action=walked.action,
-        confirm=walked.confirm,
-        leaf=walked.id,
-        confidence=walked.confidence,
+        text=f"{conclusion.leaf.cause}. {'; '.join(conclusion.evidence)}",
+        action=conclusion.action,
+        confirm=conclusion.confirm,
+        leaf=conclusion.id,
+        confidence=conclusion.confidence,
     )
 
 
-def _rules(tree: Tree, table: Table, verdicts: list[Verdict], said: set[str]) -> list[NoteLine]:
-    """The rules that fire, but for those that a verdict or an earlier note has said already."""
+def _rule_notes(
+    tree: DecisionTree, table: Table, verdicts: list[IncidentVerdict], noted_kinds: set[str]
+) -> list[NoteLine]:
+    """Note the whole-run rules that fire, except those that repeat a verdict or a note."""
     if not len(table):
         return []
-    said = said | {verdict.leaf for verdict in verdicts}
+    repeated = noted_kinds | {verdict.leaf for verdict in verdicts}
     causes = {verdict.cause for verdict in verdicts}
     start, end = float(table.step[0]), float(table.step[-1])
     return [
-        _leaf_note(walked, walked.leaf.kinds[0], start, end)
-        for walked in walk.check(tree, table)
-        if walked.leaf.kinds[0] not in said and walked.leaf.cause not in causes
+        _leaf_note(conclusion, conclusion.leaf.kinds[0], start, end)
+        for conclusion in walk.check_rules(tree, table)
+        if conclusion.leaf.kinds[0] not in repeated and conclusion.leaf.cause not in causes
     ]
 
 
-def gravity(table: Table, verdict: Verdict) -> tuple[bool, bool, float]:
-    """For sorting: what nobody dealt with, what the run ended in, and what is sure, weigh most."""
+def severity_key(table: Table, verdict: IncidentVerdict) -> tuple[bool, bool, float]:
+    """Return a sort key: unresolved incidents first, then those at the end of the run, then the most certain."""
     return verdict.state != "closed", bool(len(table)) and verdict.step_end == table.step[-1], verdict.confidence
 
 
-def _summary(table: Table, verdicts: list[Verdict]) -> str:
-    """One sentence: what happened, or that nothing did."""
-    points = f"{len(table)} record{'s' if len(table) != 1 else ''}"
+def _summary(table: Table, verdicts: list[IncidentVerdict]) -> str:
+    """Summarize the diagnosis in one sentence."""
+    records = f"{len(table)} record{'s' if len(table) != 1 else ''}"
     if not len(table):
-        return "no training records: there is nothing to diagnose"
+        return "nothing to diagnose: the log has no training records"
+    if not verdicts and not table.has("loss"):
+        columns = [name for name in table.columns if table.has(name)]
+        candidate = next((name for name in columns if "loss" in name.lower()), "COLUMN")
+        names = ", ".join(columns[:_MAX_COLUMNS]) + (", ..." if len(columns) > _MAX_COLUMNS else "")
+        return f"not judged: no training loss found. Columns: {names or 'none'}. Try --map loss={candidate}"
     if not verdicts:
-        doubts = f"; this log cannot show everything ({', '.join(dict(table.limits))})" if table.limits else ""
-        return f"no incident in {points}{doubts}"
-    worst = max(verdicts, key=lambda verdict: gravity(table, verdict))
-    count = len(verdicts)
-    closed = sum(verdict.state == "closed" for verdict in verdicts)
-    healed = "" if not closed else " (all dealt with)" if closed == count else f" ({closed} dealt with)"
-    head = f"{count} incidents in {points}{healed}, the gravest: " if count > 1 else ""
-    span = f"step {number(worst.step_start)}"
-    if not math.isclose(worst.step_start, worst.step_end):
-        span = f"steps {number(worst.step_start)} to {number(worst.step_end)}"
-    return f"{head}{INCIDENTS.get(worst.kind, worst.kind)} at {span}; cause: {worst.cause}"
+        limits = f"; limits of this log: {', '.join(dict(table.limits))}" if table.limits else ""
+        return f"no incident in {records}{limits}"
+    worst = max(verdicts, key=lambda verdict: severity_key(table, verdict))
+    count, closed = len(verdicts), sum(verdict.state == "closed" for verdict in verdicts)
+    resolved = "" if not closed else " (all resolved)" if closed == count else f" ({closed} resolved)"
+    head = f"{count} incidents in {records}{resolved}, the most severe: " if count > 1 else ""
+    kind = INCIDENT_KINDS.get(worst.kind, worst.kind)
+    return f"{head}{kind} at {fmt_steps(worst.step_start, worst.step_end)}; cause: {worst.cause}"

@@ -1,1 +1,1 @@
-"""Reports for people: a diagnosis or a post-mortem in the terminal, or as markdown."""
+"""Reports for people: a diagnosis or a post-mortem, in the terminal or as markdown."""

@@ -1,31 +1,31 @@
-"""A post-mortem as markdown."""
+"""Renders a post-mortem as markdown."""
 
 from __future__ import annotations
 
-from holdfast.diagnosis.postmortem.parts import Block, Bullets, Command, Grid, Paragraph, PostMortem
-from holdfast.reports.clean import code, markdown
+from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part, Postmortem
+from holdfast.reports.clean import escape_code, escape_markdown
 
 
-def postmortem(found: PostMortem) -> str:
-    """All sixteen sections, ready for a file."""
-    parts = [f"# {markdown(found.title)}"]
-    for section in found.sections:
-        parts.append(f"## {section.number}. {markdown(section.title)}")
-        parts += [_block(block) for block in section.blocks]
-    return "\n\n".join(parts) + "\n"
+def render_postmortem(postmortem: Postmortem) -> str:
+    """Return all sixteen sections as the text of a file."""
+    texts = [f"# {escape_markdown(postmortem.title)}"]
+    for section in postmortem.sections:
+        texts.append(f"## {section.number}. {escape_markdown(section.title)}")
+        texts += [_render(part) for part in section.parts]
+    return "\n\n".join(texts) + "\n"
 
 
-def _block(block: Block) -> str:
-    if isinstance(block, Paragraph):
-        return markdown(block.text)
-    if isinstance(block, Bullets):
-        return "\n".join(f"- {markdown(item)}" for item in block.items)
-    if isinstance(block, Command):
-        return f"```\n{code(block.text)}\n```"
-    assert isinstance(block, Grid)
-    lines = [_row(block.head), "|" + "---|" * len(block.head), *(_row(row) for row in block.rows)]
+def _render(part: Part) -> str:
+    if isinstance(part, Paragraph):
+        return escape_markdown(part.text)
+    if isinstance(part, Bullets):
+        return "\n".join(f"- {escape_markdown(item)}" for item in part.items)
+    if isinstance(part, Command):
+        return f"```\n{escape_code(part.text)}\n```"
+    assert isinstance(part, Grid)
+    lines = [_row(part.head), "|" + "---|" * len(part.head), *(_row(row) for row in part.rows)]
     return "\n".join(lines)
 
 
 def _row(cells: list[str]) -> str:
-    return "| " + " | ".join(markdown(cell) for cell in cells) + " |"
+    return "| " + " | ".join(escape_markdown(cell) for cell in cells) + " |"

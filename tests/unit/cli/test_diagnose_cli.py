@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.diagnosis.find import episodes
-from holdfast.diagnosis.find.episodes import Episode
-from holdfast.diagnosis.tree.kinds import INCIDENTS
+from holdfast.diagnosis.model.episode import INCIDENT_KINDS, Episode
 
 N = 200
 
@@ -120,7 +119,7 @@ def test_an_unknown_kind_is_an_error_with_the_kinds_there_are(holdfast, log):
     answer = holdfast("diagnose", log(), "--fail-on", "NaN")
     assert answer.status == 78
     assert "--fail-on NaN: no such kind" in answer.err
-    assert all(kind in answer.err for kind in INCIDENTS)
+    assert all(kind in answer.err for kind in INCIDENT_KINDS)
 
 
 def test_map_names_the_column(holdfast, log):

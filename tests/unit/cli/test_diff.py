@@ -10,7 +10,7 @@ import typer
 from holdfast.cli import main
 from holdfast.core.record.journal import Journal, dumps
 from holdfast.core.record.rundir import to_json
-from holdfast.diagnosis.rundiff.report import SCHEMA, Report
+from holdfast.diagnosis.rundiff.report import SCHEMA, DiffReport
 
 STEPS = 200
 
@@ -89,7 +89,7 @@ def test_identical_runs_are_said_to_be(tmp_path, holdfast):
 def test_json_is_the_documented_schema(runs, holdfast):
     answer = holdfast("diff", *runs, "--json").json
     assert answer["schema"] == SCHEMA == "holdfast.diff/1"
-    assert list(answer) == list(Report.__struct_fields__)
+    assert list(answer) == list(DiffReport.__struct_fields__)
     assert [r["path"] for r in (answer["a"], answer["b"])] == [str(run) for run in runs]
     assert answer["verdict"]["suspect"] == "mixture"
     assert answer["verdict"]["worse"] == "b"

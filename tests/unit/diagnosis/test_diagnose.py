@@ -15,8 +15,8 @@ from made import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run
 from holdfast.diagnosis import diagnose as module
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.find import episodes, hang, memory, throughput
-from holdfast.diagnosis.find.episodes import Note
-from holdfast.diagnosis.tree.load import tree
+from holdfast.diagnosis.model.episode import Note
+from holdfast.diagnosis.tree.load import load_tree
 
 NAN = float("nan")
 
@@ -117,11 +117,11 @@ def test_an_empty_table_is_said_to_be_empty(found):
 
 
 def thresholds(name):
-    return tree().thresholds(name)
+    return load_tree().thresholds(name)
 
 
 def kinds(made):
-    return [e.kind for e in module.machine(made, tree())]
+    return [e.kind for e in module.find_machine_episodes(made, load_tree())]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import healthy_loss, noise, run, table
 
 from holdfast.diagnosis.find import episodes, losses
-from holdfast.diagnosis.find.losses import Losses, _medians, _outliers, _stretches
+from holdfast.diagnosis.find.losses import Losses, _medians, _outliers, _ranges
 from marks import slow
 
 N = 260_000
@@ -81,7 +81,7 @@ MADE = {
 
 
 def found(made, monkeypatch, whole):
-    monkeypatch.setattr(losses, "_WHOLE", whole)
+    monkeypatch.setattr(losses, "_FULL_SCAN", whole)
     return [(one.kind, one.first, one.last) for one in episodes.find(made)[0]]
 
 
@@ -89,28 +89,28 @@ QUICK = ("up for good", "gradient", "three")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MADE if name not in QUICK))])
-def test_stretches_give_the_episodes_that_row_by_row_gives(name, monkeypatch):
+def test_ranges_give_the_episodes_that_row_by_row_gives(name, monkeypatch):
     columns, planted = MADE[name]()
     made = table(**columns)
-    assert len(made) > losses._WHOLE
-    by_stretches = found(made, monkeypatch, losses._WHOLE)
+    assert len(made) > losses._FULL_SCAN
+    by_ranges = found(made, monkeypatch, losses._FULL_SCAN)
     by_rows = found(made, monkeypatch, 10**9)
-    assert [one[0] for one in by_stretches] == [one[0] for one in by_rows] == [one[0] for one in planted]
+    assert [one[0] for one in by_ranges] == [one[0] for one in by_rows] == [one[0] for one in planted]
     slow = {"divergence": 100, "silent_divergence": 5000}
     for kind, first, last in planted:
         near = slow.get(kind, 0)
-        for others in (by_stretches, by_rows):
+        for others in (by_ranges, by_rows):
             assert any(k == kind and abs(f - first) <= near and abs(at - last) <= near for k, f, at in others)
-    for one, other in zip(by_stretches, by_rows, strict=True):
+    for one, other in zip(by_ranges, by_rows, strict=True):
         assert abs(one[1] - other[1]) <= slow.get(one[0], 0)
 
 
-def test_only_stretches_are_looked_at_row_by_row(monkeypatch):
+def test_only_ranges_are_looked_at_row_by_row(monkeypatch):
     looked: list[int] = []
-    scanned = Losses._scanned
+    scan = Losses._scan
     monkeypatch.setattr(
-        Losses, "_scanned", lambda self, first, stop, since=0: (
-            looked.append(stop - first), scanned(self, first, stop, since)
+        Losses, "_scan", lambda self, first, stop, since=0: (
+            looked.append(stop - first), scan(self, first, stop, since)
         )[1],
     )  # fmt: skip
     Losses(table(loss=raised(5)))
@@ -122,7 +122,7 @@ def test_a_long_log_that_went_back_keeps_its_shift_and_its_spike():
     step = np.r_[np.arange(150_000), np.arange(140_000, 250_000)]
     seen = Losses(table(loss=raised(5), step=step))
     assert seen.shifts == [150_000]
-    assert {f.place for f in seen.findings if f.finding.kind == "loss_spike"} & set(range(AT, AT + 10))
+    assert {f.at for f in seen.findings if f.finding.kind == "loss_spike"} & set(range(AT, AT + 10))
 
 
 # ---- the parts
@@ -151,19 +151,19 @@ def test_outliers_of_what_has_no_course(values):
     assert len(_outliers(values)) == 0
 
 
-def test_stretches_join_where_they_touch_and_end_with_the_log():
-    assert _stretches(np.array([], dtype=np.intp), 10) == []
-    assert _stretches(np.array([10, 500, 9000]), 9100) == [(10, 700), (9000, 9100)]
+def test_ranges_join_where_they_touch_and_end_with_the_log():
+    assert _ranges(np.array([], dtype=np.intp), 10) == []
+    assert _ranges(np.array([10, 500, 9000]), 9100) == [(10, 700), (9000, 9100)]
 
 
 def test_places_before_and_since_a_shift():
     seen = Losses(run(step=np.r_[np.arange(300), np.arange(250, 350)], lr=None))
     assert seen.shifts == [300]
     assert (seen.since_shift(299), seen.since_shift(300)) == (0, 300)
-    assert (seen.near_shift(298), seen.near_shift(310), seen.near_shift(380)) == (None, 300, None)
+    assert [seen.is_near_shift(i) for i in (298, 310, 380)] == [False, True, False]
     assert len(seen.before(299)) == 30 and len(seen.before(305)) == 5
-    assert seen.place_of(260.0, 350) == 310  # after the shift, not the 260 of before
-    assert seen.place_of(260.0, 290) == 260
+    assert seen.index_of_step(260.0, 350) == 310  # after the shift, not the 260 of before
+    assert seen.index_of_step(260.0, 290) == 260
 
 
 def test_rows_without_a_loss_are_passed_over():

@@ -10,10 +10,10 @@ import pytest
 from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.model.table import Series, Table
 from holdfast.diagnosis.rundiff import curves, report
-from holdfast.diagnosis.rundiff.checks import BY_ID, CHECKS, claims
+from holdfast.diagnosis.rundiff.checks import BY_ID, CHECKS, check_for_setting
+from holdfast.diagnosis.rundiff.compared_run import ComparedRun, Recovery, flatten
 from holdfast.diagnosis.rundiff.load import complete, from_table
-from holdfast.diagnosis.rundiff.report import Report
-from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten
+from holdfast.diagnosis.rundiff.report import DiffReport
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten
     ],
 )
 def test_setting_belongs_to(key, check):
-    assert claims(key) == check
+    assert check_for_setting(key) == check
 
 
 def test_table_is_whole():
@@ -74,7 +74,15 @@ def test_docs_have_every_check_with_its_weight():
     page = (Path(__file__).parents[3] / "docs" / "diff.md").read_text()
     for check in CHECKS:
         assert f"| {check.name} | {check.weight:g} | {check.explains} |" in page, check.id
-    for kind in (Report, report.Run, report.Suspect, report.Curve, report.Evaluation, report.Setting, report.Verdict):
+    for kind in (
+        DiffReport,
+        report.RunSummary,
+        report.Suspect,
+        report.CurveComparison,
+        report.EvalComparison,
+        report.SettingDifference,
+        report.DiffVerdict,
+    ):
         assert all(f"`{name}`" in page for name in kind.__struct_fields__), kind.__name__
 
 
@@ -90,12 +98,12 @@ def test_flatten_names_every_leaf():
 # ---- curves
 
 
-def side(values, *, seed=0, noise=0.05, tokens=64, name="side", lr=None) -> Side:
+def side(values, *, seed=0, noise=0.05, tokens=64, name="side", lr=None) -> ComparedRun:
     steps = np.arange(1.0, len(values) + 1)
     columns = {"loss": values + np.random.default_rng(seed).normal(0, noise, len(values))}
     if lr is not None:
         columns["lr"] = lr
-    return Side(name, "test", steps, columns, tokens=None if tokens is None else steps * tokens)
+    return ComparedRun(name, "test", steps, columns, tokens=None if tokens is None else steps * tokens)
 
 
 def falling(count=2000, end=2.0):
@@ -154,7 +162,7 @@ def test_no_common_stretch_is_no_comparison():
 def test_shape_of_a_schedule_has_a_name(shape, name):
     progress = np.linspace(0, 1, 900)
     lr = 3e-4 * np.concatenate([np.linspace(0.01, 1, 100), shape(progress)])
-    found = curves.schedule(side(falling(1000), lr=lr))
+    found = curves.lr_schedule(side(falling(1000), lr=lr))
     assert found is not None
     assert (found.shape, found.peak) == (name, pytest.approx(3e-4))
     assert found.warmup == pytest.approx(100, abs=2)
@@ -174,7 +182,7 @@ def test_what_a_recovery_took_off_the_lr_is_put_back():
     ]
     clean = side(falling(400), lr=planned, seed=1)
     clean.recoveries = []
-    found, expected = curves.schedule(recovered), curves.schedule(clean)
+    found, expected = curves.lr_schedule(recovered), curves.lr_schedule(clean)
     assert found is not None and expected is not None
     assert found[:4] == pytest.approx(expected[:4]) and found.shape == expected.shape == "constant"
     compared_runs = rundiff.compare(clean, recovered)

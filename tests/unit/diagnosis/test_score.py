@@ -14,11 +14,11 @@ from benchmarks.diagnosis import score as module
 from benchmarks.diagnosis.score import LEAST, Case, events, folder, longest, met, score
 from made import healthy_loss, table
 
-from holdfast.diagnosis.diagnose import Report, Verdict
+from holdfast.diagnosis.diagnose import DiagnosisReport, IncidentVerdict
 
 
 def verdict(kind, start, end):
-    return Verdict(
+    return IncidentVerdict(
         kind=kind, cause="", step_start=start, step_end=end, confidence=0.9, evidence=[], against=[], action="", leaf="",
         status="", confirm="", unchecked=[], trail=[], rivals=[], findings=[], detected=0.9, row_start=0, row_end=0,
     )  # fmt: skip
@@ -29,7 +29,9 @@ def event(kind="spike", start=500, end=510, confidence=0.9):
 
 
 def case(*verdicts, label="anomaly", expected=(), file="a", group=None, trap=None, interval=1.0, length=1000.0):
-    report = Report(path=file, format="made", points=1000, limits=[], verdicts=list(verdicts), notes=[], summary="")
+    report = DiagnosisReport(
+        path=file, format="made", points=1000, limits=[], verdicts=list(verdicts), notes=[], summary=""
+    )
     about = {"label": label, "events": list(expected), "trap": trap}
     return Case(file, about, group or file, report, interval, length)
 

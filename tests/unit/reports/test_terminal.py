@@ -17,8 +17,8 @@ from made import N, episode, healthy_loss, noise, put, run
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.find import episodes
 from holdfast.reports import terminal
-from holdfast.reports.clean import clean, markdown
-from holdfast.reports.curve import curve
+from holdfast.reports.clean import clean, escape_markdown
+from holdfast.reports.curve import draw_curve
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_the_table_fits_the_terminal_and_loses_no_step(shown, troubled, width):
 
 
 def test_a_table_without_end_is_cut_and_says_so(shown, monkeypatch, troubled):
-    monkeypatch.setattr(terminal, "MOST_LINES", 10)
+    monkeypatch.setattr(terminal, "MAX_ROWS", 10)
     made, found = troubled
     assert "and 9 more: --all and --json have every one" in shown(made, *found)
     assert "more:" not in shown(made, *found, everything=True)
@@ -110,7 +110,7 @@ def test_path_is_quoted_in_the_command_to_type(shown):
 def draw(values, **options):
     values = np.asarray(values, dtype=float)
     options = {"marked": (0, 0), "name": "loss", "colour": "cyan"} | options
-    return curve(np.arange(len(values), dtype=float), values, **options).plain
+    return draw_curve(np.arange(len(values), dtype=float), values, **options).plain
 
 
 def test_curve_is_as_wide_as_asked_and_marks_the_window():
@@ -152,7 +152,7 @@ def test_clean_leaves_one_visible_line():
 
 
 def test_markdown_shows_what_was_written():
-    assert markdown("# no head") == "\\# no head"
-    assert markdown("1. no list") == "1\\. no list"
-    assert markdown("0.69 and grad_norm") == "0.69 and grad_norm"
-    assert markdown("a|b*c") == "a\\|b\\*c"
+    assert escape_markdown("# no head") == "\\# no head"
+    assert escape_markdown("1. no list") == "1\\. no list"
+    assert escape_markdown("0.69 and grad_norm") == "0.69 and grad_norm"
+    assert escape_markdown("a|b*c") == "a\\|b\\*c"

@@ -1,7 +1,8 @@
-"""Where the loss leaves its course: NaN, spikes, divergence. The detectors say that it did; here is how it went on.
+"""Finds NaN, spikes and divergence of the loss. Detectors report the onset; this module follows what comes after it.
 
-Over a log one may look ahead: an excursion ends where the loss is back at the level it had before, for good. Back: a
-recovered spike. Most of the way back: a spike. Not back: a divergence, a silent one where it never jumped.
+A log allows looking ahead: an excursion ends when the loss stays back at its earlier level. A loss that returns is a
+recovered spike. One that returns most of the way is a spike. One that does not return is a divergence, a silent one if it
+never jumped.
 """
 
 from __future__ import annotations
@@ -13,51 +14,53 @@ import numpy as np
 
 from holdfast.core.base.types import Finding, Kind, Severity
 from holdfast.core.detectors.monotone import mann_kendall
-from holdfast.diagnosis.find.losses import BEFORE, LEAST_POINTS, Floats, Losses
+from holdfast.diagnosis.find.losses import MIN_RECORDS, RECORDS_BEFORE, Losses
 from holdfast.diagnosis.model.episode import Episode, Note
 
-_AFTER = 5
-_GAP = 3
-_SAMPLED = 10
-_ALONE_RATIO, _ALONE_SHARE = 3.0, 0.3
-_START_RATIO, _ROUGH = 2.0, 6.0
-_USUAL, _SIGNED = 3, 15.0
-_LEAVES = ("divergence", "silent_divergence")
-_RUNS_AWAY, _ENDS_ABOVE, _RISES, _LONG = 3.0, 1.3, 2.5, 40
+_RECORDS_AFTER = 5
+_NAN_GAP = 3
+_SPARSE_INTERVAL = 10
+"""logs with at least so many steps between records: one high record can be a whole spike"""
+_SINGLE_RATIO, _SINGLE_SHARE = 3.0, 0.3
+_START_RATIO, _START_NOISE = 2.0, 6.0
+_COMMON_SPIKES = 3
+_SIGNED_NOISE = 15.0
+_DIVERGENCES = ("divergence", "silent_divergence")
+_RUNAWAY_RATIO, _END_RATIO, _RISE_Z, _LONG_ROWS = 3.0, 1.3, 2.5, 40
 
 
-class Stretch(NamedTuple):
-    """A candidate: places among the rows with a loss, and the findings in it."""
+class Candidate(NamedTuple):
+    """Holds a possible excursion: indices into the losses, and its findings."""
 
     first: int
-    seen: int
+    detected: int
     findings: list[Finding]
 
 
 def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
-    """Episodes of the loss, and what looked like one."""
+    """Return the loss episodes, and a note for each restart that looks like one."""
     found = _nonfinite(losses)
-    notes = _restarts(losses)
     jumps, rises = _candidates(losses)
-    for stretch in _distinct(losses, [*_at_the_start(losses), *jumps]):
-        episode = _follow(losses, stretch)
-        if episode is not None and not any(_covers(other, episode) for other in found):
+    for candidate in _without_common_spikes(losses, [*_leap_at_start(losses), *jumps]):
+        episode = _follow(losses, candidate)
+        if episode is not None and not any(_begins_inside(episode, other) for other in found):
             found.append(episode)
-    for stretch in rises:
-        episode = _follow(losses, stretch)
+    for candidate in rises:
+        episode = _follow(losses, candidate)
         if episode is not None and not any(_overlap(other, episode) for other in found):
             found.append(episode)
-    for episode in _into_nan(losses):
-        if not any(_covers(other, episode) for other in found if other.kind in _LEAVES):
-            found = [other for other in found if not _within(other, episode)]
+    for episode in _runaway_before_nan(losses):
+        if not any(_begins_inside(episode, other) for other in found if other.kind in _DIVERGENCES):
+            # A spike inside the runaway is the beginning of it.
+            found = [other for other in found if not (other.kind.startswith("spike") and _contains(episode, other))]
             found.append(episode)
-    for episode in _at_the_end(losses):
-        if not any(_overlap(other, episode) for other in found if other.kind in _LEAVES):
+    for episode in _ends_above_best(losses):
+        if not any(_overlap(other, episode) for other in found if other.kind in _DIVERGENCES):
             found.append(episode)
-    return _joined(found), notes
+    return _merge(found), _restarts(losses)
 
 
-def _covers(other: Episode, episode: Episode) -> bool:
+def _begins_inside(episode: Episode, other: Episode) -> bool:
     return other.kind != "nan" and other.first <= episode.first <= other.last
 
 
@@ -65,211 +68,191 @@ def _overlap(other: Episode, episode: Episode) -> bool:
     return other.kind != "nan" and other.first <= episode.last and episode.first <= other.last
 
 
-def _within(other: Episode, episode: Episode) -> bool:
-    """A spike that is the beginning of what became a divergence."""
-    return other.kind in ("spike", "spike_recovered") and episode.first <= other.first <= other.last <= episode.last
-
-
-# ---- NaN and Inf
+def _contains(outer: Episode, inner: Episode) -> bool:
+    return outer.first <= inner.first and inner.last <= outer.last
 
 
 def _nonfinite(losses: Losses) -> list[Episode]:
     bad = np.flatnonzero(~losses.finite)
     if not len(bad):
         return []
-    groups = np.split(bad, np.flatnonzero(np.diff(bad) > _GAP) + 1)
+    groups = np.split(bad, np.flatnonzero(np.diff(bad) > _NAN_GAP) + 1)
     return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, {"rows": len(g)}, []) for g in groups]
-
-
-# ---- restarts
 
 
 def _restarts(losses: Losses) -> list[Note]:
     notes = []
-    for place in losses.shifts:
-        before = losses.loss[max(losses.since_shift(place - 1), place - BEFORE) : place]
-        before, after = before[np.isfinite(before)], losses.loss[place : place + _AFTER]
+    for i in losses.shifts:
+        before = losses.loss[max(losses.since_shift(i - 1), i - RECORDS_BEFORE) : i]
+        before, after = before[np.isfinite(before)], losses.loss[i : i + _RECORDS_AFTER]
         if not len(before) or not len(after) or not np.isfinite(after).all():
             continue
-        jump = float(np.median(after)) - float(np.median(before))
-        if jump < 0.2 * abs(float(np.median(before))):
+        old, new = float(np.median(before)), float(np.median(after))
+        if new - old < 0.2 * abs(old):
             continue
-        step = float(losses.step[place])
-        back = place and losses.step[place] < losses.step[place - 1]
-        why = "the step count goes back" if back else "the learning rate or the batch starts anew"
-        text = f"at step {step:g} the loss goes from {np.median(before):.4g} to {np.median(after):.4g} where {why}"
-        notes.append(Note(kind="restart", start=step, end=step, text=f"{text}: a restart, not an instability"))
+        step = float(losses.step[i])
+        step_goes_back = i and losses.step[i] < losses.step[i - 1]
+        why = "the step count goes back" if step_goes_back else "the learning rate or the batch size restarts"
+        text = f"at step {step:g} the loss goes from {old:.4g} to {new:.4g} when {why}: a restart, not an instability"
+        notes.append(Note(kind="restart", start=step, end=step, text=text))
     return notes
 
 
-# ---- candidates
-
-
-def _at_the_start(losses: Losses) -> list[Stretch]:
-    """A loss that leaps right after it began, before any detector has learned its course."""
+def _leap_at_start(losses: Losses) -> list[Candidate]:
+    """Return a leap in the first records, before any detector has a baseline."""
     loss, early = losses.loss, max(10, losses.settings.warmup_steps)
     head = loss[: min(len(loss), early)]
-    if len(loss) < LEAST_POINTS or not np.isfinite(head).all() or head[0] <= 0 or losses.shifts[:1] == [0]:
+    if len(loss) < MIN_RECORDS or not np.isfinite(head).all() or head[0] <= 0 or losses.shifts[:1] == [0]:
         return []
-    least = np.minimum.accumulate(head)
-    out = np.flatnonzero(head > _START_RATIO * least)
-    # One high record among the first few is no leap; the leap must be over what the loss was when it began.
-    enough = 1 if losses.table.step_interval() >= _SAMPLED else 2
-    if len(out) < enough or float(head[out].max()) < _START_RATIO * float(head[0]):
+    high = np.flatnonzero(head > _START_RATIO * np.minimum.accumulate(head))
+    # One high record among the first few is not a leap. The leap must exceed the first loss, not only the lowest.
+    needed = 1 if losses.table.step_interval() >= _SPARSE_INTERVAL else 2
+    if len(high) < needed or float(head[high].max()) < _START_RATIO * float(head[0]):
         return []
-    high = loss[early:] > _START_RATIO * float(head[0])
-    rough = 1.4826 * float(np.nanmedian(np.abs(np.diff(np.where(losses.finite, loss, np.nan))))) / math.sqrt(2.0)
-    if int((high[1:] & ~high[:-1]).sum()) > 2 * _USUAL or float(head[out].max()) - float(head[0]) < _ROUGH * rough:
-        return []  # it leaps all the time
-    return [Stretch(int(out[0]), int(out[enough - 1]), [])]
+    later_high = loss[early:] > _START_RATIO * float(head[0])
+    leaps = int((later_high[1:] & ~later_high[:-1]).sum())
+    noise = 1.4826 * float(np.nanmedian(np.abs(np.diff(np.where(losses.finite, loss, np.nan))))) / math.sqrt(2.0)
+    if leaps > 2 * _COMMON_SPIKES or float(head[high].max()) - float(head[0]) < _START_NOISE * noise:
+        return []  # such leaps are normal for this run
+    return [Candidate(int(high[0]), int(high[needed - 1]), [])]
 
 
-def _candidates(losses: Losses) -> tuple[list[Stretch], list[Stretch]]:
-    """Jumps of the loss, and slow rises."""
-    jumps: list[Stretch] = []
-    rises: list[Stretch] = []
-    for seen, finding in losses.findings:
-        first = losses.place_of(finding.onset, seen)
+def _candidates(losses: Losses) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the jumps of the loss, and the slow rises."""
+    jumps: list[Candidate] = []
+    rises: list[Candidate] = []
+    for detected, finding in losses.findings:
+        first = losses.index_of_step(finding.onset, detected)
         if finding.kind == Kind.DIVERGENCE:
-            rises.append(Stretch(first, seen, [finding]))
-        elif finding.kind == Kind.LOSS_SPIKE and finding.severity > Severity.NOTE and losses.near_shift(first) is None:
-            jumps.append(Stretch(first, seen, [finding]))
+            rises.append(Candidate(first, detected, [finding]))
+        elif finding.kind == Kind.LOSS_SPIKE and finding.severity > Severity.NOTE and not losses.is_near_shift(first):
+            jumps.append(Candidate(first, detected, [finding]))
     return jumps, rises
 
 
-def _distinct(losses: Losses, stretches: list[Stretch]) -> list[Stretch]:
-    """Single high records that come again and again are what this run's batches are like."""
-    single = [s for s in stretches if s.findings and s.findings[0].severity < Severity.ROLLBACK]
-    usual = {id(s) for s in single if not _towers(losses, s)}
-    return [s for s in stretches if id(s) not in usual] if len(usual) >= _USUAL else stretches
+def _without_common_spikes(losses: Losses, candidates: list[Candidate]) -> list[Candidate]:
+    """Drop single high records if the run has many: then they are normal for its batches."""
+    single = [c for c in candidates if c.findings and c.findings[0].severity < Severity.ROLLBACK]
+    common = {id(c) for c in single if not _is_extreme(losses, c)}
+    return [c for c in candidates if id(c) not in common] if len(common) >= _COMMON_SPIKES else candidates
 
 
-def _towers(losses: Losses, stretch: Stretch) -> bool:
-    expected = float(stretch.findings[0].evidence.get("expected") or 0.0)
-    return expected > 0 and losses.loss[stretch.seen] >= _ALONE_RATIO * expected
+def _is_extreme(losses: Losses, candidate: Candidate) -> bool:
+    expected = float(candidate.findings[0].evidence.get("expected") or 0.0)
+    return expected > 0 and losses.loss[candidate.detected] >= _SINGLE_RATIO * expected
 
 
-def _into_nan(losses: Losses) -> list[Episode]:
-    """The last few finite losses before a NaN, where they run away."""
+def _runaway_before_nan(losses: Losses) -> list[Episode]:
+    """Return the last finite losses before the first NaN, if they run away."""
     bad = np.flatnonzero(~losses.finite)
     if not len(bad) or bad[0] < 8:
         return []
     first = int(bad[0])
-    level = float(np.median(losses.loss[max(0, first - BEFORE) : first - 4]))
-    out = [p for p in range(max(1, first - 12), first) if level > 0 and losses.loss[p] > _RUNS_AWAY * level]
-    if not out:
+    level = float(np.median(losses.loss[max(0, first - RECORDS_BEFORE) : first - 4]))
+    high = [i for i in range(max(1, first - 12), first) if level > 0 and losses.loss[i] > _RUNAWAY_RATIO * level]
+    if not high:
         return []
-    peak = float(losses.loss[out].max())
-    numbers = {"level": level, "peak": peak, "ratio": peak / level, "rows": first - out[0]}
-    return [_episode(losses, "divergence", out[0], first, 0.85, numbers, [])]
+    peak = float(losses.loss[high].max())
+    evidence = {"level": level, "peak": peak, "ratio": peak / level, "rows": first - high[0]}
+    return [_episode(losses, "divergence", high[0], first, 0.85, evidence, [])]
 
 
-def _at_the_end(losses: Losses) -> list[Episode]:
-    """A run that ends well above the best it has been, and has not been back since."""
+def _ends_above_best(losses: Losses) -> list[Episode]:
+    """Return a divergence if the run ends well above its best level and has not been back since."""
     since = losses.shifts[-1] if losses.shifts else 0
     loss = losses.loss[since:]
     loss = loss[: int(np.argmax(~np.isfinite(loss)))] if not np.isfinite(loss).all() else loss
-    if len(loss) < 3 * LEAST_POINTS or loss.min() <= 0:
+    if len(loss) < 3 * MIN_RECORDS or loss.min() <= 0:
         return []
-    window = max(_AFTER, len(loss) // 40)
-    smooth = np.array([np.median(loss[i : i + window]) for i in range(0, len(loss) - window + 1, max(1, window // 2))])
-    best = int(np.argmin(smooth))
-    rest = smooth[best:]
+    window = max(_RECORDS_AFTER, len(loss) // 40)
+    stride = max(1, window // 2)
+    smooth = np.array([np.median(loss[i : i + window]) for i in range(0, len(loss) - window + 1, stride)])
+    best_at = int(np.argmin(smooth))
+    best, rest = float(smooth[best_at]), smooth[best_at:]
     noise = 1.4826 * float(np.median(np.abs(np.diff(smooth)))) / math.sqrt(2.0)
     last = float(np.median(rest[-3:]))
-    if len(rest) < 6 or last < _ENDS_ABOVE * smooth[best] or last - smooth[best] < 6.0 * noise:
+    if len(rest) < 6 or last < _END_RATIO * best or last - best < 6.0 * noise:
         return []
-    if rest[len(rest) // 2 :].min() < 1.1 * smooth[best] or mann_kendall(_thinned(rest)) < _RISES:
+    thinned = [float(v) for v in rest[:: max(1, len(rest) // 24)]]
+    if rest[len(rest) // 2 :].min() < 1.1 * best or mann_kendall(thinned) < _RISE_Z:
         return []
-    level = float(smooth[best]) + max(3.0 * noise, 0.05 * (last - float(smooth[best])))
-    leaves = best + int(np.flatnonzero(rest <= level)[-1])
-    first = since + leaves * max(1, window // 2) + window // 2
-    numbers = {"level": float(smooth[best]), "peak": float(rest.max()), "ratio": last / float(smooth[best])}
-    return [_episode(losses, "divergence", first, since + len(loss) - 1, 0.75, numbers, [])]
+    level = best + max(3.0 * noise, 0.05 * (last - best))
+    last_low = best_at + int(np.flatnonzero(rest <= level)[-1])
+    first = since + last_low * stride + window // 2
+    evidence = {"level": best, "peak": float(rest.max()), "ratio": last / best}
+    return [_episode(losses, "divergence", first, since + len(loss) - 1, 0.75, evidence, [])]
 
 
-def _thinned(values: Floats) -> list[float]:
-    return [float(v) for v in values[:: max(1, len(values) // 24)]]
-
-
-# ---- how it went on
-
-
-def _follow(losses: Losses, stretch: Stretch) -> Episode | None:
-    loss, first = losses.loss, stretch.first
+def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
+    """Follow a candidate to its end; return None if it is normal for this run."""
+    loss, first = losses.loss, candidate.first
     before = losses.before(first) if first >= 3 else loss[: max(1, first)]
     if not len(before):
         return None
-    recent = before[-10:] if len(before) >= 10 else before
-    level = float(np.median(recent))
+    level = float(np.median(before[-10:]))
     noise = 1.4826 * float(np.median(np.abs(np.diff(before)))) / math.sqrt(2.0) if len(before) > 3 else 0.0
-    kind = stretch.findings[0].kind if stretch.findings else Kind.LOSS_SPIKE
-    band, over = level + max(3.0 * noise, 0.05 * abs(level)), _AFTER
-    if kind == Kind.DIVERGENCE:
-        level, risen = (float(stretch.findings[0].evidence[name]) for name in ("best", "level"))
-        band, over = level + 0.4 * (risen - level), 8 * _AFTER
-    end, back = _return(losses, stretch.seen, band, over)
-    window = loss[first : end + 1]
-    window = window[np.isfinite(window)]
-    peak = float(window.max()) if len(window) else level
-    numbers = {"level": level, "peak": peak, "noise": noise, "rows": end - first + 1, "ratio": _ratio(peak, level)}
-    costly = any(f.severity is Severity.ROLLBACK for f in stretch.findings) or not stretch.findings
-    if not _counts(losses, level, peak, end - first + 1, costly):
+    is_slow = bool(candidate.findings) and candidate.findings[0].kind == Kind.DIVERGENCE
+    limit, records = level + max(3.0 * noise, 0.05 * abs(level)), _RECORDS_AFTER
+    if is_slow:
+        level, risen = (float(candidate.findings[0].evidence[name]) for name in ("best", "level"))
+        limit, records = level + 0.4 * (risen - level), 8 * _RECORDS_AFTER
+    end, returned = _find_return(losses, candidate.detected, limit, records)
+    inside = loss[first : end + 1]
+    inside = inside[np.isfinite(inside)]
+    peak = float(inside.max()) if len(inside) else level
+    rows = end - first + 1
+    is_costly = any(f.severity is Severity.ROLLBACK for f in candidate.findings) or not candidate.findings
+    if not is_costly and not _counts_as_single(losses, level, peak, rows):
         return None
-    if losses.negative and peak - level < _SIGNED * max(noise, 1e-12):
+    if losses.has_negative and peak - level < _SIGNED_NOISE * max(noise, 1e-12):
         return None
-    name = _kind(losses, kind, level, peak, end, back, end - first >= _LONG)
-    if name is None:
+    kind = _kind(losses, is_slow, level, peak, end, returned, end - first >= _LONG_ROWS)
+    if kind is None:
         return None
-    confidence = 0.9 if costly and kind != Kind.DIVERGENCE else 0.75
-    return _episode(losses, name, first, max(first, end), confidence, numbers, stretch.findings)
+    ratio = peak / level if level > 0 else None
+    evidence = {"level": level, "peak": peak, "noise": noise, "rows": rows, "ratio": ratio}
+    confidence = 0.9 if is_costly and not is_slow else 0.75
+    return _episode(losses, kind, first, max(first, end), confidence, evidence, candidate.findings)
 
 
-def _return(losses: Losses, seen: int, band: float, over: int) -> tuple[int, bool]:
-    """The last place of the excursion, and whether the loss came back after it."""
-    loss, stop = losses.loss, len(losses.loss)
-    later = [s for s in losses.shifts if s > seen]
-    if later:
-        stop = min(stop, later[0])
-    bad = np.flatnonzero(~losses.finite[seen:stop])
-    stop = seen + int(bad[0]) if len(bad) else stop
-    again = seen
-    for place in (seen + np.flatnonzero(loss[seen:stop] <= band)).tolist():
-        if place < again:
+def _find_return(losses: Losses, detected: int, limit: float, records: int) -> tuple[int, bool]:
+    """Return the last index of the excursion, and whether the median of the next `records` losses is below `limit`."""
+    loss = losses.loss
+    stop = next((shift for shift in losses.shifts if shift > detected), len(loss))
+    bad = np.flatnonzero(~losses.finite[detected:stop])
+    stop = detected + int(bad[0]) if len(bad) else stop
+    next_try = detected
+    for i in (detected + np.flatnonzero(loss[detected:stop] <= limit)).tolist():
+        if i < next_try:
             continue
-        if float(np.median(loss[place : min(stop, place + over)])) <= band:
-            return max(seen, place - 1), True
-        again = place + over // 4
-    return max(seen, stop - 1), False
+        if float(np.median(loss[i : min(stop, i + records)])) <= limit:
+            return max(detected, i - 1), True
+        next_try = i + records // 4
+    return max(detected, stop - 1), False
 
 
-def _counts(losses: Losses, level: float, peak: float, rows: int, costly: bool) -> bool:
-    """A single high record is a hard batch, unless it towers over the rest or stands for many steps."""
-    if costly:
+def _counts_as_single(losses: Losses, level: float, peak: float, rows: int) -> bool:
+    """Return whether a short excursion counts: it is extreme, or one record covers many steps."""
+    if level > 0 and peak >= _SINGLE_RATIO * level:
         return True
-    if level > 0 and peak >= _ALONE_RATIO * level:
-        return True
-    sampled = losses.table.step_interval() >= _SAMPLED
-    return sampled and rows <= 2 and peak - level >= _ALONE_SHARE * abs(level)
+    is_sparse = losses.table.step_interval() >= _SPARSE_INTERVAL
+    return is_sparse and rows <= 2 and peak - level >= _SINGLE_SHARE * abs(level)
 
 
-def _kind(losses: Losses, kind: str, level: float, peak: float, end: int, back: bool, long: bool) -> str | None:
-    slow = kind == Kind.DIVERGENCE
-    if back:
-        # A slow rise that ended by itself was a bump on the way, unless it was a long and a high one.
-        return "spike_recovered" if not slow else "silent_divergence" if long and peak > 1.1 * level > 0 else None
-    tail = losses.loss[max(0, end - 2 * _AFTER) : end + 1]
+def _kind(
+    losses: Losses, is_slow: bool, level: float, peak: float, end: int, returned: bool, is_long: bool
+) -> str | None:
+    if returned:
+        # A slow rise that ends by itself is an incident only if it is long and high.
+        return "spike_recovered" if not is_slow else "silent_divergence" if is_long and peak > 1.1 * level > 0 else None
+    tail = losses.loss[max(0, end - 2 * _RECORDS_AFTER) : end + 1]
     tail = tail[np.isfinite(tail)]
-    stays = float(np.median(tail)) if len(tail) else peak
-    if slow and peak < 2.0 * abs(level):
+    remaining = float(np.median(tail)) if len(tail) else peak
+    if is_slow and peak < 2.0 * abs(level):
         return "silent_divergence"
-    if stays - level < 0.4 * (peak - level) and stays < 1.5 * max(abs(level), 1e-12):
+    if remaining - level < 0.4 * (peak - level) and remaining < 1.5 * max(abs(level), 1e-12):
         return "spike"
     return "divergence"
-
-
-def _ratio(peak: float, level: float) -> float | None:
-    return peak / level if level > 0 else None
 
 
 def _episode(
@@ -293,11 +276,11 @@ def _episode(
     )
 
 
-def _joined(found: list[Episode]) -> list[Episode]:
-    """Episodes of one kind that touch are one."""
-    joined: list[Episode] = []
+def _merge(found: list[Episode]) -> list[Episode]:
+    """Merge adjacent episodes of one kind."""
+    merged: list[Episode] = []
     for episode in sorted(found, key=lambda e: (e.first, e.last)):
-        last = next((e for e in reversed(joined) if e.kind == episode.kind), None)
+        last = next((e for e in reversed(merged) if e.kind == episode.kind), None)
         if last is not None and episode.first <= last.last + 2:
             last.last, last.end = max(last.last, episode.last), max(last.end, episode.end)
             last.findings = [*last.findings, *episode.findings]
@@ -305,5 +288,5 @@ def _joined(found: list[Episode]) -> list[Episode]:
             if episode.evidence.get("peak", -math.inf) > last.evidence.get("peak", math.inf):
                 last.evidence = episode.evidence
         else:
-            joined.append(episode)
-    return joined
+            merged.append(episode)
+    return merged

@@ -1,4 +1,4 @@
-"""Where the gradient leaves its course: not finite under a finite loss, or up by orders of magnitude."""
+"""Finds gradient episodes: a non-finite norm while the loss is finite, or a rise by orders of magnitude."""
 
 from __future__ import annotations
 
@@ -10,86 +10,78 @@ from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
 
 _GAP = 25
-_HIGH, _HUGE = 30.0, 1000.0
-_ENOUGH = 3
-_BEFORE = 200
-_LEAST_POINTS = 20
+_HIGH_RATIO, _HUGE_RATIO = 30.0, 1000.0
+_MIN_HIGH = 3
+_BASELINE_RECORDS = 200
+_MIN_RECORDS = 20
+_SCALER_OVERFLOWS = 32
+"""shorter groups of Inf under a dynamic loss scale: the scaler searches for its scale"""
 
 
 def find(table: Table) -> list[Episode]:
+    """Return all gradient episodes: non-finite groups first, then explosions."""
     if not table.has("grad_norm"):
         return []
-    there = np.flatnonzero(table.present["grad_norm"])
-    norm = table.columns["grad_norm"][there]
-    return [*_nonfinite(table, there, norm), *_explosions(table, there, norm)]
+    rows = np.flatnonzero(table.present["grad_norm"])
+    norms = table.columns["grad_norm"][rows]
+    return [*_nonfinite(table, rows, norms), *_explosions(table, rows, norms)]
 
 
-def _nonfinite(table: Table, rows: np.ndarray, norm: np.ndarray) -> list[Episode]:
-    """Under a dynamic loss scale a few are the scaler finding its level."""
+def _nonfinite(table: Table, rows: np.ndarray, norms: np.ndarray) -> list[Episode]:
     loss = table.columns.get("loss")
-    with_loss = np.isfinite(loss[rows]) & table.present["loss"][rows] if loss is not None else np.ones(len(rows), bool)
-    bad = np.flatnonzero(~np.isfinite(norm) & with_loss)
-    scaled = table.has("loss_scale") or any(e.kind in ("overflow", "skipped") for e in table.events)
+    has_loss = np.isfinite(loss[rows]) & table.present["loss"][rows] if loss is not None else np.ones(len(rows), bool)
+    is_scaled = table.has("loss_scale") or any(e.kind in ("overflow", "skipped") for e in table.events)
     return [
         _episode(table, rows, "grad_nonfinite", group, 0.9, {"rows": len(group)})
-        for group in _groups(bad)
-        if len(group) >= (32 if scaled else 1) and not _leads_to_nan(table, rows, group)
+        for group in _groups(np.flatnonzero(~np.isfinite(norms) & has_loss))
+        if len(group) >= (_SCALER_OVERFLOWS if is_scaled else 1) and not _precedes_nan(table, rows, group)
     ]
 
 
-def _leads_to_nan(table: Table, rows: np.ndarray, group: np.ndarray) -> bool:
-    """The gradient of the step before the loss is NaN belongs to that NaN."""
+def _precedes_nan(table: Table, rows: np.ndarray, group: np.ndarray) -> bool:
+    """Return whether a single bad gradient comes right before a NaN loss, and so belongs to that episode."""
     after = rows[group[-1]] + 1
-    there = "loss" in table.columns and after < len(table) and bool(table.present["loss"][after])
-    return len(group) == 1 and there and not np.isfinite(table.columns["loss"][after])
+    has_next = "loss" in table.columns and after < len(table) and bool(table.present["loss"][after])
+    return len(group) == 1 and has_next and not np.isfinite(table.columns["loss"][after])
 
 
-def _explosions(table: Table, rows: np.ndarray, norm: np.ndarray) -> list[Episode]:
-    """Several norms 30 times what is usual, or one a thousand times."""
-    usable = np.isfinite(norm) & (norm > 0)
-    if usable.sum() < _LEAST_POINTS:
+def _explosions(table: Table, rows: np.ndarray, norms: np.ndarray) -> list[Episode]:
+    """Return each group with several norms 30 times above the baseline, or one a thousand times."""
+    usable = np.isfinite(norms) & (norms > 0)
+    if usable.sum() < _MIN_RECORDS:
         return []
-    places, log = np.flatnonzero(usable), np.log(norm[usable])
-    usual = _usual(log)
-    over = np.exp(np.minimum(log - usual, 700.0))
-    found = []
-    for group in _groups(np.flatnonzero(over >= _HIGH)):
-        most = float(over[group].max())
-        if len(group) < _ENOUGH and most < _HUGE:
-            continue
-        numbers = {"ratio": most, "usual": float(np.exp(usual[group[0]])), "rows": len(group)}
-        found.append(_episode(table, rows, "grad_explosion", places[group], 0.85, numbers))
-    return found
+    indices, log = np.flatnonzero(usable), np.log(norms[usable])
+    baseline = _baseline(log)
+    ratios = np.exp(np.minimum(log - baseline, 700.0))
+    episodes = []
+    for group in _groups(np.flatnonzero(ratios >= _HIGH_RATIO)):
+        ratio = float(ratios[group].max())
+        if len(group) >= _MIN_HIGH or ratio >= _HUGE_RATIO:
+            evidence = {"ratio": ratio, "usual": float(np.exp(baseline[group[0]])), "rows": len(group)}
+            episodes.append(_episode(table, rows, "grad_explosion", indices[group], 0.85, evidence))
+    return episodes
 
 
-def _usual(log: np.ndarray) -> np.ndarray:
-    """The median of the records before each, in steps of a few, so that an explosion is not what is usual."""
-    usual, n = np.empty_like(log), len(log)
+def _baseline(log: np.ndarray) -> np.ndarray:
+    """Return the median of the preceding records. Its rise is bounded, so an explosion does not become the baseline."""
+    baseline, n = np.empty_like(log), len(log)
     stride = max(1, min(16, n // 64), n // 4000)
-    held = float(np.median(log[: min(n, _LEAST_POINTS)]))
+    level = float(np.median(log[: min(n, _MIN_RECORDS)]))
     for begin in range(0, n, stride):
-        part = log[max(0, begin - _BEFORE) : begin]
-        if len(part) >= _LEAST_POINTS:
-            middle = float(np.median(part))
-            held = min(middle, held + 0.05 * stride)
-        usual[begin : begin + stride] = held
-    return usual
+        preceding = log[max(0, begin - _BASELINE_RECORDS) : begin]
+        if len(preceding) >= _MIN_RECORDS:
+            level = min(float(np.median(preceding)), level + 0.05 * stride)
+        baseline[begin : begin + stride] = level
+    return baseline
 
 
-def _groups(places: np.ndarray) -> list[np.ndarray]:
-    return np.split(places, np.flatnonzero(np.diff(places) > _GAP) + 1) if len(places) else []
+def _groups(indices: np.ndarray) -> list[np.ndarray]:
+    return np.split(indices, np.flatnonzero(np.diff(indices) > _GAP) + 1) if len(indices) else []
 
 
 def _episode(
     table: Table, rows: np.ndarray, kind: str, group: np.ndarray, confidence: float, evidence: dict[str, Any]
 ) -> Episode:
     first, last = int(rows[group[0]]), int(rows[group[-1]])
-    return Episode(
-        kind=kind,
-        start=float(table.step[first]),
-        end=float(table.step[last]),
-        first=first,
-        last=last,
-        confidence=confidence,
-        evidence=evidence,
-    )
+    start, end = float(table.step[first]), float(table.step[last])
+    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence, evidence=evidence)

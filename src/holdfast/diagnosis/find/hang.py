@@ -1,4 +1,4 @@
-"""A rank that hangs. Only what the log says in words makes an incident: silence may be an evaluation, or the weekend."""
+"""Finds hangs. Only a message of the log makes an incident: a silent log can mean an evaluation or a pause."""
 
 from __future__ import annotations
 
@@ -17,23 +17,17 @@ COLLECTIVE = re.compile(
 PARTIAL = re.compile(r"health check failed|liveness (check|probe) failed|sum mismatch|desync", re.IGNORECASE)
 
 
-def reports(table: Table) -> list[Event]:
-    """What the log says of hangs."""
+def hang_events(table: Table) -> list[Event]:
     return [e for e in table.events if e.kind == "hang" or COLLECTIVE.search(e.text) or PARTIAL.search(e.text)]
 
 
 def find(table: Table) -> list[Episode]:
-    """One episode for everything the log says of hanging, from the first word on."""
-    said = reports(table)
-    if not said or not len(table):
+    """Return at most one episode, from the first to the last message about a hang."""
+    events = hang_events(table)
+    if not events or not len(table):
         return []
-    steps = [event.step for event in said if event.step is not None]
-    start, end = (float(min(steps)), float(max(steps))) if steps else (float(table.step[-1]),) * 2
-    first, last = (
-        max(0, min(len(table) - 1, int(np.searchsorted(table.step, at, "right")) - 1)) for at in (start, end)
-    )
-    return [
-        Episode(
-            kind="hang", start=start, end=end, first=first, last=last, confidence=0.9, evidence={"events": len(said)}
-        )
-    ]
+    steps = [float(event.step) for event in events if event.step is not None] or [float(table.step[-1])]
+    start, end = min(steps), max(steps)
+    first, last = (max(0, int(np.searchsorted(table.step, step, "right")) - 1) for step in (start, end))
+    evidence = {"events": len(events)}
+    return [Episode(kind="hang", start=start, end=end, first=first, last=last, confidence=0.9, evidence=evidence)]

@@ -1,9 +1,9 @@
-"""The losses of a log as the detectors see them: read once, looked at once, for all who ask.
+"""Runs the detectors over the losses of a log, once for all users.
 
-A log of up to a few hundred thousand records goes through the detectors row by row. In a longer one they are shown every
-stretch that could hold an incident, with enough before it to learn from; a stretch is left out where no few records in a
-row are out together and none alone is a quarter above its neighbourhood. What is slow by nature (divergence, plateau, a
-record that stands still) is looked for in medians of a few records.
+A log of up to 200,000 records goes through the detectors row by row. In a longer log the detectors see only the ranges
+that could hold an incident, with enough records before each to learn a baseline. A range is left out if it has neither a
+few consecutive outliers nor a single record a quarter above its neighbours. Slow conditions (divergence, plateau, a dead
+run) are searched in medians of a few records.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from holdfast.core.detectors.scan import LogRows, find_shifts, scan
 from holdfast.diagnosis.model.table import Table
 
 Floats = NDArray[np.float64]
-LEAST_POINTS = 12
-BEFORE = 30
-_NEW_START = 60
-_WHOLE = 200_000
-_LEARN, _AFTERWARDS = 1500, 200
+MIN_RECORDS = 12
+RECORDS_BEFORE = 30
+_NEAR_SHIFT = 60
+_FULL_SCAN = 200_000
+_LEARN, _FOLLOW = 1500, 200
 _BLOCK, _FEW = 256, 5
 _THINNED = 100_000
 
 
-class Seen(NamedTuple):
-    """A finding, and its place among the records that have a loss."""
+class LocatedFinding(NamedTuple):
+    """Holds a finding and its index among the records that have a loss."""
 
-    place: int
+    at: int
     finding: Finding
 
 
 class Losses:
-    """The records that have a loss, where the detectors start anew, and what they found."""
+    """Holds the records that have a loss, the shifts where detectors restart, and the findings."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -48,149 +48,137 @@ class Losses:
         self.step: Floats = table.step[self.rows]
         self.loss: Floats = table.columns["loss"][self.rows]
         self.finite = np.isfinite(self.loss)
-        self.negative = bool((self.loss[self.finite] < 0).any())
-        """a reward, a bound, a log likelihood of densities: such losses swing, and may rise and mean no harm"""
+        self.has_negative = bool((self.loss[self.finite] < 0).any())
+        """such losses (rewards, bounds, log likelihoods) swing, and a rise can be harmless"""
         self.settings = settings(len(self.loss), table.step_interval())
-        self.shifts = self._shifts()
-        self.findings: list[Seen] = []
-        if len(self.loss) >= LEAST_POINTS:
-            whole = len(self.loss) <= _WHOLE
-            self.findings = self._scanned(0, len(self.loss)) if whole else [*self._hot(), *self._slow()]
+        self.shifts = self._find_shifts()
+        self.findings: list[LocatedFinding] = []
+        if len(self.loss) >= MIN_RECORDS:
+            is_short = len(self.loss) <= _FULL_SCAN
+            self.findings = self._scan(0, len(self.loss)) if is_short else [*self._scan_hot(), *self._scan_thinned()]
 
-    def _shifts(self) -> list[int]:
+    def _find_shifts(self) -> list[int]:
         back = np.flatnonzero(np.diff(self.step) < 0) + 1
         return sorted({*back.tolist(), *(find_shifts(LogRows(self.table)) if self._may_shift() else ())})
 
     def _may_shift(self) -> bool:
-        """Whether the learning rate ever jumps, or batch or length ever change."""
-        table = self.table
+        """Return whether the learning rate ever jumps, or batch size or sequence length ever change."""
         with np.errstate(all="ignore"):
-            lr = table.series("lr").value
+            lr = self.table.series("lr").value
             if len(lr) > 1 and bool((lr[1:] > LR_JUMP * lr[:-1]).any()):
                 return True
-            for name in ("batch_size", "sequence_length"):
-                values = table.series(name).value
-                if len(values) and bool((values != values[0]).any()):
-                    return True
-        return False
+            shapes = [self.table.series(name).value for name in ("batch_size", "sequence_length")]
+            return any(bool((values != values[:1]).any()) for values in shapes)
 
-    def _scanned(self, first: int, stop: int, since: int = 0) -> list[Seen]:
-        """What the detectors find between two places, from place `since` on."""
-        part = _cut(self.table, self.rows[first:stop])
-        declared = [place - first for place in self.shifts if first < place < stop]
+    def _scan(self, first: int, stop: int, since: int = 0) -> list[LocatedFinding]:
+        """Run the detectors over a range of indices; return the findings from index `since` on."""
+        part = _select_rows(self.table, self.rows[first:stop])
+        declared = [shift - first for shift in self.shifts if first < shift < stop]
         found = scan(part, self.settings, shifts=declared)
-        return [Seen(first + place, finding) for place, finding in found if first + place >= since]
+        return [LocatedFinding(first + i, finding) for i, finding in found if first + i >= since]
 
-    def _hot(self) -> list[Seen]:
-        """The detectors over the stretches that could hold an alarm."""
-        found: list[Seen] = []
+    def _scan_hot(self) -> list[LocatedFinding]:
+        """Run the detectors over the start, the shifts, and every range with outliers."""
+        early = np.arange(min(2 * _BLOCK, len(self.loss)))
+        hot = np.unique(np.concatenate([early, _outliers(self.loss), np.asarray(self.shifts, dtype=np.intp)]))
+        found: list[LocatedFinding] = []
         done = 0
-        for first, stop in _stretches(self._out(), len(self.loss)):
-            since = max(done, first)
-            found += self._scanned(max(0, first - _LEARN), stop, since)
+        for first, stop in _ranges(hot, len(self.loss)):
+            found += self._scan(max(0, first - _LEARN), stop, max(done, first))
             done = stop
         return found
 
-    def _out(self) -> NDArray[np.intp]:
-        """The places whose neighbourhood has something far above it, the first ones, and those after a shift."""
-        early = np.arange(min(2 * _BLOCK, len(self.loss)))
-        return np.unique(np.concatenate([early, _outliers(self.loss), np.asarray(self.shifts, dtype=np.intp)]))
-
-    def _slow(self) -> list[Seen]:
-        joined = -(-len(self.loss) // _THINNED)
-        ends = np.minimum(np.arange(joined, len(self.loss) + joined, joined), len(self.loss)) - 1
-        part = _cut(self.table, self.rows[ends])
-        part.columns["loss"] = _medians(self.loss, joined)
+    def _scan_thinned(self) -> list[LocatedFinding]:
+        """Run the slow detectors over medians of a few records."""
+        size = -(-len(self.loss) // _THINNED)
+        ends = np.minimum(np.arange(size, len(self.loss) + size, size), len(self.loss)) - 1
+        part = _select_rows(self.table, self.rows[ends])
+        part.columns["loss"] = _medians(self.loss, size)
         declared = np.searchsorted(ends, self.shifts).tolist()
-        quick = _slow_only(self.settings)
-        found = scan(part, quick, shifts=declared, detectors=build(quick))
-        return [Seen(int(ends[place]), finding) for place, finding in found]
+        slow = DetectSection(
+            warmup_steps=self.settings.warmup_steps,
+            plateau_steps=self.settings.plateau_steps,
+            nonfinite=False,
+            loss_spike=False,
+            grad_spike=False,
+            update_spike=False,
+        )
+        found = scan(part, slow, shifts=declared, detectors=build(slow))
+        return [LocatedFinding(int(ends[i]), finding) for i, finding in found]
 
-    def near_shift(self, place: int) -> int | None:
-        """The shift a place lies just behind, if any."""
-        behind = [s for s in self.shifts if s <= place + 1 and place - s <= _NEW_START]
-        return behind[-1] if behind else None
+    def is_near_shift(self, index: int) -> bool:
+        """Return whether an index is at or shortly after a shift."""
+        return any(shift <= index + 1 and index - shift <= _NEAR_SHIFT for shift in self.shifts)
 
-    def since_shift(self, place: int) -> int:
-        return max((s for s in self.shifts if s <= place), default=0)
+    def since_shift(self, index: int) -> int:
+        return max((shift for shift in self.shifts if shift <= index), default=0)
 
-    def before(self, place: int) -> Floats:
-        """The finite losses just before a place, since the last shift."""
-        part = self.loss[max(self.since_shift(place), place - BEFORE) : place]
+    def before(self, index: int) -> Floats:
+        """Return the finite losses just before an index, since the last shift."""
+        part = self.loss[max(self.since_shift(index), index - RECORDS_BEFORE) : index]
         return part[np.isfinite(part)]
 
-    def place_of(self, step: float, before: int) -> int:
-        """The place of a step at or before another place; steps rise between two shifts."""
+    def index_of_step(self, step: float, before: int) -> int:
+        """Return the index of a step, searched between the last shift and index `before`."""
         since = self.since_shift(before)
         return min(before, since + int(np.searchsorted(self.step[since : before + 1], step)))
 
 
-def settings(points: int, interval: float) -> DetectSection:
-    """The detectors as online; a short log cannot spare as many records to learn from."""
-    patience = max(200.0, 0.25 * points) * interval
-    return DetectSection(warmup_steps=max(8, min(40, points // 8)), plateau_steps=max(1, int(min(patience, 1e9))))
+def settings(records: int, interval: float) -> DetectSection:
+    """Return the online settings, with less warm-up for a short log."""
+    plateau = max(200.0, 0.25 * records) * interval
+    return DetectSection(warmup_steps=max(8, min(40, records // 8)), plateau_steps=max(1, int(min(plateau, 1e9))))
 
 
-def _slow_only(config: DetectSection) -> DetectSection:
-    """Only what is slow by nature."""
-    return DetectSection(
-        warmup_steps=config.warmup_steps,
-        plateau_steps=config.plateau_steps,
-        nonfinite=False,
-        loss_spike=False,
-        grad_spike=False,
-        update_spike=False,
-    )
-
-
-def _cut(table: Table, rows: NDArray[np.intp]) -> Table:
+def _select_rows(table: Table, rows: NDArray[np.intp]) -> Table:
     columns = {name: column[rows] for name, column in table.columns.items()}
-    present = {name: there[rows] for name, there in table.present.items()}
+    present = {name: logged[rows] for name, logged in table.present.items()}
     return replace(table, step=table.step[rows], columns=columns, present=present)
 
 
-def _medians(values: Floats, joined: int) -> Floats:
-    """The median of every few, those that are not finite left out; NaN where all are."""
-    block = np.full(-(-len(values) // joined) * joined, np.nan)
-    block[: len(values)] = np.where(np.isfinite(values), values, np.nan)
-    rows = block.reshape(-1, joined)
-    middles: Floats = np.median(rows, axis=1)
-    some = np.flatnonzero(np.isnan(middles) & ~np.isnan(rows).all(axis=1))
-    middles[some] = np.nanmedian(rows[some], axis=1)
-    return middles
+def _medians(values: Floats, size: int) -> Floats:
+    """Return the median of the finite values of each block; NaN for a block without any."""
+    padded = np.full(-(-len(values) // size) * size, np.nan)
+    padded[: len(values)] = np.where(np.isfinite(values), values, np.nan)
+    blocks = padded.reshape(-1, size)
+    medians: Floats = np.median(blocks, axis=1)
+    partial = np.flatnonzero(np.isnan(medians) & ~np.isnan(blocks).all(axis=1))
+    medians[partial] = np.nanmedian(blocks[partial], axis=1)
+    return medians
 
 
 def _outliers(values: Floats) -> NDArray[np.intp]:
-    """Places where a few in a row are out together, or one alone that is a quarter above the rest.
+    """Return the indices with several high neighbours, or with one value far above the rest.
 
-    Out is meant in deviations of the block, for a tail like this log's, and above what a few in a row are by chance.
+    Distances are in deviations of the block. The limit widens for a heavy-tailed log, and for the means of a few
+    neighbours it must exceed their usual scatter.
     """
     count = -(-len(values) // _BLOCK)
     padded = np.full(count * _BLOCK, np.nan)
     padded[: len(values)] = np.where(np.isfinite(values), values, np.nan)
-    block = padded.reshape(count, _BLOCK)
-    block[np.isnan(block).all(axis=1)] = 0.0
+    blocks = padded.reshape(count, _BLOCK)
+    blocks[np.isnan(blocks).all(axis=1)] = 0.0
     with np.errstate(all="ignore"):
-        middle = np.nanmedian(block, axis=1)
-        spread = 1.4826 * np.nanmedian(np.abs(block - middle[:, None]), axis=1) + 1e-3 * np.abs(middle) / 4 + 1e-12
-        lower, tight = _with_the_one_before(middle), _with_the_one_before(spread)
-        far = np.nan_to_num(((block - lower[:, None]) / tight[:, None]).ravel(), nan=0.0)
-        tail = max(1.0, float(np.quantile(far, 0.99)) / NORMAL_TAIL)
-        few = np.convolve(far.clip(-6.0 * tail, 6.0 * tail), np.ones(_FEW) / _FEW, "same")
-        chance = 1.4826 * float(np.median(np.abs(few - np.median(few))))
-        alone = (far > 4.0 * tail) & (block > (lower + 0.2 * np.abs(lower))[:, None]).ravel()
-        out = alone | (few > max(2.2 * tail, 5.0 * chance))
-    return np.flatnonzero(out[: len(values)])
+        middle = np.nanmedian(blocks, axis=1)
+        spread = 1.4826 * np.nanmedian(np.abs(blocks - middle[:, None]), axis=1) + 1e-3 * np.abs(middle) / 4 + 1e-12
+        lower, tight = _min_with_previous(middle), _min_with_previous(spread)
+        distance = np.nan_to_num(((blocks - lower[:, None]) / tight[:, None]).ravel(), nan=0.0)
+        tail = max(1.0, float(np.quantile(distance, 0.99)) / NORMAL_TAIL)
+        means = np.convolve(distance.clip(-6.0 * tail, 6.0 * tail), np.ones(_FEW) / _FEW, "same")
+        scatter = 1.4826 * float(np.median(np.abs(means - np.median(means))))
+        single = (distance > 4.0 * tail) & (blocks > (lower + 0.2 * np.abs(lower))[:, None]).ravel()
+        is_outlier = single | (means > max(2.2 * tail, 5.0 * scatter))
+    return np.flatnonzero(is_outlier[: len(values)])
 
 
-def _with_the_one_before(values: Floats) -> Floats:
-    """The lower of each and the one before it: a block that is out as a whole is measured by its neighbour."""
+def _min_with_previous(values: Floats) -> Floats:
+    """Return the lower of each value and its predecessor: a block that is high as a whole needs another reference."""
     return np.minimum(values, np.append(values[:1], values[:-1]))
 
 
-def _stretches(places: NDArray[np.intp], count: int) -> list[tuple[int, int]]:
-    """The places with room after each, joined where they touch."""
-    if not len(places):
+def _ranges(indices: NDArray[np.intp], count: int) -> list[tuple[int, int]]:
+    """Extend each index by the records to follow, and join ranges that touch."""
+    if not len(indices):
         return []
-    groups = np.split(places, np.flatnonzero(np.diff(places) > _LEARN + _AFTERWARDS) + 1)
-    return [(int(g[0]), min(count, int(g[-1]) + _AFTERWARDS)) for g in groups]
+    groups = np.split(indices, np.flatnonzero(np.diff(indices) > _LEARN + _FOLLOW) + 1)
+    return [(int(g[0]), min(count, int(g[-1]) + _FOLLOW)) for g in groups]

@@ -1,7 +1,7 @@
-"""Steps that become slower and stay so; a rank that is slower than the rest.
+"""Finds steps that become slower and stay slow, and a rank that is slower than the rest.
 
-Warm-up and compilation at the start, pauses for evaluation and checkpoints, and a speed that swings anyway are none of
-these: medians of long stretches are compared, and the stretches must hardly overlap.
+Warm-up, compilation, pauses for evaluations or checkpoints, and a speed that varies anyway are no incidents. So this module
+compares medians of long ranges, and the ranges must hardly overlap.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from holdfast.diagnosis.model.answers import Thresholds
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
-from holdfast.diagnosis.model.trend import blocks
+from holdfast.diagnosis.model.trend import block_medians
 
 _RANK = re.compile(r"rank[_/ .-]?(\d+).*(?:seconds|time)|(?:seconds|time).*rank[_/ .-]?(\d+)", re.IGNORECASE)
-_MOST_BLOCKS = 2000
-_LEAST = 1e-12
+_MAX_BLOCKS = 2000
+_SMALLEST = 1e-12
 
 
-class Times(NamedTuple):
-    """Seconds a step, or a token, and the rows they belong to."""
+class StepTimes(NamedTuple):
+    """Holds seconds per step, or per token, and their rows."""
 
     name: str
     rows: NDArray[np.int64]
@@ -35,53 +35,36 @@ class SlowRank(NamedTuple):
     ratio: float
 
 
-def step_seconds(table: Table) -> Times | None:
-    """Step times as logged, or else the inverse of the throughput."""
-    for name in ("seconds", "tokens_per_second"):
-        if table.has(name):
-            values = table.columns[name]
-            rows = np.flatnonzero(table.present[name] & np.isfinite(values) & (values > _LEAST))
+def step_times(table: Table) -> StepTimes | None:
+    """Return the logged step times, or else the inverse of the throughput."""
+    for column, name in (("seconds", "the step time"), ("tokens_per_second", "the time per token")):
+        if table.has(column):
+            values = table.columns[column]
+            rows = np.flatnonzero(table.present[column] & np.isfinite(values) & (values > _SMALLEST))
             if len(rows):
-                picked = values[rows]
-                return Times(
-                    "the step time" if name == "seconds" else "the time a token takes",
-                    rows,
-                    picked if name == "seconds" else 1.0 / picked,
-                )
+                return StepTimes(name, rows, values[rows] if column == "seconds" else 1.0 / values[rows])
     return None
 
 
 def find(table: Table, drop: Thresholds, straggler: Thresholds) -> list[Episode]:
-    found = []
-    times = step_seconds(table)
-    if times is not None:
-        found += _drops(table, times, drop)
-    slow = slow_rank(table, straggler)
+    times = step_times(table)
+    episodes = _find_drop(table, times, drop) if times is not None else []
+    slow = find_slow_rank(table, straggler)
     if slow is not None:
-        found.append(
-            Episode(
-                kind="straggler",
-                start=float(table.step[0]),
-                end=float(table.step[-1]),
-                first=0,
-                last=len(table) - 1,
-                confidence=0.8,
-                evidence={"rank": slow.rank, "ratio": slow.ratio},
-            )
-        )
-    return found
+        evidence = {"rank": slow.rank, "ratio": slow.ratio}
+        episodes.append(_episode(table, "straggler", 0, len(table) - 1, 0.8, evidence))
+    return episodes
 
 
-def _drops(table: Table, times: Times, t: Thresholds) -> list[Episode]:
-    """The first stretch that is slower by `ratio` than everything since the warm-up, for at least `stays` records."""
+def _find_drop(table: Table, times: StepTimes, t: Thresholds) -> list[Episode]:
+    """Return the first range that is slower by `ratio` than the records before it, for at least `stays` records."""
     stays, records = int(t["stays"]), int(t["records"])
     start = max(20, len(times.values) // 20)
     values = times.values[start:]
     if len(values) < records + stays:
         return []
-    size = -(-len(values) // _MOST_BLOCKS)
-    block = max(size, min(10, stays // 5))
-    medians = blocks(values, -(-len(values) // block))
+    block = max(-(-len(values) // _MAX_BLOCKS), min(10, stays // 5))
+    medians = block_medians(values, -(-len(values) // block))
     back, ahead = max(3, records // block), max(3, stays // block)
     for at in range(back, len(medians) - ahead + 1):
         before, after = medians[max(0, at - 4 * back) : at], medians[at : at + ahead]
@@ -89,37 +72,34 @@ def _drops(table: Table, times: Times, t: Thresholds) -> list[Episode]:
         if now < t["ratio"] * was or np.quantile(after, 0.1) < 1.25 * np.quantile(before, 0.9):
             continue
         rest = medians[at:]
-        over = np.flatnonzero(rest < was + 0.35 * (now - was))
-        length = int(over[0]) if len(over) else len(rest)
+        fast_again = np.flatnonzero(rest < was + 0.35 * (now - was))
+        length = int(fast_again[0]) if len(fast_again) else len(rest)
         if length < ahead:
             continue
         first = int(times.rows[start + at * block])
         last = int(times.rows[min(len(times.rows) - 1, start + (at + length) * block - 1)])
         now = float(np.median(rest[:length]))
-        return [
-            Episode(
-                kind="throughput_drop",
-                start=float(table.step[first]),
-                end=float(table.step[last]),
-                first=first,
-                last=last,
-                confidence=0.85 if length * block >= 2 * stays else 0.7,
-                evidence={"before": was, "after": now, "ratio": now / was},
-            )
-        ]
+        confidence = 0.85 if length * block >= 2 * stays else 0.7
+        evidence = {"before": was, "after": now, "ratio": now / was}
+        return [_episode(table, "throughput_drop", first, last, confidence, evidence)]
     return []
 
 
-def rank_seconds(table: Table) -> dict[int, str]:
-    """The columns that hold the step times of single ranks."""
-    found = {name: _RANK.search(name) for name in table.columns}
-    return {int(match[1] or match[2]): name for name, match in found.items() if match and table.has(name)}
+def _episode(table: Table, kind: str, first: int, last: int, confidence: float, evidence: dict[str, float]) -> Episode:
+    start, end = float(table.step[first]), float(table.step[last])
+    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence, evidence=evidence)
 
 
-def slow_rank(table: Table, t: Thresholds) -> SlowRank | None:
-    """The rank whose median step time is `ratio` times the others' or more."""
+def rank_columns(table: Table) -> dict[int, str]:
+    """Return the columns that hold the step times of single ranks."""
+    matches = {name: _RANK.search(name) for name in table.columns}
+    return {int(match[1] or match[2]): name for name, match in matches.items() if match and table.has(name)}
+
+
+def find_slow_rank(table: Table, t: Thresholds) -> SlowRank | None:
+    """Return the slowest rank if its median step time is at least `ratio` times the median of the others."""
     medians = {}
-    for rank, name in rank_seconds(table).items():
+    for rank, name in rank_columns(table).items():
         values = table.series(name).value
         values = values[np.isfinite(values)]
         if len(values) >= t["records"]:

@@ -1,7 +1,8 @@
-"""What a question is: a function of the log, an episode and thresholds that answers yes, no, or "cannot be told"."""
+"""The contract of a question: a function of log, episode and thresholds that answers yes, no or unknown."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ Value = Literal["yes", "no", "unknown"]
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An answer with the numbers it rests on, and both in a sentence."""
+    """Holds an answer, the numbers behind it, and a sentence with both."""
 
     value: Value
     sentence: str
@@ -22,7 +23,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Thresholds(dict[str, float]):
-    """The thresholds of one question, and the names a log may use for what it asks about."""
+    """Holds the thresholds of one question, and the column names that a log may use for its subject."""
 
     def __init__(self, values: Mapping[str, float], columns: list[str] | None = None) -> None:
         super().__init__(values)
@@ -32,21 +33,21 @@ class Thresholds(dict[str, float]):
 Question = Callable[[Table, Episode | None, Thresholds], Answer]
 
 
-class Registered(msgspec.Struct, frozen=True):
-    """A question's function, and the thresholds it reads."""
+class RegisteredQuestion(msgspec.Struct, frozen=True):
+    """Holds the function of a question and the names of the thresholds it reads."""
 
     ask: Question
     thresholds: frozenset[str]
 
 
-REGISTRY: dict[str, Registered] = {}
+REGISTRY: dict[str, RegisteredQuestion] = {}
 
 
 def question(*thresholds: str) -> Callable[[Question], Question]:
-    """Register a function under its own name; `thresholds` are the names that tree.toml must give values for."""
+    """Register a function as a question. tree.toml must give a value for each name in `thresholds`."""
 
     def register(function: Question) -> Question:
-        REGISTRY[function.__name__] = Registered(function, frozenset(thresholds))
+        REGISTRY[function.__name__] = RegisteredQuestion(function, frozenset(thresholds))
         return function
 
     return register
@@ -64,15 +65,18 @@ def unknown(sentence: str, **numbers: Any) -> Answer:
     return Answer("unknown", sentence, numbers)
 
 
-def decide(truth: bool, if_yes: str, if_no: str, **numbers: Any) -> Answer:
-    return yes(if_yes, **numbers) if truth else no(if_no, **numbers)
+def decide(is_true: bool, if_yes: str, if_no: str, **numbers: Any) -> Answer:
+    return yes(if_yes, **numbers) if is_true else no(if_no, **numbers)
 
 
-def number(value: float) -> str:
-    """A number as a person would write it."""
-    if value != value or value in (float("inf"), float("-inf")):
+def fmt(value: float) -> str:
+    """Format a number for people."""
+    if not math.isfinite(value):
         return str(value).replace("nan", "NaN").replace("inf", "Inf")
     if value == int(value) and abs(value) < 1e7:
         return str(int(value))
-    size = abs(value)
-    return f"{value:.3g}" if size < 1e-3 or size >= 1e5 else f"{value:.4g}"
+    return f"{value:.3g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4g}"
+
+
+def fmt_steps(start: float, end: float) -> str:
+    return f"step {fmt(start)}" if math.isclose(start, end) else f"steps {fmt(start)} to {fmt(end)}"

@@ -1,4 +1,4 @@
-"""The words: an episode is a stretch of a run in which something is wrong; a note is about what is not."""
+"""Episodes, notes, and the kinds of incident: the vocabulary that all rooms of the diagnosis share."""
 
 from __future__ import annotations
 
@@ -8,22 +8,31 @@ import msgspec
 
 from holdfast.core.base.types import Finding
 
-KINDS = {
+CURVE_KINDS = {
     "nan": "the loss is NaN or Inf",
-    "grad_nonfinite": "the gradient is NaN or Inf while the loss is not",
-    "spike_recovered": "the loss jumps and comes back",
-    "spike": "the loss jumps and does not come back to its course",
-    "divergence": "the loss leaves its course for good, fast",
+    "grad_nonfinite": "the gradient is NaN or Inf while the loss is finite",
+    "spike_recovered": "the loss jumps and returns to its baseline",
+    "spike": "the loss jumps and does not return to its baseline",
+    "divergence": "the loss rises fast and stays high",
     "silent_divergence": "the loss rises slowly, without a jump",
-    "grad_explosion": "the gradient norm leaves its course by orders of magnitude",
-    "scale_collapse": "the loss scale falls under 1, or overflows do not end",
-    "dead_run": "the record is constant or all zero",
+    "grad_explosion": "the gradient norm rises by orders of magnitude",
+    "scale_collapse": "the loss scale falls below 1, or overflows continue",
+    "dead_run": "the logged values are constant or all zero",
 }
-"""What an episode can be. Everything else a log shows is a note."""
+MACHINE_KINDS = {
+    "oom": "the device ran out of memory",
+    "memory_leak": "allocated memory rises and does not stop",
+    "fragmentation": "the gap between reserved and allocated memory grows",
+    "hang": "a rank or a collective hangs",
+    "throughput_drop": "steps become much slower and stay slow",
+    "straggler": "one rank is slower than the rest",
+}
+INCIDENT_KINDS = {**CURVE_KINDS, **MACHINE_KINDS}
+"""Every kind that an episode can have. Anything else in a log becomes a note."""
 
 
 class Episode(msgspec.Struct, kw_only=True):
-    """A stretch of the run in which something is wrong. `first` and `last` are rows of the table."""
+    """Holds a range of the run in which something is wrong. `first` and `last` are rows of the table."""
 
     kind: str
     start: float
@@ -36,7 +45,7 @@ class Episode(msgspec.Struct, kw_only=True):
 
 
 class Note(msgspec.Struct, kw_only=True):
-    """Something that looks like trouble and is not, or is worth knowing and no incident."""
+    """Holds an observation that is not an incident: it looks like a fault, or it is worth knowing."""
 
     kind: str
     start: float

@@ -1,7 +1,7 @@
-"""Trends that single values cannot fake: the slope of Theil and Sen, the test of Mann and Kendall.
+"""Robust trends: the slope of Theil and Sen, the test of Mann and Kendall. Single outliers cannot fake them.
 
-Long series are cut into blocks first and each block is its median, so that the cost is bounded and neighbouring
-values, which hang together, do not pass for independent evidence.
+A long series is reduced to medians of blocks first. This bounds the cost, and correlated neighbours do not count as
+independent evidence.
 """
 
 from __future__ import annotations
@@ -13,39 +13,38 @@ from numpy.typing import NDArray
 
 from holdfast.core.detectors.monotone import mann_kendall
 
-MOST_BLOCKS = 120
+MAX_BLOCKS = 120
 
 
 class Trend(NamedTuple):
-    """`rise` is the Theil-Sen slope times the length of the series; `z` is Mann and Kendall's, up when positive."""
+    """Holds a trend. `rise` is the slope times the length; `z` is the Mann-Kendall statistic, positive for a rise."""
 
     rise: float
     z: float
-    blocks: int
     level: float
 
+    @property
+    def relative_rise(self) -> float:
+        return self.rise / max(abs(self.level), 1e-30)
 
-def trend(values: NDArray[np.float64], most: int = MOST_BLOCKS) -> Trend | None:
-    """The trend over the finite values in their order; None for fewer than eight of them."""
+
+def fit_trend(values: NDArray[np.float64]) -> Trend | None:
+    """Fit a trend to the finite values in their order; return None for fewer than eight."""
     values = values[np.isfinite(values)]
-    n = len(values)
-    if n < 8:
+    if len(values) < 8:
         return None
-    medians = blocks(values, most)
-    m = len(medians)
-    i, j = np.triu_indices(m, 1)
-    steps = medians[j] - medians[i]
-    slope = float(np.median(steps / (j - i)))
-    z = mann_kendall(medians.tolist())
-    return Trend(slope * (m - 1), z, m, float(np.median(medians)))
+    medians = block_medians(values, MAX_BLOCKS)
+    i, j = np.triu_indices(len(medians), 1)
+    slope = float(np.median((medians[j] - medians[i]) / (j - i)))
+    return Trend(slope * (len(medians) - 1), mann_kendall(medians.tolist()), float(np.median(medians)))
 
 
-def blocks(values: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """At most `most` medians of neighbouring stretches of equal length."""
-    size = -(-len(values) // most)
+def block_medians(values: NDArray[np.float64], max_blocks: int) -> NDArray[np.float64]:
+    """Return at most `max_blocks` medians of consecutive blocks of equal length."""
+    size = -(-len(values) // max_blocks)
     if size == 1:
         return values
     whole = len(values) // size * size
-    parts = np.median(values[:whole].reshape(-1, size), axis=1)
+    medians = np.median(values[:whole].reshape(-1, size), axis=1)
     rest = values[whole:]
-    return np.append(parts, np.median(rest)) if len(rest) * 2 >= size else parts
+    return np.append(medians, np.median(rest)) if len(rest) * 2 >= size else medians

@@ -1,43 +1,44 @@
-"""The post-mortem of a run: sixteen sections, numbers only from the record."""
+"""The post-mortem of a run: sixteen sections, with numbers only from the log and the journal."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from holdfast.diagnosis.diagnose import Report
-from holdfast.diagnosis.model.own_journal import open_journal
+from holdfast.diagnosis.diagnose import DiagnosisReport
+from holdfast.diagnosis.model.run_journal import read_run_journal
 from holdfast.diagnosis.model.table import Table
-from holdfast.diagnosis.postmortem import after, before
-from holdfast.diagnosis.postmortem.case import Case
-from holdfast.diagnosis.postmortem.parts import PostMortem, Section
+from holdfast.diagnosis.postmortem import analysis, remedies
+from holdfast.diagnosis.postmortem.context import PostmortemContext
+from holdfast.diagnosis.postmortem.parts import Postmortem, PostmortemSection
 
-__all__ = ["PostMortem", "build"]
+__all__ = ["Postmortem", "build"]
 
 SECTIONS = (
-    ("Run, status, verdict", before.header),
-    ("What happened, and what it cost", before.impact),
-    ("Symptoms in numbers", before.symptoms),
-    ("Detection", before.detection),
-    ("Timeline", before.timeline),
-    ("Hypotheses, ranked", before.hypotheses),
-    ("Evidence for and against", before.evidence),
-    ("Root cause, and trigger", before.root_cause),
-    ("What was done automatically", after.done),
-    ("Smallest remedy", after.remedy),
-    ("How to verify", after.verify),
-    ("Last good and first bad checkpoint", after.checkpoints),
-    ("What differs from the last healthy stretch", after.differs),
-    ("Went well, went badly, lucky", after.lessons),
-    ("Follow-ups", after.follow_ups),
-    ("Raw evidence, and how to reproduce", after.raw_evidence),
+    ("Run, status, verdict", analysis.header),
+    ("What happened, and what it cost", analysis.impact),
+    ("Symptoms in numbers", analysis.symptoms),
+    ("Detection", analysis.detection),
+    ("Timeline", analysis.timeline),
+    ("Hypotheses, ranked", analysis.hypotheses),
+    ("Evidence for and against", analysis.evidence),
+    ("Root cause, and trigger", analysis.root_cause),
+    ("Automatic actions", remedies.automatic_actions),
+    ("Smallest remedy", remedies.remedy),
+    ("How to verify", remedies.verification),
+    ("Last good and first bad checkpoint", remedies.checkpoints),
+    ("What differs from the last healthy records", remedies.differences),
+    ("Went well, went badly, lucky", remedies.lessons),
+    ("Follow-ups", remedies.follow_ups),
+    ("Raw evidence, and how to reproduce", remedies.raw_evidence),
 )
 
 
-def build(table: Table, report: Report) -> PostMortem:
-    """From the table and its report; a run directory's journal is read as well."""
-    case = Case(table, report, open_journal(table.path))
-    with np.errstate(all="ignore"):  # logs hold values at the edge of what a float can
+def build(table: Table, report: DiagnosisReport) -> Postmortem:
+    """Build the post-mortem from the table, its report, and the journal if the run has one."""
+    context = PostmortemContext(table, report, read_run_journal(table.path))
+    with np.errstate(all="ignore"):  # logs hold values near the limits of a float
         sections = [
-            Section(number=number, title=title, blocks=write(case)) for number, (title, write) in enumerate(SECTIONS, 1)
+            PostmortemSection(number=number, title=title, parts=write(context))
+            for number, (title, write) in enumerate(SECTIONS, 1)
         ]
-    return PostMortem(path=table.path, title=f"Post-mortem: {table.path}", sections=sections)
+    return Postmortem(path=table.path, title=f"Post-mortem: {table.path}", sections=sections)

@@ -1,13 +1,11 @@
-"""What a post-mortem is made of. How it looks is up to whoever renders it."""
+"""The building blocks of a post-mortem. Renderers decide how they look."""
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
-from holdfast.diagnosis.model.answers import number
-from holdfast.diagnosis.model.own_journal import MISSING
+from holdfast.diagnosis.model.answers import fmt
+from holdfast.diagnosis.model.run_journal import MISSING
 
 
 class Paragraph(msgspec.Struct, frozen=True, tag="paragraph"):
@@ -24,40 +22,35 @@ class Grid(msgspec.Struct, frozen=True, tag="grid"):
 
 
 class Command(msgspec.Struct, frozen=True, tag="command"):
-    """Something to type, or to run by hand."""
+    """Holds a command, or a check to run by hand."""
 
     text: str
 
 
-Block = Paragraph | Bullets | Grid | Command
+Part = Paragraph | Bullets | Grid | Command
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True):
+class PostmortemSection(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     title: str
-    blocks: list[Block]
+    parts: list[Part]
 
 
-class PostMortem(msgspec.Struct, frozen=True, kw_only=True):
-    """Sixteen sections; what the record does not hold is said to be missing."""
+class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds sixteen sections. A value that the log lacks is marked as missing."""
 
     path: str
     title: str
-    sections: list[Section]
+    sections: list[PostmortemSection]
 
 
-def bullets(items: list[str], otherwise: str = MISSING) -> Block:
+def bullets(items: list[str], otherwise: str = MISSING) -> Part:
     return Bullets(items) if items else Paragraph(otherwise)
 
 
-def grid(head: list[str], rows: list[list[str]], otherwise: str = MISSING) -> Block:
+def grid(head: list[str], rows: list[list[str]], otherwise: str = MISSING) -> Part:
     return Grid(head, rows) if rows else Paragraph(otherwise)
 
 
-def shown(value: float | None) -> str:
-    """A number, or that there is none."""
-    return MISSING if value is None else number(value)
-
-
-def span(start: float, end: float) -> str:
-    return f"step {number(start)}" if math.isclose(start, end) else f"steps {number(start)} to {number(end)}"
+def fmt_or_missing(value: float | None) -> str:
+    return MISSING if value is None else fmt(value)

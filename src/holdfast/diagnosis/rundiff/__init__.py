@@ -1,13 +1,13 @@
-"""What differs between two runs, ranked by how well it would explain a worse evaluation.
+"""Compares two runs, and ranks the differences by how well each explains a worse evaluation.
 
-`compare(load(a), load(b))` is the whole of it. `checks` is the table of suspects; `measures` says how much of each there
-is; `curves` compares at equal tokens; `verdict` puts it into words.
+Use `compare(load(a), load(b))`. `checks` lists the checks, `specific_checks` and `difference` measure, `curves` compares at
+equal tokens, `verdict` writes the result.
 """
 
 from __future__ import annotations
 
 from holdfast.diagnosis.rundiff.compare import compare
 from holdfast.diagnosis.rundiff.load import load
-from holdfast.diagnosis.rundiff.report import SCHEMA, Report
+from holdfast.diagnosis.rundiff.report import SCHEMA, DiffReport
 
-__all__ = ["SCHEMA", "Report", "compare", "load"]
+__all__ = ["SCHEMA", "DiffReport", "compare", "load"]

@@ -1,4 +1,4 @@
-"""What a comparison says, in the form `holdfast diff --json` prints it. docs/diff.md describes every field."""
+"""The result of a comparison, as `holdfast diff --json` prints it. docs/diff.md describes every field."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 SCHEMA = "holdfast.diff/1"
 
 
-class Run(msgspec.Struct, kw_only=True):
-    """One of the two."""
+class RunSummary(msgspec.Struct, kw_only=True):
+    """Holds one of the two runs."""
 
     path: str
     format: str
@@ -21,8 +21,8 @@ class Run(msgspec.Struct, kw_only=True):
     limits: list[str]
 
 
-class Setting(msgspec.Struct, kw_only=True):
-    """A setting that is not the same in both. None: not set there."""
+class SettingDifference(msgspec.Struct, kw_only=True):
+    """Holds a setting that differs. None means not set."""
 
     key: str
     a: Any
@@ -31,7 +31,7 @@ class Setting(msgspec.Struct, kw_only=True):
 
 
 class Suspect(msgspec.Struct, kw_only=True):
-    """A difference, with how likely it is the reason for a worse evaluation."""
+    """Holds a difference, with a score for how likely it causes a worse evaluation."""
 
     check: str
     name: str
@@ -46,27 +46,27 @@ class Suspect(msgspec.Struct, kw_only=True):
     confirm: str
 
 
-class Curve(msgspec.Struct, kw_only=True):
-    """One signal of both runs, at equal tokens, samples or steps."""
+class CurveComparison(msgspec.Struct, kw_only=True):
+    """Holds one signal of both runs, compared at equal tokens, samples or steps."""
 
     signal: str
     points: int
     a_end: float
     b_end: float
     gap: float
-    """of the ends, B less A, as a share of A"""
+    """of the ends: B minus A, relative to A"""
     noise: float
-    """of one step, as a share of A's level: median absolute deviation, as a standard deviation"""
+    """standard deviation of one step, relative to the level of A, from the median absolute deviation"""
     parted: bool
     parts_at_step: float | None
-    """of A: from where on the gap stays beyond what noise explains"""
+    """step of A from which on the gap exceeds the noise"""
     parts_at_tokens: float | None
     identical_steps: int
-    """steps at the beginning that are equal to the last bit"""
+    """number of first steps that are bit-identical"""
 
 
-class Evaluation(msgspec.Struct, kw_only=True):
-    """One metric, as last measured in each."""
+class EvalComparison(msgspec.Struct, kw_only=True):
+    """Holds one metric of both runs."""
 
     metric: str
     a: float | None
@@ -76,19 +76,19 @@ class Evaluation(msgspec.Struct, kw_only=True):
     better: Literal["lower", "higher"]
     worse: Literal["a", "b"] | None
     change: float | None
-    """B less A, as a share of A"""
+    """B minus A, relative to A"""
 
 
 class NotCompared(msgspec.Struct, kw_only=True):
-    """What could not be looked at, which is not the same as equal."""
+    """Holds a check that could not be made. The runs may or may not be equal in it."""
 
     check: str
     name: str
     why: str
 
 
-class Verdict(msgspec.Struct, kw_only=True):
-    """The answer in a few sentences."""
+class DiffVerdict(msgspec.Struct, kw_only=True):
+    """Holds the answer in a few sentences."""
 
     text: str
     suspect: str | None
@@ -96,19 +96,19 @@ class Verdict(msgspec.Struct, kw_only=True):
     identical: bool
 
 
-class Report(msgspec.Struct, kw_only=True):
-    """All of it."""
+class DiffReport(msgspec.Struct, kw_only=True):
+    """Holds the whole comparison."""
 
     schema: str = SCHEMA
-    a: Run
-    b: Run
-    verdict: Verdict
+    a: RunSummary
+    b: RunSummary
+    verdict: DiffVerdict
     suspects: list[Suspect]
     axis: Literal["tokens", "samples", "steps"]
     axis_note: str | None
-    curves: list[Curve]
-    evals: list[Evaluation]
-    settings: list[Setting]
+    curves: list[CurveComparison]
+    evals: list[EvalComparison]
+    settings: list[SettingDifference]
     same: list[str]
     not_compared: list[NotCompared]
     next: str

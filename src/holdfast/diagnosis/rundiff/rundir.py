@@ -1,4 +1,4 @@
-"""A run directory, read in one pass: run.json, the committed steps of metrics.jsonl, what the journal says was done."""
+"""Loads a run directory for a comparison: run.json, the committed steps of metrics.jsonl, and the journal."""
 
 from __future__ import annotations
 
@@ -9,17 +9,26 @@ from typing import Any
 import numpy as np
 
 from holdfast.core.base.errors import LogRefused, RunDirError
-from holdfast.core.record import facts as said
-from holdfast.core.record.facts import KNOWN_FACTS
+from holdfast.core.record import facts
 from holdfast.core.record.journal import with_current_names
 from holdfast.core.record.rundir import RunDir
-from holdfast.diagnosis.rundiff.checks import claims
-from holdfast.diagnosis.rundiff.side import Recovery, Side, flatten, number
+from holdfast.diagnosis.rundiff.checks import check_for_setting
+from holdfast.diagnosis.rundiff.compared_run import ComparedRun, Recovery, as_finite, flatten
 
-_READ = ("loss", "grad_norm", "lr")
-_LOST = ("lines_lost", "torn")
-# Said elsewhere in a better form: the facts have the data and the weights, the LR curve has the LR.
-_LEFT_OUT = ("run", "config", "facts", "data", "precision", "tokens_per_step", "device", "seed", "dtypes", "started")
+_CURVES = ("loss", "grad_norm", "lr")
+# Not settings: other places of the record hold these in a better form.
+_NOT_SETTINGS = (
+    "run",
+    "config",
+    "facts",
+    "data",
+    "precision",
+    "tokens_per_step",
+    "device",
+    "seed",
+    "dtypes",
+    "started",
+)
 _EVENTS = (b'"facts"', b'"action"', b'"quarantine"', b'"restart"', b'"run_end"', b'"run_begin"')
 
 
@@ -28,79 +37,78 @@ def is_run(place: Path) -> bool:
     return folder.run.is_file() or folder.journal.is_file()
 
 
-def load(place: Path) -> Side:
+def load(place: Path) -> ComparedRun:
+    """Load a run directory. A missing or damaged file becomes a limit."""
     folder = RunDir(place)
-    side = Side(str(place), "holdfast", np.empty(0))
+    run = ComparedRun(str(place), "holdfast", np.empty(0))
     try:
-        about = said.read_run_json(folder.run) or {}
+        about = facts.read_run_json(folder.run) or {}
     except RunDirError as error:
         about = {}
-        side.limits.append(str(error).split(";")[0])
-    _about(side, about)
+        run.limits.append(str(error).split(";")[0])
+    _read_settings(run, about)
     if folder.metrics.is_file():
-        _curves(side, folder.path)
+        _read_curves(run, folder.path)
     else:
-        side.limits.append(f"{folder.metrics.name} is not there: no curves")
+        run.limits.append(f"{folder.metrics.name} is missing: no curves")
     if folder.journal.is_file():
-        _journal(side, folder.journal, about)
+        _read_journal(run, folder.journal, about)
     else:
-        side.limits.append(f"{folder.journal.name} is not there: what was done to the run is not known")
-    return side
+        run.limits.append(f"{folder.journal.name} is missing: recoveries are not known")
+    return run
 
 
-# ---- run.json
-
-
-def _about(side: Side, about: dict[str, Any]) -> None:
-    recorded = about.get("facts") if isinstance(about.get("facts"), dict) else {}
-    assert isinstance(recorded, dict)
-    side.known = {name: value for name, value in recorded.items() if name in KNOWN_FACTS}
-    rest = {name: value for name, value in recorded.items() if name not in KNOWN_FACTS}
-    config = about.get("config") if isinstance(about.get("config"), dict) else {}
-    seen = {name: value for name, value in about.items() if name not in _LEFT_OUT}
+def _read_settings(run: ComparedRun, about: dict[str, Any]) -> None:
+    recorded, config = (_mapping(about.get(name)) for name in ("facts", "config"))
+    run.known = {name: value for name, value in recorded.items() if name in facts.KNOWN_FACTS}
+    others = {name: value for name, value in recorded.items() if name not in facts.KNOWN_FACTS}
+    environment = {name: value for name, value in about.items() if name not in _NOT_SETTINGS}
     for name in ("precision", "seed", "tokens_per_step"):
         if about.get(name) is not None:
-            side.known.setdefault(name, about[name])
+            run.known.setdefault(name, about[name])
     if isinstance(about.get("dtypes"), dict):
-        seen["dtypes"] = " + ".join(sorted(about["dtypes"]))
-    side.settings = {**flatten(seen), **flatten(config), **(flatten(rest) if rest else {})}
-    side.settings.pop("", None)
-    for name, value in recorded.get("eval", {}).items() if isinstance(recorded.get("eval"), dict) else ():
-        if isinstance(value, float) or number(value) is not None:
-            side.evals[name] = [(None, float(value))]
+        environment["dtypes"] = " + ".join(sorted(about["dtypes"]))
+    run.settings = {**flatten(environment), **flatten(config), **flatten(others)}
+    run.settings.pop("", None)
+    run.evals = {name: [(None, value)] for name, value in _numbers(recorded.get("eval")).items()}
 
 
-# ---- metrics.jsonl
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-def _curves(side: Side, place: Path) -> None:
-    """The committed steps, without those that were rolled back: as the importer of run directories reads them."""
-    # Late: the importers bring in every format there is.
+def _numbers(results: Any) -> dict[str, float]:
+    """Return the numbers of a mapping, NaN and Inf included."""
+    return {
+        name: float(value)
+        for name, value in _mapping(results).items()
+        if isinstance(value, float) or as_finite(value) is not None
+    }
+
+
+def _read_curves(run: ComparedRun, place: Path) -> None:
+    """Read the committed steps without those that were rolled back, as the importer reads them."""
+    # A late import: it loads the importer of every format.
     from holdfast.diagnosis.importers.formats import rundir
 
     try:
         (table,) = rundir.read(place)
     except LogRefused as error:
-        side.limits.append(error.reason)
+        run.limits.append(error.reason)
         return
-    side.step = table.step
-    side.columns = {
-        name: np.where(table.present[name], table.columns[name], np.nan) for name in _READ if table.has(name)
-    }
-    taken = table.columns.get("batch_size")
-    if taken is not None and bool(np.isfinite(taken).all()):
-        side.samples = np.cumsum(taken)
-    side.limits += [limit.text for limit in table.limits if limit.code in _LOST]
-    if len(side.step) and side.step[0] > 1:
-        side.limits.append(f"metrics.jsonl begins at step {side.step[0]:.0f}")
+    run.step = table.step
+    run.columns = {n: np.where(table.present[n], table.columns[n], np.nan) for n in _CURVES if table.has(n)}
+    batch_size = table.columns.get("batch_size")
+    if batch_size is not None and bool(np.isfinite(batch_size).all()):
+        run.samples = np.cumsum(batch_size)
+    run.limits += [limit.text for limit in table.limits if limit.code in ("lines_lost", "torn")]
+    if len(run.step) and run.step[0] > 1:
+        run.limits.append(f"metrics.jsonl begins at step {run.step[0]:.0f}")
 
 
-# ---- journal.jsonl
-
-
-def _journal(side: Side, path: Path, about: dict[str, Any]) -> None:
-    over_time: dict[str, list[tuple[int | None, float]]] = {}
-    side.recoveries, torn = [], 0
+def _read_journal(run: ComparedRun, path: Path, about: dict[str, Any]) -> None:
+    evals: dict[str, list[tuple[int | None, float]]] = {}
+    run.recoveries, torn = [], 0
     with path.open("rb") as file:
         for line in file:
             if not any(name in line[:60] for name in _EVENTS):
@@ -112,59 +120,50 @@ def _journal(side: Side, path: Path, about: dict[str, Any]) -> None:
                 torn += 1
                 continue
             if kind == "facts":
-                _evals(over_time, event)
+                for name, value in _numbers(_mapping(event.get("facts")).get("eval")).items():
+                    evals.setdefault(name, []).append((_as_step(event.get("step")), value))
             elif kind == "restart":
-                _restarted(side, about, with_current_names(event).get("environment"))
+                _read_restart(run, about, with_current_names(event).get("environment"))
             elif kind == "run_end" and isinstance(event.get("summary"), dict):
-                side.status = event["summary"].get("status")
+                run.status = event["summary"].get("status")
             elif (recovery := _recovery(event)) is not None:
-                side.recoveries.append(recovery)
-    for name, values in over_time.items():
-        side.evals[name] = values
-    if torn and not any("journal" in limit for limit in side.limits):
-        side.limits.append(f"{torn} lines of {path.name} cannot be read")
-    if side.status is None:
-        side.limits.append("the run has not ended, or was killed")
+                run.recoveries.append(recovery)
+    run.evals |= evals
+    if torn and not any("journal" in limit for limit in run.limits):
+        run.limits.append(f"{torn} lines of {path.name} cannot be read")
+    if run.status is None:
+        run.limits.append("the run has not ended, or was killed")
 
 
-def _evals(found: dict[str, list[tuple[int | None, float]]], event: dict[str, Any]) -> None:
-    results = event.get("facts", {}).get("eval") if isinstance(event.get("facts"), dict) else None
-    for name, value in results.items() if isinstance(results, dict) else ():
-        if isinstance(value, float) or number(value) is not None:
-            found.setdefault(name, []).append((_whole(event.get("step")), float(value)))
-
-
-def _restarted(side: Side, about: dict[str, Any], environment: Any) -> None:
-    """Settings that a later life was started with and the first was not."""
-    if not isinstance(environment, dict) or not isinstance(environment.get("config"), dict):
-        return
+def _read_restart(run: ComparedRun, about: dict[str, Any], environment: Any) -> None:
+    """Collect the settings that a restart changed."""
     first = flatten(about.get("config") or {})
-    for key, value in flatten(environment["config"]).items():
-        if key in first and first[key] != value and claims(key) not in (None, "housekeeping"):
-            side.restarts[key] = value
+    for key, value in flatten(_mapping(_mapping(environment).get("config"))).items():
+        if key in first and first[key] != value and check_for_setting(key) not in (None, "housekeeping"):
+            run.restarts[key] = value
 
 
 def _recovery(event: dict[str, Any]) -> Recovery | None:
-    step, samples = _whole(event.get("step")), event.get("samples")
+    step, samples = _as_step(event.get("step")), event.get("samples")
     if event["event"] == "quarantine" and isinstance(samples, list) and samples:
-        return Recovery("quarantine", 0, 0, f"{len(samples)} sample ids never drawn again")
+        return Recovery("quarantine", 0, 0, f"{len(samples)} sample ids excluded for good")
     if event["event"] != "action" or step is None:
         return None
     action = str(event.get("action"))
     if action == "rollback":
-        back = _whole(event.get("to_step")) or 0
+        back = _as_step(event.get("to_step")) or 0
         return Recovery(action, back + 1, max(step, back + 1), f"rolled back from step {step} to {back}")
     if action == "cut_lr":
-        last, factor = step + (_whole(event.get("ramp_steps")) or 0), number(event.get("factor")) or 1.0
+        last, factor = step + (_as_step(event.get("ramp_steps")) or 0), as_finite(event.get("factor")) or 1.0
         return Recovery(action, step + 1, last, f"LR x {factor:g} from step {step + 1}, back by {last}", factor)
     if action == "skip_data":
-        return Recovery(action, step, step, f"{event.get('batches')} batches left out at step {step}")
+        return Recovery(action, step, step, f"{event.get('batches')} batches skipped at step {step}")
     if action == "tighten_clip":
-        last = step + (_whole(event.get("steps")) or 0)
+        last = step + (_as_step(event.get("steps")) or 0)
         return Recovery(action, step + 1, last, f"clip {event.get('max_norm')} from step {step + 1} to {last}")
     return Recovery(action, step, step, f"{action.replace('_', ' ')} at step {step}")
 
 
-def _whole(value: Any) -> int | None:
-    found = number(value)
-    return None if found is None or abs(found) > 2**53 else int(found)
+def _as_step(value: Any) -> int | None:
+    number = as_finite(value)
+    return None if number is None or abs(number) > 2**53 else int(number)

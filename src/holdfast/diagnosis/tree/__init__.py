@@ -1,1 +1,1 @@
-"""The decision tree: `tree.toml` holds it, `load` checks it, `questions` answer from a log, `walk` goes down it."""
+"""The decision tree: `tree.toml` defines it, `load` checks it, `questions` answer from a log, `walk` descends it."""

@@ -1,78 +1,71 @@
-"""The page of the tree, written from tree.toml: what is asked, what each answer leads to, what is said in the end."""
+"""Writes docs/tree.md from tree.toml: the questions, where each answer leads, and the leaves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.diagnosis.model.answers import number
-from holdfast.diagnosis.tree.load import SECTIONS, Asked, Leaf, Tree
+from holdfast.diagnosis.model.answers import fmt
+from holdfast.diagnosis.tree.load import SECTIONS, DecisionTree, Leaf, QuestionSpec
 
 HEAD = """\
 # The decision tree
 
-Written from `src/holdfast/diagnosis/tree/tree.toml`; change that file, not this page.
+Generated from `src/holdfast/diagnosis/tree/tree.toml`. Change that file, not this page.
 
-An incident starts at **{root}** and goes down by the answers. Every question can be answered *cannot be told from this
-log*, and has an edge for it. Rules are asked of the whole run. A leaf says the cause, and the answers it expects: those
-that come out so are evidence for it, the others against it. A leaf that abstains names no cause and says what would be
-needed.
+An incident starts at **{root}** and descends by the answers. Every question has a third answer, *unknown*, for a log that
+lacks the data. Rules apply to the whole run. A leaf names the cause and the answers it expects. An expected answer is
+evidence for the leaf, any other answer is evidence against it. A leaf that abstains names no cause and says what data is
+missing.
 
-Confidence: that of the leaf, times that of the detection, times {against} for each answer against it, times {unknown} for
-each question on the way that could not be answered, times the factor of each limit of the log.
+Confidence is a product: the confidence of the leaf, the confidence of the detection, {against} for each answer against the
+leaf, {unknown} for each unknown answer on the way, and one factor for each limit of the log.
 """
 
 
-def page(tree: Tree) -> str:
-    """docs/tree.md."""
+def page(tree: DecisionTree) -> str:
+    """Return the text of docs/tree.md."""
     factors = tree.confidence
     parts = [HEAD.format(root=tree.root, against=factors.against, unknown=factors.unknown)]
-    parts.append(_limits(tree))
+    limits = [
+        (f"`{code}`", fmt(factor), ", ".join(tree.unaffected.get(code, []))) for code, factor in tree.limits.items()
+    ]
+    parts.append("## What a log cannot show\n\n" + _table(("limit", "factor", "does not affect"), limits))
     for section, title in SECTIONS.items():
-        questions = {name: asked for name, asked in tree.question.items() if asked.section == section}
+        questions = {name: spec for name, spec in tree.question.items() if spec.section == section}
         if questions:
-            parts.append(f"## {title}\n\n" + "\n".join(_question(tree, n, asked) for n, asked in questions.items()))
+            parts.append(f"## {title}\n\n" + "\n".join(_question(tree, name, spec) for name, spec in questions.items()))
     parts.append("## Leaves\n\n" + "\n".join(_leaf(name, leaf) for name, leaf in tree.leaf.items()))
     return "\n".join(parts)
 
 
-def coverage(tree: Tree, shows: Mapping[str, str], test: str) -> str:
-    """A table of every leaf, and of the run that leads to it in the tests."""
-    rows = [(f"`{name}`", ", ".join(leaf.kinds), shows[name]) for name, leaf in tree.leaf.items()]
-    return f"Each by `{test}[LEAF]`.\n\n" + _table(("leaf", "kinds", "the run that leads there"), rows)
+def coverage(tree: DecisionTree, runs: Mapping[str, str], test: str) -> str:
+    """Return a table of every leaf and the run that reaches it in the tests."""
+    rows = [(f"`{name}`", ", ".join(leaf.kinds), runs[name]) for name, leaf in tree.leaf.items()]
+    return f"Each by `{test}`.\n\n" + _table(("leaf", "kinds", "the run that reaches it"), rows)
 
 
-def _limits(tree: Tree) -> str:
-    rows = [
-        (f"`{code}`", number(factor), ", ".join(tree.unaffected.get(code, []))) for code, factor in tree.limits.items()
+def _question(tree: DecisionTree, name: str, spec: QuestionSpec) -> str:
+    lines = [f"### {name}", "", f"{spec.ask} Needs {spec.needs}."]
+    if spec.thresholds:
+        lines.append("Thresholds: " + ", ".join(f"{key} {fmt(value)}" for key, value in spec.thresholds.items()) + ".")
+    if spec.columns:
+        lines.append("Columns: " + ", ".join(f"`{column}`" for column in spec.columns) + ".")
+    uses = [
+        f"- at `{place}`: yes `{node.yes}`, no `{node.no}`, unknown `{node.unknown}`"
+        for place, node in tree.node.items()
+        if node.question == name
     ]
-    return "## What a log cannot show\n\n" + _table(("limit", "factor", "does not touch"), rows)
-
-
-def _question(tree: Tree, name: str, asked: Asked) -> str:
-    lines = [f"### {name}", "", f"{asked.ask} Needs {asked.needs}."]
-    if asked.thresholds:
-        lines.append(
-            "Thresholds: " + ", ".join(f"{key} {number(value)}" for key, value in asked.thresholds.items()) + "."
-        )
-    if asked.columns:
-        lines.append("Columns: " + ", ".join(f"`{column}`" for column in asked.columns) + ".")
-    lines.append("")
-    for place, node in tree.node.items():
-        if node.question == name:
-            lines.append(f"- at `{place}`: yes `{node.yes}`, no `{node.no}`, cannot be told `{node.unknown}`")
     for rule in tree.rule.values():
         if rule.question == name:
-            of = f"; missed when the incident is {', '.join(rule.of)}" if rule.of else ""
-            lines.append(f"- of the whole run: yes `{rule.yes}`{of}")
-    if lines[-1] == "":
-        lines.append("- asked by leaves that expect an answer")
-    return "\n".join(lines) + "\n"
+            of = f"; listed as unchecked for {', '.join(rule.of)}" if rule.of else ""
+            uses.append(f"- for the whole run: yes `{rule.yes}`{of}")
+    return "\n".join([*lines, "", *(uses or ["- asked by leaves that expect an answer"])]) + "\n"
 
 
 def _leaf(name: str, leaf: Leaf) -> str:
-    marks = [leaf.status, f"confidence {number(leaf.confidence)}"]
+    marks = [leaf.status, f"confidence {fmt(leaf.confidence)}"]
     marks += ["abstains"] if leaf.abstains else []
-    marks += [] if leaf.incident else ["a note, no incident"]
+    marks += [] if leaf.incident else ["a note, not an incident"]
     expects = ", ".join(f"{question}: {answer}" for question, answer in leaf.expects.items()) or "nothing further"
     return (
         f"### {name}\n\n**{leaf.cause}** ({'; '.join(marks)})\n\n"

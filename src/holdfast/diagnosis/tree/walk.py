@@ -1,4 +1,4 @@
-"""Down the tree from an incident, to a leaf; and what the leaf then says, weighed by its evidence."""
+"""Descends the tree from an incident to a leaf, and weighs the evidence for that leaf."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.diagnosis.model.answers import Answer, Value, number
+from holdfast.diagnosis.model.answers import Answer, Value, fmt
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
-from holdfast.diagnosis.tree.load import Leaf, Tree
+from holdfast.diagnosis.tree.load import DecisionTree, Leaf
 
-_MOST_RIVALS = 4
-_LEAD = 20
-"""records before an incident from which a confirmation starts"""
+_MAX_RIVALS = 4
+_RECORDS_BEFORE = 20
+"""records before an incident at which a confirmation starts"""
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One question on the way, its answer and the numbers of it."""
+class TrailStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Holds one question on the way to a leaf, its answer, and the numbers behind the answer."""
 
     question: str
     ask: str
@@ -28,7 +28,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rival(msgspec.Struct, frozen=True, kw_only=True):
-    """Another cause of the same kind, and how it stands."""
+    """Holds another possible cause of the same kind."""
 
     leaf: str
     cause: str
@@ -36,148 +36,151 @@ class Rival(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float
 
 
-class Walked(msgspec.Struct, kw_only=True):
-    """The leaf, the way to it, and what speaks for and against it."""
+class Conclusion(msgspec.Struct, kw_only=True):
+    """Holds a leaf, the trail to it, and the evidence for and against it."""
 
     id: str
     leaf: Leaf
-    trail: list[Step]
+    trail: list[TrailStep]
     confidence: float
     evidence: list[str] = []
     against: list[str] = []
     unchecked: list[str] = []
     rivals: list[Rival] = []
-    """other causes of the same kind, the likeliest first"""
+    """other causes of the same kind, most likely first"""
     action: str = ""
     confirm: str = ""
 
 
-class Asking:
-    """One episode's questions; each is asked once, however many places want the answer."""
+class Interview:
+    """Asks questions about one episode, or about the whole run. Asks each question once."""
 
-    def __init__(self, tree: Tree, table: Table, episode: Episode | None) -> None:
+    def __init__(self, tree: DecisionTree, table: Table, episode: Episode | None) -> None:
         self.tree, self.table, self.episode = tree, table, episode
-        self._known: dict[str, Answer] = {}
+        self._answers: dict[str, Answer] = {}
 
     def ask(self, question: str) -> Answer:
-        if question not in self._known:
-            with np.errstate(all="ignore"):  # logs hold values at the edge of what a float can
-                self._known[question] = self.tree.ask(question, self.table, self.episode)
-        return self._known[question]
+        if question not in self._answers:
+            with np.errstate(all="ignore"):  # logs hold values near the limits of a float
+                self._answers[question] = self.tree.ask(question, self.table, self.episode)
+        return self._answers[question]
 
-    def step(self, question: str) -> Step:
-        answer = self.ask(question)
-        return Step(
-            question=question,
-            ask=self.tree.question[question].ask,
-            answer=answer.value,
-            sentence=answer.sentence,
-            numbers=answer.numbers,
+    def step(self, question: str) -> TrailStep:
+        answer, text = self.ask(question), self.tree.question[question].ask
+        return TrailStep(
+            question=question, ask=text, answer=answer.value, sentence=answer.sentence, numbers=answer.numbers
         )
 
 
-def walk(tree: Tree, table: Table, episode: Episode) -> Walked:
-    """From the root to a leaf, and the other leaves that the answers leave standing."""
-    asking = Asking(tree, table, episode)
-    trail: list[Step] = []
-    place = tree.root
-    while place in tree.node:
-        node = tree.node[place]
-        trail.append(asking.step(node.question))
-        place = getattr(node, trail[-1].answer)
-    walked = _weigh(asking, place, trail)
-    _wording(asking, walked)
-    walked.rivals = _rivals(asking, episode.kind, place, walked.confidence)
-    return walked
+def walk(tree: DecisionTree, table: Table, episode: Episode) -> Conclusion:
+    """Walk from the root to a leaf. Return the leaf with its evidence and its rivals."""
+    interview = Interview(tree, table, episode)
+    trail: list[TrailStep] = []
+    name = tree.root
+    while name in tree.node:
+        node = tree.node[name]
+        trail.append(interview.step(node.question))
+        name = getattr(node, trail[-1].answer)
+    conclusion = _weigh(interview, name, trail)
+    _fill_in_steps(interview, conclusion)
+    conclusion.rivals = _rivals(interview, episode.kind, name, conclusion.confidence)
+    return conclusion
 
 
-def check(tree: Tree, table: Table) -> list[Walked]:
-    """The rules for the whole run that answer yes."""
-    asking = Asking(tree, table, None)
-    found = [
-        _weigh(asking, rule.yes, [asking.step(rule.question)])
+def check_rules(tree: DecisionTree, table: Table) -> list[Conclusion]:
+    """Return the leaf of each whole-run rule that answers yes."""
+    interview = Interview(tree, table, None)
+    conclusions = [
+        _weigh(interview, rule.yes, [interview.step(rule.question)])
         for rule in tree.rule.values()
-        if asking.ask(rule.question).value == "yes"
+        if interview.ask(rule.question).value == "yes"
     ]
-    for walked in found:
-        _wording(asking, walked)
-    return found
+    for conclusion in conclusions:
+        _fill_in_steps(interview, conclusion)
+    return conclusions
 
 
-def _rivals(asking: Asking, kind: str, taken: str, most: float) -> list[Rival]:
-    """Other leaves of this kind that no decisive answer speaks against; none is likelier than the one taken, `most`."""
-    tree, found = asking.tree, []
+def _rivals(interview: Interview, kind: str, chosen: str, max_confidence: float) -> list[Rival]:
+    """Return the other leaves of this kind without a decisive answer against them."""
+    tree, rivals = interview.tree, []
     for name, leaf in tree.leaf.items():
-        if name == taken or leaf.abstains or not leaf.incident or kind not in leaf.kinds:
+        if name == chosen or leaf.abstains or not leaf.incident or kind not in leaf.kinds:
             continue
-        answers = {question: asking.ask(question).value for question in leaf.expects}
-        decisive = [answers[question] for question, expected in leaf.expects.items() if expected == "yes"]
+        decisive = [interview.ask(question).value for question, answer in leaf.expects.items() if answer == "yes"]
         if "no" in decisive or not decisive:
             continue
-        walked = _weigh(asking, name, [])
-        # What could not be asked leaves a rival standing, and weak.
+        # An unanswered question does not rule a rival out, but it makes the rival weak.
         untested = decisive.count("unknown")
-        confidence = min(most, walked.confidence * tree.confidence.untested**untested)
+        confidence = _weigh(interview, name, []).confidence * tree.confidence.untested**untested
         status = "hypothesis" if untested else leaf.status
-        found.append(Rival(leaf=name, cause=leaf.cause, status=status, confidence=round(confidence, 3)))
-    return sorted(found, key=lambda rival: -rival.confidence)[:_MOST_RIVALS]
+        confidence = round(min(max_confidence, confidence), 3)
+        rivals.append(Rival(leaf=name, cause=leaf.cause, status=status, confidence=confidence))
+    return sorted(rivals, key=lambda rival: -rival.confidence)[:_MAX_RIVALS]
 
 
-def _weigh(asking: Asking, place: str, trail: list[Step]) -> Walked:
-    tree, leaf = asking.tree, asking.tree.leaf[place]
-    walked = Walked(id=place, leaf=leaf, trail=trail, confidence=leaf.confidence)
+def _weigh(interview: Interview, name: str, trail: list[TrailStep]) -> Conclusion:
+    """Collect the evidence for a leaf and compute its confidence."""
+    tree, leaf = interview.tree, interview.tree.leaf[name]
+    conclusion = Conclusion(id=name, leaf=leaf, trail=trail, confidence=leaf.confidence)
     for question, expected in leaf.expects.items():
-        answer = asking.ask(question)
+        answer = interview.ask(question)
         if answer.value == "unknown":
-            walked.unchecked.append(_needed(tree, question))
+            conclusion.unchecked.append(_requirement(tree, question))
         elif answer.value == expected:
-            walked.evidence.append(answer.sentence)
+            conclusion.evidence.append(answer.sentence)
         else:
-            walked.against.append(answer.sentence)
-            walked.confidence *= tree.confidence.against
+            conclusion.against.append(answer.sentence)
+            conclusion.confidence *= tree.confidence.against
     for step in trail:
         if step.answer == "unknown":
-            text = _needed(tree, step.question)
-            if text not in walked.unchecked:
-                walked.unchecked.append(text)
+            _add_unchecked(conclusion, _requirement(tree, step.question))
             if not leaf.abstains:
-                walked.confidence *= tree.confidence.unknown
-        elif step.answer == "yes" and step.question not in leaf.expects and step.question != "of_the_machine":
-            walked.evidence.insert(0, step.sentence)
+                conclusion.confidence *= tree.confidence.unknown
+        elif (
+            step.answer == "yes"
+            and step.question not in leaf.expects
+            and step.question != tree.node[tree.root].question
+        ):
+            conclusion.evidence.insert(0, step.sentence)
     if leaf.abstains:
         ruled_out = [step for step in trail if step.answer == "no" and not tree.question[step.question].routes]
-        walked.evidence += [f"ruled out: {step.sentence}" for step in ruled_out]
-    _limits(asking, walked)
-    return walked
+        conclusion.evidence += [f"ruled out: {step.sentence}" for step in ruled_out]
+    _apply_limits(interview, conclusion)
+    return conclusion
 
 
-def _needed(tree: Tree, question: str) -> str:
-    asked = tree.question[question]
-    return f"{asked.ask} Needs {asked.needs}."
+def _requirement(tree: DecisionTree, question: str) -> str:
+    return f"{tree.question[question].ask} Needs {tree.question[question].needs}."
 
 
-def _limits(asking: Asking, walked: Walked) -> None:
-    """What the log cannot show makes every verdict from it less sure; so does a detector that was not."""
-    tree, episode = asking.tree, asking.episode
+def _add_unchecked(conclusion: Conclusion, text: str) -> None:
+    if text not in conclusion.unchecked:
+        conclusion.unchecked.append(text)
+
+
+def _apply_limits(interview: Interview, conclusion: Conclusion) -> None:
+    """Lower the confidence by the limits of the log and by the confidence of the detection."""
+    tree, episode = interview.tree, interview.episode
     kind = episode.kind if episode is not None else ""
-    for limit in asking.table.limits:
+    for limit in interview.table.limits:
         if kind not in tree.unaffected.get(limit.code, []):
-            walked.confidence *= tree.limits.get(limit.code, 1.0)
+            conclusion.confidence *= tree.limits.get(limit.code, 1.0)
     if episode is not None:
-        walked.confidence *= episode.confidence
+        conclusion.confidence *= episode.confidence
         for rule in tree.rule.values():
-            if kind in rule.of and asking.ask(rule.question).value == "unknown":
-                text = _needed(tree, rule.question)
-                if text not in walked.unchecked:
-                    walked.unchecked.append(text)
-    walked.confidence = round(max(tree.confidence.lowest, min(1.0, walked.confidence)), 3)
+            if kind in rule.of and interview.ask(rule.question).value == "unknown":
+                _add_unchecked(conclusion, _requirement(tree, rule.question))
+    conclusion.confidence = round(max(tree.confidence.lowest, min(1.0, conclusion.confidence)), 3)
 
 
-def _wording(asking: Asking, walked: Walked) -> None:
-    table, episode = asking.table, asking.episode
-    steps = (table.step[0], table.step[-1]) if len(table) else (0.0, 0.0)
-    start, end = (float(steps[0]), float(steps[1])) if episode is None else (episode.start, episode.end)
-    before = start if episode is None else float(table.step[max(0, episode.first - _LEAD)])
-    places = {"start": number(start), "end": number(end), "before": number(before)}
-    walked.action = walked.leaf.action.format(**places)
-    walked.confirm = walked.leaf.confirm.format(**places)
+def _fill_in_steps(interview: Interview, conclusion: Conclusion) -> None:
+    """Replace {start}, {end} and {before} in the action and the confirmation."""
+    steps, episode = interview.table.step, interview.episode
+    if episode is None:
+        start, end = (float(steps[0]), float(steps[-1])) if len(steps) else (0.0, 0.0)
+        before = start
+    else:
+        start, end, before = episode.start, episode.end, float(steps[max(0, episode.first - _RECORDS_BEFORE)])
+    names = {"start": fmt(start), "end": fmt(end), "before": fmt(before)}
+    conclusion.action = conclusion.leaf.action.format(**names)
+    conclusion.confirm = conclusion.leaf.confirm.format(**names)

@@ -1,4 +1,4 @@
-"""Stretches of a table: before an episode, inside it, after it."""
+"""Reads parts of a table: the values before, during and after an episode, events, facts, and the precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Values = NDArray[np.float64]
 
 
 def logged(table: Table, name: str, first: int = 0, stop: int | None = None) -> Values:
-    """The values of a column in rows first..stop, non-finite ones included, missing ones left out."""
+    """Return the logged values of a column in rows first..stop, non-finite values included."""
     if name not in table.columns:
         return np.empty(0)
     rows = slice(max(0, first), stop)
@@ -28,83 +28,94 @@ def finite(table: Table, name: str, first: int = 0, stop: int | None = None) -> 
 
 
 def before(table: Table, episode: Episode, name: str, records: float) -> Values:
-    """The finite values of the last `records` rows before the episode."""
+    """Return the finite values in the last `records` rows before the episode."""
     return finite(table, name, episode.first - int(records), max(0, episode.first))
 
 
 def during(table: Table, episode: Episode | None, name: str) -> Values:
-    """The values inside the episode, or of the whole run without one, non-finite ones included."""
+    """Return the logged values inside the episode, or of the whole run without one; non-finite values included."""
     return logged(table, name) if episode is None else logged(table, name, episode.first, episode.last + 1)
+
+
+def finite_during(table: Table, episode: Episode | None, name: str) -> Values:
+    values = during(table, episode, name)
+    return values[np.isfinite(values)]
 
 
 def after(table: Table, episode: Episode, name: str, records: float) -> Values:
     return logged(table, name, episode.last + 1, episode.last + 1 + int(records))
 
 
-def around(table: Table, episode: Episode, steps: float, least: int) -> tuple[int, int]:
-    """Rows of the episode, widened backwards to `steps` steps and at least `least` records."""
+def around(table: Table, episode: Episode, steps: float, min_records: float) -> tuple[int, int]:
+    """Return the rows of the episode, extended back to `steps` steps and at least `min_records` records."""
     earlier = np.flatnonzero(table.step[: episode.last + 1] < table.step[episode.last] - steps)
-    reach = int(earlier[-1]) + 1 if len(earlier) else 0
-    first = min(episode.first, reach, episode.last + 1 - least)
-    return max(0, first), episode.last + 1
+    reached = int(earlier[-1]) + 1 if len(earlier) else 0
+    return max(0, min(episode.first, reached, episode.last + 1 - int(min_records))), episode.last + 1
 
 
-def column(table: Table, names: list[str]) -> str | None:
-    """The first of several names that this log has; compared without case and punctuation, prefixes as they stand."""
-    wanted = [_bare(name) for name in names]
-    there = {_bare(name): name for name in reversed(list(table.columns)) if table.has(name)}
-    last = {_bare(name.rsplit("/", 1)[-1]): name for name in reversed(list(table.columns)) if table.has(name)}
-    return next((where[name] for where in (there, last) for name in wanted if name in where), None)
+def find_column(table: Table, names: list[str]) -> str | None:
+    """Return the first of these columns in the log. Ignore case and punctuation; try full names, then their last part."""
+    columns = [name for name in reversed(list(table.columns)) if table.has(name)]
+    full = {_normalize(name): name for name in columns}
+    last = {_normalize(name.rsplit("/", 1)[-1]): name for name in columns}
+    wanted = [_normalize(name) for name in names]
+    return next((known[name] for known in (full, last) for name in wanted if name in known), None)
 
 
-def _bare(name: str) -> str:
+def finite_column(table: Table, names: list[str], stop: int | None = None) -> tuple[str, Values]:
+    """Return the name and the finite values of the first of these columns; no values if the log has none of them."""
+    name = find_column(table, names)
+    return (name, finite(table, name, 0, stop)) if name else ("", np.empty(0))
+
+
+def _normalize(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def events(table: Table, pattern: str, kinds: tuple[str, ...] = ()) -> list[Event]:
-    """Events of one of `kinds`, or whose text matches."""
+def match_events(table: Table, pattern: str, kinds: tuple[str, ...] = ()) -> list[Event]:
+    """Return the events of one of `kinds`, and those with a matching text."""
     match = re.compile(pattern, re.IGNORECASE)
     return [event for event in table.events if event.kind in kinds or match.search(event.text)]
 
 
-def events_in(table: Table, episode: Episode | None, found: list[Event], slack: float = 0.0) -> list[Event]:
-    """Those inside the episode, `slack` steps to either side; all of them without an episode."""
+def events_during(episode: Episode | None, events: list[Event], slack: float = 0.0) -> list[Event]:
+    """Return the events inside the episode or up to `slack` steps outside; all events without an episode."""
     if episode is None:
-        return found
+        return events
     low, high = episode.start - slack, episode.end + slack
-    return [event for event in found if event.step is not None and low <= event.step <= high]
+    return [event for event in events if event.step is not None and low <= event.step <= high]
 
 
-def fact(table: Table, *names: str) -> Any:
-    """What the log says of the run as a whole under one of these names, at the top or one or two levels down."""
-    wanted = {_bare(name) for name in names}
-    layer: list[Any] = [table.facts]
+def find_fact(table: Table, *names: str) -> Any:
+    """Return a fact about the run with one of these names, at the top or up to two levels down; None without one."""
+    wanted = {_normalize(name) for name in names}
+    level: list[Any] = [table.facts]
     for _ in range(3):
-        for mapping in layer:
+        for mapping in level:
             for key, value in mapping.items():
-                if _bare(str(key)) in wanted and not isinstance(value, dict):
+                if _normalize(str(key)) in wanted and not isinstance(value, dict):
                     return value
-        layer = [value for mapping in layer for value in mapping.values() if isinstance(value, dict)]
+        level = [value for mapping in level for value in mapping.values() if isinstance(value, dict)]
     return None
 
 
-def precision(table: Table) -> tuple[str | None, str]:
-    """fp16, bf16, fp32 or None, and where that is known from."""
+def find_precision(table: Table) -> tuple[str | None, str]:
+    """Return fp16, bf16, fp32 or None, and the reason."""
     for name in ("precision", "dtype", "mixed_precision", "amp_dtype", "params_dtype", "torch_dtype"):
-        said = fact(table, name)
-        if said is not None:
-            text = str(said).lower()
+        value = find_fact(table, name)
+        if value is not None:
+            text, reason = str(value).lower(), f"the log says {name} = {value}"
             if "bf16" in text or "bfloat16" in text:
-                return "bf16", f"the log says {name} = {said}"
+                return "bf16", reason
             if re.search(r"fp16|float16|half|^16\b|16-mixed|16-true", text):
-                return "fp16", f"the log says {name} = {said}"
+                return "fp16", reason
             if re.search(r"fp32|float32|^32\b|tf32|^no$|32-true", text):
-                return "fp32", f"the log says {name} = {said}"
+                return "fp32", reason
     for name in ("bf16", "fp16"):
-        said = fact(table, name)
-        if said is True or (isinstance(said, str) and said.lower() == "true") or fact(table, f"{name}.enabled") is True:
-            return name, f"the log says {name} = {said}"
+        value = find_fact(table, name)
+        if str(value).lower() == "true" or find_fact(table, f"{name}.enabled") is True:
+            return name, f"the log says {name} = {value}"
     scale = finite(table, "loss_scale", 0, 10_000)
     if len(scale) and bool((scale != 1.0).any()):
-        return "fp16", "a loss scale is on record, which only fp16 needs"
-    return None, "neither a precision nor a loss scale is on record"
+        return "fp16", "the log has a loss scale, which only fp16 needs"
+    return None, "the log has neither a precision nor a loss scale"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from made import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run, table
 
-from holdfast.diagnosis.find.episodes import Episode
+from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
 
 NAN, INF = float("nan"), float("inf")

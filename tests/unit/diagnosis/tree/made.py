@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.diagnosis.find.episodes import Episode
+from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Event, Limit, Series, Table
 
 N = 400

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from holdfast.core.base.errors import ConfigError
-from holdfast.diagnosis.tree.load import parse, tree
+from holdfast.diagnosis.tree.load import load_tree, parse_tree
 
 TEXT = (importlib.resources.files("holdfast.diagnosis.tree") / "tree.toml").read_text()
 
@@ -16,13 +16,13 @@ TEXT = (importlib.resources.files("holdfast.diagnosis.tree") / "tree.toml").read
 def errors(old: str, new: str, text: str = TEXT) -> list[str]:
     assert old in text
     with pytest.raises(ConfigError) as caught:
-        parse(text.replace(old, new, 1))
+        parse_tree(text.replace(old, new, 1))
     return caught.value.errors
 
 
 def test_the_tree_that_comes_with_it_is_right():
-    assert tree().version == 1
-    assert len(tree().leaf) > 60
+    assert load_tree().version == 1
+    assert len(load_tree().leaf) > 60
 
 
 def test_an_edge_that_leads_nowhere_is_named():
@@ -84,11 +84,11 @@ def test_a_leaf_abstains_exactly_when_its_status_is_unknown():
 
 def test_what_is_not_toml_is_an_error_of_ours():
     with pytest.raises(ConfigError):
-        parse("version = ")
+        parse_tree("version = ")
 
 
 def test_every_node_has_all_three_edges():
     nodes = re.findall(r"\[node\.(\w+)\]\n(.*?)\n\n", TEXT, re.DOTALL)
-    assert len(nodes) == len(tree().node)
+    assert len(nodes) == len(load_tree().node)
     for _, body in nodes:
         assert all(f"\n{answer} = " in body for answer in ("yes", "no", "unknown"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from leaf_cases import CASES
 
-from holdfast.diagnosis.tree.load import tree
+from holdfast.diagnosis.tree.load import load_tree
 from holdfast.diagnosis.tree.page import coverage, page
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -23,11 +23,11 @@ def expect(path: Path, text: str) -> None:
 
 
 def test_tree_page_is_up_to_date():
-    expect(DOCS / "tree.md", page(tree()))
+    expect(DOCS / "tree.md", page(load_tree()))
 
 
 def test_coverage_table_is_up_to_date():
     path = DOCS / "diagnosis.md"
     head, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    table = coverage(tree(), {leaf: make().says for leaf, make in CASES.items()}, TEST)
+    table = coverage(load_tree(), {leaf: make().says for leaf, make in CASES.items()}, TEST)
     expect(path, f"{head}{BEGIN}\n{table}{END}{rest.partition(END)[2]}")

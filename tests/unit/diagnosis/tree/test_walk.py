@@ -9,12 +9,12 @@ from made import N, cosine, episode, healthy_loss, healthy_norm, put, run
 
 from holdfast.diagnosis.model.table import Limit
 from holdfast.diagnosis.tree import walk
-from holdfast.diagnosis.tree.load import tree
+from holdfast.diagnosis.tree.load import load_tree
 
 
 def walked(leaf):
     case = CASES[leaf]()
-    return walk.walk(tree(), case.table, case.episode)
+    return walk.walk(load_tree(), case.table, case.episode)
 
 
 def test_gradient_that_leads_speaks_for_an_explosion_and_against_a_bad_batch():
@@ -28,11 +28,11 @@ def test_gradient_that_leads_speaks_for_an_explosion_and_against_a_bad_batch():
 
 def test_gradient_and_loss_that_jump_together_are_no_explosion():
     made, where = jump(300, 300, 5.0, "spike_recovered", grad_norm=put(healthy_norm(), 300, 30.0))
-    assert walk.Asking(tree(), made, where).ask("gradient_leads").value == "no"
+    assert walk.Interview(load_tree(), made, where).ask("gradient_leads").value == "no"
 
 
 def test_forward_overflow_is_not_answered_with_loss_scaling():
-    leaf = tree().leaf["fp16_forward_overflow"]
+    leaf = load_tree().leaf["fp16_forward_overflow"]
     assert "bf16" in leaf.action and "does not cure" in leaf.action
 
 
@@ -51,12 +51,12 @@ def test_where_the_answers_are_unknown_no_cause_is_named(leaf):
 
 
 def test_unknown_answers_lower_the_confidence_in_a_cause():
-    whole = walk.walk(tree(), *jump(300, 310, 2.0, "spike_recovered", lr=put(cosine(), slice(300, None), 3e-3)))
+    whole = walk.walk(load_tree(), *jump(300, 310, 2.0, "spike_recovered", lr=put(cosine(), slice(300, None), 3e-3)))
     made, where = jump(300, N - 1, 1.0, "spike", lr=None)
     assert whole.id == "schedule_jump"
-    found = walk.walk(tree(), made, where)
+    found = walk.walk(load_tree(), made, where)
     assert found.id == "persistent_elevation"
-    factor = tree().confidence.unknown ** sum(s.answer == "unknown" for s in found.trail)
+    factor = load_tree().confidence.unknown ** sum(s.answer == "unknown" for s in found.trail)
     assert factor < 1
     assert found.confidence == pytest.approx(0.5 * 0.9 * factor, abs=1e-3)
     assert any("learning rate" in u for u in found.unchecked)
@@ -64,16 +64,18 @@ def test_unknown_answers_lower_the_confidence_in_a_cause():
 
 def test_limits_of_the_log_lower_the_confidence():
     made, where = jump(300, 300, 2.0, "spike_recovered")
-    sure = walk.walk(tree(), made, where).confidence
+    sure = walk.walk(load_tree(), made, where).confidence
     made.limits.append(Limit("averaged", "each value is the mean of 10 steps"))
-    assert walk.walk(tree(), made, where).confidence == pytest.approx(sure * tree().limits["averaged"], abs=1e-3)
+    assert walk.walk(load_tree(), made, where).confidence == pytest.approx(
+        sure * load_tree().limits["averaged"], abs=1e-3
+    )
 
 
 def test_a_limit_that_does_not_touch_the_kind_changes_nothing():
     case = CASES["leak"]()
-    sure = walk.walk(tree(), case.table, case.episode).confidence
+    sure = walk.walk(load_tree(), case.table, case.episode).confidence
     case.table.limits.append(Limit("no_grad_norm", "no gradient norm"))
-    assert walk.walk(tree(), case.table, case.episode).confidence == sure
+    assert walk.walk(load_tree(), case.table, case.episode).confidence == sure
 
 
 def test_what_speaks_against_a_leaf_is_said_and_lowers_its_confidence():
@@ -81,24 +83,24 @@ def test_what_speaks_against_a_leaf_is_said_and_lowers_its_confidence():
     prints = np.arange(N) * 7919.0 + 2**30
     calm, where = jump(300, 300, 2.0, "spike_recovered", batch_fingerprint=put(prints, 300, prints[280]))
     wild, _ = jump(300, 300, 2.0, "spike_recovered", batch_fingerprint=put(prints, 300, prints[280]), grad_norm=norm)
-    a, b = walk.walk(tree(), calm, where), walk.walk(tree(), wild, where)
+    a, b = walk.walk(load_tree(), calm, where), walk.walk(load_tree(), wild, where)
     assert a.id == b.id == "loader_repeats"
     assert not a.against
     assert len(b.against) == 1 and "times its mean" in b.against[0]
-    assert b.confidence == pytest.approx(a.confidence * tree().confidence.against, abs=1e-3)
+    assert b.confidence == pytest.approx(a.confidence * load_tree().confidence.against, abs=1e-3)
 
 
 def test_a_rule_without_its_column_is_listed_only_where_it_matters():
     made, where = jump(300, N - 1, 1.0, "divergence")
-    assert any("layers" in u for u in walk.walk(tree(), made, where).unchecked)
+    assert any("layers" in u for u in walk.walk(load_tree(), made, where).unchecked)
     made = run(loss=put(run().columns["loss"], 300, float("nan")))
     assert not any(
-        "gradient norms of layers" in u for u in walk.walk(tree(), made, episode(made, "nan", 300, 300)).unchecked
+        "gradient norms of layers" in u for u in walk.walk(load_tree(), made, episode(made, "nan", 300, 300)).unchecked
     )
 
 
 def test_healthy_run_fires_no_rule():
-    assert [w.id for w in walk.check(tree(), run())] == []
+    assert [w.id for w in walk.check_rules(load_tree(), run())] == []
 
 
 def test_numbers_of_every_answer_are_on_the_trail():
@@ -113,7 +115,7 @@ def test_a_run_that_left_its_best_level_long_before_is_an_explosion_not_an_opera
     loss[200:] += 3.0
     loss[350:] = float("nan")
     made = run(loss=loss, facts={"precision": "fp32"})
-    found = walk.walk(tree(), made, episode(made, "nan", 350, N - 1))
+    found = walk.walk(load_tree(), made, episode(made, "nan", 350, N - 1))
     assert found.id == "explosion_to_nan"
     assert any("had left its best level" in e for e in found.evidence)
 
@@ -123,4 +125,4 @@ def test_gradients_that_overflow_inside_a_slow_rise_do_not_hide_it():
     loss[200:] += np.linspace(0.0, 0.6, 200)
     norm = healthy_norm() * np.r_[np.ones(200), np.geomspace(1.0, 1e6, 200)]
     made = run(loss=loss, grad_norm=put(norm, slice(390, None), float("inf")))
-    assert walk.walk(tree(), made, episode(made, "silent_divergence", 210, N - 1)).id == "learning_rate_or_data"
+    assert walk.walk(load_tree(), made, episode(made, "silent_divergence", 210, N - 1)).id == "learning_rate_or_data"

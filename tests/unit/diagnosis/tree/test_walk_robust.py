@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from made import episode, table
 from rich.console import Console
 
-from holdfast.diagnosis.diagnose import diagnose, machine
+from holdfast.diagnosis.diagnose import diagnose, find_machine_episodes
 from holdfast.diagnosis.find import episodes
+from holdfast.diagnosis.model.episode import CURVE_KINDS, INCIDENT_KINDS
 from holdfast.diagnosis.postmortem import build
 from holdfast.diagnosis.tree import walk
-from holdfast.diagnosis.tree.kinds import INCIDENTS, OF_THE_CURVE
-from holdfast.diagnosis.tree.load import tree
+from holdfast.diagnosis.tree.load import load_tree
 from holdfast.reports import markdown, terminal
 
 NAMES = [
@@ -65,18 +65,18 @@ def logs(draw):
 def test_every_walk_ends_at_a_leaf(made, data):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for found in walk.check(tree(), made):
+        for found in walk.check_rules(load_tree(), made):
             assert found.confidence > 0
-        made_here = machine(made, tree())
+        made_here = find_machine_episodes(made, load_tree())
         if not len(made):
             assert made_here == []
             return
         first = data.draw(st.integers(0, len(made) - 1))
         last = data.draw(st.integers(first, len(made) - 1))
-        for where in [episode(made, data.draw(st.sampled_from(sorted(INCIDENTS))), first, last), *made_here]:
+        for where in [episode(made, data.draw(st.sampled_from(sorted(INCIDENT_KINDS))), first, last), *made_here]:
             where.evidence = {"before": 1.0, "after": 2.0, "ratio": 2.0} | where.evidence
-            found = walk.walk(tree(), made, where)
-            assert found.id in tree().leaf
+            found = walk.walk(load_tree(), made, where)
+            assert found.id in load_tree().leaf
             assert 0.0 < found.confidence <= 1.0
 
 
@@ -86,7 +86,7 @@ def test_every_log_can_be_told_in_every_form(made, data):
     where = []
     if len(made):
         first = data.draw(st.integers(0, len(made) - 1))
-        where = [episode(made, data.draw(st.sampled_from(sorted(OF_THE_CURVE))), first, len(made) - 1)]
+        where = [episode(made, data.draw(st.sampled_from(sorted(CURVE_KINDS))), first, len(made) - 1)]
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
         patch.setattr(episodes, "find", lambda table: (where, []))
@@ -97,10 +97,10 @@ def test_every_log_can_be_told_in_every_form(made, data):
         terminal.show(console, made, report)
         terminal.show_postmortem(console, told)
         assert "16. Raw evidence" in console.file.getvalue()
-        assert "## 16. Raw evidence" in markdown.postmortem(told)
+        assert "## 16. Raw evidence" in markdown.render_postmortem(told)
 
 
-@pytest.mark.parametrize("kind", sorted(INCIDENTS))
+@pytest.mark.parametrize("kind", sorted(INCIDENT_KINDS))
 def test_one_record_is_enough_to_walk(kind):
     made = table(loss=[1.0])
-    assert walk.walk(tree(), made, episode(made, kind, 0, 0)).leaf.action or kind
+    assert walk.walk(load_tree(), made, episode(made, kind, 0, 0)).leaf.action or kind

@@ -1,17 +1,16 @@
-"""Section 3: mixed precision. Overflow forward, overflow backward, and what the loss scale says."""
+"""Questions about mixed precision (section 3): overflows forward and backward, and the loss scale."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, no, number, question, unknown, yes
+from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Event, Table
 from holdfast.diagnosis.tree import window
 
 
-def _reported(table: Table) -> list[Event]:
-    """Overflows that a scaler tells of; importers know its many wordings."""
+def _overflow_events(table: Table) -> list[Event]:
     return [event for event in table.events if event.kind == "overflow"]
 
 
@@ -31,25 +30,28 @@ def is_fp32(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
 
 
 def _precision_is(wanted: str, table: Table) -> Answer:
-    found, why = window.precision(table)
-    if found is None:
-        return unknown(f"the precision is not known: {why}")
+    precision, reason = window.find_precision(table)
+    if precision is None:
+        return unknown(f"the precision is not known: {reason}")
     return decide(
-        found == wanted, f"precision {found}: {why}", f"precision {found}, not {wanted}: {why}", precision=found
+        precision == wanted,
+        f"precision {precision}: {reason}",
+        f"precision {precision}, not {wanted}: {reason}",
+        precision=precision,
     )
 
 
 @question("least")
 def scale_collapsed(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
-    """A loss scale under 1 would make gradients smaller than they are: every larger one overflowed."""
-    scale = _scale(table, episode)
+    """Ask whether the loss scale falls below 1: then every larger scale overflowed."""
+    scale = window.finite_during(table, episode, "loss_scale")
     if not len(scale):
-        return unknown("no loss scale is on record here")
+        return unknown("the log has no loss scale here")
     low = float(scale.min())
     return decide(
         low < t["least"],
-        f"the loss scale falls to {number(low)}, under {number(t['least'])}",
-        f"the loss scale stays at {number(low)} or above",
+        f"the loss scale falls to {fmt(low)}, below {fmt(t['least'])}",
+        f"the loss scale stays at {fmt(low)} or above",
         lowest=low,
     )
 
@@ -58,29 +60,29 @@ def scale_collapsed(table: Table, episode: Episode | None, t: Thresholds) -> Ans
 def scale_constant(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     scale = window.finite(table, "loss_scale")
     if not len(scale):
-        return unknown("no loss scale is on record")
+        return unknown("the log has no loss scale")
     low, high = float(scale.min()), float(scale.max())
     if low != high:
-        return no(f"the loss scale moves between {number(low)} and {number(high)}: it is dynamic", low=low, high=high)
+        return no(f"the loss scale moves between {fmt(low)} and {fmt(high)}: it is dynamic", low=low, high=high)
     if len(scale) < t["records"]:
-        return unknown(f"the loss scale is {number(low)} in all {len(scale)} records: too few to call it constant")
-    return yes(f"the loss scale is {number(low)} in all {len(scale)} records, overflow or not", scale=low)
+        return unknown(f"the loss scale is {fmt(low)} in all {len(scale)} records: too few to call it constant")
+    return yes(f"the loss scale is {fmt(low)} in all {len(scale)} records, overflow or not", scale=low)
 
 
 @question("share", "in_a_row")
 def overflows_persist(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
-    """Overflows that go on: a scaler that finds its level needs a handful, then one every few thousand steps."""
-    bad, count = _overflows(table, episode)
-    if count == 0:
-        return unknown("neither a loss scale, nor overflows, nor gradient norms in fp16 are on record here")
-    longest = _longest(bad) if len(bad) else 0
-    total = int(bad.sum())
+    """Ask whether overflows continue. A working scaler needs a few, then one every few thousand steps."""
+    flags = _overflow_flags(table, episode)
+    if flags is None:
+        return unknown("the log has neither a loss scale, nor overflow messages, nor gradient norms in fp16 here")
+    longest, total = _longest_run(flags), int(flags.sum())
     rows = len(table) if episode is None else episode.last + 1 - episode.first
     share = total / max(rows, 1)
+    text = f"{total} overflows in {rows} records, {longest} in a row"
     return decide(
         longest >= t["in_a_row"] or (share > t["share"] and total >= t["in_a_row"]),
-        f"{total} overflows in {rows} records, {longest} in a row: they do not end",
-        f"{total} overflows in {rows} records, {longest} in a row: the scaler finds its level",
+        f"{text}: they continue",
+        f"{text}: the scaler settles",
         overflows=total,
         in_a_row=longest,
         share=share,
@@ -90,62 +92,55 @@ def overflows_persist(table: Table, episode: Episode | None, t: Thresholds) -> A
 @question()
 def scaler_dynamic(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     scale = window.finite(table, "loss_scale")
-    said = _reported(table)
     if len(scale) and float(scale.min()) != float(scale.max()):
-        return yes("the loss scale moves: a dynamic scaler is at work", low=float(scale.min()), high=float(scale.max()))
-    if said:
-        return yes(f"the log reports {len(said)} overflows: a dynamic scaler is at work", overflows=len(said))
+        return yes("the loss scale moves: a dynamic scaler is active", low=float(scale.min()), high=float(scale.max()))
+    if events := _overflow_events(table):
+        return yes(f"the log reports {len(events)} overflows: a dynamic scaler is active", overflows=len(events))
     if len(scale):
-        return no(f"the loss scale stands at {number(float(scale[0]))}", scale=float(scale[0]))
-    return unknown("no loss scale is on record")
+        return no(f"the loss scale is constant at {fmt(float(scale[0]))}", scale=float(scale[0]))
+    return unknown("the log has no loss scale")
 
 
 @question()
 def scale_halved_before(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
-    """The fingerprint of an overflow: the scale is cut in the records before the loss goes."""
+    """Ask whether the scale was cut in the records before: the mark of a gradient overflow."""
     if episode is None:
-        return unknown("asked of an incident only")
+        return unknown("applies to an incident only")
     scale = window.finite(table, "loss_scale", episode.first - 20, episode.first + 1)
     if len(scale) < 2:
-        return unknown("no loss scale is on record before it")
+        return unknown("the log has no loss scale before the incident")
     cuts = int((np.diff(scale) < 0).sum())
     return decide(
         cuts > 0,
         f"the loss scale was cut {cuts} times in the records before",
-        "the loss scale was not cut before",
+        "the loss scale was not cut in the records before",
         cuts=cuts,
     )
 
 
-def _scale(table: Table, episode: Episode | None) -> window.Values:
-    scale = window.during(table, episode, "loss_scale")
-    return scale[np.isfinite(scale)]
-
-
-def _overflows(table: Table, episode: Episode | None) -> tuple[window.Values, int]:
-    """One flag a record that shows whether it overflowed, and how many kinds of record there are to go by."""
+def _overflow_flags(table: Table, episode: Episode | None) -> np.ndarray | None:
+    """Return one flag per record: whether it overflowed. Return None if nothing in the log could show it."""
     first, stop = (0, len(table)) if episode is None else (episode.first, episode.last + 1)
     flags = np.zeros(stop - first, dtype=bool)
-    said = window.events_in(table, episode, _reported(table))
-    scaled = table.has("loss_scale") or bool(_reported(table)) or window.precision(table)[0] == "fp16"
-    kinds = 0
-    if table.has("grad_norm") and scaled:  # without a scaler, an Inf is no overflow that it could have cured
-        kinds += 1
+    events = _overflow_events(table)
+    inside = window.events_during(episode, events)
+    has_scaler = table.has("loss_scale") or bool(events) or window.find_precision(table)[0] == "fp16"
+    # Without a scaler, an Inf gradient is not an overflow that scaling could prevent.
+    shows_norms = table.has("grad_norm") and has_scaler
+    if not (shows_norms or table.has("loss_scale") or inside):
+        return None
+    if shows_norms:
         flags |= table.present["grad_norm"][first:stop] & ~np.isfinite(table.columns["grad_norm"][first:stop])
     if table.has("loss_scale"):
-        kinds += 1
         scale = np.where(table.present["loss_scale"], table.columns["loss_scale"], np.nan)[first:stop]
-        if len(scale) > 1:
-            flags[1:] |= np.diff(scale) < 0
-    if said:
-        kinds += 1
-        steps = table.step[first:stop]
-        for event in said:
-            if event.step is not None and len(steps):
-                flags[min(len(steps) - 1, int(np.searchsorted(steps, event.step)))] = True
-    return flags, kinds
+        flags[1:] |= np.diff(scale) < 0
+    steps = table.step[first:stop]
+    for event in inside:
+        if event.step is not None and len(steps):
+            flags[min(len(steps) - 1, int(np.searchsorted(steps, event.step)))] = True
+    return flags
 
 
-def _longest(flags: window.Values) -> int:
+def _longest_run(flags: np.ndarray) -> int:
     edges = np.flatnonzero(np.diff(np.concatenate(([0], flags.astype(np.int8), [0]))))
     return int((edges[1::2] - edges[::2]).max()) if len(edges) else 0

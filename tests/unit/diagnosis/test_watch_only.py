@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import noise, table
 
-from holdfast.diagnosis.find import episodes, quiet
+from holdfast.diagnosis.find import watch_only
 from holdfast.diagnosis.find.losses import Losses
+from holdfast.diagnosis.model.episode import Episode
 
 N = 600
 
@@ -23,7 +24,7 @@ def course(n: int = N) -> np.ndarray:
 
 
 def told(loss, found=(), **columns):
-    several, notes = quiet.find(Losses(table(loss=loss, **columns)), list(found))
+    several, notes = watch_only.find(Losses(table(loss=loss, **columns)), list(found))
     return [(one.kind, one.start, one.end) for one in several], {str(note.kind) for note in notes}
 
 
@@ -61,7 +62,7 @@ def test_a_level_loss_is_a_note_and_not_inside_an_episode():
     loss = 2.0 + noise(0.03, 1, 1200)
     several, notes = told(loss)
     assert several == [] and notes == {"plateau"}
-    whole = episodes.Episode(kind="spike", start=0.0, end=1199.0, first=0, last=1199, confidence=0.9)
+    whole = Episode(kind="spike", start=0.0, end=1199.0, first=0, last=1199, confidence=0.9)
     assert told(loss, [whole])[1] == set()
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from made import episode
 
 from holdfast.core.record.journal import dumps
-from holdfast.diagnosis.diagnose import diagnose, seen
+from holdfast.diagnosis.diagnose import diagnose, restored_view
 from holdfast.diagnosis.find import episodes
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.postmortem import build
@@ -90,7 +90,7 @@ def test_what_the_detectors_find_in_the_curve_too_is_told_once(run_dir, monkeypa
 def test_the_rows_are_put_back_where_they_happened(run_dir):
     (table,) = read(run_dir)
     verdict = diagnose(table).verdicts[0]
-    view, where = seen(table, verdict)
+    view, where = restored_view(table, verdict)
     assert np.isnan(view.columns["loss"][where.row_start])
     assert view.step[where.row_start] == 120
     assert np.isfinite(np.delete(view.columns["loss"], where.row_start)).all()
@@ -99,7 +99,7 @@ def test_the_rows_are_put_back_where_they_happened(run_dir):
 
 def test_the_post_mortem_shows_them(run_dir):
     (table,) = read(run_dir)
-    text = markdown.postmortem(build(table, diagnose(table)))
+    text = markdown.render_postmortem(build(table, diagnose(table)))
     assert "| 120 | NaN | NaN |" in text
     assert "| 200 | 9 | 30 |" in text
     assert "rolled back from step 199 to 190" in text

@@ -1,4 +1,4 @@
-"""One of two runs, in the form they are compared in, wherever it came from."""
+"""One of the two compared runs, in one form for every kind of log."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ Array = NDArray[np.float64]
 
 
 class Recovery(NamedTuple):
-    """Something that was done to the run: from which step, until which, and the words for it."""
+    """Holds an action on the run: its first step, its last step, and a description."""
 
     action: str
     first: int
     last: int
     text: str
     factor: float = 1.0
-    """of the LR at the first step; it goes back to 1 linearly"""
+    """factor on the LR at the first step; it returns to 1 linearly"""
 
 
 @dataclass
-class Side:
-    """`columns[name][i]` belongs to `step[i]`, NaN where it was not logged or is not a number. Steps rise."""
+class ComparedRun:
+    """Holds a run. `columns[name][i]` belongs to `step[i]` and is NaN if not logged. Steps rise."""
 
     path: str
     format: str
     step: Array
     columns: dict[str, Array] = field(default_factory=dict)
     tokens: Array | None = None
-    """seen up to and with step[i]"""
+    """tokens seen up to and including step[i]"""
     samples: Array | None = None
     known: dict[str, Any] = field(default_factory=dict)
-    """facts with a meaning: tokenizer, vocab_size, sources, ... as `holdfast.record` names them"""
+    """facts with a known meaning: tokenizer, vocab_size, sources, ... as `holdfast.record` names them"""
     settings: dict[str, Any] = field(default_factory=dict)
-    """everything else that is said of the run, flat: "optimizer.lr" -> 0.003"""
+    """all other facts, flattened: "optimizer.lr" -> 0.003"""
     evals: dict[str, list[tuple[int | None, float]]] = field(default_factory=dict)
     recoveries: list[Recovery] | None = None
-    """None: this log does not tell"""
+    """None if this log does not record them"""
     restarts: dict[str, Any] = field(default_factory=dict)
-    """settings that a later life was started with and the first was not"""
+    """settings that a restart changed, with their new values"""
     status: str | None = None
     limits: list[str] = field(default_factory=list)
 
@@ -51,12 +51,13 @@ class Side:
         return {"tokens": self.tokens, "samples": self.samples, "steps": self.step}[name]
 
     def column(self, name: str) -> Array | None:
+        """Return a column that has at least one finite value, else None."""
         values = self.columns.get(name)
         return values if values is not None and bool(np.isfinite(values).any()) else None
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one level: names joined by dots, places in a list by number. Lists of plain values stay."""
+    """Flatten nested settings: join names by dots, number the items of a list. Keep a list of plain values as it is."""
     if isinstance(value, Mapping) and value:
         inner = value.items()
     elif isinstance(value, list) and value and any(isinstance(v, Mapping | list) for v in value):
@@ -69,12 +70,12 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def number(value: Any) -> float | None:
-    """A finite number as such; None for anything else: records are written by others too."""
+def as_finite(value: Any) -> float | None:
+    """Return a finite number as a float; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None

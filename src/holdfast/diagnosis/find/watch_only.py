@@ -1,0 +1,52 @@
+"""Turns findings of the watch-only detectors into episodes (dead run, collapsed loss scale) and notes."""
+
+from __future__ import annotations
+
+from holdfast.core.base.types import Finding, Kind
+from holdfast.diagnosis.find.losses import Losses
+from holdfast.diagnosis.model.episode import Episode, Note
+
+_EPISODES = {Kind.DEAD_RUN: "dead_run", Kind.SCALE_COLLAPSE: "scale_collapse"}
+_DEAD_RECORDS = 100
+_NOTES = (Kind.PLATEAU, Kind.LR_JUMP, Kind.LR_FROZEN, Kind.SCALE_STUCK, Kind.WEIGHT_NORM, Kind.DUPLICATE_BATCH)
+
+
+def find(losses: Losses, known: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Return the episodes and the notes. A plateau inside a `known` episode is not noted."""
+    episodes, notes = [], []
+    for index, finding in losses.findings:
+        if finding.kind in _EPISODES:
+            episode = _episode(losses, index, finding)
+            if finding.kind == Kind.DEAD_RUN:
+                if not _stays_constant(losses, episode):
+                    continue
+                episode.last, episode.end = int(losses.rows[-1]), float(losses.step[-1])
+            episodes.append(episode)
+        elif finding.kind in _NOTES and not (finding.kind == Kind.PLATEAU and _overlaps_any(finding, known)):
+            start, end = float(finding.onset), float(finding.step)
+            notes.append(Note(kind=finding.kind, start=start, end=end, text=finding.message))
+    return episodes, notes
+
+
+def _stays_constant(losses: Losses, episode: Episode) -> bool:
+    """Return whether the loss is constant to the end: a hinge loss can be zero for a while."""
+    loss = losses.loss[losses.rows >= episode.first]
+    return len(loss) >= _DEAD_RECORDS and bool((loss == loss[0]).all())
+
+
+def _overlaps_any(finding: Finding, known: list[Episode]) -> bool:
+    return any(e.start <= finding.step and finding.onset <= e.end for e in known)
+
+
+def _episode(losses: Losses, index: int, finding: Finding) -> Episode:
+    first = losses.index_of_step(finding.onset, index)
+    return Episode(
+        kind=_EPISODES[Kind(finding.kind)],
+        start=float(losses.step[first]),
+        end=float(losses.step[index]),
+        first=int(losses.rows[first]),
+        last=int(losses.rows[index]),
+        confidence=0.8,
+        evidence=dict(finding.evidence),
+        findings=[finding],
+    )

@@ -1,0 +1,150 @@
+"""The journal of a run directory, as the diagnosis needs it: findings, actions, and their cost."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.record.journal import read
+from holdfast.core.record.tally import IncidentLine, Summary, Tally
+
+MISSING = "not recorded"
+
+
+class RunJournal:
+    """Holds the events of a run directory. `exists` is False for the log of another tool."""
+
+    def __init__(self, events: list[dict[str, Any]], torn_lines: int, exists: bool) -> None:
+        self.events, self.torn_lines, self.exists = events, torn_lines, exists
+
+    def select(self, *names: str) -> list[dict[str, Any]]:
+        """Return the events with one of these names, in their order."""
+        return [event for event in self.events if event.get("event") in names]
+
+    def actions(self, *names: str) -> list[dict[str, Any]]:
+        return [event for event in self.select("action") if event.get("action") in names]
+
+    @functools.cached_property
+    def summary(self) -> Summary | None:
+        """The summary of the run; None without events."""
+        if not self.events:
+            return None
+        tally = Tally()
+        for event in self.events:
+            # A malformed event, of another version or edited by hand, must not hide the others.
+            with contextlib.suppress(KeyError, TypeError, AttributeError):
+                tally.feed(event)
+        ends = [event["step"] for event in self.select("run_end", "progress") if isinstance(event.get("step"), int)]
+        return tally.summary(ends[-1] if ends else 0)
+
+    @property
+    def incidents(self) -> list[IncidentLine]:
+        return self.summary.incidents if self.summary else []
+
+    def steps_undone(self) -> int | None:
+        """Count the steps that rollbacks undid; None without a journal."""
+        if not self.exists:
+            return None
+        spans = [(event.get("from_step"), event.get("to_step")) for event in self.actions("rollback")]
+        return sum(start - end for start, end in spans if isinstance(start, int) and isinstance(end, int))
+
+    def steps_of_incident(self, incident: int) -> list[int]:
+        """Return the steps of all actions and outcomes for an incident."""
+        steps = [event.get("step") for event in self.select("action", "outcome") if event.get("incident") == incident]
+        return [step for step in steps if isinstance(step, int)]
+
+    def batches_skipped(self) -> int:
+        counts = [event.get("batches") for event in self.actions("skip", "skip_data")]
+        return sum(count for count in counts if isinstance(count, int))
+
+    def finding_lines(self) -> list[str]:
+        """Describe each new finding of the online detectors, with its delay after the onset."""
+        lines = []
+        for finding in self.select("finding"):
+            step, onset = finding.get("step"), finding.get("onset")
+            if finding.get("new", True):
+                delay = f"{step - onset} steps" if isinstance(step, int) and isinstance(onset, int) else MISSING
+                message = f"{finding.get('detector')}: {finding.get('message')}"
+                lines.append(f"online, step {step}: {message} (delay after onset: {delay})")
+        return lines
+
+    def action_lines(self) -> list[str]:
+        """Describe each action in order. Repeated skips for one incident share one extra line."""
+        lines: list[str] = []
+        skips: dict[Any, list[Any]] = {}
+        for action in self.select("action"):
+            if action.get("action") == "skip":
+                steps = skips.setdefault(action.get("incident"), [])
+                steps.append(action.get("step"))
+                if len(steps) > 1:
+                    continue
+            lines.append(f"incident {action.get('incident', MISSING)}: {_describe_action(action)}")
+        for incident, steps in skips.items():
+            if len(steps) > 1:
+                lines.append(
+                    f"incident {incident}: {len(steps)} updates skipped in all, steps {steps[0]} to {steps[-1]}"
+                )
+        return lines
+
+    def config_changes(self) -> list[str]:
+        """Describe the settings that changed between the processes of the run."""
+        environments = [event.get("environment") for event in self.select("run_begin", "restart")]
+        flat = [_flatten(environment) for environment in environments if isinstance(environment, dict)]
+        changes = []
+        for restart, (old, new) in enumerate(pairwise(flat), 1):
+            for key in sorted(old.keys() | new.keys()):
+                if key not in ("started", "argv") and old.get(key) != new.get(key):
+                    changes.append(f"restart {restart}: {key} {old.get(key, MISSING)} -> {new.get(key, MISSING)}")
+        return changes
+
+
+def read_run_journal(path: str) -> RunJournal:
+    """Read the journal of a run directory. Read it again only if the file has changed."""
+    file = Path(path) if Path(path).name == "journal.jsonl" else Path(path) / "journal.jsonl"
+    try:
+        state = file.stat()
+    except (OSError, ValueError):
+        return RunJournal([], 0, exists=False)
+    return _read(file, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(file: Path, modified: int, size: int) -> RunJournal:
+    try:
+        record = read(file)
+    except OSError:
+        return RunJournal([], 0, exists=False)
+    return RunJournal(record.events, len(record.torn), exists=True)
+
+
+def fmt_recorded(value: Any) -> str:
+    """Format a number of the journal; return MISSING for anything else."""
+    return f"{value:.4g}" if isinstance(value, int | float) else MISSING
+
+
+def _describe_action(action: dict[str, Any]) -> str:
+    name, step = action.get("action"), action.get("step", MISSING)
+    if name == "rollback":
+        text = f"rolled back from step {action.get('from_step', MISSING)} to {action.get('to_step', MISSING)}"
+    elif name == "skip_data":
+        text = f"skipped {action.get('batches', MISSING)} batches of data from step {step} on"
+    elif name == "cut_lr":
+        text = (
+            f"cut the learning rate from {fmt_recorded(action.get('lr_from'))} to {fmt_recorded(action.get('lr_to'))}"
+        )
+        text += f", restored over {action.get('ramp_steps', MISSING)} steps"
+    elif name == "skip":
+        text = f"skipped the update of step {step}"
+    else:
+        text = f"{name} at step {step}"
+    return f"{text} ({action.get('reason', 'reason not recorded')})"
+
+
+def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flatten(inner, f"{prefix}{key}.") if isinstance(inner, dict) else {f"{prefix}{key}": inner}
+    return flat

@@ -37,7 +37,6 @@ KNOWN_ROOMS = {
     "runtime.step": "imports guard",
 }
 KNOWN_PAIRS = {
-    ("diagnosis.tree", "diagnosis.tree.questions"),
     ("distributed", "distributed.checkpoint"),
     ("runtime.agree", "runtime.step"),
     ("runtime.checkpoint", "runtime.step"),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Thresholds
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Event, Table
@@ -68,8 +69,7 @@ def find(table: Table, leak: Thresholds, fragmentation: Thresholds) -> list[Epis
     if not len(table):
         return []
     name = next((n for n in ALLOCATED if table.has(n)), None)
-    values = table.series(name).value if name else np.empty(0)
-    allocated = measure_trend(values[np.isfinite(values)], leak) if name else None
+    allocated = measure_trend(window.finite(table, name), leak) if name else None
     gap = measure_reserved_gap(table, fragmentation)
     leaks, fragments = allocated is not None and allocated.rises, gap is not None and gap.rises
     first, last = len(table) // 10, len(table) - 1

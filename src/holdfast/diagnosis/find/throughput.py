@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Thresholds
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
@@ -100,8 +101,7 @@ def find_slow_rank(table: Table, t: Thresholds) -> SlowRank | None:
     """Return the slowest rank if its median step time is at least `ratio` times the median of the others."""
     medians = {}
     for rank, name in rank_columns(table).items():
-        values = table.series(name).value
-        values = values[np.isfinite(values)]
+        values = window.finite(table, name)
         if len(values) >= t["records"]:
             medians[rank] = float(np.median(values))
     if len(medians) < 2:

@@ -10,8 +10,8 @@ from holdfast.diagnosis.diagnose import IncidentVerdict, restored_view
 from holdfast.diagnosis.model.answers import fmt
 from holdfast.diagnosis.model.run_journal import MISSING
 from holdfast.diagnosis.model.table import Table
+from holdfast.diagnosis.model.window import Values, finite, logged
 from holdfast.diagnosis.postmortem.parts import fmt_or_missing
-from holdfast.diagnosis.tree.window import Values, finite, logged
 
 HEALTHY_RECORDS = 100
 

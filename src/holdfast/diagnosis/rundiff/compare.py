@@ -12,7 +12,7 @@ from holdfast.diagnosis.rundiff.checks import BY_ID, CHECKS, DifferenceCheck, ch
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 from holdfast.diagnosis.rundiff.difference import (
     CheckContext,
-    Difference,
+    RunDifference,
     compare_settings,
     without_derived,
 )
@@ -44,7 +44,7 @@ def compare(a: ComparedRun, b: ComparedRun) -> DiffReport:
         result = SPECIFIC_CHECKS.get(check.id, compare_settings)(context)
         if result is None:
             same.append(check.id)
-        elif isinstance(result, Difference):
+        elif isinstance(result, RunDifference):
             suspects.append(_suspect(check, result, signals["loss"], a, b))
         elif check.id not in ("config", "restarts", "housekeeping", "policy"):  # these are optional, not missing
             missing.append(NotCompared(check=check.id, name=check.name, why=result.why))
@@ -73,7 +73,7 @@ def compare(a: ComparedRun, b: ComparedRun) -> DiffReport:
 
 
 def _suspect(
-    check: DifferenceCheck, difference: Difference, loss: CurveComparison | None, a: ComparedRun, b: ComparedRun
+    check: DifferenceCheck, difference: RunDifference, loss: CurveComparison | None, a: ComparedRun, b: ComparedRun
 ) -> Suspect:
     """Score a difference. Evidence of the loss curves against it lowers its severity."""
     severity, onset, against = difference.severity, difference.onset, []

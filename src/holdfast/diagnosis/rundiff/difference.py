@@ -14,7 +14,7 @@ DERIVED = ("optimizer_groups.", "schedulers.")
 """prefixes of settings that repeat a named setting"""
 
 
-class Difference(NamedTuple):
+class RunDifference(NamedTuple):
     """Holds a difference. `severity` is at most 1. `onset` is the step of A from which it can act, if known."""
 
     severity: float
@@ -30,7 +30,7 @@ class NotComparable(NamedTuple):
     why: str
 
 
-CheckResult = Difference | NotComparable | None
+CheckResult = RunDifference | NotComparable | None
 """None: the runs are equal"""
 
 
@@ -89,7 +89,7 @@ def compare_settings(context: CheckContext) -> CheckResult:
     worst = max(context.differing, key=_severity)
     parts = [f"{s.key}: {show(s.a)} in A, {show(s.b)} in B" for s in without_derived(context.differing)]
     more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-    return Difference(_severity(worst), show(worst.a), show(worst.b), "; ".join(parts[:3]) + more)
+    return RunDifference(_severity(worst), show(worst.a), show(worst.b), "; ".join(parts[:3]) + more)
 
 
 def without_derived(settings: list[SettingDifference]) -> list[SettingDifference]:
@@ -115,8 +115,8 @@ def compare_fact(name: str, what: str) -> Callable[[CheckContext], CheckResult]:
             return compare_settings(context) if context.differing and all(context.has_settings) else None
         if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
             changed = [f"{k}: {show(a[k])} in A, {show(b[k])} in B" for k in a if a[k] != b[k]]
-            return Difference(1.0, show(a), show(b), f"{what} differs in {', '.join(changed[:3])}")
-        return Difference(1.0, show(a), show(b), f"{what} is {show(a)} in A and {show(b)} in B")
+            return RunDifference(1.0, show(a), show(b), f"{what} differs in {', '.join(changed[:3])}")
+        return RunDifference(1.0, show(a), show(b), f"{what} is {show(a)} in A and {show(b)} in B")
 
     return check
 
@@ -131,6 +131,6 @@ def compare_size(name: str, what: str) -> Callable[[CheckContext], CheckResult]:
         if a == b:
             return None
         severity = max(0.6, ratio_severity(a, b))
-        return Difference(severity, show(a), show(b), f"{what} is {a:,.0f} in A and {b:,.0f} in B")
+        return RunDifference(severity, show(a), show(b), f"{what} is {a:,.0f} in A and {b:,.0f} in B")
 
     return check

@@ -1,6 +1,6 @@
 """Checks that need more than a comparison of settings: mixture, LR schedule, length, batch, data, recoveries.
 
-Each returns a Difference, None if the runs are equal, or NotComparable with the missing data.
+Each returns a RunDifference, None if the runs are equal, or NotComparable with the missing data.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.diagnosis.rundiff.difference import (
     DERIVED,
     CheckContext,
     CheckResult,
-    Difference,
+    RunDifference,
     NotComparable,
     compare_fact,
     compare_settings,
@@ -66,7 +66,7 @@ def check_mixture(context: CheckContext) -> CheckResult:
         reason += f"({moved:.1%} of the data comes from other sources)"
     if stages[0] != stages[1]:
         reason += ("; " if reason else "") + f"the stages differ: {show(stages[0])} in A, {show(stages[1])} in B"
-    return Difference(min(1.0, 0.5 + 2.0 * moved), *shown, reason, onset)
+    return RunDifference(min(1.0, 0.5 + 2.0 * moved), *shown, reason, onset)
 
 
 def total_variation(a: dict[str, float], b: dict[str, float]) -> float:
@@ -123,7 +123,7 @@ def check_lr_schedule(context: CheckContext) -> CheckResult:
     if a.shape != b.shape and parts:
         parts.append(f"{a.shape} in A, {b.shape} in B")
     if parts:
-        return Difference(severity, str(a), str(b), "; ".join(parts))
+        return RunDifference(severity, str(a), str(b), "; ".join(parts))
     # Equal curves with different settings matter only if both runs name the setting.
     named = [s for s in context.differing if s.a is not None and s.b is not None and not s.key.startswith(DERIVED)]
     return compare_settings(context) if named else None
@@ -140,7 +140,7 @@ def check_length(context: CheckContext) -> CheckResult:
     left, right = f"{a[-1]:,.0f} {context.axis}", f"{b[-1]:,.0f} {context.axis}"
     onset = float(min(context.a.step[-1], context.b.step[-1]))
     severity = ratio_severity(float(a[-1]), float(b[-1]))
-    return Difference(severity, left, right, f"A was trained on {left} and B on {b[-1]:,.0f}", onset)
+    return RunDifference(severity, left, right, f"A was trained on {left} and B on {b[-1]:,.0f}", onset)
 
 
 def check_batch(context: CheckContext) -> CheckResult:
@@ -151,7 +151,7 @@ def check_batch(context: CheckContext) -> CheckResult:
     if abs(b / max(1e-9, a) - 1) <= 0.01:
         return None
     left, right = f"{a:,.0f} {context.axis} a step", f"{b:,.0f} {context.axis} a step"
-    return Difference(ratio_severity(a, b), left, right, f"A takes {left} and B {b:,.0f}")
+    return RunDifference(ratio_severity(a, b), left, right, f"A takes {left} and B {b:,.0f}")
 
 
 def _per_step(run: ComparedRun, axis: Axis) -> float | None:
@@ -168,7 +168,7 @@ def check_data(context: CheckContext) -> CheckResult:
         return None if a == b else compare_fact("data", "the data")(context)
     paths = context._replace(differing=[s for s in context.differing if not s.key.endswith("workers")])
     result = paths.compare_settings_or(a, b, "a fingerprint of its data")
-    return result._replace(severity=0.6) if isinstance(result, Difference) else result
+    return result._replace(severity=0.6) if isinstance(result, RunDifference) else result
 
 
 def check_recoveries(context: CheckContext) -> CheckResult:
@@ -185,7 +185,7 @@ def check_recoveries(context: CheckContext) -> CheckResult:
     reason = " and ".join(recovered)
     if not a or not b:
         reason += f"; {'A' if not a else 'B'} is clean"
-    return Difference(severity, texts[0], texts[1], reason, float(min(firsts)) if firsts else None)
+    return RunDifference(severity, texts[0], texts[1], reason, float(min(firsts)) if firsts else None)
 
 
 def _describe(recoveries: list[Recovery]) -> str:
@@ -208,7 +208,7 @@ def check_restarts(context: CheckContext) -> CheckResult:
     if a == b:
         return None
     changed = [f"{name} restarted with {show(settings)}" for name, settings in (("A", a), ("B", b)) if settings]
-    return Difference(1.0, show(a) or "none", show(b) or "none", " and ".join(changed))
+    return RunDifference(1.0, show(a) or "none", show(b) or "none", " and ".join(changed))
 
 
 SPECIFIC_CHECKS: dict[str, Callable[[CheckContext], CheckResult]] = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.model.trend import fit_trend
-from holdfast.diagnosis.tree import window
 
 
 def _trends_up(table: Table, episode: Episode | None, t: Thresholds, column: str, what: str) -> Answer:

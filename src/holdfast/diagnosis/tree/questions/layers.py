@@ -6,10 +6,10 @@ import re
 
 import numpy as np
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, question, unknown
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
-from holdfast.diagnosis.tree import window
 
 _LAYER = re.compile(
     r"grad.*?(?:layers?|blocks?|\bh)[._/]?(\d+)|(?:layers?|blocks?|\bh)[._/]?(\d+).*?grad", re.IGNORECASE

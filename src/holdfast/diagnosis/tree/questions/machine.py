@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.diagnosis.find import hang, memory, throughput
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
 from holdfast.diagnosis.model.episode import MACHINE_KINDS, Episode
 from holdfast.diagnosis.model.table import Event, Table
-from holdfast.diagnosis.tree import window
 
 
 @question()
-def of_the_machine(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
+def is_machine_incident(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     if episode is None:
         return unknown("applies to an incident only")
     return decide(

@@ -8,7 +8,7 @@ from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.model.trend import block_medians
-from holdfast.diagnosis.tree.window import after, before, during, find_column, finite, logged
+from holdfast.diagnosis.model.window import after, before, during, find_column, finite, logged
 
 _BEST_RECORDS = 20_000
 """number of records before the first NaN in which the best level of the run is searched"""
@@ -102,7 +102,7 @@ def nan_passes(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
 
 
 @question("records", "grad_ratio", "loss_sigmas", "rise")
-def left_course_before(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
+def climbed_before_nan(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     """Ask whether the loss or the gradient climbed before the first NaN: an explosion, not a single operation."""
     if episode is None:
         return unknown("applies to an incident only")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Event, Table
-from holdfast.diagnosis.tree import window
 
 
 def _overflow_events(table: Table) -> list[Event]:

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
-from holdfast.diagnosis.tree import window
 
 JUMPS = ("spike", "spike_recovered", "divergence")
 

@@ -6,11 +6,11 @@ import re
 
 import numpy as np
 
+from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Series, Table
 from holdfast.diagnosis.model.trend import fit_trend
-from holdfast.diagnosis.tree import window
 
 _HELD_OUT = re.compile(r"eval|val|test|dev", re.IGNORECASE)
 _HIGHER_IS_BETTER = re.compile(r"acc|bleu|rouge|f1|auc|precision|recall|map|score|reward|exact", re.IGNORECASE)

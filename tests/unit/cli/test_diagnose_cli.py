@@ -67,7 +67,7 @@ def test_verdict_comes_first_then_chart_then_next_command(holdfast, log):
     assert (
         answer.out.index("cause:")
         < answer.out.index("━")
-        < answer.out.index("could not be checked")
+        < answer.out.index("not checked")
         < answer.out.index("next:")
     )
 

@@ -54,7 +54,7 @@ def test_verdict_comes_first_and_the_next_step_last(runs, holdfast):
     answer = holdfast("diff", *runs)
     assert (answer.status, answer.err) == (0, "")
     said = " ".join(answer.out.split())
-    assert said.startswith("The runs differ in: data mixture. Most likely cause of B's worse hellaswag")
+    assert said.startswith("The runs differ in: data mixture. Most likely cause of the worse hellaswag of B")
     assert answer.out.splitlines()[-1].startswith("next: ")
     for words in ("suspects", "curves at equal tokens", "what could not be compared", "evaluations"):
         assert words in answer.out
@@ -69,7 +69,7 @@ def test_picture_shows_both(runs, holdfast):
 
 def test_what_neither_run_says_is_listed(runs, holdfast):
     out = holdfast("diff", *runs).out
-    assert "decode settings: neither run says the decode setting" in out
+    assert "decode settings: neither run records the decode setting" in out
     assert "tokenizer: neither run says the tokenizer" in out
 
 

@@ -59,7 +59,7 @@ def test_several_incidents_each_have_their_own_window_and_verdict(found):
         "fp32_zero_over_zero",
     )
     assert diagnose(made).summary.startswith(
-        "2 incidents in 400 records, the gravest: the loss is NaN or Inf at steps 300 to 399"
+        "2 incidents in 400 records, the most severe: the loss is NaN or Inf at steps 300 to 399"
     )
 
 
@@ -70,7 +70,7 @@ def test_an_episode_that_turns_out_harmless_is_a_note(found):
     assert report.verdicts == []
     (note,) = [n for n in report.notes if n.leaf == "scaler_finds_level"]
     assert note.kind == "grad_nonfinite"
-    assert "not by itself an overflow" in note.action
+    assert "does not mean that activations overflow" in note.action
 
 
 def test_notes_of_the_detectors_are_kept_and_not_said_twice(found):

@@ -192,7 +192,7 @@ def test_a_jump_where_the_learning_rate_starts_anew_is_a_restart():
     assert found(loss, lr=LR) == []
     (note,) = notes(loss, lr=LR)
     assert note.start == 300
-    assert "from 2.027 to 2.972" in note.text and "the learning rate or the batch starts anew" in note.text
+    assert "from 2.027 to 2.972" in note.text and "the learning rate or the batch size restarts" in note.text
     assert found(loss, lr=np.full(N, 3e-4)) != []
 
 

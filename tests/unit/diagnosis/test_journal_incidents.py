@@ -71,7 +71,7 @@ def test_what_was_vetoed_or_undone_is_a_verdict_that_is_closed(run_dir):
     assert (second.kind, second.step_start, second.incident) == ("spike_recovered", 200, 2)
     assert second.leaf == "long_tail_batch"
     assert "incident 2 of the journal, closed: rollback" in second.evidence
-    assert "2 incidents in 300 records (all dealt with)" in diagnose(table).summary
+    assert "2 incidents in 300 records (all resolved)" in diagnose(table).summary
 
 
 def test_what_the_tree_does_not_know_stays_a_note(run_dir):

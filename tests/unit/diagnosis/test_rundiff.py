@@ -51,7 +51,7 @@ def test_other_mixture_weights(folder, base):
     report = compared(base, train(folder, "mixed", weights=(0.3, 0.7)))
     first = report.suspects[0]
     assert first.check == "mixture"
-    assert "web.tokens has 70.0% of its weights in A and 30.0% in B" in first.reason
+    assert "web.tokens has 70.0% of the weight in A and 30.0% in B" in first.reason
     assert report.verdict.suspect == "mixture"
     assert "Most likely cause of" in report.verdict.text and "data mixture" in report.verdict.text
     assert set(suspects(report)) == {"mixture"}
@@ -83,10 +83,10 @@ def test_lower_peak_lr(folder, base):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kind": "constant"}, "cosine decay against constant"),
+        ({"kind": "constant"}, "cosine decay in A, constant in B"),
         ({"warmup_steps": 60}, "warm-up takes 10 steps in A and 60 in B"),
         ({"floor": 0.8}, "it ends at 10% of the peak in A and at 80% in B"),
-        ({"kind": "wsd"}, "cosine decay against stable, then decay"),
+        ({"kind": "wsd"}, "cosine decay in A, stable, then decay in B"),
     ],
     ids=["kind", "warm-up", "floor", "wsd"],
 )
@@ -117,7 +117,7 @@ def test_other_precision(folder, base):
 def test_other_optimizer_settings(folder, base):
     report = compared(base, train(folder, "decayed", optimizer={"weight_decay": 0.5}))
     assert suspects(report) == ["optimizer"]
-    assert report.suspects[0].reason == "optimizer.weight_decay: 0.1 against 0.5"
+    assert report.suspects[0].reason == "optimizer.weight_decay: 0.1 in A, 0.5 in B"
 
 
 def test_other_batch_is_compared_at_equal_tokens(folder, base):
@@ -139,7 +139,7 @@ def test_seed_alone_is_a_weak_suspect(folder, base):
     report = compared(base, train(folder, "seed", train={"seed": 8}))
     assert suspects(report) == ["seed"]
     assert report.suspects[0].score < 0.2
-    assert "Nothing on record usually makes an evaluation worse" in report.verdict.text
+    assert "No recorded difference usually makes an evaluation worse" in report.verdict.text
 
 
 def test_recovered_against_clean(folder, base):
@@ -158,7 +158,7 @@ def test_run_that_went_on_with_another_setting(folder, base):
     train(folder, "parted", optimizer={"weight_decay": 0.9})
     report = compared(base, parted)
     assert suspects(report) == ["restarts"]
-    assert report.suspects[0].reason == "B went on with optimizer.weight_decay 0.9"
+    assert report.suspects[0].reason == "B restarted with optimizer.weight_decay 0.9"
 
 
 def test_run_that_was_stopped_and_resumed_is_the_same_run(folder, base):
@@ -182,9 +182,9 @@ def test_decode_settings_of_two_equal_runs(folder, base):
     holdfast.record(b, decode={"temperature": 0.8}, eval={"hellaswag": 0.36})
     report = compared(a, b)
     assert suspects(report) == ["decode"]
-    assert report.suspects[0].reason == "the decode setting differs in temperature: 0 against 0.8"
+    assert report.suspects[0].reason == "the decode setting differs in temperature: 0 in A, 0.8 in B"
     assert report.verdict.worse == "b"
-    assert "B's worse hellaswag (0.41 in A, 0.36 in B)" in report.verdict.text
+    assert "the worse hellaswag of B (0.41 in A, 0.36 in B)" in report.verdict.text
     assert report.not_compared == []
 
 
@@ -210,7 +210,7 @@ def test_training_that_is_equal_to_the_last_bit_speaks_against_what_acts_on_trai
     holdfast.record(a, decode={"temperature": 0})
     report = compared(a, b)
     assert suspects(report) == ["decode", "mixture"]
-    assert "equal to the last bit" in report.suspects[1].against[0]
+    assert "bit-identical" in report.suspects[1].against[0]
 
 
 def test_other_code_and_packages(folder, base):
@@ -229,7 +229,7 @@ def test_results_of_one_training_that_differ_point_at_the_evaluation(folder, bas
     holdfast.record(b, eval={"mmlu": 0.25})
     report = compared(a, b)
     assert report.suspects == []
-    assert "look at how they were evaluated" in report.verdict.text
+    assert "compare how they were evaluated" in report.verdict.text
     assert not report.verdict.identical
 
 
@@ -256,7 +256,7 @@ def test_run_without_facts_is_compared_by_what_is_there(folder, base):
     (bare / "run.json").write_text(json.dumps(about))
     report = compared(base, bare)
     assert {"tokenizer", "vocab_size", "mixture", "sequence_length", "decode"} <= names(report)
-    assert "B does not say" in next(m.why for m in report.not_compared if m.check == "tokenizer")
+    assert "B does not record" in next(m.why for m in report.not_compared if m.check == "tokenizer")
     assert report.axis == "samples"
     assert report.axis_note is not None and "equal samples" in report.axis_note
     assert "lr_schedule" in report.same, "the curve says it"

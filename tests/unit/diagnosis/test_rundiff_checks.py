@@ -139,7 +139,7 @@ def test_curves_with_other_batches_are_laid_over_each_other_at_equal_tokens():
 def test_without_tokens_steps_are_used_and_said():
     axis, note = curves.common_axis(side(falling()), side(falling(), tokens=None))
     assert axis == "steps"
-    assert note == "compared at equal steps: B does not say how many tokens a step takes"
+    assert note == "compared at equal steps: no tokens per step recorded for B"
 
 
 def test_no_common_stretch_is_no_comparison():
@@ -223,7 +223,7 @@ def compared(a, b):
 def test_log_with_a_lower_lr():
     report = compared(table("a"), table("b", lr=1e-4, seed=1))
     assert report.suspects[0].check == "lr_schedule"
-    assert report.axis == "steps" and "A and B do not say" in report.axis_note
+    assert report.axis == "steps" and "recorded for A and B" in report.axis_note
     assert report.verdict.worse == "b"
     missing = {entry.check for entry in report.not_compared}
     assert {"tokenizer", "mixture", "recovered", "seed", "grad_norm", "precision"} <= missing
@@ -284,4 +284,4 @@ def test_rows_of_a_step_logged_twice_count_once():
 def test_log_without_a_single_number_in_common_is_all_unknown():
     report = compared(log([1], accuracy=[0.1]), table())
     assert {"loss", "lr"} <= {entry.check for entry in report.not_compared}
-    assert report.verdict.text.startswith("Nothing that could be compared differs")
+    assert report.verdict.text.startswith("No comparable setting differs")

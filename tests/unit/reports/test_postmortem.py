@@ -24,9 +24,9 @@ from holdfast.reports import markdown, terminal
 
 TITLES = [
     "Run, status, verdict", "What happened, and what it cost", "Symptoms in numbers", "Detection", "Timeline",
-    "Hypotheses, ranked", "Evidence for and against", "Root cause, and trigger", "What was done automatically",
+    "Hypotheses, ranked", "Evidence for and against", "Root cause, and trigger", "Automatic actions",
     "Smallest remedy", "How to verify", "Last good and first bad checkpoint",
-    "What differs from the last healthy stretch", "Went well, went badly, lucky", "Follow-ups",
+    "What differs from the last healthy records", "Went well, went badly, lucky", "Follow-ups",
     "Raw evidence, and how to reproduce",
 ]  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_what_is_not_on_record_is_said_to_be_missing(written):
     assert f"last good | {MISSING}" in section(text, 12)
     assert "root cause: not established; trigger: not established" in section(text, 8)
     assert MISSING in section(text, 9)
-    assert "record the gradient norm before clipping" in section(text, 15)
+    assert "log the gradient norm before clipping" in section(text, 15)
 
 
 def test_trigger_is_kept_apart_from_the_cause(written):
@@ -146,13 +146,13 @@ def test_a_run_directory_tells_what_was_done(written, tmp_path):
     assert "| status | recovered |" in section(text, 1)
     assert "steps undone by rollbacks: 20" in section(text, 2)
     assert "time lost to recovery: 1.5 s" in section(text, 2)
-    assert "loss_spike: loss is 9.5 (after its onset: 10 steps)" in section(text, 4)
+    assert "loss_spike: loss is 9.5 (delay after onset: 10 steps)" in section(text, 4)
     assert "restart 1: config.lr 0.001 -\\> 0.002" in section(text, 5)
     done = section(text, 9)
     assert "rolled back from step 310 to 290" in done
-    assert "data order: 200 batches left out" in done
+    assert "data order: 200 batches skipped" in done
     assert "learning rate: 0.001 -\\> 0.0005 at step 290" in done
-    assert "snapshots rolled back to | step 290" in section(text, 12)
+    assert "restored snapshots | step 290" in section(text, 12)
     assert "1 journal lines are torn" in section(text, 16)
 
 

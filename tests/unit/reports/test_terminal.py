@@ -66,7 +66,7 @@ def troubled():
 def test_of_many_incidents_a_table_has_all_and_the_gravest_are_told_in_full(shown, troubled):
     made, found = troubled
     text = shown(made, *found)
-    head, rest = text.split("the gravest 5 of 19 in full; all of them with --all")
+    head, rest = text.split("the 5 most severe of 19 in full; --all shows every one")
     lines = [line.split() for line in head.splitlines() if line.split()[1:2] == ["spike_recovered"]]
     assert [line[0] for line in lines] == [str(i) for i in range(1, 20)]
     assert [line[2] for line in lines] == [str(int(one.start)) for one in found]
@@ -77,14 +77,14 @@ def test_of_many_incidents_a_table_has_all_and_the_gravest_are_told_in_full(show
 def test_every_one_of_many_is_told_in_full_where_that_is_asked(shown, troubled):
     made, found = troubled
     text = shown(made, *found, everything=True)
-    assert "gravest 5 of" not in text
+    assert "most severe of" not in text
     assert text.count("cause:") >= 19
 
 
 def test_few_incidents_need_no_table(shown, troubled):
     made, found = troubled
     text = shown(made, *found[:6])
-    assert "sure" not in text.split("1. spike_recovered")[0]
+    assert "conf" not in text.split("1. spike_recovered")[0]
     assert all(f"\n{i}. spike_recovered" in text for i in range(1, 7))
 
 
@@ -99,7 +99,7 @@ def test_the_table_fits_the_terminal_and_loses_no_step(shown, troubled, width):
 def test_a_table_without_end_is_cut_and_says_so(shown, monkeypatch, troubled):
     monkeypatch.setattr(terminal, "MAX_ROWS", 10)
     made, found = troubled
-    assert "and 9 more: --all and --json have every one" in shown(made, *found)
+    assert "and 9 more: --all and --json list every one" in shown(made, *found)
     assert "more:" not in shown(made, *found, everything=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import re
 
 import pytest
 
@@ -27,12 +26,12 @@ def test_the_tree_that_comes_with_it_is_right():
 
 def test_an_edge_that_leads_nowhere_is_named():
     found = errors('no = "grad_nonfinite"', 'no = "nowhere"')
-    assert "node.gradient_exploded: no leads nowhere: 'nowhere'" in found
+    assert "node.gradient_exploded: no leads to nothing: 'nowhere'" in found
 
 
 def test_a_question_without_a_function_is_named_with_those_there_are():
     found = errors("[question.is_bf16]", "[question.is_fp8]")
-    assert any(e.startswith("question.is_fp8: no such function; there are ") and "is_bf16" in e for e in found)
+    assert any(e.startswith("question.is_fp8: no such function; the functions are ") and "is_bf16" in e for e in found)
     assert "node.nan_bf16: no such question: 'is_bf16'" in found
 
 
@@ -40,13 +39,13 @@ def test_thresholds_must_be_those_the_question_reads():
     found = errors("thresholds = { share = 0.1, in_a_row = 10 }", "thresholds = { shares = 0.1, in_a_row = 10 }")
     assert found == [
         "question.overflows_persist: threshold 'share' is missing",
-        "question.overflows_persist: threshold 'shares' is not read",
+        "question.overflows_persist: threshold 'shares' is never read",
     ]
 
 
 def test_a_circle_is_shown():
     found = errors('no = "none_of_these"', 'no = "loss_nonfinite"')
-    assert any(e.startswith("the edges go in a circle: ") and "loss_nonfinite" in e for e in found)
+    assert any(e.startswith("the edges form a cycle: ") and "loss_nonfinite" in e for e in found)
 
 
 def test_a_leaf_nobody_reaches_is_named():
@@ -55,8 +54,8 @@ def test_a_leaf_nobody_reaches_is_named():
 
 
 def test_every_missing_edge_is_named():
-    text = TEXT.replace('unknown = "nan_zero_gradient"\n', "", 1)
-    found = errors('yes = "nan_in_input"\n', "", text)
+    text = TEXT.replace('no = "nan_zero_gradient", unknown = "nan_zero_gradient"', 'no = "nan_zero_gradient"', 1)
+    found = errors('yes = "nan_in_input", ', "", text)
     assert found == [
         "node.loss_nonfinite: Object missing required field `yes`",
         "node.nan_in_input: Object missing required field `unknown`",
@@ -72,23 +71,16 @@ def test_everything_wrong_is_in_one_error():
     found = errors("expects = { at_epoch_boundary", "expects = { at_midnight = 'yes', at_epoch_boundary", text)
     assert len(found) >= 5
     assert any("downsampled = 1.5" in e for e in found)
-    assert any("only start, end, before" in e for e in found)
+    assert any("allowed in braces: start, end, before" in e for e in found)
     assert any("'hung'" in e for e in found)
     assert any("at_midnight" in e for e in found)
 
 
 def test_a_leaf_abstains_exactly_when_its_status_is_unknown():
     found = errors("abstains = true\n", "")
-    assert found == ["leaf.nan_origin_open: a leaf abstains exactly when its status is unknown"]
+    assert found == ["leaf.nan_origin_open: a leaf abstains if and only if its status is unknown"]
 
 
 def test_what_is_not_toml_is_an_error_of_ours():
     with pytest.raises(ConfigError):
         parse_tree("version = ")
-
-
-def test_every_node_has_all_three_edges():
-    nodes = re.findall(r"\[node\.(\w+)\]\n(.*?)\n\n", TEXT, re.DOTALL)
-    assert len(nodes) == len(load_tree().node)
-    for _, body in nodes:
-        assert all(f"\n{answer} = " in body for answer in ("yes", "no", "unknown"))

@@ -33,7 +33,7 @@ def test_gradient_and_loss_that_jump_together_are_no_explosion():
 
 def test_forward_overflow_is_not_answered_with_loss_scaling():
     leaf = load_tree().leaf["fp16_forward_overflow"]
-    assert "bf16" in leaf.action and "does not cure" in leaf.action
+    assert "bf16" in leaf.action and "does not fix" in leaf.action
 
 
 def test_inf_gradient_under_a_dynamic_scaler_is_no_incident():

@@ -18,9 +18,9 @@ from holdfast.core.record.rundir import write_atomically
 from holdfast.diagnosis.diagnose import SCHEMA_VERSION, DiagnosisReport
 from holdfast.diagnosis.diagnose import diagnose as judge
 from holdfast.diagnosis.importers import FORMATS, read
+from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.model.table import COLUMNS, Table
 from holdfast.diagnosis.postmortem import build
-from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.reports import markdown, terminal
 from holdfast.reports.clean import clean
 

@@ -16,8 +16,8 @@ from holdfast.cli.output import Json, console, emit, titled_table
 from holdfast.core.base.errors import RunDirError
 from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.rundiff import curves
-from holdfast.diagnosis.rundiff.report import DiffReport
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
+from holdfast.diagnosis.rundiff.report import DiffReport
 
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _HEIGHT = 10

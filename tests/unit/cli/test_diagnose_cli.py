@@ -65,10 +65,7 @@ def test_verdict_comes_first_then_chart_then_next_command(holdfast, log):
     answer = holdfast("diagnose", log(bad=150))
     assert answer.status == 0
     assert (
-        answer.out.index("cause:")
-        < answer.out.index("━")
-        < answer.out.index("not checked")
-        < answer.out.index("next:")
+        answer.out.index("cause:") < answer.out.index("━") < answer.out.index("not checked") < answer.out.index("next:")
     )
 
 

@@ -70,7 +70,7 @@ def test_picture_shows_both(runs, holdfast):
 def test_what_neither_run_says_is_listed(runs, holdfast):
     out = holdfast("diff", *runs).out
     assert "decode settings: neither run records the decode setting" in out
-    assert "tokenizer: neither run says the tokenizer" in out
+    assert "tokenizer: neither run records the tokenizer" in out
 
 
 def test_next_step_is_a_command_where_there_is_one(tmp_path, holdfast):

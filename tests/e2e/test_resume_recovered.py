@@ -135,7 +135,7 @@ def test_a_cut_without_a_rollback_is_made_again_where_it_was_made(action, gate, 
 @pytest.mark.parametrize("way", ["seeded", "generator", "shuffle"])
 def test_quarantined_rows_are_left_out_of_the_next_epoch_in_every_life(way, tmp_path):
     config = config_of()
-    config["quarantine"]["samples"] = True
+    config["quarantine"]["nonfinite_samples"] = True
     r = simple(way=way, config=config, epochs=4)
     r.case.faults = {10: lambda x: x * float("nan")}
     dies = Dies(tmp_path, 6, 12)

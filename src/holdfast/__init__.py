@@ -53,6 +53,7 @@ from holdfast.core.record.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from holdfast.compose import Guard
+    from holdfast.runtime.ports.hooks import Hook
 
 __all__ = [
     "Config",
@@ -63,6 +64,7 @@ __all__ = [
     "Guard",
     "HoldfastError",
     "HoldfastWarning",
+    "Hook",
     "Incident",
     "InstabilityError",
     "Kind",
@@ -103,4 +105,8 @@ def __getattr__(name: str) -> Any:
         from holdfast.compose import Guard
 
         return Guard
+    if name == "Hook":
+        from holdfast.runtime.ports.hooks import Hook
+
+        return Hook
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -26,6 +26,7 @@ PUBLIC = [
     "Guard",
     "HoldfastError",
     "HoldfastWarning",
+    "Hook",
     "Incident",
     "InstabilityError",
     "Kind",

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,7 +271,7 @@ def test_guard_writes_down_what_it_was_given(tmp_path):
 
 
 def test_revision_is_read_from_the_repository_s_files(tmp_path):
-    assert revision(tmp_path / "nowhere") is None or len(revision(tmp_path / "nowhere")) == 40
+    assert revision(Path(tmp_path.anchor)) is None
     git = tmp_path / ".git"
     git.mkdir()
     inner = tmp_path / "a" / "b"

@@ -1,11 +1,11 @@
-"""Diagnoses of the labelled real logs against their labels.
+"""Scores the diagnoses of real logs against their labels.
 
     python -m benchmarks.diagnosis.score [--json FILE] [--all]
 
-Each file is read and diagnosed as `holdfast diagnose` would. Labels and events under 0.6 confidence are left out. An event
-is met by an incident of the same sort that overlaps it, or begins within 2% of the run or 3 log intervals of its start.
-A run that is healthy or noisy, with no event of its own, should have no incident at all; one run counts once, however
-many files it left. What a label marks as a trap must not be an incident.
+Reads and diagnoses each file like `holdfast diagnose`. Labels and events with a confidence under 0.6 are ignored. An event
+is met by an incident of the same kind that overlaps it or begins near it: within 2% of the run or 3 log intervals.
+A healthy or noisy run without a labelled event must have no incident; all files of a run count once. A trap looks like
+an instability and must not be an incident.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.diagnosis.diagnose import DiagnosisReport, diagnose
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.model.table import Table
 
-SORTS = {
+EQUIVALENT_KINDS = {
     "nan": {"nan"},
     "spike": {"spike", "spike_recovered"},
     "spike_recovered": {"spike", "spike_recovered"},
@@ -31,13 +31,13 @@ SORTS = {
     "grad_explosion": {"grad_explosion", "grad_nonfinite"},
     "grad_nonfinite": {"grad_explosion", "grad_nonfinite"},
 }
-"""kinds a label uses, and the kinds of a verdict that say the same"""
+"""kind in a label -> kinds of a verdict that mean the same"""
 QUIET = {"healthy", "noisy"}
-LEAST = {"events": 0.85, "quiet": 0.95}
+MIN_SHARES = {"events": 0.85, "quiet": 0.95}
 
 
-class Case(NamedTuple):
-    """One labelled file and what was said of it."""
+class ScoredLog(NamedTuple):
+    """One labelled file and its diagnosis."""
 
     file: str
     label: dict[str, Any]
@@ -47,69 +47,70 @@ class Case(NamedTuple):
     length: float
 
 
-def cases(place: Path) -> list[Case]:
-    index = {entry["file"]: entry for entry in lines(place / "INDEX.jsonl")}
-    found = []
-    for label in lines(place / "LABELS.jsonl"):
+def diagnose_corpus(corpus: Path) -> list[ScoredLog]:
+    """Diagnose every file with a confident label. Prints the files that are refused."""
+    index = {entry["file"]: entry for entry in lines(corpus / "INDEX.jsonl")}
+    logs = []
+    for label in lines(corpus / "LABELS.jsonl"):
         if label["label_confidence"] < CONFIDENT:
             continue
         try:
-            table = longest(read(place / label["file"]))
+            table = longest_table(read(corpus / label["file"]))
         except LogRefused as refused:
             print(f"refused: {refused}")
             continue
         group = index[label["file"]].get("run_group") or label["file"]
         length = float(table.step.max() - table.step.min()) if len(table) else 0.0
-        found.append(Case(label["file"], label, group, diagnose(table), table.step_interval(), length))
-    return found
+        logs.append(ScoredLog(label["file"], label, group, diagnose(table), table.step_interval(), length))
+    return logs
 
 
-def longest(tables: list[Table]) -> Table:
+def longest_table(tables: list[Table]) -> Table:
     return max(tables, key=lambda t: len(t.series("loss").step))
 
 
-def events(case: Case) -> list[dict[str, Any]]:
-    return [e for e in case.label["events"] if e["kind"] in SORTS and e["confidence"] >= CONFIDENT]
+def confident_events(log: ScoredLog) -> list[dict[str, Any]]:
+    return [e for e in log.label["events"] if e["kind"] in EQUIVALENT_KINDS and e["confidence"] >= CONFIDENT]
 
 
-def met(case: Case, event: dict[str, Any]) -> bool:
-    near = max(0.02 * case.length, 3 * case.interval)
-    for verdict in case.report.verdicts:
-        if verdict.kind not in SORTS[event["kind"]]:
+def is_met(log: ScoredLog, event: dict[str, Any]) -> bool:
+    tolerance = max(0.02 * log.length, 3 * log.interval)
+    for verdict in log.report.verdicts:
+        if verdict.kind not in EQUIVALENT_KINDS[event["kind"]]:
             continue
         overlaps = verdict.step_start <= event["end_step"] and event["start_step"] <= verdict.step_end
-        if overlaps or abs(verdict.step_start - event["start_step"]) <= near:
+        if overlaps or abs(verdict.step_start - event["start_step"]) <= tolerance:
             return True
     return False
 
 
-def score(found: list[Case]) -> dict[str, Any]:
-    sought = [(case, event) for case in found for event in events(case)]
-    hit = [met(case, event) for case, event in sought]
-    quiet: dict[str, list[Case]] = {}
-    for case in found:
-        if case.label["label"] in QUIET and not events(case):
-            quiet.setdefault(case.group, []).append(case)
-    loud = {group for group, members in quiet.items() if any(case.report.verdicts for case in members)}
-    traps = [case for case in found if case.label.get("trap")]
-    kinds = Counter(event["kind"] for _, event in sought)
-    kinds_met = Counter(event["kind"] for (_, event), ok in zip(sought, hit, strict=True) if ok)
+def score(logs: list[ScoredLog]) -> dict[str, Any]:
+    events = [(log, event) for log in logs for event in confident_events(log)]
+    met = [is_met(log, event) for log, event in events]
+    quiet: dict[str, list[ScoredLog]] = {}
+    for log in logs:
+        if log.label["label"] in QUIET and not confident_events(log):
+            quiet.setdefault(log.group, []).append(log)
+    loud = {group for group, members in quiet.items() if any(log.report.verdicts for log in members)}
+    kinds = Counter(event["kind"] for _, event in events)
+    kinds_met = Counter(event["kind"] for (_, event), ok in zip(events, met, strict=True) if ok)
     return {
-        "events": len(sought),
-        "met": sum(hit),
-        "share": sum(hit) / len(sought) if sought else 0.0,
+        "events": len(events),
+        "met": sum(met),
+        "share": sum(met) / len(events) if events else 0.0,
         "by_kind": {kind: [kinds_met[kind], count] for kind, count in sorted(kinds.items())},
-        "missed": [{"file": case.file, **event} for (case, event), ok in zip(sought, hit, strict=True) if not ok],
+        "missed": [{"file": log.file, **event} for (log, event), ok in zip(events, met, strict=True) if not ok],
         "quiet": len(quiet),
         "quiet_without_incident": len(quiet) - len(loud),
         "quiet_share": 1 - len(loud) / len(quiet) if quiet else 0.0,
         "loud": {
-            group: [f"{v.kind} {v.step_start:g}-{v.step_end:g}" for case in quiet[group] for v in case.report.verdicts]
+            group: [f"{v.kind} {v.step_start:g}-{v.step_end:g}" for log in quiet[group] for v in log.report.verdicts]
             for group in sorted(loud)
         },
         "traps": {
-            case.file: {"trap": case.label["trap"], "avoided": not case.report.verdicts or bool(events(case))}
-            for case in traps
+            log.file: {"trap": log.label["trap"], "avoided": not log.report.verdicts or bool(confident_events(log))}
+            for log in logs
+            if log.label.get("trap")
         },
     }
 
@@ -119,16 +120,16 @@ def main() -> int:
     parser.add_argument("--json", help="write the numbers to this file")
     parser.add_argument("--all", action="store_true", help="print every verdict of every file")
     options = parser.parse_args()
-    place = folder()
-    if place is None:
+    corpus = folder()
+    if corpus is None:
         print("corpus not found; set HOLDFAST_CORPUS")
         return 1
-    found = cases(place)
+    logs = diagnose_corpus(corpus)
     if options.all:
-        for case in found:
-            said = [f"{v.kind} {v.step_start:g}-{v.step_end:g} ({v.leaf})" for v in case.report.verdicts]
-            print(f"{case.file}: {case.label['label']}: {said}")
-    result = score(found)
+        for log in logs:
+            verdicts = [f"{v.kind} {v.step_start:g}-{v.step_end:g} ({v.leaf})" for v in log.report.verdicts]
+            print(f"{log.file}: {log.label['label']}: {verdicts}")
+    result = score(logs)
     print(f"events met: {result['met']} of {result['events']} = {result['share']:.3f}")
     for kind, (ok, count) in result["by_kind"].items():
         print(f"  {kind:<18} {ok} of {count}")
@@ -136,11 +137,11 @@ def main() -> int:
     print(f"traps avoided: {sum(t['avoided'] for t in result['traps'].values())} of {len(result['traps'])}")
     for miss in result["missed"]:
         print(f"missed: {miss['file']} {miss['kind']} {miss['start_step']}-{miss['end_step']} ({miss['confidence']})")
-    for group, said in result["loud"].items():
-        print(f"loud: {group}: {said[:6]}")
+    for group, verdicts in result["loud"].items():
+        print(f"false alarm: {group}: {verdicts[:6]}")
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if result["share"] >= LEAST["events"] and result["quiet_share"] >= LEAST["quiet"] else 1
+    return 0 if result["share"] >= MIN_SHARES["events"] and result["quiet_share"] >= MIN_SHARES["quiet"] else 1
 
 
 if __name__ == "__main__":

@@ -10,8 +10,16 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.insert(0, str(Path(__file__).parent / "tree"))
-from benchmarks.diagnosis import score as module
-from benchmarks.diagnosis.score import LEAST, Case, events, folder, longest, met, score
+from benchmarks.diagnosis.score import (
+    MIN_SHARES,
+    ScoredLog,
+    confident_events,
+    diagnose_corpus,
+    folder,
+    is_met,
+    longest_table,
+    score,
+)
 from made import healthy_loss, table
 
 from holdfast.diagnosis.diagnose import DiagnosisReport, IncidentVerdict
@@ -33,7 +41,7 @@ def case(*verdicts, label="anomaly", expected=(), file="a", group=None, trap=Non
         path=file, format="made", points=1000, limits=[], verdicts=list(verdicts), notes=[], summary=""
     )
     about = {"label": label, "events": list(expected), "trap": trap}
-    return Case(file, about, group or file, report, interval, length)
+    return ScoredLog(file, about, group or file, report, interval, length)
 
 
 @pytest.mark.parametrize(
@@ -51,23 +59,23 @@ def case(*verdicts, label="anomaly", expected=(), file="a", group=None, trap=Non
     ],
 )
 def test_an_event_is_met_by_overlap_or_by_a_start_within_two_percent(said, ok):
-    assert met(case(verdict(*said)), event()) is ok
+    assert is_met(case(verdict(*said)), event()) is ok
 
 
 def test_three_log_intervals_count_where_they_are_more_than_two_percent():
-    assert met(case(verdict("spike", 560, 570), interval=20.0), event())
-    assert not met(case(verdict("spike", 561, 570), interval=20.0), event())
+    assert is_met(case(verdict("spike", 560, 570), interval=20.0), event())
+    assert not is_met(case(verdict("spike", 561, 570), interval=20.0), event())
 
 
 def test_kinds_that_say_the_same_count_as_the_same():
-    assert met(case(verdict("silent_divergence", 500, 510)), event("divergence"))
-    assert met(case(verdict("grad_nonfinite", 500, 510)), event("grad_explosion"))
-    assert not met(case(verdict("spike", 500, 510)), event("divergence"))
+    assert is_met(case(verdict("silent_divergence", 500, 510)), event("divergence"))
+    assert is_met(case(verdict("grad_nonfinite", 500, 510)), event("grad_explosion"))
+    assert not is_met(case(verdict("spike", 500, 510)), event("divergence"))
 
 
 def test_unsure_events_and_unknown_kinds_are_left_out():
     made = case(expected=[event(confidence=0.5), event("restart"), event("nan")])
-    assert [one["kind"] for one in events(made)] == ["nan"]
+    assert [one["kind"] for one in confident_events(made)] == ["nan"]
 
 
 def test_the_share_of_events_met_and_those_missed():
@@ -113,7 +121,7 @@ def test_nothing_at_all_is_no_success():
 
 def test_the_longest_table_stands_for_the_file():
     short, long = table(loss=healthy_loss(20)), table(loss=healthy_loss(60))
-    assert longest([short, long, short]) is long
+    assert longest_table([short, long, short]) is long
 
 
 def test_labels_under_the_line_and_refused_files_are_left_out(tmp_path):
@@ -126,7 +134,7 @@ def test_labels_under_the_line_and_refused_files_are_left_out(tmp_path):
     ]
     (tmp_path / "LABELS.jsonl").write_text("\n".join(map(json.dumps, labels)))
     (tmp_path / "INDEX.jsonl").write_text("\n".join(json.dumps({"file": name, "run_group": "g"}) for name, _ in files))
-    (made,) = module.cases(tmp_path)
+    (made,) = diagnose_corpus(tmp_path)
     assert (made.file, made.group, made.length, made.interval) == ("a.csv", "g", 99.0, 1.0)
     assert made.report.verdicts == []
 
@@ -138,8 +146,8 @@ def test_a_corpus_that_is_not_there_is_none(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(folder() is None, reason="the corpus of real logs is not here; set HOLDFAST_CORPUS to its folder")
 def test_real_logs_are_diagnosed_as_they_are_labelled():
-    result = score(module.cases(folder()))
+    result = score(diagnose_corpus(folder()))
     assert result["events"] >= 50 and result["quiet"] >= 30
-    assert result["share"] >= LEAST["events"] >= 0.85, result["missed"]
-    assert result["quiet_share"] >= LEAST["quiet"] >= 0.95, result["loud"]
+    assert result["share"] >= MIN_SHARES["events"] >= 0.85, result["missed"]
+    assert result["quiet_share"] >= MIN_SHARES["quiet"] >= 0.95, result["loud"]
     assert all(trap["avoided"] for trap in result["traps"].values()), result["traps"]

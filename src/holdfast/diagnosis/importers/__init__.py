@@ -167,7 +167,7 @@ def _detect_text_format(source: LogSource, sample: bytes, mapping: Mapped) -> st
 
 
 def _describe_content(source: LogSource, sample: bytes) -> str:
-    """Return the reason for refusing a file that is not a log: what it holds instead."""
+    """Return the reason for refusing a file that is not a log, with a description of its content."""
     head = source.head(4096)
     control_bytes = sum(byte < 9 or 13 < byte < 27 for byte in head)
     if control_bytes * 20 > len(head) and not source.is_utf16:

@@ -192,8 +192,8 @@ def fuzz_module():
     return module
 
 
-def test_damaged_logs_are_read_or_refused_and_nothing_else(tmp_path):
+def test_damaged_logs_are_diagnosed_or_refused(tmp_path):
     fuzz = fuzz_module()
-    outcomes = [fuzz.try_case(fuzz.case(number, 1), tmp_path / "case", number) for number in range(400)]
+    outcomes = [fuzz.run_case(fuzz.make_case(number, 1), tmp_path / "case", number) for number in range(400)]
     assert outcomes.count("diagnosed") > 100
     assert outcomes.count("refused") > 50

@@ -79,7 +79,7 @@ def _read_run(
 
 
 def _add_sampling_limits(table: Table, metrics: dict[str, str], plain: dict[str, str], records: MetricRecords) -> None:
-    """Record that points stand for several steps: their lowest and highest value differ."""
+    """Add limits for points that are means of several steps, and for charts that W&B sampled."""
     averaged = points = 0
     for metric in plain:
         if f"{metric}__MIN" in metrics and f"{metric}__MAX" in metrics:
@@ -93,4 +93,4 @@ def _add_sampling_limits(table: Table, metrics: dict[str, str], plain: dict[str,
         table.add_limit("averaged", text)
     interval = table.step_interval()
     if len(table) >= MIN_SAMPLED_POINTS and interval > 1:
-        table.add_limit("downsampled", f"W&B sampled the chart: {len(table)} points, {interval:g} steps apart")
+        table.add_limit("downsampled", f"W&B sampled the chart: {len(table)} points, one every {interval:g} steps")

@@ -1,7 +1,7 @@
 """Stores millions of records as columns, and thins them out when they would not fit in memory.
 
-Thinning never hides a spike. Of every eight consecutive records it keeps those with the lowest and the highest loss, the
-highest gradient norm, and the first one whose loss is missing or not finite. It also keeps the first and the last record.
+Thinning never hides a spike. Of every eight consecutive records it keeps the lowest and the highest loss, the highest
+gradient norm, and the first loss that is missing or not finite. It also keeps the first and the last record of the log.
 """
 
 from __future__ import annotations

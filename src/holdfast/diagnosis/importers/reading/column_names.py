@@ -112,13 +112,13 @@ def pick_step(names: Iterable[str]) -> str | None:
     return next((by_key[key] for key in STEP_NAMES if key in by_key), None)
 
 
-def columns_and_hint(names: Iterable[str]) -> str:
+def columns_and_hint(columns: Iterable[str], evals: Iterable[str] = ()) -> str:
     """Return, for a log without a known training loss, its columns and a --map option to try."""
-    names = list(names)
-    if not names:
+    columns, evals = list(columns), list(evals)
+    if not columns and not evals:
         return "No column holds numbers"
-    candidate = next((name for name in names if "loss" in name.lower() and not is_eval(name)), "COLUMN")
-    return f"Columns: {_listed(names)}. Try --map loss={candidate[:80]}"
+    candidate = next((name for name in columns if "loss" in name.lower() and not is_eval(name)), "COLUMN")
+    return f"Columns: {_listed(columns + evals)}. Try --map loss={candidate[:80]}"
 
 
 def _listed(names: Iterable[str]) -> str:

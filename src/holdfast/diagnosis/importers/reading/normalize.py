@@ -109,15 +109,16 @@ def _restarts_every_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
 
 def _check_signals(table: Table) -> None:
     if not table.has("loss"):
-        names = [name for name in [*sorted(table.columns), *table.evals] if not name.startswith("_")]
-        table.add_limit("no_loss", f"no training loss found, so the loss is not judged. {columns_and_hint(names)}")
+        columns = sorted(name for name in table.columns if not name.startswith("_"))
+        hint = columns_and_hint(columns, table.evals)
+        table.add_limit("no_loss", f"no training loss found, so the loss is not judged. {hint}")
     if not table.has("grad_norm"):
         table.add_limit("no_grad_norm", "the gradient norm is not logged, so the causes of a spike are harder to tell")
     if not table.has("lr"):
         table.add_limit("no_lr", "the learning rate is not logged, so schedule changes are not visible")
     count = int(table.present["loss"].sum()) if "loss" in table.present else len(table)
     if count < FEW_RECORDS:
-        table.add_limit("few_points", f"only {count} records: too few to tell a spike from noise")
+        table.add_limit("few_points", f"too few records to tell a spike from noise: {count}")
 
 
 def _check_intervals(table: Table) -> None:

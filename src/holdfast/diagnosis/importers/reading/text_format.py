@@ -118,7 +118,7 @@ def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
 
 
 def describe_no_metrics(reader: TextReader, source: LogSource) -> str:
-    """Return the reason for refusing a file without a metric: what it holds instead."""
+    """Return the reason for refusing a file without a metric, with the events that it holds."""
     lines = source.sample.count(b"\n") + 1
     reason = f"no step, loss or other metric found in {lines} sampled lines"
     if reader.events:

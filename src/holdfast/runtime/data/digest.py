@@ -1,4 +1,4 @@
-"""Which samples have come, in what order, in sixteen bytes: by it an order that was made again is known."""
+"""A 16-byte digest of the samples served so far, in order. It proves that a recomputed order is the same."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 
-class Digest:
-    """A running hash over sample ids. How the ids were cut into batches makes no difference to it."""
+class SampleDigest:
+    """A running hash over sample ids. It does not depend on how the ids were cut into batches."""
 
     def __init__(self, ids: Iterable[Any] = ()) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
@@ -19,12 +19,12 @@ class Digest:
         ids = list(ids)
         try:
             self._hash.update(array("q", ids))
-        except (TypeError, OverflowError, ValueError):  # names, tuples, integers that are longer than eight bytes
-            for one in ids:
-                self._hash.update(_bytes(one))
+        except (TypeError, OverflowError, ValueError):  # strings, tuples, integers beyond 64 bits
+            for each in ids:
+                self._hash.update(_bytes(each))
 
-    def copy(self) -> Digest:
-        other = Digest()
+    def copy(self) -> SampleDigest:
+        other = SampleDigest()
         other._hash = self._hash.copy()
         return other
 
@@ -32,8 +32,8 @@ class Digest:
         return self._hash.hexdigest()
 
 
-def _bytes(one: Any) -> bytes:
+def _bytes(sample_id: Any) -> bytes:
     try:
-        return array("q", [one]).tobytes()
+        return array("q", [sample_id]).tobytes()
     except (TypeError, OverflowError, ValueError):
-        return repr(one).encode() + b"\n"
+        return repr(sample_id).encode() + b"\n"

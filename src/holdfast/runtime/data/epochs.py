@@ -1,4 +1,4 @@
-"""The samplers behind a loader, and the epoch they are told of."""
+"""The samplers of a loader, and their epoch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def samplers(loader: Any) -> list[Any]:
-    """Every sampler of a loader, each once."""
+    """Return every sampler of a loader, each once."""
     batches = getattr(loader, "batch_sampler", None)
-    found = [batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
-    return [s for s in {id(s): s for s in found}.values() if s is not None]
+    candidates = [batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
+    return [s for s in {id(s): s for s in candidates}.values() if s is not None]
 
 
 def epoch_setters(loader: Any) -> list[Callable[[int], None]]:
@@ -18,7 +18,7 @@ def epoch_setters(loader: Any) -> list[Callable[[int], None]]:
 
 
 def current_epoch(loader: Any) -> int:
-    """The epoch its sampler stands at, if somebody has set one: a loop that goes on at epoch 5 counts from there."""
+    """Return the epoch that was set on its sampler, or 0. A loop that resumes at epoch 5 counts from there."""
     for sampler in samplers(loader):
         if callable(getattr(sampler, "set_epoch", None)) and isinstance(getattr(sampler, "epoch", None), int):
             return int(sampler.epoch)

@@ -1,7 +1,7 @@
-"""What a step's batches look like from outside: a fingerprint of their content, and the length of their sequences.
+"""A fingerprint of a step's batches, and the length of their sequences.
 
-Read when a batch is handed out, from tensors in host memory, a few kilobytes of each at most. What lies on a device is
-left alone: looking at it would wait for it.
+Computed when a batch is served, from at most a few kilobytes of its host tensors. Tensors on a device are not read:
+reading them would wait for the device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from holdfast.runtime.data.split import tensors_of
 
-_TENSORS = 2
-_BLOCKS, _BYTES = 4, 1024
-"""stretches looked at, spread over a tensor, and how long each is"""
+_MAX_TENSORS = 2
+_BLOCKS, _BLOCK_BYTES = 4, 1024
+"""how many blocks of a tensor are read, spread evenly, and their size"""
 
 
 class BatchFingerprint:
-    """One step's batches, in the order they were handed out."""
+    """The fingerprint of one step's batches, in the order they were served."""
 
     def __init__(self, *, fingerprint: bool) -> None:
         self._crc: int | None = 0 if fingerprint else None
@@ -36,7 +36,7 @@ class BatchFingerprint:
 
     @property
     def checksum(self) -> int | None:
-        """The fingerprint of all of them; None where one could not be looked at."""
+        """The fingerprint of all batches; None if one could not be read."""
         return self._crc if self._count else None
 
     @property
@@ -46,12 +46,12 @@ class BatchFingerprint:
 
 
 def sequence_length(batch: Any) -> int | None:
-    """T where the batch is sequences of whole numbers, shaped (B, T): its "input_ids", or its first tensor."""
+    """Return T if the batch's "input_ids", or else its first tensor, is integers of shape (B, T); otherwise None."""
     if isinstance(batch, Tensor):
         first: Tensor | None = batch
     else:
-        plain = isinstance(batch, list | tuple)
-        named = batch.get("input_ids") if not plain and isinstance(batch, Mapping) else None
+        is_mapping = not isinstance(batch, list | tuple) and isinstance(batch, Mapping)
+        named = batch.get("input_ids") if is_mapping else None
         first = named if isinstance(named, Tensor) else next(tensors_of(batch), None)
     if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
         return None
@@ -59,37 +59,37 @@ def sequence_length(batch: Any) -> int | None:
 
 
 def fingerprint(batch: Any, crc: int = 0) -> int | None:
-    """A checksum of parts of its first tensors, going on from `crc`; None where one of them is not in host memory."""
-    seen = 0
+    """Return a CRC over blocks of its first tensors, continued from `crc`; None if one of them is not in host memory."""
+    count = 0
     for tensor in tensors_of(batch):
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
         if tensor.numel():
             crc = _checksum(tensor.detach() if tensor.requires_grad else tensor, crc)
-        seen += 1
-        if seen == _TENSORS:
+        count += 1
+        if count == _MAX_TENSORS:
             break
-    return crc if seen else None
+    return crc if count else None
 
 
 def _checksum(tensor: Tensor, crc: int) -> int:
-    """Over stretches of its bytes, which are not copied; of a tensor that is not contiguous, its first and last row."""
+    """Return the CRC over blocks of its bytes, without copying them. A non-contiguous tensor gives its first and last row."""
     if not tensor.is_contiguous():
         if tensor.dim() < 2:
-            return _checksum(tensor[:: max(1, tensor.numel() // _BYTES)].contiguous(), crc)
+            return _checksum(tensor[:: max(1, tensor.numel() // _BLOCK_BYTES)].contiguous(), crc)
         return _checksum(tensor[-1].contiguous(), _checksum(tensor[0].contiguous(), crc))
     data = _bytes(tensor)
-    last = len(data) - _BYTES
-    if last <= _BLOCKS * _BYTES:
+    last = len(data) - _BLOCK_BYTES
+    if last <= _BLOCKS * _BLOCK_BYTES:
         return zlib.crc32(data, crc)
     for n in range(_BLOCKS):
         start = n * last // (_BLOCKS - 1)
-        crc = zlib.crc32(data[start : start + _BYTES], crc)
+        crc = zlib.crc32(data[start : start + _BLOCK_BYTES], crc)
     return crc
 
 
 def _bytes(tensor: Tensor) -> memoryview:
     try:
         return memoryview(tensor.numpy()).cast("B")  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # numpy has no such type (bf16), or memoryview has none (complex)
+    except (TypeError, ValueError):  # NumPy lacks the dtype (bf16), or memoryview does (complex)
         return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

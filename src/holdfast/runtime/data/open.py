@@ -1,4 +1,4 @@
-"""From whatever the user iterates over to a source, with one clear word where it cannot be exact."""
+"""Opens a source for whatever the user iterates over, and warns if it cannot be exact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.base.errors import DataError, HoldfastWarning
 from holdfast.core.record.quarantine import Quarantine
-from holdfast.runtime.data.indexed import IndexedSource, OnExclusion
-from holdfast.runtime.data.source import BatchSource, EpochEnd
+from holdfast.runtime.data.indexed import IndexedSource
+from holdfast.runtime.data.source import BatchSource, EpochEnd, OnExclusion
 from holdfast.runtime.data.stream import StreamSource
 from holdfast.runtime.state.rng import Rng
 
@@ -28,21 +28,23 @@ def open_source(
     on_epoch_end: EpochEnd,
     before_iter: Callable[[], None],
     on_exclusion: OnExclusion,
-    in_step: bool = False,
+    keep_batch_size: bool = False,
 ) -> BatchSource:
-    """The source for a loader. Draws nothing. in_step: other ranks draw as many batches of as many samples."""
+    """Return the source for a loader. Draws nothing. DataError if the loader cannot be iterated more than once.
+
+    With `keep_batch_size` an excluded sample is replaced by another: other ranks draw as many samples.
+    """
     if isinstance(loader, Iterator):
         raise DataError(
             f"steps({type(loader).__name__} object): an iterator can be read only once, so it has no position to return "
-            f"to and no second epoch; pass the loader itself, or an object whose __iter__ starts anew. Best: {_CURE}"
+            f"to and no second epoch; pass the loader itself, or an object whose __iter__ starts again. Best: {_CURE}"
         )
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(f"steps({loader!r}): a {type(loader).__name__} cannot be iterated over; {_CURE}")
-    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-    # Out of order, batches cannot be matched with the indices they were made of.
-    if indexed and not getattr(loader, "in_order", True):
-        indexed = False
-    if not indexed:
+    is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    # Batches that arrive out of order cannot be matched with the indices they were made of.
+    is_indexed = is_map_style and getattr(loader, "in_order", True)
+    if not is_indexed:
         what = "an iterable dataset" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
         warnings.warn(
             f"{what} has no resumable position: after a rollback its data is drawn and dropped instead of served again; "
@@ -50,8 +52,8 @@ def open_source(
             HoldfastWarning,
             stacklevel=4,
         )
-    kind: Any = IndexedSource if indexed else StreamSource
-    return kind(  # type: ignore[no-any-return]
+    source: Any = IndexedSource if is_indexed else StreamSource
+    return source(  # type: ignore[no-any-return]
         loader,
         rng=rng,
         quarantine=quarantine,
@@ -60,5 +62,5 @@ def open_source(
         on_epoch_end=on_epoch_end,
         before_iter=before_iter,
         on_exclusion=on_exclusion,
-        in_step=in_step,
+        keep_batch_size=keep_batch_size,
     )

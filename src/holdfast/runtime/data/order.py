@@ -1,4 +1,4 @@
-"""One epoch's order, recorded: what the sampler gave, where each batch lies, and what it takes to make it again."""
+"""One epoch's order: the batches of indices that the sampler returned, and what it takes to compute them again."""
 
 from __future__ import annotations
 
@@ -9,210 +9,206 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from holdfast.core.base.types import Span
-from holdfast.runtime.data.digest import Digest
-from holdfast.runtime.data.packing import pack_streams
-from holdfast.runtime.data.world import Deal, Share, describe, share_of
+from holdfast.runtime.data.digest import SampleDigest
+from holdfast.runtime.data.packing import pack_rng
+from holdfast.runtime.data.world import RankShare, ServedShare, describe_sampler, share_of
 from holdfast.runtime.state.rng import Rng
 
 
-class Asked:
-    """The sampler of a loader, and how it is asked: for batches, or one by one where the loader collates nothing."""
+class LoaderSampler:
+    """The sampler of a loader. It yields batches of indices, or single ones if the loader does not batch."""
 
     def __init__(self, loader: Any) -> None:
-        self.single = loader.batch_sampler is None
-        self.top: Any = loader.sampler if self.single else loader.batch_sampler
-        plain = isinstance(self.top, BatchSampler) and type(self.top).__iter__ is BatchSampler.__iter__
-        self.size: int | None = self.top.batch_size if not self.single and plain else None
-        """of a batch, where torch's own BatchSampler cuts them from a stream of samples"""
-        self.samples: Any = self.top if self.size is None else self.top.sampler
-        """where the samples come from; where batches are made in another way, the batch sampler itself"""
-        self.share: Share = share_of(self.samples)
+        self.is_single = loader.batch_sampler is None
+        self.outer: Any = loader.sampler if self.is_single else loader.batch_sampler
+        is_plain = isinstance(self.outer, BatchSampler) and type(self.outer).__iter__ is BatchSampler.__iter__
+        self.batch_size: int | None = self.outer.batch_size if not self.is_single and is_plain else None
+        """set if torch's own BatchSampler cuts batches from a stream of samples"""
+        self.inner: Any = self.outer if self.batch_size is None else self.outer.sampler
+        """yields the samples; if batches are made in another way, the batch sampler itself"""
+        self.share: RankShare = share_of(self.inner)
 
     @property
-    def by_samples(self) -> bool:
-        """Whether the stream can be gone on with after any sample of it."""
-        return self.single or self.size is not None
+    def yields_samples(self) -> bool:
+        """Whether `inner` yields single samples, so that it can be continued after any of them."""
+        return self.is_single or self.batch_size is not None
 
-    def stride(self) -> int | None:
-        """Samples of the global order that one batch takes, on all ranks together; None where batches vary."""
-        size = 1 if self.single else self.size
+    def global_batch_size(self) -> int | None:
+        """Return the samples of the global order in one batch of all ranks; None if batches vary."""
+        size = 1 if self.is_single else self.batch_size
         return None if size is None else size * self.share.world
 
     def length(self) -> int | None:
-        """Samples of an epoch, on all ranks together, where that is known."""
-        length: int | None = describe(self.samples)["length"] if self.by_samples else None
+        """Return the samples of an epoch on all ranks, if known."""
+        length: int | None = describe_sampler(self.inner)["length"] if self.yields_samples else None
         return length
 
-    def of(self, samples: Iterable[Any]) -> Iterator[Any]:
-        """What the loader is given for a stream of samples."""
-        if self.size is None:
+    def batched(self, samples: Iterable[Any]) -> Iterator[Any]:
+        """Return what `outer` would yield for these samples."""
+        if self.batch_size is None:
             return iter(samples)
-        return iter(BatchSampler(samples, self.size, self.top.drop_last))
+        return iter(BatchSampler(samples, self.batch_size, self.outer.drop_last))
 
 
-class Order:
-    """One epoch's stream of index batches, as far as the sampler has been asked for it.
+class EpochOrder:
+    """Records one epoch's batches of indices, as far as the sampler was asked for them.
 
-    A sampler may draw from a generator of the user's whenever it is asked, at its end too (RandomSampler does). What was
-    drawn for a batch is remembered, so that reading the record again moves the generator as asking did.
+    A sampler may draw from a user's generator whenever it is asked, also at its end (RandomSampler does). The draws for
+    each batch are recorded, so that reading the record again moves the generators in the same way.
     """
 
-    def __init__(self, epoch: int, asked: Asked, rng: Rng, own: Callable[[], list[Tensor]]) -> None:
+    def __init__(
+        self, epoch: int, sampler: LoaderSampler, rng: Rng, generator_states: Callable[[], list[Tensor]]
+    ) -> None:
         self.epoch = epoch
-        self._asked, self._rng, self._own = asked, rng, own
-        self._drawn: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        self._inner: Iterator[Any] | None = None
+        self._sampler, self._rng, self._generator_states = sampler, rng, generator_states
+        self._draws: dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        """batch -> the states of the user's generators before and after the sampler was asked for it"""
+        self._iterator: Iterator[Any] | None = None
         self._batches: list[Any] = []
         self._starts = [0]
-        self._forgotten = 0
-        self._complete = self._short = False
+        self.first_recorded = 0
+        """the first batch that is on record, or will be"""
+        self._ended = self._last_was_short = False
         self._about: dict[str, Any] = {}
-        self._streams: dict[str, Any] | None = None
-        """where the random streams stood when the sampler was first asked"""
-        self._earlier: list[Deal] = []
-        """what other worlds dealt out of this epoch"""
+        self._initial_rng: dict[str, Any] | None = None
+        """the random state when the sampler was first asked"""
+        self._earlier: list[ServedShare] = []
+        """what was served of this epoch in other world sizes"""
         self._start = 0
-        """where this world's deal begins in the global order"""
+        """where this world size begins in the global order"""
         self._asked_before, self._ended_before = 0, False
-        """how far the life before had asked: the generators stand there, even where less was handed out"""
-        self._oldest, self._digest, self._digested = Digest(), Digest(), 0
+        """how far the previous process asked: its generators stand there, although less was served"""
+        self._oldest_digest, self._digest, self._digested = SampleDigest(), SampleDigest(), 0
 
     @classmethod
     def resumed(
         cls,
         saved: dict[str, Any],
-        place: tuple[int, int, int],
-        inner: Iterator[Any],
-        earlier: list[Deal],
-        had: Digest,
-        own: tuple[Asked, Rng, Callable[[], list[Tensor]]],
-    ) -> Order:
-        """An order begun in an earlier life. `inner` gives what follows on `place`: (epoch, batch, sample)."""
-        epoch, batch, sample = place
-        order = cls(epoch, *own)
-        order._inner, order._forgotten, order._starts = inner, batch, [sample]
-        order._about, order._streams = saved["about"], saved["streams"]
-        order._earlier, order._start = earlier, sum(d.samples for d in earlier)
+        position: tuple[int, int, int],
+        iterator: Iterator[Any],
+        earlier: list[ServedShare],
+        served: SampleDigest,
+        context: tuple[LoaderSampler, Rng, Callable[[], list[Tensor]]],
+    ) -> EpochOrder:
+        """Return an order that a previous process began. `iterator` yields what follows `position`."""
+        epoch, batch, sample = position
+        order = cls(epoch, *context)
+        order._iterator, order.first_recorded, order._starts = iterator, batch, [sample]
+        order._about, order._initial_rng = saved["about"], saved["streams"]
+        order._earlier, order._start = earlier, sum(share.samples for share in earlier)
         if not earlier:
             order._asked_before, order._ended_before = saved["asked"], saved["ended"]
-        order._oldest, order._digest, order._digested = had, had.copy(), batch
+        order._oldest_digest, order._digest, order._digested = served, served.copy(), batch
         return order
 
     @property
-    def begun(self) -> bool:
-        """Whether the sampler has been asked: doing so may draw from generators."""
-        return self._inner is not None
+    def has_begun(self) -> bool:
+        """Whether the sampler was asked: that may draw from generators."""
+        return self._iterator is not None
 
     @property
     def stride(self) -> int:
-        """How far one sample here moves the position in the global order."""
-        return self._asked.share.world
-
-    @property
-    def oldest(self) -> int:
-        """The first batch that is on record, or will be."""
-        return self._forgotten
+        """The samples of the global order for each sample on this rank."""
+        return self._sampler.share.world
 
     def get(self, k: int) -> Any | None:
-        """The k-th batch of indices, or None past the end. Asks the sampler only for what it was not asked before."""
-        while not self._complete and k >= self._forgotten + len(self._batches):
+        """Return the k-th batch of indices, or None past the end. Asks the sampler only for what is not on record."""
+        while not self._ended and k >= self.first_recorded + len(self._batches):
             before = self._rng.user_states()
-            if self._inner is None:
-                self._about = describe(self._asked.samples)
-                self._streams = pack_streams(self._rng.capture(), self._own())
-                self._inner = iter(self._asked.top)
+            if self._iterator is None:
+                self._about = describe_sampler(self._sampler.inner)
+                self._initial_rng = pack_rng(self._rng.capture(), self._generator_states())
+                self._iterator = iter(self._sampler.outer)
             try:
-                batch = next(self._inner)
+                batch = next(self._iterator)
                 self._batches.append(batch)
                 size = len(self.ids(batch))
                 self._starts.append(self._starts[-1] + self.stride * size)
-                self._short = self._asked.size is not None and size < self._asked.size
+                self._last_was_short = self._sampler.batch_size is not None and size < self._sampler.batch_size
             except StopIteration:
-                self._complete = True
+                self._ended = True
             after = self._rng.user_states()
-            if any(map(_moved, before, after)):
-                self._drawn[self._forgotten + len(self._batches) - (not self._complete)] = (before, after)
-        i = k - self._forgotten
+            if any(map(_differ, before, after)):
+                self._draws[self.first_recorded + len(self._batches) - (not self._ended)] = (before, after)
+        i = k - self.first_recorded
         return self._batches[i] if 0 <= i < len(self._batches) else None
 
     def ids(self, batch: Any) -> Any:
-        return [batch] if self._asked.single else batch
+        return [batch] if self._sampler.is_single else batch
 
     @property
-    def empty(self) -> bool:
-        """Whether the sampler has ended without having given anything."""
-        return self._complete and self._forgotten + len(self._batches) == 0
+    def is_empty(self) -> bool:
+        """Whether the sampler ended without yielding anything."""
+        return self._ended and self.first_recorded + len(self._batches) == 0
 
-    def catch_up(self) -> None:
-        """Move the user's generators to where they were last asked: after going back they stand at an earlier place, and
-        asking for more from there would give again what is on record."""
-        for k in sorted(self._drawn):
-            self._rng.replay_user_draws(*self._drawn[k])
+    def replay_all_draws(self) -> None:
+        """Move the user's generators to where they were last asked. After a seek they are at an earlier state, from which
+        the sampler would repeat what is on record."""
+        for k in sorted(self._draws):
+            self._rng.replay_user_draws(*self._draws[k])
 
-    def draw_again(self, k: int) -> None:
-        """Move the user's generators as asking for the k-th batch did, if they stand where they stood then."""
-        if k in self._drawn:
-            self._rng.replay_user_draws(*self._drawn[k])
+    def replay_draws(self, k: int) -> None:
+        """Move the user's generators as asking for the k-th batch did, if they are in the state they were in then."""
+        if k in self._draws:
+            self._rng.replay_user_draws(*self._draws[k])
 
     def span(self, k: int) -> Span:
-        """The stretch of the global order that batch k takes, on all ranks together."""
-        i = k - self._forgotten
+        """Return the samples of the global order in batch k of all ranks."""
+        i = k - self.first_recorded
         return Span(self.epoch, self._starts[i], self._starts[i + 1])
 
-    def reached(self, k: int) -> None:
-        """All before batch k has been handed out. Takes the digest along, so that saving need not catch up."""
+    def mark_served(self, k: int) -> None:
+        """Record that all batches before k were served. Updates the digest now, so that saving is fast."""
         if k < self._digested:
-            self._digest, self._digested = self._oldest.copy(), self._forgotten
-        for batch in self._batches[self._digested - self._forgotten : k - self._forgotten]:
+            self._digest, self._digested = self._oldest_digest.copy(), self.first_recorded
+        for batch in self._batches[self._digested - self.first_recorded : k - self.first_recorded]:
             self._digest.add(self.ids(batch))
         self._digested = k
 
-    def remembers(self, k: int) -> bool:
-        return k >= self._forgotten
-
     def forget_before(self, k: int) -> None:
-        count = k - self._forgotten
+        count = k - self.first_recorded
         if count > 0:
             for batch in self._batches[:count]:
-                self._oldest.add(self.ids(batch))
+                self._oldest_digest.add(self.ids(batch))
             del self._batches[:count], self._starts[:count]
-            self._forgotten = k
+            self.first_recorded = k
             if self._digested < k:
-                self._digest, self._digested = self._oldest.copy(), k
+                self._digest, self._digested = self._oldest_digest.copy(), k
 
     def save(self, k: int) -> dict[str, Any]:
-        """What it takes to stand before batch k again in another process: plain values and tensors nobody changes."""
-        self.reached(k)
-        share = self._asked.share
-        count = (self._starts[k - self._forgotten] - self._start) // self.stride
+        """Return what another process needs to continue before batch k: plain values and tensors that do not change."""
+        self.mark_served(k)
+        share = self._sampler.share
+        count = (self._starts[k - self.first_recorded] - self._start) // self.stride
         asked = (self._starts[-1] - self._start) // self.stride
-        deals = [*self._earlier, Deal(share.world, share.rank, count, self._digest.hex())]
+        served = [*self._earlier, ServedShare(share.world, share.rank, count, self._digest.hex())]
         return {
             "asked": max(asked, self._asked_before),
-            "ended": self._complete or self._short or self._ended_before,
-            "deals": [list(deal) for deal in deals],
+            "ended": self._ended or self._last_was_short or self._ended_before,
+            "deals": [list(each) for each in served],
             "about": self._about,
-            "streams": self._streams,
+            "streams": self._initial_rng,
         }
 
 
-def _moved(before: Tensor, after: Tensor) -> bool:
-    """Of two states of a generator. By their bytes: `torch.equal` takes twice as long, at every batch."""
+def _differ(before: Tensor, after: Tensor) -> bool:
+    """Compare two generator states by their bytes: `torch.equal` takes twice as long, at every batch."""
     return before.numpy().tobytes() != after.numpy().tobytes()
 
 
-class Feed:
-    """What stands in the loader's place of a batch sampler."""
+class SamplerProxy:
+    """Replaces the loader's batch sampler: iterates over what `start` returns, and forwards everything else."""
 
-    def __init__(self, inner: Any, start: Callable[[], Iterator[Any]]) -> None:
-        self._inner = inner
+    def __init__(self, sampler: Any, start: Callable[[], Iterator[Any]]) -> None:
+        self._sampler = sampler
         self._start = start
 
     def __iter__(self) -> Iterator[Any]:
         return self._start()
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self._sampler, name)

@@ -1,4 +1,4 @@
-"""Random streams and the state of a loader as plain values and tensors, which any file can hold, and back."""
+"""Converts random state and the state of a loader to plain values and tensors, which any file can hold, and back."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from torch import Tensor
 from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_to_plain
 from holdfast.runtime.state.rng import RngState
 
-_USUAL = "MT19937"
+_DEFAULT_BIT_GENERATOR = "MT19937"
 
 
-def pack_streams(state: RngState, own: Sequence[Tensor]) -> dict[str, Any]:
-    """The global streams of the CPU, and those of the loader's own generators: what a sampler may draw from."""
+def pack_rng(state: RngState, generators: Sequence[Tensor]) -> dict[str, Any]:
+    """Pack what a sampler may draw from: the global CPU generators, and the states of the loader's own generators."""
     version, words, gauss = state.python
     numpy = numpy_to_plain(state.numpy)
-    if numpy is not None and numpy["bit_generator"] == _USUAL:  # its words are not in a part of their own
+    if numpy is not None and numpy["bit_generator"] == _DEFAULT_BIT_GENERATOR:  # stored flat
         numpy = {"has_gauss": numpy["has_gauss"], "gauss": numpy["gauss"], **numpy["state"]}
     return {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "numpy": numpy,
         "torch": state.torch.clone(),
-        "own": [t.clone() for t in own],
+        "own": [t.clone() for t in generators],
     }
 
 
-def unpack_streams(packed: dict[str, Any], present: RngState) -> RngState:
-    """The streams that were packed; devices and what else was not are those of `present`."""
+def unpack_rng(packed: dict[str, Any], current: RngState) -> RngState:
+    """Return the packed state. Device generators and whatever else was not packed are those of `current`."""
     python, numpy = packed["python"], packed["numpy"]
     if numpy is not None and "bit_generator" not in numpy:
         rest = {name: value for name, value in numpy.items() if name not in ("key", "pos")}
-        numpy = {**rest, "bit_generator": _USUAL, "state": {"key": numpy["key"], "pos": numpy["pos"]}}
+        numpy = {**rest, "bit_generator": _DEFAULT_BIT_GENERATOR, "state": {"key": numpy["key"], "pos": numpy["pos"]}}
     words = tuple(python["words"].tolist())
-    return present._replace(
+    return current._replace(
         python=(python["version"], words, python["gauss"]),
-        numpy=numpy_from_plain(numpy) or present.numpy,
+        numpy=numpy_from_plain(numpy) or current.numpy,
         torch=packed["torch"],
     )
 
 
 def pack_state(value: Any) -> Any:
-    """A loader's own state. Nothing in the result is shared with it. TypeError where it holds what no file can."""
+    """Pack a loader's state. The result shares no memory with it. TypeError if it holds what no file can."""
     if isinstance(value, Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, tuple):
@@ -65,6 +65,7 @@ def pack_state(value: Any) -> Any:
 
 
 def unpack_state(value: Any) -> Any:
+    """Invert `pack_state`."""
     if isinstance(value, list):
         return [unpack_state(v) for v in value]
     if not isinstance(value, dict):
@@ -78,7 +79,7 @@ def unpack_state(value: Any) -> Any:
     if "$numpy" in value:
         import numpy as np
 
-        kind, shape, data = value["$numpy"]
-        found = np.frombuffer(base64.b64decode(data), dtype=np.dtype(kind)).reshape(shape)
-        return found.copy() if shape else found[()]
+        dtype, shape, data = value["$numpy"]
+        array = np.frombuffer(base64.b64decode(data), dtype=np.dtype(dtype)).reshape(shape)
+        return array.copy() if shape else array[()]
     return {k: unpack_state(v) for k, v in value.items()}

@@ -1,12 +1,12 @@
-"""Standing in an epoch where an earlier process stood: its order made again, compared, and gone on with.
+"""Continues an epoch that another process began: computes its order again, compares it, and goes on from there.
 
-Nothing is loaded, and nothing stays drawn: the random streams are put back to where they stood when the epoch's sampler was
-first asked, it is asked for what has been consumed, and they are returned to where they are.
+Nothing is loaded, and no draw has a lasting effect: generators are set to where the epoch's sampler was first asked, the
+sampler is asked for what was served, and the generators are restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -16,226 +16,237 @@ import torch
 from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
-from holdfast.runtime.data.digest import Digest
-from holdfast.runtime.data.order import Asked, Order
-from holdfast.runtime.data.packing import unpack_streams
-from holdfast.runtime.data.world import Deal, GlobalOrder, describe, differences, known
+from holdfast.runtime.data.digest import SampleDigest
+from holdfast.runtime.data.order import EpochOrder, LoaderSampler
+from holdfast.runtime.data.packing import unpack_rng
+from holdfast.runtime.data.source import OnExclusion
+from holdfast.runtime.data.world import GlobalOrder, ServedShare, describe_sampler, is_reproducible, sampler_differences
 from holdfast.runtime.state.rng import Rng
 
 VERSION = 1
 _END = object()
+_KINDS = {"indexed": "a map-style dataset", "stream": "a stream"}
 
 
-def refuse_foreign(saved: dict[str, Any], kind: str) -> None:
-    """DataError where a position was not saved by this kind of source."""
+def check_saved_kind(saved: dict[str, Any], kind: str) -> None:
+    """Raise DataError if the position was saved by another kind of source or another version."""
     if saved.get("version") != VERSION:
         raise DataError(
             f"the saved data position has version {saved.get('version')}, not {VERSION}; use the same Holdfast"
         )
     if saved["kind"] != kind:
         raise DataError(
-            f"the run that was saved drew from {_KINDS[saved['kind']]}, this one draws from {_KINDS[kind]}: their "
-            "positions mean different things; pass the same kind of loader"
+            f"the saved run drew from {_KINDS[saved['kind']]}, this one draws from {_KINDS[kind]}: their positions mean "
+            "different things; pass the same kind of loader"
         )
-
-
-_KINDS = {"indexed": "a map-style dataset", "stream": "a stream"}
 
 
 @contextmanager
-def streams_as(packed: dict[str, Any], rng: Rng, own: Sequence[torch.Generator]) -> Iterator[None]:
-    """Inside, the random streams stand where they were packed; afterwards, where they stood before."""
-    kept = rng.capture()
+def temporary_rng(packed: dict[str, Any], rng: Rng, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Set all generators to the packed state inside the context, and restore them afterwards."""
+    current = rng.capture()
     try:
-        rng.restore(unpack_streams(packed, kept))
-        for generator, state in zip(own, packed["own"], strict=False):
+        rng.restore(unpack_rng(packed, current))
+        for generator, state in zip(generators, packed["own"], strict=False):
             generator.set_state(state)
         yield
     finally:
-        rng.restore(kept)
+        rng.restore(current)
 
 
-class Here(NamedTuple):
-    """What this process draws from."""
+class DrawContext(NamedTuple):
+    """What this process draws from: the sampler, all generators, and those of the loader."""
 
-    asked: Asked
+    sampler: LoaderSampler
     rng: Rng
-    own: list[torch.Generator]
+    generators: list[torch.Generator]
 
-    def states(self) -> list[torch.Tensor]:
-        return [g.get_state() for g in self.own]
+    def generator_states(self) -> list[torch.Tensor]:
+        return [g.get_state() for g in self.generators]
 
 
-def resume_order(saved: dict[str, Any], place: tuple[int, int, int], here: Here) -> tuple[Order, list[str]]:
-    """The order of the epoch the run stood in, right after `place`: (epoch, batch, sample). Notes to put on record."""
-    deals = [Deal(*deal) for deal in saved["deals"]]
-    was, now = saved["about"], describe(here.asked.samples)
-    dealt_anew = (
-        len(deals) > 1
-        or tuple(deals[0][:2]) != tuple(here.asked.share)
+def resume_order(
+    saved: dict[str, Any], position: tuple[int, int, int], context: DrawContext
+) -> tuple[EpochOrder, list[str]]:
+    """Return the order of the saved epoch, right after `position`: (epoch, batch, sample); and notes for the journal.
+
+    DataError if the order cannot be continued exactly.
+    """
+    served = [ServedShare(*share) for share in saved["deals"]]
+    was, now = saved["about"], describe_sampler(context.sampler.inner)
+    ranks = f"is dealt out to {context.sampler.share.world} ranks instead of {served[-1].world}"
+    is_redistributed = (
+        len(served) > 1
+        or tuple(served[0][:2]) != tuple(context.sampler.share)
         or (was["kind"] != now["kind"] and "distributed" in (was["kind"], now["kind"]))
     )
-    if was.get("replicas") != now.get("replicas") or (dealt_anew and not (known(was) and known(now))):
+    can_redistribute = is_reproducible(was) and is_reproducible(now)
+    if was.get("replicas") != now.get("replicas") or (is_redistributed and not can_redistribute):
         raise _refusal(
-            place,
-            f"the ranks or the sampler have changed ({'; '.join(differences(was, now)) or _ranks(deals[-1], here)})",
-            "only torch's own samplers over all of the data can be dealt out anew in the middle of an epoch: go on with as "
-            "many ranks as before, and the same sampler",
+            position,
+            f"the ranks or the sampler have changed ({'; '.join(sampler_differences(was, now)) or ranks})",
+            "only torch's own samplers over all of the data can be redistributed in the middle of an epoch: continue with "
+            "as many ranks as before, and the same sampler",
         )
     notes: list[str] = []
-    with streams_as(saved["streams"], here.rng, here.own):
-        if dealt_anew:
-            order = _dealt_anew(saved, place, deals, now, here)
-            if deals[-1].world != here.asked.share.world:
-                notes.append(f"the rest of epoch {place[0]}, from sample {place[2]} on, {_ranks(deals[-1], here)}")
+    with temporary_rng(saved["streams"], context.rng, context.generators):
+        if is_redistributed:
+            order = _redistribute(saved, position, served, now, context)
+            if served[-1].world != context.sampler.share.world:
+                notes.append(f"the rest of epoch {position[0]}, from sample {position[2]} on, {ranks}")
         else:
-            order = _asked_again(saved, place, deals[0], now, here)
+            order = _replay_sampler(saved, position, served[0], now, context)
     return order, notes
 
 
-def _ranks(last: Deal, here: Here) -> str:
-    return f"is dealt out to {here.asked.share.world} ranks instead of {last.world}"
-
-
-def _asked_again(
-    saved: dict[str, Any], place: tuple[int, int, int], deal: Deal, now: dict[str, Any], here: Here
-) -> Order:
-    """The sampler itself, asked for all that it was asked for before: its generators end where they ended then."""
-    source = iter(here.asked.samples)
-    had, count = _take(source, deal.had, here.asked)
-    changed = differences(saved["about"], now)
-    if count > deal.had:
+def _replay_sampler(
+    saved: dict[str, Any],
+    position: tuple[int, int, int],
+    served: ServedShare,
+    now: dict[str, Any],
+    context: DrawContext,
+) -> EpochOrder:
+    """Ask the sampler for all that it was asked before, so that its generators end where they ended then."""
+    sampler = context.sampler
+    iterator = iter(sampler.inner)
+    ids = _take(iterator, served.count, sampler)
+    count = len(ids)
+    if count > served.count:
         raise _refusal(
-            place,
+            position,
             f"its batch sampler has no border there: one of its batches ends at sample {count} of this rank",
             "a batch sampler of your own can be resumed where one of its batches ends; keep its batch size, or use torch's",
         )
-    if count < deal.had or Digest(had).hex() != deal.digest:
-        what = f"ends after {count} samples" if count < deal.had else "gives another order than the one on record"
+    if count < served.count or SampleDigest(ids).hex() != served.digest:
+        what = f"ends after {count} samples" if count < served.count else "gives another order than the one on record"
+        changed = "; ".join(sampler_differences(saved["about"], now))
         raise _refusal(
-            place,
-            f"the sampler {what}" + (f" ({'; '.join(changed)})" if changed else ""),
+            position,
+            f"the sampler {what}" + (f" ({changed})" if changed else ""),
             "its order must be a function of seed and epoch, or be drawn when the epoch begins",
         )
     ahead: list[tuple[Any, Any, Any]] = []
     ending = None
     while count < saved["asked"] or saved["ended"]:
-        before = here.rng.user_states()
-        item: Any = next(source, _END)
+        before = context.rng.user_states()
+        item: Any = next(iterator, _END)
         if item is _END:
-            ending = (before, here.rng.user_states())
+            ending = (before, context.rng.user_states())
             break
-        ahead.append((item, before, here.rng.user_states()))
-        count += 1 if here.asked.by_samples else len(item)
-    inner = here.asked.of(_go_on(source, ahead, ending, here.rng))
-    return Order.resumed(saved, place, inner, [], Digest(had), (here.asked, here.rng, here.states))
+        ahead.append((item, before, context.rng.user_states()))
+        count += 1 if sampler.yields_samples else len(item)
+    rest = sampler.batched(_continue(iterator, ahead, ending, context.rng))
+    return EpochOrder.resumed(
+        saved, position, rest, [], SampleDigest(ids), (sampler, context.rng, context.generator_states)
+    )
 
 
-def _take(source: Iterator[Any], samples: int, asked: Asked) -> tuple[list[Any], int]:
-    """The first so many samples, or a few more where batches are not cut there."""
-    if asked.by_samples:
-        had = list(islice(source, samples))
-        return had, len(had)
-    had = []
-    while len(had) < samples and (batch := next(source, _END)) is not _END:
-        had.extend(batch)  # type: ignore[arg-type]
-    return had, len(had)
+def _take(iterator: Iterator[Any], samples: int, sampler: LoaderSampler) -> list[Any]:
+    """Return the first samples, or a few more if a batch ends later."""
+    if sampler.yields_samples:
+        return list(islice(iterator, samples))
+    ids: list[Any] = []
+    while len(ids) < samples and (batch := next(iterator, _END)) is not _END:
+        ids.extend(batch)  # type: ignore[arg-type]
+    return ids
 
 
-def _go_on(source: Iterator[Any], ahead: list[tuple[Any, Any, Any]], ending: Any, rng: Rng) -> Iterator[Any]:
-    """What had been asked for ahead of its use moves the user's generators as it did, if they stand where they did."""
+def _continue(iterator: Iterator[Any], ahead: list[tuple[Any, Any, Any]], ending: Any, rng: Rng) -> Iterator[Any]:
+    """Yield the items that were asked for ahead of their use, replaying their draws, and then the rest."""
     for item, before, after in ahead:
         rng.replay_user_draws(before, after)
         yield item
     if ending is not None:
         rng.replay_user_draws(*ending)
         return
-    yield from source
+    yield from iterator
 
 
-def _dealt_anew(
-    saved: dict[str, Any], place: tuple[int, int, int], deals: list[Deal], now: dict[str, Any], here: Here
-) -> Order:
-    """What is left of the global order, dealt out to the ranks there are now; from the next epoch on as usual."""
-    was = saved["about"]
+def _redistribute(
+    saved: dict[str, Any],
+    position: tuple[int, int, int],
+    served: list[ServedShare],
+    now: dict[str, Any],
+    context: DrawContext,
+) -> EpochOrder:
+    """Share the rest of the global order among the current ranks. The next epoch is shared as usual."""
+    was, sampler = saved["about"], context.sampler
     changed = [f"its length was {was['length']}, it is {now['length']}"] if was["length"] != now["length"] else []
     if was["kind"] == now["kind"]:
-        changed = differences(was, now)
-    if changed or not here.asked.by_samples:
-        raise _refusal(
-            place,
-            f"the sampler has changed ({'; '.join(changed)})"
-            if changed
-            else "batches are made by a sampler of your own",
-            "keep the data, the sampler and its seed until the end of the epoch",
-        )
+        changed = sampler_differences(was, now)
+    if changed or not sampler.yields_samples:
+        what = f"the sampler has changed ({'; '.join(changed)})" if changed else "a sampler of your own makes the batches"
+        raise _refusal(position, what, "keep the data, the sampler and its seed until the end of the epoch")
     order = GlobalOrder(was)
-    if (wrong := order.first_wrong(deals)) is not None:
+    if (mismatch := order.first_mismatch(served)) is not None:
         raise _refusal(
-            place,
-            f"the global order made again differs from what rank {wrong.rank} of {wrong.world} had on record",
+            position,
+            f"the recomputed global order differs from what rank {mismatch.rank} of {mismatch.world} had on record",
             "use the version of torch the run was started with until the end of the epoch",
         )
-    drop_last = bool(getattr(here.asked.samples, "drop_last", False))
-    inner = here.asked.of(order.deal(place[2], here.asked.share, drop_last))
-    return Order.resumed(saved, place, inner, deals, Digest(), (here.asked, here.rng, here.states))
+    drop_last = bool(getattr(sampler.inner, "drop_last", False))
+    rest = sampler.batched(order.share(position[2], sampler.share, drop_last))
+    return EpochOrder.resumed(
+        saved, position, rest, served, SampleDigest(), (sampler, context.rng, context.generator_states)
+    )
 
 
-def _refusal(place: tuple[int, int, int], what: str, cure: str) -> DataError:
-    return DataError(f"cannot resume at sample {place[2]} of epoch {place[0]}: {what}; {cure}")
+def _refusal(position: tuple[int, int, int], what: str, cure: str) -> DataError:
+    return DataError(f"cannot resume at sample {position[2]} of epoch {position[0]}: {what}; {cure}")
 
 
-def changes(saved: dict[str, Any], asked: Asked, workers: int) -> list[str]:
-    """What is not as it was and does not matter, for the record."""
+def describe_changes(saved: dict[str, Any], sampler: LoaderSampler, workers: int) -> list[str]:
+    """Return notes on what changed without preventing an exact resume."""
     notes = []
-    was, now = saved["batch_samples"], asked.stride()
+    was, now = saved["batch_samples"], sampler.global_batch_size()
     if None not in (was, now) and was != now:
         notes.append(
-            f"a batch of all ranks holds {now} samples instead of {was}: goes on at the exact next one, sample "
+            f"a batch of all ranks holds {now} samples instead of {was}: the run continues at the exact next one, sample "
             f"{saved['sample']} of epoch {saved['epoch']}"
         )
-    if saved["length"] != asked.length():
-        notes.append(f"the data held {saved['length']} samples, now {asked.length()}")
+    if saved["length"] != sampler.length():
+        notes.append(f"the data held {saved['length']} samples, now {sampler.length()}")
     if saved["workers"] != workers:
         notes.append(
-            f"num_workers was {saved['workers']}, it is {workers}: the same samples come; what is drawn at random while "
-            "loading them is not the same"
+            f"num_workers was {saved['workers']}, it is {workers}: the same samples come, but random draws while loading "
+            "them differ"
         )
     return notes
 
 
-def settle_ahead(
-    quarantine: Quarantine, was: int | None, now: int | None, length: int | None, tell: Callable[[Span, int, str], None]
+def convert_ahead_windows(
+    quarantine: Quarantine, was: int | None, now: int | None, length: int | None, on_exclusion: OnExclusion
 ) -> None:
-    """Windows that reach into epochs not begun are counted in batches; with batches of another size, count samples now."""
+    """If the batch size changed, convert excluded windows of later epochs from batches to samples."""
     if was is None or was == now:
         return
-    whole = None if not length else -(-length // was)
+    batches_per_epoch = None if not length else -(-length // was)
     for entry in [e for e in quarantine.entries if "ahead" in e and not e.get("resolved")]:
-        begins, first, count = entry["ahead"]
-        epoch = begins
+        first_epoch, first, count = entry["ahead"]
+        epoch = first_epoch
         while count > 0:
-            batches = count if whole is None else max(0, min(count, whole - first))
+            batches = count if batches_per_epoch is None else max(0, min(count, batches_per_epoch - first))
             if batches:
                 span = Span(epoch, first * was, (first + batches) * was)
                 quarantine.add_spans([span], entry["reason"])
-                tell(span, batches, entry["reason"])
-            first = 0 if whole is None else max(0, first - whole)
+                on_exclusion(span, batches, entry["reason"])
+            first = 0 if batches_per_epoch is None else max(0, first - batches_per_epoch)
             epoch, count = epoch + 1, count - batches
-        quarantine.resolve_ahead(begins)
+        quarantine.resolve_ahead(first_epoch)
 
 
-def left_of(given: Any, span: Span, stride: int, spans: list[Span]) -> Any:
-    """What of a batch is in none of its epoch's excluded `spans`: its borders may be others than when they were excluded.
+def remove_excluded(ids: Any, span: Span, stride: int, excluded: list[Span]) -> Any:
+    """Return the ids of a batch that are in none of the `excluded` spans; the very same object if all are kept.
 
-    On several ranks whole rows go, so that all of them are left with equally many. The batch itself where nothing is cut.
+    Batch borders may have changed since the exclusion. On several ranks a whole row of the global order is removed, so
+    that every rank keeps as many samples.
     """
-    cuts = [s for s in spans if s.start < span.stop and span.start < s.stop]
-    if not cuts:
-        return given
+    overlapping = [s for s in excluded if s.start < span.stop and span.start < s.stop]
+    if not overlapping:
+        return ids
     starts = range(span.start, span.stop, stride)
     return [
-        one
-        for one, start in zip(given, starts, strict=True)
-        if not any(c.start < start + stride and start < c.stop for c in cuts)
+        sample_id
+        for sample_id, start in zip(ids, starts, strict=True)
+        if not any(s.start < start + stride and start < s.stop for s in overlapping)
     ]

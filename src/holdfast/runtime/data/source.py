@@ -1,4 +1,4 @@
-"""What the loop asks of a stream of batches."""
+"""The interface between the training loop and its data."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from holdfast.runtime.state.rng import RngState
 
 
 class Position(NamedTuple):
-    """Between two batches: how far the epoch's stream has been handed out.
+    """A place between two batches.
 
-    Until the first batch of an epoch is handed out the position lies in the epoch before, even before the very first:
-    beginning an epoch draws from generators, so the two sides of it are not the same place.
+    Until the first batch of an epoch is served, the position is at the end of the previous epoch, even before the very
+    first one. Beginning an epoch draws from generators, so the two sides of it are different places.
     """
 
     epoch: int
@@ -22,25 +22,27 @@ class Position(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One batch as it was handed out."""
+    """One batch as it was served."""
 
     batch: Any
     span: Span
     ids: list[Any] | None
-    """the indices it was made of, where there are any"""
+    """the indices it was made of, if there are any"""
     samples: int | None
-    """how many samples it holds, where that can be known"""
-    at: Position
-    """where the stream stood before it was asked for"""
+    """the number of samples, if known"""
+    before: Position
+    """the source's position before the draw"""
     begin: Position
-    """where it begins: the same, unless it is the first of an epoch"""
+    """where the batch begins: the same as `before`, unless it is the first of an epoch"""
     rng: RngState | None
-    """the random streams right before its items were loaded; None where they must not be put back there"""
-    marks: tuple[int, ...] = ()
-    """version counters of its tensors, where it can only be served again as the object it is"""
+    """the random state right before its items were loaded; None if it must not be restored"""
+    versions: tuple[int, ...] = ()
+    """version counters of its tensors, if it can only be served again as the same object"""
 
 
 EpochEnd = Callable[[int], None]
+OnExclusion = Callable[[Span, int, str], None]
+"""called with the excluded samples, the number of batches and the reason"""
 
 
 class BatchSource(Protocol):

@@ -1,4 +1,4 @@
-"""Batches of any nesting: how many samples, which tensors, and cut into parts."""
+"""Batches of any nesting: the number of samples, the tensors, and splitting into parts."""
 
 from __future__ import annotations
 
@@ -15,41 +15,39 @@ Splitter = Callable[[Any, int], list[Any]]
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Every tensor in it, in order."""
+    """Yield every tensor of a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
         return
-    # A mapping is asked for last: to ask costs more than all the rest.
-    plain = isinstance(batch, list | tuple)
-    for value in batch if plain else batch.values() if isinstance(batch, Mapping) else ():
+    # Mapping is tested last: the test costs more than all the rest.
+    is_sequence = isinstance(batch, list | tuple)
+    for value in batch if is_sequence else batch.values() if isinstance(batch, Mapping) else ():
         if isinstance(value, Tensor):
             yield value
         else:
             yield from tensors_of(value)
 
 
-def marks(batch: Any) -> tuple[int, ...]:
-    """The version counters of its tensors: they differ once one has been written to in place."""
+def tensor_versions(batch: Any) -> tuple[int, ...]:
+    """Return the version counters of its tensors. They change when a tensor is written to in place."""
     return tuple(map(version_of, tensors_of(batch)))
 
 
 def count_samples(batch: Any) -> int | None:
-    """The length of the first tensor's first dimension, or None where there is none."""
-    for tensor in tensors_of(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    return None
+    """Return the first dimension of the first tensor that has one, or None."""
+    return next((int(tensor.shape[0]) for tensor in tensors_of(batch) if tensor.dim() > 0), None)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
-    """Cut every tensor along its first dimension, as evenly as it goes; never into an empty part.
+    """Split every tensor along its first dimension, as evenly as possible, never into an empty part.
 
-    A tensor without a dimension, and anything that is not a tensor or a list as long as the batch, goes into every part.
+    A 0-dim tensor goes into every part, and so does anything but tensors and lists as long as the batch.
+    StepError if the batch holds no tensor to split.
     """
     size = count_samples(batch)
     if size is None:
         raise StepError(
-            f"microbatches({parts}): a batch of type {type(batch).__name__} holds no tensor to cut; "
+            f"microbatches({parts}): a batch of type {type(batch).__name__} holds no tensor to split; "
             "pass splitter=f, with f(batch, n) returning a list of n batches"
         )
     parts = min(parts, size)
@@ -63,8 +61,13 @@ def _slice(value: Any, size: int, start: int, stop: int) -> Any:
     if isinstance(value, Tensor):
         return value[start:stop] if value.dim() > 0 and value.shape[0] == size else value
     if isinstance(value, Mapping):
-        cut = {k: _slice(v, size, start, stop) for k, v in value.items()}
-        return cut if type(value) is dict else _rebuild(value, cut)
+        sliced = {k: _slice(v, size, start, stop) for k, v in value.items()}
+        if type(value) is dict:
+            return sliced
+        try:
+            return type(value)(sliced)  # type: ignore[call-arg]
+        except TypeError:
+            return sliced
     if isinstance(value, list | tuple):
         if hasattr(value, "_fields"):
             return type(value)(*(_slice(v, size, start, stop) for v in value))
@@ -72,10 +75,3 @@ def _slice(value: Any, size: int, start: int, stop: int) -> Any:
             return value[start:stop]
         return type(value)(_slice(v, size, start, stop) for v in value)
     return value
-
-
-def _rebuild(value: Any, cut: dict[Any, Any]) -> Any:
-    try:
-        return type(value)(cut)
-    except TypeError:
-        return cut

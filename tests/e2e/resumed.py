@@ -191,7 +191,7 @@ def state_of(life: Life) -> dict[str, Any]:
             "interventions": run.state.interventions.state_dict(),
             "committed": run.step,
             "position": tuple(position),
-            "data's own": [g.get_state() for g in run.source._here.own],
+            "data's own": [g.get_state() for g in run.source._context.generators],
         }
     )
 

@@ -412,7 +412,7 @@ def test_a_splitter_of_the_users_own():
 
 
 def test_what_cannot_be_cut_asks_for_a_splitter():
-    with pytest.raises(holdfast.StepError, match="holds no tensor to cut.*splitter"):
+    with pytest.raises(holdfast.StepError, match="holds no tensor to split.*splitter"):
         fit_graphs(*small(), None, 2)
     with pytest.raises(holdfast.StepError, match="returned 3 parts instead of 2"):
         fit_graphs(*small(), lambda graph, parts: [graph] * 3, 2)

@@ -362,7 +362,7 @@ def test_an_iterator_has_no_position_to_return_to(ready):
 
 def test_a_generator_is_refused_the_same_way(tmp_path):
     model, optimizer, loader = parts()
-    with pytest.raises(holdfast.DataError, match="whose __iter__ starts anew"):
+    with pytest.raises(holdfast.DataError, match="whose __iter__ starts again"):
         holdfast.Guard(model, optimizer).steps((b for b in loader), max_steps=3)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from holdfast.core.base.errors import SetupError
-from holdfast.runtime.data.packing import pack_streams, unpack_streams
+from holdfast.runtime.data.packing import pack_rng, unpack_rng
 from holdfast.runtime.snapshots.encoding import decode, encode
 from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_to_plain
 from holdfast.runtime.state.rng import Rng, RngState, _numpy_equal
@@ -117,10 +117,10 @@ def test_numpy_state_survives_a_file_for_every_bit_generator(name):
     rng = Rng()
     state = rng.capture()
     tensors: dict[str, torch.Tensor] = {}
-    text = encode({"rng": state.plain(), "streams": pack_streams(state, [])}, tensors)
+    text = encode({"rng": state.plain(), "streams": pack_rng(state, [])}, tensors)
     expected = (np.random.randn(3).tolist(), np.random.bytes(9))
     decoded = decode(text, tensors)
-    for restored in (RngState.of(decoded["rng"]), unpack_streams(decoded["streams"], rng.capture())):
+    for restored in (RngState.of(decoded["rng"]), unpack_rng(decoded["streams"], rng.capture())):
         assert _numpy_equal(restored.numpy, state.numpy)
         rng.restore(restored)
         assert (np.random.randn(3).tolist(), np.random.bytes(9)) == expected
@@ -136,7 +136,7 @@ def test_restoring_the_state_of_another_bit_generator_names_the_cure():
 
 def test_the_saved_form_of_mt19937_does_not_change_between_versions():
     state = Rng().capture()
-    packed = pack_streams(state, [])["numpy"]
+    packed = pack_rng(state, [])["numpy"]
     assert {name: type(value) for name, value in packed.items()} == {
         "key": torch.Tensor, "pos": int, "has_gauss": int, "gauss": float,
     }  # fmt: skip

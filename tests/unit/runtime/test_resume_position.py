@@ -29,7 +29,7 @@ from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.data.world import why_not_moved
+from holdfast.runtime.data.world import world_size_problem
 from holdfast.runtime.state.rng import Rng, RngState
 from marks import slow
 
@@ -668,11 +668,11 @@ def test_whether_data_can_move_to_other_ranks_is_known_before_it_is_tried():
         life.draws(1)
         return life.save()[0]
 
-    assert why_not_moved(saved(ranks_of(2, 20, 2)[0]), then=2, now=3) is None
-    assert why_not_moved(saved(LOADERS["shuffle"](20)), then=1, now=3) is None
-    assert why_not_moved(saved(LOADERS["seed and epoch"](20)), then=2, now=2) is None
-    assert "not a Seeded" in why_not_moved(saved(LOADERS["seed and epoch"](20)), then=2, now=3)
-    assert "use a DistributedSampler" in why_not_moved(saved(LOADERS["shuffle"](20)), then=2, now=3)
+    assert world_size_problem(saved(ranks_of(2, 20, 2)[0]), then=2, now=3) is None
+    assert world_size_problem(saved(LOADERS["shuffle"](20)), then=1, now=3) is None
+    assert world_size_problem(saved(LOADERS["seed and epoch"](20)), then=2, now=2) is None
+    assert "not a Seeded" in world_size_problem(saved(LOADERS["seed and epoch"](20)), then=2, now=3)
+    assert "use a DistributedSampler" in world_size_problem(saved(LOADERS["shuffle"](20)), then=2, now=3)
 
 
 # ---- with stretches left out

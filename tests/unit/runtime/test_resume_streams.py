@@ -94,7 +94,7 @@ def test_how_many_batches_were_drawn_and_dropped_is_said():
     life = Life(STREAMS["shuffled when begun"]())
     life.draws(8)
     rest = Life.resumed(life.save(), STREAMS["shuffled when begun"]())
-    assert rest.notes == ["2 batches of the stream were drawn and dropped to come to where it stood"]
+    assert rest.notes == ["2 batches of the stream were drawn and dropped to reach the saved position"]
 
 
 def test_with_a_state_of_its_own_nothing_is_drawn_again():
@@ -102,7 +102,7 @@ def test_with_a_state_of_its_own_nothing_is_drawn_again():
     life.draws(4)
     data = Known()
     rest = Life.resumed(life.save(), DataLoader(data, batch_size=4))
-    assert rest.notes == ["the stream went on through its own state_dict"]
+    assert rest.notes == ["the stream resumed through its own state_dict"]
     assert rest.draw() == [16, 17, 18, 19]
     assert data.given == 4
 

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.core.base.types import Flag
 from holdfast.runtime.agree.rows import Column, Rows
-from holdfast.runtime.data.nonfinite_rows import bad_samples
+from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
 
 if TYPE_CHECKING:
     from holdfast.runtime.step.step import Step
@@ -49,7 +49,7 @@ def account(step: Step, *, rows: bool) -> dict[str, Any]:
         "micro_batch": worst if len(losses) > 1 else None,
         "micro_batch_data": list(draw.span),
         "samples": ids,
-        "nonfinite_samples": bad_samples(step.draws) if rows else [],
+        "nonfinite_samples": nonfinite_samples(step.draws) if rows else [],
     }
 
 

@@ -9,7 +9,7 @@ from holdfast.core.base.errors import DataError, SetupError
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.checkpoint import config_overrides as given
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.data.world import why_not_moved
+from holdfast.runtime.data.world import world_size_problem
 from holdfast.runtime.ports.checkpoint_store import CheckpointContents, RestoredCheckpoint
 from holdfast.runtime.snapshots.encoding import PART
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -92,7 +92,7 @@ def on_disk(run: Run, saved: RestoredCheckpoint, *, fresh: bool) -> Found:
         )
 
     tensors = {name: local(value) for name, value in saved.tensors.items()}
-    why = why_not_moved(parts["data"], then=saved.manifest.world_size, now=saved.world_size) if fresh else None
+    why = world_size_problem(parts["data"], then=saved.manifest.world_size, now=saved.world_size) if fresh else None
     if why is not None:
         raise DataError(f"checkpoint {saved.manifest.name}: {why}")
     position = Position(*(int(parts["data"][key]) for key in Position._fields))

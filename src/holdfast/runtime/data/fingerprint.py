@@ -73,7 +73,7 @@ def fingerprint(batch: Any, crc: int = 0) -> int | None:
 
 
 def _checksum(tensor: Tensor, crc: int) -> int:
-    """Return the CRC over blocks of its bytes, without copying them. A non-contiguous tensor gives its first and last row."""
+    """Return the CRC of blocks of its bytes, uncopied. Of a non-contiguous tensor: its first and last row."""
     if not tensor.is_contiguous():
         if tensor.dim() < 2:
             return _checksum(tensor[:: max(1, tensor.numel() // _BLOCK_BYTES)].contiguous(), crc)

@@ -96,7 +96,7 @@ class EpochOrder:
         order = cls(epoch, *context)
         order._iterator, order.first_recorded, order._starts = iterator, batch, [sample]
         order._about, order._initial_rng = saved["about"], saved["streams"]
-        order._earlier, order._start = earlier, sum(share.samples for share in earlier)
+        order._earlier, order._start = earlier, sum(share.global_samples for share in earlier)
         if not earlier:
             order._asked_before, order._ended_before = saved["asked"], saved["ended"]
         order._oldest_digest, order._digest, order._digested = served, served.copy(), batch

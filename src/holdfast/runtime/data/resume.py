@@ -109,16 +109,20 @@ def _replay_sampler(
     """Ask the sampler for all that it was asked before, so that its generators end where they ended then."""
     sampler = context.sampler
     iterator = iter(sampler.inner)
-    ids = _take(iterator, served.count, sampler)
+    ids = _take(iterator, served.local_samples, sampler)
     count = len(ids)
-    if count > served.count:
+    if count > served.local_samples:
         raise _refusal(
             position,
             f"its batch sampler has no border there: one of its batches ends at sample {count} of this rank",
             "a batch sampler of your own can be resumed where one of its batches ends; keep its batch size, or use torch's",
         )
-    if count < served.count or SampleDigest(ids).hex() != served.digest:
-        what = f"ends after {count} samples" if count < served.count else "gives another order than the one on record"
+    if count < served.local_samples or SampleDigest(ids).hex() != served.digest:
+        what = (
+            f"ends after {count} samples"
+            if count < served.local_samples
+            else "gives another order than the one on record"
+        )
         changed = "; ".join(sampler_differences(saved["about"], now))
         raise _refusal(
             position,
@@ -175,7 +179,9 @@ def _redistribute(
     if was["kind"] == now["kind"]:
         changed = sampler_differences(was, now)
     if changed or not sampler.yields_samples:
-        what = f"the sampler has changed ({'; '.join(changed)})" if changed else "a sampler of your own makes the batches"
+        what = (
+            f"the sampler has changed ({'; '.join(changed)})" if changed else "a sampler of your own makes the batches"
+        )
         raise _refusal(position, what, "keep the data, the sampler and its seed until the end of the epoch")
     order = GlobalOrder(was)
     if (mismatch := order.first_mismatch(served)) is not None:

@@ -29,13 +29,13 @@ class ServedShare(NamedTuple):
 
     world: int
     rank: int
-    count: int
+    local_samples: int
     digest: str
 
     @property
-    def samples(self) -> int:
+    def global_samples(self) -> int:
         """The samples of the global order that all ranks were served."""
-        return self.world * self.count
+        return self.world * self.local_samples
 
 
 def share_of(sampler: Any) -> RankShare:
@@ -129,10 +129,10 @@ class GlobalOrder:
         """Return the first share that holds other samples than this order gives, or None."""
         start = 0
         for each in served:
-            ids = (self.at(start + n * each.world + each.rank) for n in range(each.count))
+            ids = (self.at(start + n * each.world + each.rank) for n in range(each.local_samples))
             if not self.length or SampleDigest(ids).hex() != each.digest:
                 return each
-            start += each.samples
+            start += each.global_samples
         return None
 
 

@@ -43,7 +43,7 @@ class Serving:
             on_epoch_end=self._epoch_ended,
             before_iter=self._before_iter,
             on_exclusion=run.excluded,
-            in_step=run.meeting.several,
+            keep_batch_size=run.meeting.several,
         )
         if self.source is not None:
             self.source.close()

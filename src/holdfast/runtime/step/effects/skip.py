@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from holdfast.core.base.types import Flag, Outcome, Plan, Signal, Skip, Status, family
-from holdfast.runtime.data.nonfinite_rows import bad_samples
+from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
 
 if TYPE_CHECKING:
     from holdfast.runtime.step.run import Run
@@ -58,7 +58,7 @@ def _bad_rows(run: Run, step: Step, signal: Signal) -> list[int]:
     if step.origin is not None:
         return step.origin.samples
     broken = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
-    return bad_samples(step.draws) if broken and run.config.quarantine.nonfinite_samples else []
+    return nonfinite_samples(step.draws) if broken and run.config.quarantine.nonfinite_samples else []
 
 
 def leave_out(run: Run, step: Step, signal: Signal, rows: list[int], reason: str, incident: int | None) -> None:

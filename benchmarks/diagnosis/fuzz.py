@@ -30,8 +30,7 @@ from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.importers import FORMATS, read
 from holdfast.diagnosis.importers.reading.tfrecord import masked_crc
 
-MAX_SECONDS = 20.0
-"""the longest time that one case may take"""
+MAX_CASE_SECONDS = 20.0
 
 
 def tfevents(r: random.Random) -> bytes:
@@ -61,8 +60,8 @@ def _lines(line: Callable[[int, random.Random], str]) -> Callable[[random.Random
 
 def num(r: random.Random) -> str:
     """Return a number as logs write it, often an unusual one."""
-    numbers = [f"{r.random() * 10:.4f}", f"{r.random():.3e}", "nan", "inf", "-inf", "NaN", "1" * r.randrange(1, 30)]
-    return r.choice(numbers)
+    texts = [f"{r.random() * 10:.4f}", f"{r.random():.3e}", "nan", "inf", "-inf", "NaN", "1" * r.randrange(1, 30)]
+    return r.choice(texts)
 
 
 MAKERS: dict[str, Callable[[random.Random], bytes]] = {
@@ -184,7 +183,7 @@ def main() -> int:
         f"{options.cases:,} cases in {seconds:.0f} s, {mb:.0f} MB: {outcomes}; slowest "
         f"{slowest[0]:.2f} s (case {slowest[1]})"
     )
-    return int(counts["failed"] > 0 or slowest[0] > MAX_SECONDS)
+    return int(counts["failed"] > 0 or slowest[0] > MAX_CASE_SECONDS)
 
 
 if __name__ == "__main__":

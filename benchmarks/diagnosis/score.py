@@ -32,7 +32,7 @@ EQUIVALENT_KINDS = {
     "grad_nonfinite": {"grad_explosion", "grad_nonfinite"},
 }
 """kind in a label -> kinds of a verdict that mean the same"""
-QUIET = {"healthy", "noisy"}
+QUIET_LABELS = {"healthy", "noisy"}
 MIN_SHARES = {"events": 0.85, "quiet": 0.95}
 
 
@@ -89,7 +89,7 @@ def score(logs: list[ScoredLog]) -> dict[str, Any]:
     met = [is_met(log, event) for log, event in events]
     quiet: dict[str, list[ScoredLog]] = {}
     for log in logs:
-        if log.label["label"] in QUIET and not confident_events(log):
+        if log.label["label"] in QUIET_LABELS and not confident_events(log):
             quiet.setdefault(log.group, []).append(log)
     loud = {group for group, members in quiet.items() if any(log.report.verdicts for log in members)}
     kinds = Counter(event["kind"] for _, event in events)

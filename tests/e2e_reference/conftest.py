@@ -1,4 +1,4 @@
-"""Small runs of the reference trainer, and the installed program beside the test."""
+"""Starts the installed program next to a test."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-# Virtual machines exist that announce AMX and end a process that uses it with SIGILL: bf16 does without it here. Read
-# when the first such operation runs, so it is early enough, and programs started from here inherit it.
+# Some virtual machines announce AMX but kill a process that uses it with SIGILL: do bf16 without it. oneDNN reads this at
+# the first such operation, and child processes inherit it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 HOLDFAST = Path(sys.executable).with_name("holdfast")
@@ -31,7 +31,7 @@ class Ended(NamedTuple):
 
 
 class Program:
-    """`holdfast ...` in a process group of its own, as a shell would start it. Its stderr is read as it comes."""
+    """Runs `holdfast ...` in a new process group, as a shell would, and reads its stderr line by line."""
 
     def __init__(self, *words: object, env: dict[str, str] | None = None) -> None:
         self._child = subprocess.Popen(
@@ -43,18 +43,18 @@ class Program:
             start_new_session=True,
             env={**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1", **(env or {})},
         )
-        self._said: list[str] = []
+        self._stderr_lines: list[str] = []
         self._timer = threading.Timer(WAIT_SECONDS, self._end)
         self._timer.start()
 
     def wait_for(self, text: str) -> None:
-        """Until a line on stderr begins so."""
+        """Read stderr until a line starts with `text`."""
         assert self._child.stderr is not None
         for line in self._child.stderr:
-            self._said.append(line)
+            self._stderr_lines.append(line)
             if line.startswith(text):
                 return
-        raise AssertionError(f"ended before it said {text!r}:\n{''.join(self._said)}")
+        raise AssertionError(f"ended before it printed {text!r}:\n{''.join(self._stderr_lines)}")
 
     def interrupt(self, *, group: bool = False) -> None:
         """SIGINT; with `group` to its children too, as Ctrl-C in a terminal does."""
@@ -62,7 +62,7 @@ class Program:
 
     def end(self) -> Ended:
         out, err = self._child.communicate(timeout=WAIT_SECONDS)
-        return Ended(self._child.returncode, out, "".join(self._said) + err)
+        return Ended(self._child.returncode, out, "".join(self._stderr_lines) + err)
 
     def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):

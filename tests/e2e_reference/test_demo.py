@@ -1,4 +1,4 @@
-"""`holdfast demo`, as a newcomer runs it, once; and what it does when it is interrupted or has no place to write."""
+"""One run of `holdfast demo`, and its behaviour when interrupted or without a writable folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Demo(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Demo:
-    """One run of it, also where the tests of this file are spread over several processes."""
+    """Run the demo once, also if pytest-xdist spreads these tests over several processes."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo"
     folder.mkdir(exist_ok=True)
@@ -84,20 +84,20 @@ def test_calm_run_learns(demo):
 
 
 @pytest.mark.slow
-def test_storm_unguarded_is_dead_or_more_than_a_tenth_off(demo):
+def test_unguarded_run_with_faults_is_dead_or_ten_percent_worse(demo):
     loss, calm = demo.answer["unguarded"]["eval_loss"], demo.answer["calm"]["eval_loss"]
     assert not math.isfinite(loss) or loss > 1.1 * calm
 
 
 @pytest.mark.slow
-def test_storm_guarded_ends_where_the_calm_run_does(demo):
+def test_guarded_run_with_faults_ends_near_the_calm_run(demo):
     # The promise is 2% at the demo's 1,200 steps; here are 700, and other machines round differently: 3%.
     loss, calm = demo.answer["guarded"]["eval_loss"], demo.answer["calm"]["eval_loss"]
     assert abs(loss / calm - 1) < 0.03
 
 
 @pytest.mark.slow
-def test_every_fault_is_found_where_it_struck_and_healed(demo):
+def test_every_fault_is_detected_at_its_step_and_recovered(demo):
     incidents = demo.answer["guarded"]["incidents"]
     assert len(incidents) >= 5
     # A skipped batch moves what comes after it by one, and a spike may take a step or two to be one.
@@ -126,15 +126,15 @@ def test_no_budget_ran_out(demo):
 
 
 @pytest.mark.slow
-def test_journal_is_where_it_says_and_tells_the_same(demo):
+def test_journal_path_is_right_and_has_the_same_incidents(demo):
     assert demo.journal.is_file()
     opened = [e for e in events(demo) if e["event"] == "incident_opened"]
-    told = [(i["kind"], i["step"]) for i in demo.answer["guarded"]["incidents"]]
-    assert [(e["kind"], e["step"]) for e in opened] == told
+    reported = [(i["kind"], i["step"]) for i in demo.answer["guarded"]["incidents"]]
+    assert [(e["kind"], e["step"]) for e in opened] == reported
 
 
 @pytest.mark.slow
-def test_runs_have_a_folder_each_but_the_unguarded_one_writes_nothing(demo):
+def test_guarded_runs_have_a_folder_and_the_unguarded_one_has_none(demo):
     assert sorted(p.name for p in demo.journal.parents[1].iterdir()) == ["calm", "guarded"]
 
 
@@ -145,7 +145,7 @@ def ignore(run: str, what: str, data: dict[str, Any]) -> None:
     pass
 
 
-def test_interrupt_ends_the_demo_and_not_only_the_run_it_fell_into(tmp_path):
+def test_interrupt_ends_the_whole_demo(tmp_path):
     seen: list[tuple[str, str]] = []
 
     def listen(run: str, what: str, data: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ def test_folder_that_is_a_file_is_refused(tmp_path):
         drill.run(0, 100, tmp_path / "taken", ignore)
 
 
-def test_holdfast_off_in_the_environment_does_not_take_the_guard_from_the_guarded_runs(tmp_path, monkeypatch):
+def test_holdfast_off_in_the_environment_does_not_disable_the_guarded_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     done = drill.run(0, 60, tmp_path, ignore)
     assert os.environ["HOLDFAST_OFF"] == "1"

@@ -1,4 +1,4 @@
-"""A stage of the mixture is an expected shift: declared before its first step, and again where a rollback went back."""
+"""A data stage is declared as an expected shift before its first step, and again if a rollback crosses it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_run_of_one_stage_has_no_shift(tmp_path):
 
 
 @pytest.mark.parametrize("stop_at", [BORDER - 2, BORDER - 1, BORDER])
-def test_stopped_around_the_border_and_resumed_it_is_declared_once(stop_at, tmp_path):
+def test_boundary_of_a_stopped_and_resumed_run_is_declared_once(stop_at, tmp_path):
     whole = Done(staged(tmp_path, "whole"))
     first = Done(staged(tmp_path), stop_at=stop_at)
     second = Done(staged(tmp_path))
@@ -53,7 +53,7 @@ def test_stopped_around_the_border_and_resumed_it_is_declared_once(stop_at, tmp_
     ("fault", "margin", "back_to"),
     [(BORDER + 4, 0, BORDER + 2), (BORDER + 1, 1, BORDER - 1), (BORDER + 4, 8, 16)],
 )
-def test_border_crossed_again_after_a_rollback_is_declared_again(fault, margin, back_to, gate, tmp_path):
+def test_boundary_crossed_again_after_a_rollback_is_declared_again(fault, margin, back_to, gate, tmp_path):
     config = staged(
         tmp_path,
         detect={"gate": gate},

@@ -1,4 +1,4 @@
-"""The reference trainer: the same seed is the same run to the last bit, also stopped and resumed, also unguarded."""
+"""The reference trainer: the same seed gives the same bits, also after a stop and resume, also unguarded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.reference.tokens import TokenWriter
 
 STEPS = 20
 BEFORE = itertools.count(999)
-"""what the process did before a run must not matter: its generators stand elsewhere each time"""
+"""seeds of the global generators before each run: they must not matter"""
 
 
 def configuration(run_dir, **sections):
@@ -37,7 +37,7 @@ def configuration(run_dir, **sections):
 
 
 class Losses:
-    """Keeps what every committed step's loss was."""
+    """Keeps the loss of every committed step."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, float]] = []
@@ -47,7 +47,7 @@ class Losses:
 
 
 class Done:
-    """A run, all of its state, and what it wrote."""
+    """Trains one run and keeps its losses and state."""
 
     def __init__(self, config, *, faults=None, resume=None, stop_at=None) -> None:
         before = next(BEFORE)
@@ -161,7 +161,7 @@ def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_pa
     assert whole.result.summary.skipped == second.result.summary.skipped == skipped
 
 
-def test_stopping_is_not_what_makes_them_equal(tmp_path):
+def test_comparison_fails_for_a_run_with_other_data(tmp_path):
     """The comparison can fail: a resumed run that is one batch further differs."""
     whole = Done(configuration(tmp_path / "whole"))
     parted = configuration(tmp_path / "parted")
@@ -170,7 +170,7 @@ def test_stopping_is_not_what_makes_them_equal(tmp_path):
     assert first.losses + other.losses != whole.losses
 
 
-def test_run_stopped_twice_goes_on_from_the_second_stop(tmp_path):
+def test_run_stopped_twice_resumes_from_the_second_stop(tmp_path):
     whole = Done(configuration(tmp_path / "whole"))
     config = configuration(tmp_path / "parted")
     parts = [Done(config, stop_at=5)]
@@ -201,7 +201,7 @@ def test_bad_batch_is_skipped_by_the_guard_and_kills_the_run_without_it(tmp_path
     assert np.isnan(plain.result.eval_loss)
 
 
-# ---- what it can train
+# ---- precisions, sources, options
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
@@ -270,7 +270,7 @@ def test_evaluation_leaves_the_run_as_it_is(tmp_path):
     assert often.result.eval_loss == never.result.eval_loss
 
 
-# ---- what it writes
+# ---- records
 
 
 def test_metrics_have_one_line_for_every_step(tmp_path):
@@ -290,7 +290,7 @@ def test_skipped_step_has_a_line_of_its_own(tmp_path):
     assert [row["status"] for row in rows if row["step"] == 5] == ["skipped", "committed"]
 
 
-def test_run_json_tells_this_run_from_another(tmp_path):
+def test_run_json_describes_the_run(tmp_path):
     done = Done(configuration(tmp_path, train={"steps": 6}))
     about = json.loads((tmp_path / "run.json").read_text())
     (data,) = about["data"]
@@ -308,7 +308,7 @@ def test_run_json_tells_this_run_from_another(tmp_path):
     assert about["config"]["recover"]["mode"] == "heal"
 
 
-def test_result_counts_what_this_life_did(tmp_path):
+def test_result_counts_the_steps_of_this_process(tmp_path):
     config = configuration(tmp_path, train={"accumulate": 2})
     first = Done(config, stop_at=8).result
     second = Done(config).result
@@ -329,14 +329,14 @@ def test_run_asked_to_stop_at_its_last_step_is_complete(tmp_path):
     assert again.eval_loss == result.eval_loss
 
 
-def test_unguarded_run_that_is_stopped_has_nothing_to_go_on_from(tmp_path, monkeypatch):
+def test_stopped_unguarded_run_has_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     result = Done(configuration(tmp_path), stop_at=4).result
     assert (result.steps, result.checkpoint) == (4, None)
     assert result.stopped == "asked to stop at step 4"
 
 
-def test_unguarded_run_refuses_to_resume_instead_of_beginning_anew(tmp_path, monkeypatch):
+def test_unguarded_run_refuses_to_resume(tmp_path, monkeypatch):
     config = configuration(tmp_path)
     checkpoint = Done(config, stop_at=4).result.checkpoint
     monkeypatch.setenv("HOLDFAST_OFF", "1")
@@ -360,7 +360,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path, sections, by_name):
         Done(configuration(tmp_path / ("b" if by_name else "a"), **sections), resume=checkpoint if by_name else None)
 
 
-def test_another_batch_size_goes_on_at_the_exact_next_sample_and_says_so(tmp_path):
+def test_another_batch_size_resumes_at_the_exact_next_sample_with_a_note(tmp_path):
     Done(configuration(tmp_path), stop_at=4)
     Done(configuration(tmp_path, train={"batch_size": 8}), stop_at=6)
     last = [row["data"] for row in metrics(tmp_path)][-3:]
@@ -416,7 +416,7 @@ def config_file(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_interrupted_program_leaves_a_readable_run_and_goes_on_to_the_end(tmp_path, program, config_file, workers):
+def test_interrupted_program_leaves_a_readable_run_and_resumes(tmp_path, program, config_file, workers):
     """Ctrl-C goes to the loader's processes as well: they are of the same group."""
     words = ("train", config_file, f"--dataset.workers={workers}")
     run = tmp_path / "run"
@@ -458,11 +458,11 @@ def test_run_in_use_by_a_live_process_is_one_message(tmp_path, program, config_f
     first.wait_for("step 10/")
     with pytest.raises(SystemExit) as ended:
         main.run(["train", str(config_file)])
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert ended.value.code == 78
-    assert said.count("error: ") == 1
-    assert f"{tmp_path / 'run'} is in use by process" in said
-    assert "choose another run_dir" in said
+    assert stderr.count("error: ") == 1
+    assert f"{tmp_path / 'run'} is in use by process" in stderr
+    assert "choose another run_dir" in stderr
     first.interrupt()
     assert first.end().status == 75
     assert len(events(tmp_path / "run", "run_begin")) == 1

@@ -1,4 +1,4 @@
-"""`holdfast ack`: records that a person has looked at a run, and resets its recovery budgets."""
+"""`holdfast ack`: acknowledges a run and resets its recovery budgets."""
 
 from __future__ import annotations
 

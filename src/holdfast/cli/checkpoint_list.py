@@ -86,16 +86,16 @@ def _is_of_run(entry: CheckpointEntry, survey: Survey) -> bool:
 
 
 def _fork_point(entry: CheckpointEntry, lineage: Lineage, branch_lineages: Mapping[int, Lineage]) -> _ForkPoint:
-    own = entry.manifest.lineage if entry.manifest is not None else branch_lineages.get(entry.branch)
+    branch = entry.manifest.lineage if entry.manifest is not None else branch_lineages.get(entry.branch)
     forks = lineage.forks
-    if own is None:  # damaged, and its branch has no other checkpoint
+    if branch is None:  # damaged, and its branch has no other checkpoint
         return _ForkPoint(entry.step, len(forks))
-    differing = next((n for n, (a, b) in enumerate(zip(own.forks, forks, strict=False)) if a != b), None)
+    differing = next((n for n, (a, b) in enumerate(zip(branch.forks, forks, strict=False)) if a != b), None)
     if differing is not None:
-        return _ForkPoint(min(own.forks[differing].step, forks[differing].step), differing)
-    if len(own.forks) < len(forks):
-        return _ForkPoint(forks[len(own.forks)].step, len(own.forks))
-    return _ForkPoint(own.forks[len(forks)].step if len(own.forks) > len(forks) else entry.step, len(forks))
+        return _ForkPoint(min(branch.forks[differing].step, forks[differing].step), differing)
+    if len(branch.forks) < len(forks):
+        return _ForkPoint(forks[len(branch.forks)].step, len(branch.forks))
+    return _ForkPoint(branch.forks[len(forks)].step if len(branch.forks) > len(forks) else entry.step, len(forks))
 
 
 # ---- text

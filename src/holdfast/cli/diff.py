@@ -73,7 +73,7 @@ def _print_report(out: Console, report: DiffReport, a: ComparedRun, b: ComparedR
 
 
 def _picture(report: DiffReport, a: ComparedRun, b: ComparedRun, width: int) -> Text | None:
-    """Draw both losses over the steps of A; B at the step where it had seen as much data."""
+    """Draw both losses over the steps of A; each value of B is at the step of A with equal data."""
     pair = curves.smooth_pair(a, b, "loss", report.axis)
     if pair is None:
         return None

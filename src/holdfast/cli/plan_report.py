@@ -23,7 +23,7 @@ _NEGLIGIBLE = 0.001
 
 
 class SourcedValue(NamedTuple):
-    """A number and where it comes from."""
+    """A number and its source: an option, a measurement or a default."""
 
     value: float
     source: str

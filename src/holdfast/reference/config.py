@@ -173,7 +173,7 @@ def parse(data: Mapping[str, Any], source: str) -> TrainConfig:
 
 
 def _drop_bad_entries(data: Mapping[str, Any], errors: list[str]) -> Mapping[str, Any]:
-    """Return `data` with only the valid [[dataset]] entries; append what is wrong with the others to `errors`."""
+    """Return `data` with only the valid [[dataset]] entries; append the problems of the others to `errors`."""
     dataset = data.get("dataset")
     if not isinstance(dataset, Mapping):
         return data

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: words in; status, stdout and stderr out."""
+"""Fixtures that run a command and return its status, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def holdfast(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def installed() -> Callable[..., Answer]:
-    """Run the installed `holdfast` program, in a process of its own."""
+    """Run the installed `holdfast` program in a separate process."""
     program = Path(sys.executable).with_name("holdfast")
 
     def run(*words: object, **options: Any) -> Answer:

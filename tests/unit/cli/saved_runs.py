@@ -1,4 +1,4 @@
-"""Run directories with checkpoints in them, made by real Guards; as a program, a run that is killed at a chosen moment."""
+"""Makes run directories with checkpoints, by real Guards. As a program, it makes one run and may kill itself."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from holdfast.runtime.checkpoint.manager import Checkpoints
 BATCH = 4
 
 
-class Back:
-    """Rolls back to a given step at the first trouble, and ends the run there."""
+class RollBackOnce:
+    """Rolls back to a given step at the first incident, and ends the run there."""
 
     def __init__(self, to: int, *, stop: bool = True) -> None:
         self._to, self._stop = to, stop
@@ -85,7 +85,7 @@ def train(
 
 
 def _settle(guard: Any) -> None:
-    """The disk keeps up with the run, so that what is good when does not depend on the machine."""
+    """Wait for the disk, so that the moment a checkpoint becomes good does not depend on the machine."""
     book = guard._run.checkpoints
     if book.tier is not None:
         book.tier.wait()
@@ -93,14 +93,14 @@ def _settle(guard: Any) -> None:
 
 
 def straight(run_dir: Path) -> None:
-    """One branch: steps 0, 10, 20 and 30 good, 35 left by an orderly end."""
+    """One branch: steps 0, 10, 20 and 30 are good; 35 was saved at the end."""
     train(run_dir, 35)
 
 
 def forked(run_dir: Path) -> None:
-    """Two lives; the second went on from 35, came to 65 and went back to 40: 50.b1 and 60.b1 are left."""
+    """Two processes; the second resumes from 35, trains to 65 and rolls back to 40, abandoning 50.b1 and 60.b1."""
     train(run_dir, 35)
-    train(run_dir, 100, bad_step=66, hooks=(Back(45),), at_end=False)
+    train(run_dir, 100, bad_step=66, hooks=(RollBackOnce(45),), at_end=False)
 
 
 def killed_in_rollback(run_dir: Path) -> None:
@@ -114,7 +114,7 @@ def killed_in_rollback(run_dir: Path) -> None:
     train(run_dir, 35)
     leave_behind = Checkpoints.leave_behind
     Checkpoints.leave_behind = die  # type: ignore[method-assign]
-    train(run_dir, 100, bad_step=66, hooks=(Back(45),), at_end=False)
+    train(run_dir, 100, bad_step=66, hooks=(RollBackOnce(45),), at_end=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`holdfast ack`: what it resets, what it records, and what it refuses."""
+"""`holdfast ack` resets budgets, journals the acknowledgement and refuses anything but a stopped run."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def events(run):
     return journal.read(run / "journal.jsonl").events
 
 
-def test_what_is_reset_is_said_and_recorded(holdfast, run):
+def test_reset_budgets_are_printed_and_journaled(holdfast, run):
     answer = holdfast("ack", run, "--note", "shard 17 removed")
     assert answer.status == 0
-    for said in (
+    for line in (
         "loss_spike at step 901: budget spent",
         "window: 2",
         "spikes counted: 5",
         "open incident, now closed: 3",
     ):
-        assert said in answer.out
+        assert line in answer.out
     last = events(run)[-1]
     assert last["event"] == "ack"
     assert last["note"] == "shard 17 removed"
@@ -66,7 +66,7 @@ def test_what_is_reset_is_said_and_recorded(holdfast, run):
     assert last["reset"] == {"latched": SPENT["latched"], "rollbacks": 2, "spikes": 5, "incident": 3}
 
 
-def test_run_started_after_it_has_its_budgets_back(holdfast, run):
+def test_run_started_after_an_acknowledgement_has_full_budgets(holdfast, run):
     assert holdfast("ack", run).status == 0
     policy = Policy(RecoverSection())
     policy.rebuild(events(run))
@@ -117,7 +117,7 @@ def test_clean_run_has_nothing_to_reset(holdfast, tmp_path):
     assert [e["event"] for e in events(tmp_path)] == ["ack"]
 
 
-def test_json_answer_says_all_of_it(holdfast, run):
+def test_json_answer_has_every_field(holdfast, run):
     answer = holdfast("ack", run, "--note", "looked", "--json")
     assert answer.json == {
         "ok": True,
@@ -129,16 +129,16 @@ def test_json_answer_says_all_of_it(holdfast, run):
     }
 
 
-def test_user_without_a_name_is_no_obstacle(holdfast, run, monkeypatch):
-    def nobody() -> str:
+def test_user_id_without_a_name_is_accepted(holdfast, run, monkeypatch):
+    def unknown() -> str:
         raise KeyError("getpwuid(): uid not found: 12345")
 
-    monkeypatch.setattr(getpass, "getuser", nobody)
+    monkeypatch.setattr(getpass, "getuser", unknown)
     assert holdfast("ack", run).status == 0
     assert events(run)[-1]["user"] is None
 
 
-def test_torn_last_line_is_said_and_the_rest_still_counts(holdfast, run):
+def test_torn_last_line_is_reported_and_the_others_count(holdfast, run):
     with (run / "journal.jsonl").open("ab") as file:
         file.write(b'{"event":"pl')
     answer = holdfast("ack", run)
@@ -160,7 +160,7 @@ def test_live_run_is_refused_by_pid_and_left_alone(holdfast, run, start):
     assert holdfast("ack", run).status == 0
 
 
-def test_folder_is_free_again_afterwards(installed, holdfast, run):
+def test_lock_is_released_afterwards(installed, holdfast, run):
     holdfast("ack", run)
     assert installed("ack", run).status == 0
 

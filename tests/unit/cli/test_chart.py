@@ -44,7 +44,7 @@ def test_series_without_a_number_is_an_empty_picture(values):
     assert "nan" not in text and "inf" not in text
 
 
-def test_numbers_beside_nan_are_drawn():
+def test_finite_values_between_nans_are_drawn():
     values = [math.nan if n % 3 else 2.0 - n / 100 for n in range(100)]
     assert sum(map(dots, plot(chart(values).render(60, 10).plain))) > 20
 
@@ -60,7 +60,7 @@ def test_level_curve_is_one_line():
     assert sum(1 for row in rows if dots(row)) == 1
 
 
-def test_values_beyond_the_top_are_drawn_at_it():
+def test_values_above_the_top_are_drawn_at_the_top():
     rows = plot(chart([2.0] * 50 + [1e9] * 50).render(60, 10).plain)
     assert dots(rows[0]) > 20
     assert chart([2.0] * 50 + [1e9] * 50).render(60, 10).plain.startswith("  6.00")
@@ -73,7 +73,7 @@ def test_scale_names_the_largest_and_the_smallest_and_the_steps():
     assert text.splitlines()[10].split() == ["step", "0", "1200"]
 
 
-def test_each_series_has_its_colour_and_the_later_is_seen_where_two_meet():
+def test_each_series_has_its_colour_and_a_later_one_covers_an_earlier_one():
     made = Chart(10, COLOURS)
     for step in range(1, 11):
         made.add("calm", step, 2.0)
@@ -82,7 +82,7 @@ def test_each_series_has_its_colour_and_the_later_is_seen_where_two_meet():
     assert {"green", "cyan"} <= styles
     last = [span for span in made.render(60, 8).spans if str(span.style) == "green"]
     only = [span for span in last if span.end - span.start == 1]
-    assert len(only) == 5  # those of the first half: each of ten steps has a place of its own
+    assert len(only) == 5  # one cell for each of the first five steps
 
 
 def test_step_beyond_the_last_is_drawn_at_the_end():

@@ -1,4 +1,4 @@
-"""`holdfast check`: all errors of a policy at once, or what it changes."""
+"""`holdfast check` reports all errors of a file at once, or the keys that are not at their default."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_json_lists_the_same(holdfast, policy):
     }
 
 
-def test_overrides_count_wherever_they_stand(holdfast, policy):
+def test_overrides_may_be_anywhere_on_the_command_line(holdfast, policy):
     answer = holdfast("check", "--recover.mode=observe", policy, "--detect.loss_z=10", "--json")
     assert set(answer.json["changed"]) == {"recover.mode", "detect.loss_z", "recover.skip_batches"}
     assert answer.json["changed"]["detect.loss_z"]["value"] == 10.0
@@ -131,7 +131,7 @@ def test_word_that_is_no_override_is_an_error_with_the_cure(word, cure):
 
 
 @pytest.mark.parametrize("word", ["--recover.mode=observe", "--a.b=", "--a.b.c==x", "--a.b=two words", "--a.b=1\n2"])
-def test_override_is_told_from_the_file(word):
+def test_override_is_distinguished_from_the_file(word):
     assert overrides.parse_words([word, "a.toml"]) == ("a.toml", [word], [])
 
 
@@ -143,7 +143,7 @@ def test_only_the_word_right_after_an_option_is_taken_for_its_value():
     assert "only one file" in second
 
 
-# ---- files of the trainer's
+# ---- trainer files
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 
@@ -155,7 +155,7 @@ def test_shipped_configuration_is_ok(holdfast, path):
     assert "train.run_dir" in answer.out
 
 
-def test_trainers_keys_that_differ_are_listed_with_those_of_the_policy(holdfast, tmp_path):
+def test_changed_trainer_keys_are_listed_with_those_of_the_policy(holdfast, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("[train]\nsteps = 77\n[recover]\nskip_batches = 7\n[[dataset.sources]]\npath = 'a'\n")
     assert holdfast("check", path, "--optimizer.lr=1e-3", "--json").json["changed"] == {
@@ -180,12 +180,12 @@ def test_errors_in_both_kinds_of_section_are_reported_at_once(holdfast, tmp_path
     assert all(error in answer.err for error in answer.json["errors"])
 
 
-def test_section_of_the_trainers_alone_makes_the_file_the_trainers(holdfast, policy):
+def test_one_trainer_section_makes_it_a_trainer_file(holdfast, policy):
     assert holdfast("check", policy, "--train.steps=10", "--scheduler.warmup_steps=20").status == 78
     assert holdfast("check", policy, "--train.steps=100").status == 0
 
 
-def test_policy_file_does_not_get_the_trainers_sections_suggested(holdfast, policy):
+def test_policy_file_gets_no_trainer_sections_suggested(holdfast, policy):
     policy.write_text("[recovr]\nmode = 'heal'\n")
     assert "did you mean 'recover'?" in holdfast("check", policy).err
 

@@ -1,4 +1,4 @@
-"""`holdfast checkpoints`: on run directories that real Guards have made, and that were then damaged for real."""
+"""`holdfast checkpoints` on run directories made by real Guards, some of them then damaged."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def pruned(run: Path) -> list[str]:
 # ---- ls
 
 
-def test_list_is_newest_first_with_health_and_an_arrow_at_what_a_resume_takes(holdfast, straight):
+def test_list_is_newest_first_with_health_and_an_arrow_at_the_resume_choice(holdfast, straight):
     answer = holdfast("checkpoints", "ls", straight)
     assert answer.status == 0
     lines = [line for line in answer.out.splitlines() if "step_0" in line]
@@ -110,7 +110,7 @@ def test_list_is_newest_first_with_health_and_an_arrow_at_what_a_resume_takes(ho
     assert "●" not in answer.out, "one branch needs no tree"
 
 
-def test_branch_that_was_left_stands_aside_above_where_it_was_left(holdfast, forked):
+def test_abandoned_branch_is_listed_above_its_fork_point(holdfast, forked):
     answer = holdfast("checkpoints", "ls", forked)
     lines = answer.out.splitlines()
     where = {name: next(n for n, line in enumerate(lines) if name in line) for name in (*LEFT, "step_00000040.b1")}
@@ -130,7 +130,7 @@ def test_candidate_is_passed_over_with_the_reason(holdfast, tmp_path):
     assert "step_00000020: candidate: too few healthy steps have followed it" in answer.out
 
 
-def test_tree_of_branches_left_at_several_places(tmp_path):
+def test_tree_of_branches_abandoned_at_several_steps(tmp_path):
     """Branch 1 began at 20 and was left at 30 for 2, which was left at 20 for 3, the run's own."""
     courses = [(0, 10), (0, 20), (1, 30), (1, 40), (2, 30), (2, 50), (3, 20), (3, 30), (9, 60)]
     lineages = {
@@ -177,7 +177,7 @@ def test_table_fits_the_terminal(installed, forked, columns):
         assert [line for line in table[1:] if "step" not in line] == [], "a row is on one line"
 
 
-def test_run_killed_in_a_rollback_shows_what_was_left_as_the_next_start_will(holdfast, killed):
+def test_run_killed_in_a_rollback_lists_the_abandoned_branch_as_quarantined(holdfast, killed):
     assert all(e.health == "good" for e in Folder(killed / "checkpoints").entries() if e.step != 35)
     answer = holdfast("checkpoints", "ls", killed)
     assert "→ a resume would use step_00000040.b1" in answer.out
@@ -185,7 +185,7 @@ def test_run_killed_in_a_rollback_shows_what_was_left_as_the_next_start_will(hol
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])
-def test_damaged_ones_are_listed_with_what_is_damaged(holdfast, straight, monkeypatch, columns):
+def test_damaged_checkpoints_are_listed_with_the_damage(holdfast, straight, monkeypatch, columns):
     flip(at(straight, "step_00000030") / "manifest.json")
     (at(straight, "step_00000010") / "health.json").unlink()
     monkeypatch.setenv("COLUMNS", columns)
@@ -196,7 +196,7 @@ def test_damaged_ones_are_listed_with_what_is_damaged(holdfast, straight, monkey
     assert "health.json is missing" in " ".join(answer.out.split())
 
 
-def test_run_of_which_none_can_be_trusted_is_listed_and_said_to_be_refused(holdfast, straight):
+def test_run_without_a_usable_checkpoint_is_listed_as_refusing_to_start(holdfast, straight):
     for name in STRAIGHT:
         (at(straight, name) / "manifest.json").write_text("{}")
     answer = holdfast("checkpoints", "ls", straight)
@@ -207,29 +207,29 @@ def test_run_of_which_none_can_be_trusted_is_listed_and_said_to_be_refused(holdf
 
 def test_list_as_json_has_every_field_and_is_strict_json(holdfast, forked):
     flip(at(forked, "step_00000010") / "manifest.json")
-    said = holdfast("checkpoints", "ls", forked, "--json").json
-    json.dumps(said, allow_nan=False)
-    assert said["schema"] == "holdfast.checkpoints/1" and said["ok"] is True
-    assert said["path"] == str(forked)
-    assert said["lineage"] == [[0, 0], [1, 35], [2, 40]]
-    assert said["resume"]["name"] == "step_00000040.b1"
-    assert said["resume"]["path"] == str(at(forked, "step_00000040.b1"))
-    assert [p["name"] for p in said["resume"]["passed_over"]] == LEFT
-    by_name = {c["name"]: c for c in said["checkpoints"]}
+    answer = holdfast("checkpoints", "ls", forked, "--json").json
+    json.dumps(answer, allow_nan=False)
+    assert answer["schema"] == "holdfast.checkpoints/1" and answer["ok"] is True
+    assert answer["path"] == str(forked)
+    assert answer["lineage"] == [[0, 0], [1, 35], [2, 40]]
+    assert answer["resume"]["name"] == "step_00000040.b1"
+    assert answer["resume"]["path"] == str(at(forked, "step_00000040.b1"))
+    assert [p["name"] for p in answer["resume"]["passed_over"]] == LEFT
+    by_name = {c["name"]: c for c in answer["checkpoints"]}
     assert list(by_name) == names(forked)
     good = by_name["step_00000040.b1"]
     assert (good["step"], good["branch"], good["health"], good["on_lineage"]) == (40, 1, "good", True)
     assert (good["ranks"], good["reason"], good["damage"], good["handover"]) == (1, "scheduled", None, False)
-    assert good["run"] == said["run"] and 0 <= good["age_seconds"] < 3600
+    assert good["run"] == answer["run"] and 0 <= good["age_seconds"] < 3600
     assert good["bytes"] == sum(p.stat().st_size for p in at(forked, good["name"]).iterdir())
     assert by_name["step_00000060.b1"]["on_lineage"] is False
     damaged = by_name["step_00000010"]
     assert (damaged["health"], damaged["time"], damaged["ranks"]) == ("bad", None, None)
     assert "manifest.json" in damaged["damage"]
-    assert said["bytes"] == sum(c["bytes"] for c in said["checkpoints"])
+    assert answer["bytes"] == sum(c["bytes"] for c in answer["checkpoints"])
 
 
-def test_checkpoint_of_another_run_is_shown_and_not_taken(holdfast, straight, forked):
+def test_checkpoint_of_another_run_is_listed_but_not_used(holdfast, straight, forked):
     shutil.copytree(at(forked, "step_00000060.b1"), at(straight, "step_00000060.b1"))
     answer = holdfast("checkpoints", "ls", straight)
     assert "→ a resume would use step_00000035" in answer.out
@@ -238,13 +238,13 @@ def test_checkpoint_of_another_run_is_shown_and_not_taken(holdfast, straight, fo
     assert by_name["step_00000060.b1"]["on_lineage"] is False
 
 
-def test_what_is_in_the_making_is_named(holdfast, straight):
+def test_unfinished_checkpoint_is_named(holdfast, straight):
     at(straight, ".tmp-step_00000040").mkdir()
     assert ".tmp-step_00000040: unfinished" in holdfast("checkpoints", "ls", straight).out
     assert holdfast("checkpoints", "ls", straight, "--json").json["in_the_making"] == [".tmp-step_00000040"]
 
 
-def test_run_that_was_told_not_to_resume_is_said_to_be(holdfast, tmp_path):
+def test_setting_resume_never_is_reported(holdfast, tmp_path):
     saved_runs.train(tmp_path / "a", 12, resume="never")
     assert 'resume = "never"' in holdfast("checkpoints", "ls", tmp_path / "a").out
 
@@ -262,7 +262,7 @@ def test_whole_run_verifies(holdfast, straight):
 
 
 @pytest.mark.parametrize(
-    ("file", "how", "said"),
+    ("file", "how", "expected"),
     [
         ("rank_00000.bin", flip, "rank_00000.bin is not what was saved: its checksum is crc32:"),
         ("rank_00000.json", flip, "rank_00000.json is not what was saved: its checksum is"),
@@ -273,19 +273,19 @@ def test_whole_run_verifies(holdfast, straight):
         ("more.bin", Path.touch, "more.bin is not part of it"),
     ],
 )
-def test_damage_is_found_named_and_left_as_it_is(holdfast, straight, file, how, said):
+def test_damage_is_reported_and_nothing_is_changed(holdfast, straight, file, how, expected):
     how(at(straight, "step_00000020") / file)
     before = content(straight)
     answer = holdfast("checkpoints", "verify", straight)
     assert answer.status == 1
     line = next(line for line in answer.out.splitlines() if "step_00000020" in line)
-    assert line.startswith("✗") and said in line
+    assert line.startswith("✗") and expected in line
     assert "1 of 5 checkpoints damaged" in answer.out
     assert content(straight) == before
-    told = holdfast("checkpoints", "verify", straight, "--json")
-    assert told.status == 1 and told.json["ok"] is False and told.json["damaged"] == 1
-    wrong = {c["name"]: c["wrong"] for c in told.json["checkpoints"] if not c["ok"]}
-    assert list(wrong) == ["step_00000020"] and said in wrong["step_00000020"]
+    as_json = holdfast("checkpoints", "verify", straight, "--json")
+    assert as_json.status == 1 and as_json.json["ok"] is False and as_json.json["damaged"] == 1
+    wrong = {c["name"]: c["wrong"] for c in as_json.json["checkpoints"] if not c["ok"]}
+    assert list(wrong) == ["step_00000020"] and expected in wrong["step_00000020"]
 
 
 def test_one_checkpoint_by_its_path_or_by_a_link_to_it(holdfast, straight, tmp_path):
@@ -295,22 +295,22 @@ def test_one_checkpoint_by_its_path_or_by_a_link_to_it(holdfast, straight, tmp_p
     assert holdfast("checkpoints", "verify", at(straight, "step_00000020")).status == 1
 
 
-def test_several_runs_are_told_apart_and_none_is_read_twice(holdfast, straight, forked):
-    said = holdfast("checkpoints", "verify", straight, forked, at(straight, "step_00000010"), "--json").json
-    paths = [c["path"] for c in said["checkpoints"]]
+def test_several_runs_are_listed_by_path_and_read_once(holdfast, straight, forked):
+    answer = holdfast("checkpoints", "verify", straight, forked, at(straight, "step_00000010"), "--json").json
+    paths = [c["path"] for c in answer["checkpoints"]]
     assert len(paths) == len(set(paths)) == 5 + 6
-    assert said["not_read"] == 2
+    assert answer["not_read"] == 2
     assert str(forked) in holdfast("checkpoints", "verify", straight, forked).out
 
 
-def test_those_known_to_be_no_good_are_read_only_when_asked_for(holdfast, forked):
+def test_bad_and_quarantined_checkpoints_are_verified_only_with_all(holdfast, forked):
     flip(at(forked, "step_00000060.b1") / "rank_00000.bin")
     answer = holdfast("checkpoints", "verify", forked)
     assert answer.status == 0 and "skipped 2 others marked bad or quarantined: see --all" in answer.out
     assert holdfast("checkpoints", "verify", forked, "--all").status == 1
 
 
-def test_mark_makes_what_is_damaged_bad_in_the_journal_too(holdfast, straight):
+def test_mark_records_damage_as_bad_in_health_and_journal(holdfast, straight):
     flip(at(straight, "step_00000035") / "rank_00000.bin")
     answer = holdfast("checkpoints", "verify", straight, "--mark")
     assert answer.status == 1 and "(marked bad)" in answer.out
@@ -318,11 +318,11 @@ def test_mark_makes_what_is_damaged_bad_in_the_journal_too(holdfast, straight):
     assert marked.health == "bad" and "rank_00000.bin" in marked.why
     last = journal.read(straight / "journal.jsonl").events[-1]
     assert (last["event"], last["status"], last["name"]) == ("checkpoint", "bad", "step_00000035")
-    assert holdfast("checkpoints", "verify", straight).status == 0, "what is known to be bad is not read again"
+    assert holdfast("checkpoints", "verify", straight).status == 0, "a bad checkpoint is not read again"
     assert "→ a resume would use step_00000030" in holdfast("checkpoints", "ls", straight).out
 
 
-def test_mark_needs_the_run_to_itself_and_a_plain_look_does_not(holdfast, straight, start):
+def test_mark_is_refused_while_the_run_is_alive_and_verify_is_not(holdfast, straight, start):
     flip(at(straight, "step_00000020") / "rank_00000.bin")
     assert start(HOLD, straight).line() == "held"
     before = content(straight)
@@ -344,25 +344,25 @@ def test_copy_outside_a_run_is_verified_and_not_marked(holdfast, straight, tmp_p
 # ---- prune
 
 
-def test_dry_run_says_what_goes_and_why_and_removes_nothing(holdfast, forked):
+def test_dry_run_lists_removals_with_reasons_and_removes_nothing(holdfast, forked):
     before = content(forked)
     answer = holdfast("checkpoints", "prune", forked, "--dry-run", "--keep-last", "2")
     assert answer.status == 0
-    said = " ".join(answer.out.split())
-    assert "step_00000060.b1 quarantined" in said
-    assert "the run went back to step 40 and left this branch there" in said
-    assert "good, but older than the newest 2 that are" in said
-    assert "would remove" in said and "rules: --keep-last 2 --keep-every 0 --no-powers --keep-bad 1" in said
+    text = " ".join(answer.out.split())
+    assert "step_00000060.b1 quarantined" in text
+    assert "the run went back to step 40 and left this branch there" in text
+    assert "good, but older than the newest 2 that are" in text
+    assert "would remove" in text and "rules: --keep-last 2 --keep-every 0 --no-powers --keep-bad 1" in text
     assert content(forked) == before
 
 
-def test_prune_removes_what_was_said_writes_it_first_and_the_run_goes_on(holdfast, forked):
-    told = holdfast("checkpoints", "prune", forked, "--dry-run", "--keep-last", "2", "--json").json
+def test_prune_journals_and_removes_what_the_dry_run_listed_and_the_run_resumes(holdfast, forked):
+    as_json = holdfast("checkpoints", "prune", forked, "--dry-run", "--keep-last", "2", "--json").json
     answer = holdfast("checkpoints", "prune", forked, "--yes", "--keep-last", "2")
     assert answer.status == 0 and "removed 6 checkpoints" in answer.out
-    assert pruned(forked) == [g["name"] for g in told["going"]]
+    assert pruned(forked) == [g["name"] for g in as_json["going"]]
     assert names(forked) == ["step_00000040.b1", "step_00000035"]
-    assert told["kept"] == 2 and told["bytes"] > 0
+    assert as_json["kept"] == 2 and as_json["bytes"] > 0
     assert "nothing to remove" in holdfast("checkpoints", "prune", forked, "--yes", "--keep-last", "2").out
     saved_runs.train(forked, 50)
     assert next(e for e in reversed(journal.read(forked / "journal.jsonl").events) if e["event"] == "resumed")[
@@ -370,28 +370,28 @@ def test_prune_removes_what_was_said_writes_it_first_and_the_run_goes_on(holdfas
     ] == "step_00000040.b1"  # fmt: skip
 
 
-def test_rules_are_the_runs_own_where_no_option_says_otherwise(holdfast, tmp_path):
+def test_rules_default_to_those_of_the_run(holdfast, tmp_path):
     saved_runs.train(tmp_path / "a", 45)
     saved_runs.train(
         tmp_path / "a", 45, keep_last=2, keep_every=20, keep_powers_of_two=True, keep_bad=0
     )  # done: only the record
-    said = holdfast("checkpoints", "prune", tmp_path / "a", "--dry-run", "--json").json
-    assert said["rules"] == {"keep_last": 2, "keep_every": 20, "powers": True, "keep_bad": 0}
+    answer = holdfast("checkpoints", "prune", tmp_path / "a", "--dry-run", "--json").json
+    assert answer["rules"] == {"keep_last": 2, "keep_every": 20, "powers": True, "keep_bad": 0}
     options = ["--keep-last", "1", "--keep-every", "0", "--no-powers", "--keep-bad", "3"]
-    said = holdfast("checkpoints", "prune", tmp_path / "a", "--dry-run", "--json", *options).json
-    assert said["rules"] == {"keep_last": 1, "keep_every": 0, "powers": False, "keep_bad": 3}
+    answer = holdfast("checkpoints", "prune", tmp_path / "a", "--dry-run", "--json", *options).json
+    assert answer["rules"] == {"keep_last": 1, "keep_every": 0, "powers": False, "keep_bad": 3}
 
 
-def test_rules_of_a_run_that_says_nothing_are_the_defaults(holdfast, straight):
+def test_rules_of_a_run_without_a_record_are_the_defaults(holdfast, straight):
     (straight / "journal.jsonl").unlink()
     run = json.loads((straight / "run.json").read_text())
     run["config"]["checkpoint"] = {"keep_last": "many", "keep_every": -1, "keep_powers_of_two": 1, "keep_bad": None}
     (straight / "run.json").write_text(json.dumps(run))
-    said = holdfast("checkpoints", "prune", straight, "--dry-run", "--json").json
-    assert said["rules"] == {"keep_last": 3, "keep_every": 0, "powers": False, "keep_bad": 1}
+    answer = holdfast("checkpoints", "prune", straight, "--dry-run", "--json").json
+    assert answer["rules"] == {"keep_last": 3, "keep_every": 0, "powers": False, "keep_bad": 1}
 
 
-def test_nothing_goes_unasked_where_nobody_can_be_asked(holdfast, forked):
+def test_prune_without_a_terminal_needs_yes(holdfast, forked):
     before = content(forked)
     for extra in ([], ["--json"]):
         answer = holdfast("checkpoints", "prune", forked, *extra)
@@ -400,7 +400,7 @@ def test_nothing_goes_unasked_where_nobody_can_be_asked(holdfast, forked):
     assert content(forked) == before
 
 
-def test_newest_good_one_that_is_damaged_does_not_count_and_the_one_before_it_stays(holdfast, straight):
+def test_damaged_newest_good_checkpoint_does_not_count_and_the_previous_one_is_kept(holdfast, straight):
     flip(at(straight, "step_00000030") / "rank_00000.bin")
     answer = holdfast("checkpoints", "prune", straight, "--keep-last", "1", "--yes")
     assert answer.status == 0
@@ -409,7 +409,7 @@ def test_newest_good_one_that_is_damaged_does_not_count_and_the_one_before_it_st
     assert resolve_resume_path(straight) == at(straight, "step_00000035")
 
 
-def test_last_good_one_stays_whatever_is_asked_for(holdfast, straight):
+def test_last_good_checkpoint_is_always_kept(holdfast, straight):
     shutil.rmtree(at(straight, "step_00000035"))
     options = ["--keep-last", "1", "--keep-every", "0", "--no-powers", "--keep-bad", "0", "--yes"]
     assert holdfast("checkpoints", "prune", straight, *options).status == 0
@@ -418,12 +418,12 @@ def test_last_good_one_stays_whatever_is_asked_for(holdfast, straight):
     assert names(straight) == ["step_00000030"]
 
 
-def test_branch_left_by_a_run_that_was_killed_is_pruned_by_the_journal(holdfast, killed):
+def test_branch_abandoned_by_a_killed_run_is_pruned(holdfast, killed):
     assert holdfast("checkpoints", "prune", killed, "--yes").status == 0
     assert pruned(killed) == ["step_00000050.b1", "step_00000060.b1"]
 
 
-def test_damaged_one_of_a_branch_nothing_is_known_of_is_left_alone(holdfast, straight):
+def test_damaged_checkpoint_of_an_unknown_branch_is_left_alone(holdfast, straight):
     shutil.copytree(at(straight, "step_00000030"), at(straight, "step_00000050.b7"))
     answer = holdfast("checkpoints", "prune", straight, "--keep-last", "1", "--yes")
     assert answer.status == 0 and "step_00000050.b7 is damaged" in answer.out
@@ -438,7 +438,7 @@ def test_prune_is_refused_while_the_run_is_alive_and_a_dry_run_is_not(holdfast, 
     assert len(names(forked)) == 8
 
 
-def test_one_that_cannot_be_removed_is_said_and_the_others_go(holdfast, forked, monkeypatch):
+def test_failed_removal_is_reported_and_the_others_are_removed(holdfast, forked, monkeypatch):
     rename = os.rename
 
     def failing(source, target, **options):
@@ -453,7 +453,7 @@ def test_one_that_cannot_be_removed_is_said_and_the_others_go(holdfast, forked, 
     assert "step_00000050.b1" in names(forked) and "step_00000060.b1" not in names(forked)
 
 
-def test_prune_long_after_a_failure_does_not_lengthen_the_life_that_failed(tmp_path):
+def test_prune_event_does_not_extend_the_running_time(tmp_path):
     record = [("run_begin", 0.0, {}), ("note", 100.0, {}), ("checkpoint", 9000.0, {"by": "holdfast checkpoints"})]
     record += [("restart", 9010.0, {}), ("note", 9110.0, {})]
     lines = [json.dumps({"event": event, "time": time, **more}) for event, time, more in record]
@@ -470,7 +470,7 @@ def test_resume_path_is_alone_on_stdout_and_the_reasons_on_stderr(holdfast, fork
     assert "passed over" in answer.err and "step_00000060.b1: quarantined" in answer.err
 
 
-def test_resume_path_of_a_run_killed_in_a_rollback_is_what_its_next_life_takes(holdfast, killed):
+def test_resume_path_of_a_run_killed_in_a_rollback_is_what_its_next_start_uses(holdfast, killed):
     found = holdfast("checkpoints", "resume-path", killed).out.strip()
     assert Path(found).name == "step_00000040.b1"
     saved_runs.train(killed, 50)
@@ -478,7 +478,7 @@ def test_resume_path_of_a_run_killed_in_a_rollback_is_what_its_next_life_takes(h
     assert resumed[-1]["checkpoint"] == Path(found).name
 
 
-def test_run_started_over_after_a_resume_goes_on_from_its_new_checkpoints(holdfast, straight):
+def test_run_started_over_after_a_resume_resumes_from_its_new_checkpoints(holdfast, straight):
     saved_runs.train(straight, 45)
     saved_runs.train(straight, 25, resume="never")
     found = holdfast("checkpoints", "resume-path", straight).out.strip()
@@ -488,7 +488,7 @@ def test_run_started_over_after_a_resume_goes_on_from_its_new_checkpoints(holdfa
     assert resumed[-1]["checkpoint"] == Path(found).name
 
 
-def test_step_saved_twice_after_a_resume_does_not_cost_what_was_saved_after_it(holdfast, straight):
+def test_step_saved_twice_after_a_resume_keeps_later_checkpoints_usable(holdfast, straight):
     saved_runs.train(straight, 65, hooks=(saved_runs.SaveTwice(43),))
     found = holdfast("checkpoints", "resume-path", straight).out.strip()
     assert Path(found).name == "step_00000065.b2"
@@ -497,14 +497,14 @@ def test_step_saved_twice_after_a_resume_does_not_cost_what_was_saved_after_it(h
     assert resumed[-1]["checkpoint"] == Path(found).name
 
 
-def test_resume_path_reads_every_byte_unless_told_not_to(holdfast, straight):
+def test_resume_path_reads_every_byte_without_no_verify(holdfast, straight):
     flip(at(straight, "step_00000035") / "rank_00000.bin")
     answer = holdfast("checkpoints", "resume-path", straight)
     assert answer.out.strip().endswith("step_00000030") and "rank_00000.bin is not what was saved" in answer.err
     assert holdfast("checkpoints", "resume-path", straight, "--no-verify").out.strip().endswith("step_00000035")
 
 
-def test_resume_path_takes_a_load_path_and_says_what_it_wins_over(holdfast, straight, forked):
+def test_resume_path_with_load_path_names_the_checkpoint_it_overrides(holdfast, straight, forked):
     answer = holdfast("checkpoints", "resume-path", straight, "--load-path", forked)
     assert answer.out.strip() == str(at(forked, "step_00000040.b1"))
     assert f"would have taken {at(straight, 'step_00000035')}" in answer.err
@@ -518,7 +518,7 @@ def test_relative_run_gives_an_absolute_path(holdfast, straight, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["not there", "empty", "no checkpoints"])
-def test_run_that_has_nothing_to_go_on_from_is_status_3(holdfast, tmp_path, kind):
+def test_run_with_nothing_to_resume_from_is_status_3(holdfast, tmp_path, kind):
     run = tmp_path / "a"
     if kind != "not there":
         run.mkdir()
@@ -526,11 +526,11 @@ def test_run_that_has_nothing_to_go_on_from_is_status_3(holdfast, tmp_path, kind
         saved_runs.train(run, 5, enabled=False)
     answer = holdfast("checkpoints", "resume-path", run)
     assert (answer.status, answer.out) == (3, "") and "starts from the beginning" in answer.err
-    told = holdfast("checkpoints", "resume-path", run, "--json")
-    assert (told.status, told.json["ok"], told.json["path"]) == (3, True, None)
+    as_json = holdfast("checkpoints", "resume-path", run, "--json")
+    assert (as_json.status, as_json.json["ok"], as_json.json["path"]) == (3, True, None)
 
 
-def test_run_of_which_none_can_be_trusted_is_an_error_not_a_beginning(holdfast, straight):
+def test_run_without_a_usable_checkpoint_is_an_error(holdfast, straight):
     for name in STRAIGHT:
         flip(at(straight, name) / "rank_00000.bin")
     answer = holdfast("checkpoints", "resume-path", straight, "--json")
@@ -538,7 +538,7 @@ def test_run_of_which_none_can_be_trusted_is_an_error_not_a_beginning(holdfast, 
     assert "none of 5 checkpoints can be gone on from" in answer.json["errors"][0]
 
 
-def test_log_is_as_it_was_afterwards(holdfast, straight):
+def test_logger_is_restored_afterwards(holdfast, straight):
     log = logging.getLogger("holdfast")
     before = (log.level, log.propagate, list(log.handlers))
     holdfast("checkpoints", "resume-path", straight)
@@ -550,7 +550,7 @@ def test_log_is_as_it_was_afterwards(holdfast, straight):
 
 @pytest.mark.parametrize("command", ["ls", "verify", "prune"])
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "expected"),
     [
         ("none", "no such folder"),
         ("file", "is a file"),
@@ -558,14 +558,14 @@ def test_log_is_as_it_was_afterwards(holdfast, straight):
         ("above", "did you mean"),
     ],
 )
-def test_what_is_no_run_directory_is_a_message_with_the_cure(holdfast, tmp_path, command, what, said):
+def test_path_that_is_no_run_directory_is_an_error_with_the_cure(holdfast, tmp_path, command, what, expected):
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / "above" / "a").mkdir(parents=True)
     (tmp_path / "above" / "a" / "journal.jsonl").touch()
     for extra in ([], ["--json"]):
         answer = holdfast("checkpoints", command, tmp_path / what, *extra)
-        assert answer.status == 1 and answer.err.startswith("error: ") and said in answer.err
+        assert answer.status == 1 and answer.err.startswith("error: ") and expected in answer.err
         if extra:
             assert answer.json == {"ok": False, "errors": [answer.err.removeprefix("error: ").rstrip("\n")]}
     assert not (tmp_path / "none").exists()
@@ -577,12 +577,12 @@ def test_folder_that_is_something_else_has_no_resume_path(holdfast, tmp_path):
     assert answer.status == 1 and "is not a run directory" in answer.err
 
 
-def test_checkpoint_in_the_place_of_a_run_is_answered_with_the_run(holdfast, straight):
+def test_checkpoint_given_as_run_names_its_run(holdfast, straight):
     answer = holdfast("checkpoints", "ls", at(straight, "step_00000010"))
     assert answer.status == 1 and f"name the run directory it is in: {straight}" in answer.err
 
 
-def test_checkpoints_folder_itself_will_do(holdfast, straight):
+def test_checkpoints_folder_is_accepted_as_run(holdfast, straight):
     assert holdfast("checkpoints", "ls", straight / "checkpoints").status == 0
     assert holdfast("checkpoints", "verify", straight / "checkpoints").status == 0
 
@@ -596,7 +596,7 @@ def test_run_without_checkpoints_yet_is_no_error_but_nothing_was_verified(holdfa
     assert not (tmp_path / "a" / "checkpoints").exists()
 
 
-def test_damaged_run_json_and_journal_do_not_keep_the_list_from_being_shown(holdfast, straight):
+def test_list_works_with_damaged_run_json_and_journal(holdfast, straight):
     (straight / "run.json").write_text("{")
     (straight / "journal.jsonl").write_bytes(b"\xff\x00{]")
     for command in ("ls", "verify"):
@@ -604,11 +604,11 @@ def test_damaged_run_json_and_journal_do_not_keep_the_list_from_being_shown(hold
         assert answer.status == 0 and "step_00000035" in answer.out, answer.err
 
 
-def test_folder_that_may_not_be_read_is_a_message(straight):
+def test_unreadable_folder_is_an_error_message(straight):
     """As another user if this is root, who may read everything.
 
     That user may not enter the folder of the program or of the other tests. So the program imports what it needs by a first
-    call, and the run lies in a folder that everyone may enter.
+    call, and the run is in a folder that everyone may enter.
     """
     source = """
 import contextlib, os, sys
@@ -638,9 +638,9 @@ def test_bare_group_shows_help_and_every_command_has_examples(holdfast):
     assert answer.status == 0
     for command in ("ls", "verify", "prune", "resume-path"):
         assert f"\n  {command} " in answer.out
-        told = holdfast("checkpoints", command, "--help")
-        assert told.status == 0 and "--json" in told.out
-        assert f"  holdfast checkpoints {command} " in told.out.partition("Examples:")[2]
+        helped = holdfast("checkpoints", command, "--help")
+        assert helped.status == 0 and "--json" in helped.out
+        assert f"  holdfast checkpoints {command} " in helped.out.partition("Examples:")[2]
 
 
 def test_wrong_words_are_usage_errors(holdfast, straight):
@@ -649,7 +649,7 @@ def test_wrong_words_are_usage_errors(holdfast, straight):
     assert holdfast("checkpoints", "prune", straight, "--keep-last", "0").status == 2
 
 
-def test_none_of_it_brings_in_torch(forked):
+def test_commands_do_not_import_torch(forked):
     source = """
 import sys
 class NoTorch:
@@ -732,7 +732,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
 
 
 def leveled(text: str) -> list[str]:
-    """The lines of an answer without what is the machine's: sizes, ages, checksums, and blanks between columns."""
+    """The lines of an answer without sizes, ages, checksums and repeated blanks."""
     for pattern, put in (
         (r"[\d.]+ kB", "N kB"),
         (r"\b\d+ s\b", "N s"),

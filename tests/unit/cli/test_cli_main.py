@@ -34,7 +34,7 @@ def test_help_of_a_command_has_examples_that_name_it_and_the_json_switch(holdfas
     assert "--json" in answer.out
 
 
-def test_installed_program_tells_its_version(installed):
+def test_installed_program_prints_its_version(installed):
     assert installed("--version") == (0, f"holdfast {package.__version__}\n", "")
 
 
@@ -61,7 +61,7 @@ def test_bad_configuration_is_status_78_and_no_traceback(installed, tmp_path):
     assert "Traceback" not in answer.err
 
 
-def test_other_errors_of_the_users_are_status_1_and_no_traceback(installed, tmp_path):
+def test_other_user_errors_are_status_1_and_no_traceback(installed, tmp_path):
     answer = installed("ack", tmp_path / "none")
     assert answer.status == 1
     assert answer.err.startswith("error: ")
@@ -87,7 +87,7 @@ def test_system_error_that_names_a_file_is_a_message(holdfast):
     assert "File name too long" in answer.err
 
 
-def test_bug_of_our_own_keeps_its_traceback(holdfast, monkeypatch):
+def test_internal_bug_keeps_its_traceback(holdfast, monkeypatch):
     def bug() -> str:
         raise ZeroDivisionError
 
@@ -96,7 +96,7 @@ def test_bug_of_our_own_keeps_its_traceback(holdfast, monkeypatch):
         holdfast("init", "-")
 
 
-def test_reader_that_goes_away_is_no_traceback():
+def test_closed_pipe_causes_no_traceback():
     reading, writing = os.pipe()
     os.close(reading)
     try:

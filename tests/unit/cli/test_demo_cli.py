@@ -1,4 +1,4 @@
-"""`holdfast demo`: what it prints, without training. What it trains is in tests/e2e_reference/test_demo.py."""
+"""The output of `holdfast demo`, with the training replaced. tests/e2e_reference/test_demo.py trains."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RESULT = {
 }  # fmt: skip
 
 
-def storm(seed, steps, folder, listen) -> drill.DemoResult:
-    """Tells what a demo would tell."""
+def fake_demo(seed, steps, folder, listen) -> drill.DemoResult:
+    """Sends the events of a demo without training."""
     for run, result in RESULT.items():
         faults = [] if run == "calm" else [{"name": "NaN batch", "step": 7}]
         listen(run, "begin", {"steps": steps, "faults": faults})
@@ -30,27 +30,27 @@ def storm(seed, steps, folder, listen) -> drill.DemoResult:
             loss = math.nan if run == "unguarded" and step >= 7 else 5.5 - 3 * step / steps
             listen(run, "step", {"step": step, "loss": loss})
         if run == "guarded":
-            told = {"step": 9, "status": "rolled_back", "actions": ["skip", "cut_lr"], "why": "loss_spike"}
-            listen(run, "recovered", told)
+            recovery = {"step": 9, "status": "rolled_back", "actions": ["skip", "cut_lr"], "why": "loss_spike"}
+            listen(run, "recovered", recovery)
         listen(run, "end", result)
     return drill.DemoResult(**RESULT)
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path):
-    """The training replaced; what it was asked for."""
-    asked = []
+def calls(monkeypatch, tmp_path):
+    """Replace the training; return the arguments it was called with."""
+    calls = []
 
     def run(seed, steps, folder, listen):
-        asked.append((seed, steps, folder))
-        return storm(seed, steps, folder, listen)
+        calls.append((seed, steps, folder))
+        return fake_demo(seed, steps, folder, listen)
 
     monkeypatch.setattr(drill, "run", run)
     monkeypatch.chdir(tmp_path)
-    return asked
+    return calls
 
 
-def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, told):
+def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, calls):
     answer = holdfast("demo")
     assert (answer.status, answer.err) == (0, "")
     lines = answer.out.splitlines()
@@ -68,33 +68,33 @@ def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, told):
     assert any("\u2800" < character <= "\u28ff" for character in answer.out)
 
 
-def test_lines_are_few_where_there_is_no_terminal(holdfast, told):
+def test_few_lines_are_printed_without_a_terminal(holdfast, calls):
     lines = [line for line in holdfast("demo").out.splitlines() if "  loss " in line]
     assert 3 * 5 <= len(lines) <= 3 * 10
 
 
-def test_json_is_the_whole_answer(holdfast, told):
+def test_json_is_the_whole_answer(holdfast, calls):
     answer = holdfast("demo", "--json", "--seed", 3, "--steps", 800, "--folder", "here")
     assert (answer.status, answer.err) == (0, "")
     assert answer.json.keys() == RESULT.keys()
     assert answer.json["guarded"] == RESULT["guarded"]
     assert math.isnan(answer.json["unguarded"]["eval_loss"])
-    ((seed, steps, folder),) = told
+    ((seed, steps, folder),) = calls
     assert (seed, steps, str(folder)) == (3, 800, "here")
 
 
-def test_default_folder_is_a_new_one_under_runs(holdfast, told):
+def test_default_folder_is_a_new_one_under_runs(holdfast, calls):
     holdfast("demo", "--json")
-    ((seed, steps, folder),) = told
+    ((seed, steps, folder),) = calls
     assert (seed, steps) == (0, drill.STEPS)
     assert str(folder).startswith("runs/demo-2")
 
 
 @pytest.mark.parametrize("words", [("--steps", "699"), ("--seed", "-1"), ("--seed", "x"), ("more",)])
-def test_wrong_words_are_a_usage_error(holdfast, told, words):
+def test_wrong_words_are_a_usage_error(holdfast, calls, words):
     answer = holdfast("demo", *words)
     assert answer.status == 2
-    assert told == []
+    assert calls == []
 
 
 def test_folder_that_is_a_file_is_one_message(holdfast, tmp_path):
@@ -138,7 +138,7 @@ def test_terminal_of_any_width_shows_the_picture_without_drawing_it_at_every_ste
     monkeypatch.setattr(command, "Console", lambda **_: console)
     screen = command._DemoScreen(1200, quiet=False)
     with screen:
-        storm(0, 1200, None, screen.listen)
+        fake_demo(0, 1200, None, screen.listen)
     screen.print_summary(RESULT)
     assert 1 <= len(drawn) < 600
     assert "journal: " in file.getvalue()

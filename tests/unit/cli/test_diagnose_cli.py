@@ -72,17 +72,17 @@ def test_verdict_comes_first_then_chart_then_next_command(holdfast, log):
 def test_json_of_one_path_has_the_fields_at_the_top_too(holdfast, log):
     path = log(bad=150)
     answer = holdfast("diagnose", path, "--json")
-    said = answer.json
-    assert said["schema_version"] == 1
-    assert said["path"] == str(path)
-    assert said["points"] == N
-    assert {"path", "format", "points", "limits", "verdicts", "notes", "summary"} <= said.keys()
-    assert all(limit.keys() == {"code", "text"} for limit in said["limits"])
-    (verdict,) = said["verdicts"]
+    report = answer.json
+    assert report["schema_version"] == 1
+    assert report["path"] == str(path)
+    assert report["points"] == N
+    assert {"path", "format", "points", "limits", "verdicts", "notes", "summary"} <= report.keys()
+    assert all(limit.keys() == {"code", "text"} for limit in report["limits"])
+    (verdict,) = report["verdicts"]
     assert {"kind", "cause", "step_start", "step_end", "confidence", "evidence", "against", "action"} <= verdict.keys()
     assert {"leaf", "status", "confirm", "unchecked", "trail"} <= verdict.keys()
     assert (verdict["kind"], verdict["step_start"], verdict["step_end"]) == ("nan", 150, 199)
-    assert said["reports"][0]["verdicts"] == said["verdicts"]
+    assert report["reports"][0]["verdicts"] == report["verdicts"]
 
 
 def test_json_of_several_paths_is_one_object(holdfast, log, tmp_path):
@@ -260,7 +260,7 @@ def test_one_line_of_many_megabytes_is_not_called_blank(holdfast, tmp_path):
     assert holdfast("diagnose", state, "--json").json["format"] == "hf_trainer_state"
 
 
-def test_a_table_of_ten_thousand_columns_is_read_and_says_what_it_left_out(holdfast, tmp_path):
+def test_table_of_ten_thousand_columns_is_read_and_reports_dropped_columns(holdfast, tmp_path):
     names = [f"c{i}" for i in range(10_000)]
     names[9000:9002] = ["step", "loss"]
     rows = []
@@ -276,7 +276,7 @@ def test_a_table_of_ten_thousand_columns_is_read_and_says_what_it_left_out(holdf
     assert "no_loss" not in {limit["code"] for limit in answer["limits"]}
 
 
-def test_a_reader_that_goes_away_leaves_no_traceback(log):
+def test_closed_pipe_causes_no_traceback(log):
     program = Path(sys.executable).with_name("holdfast")
     for option in ([], ["--json"], ["--postmortem"]):
         command = [str(program), "diagnose", *[str(log(bad=150))] * 8, *option]
@@ -287,7 +287,7 @@ def test_a_reader_that_goes_away_leaves_no_traceback(log):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_what_may_not_be_read_is_refused_and_the_others_go_on(holdfast, log, tmp_path):
+def test_unreadable_log_is_refused_and_the_others_are_diagnosed(holdfast, log, tmp_path):
     hidden, folder = log("hidden.csv"), tmp_path / "folder"
     folder.mkdir()
     hidden.chmod(0)

@@ -1,4 +1,4 @@
-"""`holdfast diff`: verdict first, what could not be compared, errors in words."""
+"""`holdfast diff` prints the verdict first, lists what it could not compare, and reports errors as messages."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def runs(tmp_path):
 def test_verdict_comes_first_and_the_next_step_last(runs, holdfast):
     answer = holdfast("diff", *runs)
     assert (answer.status, answer.err) == (0, "")
-    said = " ".join(answer.out.split())
-    assert said.startswith("The runs differ in: data mixture. Most likely cause of the worse hellaswag of B")
+    text = " ".join(answer.out.split())
+    assert text.startswith("The runs differ in: data mixture. Most likely cause of the worse hellaswag of B")
     assert answer.out.splitlines()[-1].startswith("next: ")
     for words in ("suspects", "curves at equal tokens", "what could not be compared", "evaluations"):
         assert words in answer.out
-    assert said.index("suspects") < said.index("what could not be compared") < said.index("next: ")
+    assert text.index("suspects") < text.index("what could not be compared") < text.index("next: ")
 
 
 def test_picture_shows_both(runs, holdfast):
@@ -67,20 +67,20 @@ def test_picture_shows_both(runs, holdfast):
     assert "A  B  loss, medians of" in out
 
 
-def test_what_neither_run_says_is_listed(runs, holdfast):
+def test_values_that_no_run_recorded_are_listed(runs, holdfast):
     out = holdfast("diff", *runs).out
     assert "decode settings: neither run records the decode setting" in out
     assert "tokenizer: neither run records the tokenizer" in out
 
 
-def test_next_step_is_a_command_where_there_is_one(tmp_path, holdfast):
+def test_next_step_is_a_command_if_there_is_one(tmp_path, holdfast):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=1e-3)
     answer = holdfast("diff", a, b, "--json").json
     assert answer["suspects"][0]["check"] == "lr_schedule"
     assert answer["next"].startswith(f"holdfast train a.toml --optimizer.lr=0.003 --train.run_dir={b}-check")
 
 
-def test_identical_runs_are_said_to_be(tmp_path, holdfast):
+def test_identical_runs_are_reported_as_identical(tmp_path, holdfast):
     answer = holdfast("diff", write_run(tmp_path / "a"), write_run(tmp_path / "b", seconds=9.0))
     assert answer.status == 0
     assert "The runs are identical" in answer.out
@@ -113,7 +113,7 @@ def test_brackets_in_names_are_not_taken_for_markup(tmp_path, holdfast):
     assert answer.status == 0 and "[red]x[/red] [/]" in answer.out
 
 
-def test_what_a_run_says_cannot_steer_the_terminal(tmp_path, installed):
+def test_control_characters_of_a_run_are_not_printed(tmp_path, installed):
     a = write_run(tmp_path / "a", facts={"note": "\x1b[2J", "eval": {"\x1b[31mx": 0.5}})
     b = write_run(tmp_path / "b", facts={"note": "\ud800\x00", "eval": {"\x1b[31mx": 0.4}})
     answer = installed("diff", a, b)

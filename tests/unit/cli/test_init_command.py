@@ -41,7 +41,7 @@ def test_dangling_link_counts_as_existing(holdfast, tmp_path):
     assert link.is_symlink()
 
 
-def test_force_replaces_the_file_and_leaves_nothing_beside_it(holdfast, tmp_path):
+def test_force_replaces_the_file_and_leaves_no_other(holdfast, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("mine")
     answer = holdfast("init", path, "--force", "--json")
@@ -62,7 +62,7 @@ def test_dash_with_json_carries_the_text(holdfast):
     assert tomllib.loads(answer.json["text"]).keys() == config.SECTIONS.keys()
 
 
-def test_json_says_where_and_that_nothing_was_replaced(holdfast, tmp_path):
+def test_json_has_the_path_and_whether_a_file_was_replaced(holdfast, tmp_path):
     path = tmp_path / "a.toml"
     assert holdfast("init", path, "--json").json == {"ok": True, "path": str(path), "replaced": False}
 
@@ -89,7 +89,7 @@ def test_path_under_a_file_is_a_message(holdfast, tmp_path):
     assert "Not a directory" in answer.err
 
 
-def test_disk_that_takes_no_more_leaves_the_old_file_and_nothing_beside_it(installed, tmp_path):
+def test_full_disk_leaves_the_old_file_only(installed, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text("mine")
 

@@ -1,4 +1,4 @@
-"""`holdfast plan`: from options, from a run directory, from both; what is missing is asked for; no traceback."""
+"""`holdfast plan` from options, from a run directory and from both; missing values are errors, never tracebacks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def saved(time, step, stall=2.0):
     }  # fmt: skip
 
 
-def life(begin, hours, restart=True, ends=None, gap=None):
-    """Events of one life: it begins, resumes a little later, saves every half hour, and ends or just stops."""
+def process_events(begin, hours, restart=True, ends=None, gap=None):
+    """Journal events of one process: it begins, resumes, saves every half hour, and ends or just stops."""
     events = [{"event": "restart" if restart else "run_begin", "time": begin, "environment": {"config": CONFIG}}]
     if restart:
         events.append({"event": "resumed", "time": begin + 60.0, "step": 10, "checkpoint": "step_x", "seconds": 40.0})
@@ -53,10 +53,10 @@ def write_run(folder, events, *, seconds=(0.5,) * 100, config=CONFIG, world_size
 def run(tmp_path):
     """Ten hours, two failures of three restarts; each time it took 100 s from the last line to the resumption."""
     events = [
-        *life(0.0, 4, restart=False),
-        *life(14400.0 + 40, 2),
-        *life(14440.0 + 7200 + 40, 3, ends=""),  # an orderly end, and a night without it
-        *life(10**6, 1),
+        *process_events(0.0, 4, restart=False),
+        *process_events(14400.0 + 40, 2),
+        *process_events(14440.0 + 7200 + 40, 3, ends=""),  # an orderly end, and a night without it
+        *process_events(10**6, 1),
     ]
     return write_run(tmp_path / "run", events)
 
@@ -67,8 +67,8 @@ def run(tmp_path):
 def test_advice_comes_first_and_names_the_key_to_write(holdfast):
     answer = holdfast("plan", *ALL)
     assert (answer.status, answer.err) == (0, "")
-    said = " ".join(answer.out.split())
-    assert said.startswith("Set [checkpoint] every_steps = 2195: a save every 2,195 steps (29.3 min) leaves 98.41%")
+    text = " ".join(answer.out.split())
+    assert text.startswith("Set [checkpoint] every_steps = 2195: a save every 2,195 steps (29.3 min) leaves 98.41%")
     for words in ("cadences", "inputs", "lost per failure", "by formula: Young 29.4 min, Daly 29.3 min"):
         assert words in answer.out
     assert "at other scales" not in answer.out
@@ -94,11 +94,11 @@ def test_json_has_the_whole_answer(holdfast):
     assert answer["measured"] is None
 
 
-def test_cadence_that_is_good_enough_is_left_alone(holdfast):
+def test_cadence_that_is_good_enough_is_kept(holdfast):
     assert holdfast("plan", *ALL, "--every", 2000).out.startswith("Keep [checkpoint] every_steps = 2000:")
 
 
-def test_cadence_under_the_time_of_a_write_is_named(holdfast):
+def test_cadence_shorter_than_a_write_is_reported(holdfast):
     out = " ".join(holdfast("plan", *ALL, "--write-time", "10m", "--every", 100).out.split())
     assert "now, every 100 steps, saves wait for each other" in out
     out = holdfast("plan", *ALL, "--write-time", "2h").out
@@ -114,7 +114,7 @@ def test_cadence_under_the_time_of_a_write_is_named(holdfast):
         (("--nodes", "128", "--node-mtbf", "90d"), 60750),
     ],
 )  # fmt: skip
-def test_failure_rate_can_be_said_in_several_ways(holdfast, words, seconds):
+def test_failure_rate_has_several_options(holdfast, words, seconds):
     answer = holdfast("plan", "--save-cost", 1, "--step-time", "1s", "--restart", 0, *words, "--json").json
     assert answer["inputs"]["mtbf"]["value"] == pytest.approx(seconds)
 
@@ -140,7 +140,7 @@ def test_run_is_measured(run):
     assert found.limits == []
 
 
-def test_run_alone_is_enough_and_its_uncertainty_is_told(holdfast, run):
+def test_run_alone_is_enough_and_its_uncertainty_is_reported(holdfast, run):
     answer = holdfast("plan", run)
     assert (answer.status, answer.err) == (0, "")
     assert "2 failures in 10.0 h" in answer.out
@@ -152,7 +152,7 @@ def test_run_alone_is_enough_and_its_uncertainty_is_told(holdfast, run):
     assert answer["inputs"]["certify_after"]["value"] == 20
 
 
-def test_option_takes_the_place_of_what_was_measured(holdfast, run):
+def test_option_replaces_the_measured_value(holdfast, run):
     answer = holdfast(
         "plan", run, "--mtbf", "2d", "--step-time", "4s", "--every", 7, "--certify-after", 0, "--json"
     ).json
@@ -170,14 +170,19 @@ def test_world_scales_the_measured_rate(holdfast, run):
     assert "ranks" in holdfast("plan", run, "--world", 64).out
 
 
-def test_later_life_may_have_another_cadence(tmp_path):
+def test_restart_may_change_the_cadence(tmp_path):
     later = {"checkpoint": {"every_steps": 99}}
-    events = [*life(0.0, 1, restart=False), {"event": "restart", "time": 5000.0, "environment": {"config": later}}]
+    events = [
+        *process_events(0.0, 1, restart=False),
+        {"event": "restart", "time": 5000.0, "environment": {"config": later}},
+    ]
     assert measure(str(write_run(tmp_path / "run", events))).every == 99
 
 
 def test_run_that_saves_only_when_asked_has_no_cadence(tmp_path):
-    folder = write_run(tmp_path / "run", life(0.0, 1, restart=False), config={"checkpoint": {"every_steps": 0}})
+    folder = write_run(
+        tmp_path / "run", process_events(0.0, 1, restart=False), config={"checkpoint": {"every_steps": 0}}
+    )
     (folder / "journal.jsonl").write_bytes(b"")
     assert measure(str(folder)).every is None
 
@@ -193,13 +198,15 @@ def test_run_that_saves_only_when_asked_has_no_cadence(tmp_path):
         (None, 1),
     ],
 )
-def test_only_what_ended_by_itself_is_a_failure(tmp_path, error, failures):
-    folder = write_run(tmp_path / "run", [*life(0.0, 1, restart=False, ends=error), *life(4000.0, 1)])
+def test_only_an_unrequested_end_is_a_failure(tmp_path, error, failures):
+    folder = write_run(
+        tmp_path / "run", [*process_events(0.0, 1, restart=False, ends=error), *process_events(4000.0, 1)]
+    )
     assert measure(str(folder)).failures == failures
 
 
-def test_no_failure_is_not_a_rate_and_what_it_says_is_told(holdfast, tmp_path):
-    folder = write_run(tmp_path / "run", life(0.0, 10, restart=False))
+def test_run_without_failures_reports_a_bound_and_asks_for_the_mtbf(holdfast, tmp_path):
+    folder = write_run(tmp_path / "run", process_events(0.0, 10, restart=False))
     answer = holdfast("plan", folder)
     assert answer.status == 78
     assert (
@@ -209,7 +216,7 @@ def test_no_failure_is_not_a_rate_and_what_it_says_is_told(holdfast, tmp_path):
 
 
 def test_run_that_never_restarted_is_planned_with_a_given_mtbf(holdfast, tmp_path):
-    folder = write_run(tmp_path / "run", life(0.0, 10, restart=False))
+    folder = write_run(tmp_path / "run", process_events(0.0, 10, restart=False))
     answer = holdfast("plan", folder, "--mtbf", "36h")
     assert (answer.status, answer.err) == (0, "")
     text = " ".join(answer.out.split())
@@ -228,10 +235,10 @@ def test_long_metrics_are_read_from_their_end(tmp_path, monkeypatch):
     assert measure(str(write_run(tmp_path / "run", [], seconds=[9.0] * 100 + [0.25] * 40))).step_time == 0.25
 
 
-# ---- what is wrong or missing
+# ---- wrong or missing values
 
 
-def test_everything_that_is_missing_is_asked_for_at_once(holdfast):
+def test_all_missing_values_are_listed_at_once(holdfast):
     answer = holdfast("plan")
     assert answer.status == 78
     for option in ("--save-cost", "--step-time", "--restart", "--mtbf", "--node-mtbf"):
@@ -239,7 +246,7 @@ def test_everything_that_is_missing_is_asked_for_at_once(holdfast):
     assert "4 errors" in answer.err
 
 
-def test_missing_and_wrong_are_told_together_and_each_once(holdfast):
+def test_missing_and_wrong_values_are_listed_together_once_each(holdfast):
     answer = holdfast("plan", "--save-cost", "soon", "--mtbf", "-3h", "--json")
     assert answer.status == 78
     assert [error.split()[0] for error in answer.json["errors"]] == ["--save-cost", "--mtbf", "step", "restart:"]
@@ -251,7 +258,7 @@ def test_missing_and_wrong_are_told_together_and_each_once(holdfast):
     ["", " ", "x", "-1", "0", "0s", "1w", "1e3", "nan", "inf", "5 5", "9" * 400, "1h30m", "٣s", "1,5", "\x1b[2J"],
 )
 @pytest.mark.parametrize("option", ["--mtbf", "--step-time", "--node-mtbf"])
-def test_nonsense_time_is_an_error_of_one_line(holdfast, option, value):
+def test_invalid_time_is_a_one_line_error(holdfast, option, value):
     words = [w for pair in zip(ALL[::2], ALL[1::2], strict=True) if pair[0] not in (option, "--mtbf") for w in pair]
     if option == "--step-time":
         words += ["--mtbf", "36h"]
@@ -262,24 +269,24 @@ def test_nonsense_time_is_an_error_of_one_line(holdfast, option, value):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300"])
-def test_nonsense_rate_is_an_error(holdfast, value):
+def test_invalid_rate_is_an_error(holdfast, value):
     answer = holdfast("plan", *ALL[:4], "--restart", 1, f"--failures-per-day={value}")
     assert (answer.status, "1 error" in answer.err) == (78, True)
 
 
 @pytest.mark.parametrize("option", ["--nodes", "--world", "--every", "--certify-after"])
 @pytest.mark.parametrize("value", ["-1", "x", "1.5"])
-def test_nonsense_count_is_a_wrong_command_line(holdfast, option, value):
+def test_invalid_count_is_a_usage_error(holdfast, option, value):
     assert holdfast("plan", *ALL, f"{option}={value}").status == 2
 
 
-def test_two_rates_are_one_too_many(holdfast):
+def test_two_failure_rates_are_refused(holdfast):
     answer = holdfast("plan", *ALL, "--nodes", 8, "--node-mtbf", "90d")
     assert answer.status == 78
     assert "--mtbf and --node-mtbf all set the failure rate: give only one" in answer.err
 
 
-def test_rate_of_a_node_needs_their_number(holdfast):
+def test_node_mtbf_needs_the_number_of_nodes(holdfast):
     answer = holdfast("plan", "--node-mtbf", "90d", *ALL[:4], "--restart", 1)
     assert (answer.status, "--nodes" in answer.err) == (78, True)
 
@@ -291,7 +298,7 @@ def test_world_without_a_measured_rate_is_refused(holdfast, run):
     assert "not on record" in holdfast("plan", run, "--world", 8).err
 
 
-def test_folder_that_is_none_or_no_run_is_an_error(holdfast, tmp_path):
+def test_path_that_is_not_a_run_is_an_error(holdfast, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for place in ("none", "empty", "file"):
@@ -300,7 +307,7 @@ def test_folder_that_is_none_or_no_run_is_an_error(holdfast, tmp_path):
         assert answer.err.startswith("error: ") and "Traceback" not in answer.err
 
 
-def test_run_with_nothing_in_its_files_asks_for_everything(holdfast, tmp_path):
+def test_run_with_empty_files_lists_all_missing_values(holdfast, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("journal.jsonl", "metrics.jsonl", "run.json"):
@@ -325,7 +332,7 @@ NONSENSE = [None, True, -5.0, 0, "x", [], {}, float("nan"), float("inf"), 1e308,
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_no_record_is_a_traceback(tmp_path, capsys, data):
+def test_no_run_record_causes_a_traceback(tmp_path, capsys, data):
     """Events with fields of any kind, lines that are not events, a configuration of any shape."""
     value = st.sampled_from(NONSENSE)
     kinds = ["checkpoint", "restart", "resumed", "run_begin", "run_end", "note"]
@@ -350,7 +357,7 @@ def test_no_record_is_a_traceback(tmp_path, capsys, data):
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e-6, 1e11) | st.sampled_from([1e-6, 1e11]), min_size=5, max_size=5), st.integers(1, 10**9))
-def test_no_costs_are_a_traceback(capsys, times, nodes):
+def test_no_costs_cause_a_traceback(capsys, times, nodes):
     words = ["--save-cost", "--step-time", "--node-mtbf", "--restart", "--write-time"]
     options = [w for name, t in zip(words, times, strict=True) for w in (name, f"{t:.9f}")]
     for more in ([], ["--json"]):
@@ -398,5 +405,5 @@ def test_terminal_in_an_old_encoding_gets_question_marks_and_no_traceback(instal
         (10**6, "11.6 d"),
     ],
 )
-def test_times_are_told_in_a_persons_unit(seconds, words):
+def test_durations_use_a_readable_unit(seconds, words):
     assert format_duration(seconds) == words

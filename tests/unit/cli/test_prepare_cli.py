@@ -33,7 +33,7 @@ def content(path) -> bytes:
     return bytes(open_tokens(path).data)
 
 
-# ---- what it makes
+# ---- token files
 
 
 def test_text_files_become_their_bytes_each_with_an_end(holdfast, folder):
@@ -104,7 +104,7 @@ def test_output_is_made_for_the_trainer(holdfast, folder):
 
 
 class Words:
-    """Stands in for tokenizers.Tokenizer: a number for every word."""
+    """Replaces tokenizers.Tokenizer: a number for every word."""
 
     names = ("once", "upon", "a", "time", "<|endoftext|>")
 
@@ -157,7 +157,7 @@ def test_missing_package_names_the_command_that_installs_it(holdfast, folder, mo
     assert "pip install tokenizers" in answer.err
 
 
-# ---- what it refuses
+# ---- refusals
 
 
 def test_missing_input_is_refused(holdfast, folder):
@@ -203,7 +203,7 @@ def test_output_that_cannot_be_written_is_refused(holdfast, folder):
     assert "cannot be written" in refused(holdfast("prepare", "a.txt", "-o", "/proc/out.tokens"), folder)
 
 
-def test_disk_that_takes_no_more_leaves_nothing(installed, folder):
+def test_full_disk_leaves_no_file(installed, folder):
     (folder / "long.txt").write_bytes(b"x" * 50_000)
 
     def full() -> None:
@@ -220,7 +220,7 @@ def test_refusal_is_json_when_asked_for(holdfast, folder):
     assert "none.txt: no such file" in answer.json["errors"][0]
 
 
-def test_forgotten_output_is_a_usage_error(holdfast, folder):
+def test_missing_output_option_is_a_usage_error(holdfast, folder):
     answer = holdfast("prepare", "a.txt")
     assert answer.status == 2
     assert "--output" in answer.err

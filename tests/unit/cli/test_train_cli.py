@@ -1,4 +1,4 @@
-"""`holdfast train`: bad input is one clear message and status 78; what it prints, and its JSON."""
+"""`holdfast train`: bad input is one message and status 78; the printed output and the JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def refused(answer) -> str:
 # ---- bad input
 
 
-def test_missing_configuration_names_one_to_begin_with(holdfast, tmp_path):
+def test_missing_configuration_error_names_a_shipped_one(holdfast, tmp_path):
     message = refused(holdfast("train", tmp_path / "none.toml"))
     assert "none.toml" in message and "no such file" in message and "configs/tiny.toml" in message
 
@@ -78,18 +78,18 @@ def test_configuration_that_is_a_folder_is_refused(holdfast, tmp_path):
     assert "is a folder" in refused(holdfast("train", tmp_path))
 
 
-def test_malformed_toml_is_told_with_its_line(holdfast, file):
+def test_malformed_toml_error_names_the_line(holdfast, file):
     file.write_text("[model]\nwidth = \n")
     message = refused(holdfast("train", file))
     assert "is not TOML" in message and "line 2" in message
 
 
 @pytest.mark.parametrize("override", ["--train.stesp=3", "--model.widht=3", "--recover.mod=heal", "--trian.steps=3"])
-def test_unknown_key_is_told_with_the_nearest(holdfast, file, override):
+def test_unknown_key_error_suggests_the_nearest(holdfast, file, override):
     assert "did you mean" in refused(holdfast("train", file, override))
 
 
-def test_all_errors_are_said_at_once(holdfast, file):
+def test_all_errors_are_reported_at_once(holdfast, file):
     message = refused(holdfast("train", file, "--model.width=15", "--optimizer.lr=0", "--verbose", "--train.x=1"))
     assert "4 errors" in message
     for part in ("'--verbose'", "width = 15", "[optimizer] lr", "[train] x"):
@@ -129,7 +129,7 @@ def test_vocabulary_larger_than_the_models_names_the_size_to_set(holdfast, file,
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("--model.heads=3", "multiple of 2 x heads"),
         ("--model.width=2", "multiple of 2 x heads"),
@@ -138,8 +138,8 @@ def test_vocabulary_larger_than_the_models_names_the_size_to_set(holdfast, file,
         ("--scheduler.warmup_steps=12", "leaves nothing of 12 steps"),
     ],
 )
-def test_impossible_shape_is_refused_with_its_numbers(holdfast, file, override, said):
-    assert said in refused(holdfast("train", file, override))
+def test_impossible_shape_is_refused_with_its_numbers(holdfast, file, override, expected):
+    assert expected in refused(holdfast("train", file, override))
 
 
 def test_run_directory_that_is_a_file_is_refused(holdfast, file, tmp_path):
@@ -156,7 +156,7 @@ def test_run_directory_that_cannot_be_made_is_refused(holdfast, file, tmp_path, 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_that_is_not_there_is_told_with_what_to_set_instead(holdfast, file):
+def test_missing_gpu_error_names_the_setting_to_change(holdfast, file):
     message = refused(holdfast("train", file, "--train.device=cuda"))
     assert "no GPU" in message and '"cpu"' in message
 
@@ -177,19 +177,19 @@ def test_run_directory_of_another_model_is_refused_with_what_differs(holdfast, f
 
 
 def notes(folder) -> str:
-    """What the run said of itself, in the journal and in the log alike."""
+    """The notes in the journal of the run."""
     events = journal.read(folder / "runs/train/journal.jsonl").events
     return "; ".join(e["message"] for e in events if e["event"] == "note")
 
 
-def test_another_batch_size_goes_on_and_says_so(holdfast, file, tmp_path):
+def test_another_batch_size_resumes_with_a_note(holdfast, file, tmp_path):
     assert holdfast("train", file, "--stop-at", 3).status == 75
     answer = holdfast("train", file, "--train.batch_size=3")
     assert answer.status == 0
     assert "at the exact next one" in notes(tmp_path)
 
 
-def test_named_checkpoint_wins_over_the_newest_and_says_so(holdfast, file, tmp_path):
+def test_named_checkpoint_overrides_the_newest_with_a_note(holdfast, file, tmp_path):
     assert holdfast("train", file, "--stop-at", 3).status == 75
     assert holdfast("train", file, "--stop-at", 6).status == 75
     for words in (["--resume", "runs/train/checkpoints/step_00000003"], ["--checkpoint.load_path=runs/train"]):
@@ -212,14 +212,14 @@ def test_no_configuration_at_all_is_a_usage_error(holdfast):
     assert "CONFIG" in answer.err
 
 
-def test_step_to_stop_at_is_one_from_one_on(holdfast, file):
+def test_stop_at_must_be_at_least_one(holdfast, file):
     assert holdfast("train", file, "--stop-at", 0).status == 2
 
 
-# ---- what it says
+# ---- output
 
 
-def test_run_without_a_terminal_says_a_line_now_and_then_and_sums_up(holdfast, file, tmp_path):
+def test_run_without_a_terminal_prints_log_lines_and_a_summary(holdfast, file, tmp_path):
     answer = holdfast("train", file)
     assert answer.status == 0
     assert answer.out == ""
@@ -249,7 +249,7 @@ def test_json_answer_is_one_object_and_nothing_else(holdfast, file):
     assert answer.json["summary"]["status"] == "clean"
 
 
-def test_stopped_run_is_status_75_and_the_same_command_goes_on(holdfast, file, tmp_path):
+def test_stopped_run_is_status_75_and_the_same_command_resumes_it(holdfast, file, tmp_path):
     answer = holdfast("train", file, "--stop-at", 6, "--json")
     assert answer.status == 75
     assert answer.json["checkpoint"].endswith("runs/train/checkpoints/step_00000006")
@@ -268,7 +268,7 @@ def test_run_stopped_at_its_last_step_is_done(holdfast, file):
     assert "--resume" not in answer.err
 
 
-def test_unguarded_run_that_is_stopped_promises_no_checkpoint(holdfast, file, monkeypatch):
+def test_stopped_unguarded_run_reports_no_checkpoint(holdfast, file, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     answer = holdfast("train", file, "--stop-at", 6)
     assert answer.status == 1
@@ -278,7 +278,7 @@ def test_unguarded_run_that_is_stopped_promises_no_checkpoint(holdfast, file, mo
     assert "HOLDFAST_OFF" in refused(holdfast("train", file, "--resume", "any.pt"))
 
 
-def test_override_may_stand_before_the_file(holdfast, file):
+def test_override_may_come_before_the_file(holdfast, file):
     assert holdfast("train", "--train.steps=3", file, "--json").json["steps"] == 3
 
 
@@ -288,7 +288,7 @@ def test_name_of_a_source_with_brackets_is_shown_as_it_is(holdfast, file, tmp_pa
     assert "[red]web[bold].tokens (3,000 tokens)" in answer.err
 
 
-def test_policy_stop_is_status_70_and_says_what_to_do(holdfast, file):
+def test_policy_stop_is_status_70_and_names_the_cure(holdfast, file):
     words = ("train", file, "--recover.ladder=['stop']", "--detect.warmup_steps=2", "--detect.loss_z=1e-9")
     stopped = holdfast(*words, "--detect.loss_z_rollback=1e-9", "--detect.loss_rise=0", "--detect.loss_rise_initial=0",
                        "--detect.loss_rise_rollback=0", "--train.steps=200")  # fmt: skip
@@ -329,7 +329,7 @@ def test_bar_shows_step_and_loss_at_every_width(width):
     assert len(last) <= width
 
 
-def test_step_time_is_told_where_the_guard_measures_none():
+def test_step_time_is_shown_when_the_guard_measures_none():
     line = shown(120, terminal=False, seconds=None).splitlines()[-1]
     assert "10 ms/step" in line  # 32 tokens at 3,200 a second
     assert "ETA 1 s" in line

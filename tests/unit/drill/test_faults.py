@@ -1,4 +1,4 @@
-"""Every fault of the storm changes what it says, where it says, when it says, and nothing else."""
+"""Every fault changes what it should, at its step, and nothing else."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_garbage_is_the_same_whenever_it_is_read(trainer):
     data = GarbageData(2).wrap_dataset(trainer.mixture, BATCH)
     state = torch.get_rng_state()
     first = data[BATCH + 1]["tokens"]
-    assert torch.equal(torch.get_rng_state(), state)  # and draws from nobody's generator
+    assert torch.equal(torch.get_rng_state(), state)  # and no generator was used
     torch.manual_seed(5)
     assert torch.equal(data[BATCH + 1]["tokens"], first)
 
 
-def test_spoiled_data_is_as_long_as_before(trainer):
+def test_fault_does_not_change_the_length_of_the_data(trainer):
     for fault in (NanBatch(3), GarbageData(3)):
         assert len(fault.wrap_dataset(trainer.mixture, BATCH)) == len(trainer.mixture)
 
@@ -158,7 +158,7 @@ def test_corrupted_optimizer_state_touches_second_moments_only(trainer):
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
 
 
-def test_corruption_before_there_is_any_state_is_no_error(trainer):
+def test_corrupt_optimizer_without_state_is_no_error(trainer):
     CorruptOptimizer(1).before_step(1, trainer.model, trainer.optimizer)
 
 
@@ -182,7 +182,7 @@ class Counted(Fault):
         self.strikes.append(1)
 
 
-def test_fault_strikes_once_at_its_step_also_when_the_run_goes_back_before_it(trainer):
+def test_fault_is_injected_once_even_after_a_rollback(trainer):
     fault = Counted(5)
     counts = []
     for number in (1, 4, 5, 5, 3, 4, 5, 6):
@@ -191,14 +191,14 @@ def test_fault_strikes_once_at_its_step_also_when_the_run_goes_back_before_it(tr
     assert counts == [0, 0, 1, 1, 1, 1, 1, 1]
 
 
-def test_fault_whose_step_number_never_came_strikes_at_the_next(trainer):
+def test_fault_of_a_missed_step_is_injected_at_the_next(trainer):
     fault = Counted(5)
     fault.before_step(4, trainer.model, trainer.optimizer)
     fault.before_step(7, trainer.model, trainer.optimizer)
     assert fault.strikes == [1]
 
 
-def test_storm_brings_every_fault_to_its_place(trainer):
+def test_schedule_injects_every_fault_at_its_step(trainer):
     first, second = Counted(2), Counted(3)
     schedule = FaultSchedule([first, NanBatch(1), second, GarbageData(2, steps=1)], BATCH)
     data = schedule.wrap_dataset(trainer.mixture)
@@ -210,7 +210,7 @@ def test_storm_brings_every_fault_to_its_place(trainer):
 
 
 @pytest.mark.parametrize("steps", [700, 1200])
-def test_storm_of_the_demo_is_five_kinds_of_fault_apart_from_each_other(steps):
+def test_demo_schedule_has_five_kinds_of_fault_far_apart(steps):
     faults = demo_schedule(steps, 16).faults
     assert len({type(f) for f in faults}) == 5
     assert len({f.name for f in faults}) == 5

@@ -1,4 +1,4 @@
-"""How ranks share a run: what [distributed] says, fitted to the number there is."""
+"""[distributed] resolved for a number of ranks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ def fitted(size, rank=0, batch_size=16, **distributed):
     )
 
 
-def test_nothing_said_is_copies_on_all_ranks_there_are():
+def test_default_layout_is_one_copy_per_rank():
     assert fitted(1) == ParallelLayout() and fitted(1).size == 1
     assert fitted(4, 3) == ParallelLayout(data=4, rank=3)
 
 
-def test_copies_take_what_shards_and_slices_leave():
+def test_number_of_copies_is_derived_from_shard_and_tensor():
     assert fitted(8, shard=2, tensor=2) == ParallelLayout(data=2, shard=2, tensor=2)
     assert fitted(4, shard=2, tensor=2) == ParallelLayout(data=1, shard=2, tensor=2)
 
 
-def test_neighbours_are_of_one_tensor_group_and_read_the_same():
+def test_consecutive_ranks_form_a_tensor_group_and_read_the_same_share():
     layouts = [fitted(8, rank, shard=2, tensor=2) for rank in range(8)]
     assert [layout.share for layout in layouts] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {layout.shares for layout in layouts} == {4}
 
 
 @pytest.mark.parametrize(
-    ("size", "distributed", "said"),
+    ("size", "distributed", "expected"),
     [
         (
             2,
@@ -60,12 +60,12 @@ def test_neighbours_are_of_one_tensor_group_and_read_the_same():
         ),
     ],
 )
-def test_layout_that_does_not_fit_the_ranks_is_refused_with_its_numbers_and_the_cure(size, distributed, said):
+def test_layout_that_does_not_fit_the_ranks_is_refused_with_its_numbers_and_the_cure(size, distributed, expected):
     with pytest.raises(ConfigError) as refused:
         fitted(size, **distributed)
-    assert refused.value.errors == [said]
+    assert refused.value.errors == [expected]
 
 
-def test_it_reads_as_what_there_is_more_than_one_of():
+def test_layout_is_printed_without_dimensions_of_one():
     assert str(ParallelLayout()) == "one rank"
     assert str(ParallelLayout(data=2, tensor=4)) == "data 2 x tensor 4"

@@ -1,4 +1,4 @@
-"""Which sequence comes when: a function of its number and the seed, by exact shares, without repeats within a pass."""
+"""The data order depends on sample number and seed alone, has exact shares, and repeats nothing within a pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTEXT = 8
 
 
 def source(sequences: int, number: int = 0, eval_tokens: int = CONTEXT + 1) -> Tokens:
-    """Tokens that all differ: token t of source s is s * 1,000,000 + t, so a sample tells where it is from."""
+    """Tokens that all differ: token t of source s is s * 1,000,000 + t, so a sample shows its source."""
     size = sequences * CONTEXT + 1 + eval_tokens
     return Tokens(f"source {number}", number * 1_000_000 + np.arange(size, dtype=np.uint32), 2**32, "numbers")
 
@@ -39,7 +39,7 @@ def start(sample) -> tuple[int, int]:
 # ---- a function of the number and the seed
 
 
-def test_sample_is_the_same_whatever_was_asked_for_before():
+def test_sample_does_not_depend_on_earlier_reads():
     a, b = mixture(50, 70, 90, weights=(1, 2, 3)), mixture(50, 70, 90, weights=(1, 2, 3))
     numbers = [0, 1, 999, 1000, 1001, 5555, 12_345]
     forwards = [a[n] for n in numbers]
@@ -52,13 +52,13 @@ def test_sample_is_the_same_whatever_was_asked_for_before():
         assert one["source"] == other["source"]
 
 
-def test_other_seed_is_another_order_of_the_same():
+def test_other_seed_gives_another_order():
     orders = [[start(mixture(40, seed=seed)[n])[1] for n in range(40)] for seed in (0, 1)]
     assert orders[0] != orders[1]
     assert sorted(orders[0]) == sorted(orders[1])
 
 
-def test_order_is_shuffled_anew_for_each_pass():
+def test_each_pass_has_a_new_order():
     data = mixture(40)
     passes = [[start(data[n])[1] for n in range(k * 40, (k + 1) * 40)] for k in range(3)]
     assert len({tuple(p) for p in passes}) == 3
@@ -66,7 +66,7 @@ def test_order_is_shuffled_anew_for_each_pass():
     assert passes[0] != sorted(passes[0])
 
 
-def test_sources_of_the_same_length_have_orders_of_their_own():
+def test_sources_of_equal_length_have_different_orders():
     data = mixture(40, 40)
     taken: dict[int, list[int]] = {0: [], 1: []}
     for n in range(200):
@@ -163,7 +163,7 @@ def test_stage_changes_the_mix_from_its_block_on_and_not_before():
     assert mixes == [900, 900, 0, 0, 0, 500, 500]
 
 
-def test_stage_leaves_what_came_before_it_as_it_was():
+def test_stage_does_not_change_earlier_samples():
     plain = mixture(50, 50, weights=(0.9, 0.1))
     staged = mixture(50, 50, weights=(0.9, 0.1), stages=[MixtureStage(2, block_quotas((0.0, 1.0)))])
     assert [plain.locate(n) for n in range(0, 2 * BLOCK, 7)] == [staged.locate(n) for n in range(0, 2 * BLOCK, 7)]
@@ -199,7 +199,7 @@ def test_held_out_sequences_are_the_same_each_time_and_for_every_seed():
 
 
 @pytest.mark.parametrize("held", [97, 128, 7918, 7919, 2 * 7919])
-def test_no_held_out_sequence_comes_twice_while_there_are_others(held):
+def test_no_held_out_sequence_repeats_before_all_are_used(held):
     tokens = source(20, eval_tokens=held * CONTEXT + 1)
     share = (held * CONTEXT + 1.5) / len(tokens)
     data = Mixture([tokens], CONTEXT, 10**6, 0, [MixtureStage(0, (BLOCK,))], share)
@@ -211,7 +211,7 @@ def test_no_held_out_sequence_comes_twice_while_there_are_others(held):
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2 * CONTEXT, 2 * CONTEXT + 1])
-def test_source_too_short_for_one_sequence_beside_the_held_out_one_is_refused(tokens):
+def test_source_too_short_for_a_training_sequence_is_refused(tokens):
     short = Tokens("short.tokens", np.arange(tokens, dtype=np.uint32), 2**32, "numbers")
     with pytest.raises(DataError, match=rf"short.tokens: {tokens} tokens are too few .* shorter \[model\] context"):
         Mixture([source(50), short], CONTEXT, 100, 0, [MixtureStage(0, (500, 500))], 0.05)

@@ -93,7 +93,7 @@ def test_rotation_keeps_lengths_and_leaves_the_first_position_alone():
     assert not torch.allclose(turned[1:], x[1:], atol=1e-3)
 
 
-def test_rotation_keeps_the_type_of_what_is_rotated():
+def test_rotation_keeps_the_dtype():
     cos, sin = angles()
     assert rotate(torch.ones(24, 8, dtype=torch.bfloat16), cos, sin).dtype == torch.bfloat16
 
@@ -126,7 +126,7 @@ def test_tied_embeddings_share_their_storage_and_are_counted_once():
     assert count[1] - count[0] == 61 * 16
 
 
-def test_hidden_size_is_eight_thirds_of_the_width_unless_it_is_said():
+def test_hidden_size_defaults_to_eight_thirds_of_the_width():
     assert Transformer(SMALL).blocks[0].feed_forward.down.in_features == 64
     assert Transformer(with_(width=96)).blocks[0].feed_forward.down.in_features == 256
     assert Transformer(with_(hidden=10)).blocks[0].feed_forward.down.in_features == 10
@@ -142,7 +142,7 @@ def test_same_seed_is_the_same_model_and_another_is_not():
     assert not torch.equal(a, c)
 
 
-def test_new_model_knows_nothing():
+def test_untrained_model_has_the_loss_of_a_uniform_guess():
     model = Transformer(SMALL)
     tokens = some_tokens(length=24)
     loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:], torch.ones(3))
@@ -176,7 +176,7 @@ def test_weight_of_a_sequence_weighs_its_loss(logits):
     torch.testing.assert_close(next_token_loss(*logits, weights), (each * weights).mean())
 
 
-def test_weight_that_is_not_a_number_makes_a_loss_that_is_none(logits):
+def test_nan_weight_makes_the_loss_nan(logits):
     assert next_token_loss(*logits, torch.tensor([1.0, math.nan, 1.0, 1.0])).isnan()
 
 

@@ -78,6 +78,6 @@ def test_constant_stays_at_the_peak_whatever_the_floor():
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
-def test_no_update_has_a_rate_of_nothing_or_above_the_peak(kind):
+def test_learning_rate_is_above_zero_and_at_most_the_peak(kind):
     found = shares(steps=7, kind=kind, warmup_steps=6, floor=0.0)
     assert all(0 < share <= 1 for share in found[:7])

@@ -1,4 +1,4 @@
-"""Token files: what is written is what is read, and a file that is not whole says so; the embedded data set."""
+"""Token files round-trip, and an incomplete file is refused; the embedded data set."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write(path, tokens, vocab_size=256):
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), SIZES.items())
-def test_what_is_written_is_what_is_read(tmp_path, dtype, vocab_size):
+def test_token_file_round_trip(tmp_path, dtype, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 10_001)
     tokens[[0, -1]] = (vocab_size - 1, 0)  # the ends of the range
     writer = TokenWriter(tmp_path / "a.tokens", vocab_size, "mine")
@@ -40,7 +40,7 @@ def test_what_is_written_is_what_is_read(tmp_path, dtype, vocab_size):
     assert (len(read), read.vocab_size, read.tokenizer, read.name) == (10_001, vocab_size, "mine", "a.tokens")
 
 
-def test_smallest_type_that_holds_the_vocabulary_is_taken():
+def test_smallest_dtype_that_holds_the_vocabulary_is_used():
     assert [dtype_for(n) for n in (1, 256, 257, 65_536, 65_537)] == ["uint8", "uint8", "uint16", "uint16", "uint32"]
 
 
@@ -108,7 +108,7 @@ def test_empty_file_names_the_command_that_makes_it_again(tmp_path):
 
 
 @pytest.mark.parametrize("lost", [1, 100, 200, 4000])
-def test_truncated_file_is_told_from_a_whole_one_however_much_is_lost(whole, lost):
+def test_truncated_file_is_detected_for_any_length(whole, lost):
     whole.write_bytes(whole.read_bytes()[:-lost])
     message = refused(whole)
     assert "truncated" in message and "200 tokens" in message and "holdfast prepare" in message
@@ -152,7 +152,7 @@ def test_foreign_file_is_not_a_token_file(tmp_path, content):
 
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(st.binary(max_size=200), st.booleans())
-def test_no_content_makes_anything_but_a_data_error(tmp_path_factory, content, in_the_header):
+def test_any_invalid_content_is_a_data_error(tmp_path_factory, content, in_the_header):
     path = tmp_path_factory.mktemp("fuzz") / "a"
     header = {"format": "holdfast-tokens", "dtype": "uint8", "count": 3, "vocab_size": 256, "tokenizer": "x"}
     path.write_bytes(json.dumps(header).encode()[: len(content)] + content if in_the_header else content)
@@ -162,7 +162,7 @@ def test_no_content_makes_anything_but_a_data_error(tmp_path_factory, content, i
 # ---- fingerprints
 
 
-def test_fingerprint_is_of_the_content_and_not_of_the_type():
+def test_fingerprint_depends_on_content_not_dtype():
     tokens = np.arange(5000) % 200
     first = Tokens("a", tokens.astype(np.uint8), 256, "bytes").fingerprint()
     assert Tokens("b", tokens.astype(np.uint16), 256, "bytes").fingerprint() == first

@@ -1,4 +1,4 @@
-"""The trainer's configuration: shipped files load, and whatever is wrong with one is said, all of it, at once."""
+"""The trainer's configuration: shipped files load, and all problems of a file are reported at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def only_error(data) -> str:
     return error
 
 
-# ---- what is right
+# ---- valid files
 
 
 def test_configurations_are_shipped():
@@ -42,21 +42,21 @@ def test_shipped_configuration_loads_and_changes_something(path):
     assert has_trainer_sections(policy.read_toml(path))
 
 
-def test_nothing_said_is_every_default():
+def test_empty_file_gives_all_defaults():
     assert parse({}, "mine.toml") == TrainConfig()
 
 
-def test_own_sections_are_these():
+def test_trainer_sections_are_these():
     assert {"model", "dataset", "train", "optimizer", "scheduler", "eval", "distributed"} == TRAINER_SECTIONS
 
 
-def test_file_is_the_trainers_if_it_has_a_section_of_the_trainers():
+def test_file_with_a_trainer_section_is_a_trainer_file():
     assert has_trainer_sections({"train": {}, "recover": {}})
     assert not has_trainer_sections({"recover": {}, "detect": {}})
     assert not has_trainer_sections({})
 
 
-def test_policy_sections_stand_beside_the_trainers_and_are_what_the_guard_gets():
+def test_policy_sections_may_be_in_a_trainer_file():
     config = parse({"train": {"steps": 100}, "recover": {"mode": "observe"}, "detect": {"loss_z": 9}}, "mine.toml")
     assert config.recover.mode == "observe"
     assert config.detect.loss_z == 9
@@ -64,7 +64,7 @@ def test_policy_sections_stand_beside_the_trainers_and_are_what_the_guard_gets()
     assert policy.load(config) is config
 
 
-def test_policy_template_is_a_trainers_file_too(tmp_path):
+def test_policy_template_is_a_valid_trainer_file(tmp_path):
     (tmp_path / "a.toml").write_text(policy.template() + "\n[train]\nsteps = 77\n")
     assert load(tmp_path / "a.toml", []) == parse({"train": {"steps": 77}}, "mine.toml")
 
@@ -110,15 +110,15 @@ def test_wrong_overrides_are_errors_of_the_file():
     assert len(found.value.errors) == 2
 
 
-def test_missing_file_names_one_to_begin_with(tmp_path):
+def test_missing_file_error_names_a_shipped_one(tmp_path):
     with pytest.raises(ConfigError, match="configs/tiny.toml"):
         load(tmp_path / "none.toml", [])
 
 
-# ---- what is wrong
+# ---- invalid files
 
 
-def test_everything_that_is_wrong_is_said_at_once():
+def test_all_problems_are_reported_at_once():
     found = errors(
         {
             "model": {"widht": 64, "layers": 0, "width": 100, "heads": 3},
@@ -151,7 +151,7 @@ def test_unknown_section_suggests_the_nearest():
     assert "'optimizer'" in only_error({"optimiser": {"lr": 1e-3}})
 
 
-def test_key_outside_its_section_is_told_its_section():
+def test_key_outside_its_section_error_names_the_section():
     assert only_error({"batch_size": 8}) == "batch_size: belongs under [train]"
 
 
@@ -160,14 +160,14 @@ def test_unknown_key_of_a_source_is_named_with_its_place_and_the_nearest():
     assert error == "[[dataset.sources]] number 2: wieght: unknown key; did you mean 'weight'?"
 
 
-def test_every_unknown_key_of_every_source_is_said():
+def test_every_unknown_key_of_every_source_is_reported():
     found = errors({"dataset": {"sources": [{"path": "a", "zzz": 1, "file": 2}, {"path": "b", "qqq": 2}]}})
     assert len(found) == 3
     assert found[0] == "[[dataset.sources]] number 1: zzz: unknown key; known are path, weight"
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected"),
     [
         ({"weight": 1.0}, "missing required field path"),
         ({"path": "a", "weight": 0}, "weight: expected float > 0"),
@@ -176,17 +176,17 @@ def test_every_unknown_key_of_every_source_is_said():
         ("a.tokens", "expected object, got str"),
     ],
 )
-def test_source_that_cannot_be_used_says_why(source, said):
+def test_invalid_source_error_gives_the_reason(source, expected):
     error = only_error({"dataset": {"sources": [{"path": "a"}, source]}})
     assert error.startswith("[[dataset.sources]] number 2: ")
-    assert said in error
+    assert expected in error
 
 
 def test_sources_as_a_word_are_refused():
     assert only_error({"dataset": {"sources": "a.tokens"}}).startswith("[dataset] sources = 'a.tokens'")
 
 
-def test_unusable_source_is_no_reason_to_complain_about_stages_that_fit():
+def test_invalid_source_causes_no_error_about_stages():
     data = {"sources": [{"path": "a"}, {"path": 3}], "stages": [{"from_step": 5, "weights": [1, 2]}]}
     assert "number 2: path" in only_error({"dataset": data, "model": {"vocab_size": 100}})
 
@@ -199,13 +199,13 @@ def test_weights_without_a_finite_sum_are_refused(weights):
     assert "finite" in only_error({"dataset": {"sources": [{"path": "a"}, {"path": "b"}], "stages": stages}})
 
 
-def test_weight_that_is_not_a_number_is_refused():
+def test_non_numeric_weight_is_refused():
     assert errors({"dataset": {"sources": [{"path": "a", "weight": float("nan")}]}})
     assert errors({"dataset": {"stages": [{"from_step": 3, "weights": [float("nan")]}]}})
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "expected"),
     [
         ({"model": {"width": 100, "heads": 8}}, "multiple of 2 x heads = 16"),
         ({"model": {"width": 4, "heads": 4}}, "even number of channels"),
@@ -229,8 +229,8 @@ def test_weight_that_is_not_a_number_is_refused():
         ({"optimizer": {"lr": float("nan")}}, "finite"),
     ],
 )
-def test_impossible_shape_is_one_error_with_its_numbers(data, said):
-    assert said in only_error(data)
+def test_impossible_shape_is_one_error_with_its_numbers(data, expected):
+    assert expected in only_error(data)
 
 
 def test_key_that_is_wrong_by_itself_makes_no_second_error():

@@ -190,7 +190,7 @@ def test_late_tensors_are_staged_and_every_copy_is_exact(staging):
             assert not copy.result().torn
             for i, value in enumerate(copy.tensors.values()):
                 assert bool((value == 100 * n + i).all()), (n, i)
-            copier.reclaim("heavy", copy)
+            copier.reclaim("update_tensors", copy)
     taken = sum(each.nbytes for each in copier._staging.values())
     assert bool(copier.notes()) == staging
     assert (taken > 100 * MEGABYTE) == staging
@@ -210,7 +210,10 @@ def test_buffers_are_in_the_configured_memory_and_few(place):
         for tensor in snapshot.copy.tensors.values():
             assert tensor.is_pinned() if place == "host" else tensor.is_cuda
     assert len({t.untyped_storage().data_ptr() for s in kept for t in s.copy.tensors.values()}) == len(kept)
-    assert bench.snapshots._copier.count("heavy", on_host=place == "host") <= bench.snapshots.ring.max_snapshots() + 1
+    assert (
+        bench.snapshots._copier.count("update_tensors", on_host=place == "host")
+        <= bench.snapshots.ring.max_snapshots() + 1
+    )
     bench.snapshots.close()
 
 

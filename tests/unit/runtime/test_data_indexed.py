@@ -1,4 +1,4 @@
-"""Map-style loaders: the user's order, with stretches left out that are never loaded, and nothing drawn for it."""
+"""Map-style loaders keep the user's order and draws; excluded samples are never loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from holdfast.runtime.state.rng import Rng
 
 
 class Numbers(Dataset):
-    """Item i is i; counts what is loaded."""
+    """Item i is i. Counts loads."""
 
     def __init__(self, count: int = 48) -> None:
         self.count, self.loaded = count, Counter()
@@ -36,34 +36,34 @@ class Numbers(Dataset):
         return torch.tensor(int(i))
 
 
-class Told:
-    """What a source says on the way."""
+class Calls:
+    """Records the callbacks of a source."""
 
     def __init__(self) -> None:
         self.ended: list[int] = []
         self.excluded: list[tuple[Span, int, str]] = []
 
 
-def source_of(loader, quarantine=None, epochs=2, first_epoch=0) -> tuple[IndexedSource, Told, Quarantine]:
-    told, quarantine = Told(), quarantine or Quarantine()
+def source_of(loader, quarantine=None, epochs=2, first_epoch=0) -> tuple[IndexedSource, Calls, Quarantine]:
+    calls, quarantine = Calls(), quarantine or Quarantine()
     source = open_source(
         loader,
         rng=Rng(),
         quarantine=quarantine,
         epochs=epochs,
         first_epoch=first_epoch,
-        on_epoch_end=told.ended.append,
+        on_epoch_end=calls.ended.append,
         before_iter=lambda: None,
-        on_exclusion=lambda *about: told.excluded.append(about),
+        on_exclusion=lambda *about: calls.excluded.append(about),
     )
     assert isinstance(source, IndexedSource)
-    return source, told, quarantine
+    return source, calls, quarantine
 
 
-def drain(source: Any, most: int = 10_000) -> list[list[int]]:
-    """Every batch there still is."""
+def drain(source: Any, limit: int = 10_000) -> list[list[int]]:
+    """Return all remaining batches."""
     found = []
-    for _ in range(most):
+    for _ in range(limit):
         try:
             found.append(source.draw().batch.tolist())
         except StopIteration:
@@ -101,8 +101,8 @@ def loader_of(kind: str, data: Numbers | None = None) -> DataLoader:
 
 
 @pytest.mark.parametrize("kind", sorted(SAMPLERS))
-def test_the_users_order_and_the_users_draws(kind):
-    """The same batches as iterating over the loader, and every generator stands where it stood then, batch by batch."""
+def test_order_and_draws_are_those_of_the_plain_loader(kind):
+    """The same batches as the plain loader, and every generator in the same state after each batch."""
     seeded()
     loader, expected, stood = loader_of(kind), [], []
     for _ in range(2):
@@ -110,17 +110,17 @@ def test_the_users_order_and_the_users_draws(kind):
             expected.append(batch.tolist())
             stood.append(streams())
     seeded()
-    source, told, _ = source_of(loader_of(kind))
+    source, calls, _ = source_of(loader_of(kind))
     for batch, where in zip(expected, stood, strict=True):
         assert source.draw().batch.tolist() == batch
         assert streams() == where
     with pytest.raises(StopIteration):
         source.draw()
-    assert told.ended == [0, 1]
+    assert calls.ended == [0, 1]
 
 
 @pytest.mark.parametrize("kind", sorted(SAMPLERS))
-def test_the_users_loader_is_as_it_was(kind):
+def test_the_users_loader_is_not_modified(kind):
     loader = loader_of(kind)
     before = dict(vars(loader))
     source, *_ = source_of(loader)
@@ -132,14 +132,14 @@ def test_the_users_loader_is_as_it_was(kind):
 
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "generator", "replacement from a generator"])
-def test_what_is_excluded_is_never_loaded_and_skipping_costs_no_loads(kind):
+def test_excluded_batches_are_never_loaded(kind):
     seeded()
     loader = loader_of(kind)
     plain = [b.tolist() for _ in range(2) for b in loader]
     per_epoch = len(plain) // 2
     seeded()
     data = Numbers()
-    source, told, _ = source_of(loader_of(kind, data))
+    source, calls, _ = source_of(loader_of(kind, data))
     first = source.draw().batch.tolist()
     loads = sum(data.loaded.values())
     source.exclude(Position(0, 1, len(first)), 4, "test")
@@ -148,28 +148,28 @@ def test_what_is_excluded_is_never_loaded_and_skipping_costs_no_loads(kind):
     assert [first, *rest] == plain[:1] + plain[5:]
     expected = Counter(i for b in plain[:1] + plain[5:] for i in b)
     assert data.loaded == expected
-    assert told.excluded == [(Span(0, 7, 35), 4, "test")]
+    assert calls.excluded == [(Span(0, 7, 35), 4, "test")]
     assert len(rest) == 2 * per_epoch - 5
 
 
-def test_a_window_past_the_end_of_an_epoch_goes_on_in_the_next_which_has_not_begun():
+def test_a_window_past_the_end_of_an_epoch_continues_in_the_next_one():
     data = Numbers(21)
-    source, told, quarantine = source_of(DataLoader(data, batch_size=7), epochs=4)
+    source, calls, quarantine = source_of(DataLoader(data, batch_size=7), epochs=4)
     source.draw()
     source.exclude(source.position, 7, "long")
-    assert told.excluded == [(Span(0, 7, 21), 2, "long")]
+    assert calls.excluded == [(Span(0, 7, 21), 2, "long")]
     assert quarantine.ahead(1) == [(0, 5)]
     # Epoch 1 goes whole; of epoch 2 two batches; its remaining one and epoch 3 are served.
     assert drain(source) == [[14, 15, 16, 17, 18, 19, 20], [*range(7)], [*range(7, 14)], [*range(14, 21)]]
     assert quarantine.spans() == [Span(0, 7, 21), Span(1, 0, 21), Span(2, 0, 14)]
     assert quarantine.ahead(1) == quarantine.ahead(2) == []
-    assert told.ended == [0, 1, 2, 3]
+    assert calls.ended == [0, 1, 2, 3]
     assert sum(data.loaded.values()) == 7 * 5
 
 
-def test_a_window_in_an_epoch_that_is_forgotten_by_going_back():
-    """The snapshot is in epoch 0, the onset in epoch 1: going back forgets epoch 1, and the window waits for it."""
-    source, told, quarantine = source_of(DataLoader(Numbers(21), batch_size=7), epochs=2)
+def test_a_window_in_an_epoch_that_a_seek_forgets():
+    """The snapshot is in epoch 0, the onset in epoch 1: the seek forgets epoch 1, and the window waits for it."""
+    source, calls, quarantine = source_of(DataLoader(Numbers(21), batch_size=7), epochs=2)
     start = source.draw() and source.position
     drain(source, 4)
     onset = Position(1, 1, 7)
@@ -178,10 +178,10 @@ def test_a_window_in_an_epoch_that_is_forgotten_by_going_back():
     assert quarantine.ahead(1) == [(1, 1)]
     assert drain(source) == [[*range(7, 14)], [*range(14, 21)], [*range(7)], [*range(14, 21)]]
     assert quarantine.spans() == [Span(1, 7, 14)]
-    assert told.ended == [0, 0, 1]
+    assert calls.ended == [0, 0, 1]
 
 
-def test_quarantine_of_another_life_is_left_out_from_the_start(tmp_path):
+def test_the_quarantine_of_a_previous_process_applies_from_the_start(tmp_path):
     kept = Quarantine(tmp_path / "quarantine.json")
     kept.add_spans([Span(0, 7, 14), Span(1, 0, 7)], "life one")
     kept.add_samples([15, 16], "life one")
@@ -193,21 +193,21 @@ def test_quarantine_of_another_life_is_left_out_from_the_start(tmp_path):
     assert again.spans() == [Span(0, 7, 14), Span(1, 0, 7), Span(1, 14, 21)]
 
 
-def test_a_batch_whose_every_sample_is_quarantined_is_not_served_at_all():
+def test_a_batch_of_only_quarantined_samples_is_not_served():
     source, *_ = source_of(DataLoader(Numbers(21), batch_size=7), epochs=1)
     source._quarantine.add_samples(range(7, 14), "all of it")
     assert drain(source) == [[*range(7)], [*range(14, 21)]]
 
 
 @pytest.mark.parametrize("index", [int, np.int64, torch.tensor])
-def test_sample_ids_are_known_whatever_kind_of_integer_the_sampler_gives(index):
+def test_sample_ids_may_be_any_kind_of_integer(index):
     batches = [[index(i) for i in range(k, k + 3)] for k in (0, 3)]
     source, *_ = source_of(DataLoader(Numbers(6), batch_sampler=batches), epochs=1)
     source._quarantine.add_samples([1, 5], "known")
     assert drain(source) == [[0, 2], [3, 4]]
 
 
-def test_served_again_a_batch_is_loaded_again_and_nothing_moves():
+def test_a_requeued_batch_is_loaded_again_with_the_same_random_state():
     seeded()
     data = Numbers(21)
     source, *_ = source_of(DataLoader(data, batch_size=7, shuffle=True))
@@ -222,7 +222,7 @@ def test_served_again_a_batch_is_loaded_again_and_nothing_moves():
     assert max(data.loaded[int(i)] for i in first.batch) == 1
 
 
-def test_an_order_that_is_no_longer_on_record_cannot_be_returned_to():
+def test_seeking_to_a_forgotten_epoch_raises():
     source, *_ = source_of(DataLoader(Numbers(21), batch_size=7), epochs=3)
     for _ in range(5):
         source.draw()
@@ -231,23 +231,23 @@ def test_an_order_that_is_no_longer_on_record_cannot_be_returned_to():
         source.seek(Position(0, 1, 7))
 
 
-def test_forgetting_keeps_the_record_small_and_the_end_of_an_epoch_what_it_is():
-    source, told, _ = source_of(DataLoader(Numbers(700), batch_size=7), epochs=3)
+def test_forgetting_keeps_the_record_small():
+    source, calls, _ = source_of(DataLoader(Numbers(700), batch_size=7), epochs=3)
     for _ in range(150):
         source.draw()
         source.forget_before(source.position)
         assert len(source._order._batches) <= 1
         assert len(source._orders) == 1
     assert len(drain(source)) == 150
-    assert told.ended == [0, 1, 2]
+    assert calls.ended == [0, 1, 2]
 
 
-def test_an_empty_loader_says_so_instead_of_turning_for_ever():
+def test_an_empty_loader_raises_instead_of_looping_forever():
     with pytest.raises(DataError, match="no batches"):
         source_of(DataLoader(Numbers(3), batch_size=7, drop_last=True), epochs=None)[0].draw()
 
 
-def test_workers_are_given_the_same_order_less_what_is_excluded():
+def test_workers_get_the_same_order_without_excluded_batches():
     data = Numbers(70)
     loader = DataLoader(data, batch_size=7, num_workers=2, multiprocessing_context="fork")
     source, *_ = source_of(loader, epochs=1)
@@ -262,7 +262,7 @@ def test_workers_are_given_the_same_order_less_what_is_excluded():
 
 
 class Epochs(Sampler):
-    """order = f(epoch), told by set_epoch; ids of its own for every epoch, so that none is taken for another."""
+    """order = f(epoch), by set_epoch. Every epoch has its own ids."""
 
     def __init__(self, count: int) -> None:
         self.count, self.epoch = count, 0
@@ -284,7 +284,7 @@ def order(count: int, epoch: int) -> list[int]:
 
 
 class Model:
-    """Batches by epoch and number, a set of excluded ones, and a place."""
+    """A reference: batches by epoch and number, a set of excluded ones, and a position."""
 
     def __init__(self, count: int, size: int, epochs: int) -> None:
         self.batches = [[order(count, e)[k : k + size] for k in range(0, count, size)] for e in range(epochs)]
@@ -315,7 +315,7 @@ class Open(Dataset):
 
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 4), st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_course_of_draws_returns_and_exclusions_is_that_of_the_model(count, size, epochs, data):
+def test_any_sequence_of_draws_seeks_and_exclusions_matches_the_reference(count, size, epochs, data):
     model = Model(count, size, epochs)
     loader = DataLoader(Open(), batch_sampler=BatchSampler(Epochs(count), size, drop_last=False))
     source, _, _ = source_of(loader, epochs=epochs)

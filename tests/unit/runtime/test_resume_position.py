@@ -1,4 +1,4 @@
-"""A data position in another process: the exact next sample, under other batches, workers and ranks, or a clear refusal."""
+"""A data position in another process: the exact next sample, with other batch sizes, workers or ranks, or an error."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Seeded(Sampler):
 
 
 class Buckets:
-    """Batches of varying size, of the user's own making."""
+    """A user's batch sampler with batches of varying size."""
 
     def __init__(self, count: int, sizes: tuple[int, ...] = (2, 5, 3)) -> None:
         self.count, self.sizes = count, sizes
@@ -81,7 +81,7 @@ class Buckets:
 
 
 class Lazy(Sampler):
-    """Draws from the global generator each time it is asked: its order depends on all that is drawn in between."""
+    """Draws from the global generator for every index: its order depends on all other draws."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -100,8 +100,8 @@ def seeded(seed: int = 5) -> None:
     np.random.seed(seed)
 
 
-class Life:
-    """One process: a source, its random streams, and training that draws from them between two batches."""
+class Process:
+    """One process: a source, its generators, and training that draws from them between two batches."""
 
     def __init__(self, loader: Any, epochs: int | None = 3, quarantine: Quarantine | None = None) -> None:
         self.rng, self.ended = Rng(), []
@@ -127,9 +127,9 @@ class Life:
     def draws(self, count: int) -> list[list[int]]:
         return [self.draw() for _ in range(count)]
 
-    def rest(self, most: int = 10_000) -> list[list[int]]:
+    def rest(self, limit: int = 10_000) -> list[list[int]]:
         found = []
-        for _ in range(most):
+        for _ in range(limit):
             try:
                 found.append(self.draw())
             except StopIteration:
@@ -143,19 +143,19 @@ class Life:
         return through_a_file(saved), before
 
     @classmethod
-    def resumed(cls, saved: tuple[dict[str, Any], RngState], loader: Any, **about: Any) -> Life:
-        """As a new process would: streams of its own, then the position, then the streams that were saved."""
+    def resumed(cls, saved: tuple[dict[str, Any], RngState], loader: Any, **about: Any) -> Process:
+        """Resume like a new process: own random state first, then the position, then the saved random state."""
         seeded(99)
-        life = cls(loader, **about)
-        stood = life.rng.capture()
-        life.notes = life.source.resume(saved[0])
-        assert stood.same(life.rng.capture()), "resuming draws nothing"
-        life.rng.restore(saved[1])
-        return life
+        process = cls(loader, **about)
+        stood = process.rng.capture()
+        process.notes = process.source.resume(saved[0])
+        assert stood.same(process.rng.capture()), "resuming draws nothing"
+        process.rng.restore(saved[1])
+        return process
 
 
 def through_a_file(saved: Any) -> Any:
-    """Plain values and tensors only, as JSON and tensors would bring them back."""
+    """Return plain values and tensors as they come back from a file."""
     tensors: list[torch.Tensor] = []
 
     def out(value: Any) -> Any:
@@ -228,14 +228,14 @@ class Rows(Numbers):
 
 
 def whole_course(make: Any, epochs: int = 3) -> list[tuple[list[int], RngState]]:
-    """Every batch of a run that is never interrupted, and where the streams stand after it."""
+    """Return every batch of an uninterrupted run, and the random state after it."""
     seeded()
-    life, course = Life(make(), epochs=epochs), []
+    process, course = Process(make(), epochs=epochs), []
     while True:
         try:
-            course.append((life.draw(), life.rng.capture()))
+            course.append((process.draw(), process.rng.capture()))
         except StopIteration:
-            life.source.close()
+            process.source.close()
             return course
 
 
@@ -248,16 +248,16 @@ EVERY_CUT = ("shuffle", "distributed")
 @pytest.mark.parametrize(
     ("kind", "count"), [*((kind, 14) for kind in sorted(LOADERS)), ("shuffle", 12), ("distributed", 12)]
 )
-def test_resumed_anywhere_every_batch_and_every_stream_is_as_if_never_interrupted(kind, count):
+def test_resumed_anywhere_batches_and_random_state_equal_the_uninterrupted_run(kind, count):
     make = lambda: LOADERS[kind](count)  # noqa: E731
     course = whole_course(make)
     cuts = range(len(course) + 1)
     for cut in cuts if kind in EVERY_CUT else [*cuts[::3], len(course)]:
         seeded()
-        life = Life(make())
-        life.draws(cut)
-        saved = life.save()
-        rest = Life.resumed(saved, make())
+        process = Process(make())
+        process.draws(cut)
+        saved = process.save()
+        rest = Process.resumed(saved, make())
         for batch, stood in course[cut:]:
             assert rest.draw() == batch
             assert rest.rng.capture().same(stood)
@@ -274,79 +274,79 @@ def test_resumed_anywhere_every_batch_and_every_stream_is_as_if_never_interrupte
         "distributed",
     ],
 )
-def test_with_workers_what_was_asked_for_ahead_is_asked_for_again(kind):
+def test_with_workers_prefetched_batches_are_asked_for_again(kind):
     workers = {"num_workers": 2, "multiprocessing_context": "fork"}
     make = lambda: LOADERS[kind](22, **workers)  # noqa: E731
     course = whole_course(make, epochs=2)
     for cut in (1, len(course) // 2 - 1, len(course) // 2, len(course) // 2 + 1):
         seeded()
-        life = Life(make(), epochs=2)
-        life.draws(cut)
-        saved = life.save()
-        life.source.close()
-        rest = Life.resumed(saved, make(), epochs=2)
+        process = Process(make(), epochs=2)
+        process.draws(cut)
+        saved = process.save()
+        process.source.close()
+        rest = Process.resumed(saved, make(), epochs=2)
         assert rest.rest() == [batch for batch, _ in course[cut:]]
         assert rest.rng.capture().same(course[-1][1])
         rest.source.close()
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "a generator", "seed and epoch", "with replacement, from a generator"])
-def test_resumed_again_and_again_it_is_the_same_run(kind):
+def test_resuming_many_times_gives_the_same_run(kind):
     make = lambda: LOADERS[kind](22)  # noqa: E731
     course = whole_course(make)
     seeded()
-    life, found = Life(make()), []
+    process, found = Process(make()), []
     while len(found) < len(course):
-        found += life.draws(min(2, len(course) - len(found)))
-        life.source.forget_before(life.source.position)
-        life = Life.resumed(life.save(), make())
-        life = Life.resumed(life.save(), make())  # and once more before anything is drawn
+        found += process.draws(min(2, len(course) - len(found)))
+        process.source.forget_before(process.source.position)
+        process = Process.resumed(process.save(), make())
+        process = Process.resumed(process.save(), make())  # and once more before anything is drawn
     assert found == [batch for batch, _ in course]
 
 
-def test_saved_before_anything_was_drawn_it_begins_at_the_beginning():
+def test_saved_before_the_first_draw_it_starts_at_the_beginning():
     course = whole_course(lambda: LOADERS["shuffle"](22))
     seeded()
-    life = Life(LOADERS["shuffle"](22))
-    rest = Life.resumed(life.save(), LOADERS["shuffle"](22))
+    process = Process(LOADERS["shuffle"](22))
+    rest = Process.resumed(process.save(), LOADERS["shuffle"](22))
     assert rest.rest() == [batch for batch, _ in course]
 
 
-def test_saved_after_a_return_the_order_and_the_generators_are_those_of_the_return():
+def test_saved_after_a_seek_order_and_generators_are_those_of_the_seek():
     make = lambda: LOADERS["with replacement, from a generator"](22)  # noqa: E731
     course = whole_course(make)
     seeded()
-    life = Life(make())
-    life.draws(2)
-    position, stood = life.source.position, life.rng.capture()
-    life.draws(9)
-    life.source.seek(position)
-    life.rng.restore(stood)
-    rest = Life.resumed(life.save(), make())
+    process = Process(make())
+    process.draws(2)
+    position, stood = process.source.position, process.rng.capture()
+    process.draws(9)
+    process.source.seek(position)
+    process.rng.restore(stood)
+    rest = Process.resumed(process.save(), make())
     assert rest.rest() == [batch for batch, _ in course[2:]]
 
 
-def test_epochs_asked_for_one_at_a_time_begin_with_those_of_the_life_before():
+def test_epochs_asked_for_one_at_a_time_begin_with_those_of_the_previous_process():
     seeded()
-    life = Life(LOADERS["seed and epoch"](8), epochs=1)
-    first = life.rest()
-    life.source.allow_epochs(1)
-    life.draws(1)
-    rest = Life.resumed(life.save(), LOADERS["seed and epoch"](8), epochs=1)
+    process = Process(LOADERS["seed and epoch"](8), epochs=1)
+    first = process.rest()
+    process.source.allow_epochs(1)
+    process.draws(1)
+    rest = Process.resumed(process.save(), LOADERS["seed and epoch"](8), epochs=1)
     assert rest.rest() == []
     rest.source.allow_epochs(1)
     assert len(rest.rest()) == 1
     rest.source.allow_epochs(1)
     assert sorted(flat(rest.rest())) == sorted(flat(first))
-    assert (life.ended, rest.ended) == ([0], [1, 2])
+    assert (process.ended, rest.ended) == ([0], [1, 2])
 
 
-def test_saved_after_the_last_epoch_the_next_one_begins_and_no_epoch_ends_twice():
+def test_saved_after_an_epoch_the_next_one_begins_and_no_epoch_ends_twice():
     seeded()
-    life = Life(LOADERS["shuffle"](8), epochs=2)
-    life.rest()
-    rest = Life.resumed(life.save(), LOADERS["shuffle"](8), epochs=3)
-    again = Life.resumed(rest.save(), LOADERS["shuffle"](8), epochs=3)
+    process = Process(LOADERS["shuffle"](8), epochs=2)
+    process.rest()
+    rest = Process.resumed(process.save(), LOADERS["shuffle"](8), epochs=3)
+    again = Process.resumed(rest.save(), LOADERS["shuffle"](8), epochs=3)
     position = again.source.position
     for one in (rest, again):
         assert sorted(flat(one.rest())) == list(range(8))
@@ -357,22 +357,22 @@ def test_saved_after_the_last_epoch_the_next_one_begins_and_no_epoch_ends_twice(
     assert again.ended == [2]
 
 
-def test_saving_is_quick_asks_the_sampler_nothing_and_is_not_changed_by_what_follows():
+def test_saving_is_fast_does_not_ask_the_sampler_and_its_result_does_not_change():
     import time
 
     seeded()
     loader = DataLoader(Numbers(200_000), batch_size=256, shuffle=True)
-    life = Life(loader)
+    process = Process(loader)
     for _ in range(300):
-        life.source.draw()
-    asked = len(life.source._order._batches)
-    best = min(_timed(life.source.save, time) for _ in range(20))
+        process.source.draw()
+    asked = len(process.source._order._batches)
+    best = min(_timed(process.source.save, time) for _ in range(20))
     assert best < 1e-3
-    assert len(life.source._order._batches) == asked
-    saved = life.source.save()
+    assert len(process.source._order._batches) == asked
+    saved = process.source.save()
     kept = through_a_file(saved)
-    life.draws(50)
-    life.source.forget_before(life.source.position)
+    process.draws(50)
+    process.source.forget_before(process.source.position)
     assert json.dumps(kept["order"]["deals"]) == json.dumps(saved["order"]["deals"])
     assert torch.equal(kept["order"]["streams"]["torch"], saved["order"]["streams"]["torch"])
 
@@ -386,31 +386,31 @@ def _timed(call: Any, time: Any) -> float:
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["shuffle", "a generator", "with replacement, from a generator"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_in_use_goes_back_to_what_was_saved(kind, workers):
-    """As when a run returns to a checkpoint that its memory no longer reaches."""
+def test_a_source_in_use_resumes_a_saved_position(kind, workers):
+    """As in a rollback to a checkpoint."""
     about = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
     make = lambda: LOADERS[kind](14, **about)  # noqa: E731
     course = [batch for batch, _ in whole_course(make)]
     seeded()
-    life = Life(make())
+    process = Process(make())
     saved = {}
     for cut in range(len(course)):
-        saved[cut] = life.save()
-        life.source.draw()
+        saved[cut] = process.save()
+        process.source.draw()
         torch.rand(3), random.random(), np.random.rand()
     for cut in (len(course) - 1, 5, 3, 4, 1, 0):
-        life.source.resume(saved[cut][0])
-        life.rng.restore(saved[cut][1])
-        assert life.draws(3 if cut + 3 <= len(course) else 1) == course[cut : cut + 3]
-    life.source.close()
+        process.source.resume(saved[cut][0])
+        process.rng.restore(saved[cut][1])
+        assert process.draws(3 if cut + 3 <= len(course) else 1) == course[cut : cut + 3]
+    process.source.close()
 
 
-def test_a_window_that_was_to_be_excluded_in_a_life_that_ended_first_is_left_out_of_the_epoch_it_stands_in():
-    life = Life(DataLoader(Numbers(40), batch_size=4), epochs=1)
-    life.draws(3)
+def test_an_exclusion_that_a_dead_process_did_not_apply_is_applied_to_the_current_epoch():
+    process = Process(DataLoader(Numbers(40), batch_size=4), epochs=1)
+    process.draws(3)
     quarantine = Quarantine()
     quarantine.add_ahead(0, 2, 3, "from the journal")
-    rest = Life.resumed(life.save(), DataLoader(Numbers(40), batch_size=4), epochs=1, quarantine=quarantine)
+    rest = Process.resumed(process.save(), DataLoader(Numbers(40), batch_size=4), epochs=1, quarantine=quarantine)
     assert flat(rest.rest()) == list(range(20, 40))
     assert quarantine.spans() == [Span(0, 12, 20)]
     assert quarantine.ahead(0) == quarantine.ahead(1) == []
@@ -419,61 +419,61 @@ def test_a_window_that_was_to_be_excluded_in_a_life_that_ended_first_is_left_out
 # ---- refused
 
 
-def test_an_order_that_cannot_be_made_again_is_refused():
+def test_an_order_that_cannot_be_reproduced_is_refused():
     seeded()
-    life = Life(DataLoader(Numbers(40), batch_size=4, sampler=Lazy(40)))
-    life.draws(3)
+    process = Process(DataLoader(Numbers(40), batch_size=4, sampler=Lazy(40)))
+    process.draws(3)
     with pytest.raises(
         DataError, match="sample 12 of epoch 0.*another order than the one on record.*function of seed and epoch"
     ):
-        Life.resumed(life.save(), DataLoader(Numbers(40), batch_size=4, sampler=Lazy(40)))
+        Process.resumed(process.save(), DataLoader(Numbers(40), batch_size=4, sampler=Lazy(40)))
 
 
 @pytest.mark.parametrize("swapped", [(0, 1), (3, 9), (10, 11)])
-def test_one_sample_in_another_place_is_seen_however_long_ago_it_came(swapped):
+def test_one_swapped_sample_is_detected_however_long_ago_it_was_served(swapped):
     order = list(range(20))
-    life = Life(DataLoader(Numbers(20), batch_size=4, sampler=list(order)))
+    process = Process(DataLoader(Numbers(20), batch_size=4, sampler=list(order)))
     for _ in range(3):
-        life.draw()
-        life.source.forget_before(life.source.position)
+        process.draw()
+        process.source.forget_before(process.source.position)
     a, b = swapped
     order[a], order[b] = order[b], order[a]
     with pytest.raises(DataError, match="another order"):
-        Life.resumed(life.save(), DataLoader(Numbers(20), batch_size=4, sampler=order))
+        Process.resumed(process.save(), DataLoader(Numbers(20), batch_size=4, sampler=order))
 
 
-def test_another_seed_is_refused_and_named():
+def test_another_seed_is_refused_by_name():
     make = lambda seed: DataLoader(Numbers(20), batch_size=4, sampler=DistributedSampler(range(20), 2, 0, seed=seed))  # noqa: E731
-    life = Life(make(0))
-    life.draws(1)
+    process = Process(make(0))
+    process.draws(1)
     with pytest.raises(DataError, match="its seed was 0, it is 1"):
-        Life.resumed(life.save(), make(1))
+        Process.resumed(process.save(), make(1))
 
 
-def test_less_data_than_was_consumed_is_refused():
-    life = Life(DataLoader(Numbers(20), batch_size=4))
-    life.draws(4)
+def test_a_dataset_shorter_than_the_position_is_refused():
+    process = Process(DataLoader(Numbers(20), batch_size=4))
+    process.draws(4)
     with pytest.raises(DataError, match="ends after 10 samples.*its length was 20, it is 10"):
-        Life.resumed(life.save(), DataLoader(Numbers(10), batch_size=4))
+        Process.resumed(process.save(), DataLoader(Numbers(10), batch_size=4))
 
 
-def test_batches_of_ones_own_go_on_at_a_border_of_theirs_and_nowhere_else():
-    life = Life(DataLoader(Numbers(40), batch_sampler=Buckets(40, (2, 5, 3))), epochs=1)
-    life.draws(3)
-    rest = Life.resumed(life.save(), DataLoader(Numbers(40), batch_sampler=Buckets(40, (5,))), epochs=1)
+def test_a_users_batch_sampler_resumes_only_where_one_of_its_batches_ends():
+    process = Process(DataLoader(Numbers(40), batch_sampler=Buckets(40, (2, 5, 3))), epochs=1)
+    process.draws(3)
+    rest = Process.resumed(process.save(), DataLoader(Numbers(40), batch_sampler=Buckets(40, (5,))), epochs=1)
     assert rest.rest()[0] == [10, 11, 12, 13, 14]
     with pytest.raises(DataError, match="no border there: one of its batches ends at sample 12"):
-        Life.resumed(life.save(), DataLoader(Numbers(40), batch_sampler=Buckets(40, (4,))))
+        Process.resumed(process.save(), DataLoader(Numbers(40), batch_sampler=Buckets(40, (4,))))
 
 
-def test_position_of_a_stream_is_not_one_of_indexed_data():
-    life = Life(DataLoader(Numbers(8), batch_size=4))
-    life.draws(1)
-    saved, _ = life.save()
+def test_a_position_of_a_stream_is_refused():
+    process = Process(DataLoader(Numbers(8), batch_size=4))
+    process.draws(1)
+    saved, _ = process.save()
     with pytest.raises(DataError, match="drew from a stream, this one draws from a map-style"):
-        life.source.resume({**saved, "kind": "stream"})
+        process.source.resume({**saved, "kind": "stream"})
     with pytest.raises(DataError, match="version 9"):
-        life.source.resume({**saved, "version": 9})
+        process.source.resume({**saved, "version": 9})
 
 
 # ---- other batches
@@ -481,18 +481,18 @@ def test_position_of_a_stream_is_not_one_of_indexed_data():
 
 @pytest.mark.parametrize("kind", ["sequential", "shuffle", "a generator", "seed and epoch", "distributed"])
 @pytest.mark.parametrize("after", [1, 3, 8, 50, None])
-def test_another_batch_size_goes_on_at_the_exact_next_sample(kind, after):
+def test_another_batch_size_continues_at_the_exact_next_sample(kind, after):
     seeded()
-    first = Life(LOADERS[kind](22), epochs=1)
+    first = Process(LOADERS[kind](22), epochs=1)
     order = flat(first.rest())
     for cut in range(len(order) // 4 + 1):
         seeded()
-        life = Life(LOADERS[kind](22), epochs=1)
-        had = flat(life.draws(cut))
+        process = Process(LOADERS[kind](22), epochs=1)
+        had = flat(process.draws(cut))
         base = LOADERS[kind](22)
         sampler = base.sampler
         loader = DataLoader(base.dataset, batch_size=after, sampler=sampler, generator=base.generator)
-        rest = Life.resumed(life.save(), loader, epochs=1)
+        rest = Process.resumed(process.save(), loader, epochs=1)
         batches = rest.rest()
         assert had + flat(batches) == order
         if after and cut:
@@ -511,11 +511,11 @@ def test_another_number_of_workers_changes_no_sample(workers, after, cut):
 
     order = flat([batch for batch, _ in whole_course(lambda: make(4, 0), epochs=2)])
     seeded()
-    life = Life(make(4, workers[0]), epochs=2)
-    had = flat(life.draws(cut))
-    saved = life.save()
-    life.source.close()
-    rest = Life.resumed(saved, make(after, workers[1]), epochs=2)
+    process = Process(make(4, workers[0]), epochs=2)
+    had = flat(process.draws(cut))
+    saved = process.save()
+    process.source.close()
+    rest = Process.resumed(saved, make(after, workers[1]), epochs=2)
     had += flat(rest.rest())
     rest.source.close()
     # This epoch to its end; the next has the same order too where training drew as much in between.
@@ -531,7 +531,7 @@ def test_another_number_of_workers_changes_no_sample(workers, after, cut):
 def ranks_of(
     world: int, count: int, batch: int, kind: str = "distributed", seed: int = 3, **about: Any
 ) -> list[DataLoader]:
-    """One loader for each of `world` ranks."""
+    """Return one loader for each of `world` ranks."""
     if world == 1 and kind != "distributed":
         order = SequentialSampler(range(count)) if kind == "sequential" else RandomSampler(range(count))
         return [DataLoader(Numbers(count), batch_size=batch, sampler=order)]
@@ -546,39 +546,41 @@ def ranks_of(
     ]
 
 
-def moved(lives: list[Life], loaders: list[DataLoader], epochs: int) -> list[Life]:
-    """Every new rank goes on from what some old rank saved; which one makes no difference."""
-    saved = [life.save() for life in lives]
-    same = len(lives) == len(loaders)
+def moved(processes: list[Process], loaders: list[DataLoader], epochs: int) -> list[Process]:
+    """Resume every new rank from what some old rank saved; which one makes no difference."""
+    saved = [process.save() for process in processes]
+    same = len(processes) == len(loaders)
     return [
-        Life.resumed(saved[rank if same else (rank + 1) % len(lives)], loader, epochs=epochs)
+        Process.resumed(saved[rank if same else (rank + 1) % len(processes)], loader, epochs=epochs)
         for rank, loader in enumerate(loaders)
     ]
 
 
 @given(st.data())
 @settings(max_examples=50, deadline=None)
-def test_over_an_epoch_every_sample_comes_once_whatever_the_ranks_and_batches(data):
-    """Twice resumed, anywhere, with other batches, accumulation and ranks: each id once, but for torch's padding."""
+def test_every_sample_of_an_epoch_is_served_once_for_any_ranks_and_batch_sizes(data):
+    """Resumed twice, anywhere, with other batch sizes and ranks: each id once, except for torch's padding."""
     count = data.draw(st.integers(1, 40))
     kind = data.draw(st.sampled_from(["distributed", "sequential", "random"]))
-    epochs, lives, had, ended = 2, None, Counter(), []
+    epochs, processes, had, ended = 2, None, Counter(), []
     seeded(data.draw(st.integers(0, 5)))
     worlds = []
     for _ in range(3):
         world = data.draw(st.integers(1, 4))
         loaders = ranks_of(world, count, data.draw(st.integers(1, 9)), kind)
         worlds.append(world)
-        lives = [Life(one, epochs=epochs) for one in loaders] if lives is None else moved(lives, loaders, epochs)
+        processes = (
+            [Process(one, epochs=epochs) for one in loaders] if processes is None else moved(processes, loaders, epochs)
+        )
         accumulate = data.draw(st.integers(1, 3))
         for _ in range(accumulate * data.draw(st.integers(0, 6))):
-            if not take_one(lives, had):
+            if not take_one(processes, had):
                 break
-        ended += lives[0].ended
-        lives[0].ended.clear()
-    while take_one(lives, had):
+        ended += processes[0].ended
+        processes[0].ended.clear()
+    while take_one(processes, had):
         pass
-    assert ended + lives[0].ended == [*range(epochs)]
+    assert ended + processes[0].ended == [*range(epochs)]
     for epoch in range(epochs):
         seen = Counter({i: n for (e, i), n in had.items() if e == epoch})
         assert set(seen) == set(range(count))
@@ -586,87 +588,87 @@ def test_over_an_epoch_every_sample_comes_once_whatever_the_ranks_and_batches(da
         assert 0 <= padding < max(worlds)
 
 
-def take_one(lives: list[Life], had: Counter) -> bool:
-    """One batch on every rank: all have one, equally large and at the same place, or none has."""
+def take_one(processes: list[Process], had: Counter) -> bool:
+    """Draw one batch on every rank: all have one, of one size and position, or none has."""
     drawn = []
-    for life in lives:
+    for process in processes:
         try:
-            drawn.append(life.source.draw())
+            drawn.append(process.source.draw())
         except StopIteration:
             continue
-    assert len(drawn) in (0, len(lives))
+    assert len(drawn) in (0, len(processes))
     assert len({(d.span, d.samples) for d in drawn}) <= 1
     had.update((d.span.epoch, i) for d in drawn for i in d.batch.tolist())
     return bool(drawn)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1), (1, 4)])
-def test_other_ranks_take_up_the_rest_of_the_same_order_and_the_next_epoch_as_usual(before, after):
+def test_other_ranks_continue_the_same_order_and_the_next_epoch_is_as_usual(before, after):
     loaders = ranks_of(before, 26, 2)
-    lives = [Life(one, epochs=2) for one in loaders]
-    for life in lives:
-        life.draws(3)
-    new = moved(lives, ranks_of(after, 26, 2), 2)
+    processes = [Process(one, epochs=2) for one in loaders]
+    for process in processes:
+        process.draws(3)
+    new = moved(processes, ranks_of(after, 26, 2), 2)
     alone = list(ranks_of(1, 26, 2)[0].sampler)
     gone = 3 * 2 * before
-    assert {life.source.position.sample for life in new} == {gone}
-    for rank, life in enumerate(new):
+    assert {process.source.position.sample for process in new} == {gone}
+    for rank, process in enumerate(new):
         left = alone[gone:][rank::after]
-        mine = flat(life.draws(-(-len(left) // 2)))
+        mine = flat(process.draws(-(-len(left) // 2)))
         assert mine[: len(left)] == left
         fresh = ranks_of(after, 26, 2)[rank]
         fresh.sampler.set_epoch(1)
-        assert flat(life.rest())[-len(fresh.sampler) :] == list(fresh.sampler)
-        assert f"is dealt out to {after} ranks instead of {before}" in life.notes[0]
+        assert flat(process.rest())[-len(fresh.sampler) :] == list(fresh.sampler)
+        assert f"is dealt out to {after} ranks instead of {before}" in process.notes[0]
 
 
-def test_with_drop_last_no_rank_gets_more_than_another():
-    lives = [Life(one, epochs=1) for one in ranks_of(2, 23, 2, drop_last=True)]
-    for life in lives:
-        life.draws(2)
-    new = moved(lives, ranks_of(4, 23, 2, drop_last=True), 1)
-    assert [len(flat(life.rest())) for life in new] == [3, 3, 3, 3]  # 15 are left
+def test_with_drop_last_every_rank_gets_as_many_samples():
+    processes = [Process(one, epochs=1) for one in ranks_of(2, 23, 2, drop_last=True)]
+    for process in processes:
+        process.draws(2)
+    new = moved(processes, ranks_of(4, 23, 2, drop_last=True), 1)
+    assert [len(flat(process.rest())) for process in new] == [3, 3, 3, 3]  # 15 are left
 
 
-def test_another_seed_under_other_ranks_is_refused_and_named():
-    lives = [Life(one) for one in ranks_of(2, 24, 2)]
-    for life in lives:
-        life.draws(2)
+def test_another_seed_with_other_ranks_is_refused_by_name():
+    processes = [Process(one) for one in ranks_of(2, 24, 2)]
+    for process in processes:
+        process.draws(2)
     with pytest.raises(DataError, match="its seed was 3, it is 4"):
-        moved(lives, ranks_of(3, 24, 2, seed=4), 3)
+        moved(processes, ranks_of(3, 24, 2, seed=4), 3)
     with pytest.raises(DataError, match="its length was 24, it is 30"):
-        moved(lives, ranks_of(3, 30, 2), 3)
+        moved(processes, ranks_of(3, 30, 2), 3)
 
 
-def test_a_digest_of_any_rank_is_compared_under_other_ranks():
-    lives = [Life(one) for one in ranks_of(2, 24, 2)]
-    for life in lives:
-        life.draws(2)
-    saved, rng = lives[1].save()
+def test_the_digest_of_any_rank_is_compared_with_other_ranks():
+    processes = [Process(one) for one in ranks_of(2, 24, 2)]
+    for process in processes:
+        process.draws(2)
+    saved, rng = processes[1].save()
     saved["order"]["deals"][0][3] = "0" * 32
     with pytest.raises(DataError, match="differs from what rank 1 of 2 had on record"):
-        Life.resumed((saved, rng), ranks_of(3, 24, 2)[0])
+        Process.resumed((saved, rng), ranks_of(3, 24, 2)[0])
 
 
-def test_a_sampler_of_ones_own_does_not_move_to_other_ranks():
+def test_a_users_sampler_cannot_be_redistributed():
     class Own(Seeded):
         num_replicas = 2
 
-    life = Life(DataLoader(Numbers(20), batch_size=4, sampler=Own(20)))
-    life.draws(2)
+    process = Process(DataLoader(Numbers(20), batch_size=4, sampler=Own(20)))
+    process.draws(2)
     other = Own(20)
     other.num_replicas = 3
     with pytest.raises(DataError, match="its replicas was 2, it is 3.*as many ranks as before"):
-        Life.resumed(life.save(), DataLoader(Numbers(20), batch_size=4, sampler=other))
+        Process.resumed(process.save(), DataLoader(Numbers(20), batch_size=4, sampler=other))
     with pytest.raises(DataError, match="was Own, it is distributed"):
-        Life.resumed(life.save(), ranks_of(2, 20, 4)[0])
+        Process.resumed(process.save(), ranks_of(2, 20, 4)[0])
 
 
-def test_whether_data_can_move_to_other_ranks_is_known_before_it_is_tried():
+def test_world_size_problem_tells_in_advance_whether_data_can_be_redistributed():
     def saved(loader):
-        life = Life(loader)
-        life.draws(1)
-        return life.save()[0]
+        process = Process(loader)
+        process.draws(1)
+        return process.save()[0]
 
     assert world_size_problem(saved(ranks_of(2, 20, 2)[0]), then=2, now=3) is None
     assert world_size_problem(saved(LOADERS["shuffle"](20)), then=1, now=3) is None
@@ -678,56 +680,57 @@ def test_whether_data_can_move_to_other_ranks_is_known_before_it_is_tried():
 # ---- with stretches left out
 
 
-def test_a_window_excluded_before_the_save_is_left_out_sample_by_sample_under_other_batches(tmp_path):
+def test_an_excluded_window_holds_sample_by_sample_with_another_batch_size(tmp_path):
     seeded()
-    life = Life(DataLoader(Numbers(40), batch_size=4), epochs=1, quarantine=Quarantine(tmp_path / "q.json"))
-    life.draws(3)
-    position = life.source.position
-    life.draws(3)
-    life.source.seek(position)
-    life.source.exclude(Position(0, 4, 16), 3, "a window")
-    assert life.draws(1) == [[12, 13, 14, 15]]
-    rest = Life.resumed(
-        life.save(), DataLoader(Numbers(40), batch_size=6), epochs=1, quarantine=Quarantine(tmp_path / "q.json")
+    process = Process(DataLoader(Numbers(40), batch_size=4), epochs=1, quarantine=Quarantine(tmp_path / "q.json"))
+    process.draws(3)
+    position = process.source.position
+    process.draws(3)
+    process.source.seek(position)
+    process.source.exclude(Position(0, 4, 16), 3, "a window")
+    assert process.draws(1) == [[12, 13, 14, 15]]
+    rest = Process.resumed(
+        process.save(), DataLoader(Numbers(40), batch_size=6), epochs=1, quarantine=Quarantine(tmp_path / "q.json")
     )
     assert flat(rest.rest()) == list(range(28, 40))
-    other = Life(DataLoader(Numbers(40), batch_size=6), epochs=1, quarantine=Quarantine(tmp_path / "q.json"))
+    other = Process(DataLoader(Numbers(40), batch_size=6), epochs=1, quarantine=Quarantine(tmp_path / "q.json"))
     assert other.rest()[:5] == [[*range(6)], [*range(6, 12)], [*range(12, 16)], [28, 29], [*range(30, 36)]]
 
 
-def test_a_window_that_reaches_into_the_next_epoch_is_counted_in_samples_when_batches_change(tmp_path):
-    life = Life(DataLoader(Numbers(20), batch_size=4), epochs=2, quarantine=Quarantine(tmp_path / "q.json"))
-    life.draws(3)
-    life.source.seek(life.source.position)
-    life.source.exclude(Position(0, 4, 16), 3, "a window")  # the last batch, and two of the next epoch
-    life.draws(1)
-    rest = Life.resumed(
-        life.save(), DataLoader(Numbers(20), batch_size=3), epochs=2, quarantine=Quarantine(tmp_path / "q.json")
+def test_a_window_into_the_next_epoch_is_converted_to_samples_if_the_batch_size_changes(tmp_path):
+    process = Process(DataLoader(Numbers(20), batch_size=4), epochs=2, quarantine=Quarantine(tmp_path / "q.json"))
+    process.draws(3)
+    process.source.seek(process.source.position)
+    process.source.exclude(Position(0, 4, 16), 3, "a window")  # the last batch, and two of the next epoch
+    process.draws(1)
+    rest = Process.resumed(
+        process.save(), DataLoader(Numbers(20), batch_size=3), epochs=2, quarantine=Quarantine(tmp_path / "q.json")
     )
     assert flat(rest.rest()) == list(range(8, 20))
     assert Span(1, 0, 8) in rest.excluded
     assert rest.quarantine.ahead(1) == []
 
 
-def test_excluded_stretches_and_ids_mean_the_same_under_other_ranks():
+def test_excluded_spans_and_ids_mean_the_same_with_other_ranks():
     quarantine = Quarantine()
-    lives = [Life(one, epochs=1, quarantine=quarantine) for one in ranks_of(2, 36, 3, "sequential")]
-    for life in lives:
-        life.draws(2)
+    processes = [Process(one, epochs=1, quarantine=quarantine) for one in ranks_of(2, 36, 3, "sequential")]
+    for process in processes:
+        process.draws(2)
     quarantine.add_spans([Span(0, 18, 24)], "the fourth batch of both ranks")
     quarantine.add_samples([30], "broken")
     had = Counter()
     loaders = ranks_of(3, 36, 2, "sequential")
     new = [
-        Life.resumed(lives[rank % 2].save(), one, epochs=1, quarantine=quarantine) for rank, one in enumerate(loaders)
+        Process.resumed(processes[rank % 2].save(), one, epochs=1, quarantine=quarantine)
+        for rank, one in enumerate(loaders)
     ]
-    for life in new:
-        had.update(flat(life.rest()))
+    for process in new:
+        had.update(flat(process.rest()))
     assert had == Counter(set(range(12, 36)) - set(range(18, 24)) - {30})
 
 
-def test_where_a_stretch_ends_inside_a_row_of_ranks_the_whole_row_is_left_out_on_all():
+def test_a_span_that_ends_inside_a_row_of_ranks_excludes_the_whole_row():
     quarantine = Quarantine()
     quarantine.add_spans([Span(0, 4, 11)], "recorded under another number of ranks")
-    lives = [Life(one, epochs=1, quarantine=quarantine) for one in ranks_of(4, 16, 1, "sequential")]
-    assert [flat(life.rest()) for life in lives] == [[0, 12], [1, 13], [2, 14], [3, 15]]
+    processes = [Process(one, epochs=1, quarantine=quarantine) for one in ranks_of(4, 16, 1, "sequential")]
+    assert [flat(process.rest()) for process in processes] == [[0, 12], [1, 13], [2, 14], [3, 15]]

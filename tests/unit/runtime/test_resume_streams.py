@@ -1,4 +1,4 @@
-"""Streams in another process: through a state_dict of their own, or drawn and dropped, or refused."""
+"""Streams in another process: resumed through their state_dict, or by drawing and dropping, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_resume_position import Life, Numbers, flat, seeded, whole_course
+from test_resume_position import Numbers, Process, flat, seeded, whole_course
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.base.errors import DataError
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
 
 
 class Rows(IterableDataset):
-    """Numbers in an order of its own for each pass, drawn from `random` when the pass begins where `drawn`."""
+    """Numbers in another order for each pass; with `drawn`, from `random` when the pass begins."""
 
     def __init__(self, count: int = 22, drawn: bool = False) -> None:
         self.count, self.drawn, self.begun = count, drawn, 0
@@ -31,7 +31,7 @@ class Rows(IterableDataset):
 
 
 class Crops(Rows):
-    """Draws from the generator that training draws from, item by item."""
+    """Draws each item from the generator that training draws from."""
 
     def __iter__(self):
         for i in range(self.count):
@@ -39,7 +39,7 @@ class Crops(Rows):
 
 
 class Known(Rows):
-    """Knows where it stands, as streaming datasets do: what is loaded holds for every pass until another is loaded."""
+    """Has a state_dict, as streaming datasets do: a loaded state applies to every pass until another is loaded."""
 
     def __init__(self, count: int = 22) -> None:
         super().__init__(count)
@@ -71,16 +71,16 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("kind", sorted(STREAMS))
-def test_a_stream_goes_on_where_it_stood_with_every_random_stream_as_it_was(kind):
+def test_a_resumed_stream_continues_exactly_with_the_same_random_state(kind):
     course = whole_course(STREAMS[kind], epochs=2)
     for cut in range(len(course) + 1):
         seeded()
-        life = Life(STREAMS[kind](), epochs=2)
-        life.draws(cut)
-        saved = life.save()
-        life.source.close()
-        rest = Life.resumed(saved, STREAMS[kind](), epochs=2)
-        rest = Life.resumed(rest.save(), STREAMS[kind](), epochs=2) if kind == "one with state" else rest
+        process = Process(STREAMS[kind](), epochs=2)
+        process.draws(cut)
+        saved = process.save()
+        process.source.close()
+        rest = Process.resumed(saved, STREAMS[kind](), epochs=2)
+        rest = Process.resumed(rest.save(), STREAMS[kind](), epochs=2) if kind == "one with state" else rest
         rest.rng.restore(saved[1])
         for batch, stood in course[cut:]:
             assert rest.draw() == batch
@@ -90,51 +90,51 @@ def test_a_stream_goes_on_where_it_stood_with_every_random_stream_as_it_was(kind
         rest.source.close()
 
 
-def test_how_many_batches_were_drawn_and_dropped_is_said():
-    life = Life(STREAMS["shuffled when begun"]())
-    life.draws(8)
-    rest = Life.resumed(life.save(), STREAMS["shuffled when begun"]())
+def test_the_number_of_dropped_batches_is_noted():
+    process = Process(STREAMS["shuffled when begun"]())
+    process.draws(8)
+    rest = Process.resumed(process.save(), STREAMS["shuffled when begun"]())
     assert rest.notes == ["2 batches of the stream were drawn and dropped to reach the saved position"]
 
 
-def test_with_a_state_of_its_own_nothing_is_drawn_again():
-    life = Life(DataLoader(Known(), batch_size=4))
-    life.draws(4)
+def test_with_a_state_dict_nothing_is_drawn_again():
+    process = Process(DataLoader(Known(), batch_size=4))
+    process.draws(4)
     data = Known()
-    rest = Life.resumed(life.save(), DataLoader(data, batch_size=4))
+    rest = Process.resumed(process.save(), DataLoader(data, batch_size=4))
     assert rest.notes == ["the stream resumed through its own state_dict"]
     assert rest.draw() == [16, 17, 18, 19]
     assert data.given == 4
 
 
-def test_a_batch_to_be_served_again_is_served_again_in_the_next_life():
+def test_a_requeued_batch_is_served_again_by_the_next_process():
     for kind in ("an iterable dataset", "one with state"):
         for taken_before in (False, True):
-            life = Life(STREAMS[kind]())
-            life.draws(2)
+            process = Process(STREAMS[kind]())
+            process.draws(2)
             if taken_before:
-                life.save()
-            draws = [life.source.draw(), life.source.draw()]
-            assert life.source.requeue(draws) is None
-            position = life.source.position
-            rest = Life.resumed(life.save(), STREAMS[kind]())
+                process.save()
+            draws = [process.source.draw(), process.source.draw()]
+            assert process.source.requeue(draws) is None
+            position = process.source.position
+            rest = Process.resumed(process.save(), STREAMS[kind]())
             assert rest.source.position == position
             assert flat(rest.rest())[:12] == [*range(8, 20)]
 
 
-def test_what_is_left_of_an_excluded_window_is_left_out_in_the_next_life():
-    life = Life(STREAMS["an iterable dataset"](), epochs=1)
-    life.draws(2)
-    life.source.exclude(life.source.position, 2, "a window")
-    rest = Life.resumed(life.save(), STREAMS["an iterable dataset"](), epochs=1)
+def test_the_rest_of_an_excluded_window_is_dropped_by_the_next_process():
+    process = Process(STREAMS["an iterable dataset"](), epochs=1)
+    process.draws(2)
+    process.source.exclude(process.source.position, 2, "a window")
+    rest = Process.resumed(process.save(), STREAMS["an iterable dataset"](), epochs=1)
     assert flat(rest.rest()) == [*range(16, 22)]
 
 
-def test_saved_after_its_last_epoch_the_next_one_begins():
-    life = Life(STREAMS["a list"](), epochs=1)
-    life.rest()
-    rest = Life.resumed(life.save(), STREAMS["a list"](), epochs=2)
-    again = Life.resumed(rest.save(), STREAMS["a list"](), epochs=2)
+def test_saved_after_an_epoch_the_next_one_begins():
+    process = Process(STREAMS["a list"](), epochs=1)
+    process.rest()
+    rest = Process.resumed(process.save(), STREAMS["a list"](), epochs=2)
+    again = Process.resumed(rest.save(), STREAMS["a list"](), epochs=2)
     for one in (rest, again):
         assert flat(one.rest()) == [*range(21)]
         assert one.ended == [1]
@@ -144,71 +144,71 @@ def test_saved_after_its_last_epoch_the_next_one_begins():
 
 
 def test_a_stream_that_gives_other_data_is_refused():
-    life = Life(DataLoader(Crops(), batch_size=4))
-    life.draws(3)
+    process = Process(DataLoader(Crops(), batch_size=4))
+    process.draws(3)
     with pytest.raises(
         DataError, match="after 3 batches of epoch 0: the stream gives other data.*a generator of its own"
     ):
-        Life.resumed(life.save(), DataLoader(Crops(), batch_size=4))
+        Process.resumed(process.save(), DataLoader(Crops(), batch_size=4))
 
 
 def test_a_stream_that_ends_too_early_is_refused():
-    life = Life(DataLoader(Rows(22), batch_size=4))
-    life.draws(3)
+    process = Process(DataLoader(Rows(22), batch_size=4))
+    process.draws(3)
     with pytest.raises(DataError, match="the stream ended after 2"):
-        Life.resumed(life.save(), DataLoader(Rows(8), batch_size=4))
+        Process.resumed(process.save(), DataLoader(Rows(8), batch_size=4))
     with pytest.raises(DataError, match="gives other data"):
-        Life.resumed(life.save(), DataLoader(Rows(10), batch_size=4))
-    life.source.draw().batch.add_(1)  # which cannot be compared any more
+        Process.resumed(process.save(), DataLoader(Rows(10), batch_size=4))
+    process.source.draw().batch.add_(1)  # which cannot be compared any more
     with pytest.raises(DataError, match="at sample 16 of epoch 0: the stream gave 14 in as many batches"):
-        Life.resumed(life.save(), DataLoader(Rows(14), batch_size=4))
+        Process.resumed(process.save(), DataLoader(Rows(14), batch_size=4))
 
 
 @pytest.mark.parametrize("kind", [Rows, Known])
 def test_another_batch_size_or_number_of_workers_is_refused(kind):
-    life = Life(DataLoader(kind(), batch_size=4))
-    life.draws(3)
+    process = Process(DataLoader(kind(), batch_size=4))
+    process.draws(3)
     with pytest.raises(DataError, match="batch_size=2: it was saved with 4"):
-        Life.resumed(life.save(), DataLoader(kind(), batch_size=2))
+        Process.resumed(process.save(), DataLoader(kind(), batch_size=2))
     with pytest.raises(DataError, match="num_workers=1: it was saved with 0"):
-        Life.resumed(life.save(), DataLoader(kind(), batch_size=4, num_workers=1))
+        Process.resumed(process.save(), DataLoader(kind(), batch_size=4, num_workers=1))
 
 
-def test_a_position_of_indexed_data_is_not_one_of_a_stream():
-    life = Life(DataLoader(Numbers(8), batch_size=4))
-    life.draws(1)
+def test_a_position_of_indexed_data_is_refused():
+    process = Process(DataLoader(Numbers(8), batch_size=4))
+    process.draws(1)
     with pytest.raises(DataError, match="drew from a map-style dataset, this one draws from a stream"):
-        Life.resumed(life.save(), STREAMS["a list"]())
+        Process.resumed(process.save(), STREAMS["a list"]())
 
 
-def test_a_state_that_no_file_can_hold_is_said_and_the_stream_drawn_and_dropped():
+def test_a_state_that_cannot_be_saved_is_noted_and_the_stream_is_drawn_and_dropped():
     class Odd(Known):
         def state_dict(self):
             return {"at": object()}
 
-    life = Life(DataLoader(Odd(), batch_size=4))
-    life.draws(3)
-    rest = Life.resumed(life.save(), DataLoader(Odd(), batch_size=4))
+    process = Process(DataLoader(Odd(), batch_size=4))
+    process.draws(3)
+    rest = Process.resumed(process.save(), DataLoader(Odd(), batch_size=4))
     assert "it holds a object" in rest.notes[0]
     assert rest.notes[1].startswith("3 batches of the stream were drawn and dropped")
     assert rest.draw() == [12, 13, 14, 15]
 
 
-def test_a_state_the_loader_does_not_take_is_refused():
+def test_a_state_that_the_loader_rejects_is_refused():
     class Picky(Known):
         def load_state_dict(self, state):
             raise AssertionError("no such worker")
 
-    life = Life(DataLoader(Picky(), batch_size=4))
-    life.draws(3)
+    process = Process(DataLoader(Picky(), batch_size=4))
+    process.draws(3)
     with pytest.raises(DataError, match="Picky.load_state_dict refuses.*no such worker"):
-        Life.resumed(life.save(), DataLoader(Picky(), batch_size=4))
+        Process.resumed(process.save(), DataLoader(Picky(), batch_size=4))
     with pytest.raises(DataError, match="had a state_dict"):
-        Life.resumed(life.save(), DataLoader(Rows(), batch_size=4))
+        Process.resumed(process.save(), DataLoader(Rows(), batch_size=4))
 
 
-def test_a_batch_changed_in_place_cannot_be_compared_and_it_says_so():
-    life = Life(STREAMS["an iterable dataset"]())
-    life.source.draw().batch.add_(1)
-    rest = Life.resumed(life.save(), STREAMS["an iterable dataset"]())
+def test_a_batch_modified_in_place_cannot_be_compared_and_that_is_noted():
+    process = Process(STREAMS["an iterable dataset"]())
+    process.source.draw().batch.add_(1)
+    rest = Process.resumed(process.save(), STREAMS["an iterable dataset"]())
     assert "could not be checked" in rest.notes[0]

@@ -101,7 +101,7 @@ def test_a_long_run_reuses_the_same_buffers(place):
     bench = Bench(place=place)
     bench.go(40)
     snapshots = bench.snapshots
-    assert snapshots._copier.count("heavy", on_host=place == "host") <= snapshots.ring.max_snapshots() + 1
+    assert snapshots._copier.count("update_tensors", on_host=place == "host") <= snapshots.ring.max_snapshots() + 1
     storages = {t.untyped_storage().data_ptr() for s in snapshots.ring for t in s.copy.tensors.values()}
     assert len(storages) == len(snapshots.ring), "one buffer per snapshot"
     snapshots.close()
@@ -112,12 +112,12 @@ def test_training_waits_for_a_slow_disk_and_takes_no_more_memory():
     snapshots = bench.snapshots
     limit = snapshots.ring.max_snapshots() + 1
     notes: list[str] = []
-    while snapshots._copier.count("heavy", on_host=True) < limit:
+    while snapshots._copier.count("update_tensors", on_host=True) < limit:
         bench.train()
         notes += bench.snapshot()
     assert notes == []
     for again in range(2):
-        while snapshots._copier.has_ready("heavy", on_host=True):
+        while snapshots._copier.has_ready("update_tensors", on_host=True):
             bench.train()
             bench.snapshot()
         bench.train()
@@ -130,7 +130,7 @@ def test_training_waits_for_a_slow_disk_and_takes_no_more_memory():
             snapshot.written.set()
         waiting.join(10)
         assert not waiting.is_alive()
-        assert snapshots._copier.count("heavy", on_host=True) <= limit
+        assert snapshots._copier.count("update_tensors", on_host=True) <= limit
         assert snapshots.stalled_seconds - stalled > 0.1
         assert len(notes) == 1, f"noted once ({again})"
     assert "waits for the disk" in notes[0]
@@ -180,7 +180,7 @@ def test_if_the_device_is_full_snapshots_move_to_the_host_and_stay_exact(monkeyp
         bench.train()
         assert bench.snapshot() == [], "noted once"
     assert memory.failures == 1, "the device is not asked again"
-    assert bench.snapshots._copier.count("heavy", on_host=False) == 0, "the device memory is given back"
+    assert bench.snapshots._copier.count("update_tensors", on_host=False) == 0, "the device memory is given back"
     bench.snapshots.close()
 
 

@@ -1,9 +1,9 @@
 """Map-style loaders: wraps the user's sampler, records its order, and leaves out excluded samples without loading them.
 
 The user's loader is used through a shallow copy with our own batch sampler. Ours asks the user's sampler for every batch
-of indices at the moment the loader would have, so every draw from a generator happens where it did before. Seeking back
-reads the record again and draws nothing twice. The order of an epoch belongs to the moment it began: seeking to before
-that moment forgets it, and it is drawn again when the epoch begins again.
+of indices at the moment the loader would have. So every draw from a generator happens at the same point as without us.
+Seeking back reads the record again and draws nothing twice. The order of an epoch belongs to the moment it began: seeking
+to before that moment forgets it, and it is drawn again when the epoch begins again.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class IndexedSource:
                     self.emit_epoch_ends()
                     raise StopIteration
                 self._open()
-            # A subclass of DataLoader may load one batch ahead: then the step begins here, not where it was loaded.
+            # A subclass of DataLoader may load one batch ahead: then the step begins here, not when the batch was loaded.
             rng = self._rng.capture() if self._in_process and self._queue else None
             assert self._iterator is not None
             try:

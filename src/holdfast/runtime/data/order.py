@@ -78,7 +78,7 @@ class EpochOrder:
         self._start = 0
         """where this world size begins in the global order"""
         self._asked_before, self._ended_before = 0, False
-        """how far the previous process asked: its generators stand there, although less was served"""
+        """how far the previous process had asked the sampler: its generators are there, although less was served"""
         self._oldest_digest, self._digest, self._digested = SampleDigest(), SampleDigest(), 0
 
     @classmethod
@@ -113,7 +113,7 @@ class EpochOrder:
         return self._sampler.share.world
 
     def get(self, k: int) -> Any | None:
-        """Return the k-th batch of indices, or None past the end. Asks the sampler only for what is not on record."""
+        """Return the k-th batch of indices, or None past the end. Asks the sampler only for unrecorded batches."""
         while not self._ended and k >= self.first_recorded + len(self._batches):
             before = self._rng.user_states()
             if self._iterator is None:
@@ -144,7 +144,7 @@ class EpochOrder:
 
     def replay_all_draws(self) -> None:
         """Move the user's generators to where they were last asked. After a seek they are at an earlier state, from which
-        the sampler would repeat what is on record."""
+        the sampler would repeat recorded batches."""
         for k in sorted(self._draws):
             self._rng.replay_user_draws(*self._draws[k])
 

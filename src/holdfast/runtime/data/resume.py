@@ -1,4 +1,4 @@
-"""Continues an epoch that another process began: computes its order again, compares it, and goes on from there.
+"""Continues an epoch that another process began: computes its order again, compares it, and continues it.
 
 Nothing is loaded, and no draw has a lasting effect: generators are set to where the epoch's sampler was first asked, the
 sampler is asked for what was served, and the generators are restored.

@@ -29,7 +29,7 @@ class EpochStart(NamedTuple):
 class LoaderState:
     """The state_dict of the loader, or of its dataset if the loader has none and loads in this process.
 
-    In worker processes every copy of the dataset has its own state, ahead of what was served.
+    In worker processes every copy of the dataset has its own state, ahead of the served batches.
     """
 
     def __init__(self, loader: Any) -> None:

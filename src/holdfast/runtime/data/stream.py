@@ -23,8 +23,8 @@ from holdfast.runtime.state.rng import Rng, RngState
 class StreamSource:
     """Reads forward only. Its positions count batches over all epochs, and samples within one.
 
-    A stream that draws its items from the global generators (random crops, a random window of a text) would return the
-    same batch again if they were rewound to before a draw. For such streams the random state is left as it is.
+    Some streams draw their items from the global generators (random crops, a random window of a text). Rewinding these to
+    before a draw would make the stream return the same batch again, so they are left as they are.
     """
 
     exact = False
@@ -203,7 +203,7 @@ class StreamSource:
         return True
 
     def seek(self, position: Position) -> None:
-        """Drop requeued batches. A stream does not go back: what it yielded since is lost, and ended epochs stay ended."""
+        """Drop requeued batches. A stream does not go back: served batches are lost, and ended epochs stay ended."""
         self._requeued.clear()
         self._reported_epoch = min(self._reported_epoch, max(position.epoch, self._beginning.epoch + 1))
         self._seeded_epoch = self._epoch

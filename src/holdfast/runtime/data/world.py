@@ -76,7 +76,7 @@ def _len(sized: Any) -> int | None:
 
 
 def sampler_differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return how two descriptions differ, in words. The states of generators are not compared."""
+    """Return how two descriptions differ, as messages. The states of generators are not compared."""
     if was["kind"] != now["kind"] or was.get("name") != now.get("name"):
         return [f"the sampler was {_name(was)}, it is {_name(now)}"]
     keys = ("length", "shuffle", "seed", "replicas")

@@ -21,7 +21,7 @@ PREALLOCATED = 1
 
 
 class SnapshotBuffer:
-    """Memory for one layout, and views into it for every tensor. `warning` says what is wrong with the memory, or None."""
+    """Memory for one layout, and views into it for every tensor. `warning` is a problem with the memory, or None."""
 
     def __init__(
         self, layout: SnapshotLayout, memory: Mapping[torch.device, Tensor], warning: str | None = None
@@ -153,7 +153,7 @@ class BufferPool:
         self._layout, self._worker = layout, worker
 
     def retire(self) -> None:
-        """Free what is free now. Buffers in use are freed when their snapshots go."""
+        """Free the free buffers now, and those in use when their snapshots are dropped."""
         self.clear()
         self._layout = self._worker = None
 

@@ -2,7 +2,7 @@
 
 On the CPU a thread copies while the next forward and backward run. On CUDA a side stream copies, into pinned memory or
 within the device. Either way the next update calls `wait` first, since it would overwrite tensors that are still being
-read. Checksums and the test for non-finite values run beside the copy: on another stream, or on a second thread. Only
+read. Checksums and the test for non-finite values run at the same time: on another stream, or on a second thread. Only
 certification waits for them.
 """
 
@@ -112,7 +112,7 @@ class Copier:
         sources: dict[str, Tensor],
         *,
         live: bool,
-        part: str = "heavy",
+        part: str = "update_tensors",
         on_host: bool = True,
         layout: SnapshotLayout | None = None,
     ) -> SnapshotCopy:
@@ -145,7 +145,7 @@ class Copier:
                     work.append(self._copy_on_stream(device, local, values, buffer, staging))
                 work.append(self._checksum_on_stream(device, local, device_checksums))
         if work and buffer is not None and HOST in devices:
-            # Host tensors beside CUDA ones are small (Adam's step counts): copied here, so that nothing waits for a thread.
+            # If the model is on CUDA, host tensors are small (Adam's step counts): copy them here and wait for no thread.
             buffer.fill(values, HOST)
         writes = WriteDetector(values) if buffer is not None and live else None
         copy = SnapshotCopy(tensors, work, buffer, writes if work else None)
@@ -206,7 +206,7 @@ class Copier:
 
     @contextlib.contextmanager
     def concurrent_checksums(self) -> Iterator[ChecksumFunction]:
-        """Yield a function that computes checksums beside the current stream, of what that stream has written so far.
+        """Yield a function that computes checksums on another stream, of tensors the current stream has written by then.
 
         When the context ends, the current stream waits for these checksums.
         """

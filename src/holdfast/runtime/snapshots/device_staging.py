@@ -1,8 +1,8 @@
 """Copies the last part of a snapshot within the device first, if the bus is too slow for the time between two updates.
 
-An update must not overwrite tensors that are still being read. If updates waited for copies several times in a row, as
-many bytes as were late are first copied within the device, at the speed of its memory. They cross to the host from there
-while the update runs. The staging memory is at most an eighth of the free device memory.
+An update must not overwrite tensors that are still being read. If several updates in a row waited for copies, the late
+part is first copied within the device, at the speed of its memory. It crosses to the host from there while the update
+runs. The staging memory is at most an eighth of the free device memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CopyTiming:
 
 
 class DeviceStaging:
-    """Stages copies of one layout from one device. `note` tells the user what is staged, or is None."""
+    """Stages copies of one layout from one device. `note` tells the user about it, or is None."""
 
     def __init__(self, layout: SnapshotLayout, device: torch.device) -> None:
         self.layout, self._device = layout, device
@@ -61,7 +61,7 @@ class DeviceStaging:
         self.note: str | None = None
 
     def begin_copy(self, training: torch.cuda.Stream) -> CopyTiming:
-        """Return the timing of a copy that may begin when `training` has finished what it was given."""
+        """Return the timing of a copy that may begin when the `training` stream has finished its present work."""
         if not self._at_limit:
             self._adapt()
         timing = CopyTiming(self._total - self.nbytes)

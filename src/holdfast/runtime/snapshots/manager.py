@@ -178,7 +178,7 @@ class SnapshotManager:
         snapshot.light, tensors = self._state.small_state()
         if snapshot.reason is not None:  # a saved snapshot is not compared with frozen weights again before a restore
             tensors |= self._state.copy_changed_frozen(tensors)
-        snapshot.light_copy = self._copy_small(tensors, "light", snapshot)
+        snapshot.light_copy = self._copy_small(tensors, "small_state", snapshot)
         snapshot.frozen = self._state.frozen_copies()
         snapshot.detectors = detectors
         snapshot.complete()

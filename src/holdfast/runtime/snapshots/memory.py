@@ -30,7 +30,7 @@ def _free_bytes(root: Path) -> int:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """Yield what is left under the limit of each control group of the process. Slurm and Kubernetes set such limits."""
+    """Yield the bytes left under the limit of each control group of the process. Slurm and Kubernetes set such limits."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,7 +1,7 @@
 """Pinned (page-locked) host memory of exactly the size asked for, allocated off the training thread.
 
-torch's pinned allocator rounds up to a power of two (17 GB become 32), and its caller waits a third of a second or more
-for each gigabyte. Here ordinary memory is touched and then registered with CUDA, on whichever thread asks.
+torch's pinned allocator rounds up to a power of two (17 GB become 32). Its caller waits a third of a second or more for
+each gigabyte. Here ordinary memory is touched and then registered with CUDA, on whichever thread asks.
 """
 
 from __future__ import annotations

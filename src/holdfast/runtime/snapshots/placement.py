@@ -46,7 +46,7 @@ class Placement:
 
         Before the first update there is no optimizer state. Then the ring is budgeted only `at_start`, as if for Adam's.
         """
-        layout = self._copier.layout("heavy", tensors, on_host=self._on_host)
+        layout = self._copier.layout("update_tensors", tensors, on_host=self._on_host)
         if layout is self._budgeted or not self._ring.enabled:
             return layout, None
         has_state = any(name.startswith("optimizer.") for name in layout.names)
@@ -62,7 +62,7 @@ class Placement:
         if not self._preallocates:
             self._preallocates = True
             if self._ring.enabled and self._on_host:
-                self._copier.layout("heavy", self._state.update_tensors())
+                self._copier.layout("update_tensors", self._state.update_tensors())
                 self._copier.preallocate(self._ring.max_snapshots())
 
     def copy(
@@ -79,9 +79,8 @@ class Placement:
                 raise
             notes.append(self._once(_DEVICE_FULL))
             self._on_host = True
-            self._copier.retire(
-                "heavy", on_host=False
-            )  # training needs the device memory that is free for later copies
+            # Training needs the device memory that is free for later copies.
+            self._copier.retire("update_tensors", on_host=False)
             copy = self._copier.start(tensors, live=True)
         if self._preallocates:
             self._copier.preallocate(self._ring.max_snapshots())
@@ -95,8 +94,8 @@ class Placement:
         limit = self._ring.max_snapshots() + 1 if self._ring.enabled else 2
         self._reclaim()
         waited = False
-        while self._leaving and not self._copier.has_ready("heavy", on_host=on_host):
-            if self._copier.count("heavy", on_host=on_host) < limit:
+        while self._leaving and not self._copier.has_ready("update_tensors", on_host=on_host):
+            if self._copier.count("update_tensors", on_host=on_host) < limit:
                 break
             waited = True
             self._leaving[0].wait_until_unused()
@@ -117,9 +116,9 @@ class Placement:
     def _reclaim(self) -> None:
         for snapshot in [s for s in self._leaving if not s.in_use]:
             self._leaving.remove(snapshot)
-            self._copier.reclaim("heavy", snapshot.copy)
+            self._copier.reclaim("update_tensors", snapshot.copy)
             if (
                 snapshot.reason is None
             ):  # a saved one is compared later with the run's state, to see if anything changed
-                self._copier.reclaim("light", snapshot.light_copy)
+                self._copier.reclaim("small_state", snapshot.light_copy)
                 self._copier.reclaim("buffers", snapshot.buffers)

@@ -54,8 +54,8 @@ class Ring:
         return self.levels() + 3
 
     def budget(self, nbytes: int, shared: int = 0) -> str | None:
-        """Fit the ring into memory, given the bytes of one snapshot and those that all share. Returns a note on what was
-        reduced, or None."""
+        """Fit the ring into memory, given the bytes of one snapshot and those that all share. Returns a note if the
+        cadence changed, or None."""
         before, left = self.every_steps, self._budget - shared
         while self.max_snapshots() * nbytes > left and self.every_steps < self._config.reach_steps:
             self.every_steps *= 2
@@ -84,7 +84,7 @@ class Ring:
         def is_kept(s: Snapshot) -> bool:
             if s.health is Health.BAD:
                 return False
-            # The initial snapshot stands in for wanted steps before it.
+            # The initial snapshot replaces wanted steps before it.
             return s.step in wanted or s is last_good or (s.initial and min(wanted) <= s.step)
 
         return self._drop_if(lambda s: not is_kept(s))

@@ -76,8 +76,8 @@ _FORMATS = {
 
 
 def launch(rows: Tensor, results: Tensor, fmt: str, piece: int, source_offsets: Tensor | None = None) -> None:
-    """Add the checksums of the rows' pieces, of at most `piece` words, to the first row of `results`, and set the second
-    row to 1 for values that are not finite. `source_offsets` are the bytes from each tensor to its source."""
+    """Add the checksums of the rows' pieces, of at most `piece` words, to the first row of `results`. Set the second row
+    to 1 for tensors that are not finite. `source_offsets` are the bytes from each tensor to its source."""
     lanes, infinity = _FORMATS[fmt]
     grid, copies = (rows.shape[0],), source_offsets is not None
     _checksum[grid](

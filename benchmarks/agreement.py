@@ -119,7 +119,7 @@ class GuardedLoop(BareLoop):
         self.guard = holdfast.Guard(
             self.model, self.optimizer, clip_grad_norm=self.clip, run_dir=self._folder, config=QUIET
         )
-        ranks: Any = self.guard._run.ranks
+        ranks: Any = self.guard._run.context.ranks
         ranks.all_gather_rows = self._timed(ranks.all_gather_rows)
         for step in self.guard.steps(self.loader, max_steps=10**9):
             with step:

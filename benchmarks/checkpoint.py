@@ -145,20 +145,21 @@ class HoldfastSave(SaveMethod):
     name = "Holdfast"
 
     def start(self) -> None:
-        book = self.subject.guard._run.checkpoints
         run = self.subject.guard._run
-        run.snapshots.take_now(run.step, "asked for", run.state.buffers.capture(), run.source, run.engine.state_dict)
-        self.path = run.records.rundir.path / "checkpoints" / f"step_{run.step:08d}"
-        self.store = book.tier
+        step, context, source = run.progress.step, run.context, run.parts.feeder.source
+        buffers = context.state.buffers.capture()
+        run.parts.snapshots.take_now(step, "asked for", buffers, source, context.engine.state_dict)
+        self.path = context.records.rundir.path / "checkpoints" / f"step_{step:08d}"
+        self.store = run.parts.checkpoints.store
 
     def finish(self) -> None:
         self.store.wait()
-        self.subject.guard._run.checkpoints.poll()
+        self.subject.guard._run.parts.checkpoints.poll()
 
     def restore(self) -> None:
-        run = self.subject.guard._run
+        state = self.subject.guard._run.context.state
         saved = self.store.load(self.store.find(str(self.path)))
-        run.state.restore_small_state(saved.parts["light"], saved.tensors)
+        state.restore_small_state(saved.parts["light"], saved.tensors)
 
     def clear(self) -> None:
         if self.subject.guard is not None and hasattr(self, "path"):
@@ -167,7 +168,7 @@ class HoldfastSave(SaveMethod):
 
 def stalled(method: SaveMethod) -> float:
     """Return the seconds that updates have waited for copies, which only Holdfast makes during forward and backward."""
-    return float(method.subject.guard._run.snapshots.stalled_seconds) if isinstance(method, HoldfastSave) else 0.0
+    return float(method.subject.guard._run.parts.snapshots.stalled_seconds) if isinstance(method, HoldfastSave) else 0.0
 
 
 def measure(method: SaveMethod, usual_seconds: float) -> dict[str, float]:

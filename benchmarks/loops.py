@@ -211,7 +211,7 @@ class Guarded(Loop):
             config=self.config,
         )
         self.guard.__enter__()
-        ring = self._run.snapshots.ring
+        ring = self._run.parts.snapshots.ring
         add = ring.add
 
         def noted(snapshot: Any) -> Any:  # counted and not kept: what the loop holds must not grow
@@ -232,7 +232,7 @@ class Guarded(Loop):
         """Until the detectors have learnt, the ring is full and a block's borders lie between two snapshots: what is copied
         at a border would be waited for."""
         began = time.perf_counter()
-        slots = self._run.snapshots.ring.max_snapshots() if self.takes_snapshots else 0
+        slots = self._run.parts.snapshots.ring.max_snapshots() if self.takes_snapshots else 0
         least = max(LEARNT, (slots + 1) * self.every if slots else 0)
         self.block(-(-(least - self.every // 2) // self.every) * self.every + self.every // 2)
         synchronize(self.subject.case.device)
@@ -262,9 +262,9 @@ class Guarded(Loop):
     def between(self) -> None:
         """What is still being looked at or written is not to slow down the others."""
         began = time.perf_counter()
-        self._run.snapshots.wait_until_idle()
-        if self._run.checkpoints.tier is not None:
-            self._run.checkpoints.tier.wait()
+        self._run.parts.snapshots.wait_until_idle()
+        if self._run.parts.checkpoints.store is not None:
+            self._run.parts.checkpoints.store.wait()
         self._settled = max(self._settled, time.perf_counter() - began)
 
     def close(self) -> None:

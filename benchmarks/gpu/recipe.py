@@ -20,7 +20,7 @@ from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
-from holdfast.runtime.guard.guard import Wired
+from holdfast.runtime.guard.guard import Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 
 VOCABULARY, LENGTH, HEADS = 1024, 64, 4
@@ -192,8 +192,8 @@ class Mirror(World):
 
 
 class MirrorGuard(holdfast.Guard):
-    def _wire(self, run_dir: Any, config: Any) -> Wired:
-        return Wired(
+    def _wire(self, run_dir: Any, config: Any) -> Wiring:
+        return Wiring(
             run_dir,
             DiskCheckpointStore(run_dir, World(), 60.0),
             DistributedContext(Mirror(), MeshNorms(2), MeshReplicas(2)),

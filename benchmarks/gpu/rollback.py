@@ -61,7 +61,7 @@ class Broken(Guarded):
         self.restored: list[float] = []
         self.copied: list[float] = []
         self._break = False
-        snapshots: Any = self._run.snapshots
+        snapshots: Any = self._run.parts.snapshots
         snapshots.find_restore_point = self._timed(snapshots.find_restore_point, self.found)
         snapshots.restore = self._timed(snapshots.restore, self.restored)
         sound = subject.loss
@@ -90,7 +90,7 @@ class Broken(Guarded):
 
     def time_copies(self) -> None:
         """The copying by itself, too; which keeps what follows it from going on meanwhile."""
-        returning: Any = self._run.snapshots.restorer  # type: ignore[attr-defined]
+        returning: Any = self._run.parts.snapshots.restorer  # type: ignore[attr-defined]
         returning._write_tensors = self._timed(returning._write_tensors, self.copied)
 
     def break_once(self) -> None:

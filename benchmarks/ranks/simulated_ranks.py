@@ -25,10 +25,10 @@ from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
 from holdfast.runtime.agree.rows import Column
-from holdfast.runtime.guard.guard import Wired
+from holdfast.runtime.guard.guard import Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 
-PARTS = ("agree", "read", "over_all")
+PARTS = ("agree", "read_rows", "merge_signal")
 """the timed methods, in the order of a step"""
 
 
@@ -63,10 +63,10 @@ class SimulatedGuard(holdfast.Guard):
         self._simulated_ranks = ranks
         super().__init__(*args, **options)
 
-    def _wire(self, run_dir: Any, config: Any) -> Wired:
+    def _wire(self, run_dir: Any, config: Any) -> Wiring:
         ranks = self._simulated_ranks
         context = DistributedContext(ranks, MeshNorms(1), MeshReplicas(ranks.size))
-        return Wired(run_dir, DiskCheckpointStore(run_dir, World(), 60.0), context)
+        return Wiring(run_dir, DiskCheckpointStore(run_dir, World(), 60.0), context)
 
 
 class SimulatedRun:
@@ -85,8 +85,9 @@ class SimulatedRun:
         self.blocks: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
         """microseconds a step"""
         run: Any = self._guard._run
+        coordinator = run.parts.coordinator
         for name in PARTS:
-            setattr(run.meeting, name, self._timed(name, getattr(run.meeting, name)))
+            setattr(coordinator, name, self._timed(name, getattr(coordinator, name)))
         self.done, self._steps = 0, self._begin()
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

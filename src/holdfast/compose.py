@@ -14,23 +14,22 @@ from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.watchdog import StoreWatchdog
 from holdfast.distributed.world import World
-from holdfast.runtime.guard.guard import Guard as _Guard
-from holdfast.runtime.guard.guard import Wired
+from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.ranks import NoWatchdog, RankWatchdog
 from holdfast.runtime.tensors.norms import LocalNorms
 
 
-class Guard(_Guard):
-    __doc__ = _Guard.__doc__
+class Guard(GuardBase):
+    __doc__ = GuardBase.__doc__
 
-    def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
+    def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
         world = World.current()
         timeout = config.checkpoint.rank_timeout_seconds
         store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
-            return Wired(run_dir, store, DistributedContext(norms=norms, make_watchdog=_check_still_single))
+            return Wiring(run_dir, store, DistributedContext(norms=norms, make_watchdog=_check_still_single))
         hosts = world.all_gather_object(socket.gethostname())
         context = DistributedContext(
             world,
@@ -39,7 +38,7 @@ class Guard(_Guard):
             lambda: _make_watchdog(run_dir, config, world),
             ranks_per_host=hosts.count(hosts[world.rank]),
         )
-        return Wired(run_dir if world.rank == 0 else None, store, context)
+        return Wiring(run_dir if world.rank == 0 else None, store, context)
 
 
 def _check_still_single() -> RankWatchdog:

@@ -197,14 +197,14 @@ def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
 def _watch(board: Board) -> list[Any]:
     """Around what is done now and then, say so on the board. The tiers that are opened are listed."""
     from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
-    from holdfast.runtime.checkpoint.manager import Checkpoints
+    from holdfast.runtime.step import pipeline
     from holdfast.runtime.step.effects import rollback
 
     for owner, name, slot, phase, then in (
         (DiskCheckpointStore, "_save", 1, "saving", ""),
         (DiskCheckpointStore, "_mark", 1, "marking", ""),
         (DiskCheckpointStore, "_remove", 1, "pruning", ""),
-        (Checkpoints, "resume", 0, "resuming", "startup"),
+        (pipeline, "resume", 0, "resuming", "startup"),
         (rollback, "perform", 0, "rollback", "step"),
     ):
         setattr(owner, name, _told(board, getattr(owner, name), slot, phase, then))

@@ -111,8 +111,8 @@ def resume_and_roll_back_on_mesh_slices(folder: Path, rank: int, size: int) -> N
 
         def drop_snapshots(guard: Any, step: Any) -> None:
             if rank == 1 and step.number == BAD_STEP - 1:
-                for snapshot in list(guard._run.snapshots.ring):
-                    guard._run.snapshots.ring.drop(snapshot)
+                for snapshot in list(guard._run.parts.snapshots.ring):
+                    guard._run.parts.snapshots.ring.drop(snapshot)
 
         layout = Layout("fsdp_tp", rank, size)
         guard = train(
@@ -270,11 +270,11 @@ def checkpoint_events_arrive_earlier(folder: Path, rank: int, size: int) -> None
         def each(guard: Any, step: Any) -> None:
             if step.number == BAD_STEP and step.attempt == 1:
                 run = guard._run
-                for snapshot in list(run.snapshots.ring):
-                    run.snapshots.ring.drop(snapshot)
+                for snapshot in list(run.parts.snapshots.ring):
+                    run.parts.snapshots.ring.drop(snapshot)
                 if rank == 1:
-                    good = [k for k in run.checkpoints.known.values() if str(k.health) == "good"]
-                    del run.checkpoints.known[max(good, key=lambda k: k.step).name]
+                    good = [k for k in run.parts.checkpoints.records.values() if str(k.health) == "good"]
+                    del run.parts.checkpoints.records[max(good, key=lambda k: k.step).name]
 
         train(layout, folder / "run", {**HOST_GATE, **CHECKPOINTS, **ROLL_BACK}, faults=bad(layout), each=each)
         same(layout.state(), train_unguarded(Layout("ddp", rank, size), 1.0, quarantined_steps(folder / "run")))

@@ -20,7 +20,7 @@ from holdfast.core.decide.corruption import Corruption, Groups, corrupt_tensors
 from holdfast.core.decide.recurrence import Recurrence
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.world import World
-from holdfast.runtime.integrity.checks import Integrity
+from holdfast.runtime.integrity.state_checks import StateChecks
 from holdfast.runtime.tensors.sharded import local
 
 ALL: Groups = ((0, 1, 2, 3),)
@@ -83,7 +83,7 @@ class CheckedModel:
         self.optimizer = torch.optim.AdamW(options, lr=0.01)
         self.world, self.replicas = World.current(), MeshReplicas(size)
         section = config.IntegritySection(replicas_every=1, between_updates_every=1)
-        self.checks = Integrity(self.state, section, self.replicas, self.world)
+        self.checks = StateChecks(self.state, section, self.replicas, self.world)
         data = rank // 2 if layout is fsdp_tp else 0 if layout is tp else rank
         self.generator = torch.Generator().manual_seed(100 + data)
         self.number = 0
@@ -172,7 +172,7 @@ def every_layout(folder: Path, rank: int, size: int) -> None:
         held = CheckedModel(layout, rank, size)
         for _ in range(STEPS):
             assert held.step() == [], (layout.__name__, held.number)
-        assert held.checks.last_good == STEPS - 1 and held.checks.unlike == []
+        assert held.checks.last_good == STEPS - 1 and held.checks.unmatched == []
         check_classes(held, expected)
         for name in FLIPPED.get(layout, ["0.weight"]):
             check_flips(held, name, expected[name], rank, size)

@@ -30,7 +30,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.distributed.checkpoint.checkpoint_index import read_checkpoint_index
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.world import World
-from holdfast.runtime.checkpoint.serialization import frame_of
+from holdfast.runtime.checkpoint.serialization import contents_of
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.ports.checkpoint_store import CheckpointLabel
@@ -266,10 +266,10 @@ def save_sharded(folder: Path, rank: int, size: int) -> None:
     store = DiskCheckpointStore(folder / "run", World.current(), 30)
     store.open("the-run")
     with no_collective():
-        contents = frame_of(take_snapshot(state), state)._replace(lineage=Lineage())
+        contents = contents_of(take_snapshot(state), state)._replace(lineage=Lineage())
         store.save(contents, CheckpointLabel("test", False, Health.GOOD, "", {}, {}))
         store.wait()
-    (event,) = store.drain_events()
+    (event,) = store.events
     assert event.status == "saved" and event.path is not None, event
     store.close()
     whole = gather_state(state)

@@ -218,7 +218,7 @@ def _compared(state: dict[str, Any], seen: bool) -> dict[str, Any]:
 
 def idle(guard: Any) -> None:
     """Nothing is being written."""
-    guard._run.checkpoints.tier.wait()
+    guard._run.parts.checkpoints.store.wait()
 
 
 class Dies:
@@ -236,7 +236,7 @@ class Dies:
     def leave(self, guard: Any, name: str) -> Path:
         idle(guard)
         to = self.path / name
-        shutil.copytree(guard._run.records.place, to, symlinks=True)
+        shutil.copytree(guard._run.context.records.place, to, symlinks=True)
         return to
 
 

@@ -623,7 +623,7 @@ def test_an_error_that_the_script_survives_loses_the_batch_and_nothing_else(gate
 def test_a_step_that_runs_out_of_memory_frees_the_staging_memory_of_copies(tmp_path):
     model, optimizer = small()
     guard = holdfast.Guard(model, optimizer, run_dir=tmp_path / "run", config=quick("auto"))
-    snapshots = guard._run.snapshots
+    snapshots = guard._run.parts.snapshots
     snapshots._copier._staging[torch.device("cuda")] = type("Some", (), {"nbytes": 1 << 20, "note": None})()
     with guard:
         for n, step in enumerate(guard.steps(DataLoader(Points(64), batch_size=8), epochs=1)):

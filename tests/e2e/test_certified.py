@@ -14,7 +14,7 @@ from marks import slow
 
 
 def snapshots(guard):
-    return list(guard._run.snapshots.ring)
+    return list(guard._run.parts.snapshots.ring)
 
 
 class Late:
@@ -74,7 +74,7 @@ def test_a_snapshot_with_a_flipped_bit_is_passed_over(way, tmp_path, monkeypatch
 
     def flip(step, parts):
         if step.number == 40:
-            guard = step._run
+            guard = step._pipeline
             good = [s for s in guard.snapshots.ring if s.health == "good"]
             newest = good[-1]
             name = next(n for n in newest.copy.tensors if n.startswith("model."))
@@ -98,7 +98,7 @@ def test_a_nan_written_into_a_snapshot_is_found_at_restore(tmp_path):
 
     def poison(step, parts):
         if step.number == 40:
-            for snapshot in step._run.snapshots.ring:
+            for snapshot in step._pipeline.parts.snapshots.ring:
                 if snapshot.health == "good" and snapshot.step > 0:
                     snapshot.copy.result()
                     name = next(
@@ -191,7 +191,7 @@ def test_no_snapshot_is_good_before_enough_healthy_steps(tmp_path):
     seen = []
 
     def look(step, parts):
-        for s in step._run.snapshots.ring:
+        for s in step._pipeline.parts.snapshots.ring:
             if s.health == "good" and not s.initial:
                 seen.append(step.number - 1 - s.step)
 

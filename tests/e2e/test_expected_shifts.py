@@ -108,7 +108,7 @@ def test_sequence_length(length, shifts, tmp_path):
 
 
 def windows(guard) -> str:
-    return json.dumps(guard._run.engine.state_dict())
+    return json.dumps(guard._run.context.engine.state_dict())
 
 
 def test_resumed_the_windows_go_on_and_nothing_is_shifted(tmp_path):
@@ -207,9 +207,9 @@ def test_a_note_leaves_the_step_healthy_and_the_run_clean(mode, tmp_path, caplog
     run = Small(tmp_path / "run", config=config, detectors=[Talkative()])
     with run.guard:
         run.train(run.loader(), max_steps=60)
-        ring = run.guard._run.snapshots.ring
+        ring = run.guard._run.parts.snapshots.ring
         assert {s.step: s.health.name for s in ring}[40] == "GOOD"
-        assert run.guard._run.engine.policy.state.clock == 60
+        assert run.guard._run.context.engine.policy.state.clock == 60
     assert run.guard.summary().status == "clean"
     assert len(events(run.path, "finding")) == 60
     assert events(run.path, "incident_opened", "action", "outcome") == []

@@ -419,7 +419,7 @@ def test_a_script_stopped_by_policy_ends_with_status_70_says_why_and_needs_an_ac
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     first = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert first.returncode == 70
-    assert "holdfast stopped the run" in first.stderr
+    assert "the run was stopped" in first.stderr
     assert "holdfast ack" in first.stderr
     assert "Traceback" not in first.stderr
     second = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)

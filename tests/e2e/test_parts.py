@@ -447,7 +447,7 @@ def test_the_recipes_do_what_they_are_for(tmp_path):
 def test_frozen_weights_are_stored_once_and_shared_by_every_snapshot(tmp_path):
     r = Recipe(adapters, Case(shuffle="unique", count=64, epochs=3, config=quick()))
     run = r.guarded(tmp_path / "run")
-    snapshots = list(run.guard._run.snapshots.ring)
+    snapshots = list(run.guard._run.parts.snapshots.ring)
     assert len(snapshots) >= 3
     names = {"frozen.first.base.weight", "frozen.first.base.bias", "frozen.last.base.weight", "frozen.last.base.bias"}
     for snapshot in snapshots:
@@ -466,7 +466,7 @@ def test_a_flipped_bit_in_the_shared_copy_of_a_frozen_weight_is_never_restored(t
 
     def flip(step, parts, guard):
         if step.number == 22 and step.attempt == 1:
-            frozen = guard._run.state._frozen["first.base.weight"]
+            frozen = guard._run.context.state._frozen["first.base.weight"]
             frozen.view(torch.int32).view(-1)[0] ^= 1
 
     with pytest.raises(holdfast.PolicyStop, match="no certified snapshot"):

@@ -31,7 +31,7 @@ def test_retention_through_rollbacks_and_a_kill(tmp_path):
     def look(guard, parts, step):
         idle(guard)
         entries = entries_of(path)
-        lineage = guard._run.checkpoints.lineage
+        lineage = guard._run.parts.checkpoints.lineage
         good = [e for e in entries.values() if e.health == "good" and lineage.holds(e.branch, e.step)]
         assert good, f"step {step.number}: {health_of(path)}"
         assert max(e.step for e in good) <= guard.step
@@ -47,7 +47,7 @@ def test_retention_through_rollbacks_and_a_kill(tmp_path):
     assert "rollback" in whole.actions()
     assert any("quarantined" in health.values() for health in seen)
     left = entries_of(path)
-    lineage = whole.guard._run.checkpoints.lineage
+    lineage = whole.guard._run.parts.checkpoints.lineage
     assert all(lineage.holds(e.branch, e.step) for e in left.values()), "the abandoned branch is gone"
     assert 2 <= len([e for e in left.values() if e.health == "good"]) <= 3
     path = dies.died[21]

@@ -108,9 +108,9 @@ def test_a_second_guard_on_a_live_run_is_refused_and_the_first_goes_on(dead, tmp
             refused.append(step.number)
 
     def between(guard, parts, step):
-        kept = guard._run.rng.capture()  # making the second model draws
+        kept = guard._run.context.rng.capture()  # making the second model draws
         second(guard, parts, step)
-        guard._run.rng.restore(kept)
+        guard._run.context.rng.restore(kept)
 
     path = copied(dead.path, tmp_path / "run")
     life = live(often(), path, between=between, about=dead.about)

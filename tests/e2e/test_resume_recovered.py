@@ -29,7 +29,7 @@ class Witness:
         self.path, self.died = path, []
 
     def on_train_begin(self, guard) -> None:
-        engine, write = guard._run.engine, guard._run.engine.write
+        engine, write = guard._run.context.engine, guard._run.context.engine.write
 
         def witnessed(event, **fields):
             write(event, **fields)
@@ -98,7 +98,7 @@ def test_real_kills_right_after_a_rollback_and_in_its_ramp(tmp_path):
     path = tmp_path / "run"
     killed(r, path, lambda guard, parts, step: step.outcome.status == "rolled_back")
     assert actions_of(path).count("rollback") == 1
-    killed(r, path, lambda guard, parts, step: guard._run.state.interventions.lr_ramp is not None)
+    killed(r, path, lambda guard, parts, step: guard._run.context.state.interventions.lr_ramp is not None)
     assert sum(e.get("action") == "cut_lr" for e in events_of(path)) >= 2, "made again by the second life"
     killed(r, path, lambda guard, parts, step: guard.step == 30)
     life = live(r, path)

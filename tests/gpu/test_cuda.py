@@ -33,7 +33,7 @@ def test_harmless(optimizer, precision, accumulate, tmp_path):
     case = Case(optimizer=optimizer, precision=precision, accumulate=accumulate, augment=True, device="cuda")
     case.init_scale = 256.0
     guarded = case.guarded(tmp_path / "run")
-    assert guarded.guard._run.gate.on_device == optimizer.endswith("fused")
+    assert guarded.guard._run.parts.gate.on_device == optimizer.endswith("fused")
     assert guarded.guard.summary().status == "clean"
     assert_same(guarded, case.plain())
 

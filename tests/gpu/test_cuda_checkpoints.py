@@ -51,7 +51,7 @@ class Life:
             for step in self.guard.steps(DataLoader(data, batch_size=16, shuffle=True), max_steps=stop):
                 if copy_at and step.number == copy_at:
                     self.guard.flush()
-                    self.guard._run.checkpoints.tier.wait()
+                    self.guard._run.parts.checkpoints.store.wait()
                     shutil.copytree(folder, folder.with_name("copy"))
                 with step:
                     for x, y in step.microbatches():

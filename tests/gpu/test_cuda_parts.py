@@ -62,7 +62,7 @@ def recipe(make, fused, **more) -> Recipe:
 def test_without_a_fault_it_is_the_plain_run(make, fused, tmp_path):
     r = recipe(make, fused)
     run, plain = r.guarded(tmp_path / "run"), r.plain()
-    assert run.guard._run.gate.on_device == fused
+    assert run.guard._run.parts.gate.on_device == fused
     assert run.actions() == []
     assert_equal(run.state, plain.state)
 
@@ -79,7 +79,7 @@ def test_skips_and_a_rollback(make, fused, tmp_path):
 def test_what_is_registered_on_the_gpu_is_kept_on_the_host(tmp_path):
     """A ring of snapshots must not multiply an average in GPU memory."""
     run = recipe(recipes.ema_object, True).guarded(tmp_path / "run")
-    snapshots = list(run.guard._run.snapshots.ring)
+    snapshots = list(run.guard._run.parts.snapshots.ring)
     assert len(snapshots) >= 3
     for snapshot in snapshots:
         assert any(name.startswith("registered.ema.") for name in snapshot.tensors())

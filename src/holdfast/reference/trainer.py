@@ -30,7 +30,7 @@ from holdfast.reference.model import Transformer, flops_per_token, next_token_lo
 from holdfast.reference.parallel import parallelize
 from holdfast.reference.tokens import load_embedded, open_tokens
 from holdfast.runtime.checkpoint.manager import END
-from holdfast.runtime.step.step import Step
+from holdfast.runtime.guard.step import Step
 from holdfast.runtime.tensors.sharded import reshard
 
 INTERRUPTED = "interrupted"
@@ -378,7 +378,7 @@ class _StageTracker:
 
     def _stage_of(self, step: Step) -> int:
         """Return the stage of the step's last sample: a step may cross a boundary."""
-        return self._mixture.stage_of(step.draws[0].span.start + self._per_step - 1) if step.draws else self._stage
+        return self._mixture.stage_of(step.data[0].start + self._per_step - 1) if step.data else self._stage
 
     def state_dict(self) -> dict[str, Any]:
         return {"stage": self._stage}

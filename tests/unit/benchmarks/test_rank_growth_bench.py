@@ -74,7 +74,7 @@ def test_made_up_ranks_go_through_the_real_decision_and_all_steps_stand():
     found = simulated_ranks.host_work([2, 40], rounds=1, steps=3)
     assert found["problems"] == []
     for one in found["sizes"].values():
-        assert 0 < one["read"]["median"] < one["step"]["median"]
+        assert 0 < one["read_rows"]["median"] < one["step"]["median"]
         assert 0 < one["agree"]["median"] < one["step"]["median"]
     assert found["sizes"][2]["more"]["median"] == 0
 

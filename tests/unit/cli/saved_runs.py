@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.runtime.checkpoint.manager import Checkpoints
+from holdfast.runtime.checkpoint.manager import CheckpointManager
 
 BATCH = 4
 
@@ -86,9 +86,9 @@ def train(
 
 def _settle(guard: Any) -> None:
     """Wait for the disk, so that the moment a checkpoint becomes good does not depend on the machine."""
-    book = guard._run.checkpoints
-    if book.tier is not None:
-        book.tier.wait()
+    book = guard._run.parts.checkpoints
+    if book.store is not None:
+        book.store.wait()
         book.poll()
 
 
@@ -106,14 +106,14 @@ def forked(run_dir: Path) -> None:
 def killed_in_rollback(run_dir: Path) -> None:
     """As `forked`, but the process dies when the rollback is in the journal and nothing else of it is done."""
 
-    def die(self: Checkpoints, why: str) -> None:
+    def die(self: CheckpointManager, why: str) -> None:
         if "rollback" in why:
             os.kill(os.getpid(), signal.SIGKILL)
-        leave_behind(self, why)
+        quarantine_abandoned(self, why)
 
     train(run_dir, 35)
-    leave_behind = Checkpoints.leave_behind
-    Checkpoints.leave_behind = die  # type: ignore[method-assign]
+    quarantine_abandoned = CheckpointManager.quarantine_abandoned
+    CheckpointManager.quarantine_abandoned = die  # type: ignore[method-assign]
     train(run_dir, 100, bad_step=66, hooks=(RollBackOnce(45),), at_end=False)
 
 

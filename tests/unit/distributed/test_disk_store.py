@@ -33,7 +33,7 @@ def save_on_two_ranks(run_dir: Path, rank1: CheckpointContents) -> list[StoreEve
     for store in stores:
         store.wait()
         store.close()
-    return [event for store in stores for event in store.drain_events()]
+    return [event for store in stores for event in store.events]
 
 
 def test_both_ranks_report_the_published_checkpoint(tmp_path: Path) -> None:

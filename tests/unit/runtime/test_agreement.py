@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.errors import RanksDisagree
 from holdfast.core.decide.engine import Limits
-from holdfast.runtime.agree.rows import Agreed, Column, Host, Measured, Rows, agree, alone
+from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMeasurements, Rows, agree, agree_alone
 from holdfast.runtime.tensors.norms import Norm
 
 
@@ -38,24 +38,24 @@ class Others:
     broadcast_object = all_gather_object
 
 
-def host(weight: float = 1.0, limits: Limits = Limits(None, None), **changed: Any) -> Host:
-    return Host(4, 1, 0, False, 0.1, 7, 8, None, weight, False, limits)._replace(**changed)
+def host(weight: float = 1.0, limits: Limits = Limits(None, None), **changed: Any) -> HostFields:
+    return HostFields(4, 1, 0.1, 7, 8, None, weight, False, limits)._replace(**changed)
 
 
-def measured(loss: float, norm: float = 1.0, **changed: Any) -> Measured:
+def measured(loss: float, norm: float = 1.0, **changed: Any) -> LocalMeasurements:
     value = torch.tensor(loss, dtype=torch.float32)
     whole = Norm(torch.tensor(norm, dtype=torch.float32))
-    return Measured(value, whole, None, (), None, None, None, None)._replace(**changed)
+    return LocalMeasurements(value, whole, None, (), None, None, None, None)._replace(**changed)
 
 
-def row(h: Host, m: Measured) -> torch.Tensor:
+def row(h: HostFields, m: LocalMeasurements) -> torch.Tensor:
     others = Others([])
     others.size = 2  # only to have the row made
     agree(others, h, m)
     return others.row
 
 
-def together(*ranks: tuple[Host, Measured], me: int = 0) -> Agreed:
+def together(*ranks: tuple[HostFields, LocalMeasurements], me: int = 0) -> AgreedStep:
     rows = [row(h, m) for h, m in ranks]
     mine = rows.pop(me)
     del mine
@@ -65,7 +65,7 @@ def together(*ranks: tuple[Host, Measured], me: int = 0) -> Agreed:
 def test_loss_is_the_mean_over_all_ranks_by_weight():
     found = together((host(3.0), measured(2.0)), (host(1.0), measured(6.0)))
     assert float(found.loss) == 3.0
-    assert float(found.weight) == 4.0
+    assert float(found.total_weight) == 4.0
 
 
 def test_rank_that_counts_nothing_does_not_spoil_the_mean():
@@ -77,7 +77,7 @@ def test_rank_that_counts_nothing_does_not_spoil_the_mean():
 def test_one_loss_that_is_not_finite_makes_the_step_so_and_stays_in_its_row(bad):
     found = together((host(), measured(1.0)), (host(), measured(bad)), (host(), measured(3.0)))
     assert math.isnan(float(found.loss))
-    losses = Rows(found.extra, 3).of(Column.LOSS)
+    losses = Rows(found.extra, 3).values(Column.LOSS)
     assert losses[0] == 1.0 and losses[2] == 3.0 and not math.isfinite(losses[1])
 
 
@@ -90,8 +90,8 @@ def test_whole_norms_give_the_largest_and_shares_add_up():
 
 
 def test_gradients_that_should_be_the_same_and_are_not_are_seen():
-    assert bool(together((host(), measured(1.0, 2.0)), (host(), measured(1.0, 2.1))).differs)
-    assert not bool(together((host(), measured(1.0, 2.0)), (host(), measured(1.0, 2.0000001))).differs)
+    assert bool(together((host(), measured(1.0, 2.0)), (host(), measured(1.0, 2.1))).norms_differ)
+    assert not bool(together((host(), measured(1.0, 2.0)), (host(), measured(1.0, 2.0000001))).norms_differ)
 
 
 def test_tightest_limit_of_any_rank_holds():
@@ -107,7 +107,7 @@ def test_whole_numbers_of_a_check_come_through_bit_for_bit(values):
     mine = measured(1.0, checks=torch.tensor(values))
     found = together((host(), mine), (host(), mine))
     assert Rows(found.extra, 2).checks == [values, values]
-    only = alone(host().limits, mine)
+    only = agree_alone(host().limits, mine)
     assert Rows(only.extra, 1).checks == [values]
 
 
@@ -126,8 +126,8 @@ def test_every_rank_comes_to_the_same_bits(ranks):
     [
         ({"step": 5}, "at steps 4, 5"),
         ({"attempt": 2}, "at attempts 1, 2"),
-        ({"history": 9}, "decided differently"),
-        ({"weighted": True}, "weight="),
+        ({"decisions": 9}, "decided differently"),
+        ({"is_weighted": True}, "weight="),
     ],
 )
 def test_ranks_that_are_not_in_step_are_told_so(changed, said):

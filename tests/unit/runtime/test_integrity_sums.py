@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from holdfast.core.base import config
 from holdfast.core.decide.corruption import DIFFERS, SAME, UNSEEN, ReplicaClass
-from holdfast.runtime.integrity.checks import Integrity
-from holdfast.runtime.integrity.checksums import sums_of, weights
+from holdfast.runtime.integrity.state_checks import StateChecks
+from holdfast.runtime.integrity.state_checksums import checksum_state, name_weights
 from holdfast.runtime.ports.ranks import SingleRank
 from holdfast.runtime.ports.replicas import SingleProcessReplicas
 from holdfast.runtime.state.optimizers import Optimizers
@@ -55,12 +55,12 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
     return raw.view(dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
 
 
-def pair(tensors: dict[str, Tensor], replicas=None, **settings: int | bool) -> Integrity:
+def pair(tensors: dict[str, Tensor], replicas=None, **settings: int | bool) -> StateChecks:
     section = config.IntegritySection(**{"replicas_every": 1, "between_updates_every": 0, **settings})
-    return Integrity(lambda: tensors, section, replicas or Everywhere(), Pair())
+    return StateChecks(lambda: tensors, section, replicas or Everywhere(), Pair())
 
 
-def row(checks: Integrity, number: int = 1) -> list[int]:
+def row(checks: StateChecks, number: int = 1) -> list[int]:
     found = checks.before_update(number)
     assert found is not None and found.dtype is torch.int64 and found.dim() == 1
     return found.tolist()
@@ -125,7 +125,7 @@ def test_sums_are_the_fingerprints_wherever_the_memory_lies():
             "none": memory[:0],
             "t": memory[:60].view(6, 10).T,
         }
-        sums = sums_of({**views, **{f"{n}.copy": v.clone() for n, v in views.items()}})
+        sums = checksum_state({**views, **{f"{n}.copy": v.clone() for n, v in views.items()}})
         found = dict(zip(sums.names, sums.values.tolist(), strict=True))
         for name, view in views.items():
             assert found[name] == found[f"{name}.copy"] == int(bit_checksum(view)), (dtype, name)
@@ -133,7 +133,7 @@ def test_sums_are_the_fingerprints_wherever_the_memory_lies():
 
 def test_weighing_loses_no_bit():
     """An even factor would drop the highest ones."""
-    assert all(weights([f"model.{n}" for n in range(200)], torch.device("cpu"))[1] % 2 == 1)
+    assert all(name_weights([f"model.{n}" for n in range(200)], torch.device("cpu"))[1] % 2 == 1)
 
 
 def test_order_of_names_makes_no_difference():
@@ -166,10 +166,10 @@ def test_classes_that_another_rank_does_not_have_are_not_compared():
             return [value, value[:1]]
 
     tensors = {"a": torch.ones(3), "b": torch.ones(3)}
-    checks = Integrity(
+    checks = StateChecks(
         lambda: tensors, config.IntegritySection(replicas_every=1, between_updates_every=0), Named(), Unlike()
     )
-    assert len(row(checks)) == 1 and checks.unlike == ["b"]
+    assert len(row(checks)) == 1 and checks.unmatched == ["b"]
 
 
 def test_parameters_alone_where_the_optimizer_is_not_to_be_looked_at():
@@ -183,10 +183,10 @@ def test_parameters_alone_where_the_optimizer_is_not_to_be_looked_at():
 def test_every_so_many_steps_and_in_the_first_two_of_a_life():
     checks = pair({"w": torch.ones(2)}, replicas_every=10, between_updates_every=15)
     checks.before_update(7)
-    due = {n: checks.checks(n) for n in range(7, 61)}
+    due = {n: checks.due(n) for n in range(7, 61)}
     assert [n for n, d in due.items() if d.replicas] == [7, 8, 10, 20, 30, 40, 50, 60]
     assert [n for n, d in due.items() if d.window] == [7, 8, 15, 30, 45, 60]
-    assert [n for n in due if checks.due(n)] == [7, 8, 10, 15, 20, 30, 40, 45, 50, 60]
+    assert [n for n in due if any(checks.due(n))] == [7, 8, 10, 15, 20, 30, 40, 45, 50, 60]
     assert checks.before_update(9) is None
     assert [len(row(checks, n)) for n in (10, 15, 30)] == [1, 1, 2]
     never = pair({"w": torch.ones(2)}, replicas_every=0, between_updates_every=0)
@@ -204,7 +204,7 @@ class Trained:
         self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **adam)
         state = RunState([("", self.model)], Optimizers([self.optimizer]), Schedulers([], []), None)
-        self.checks = Integrity(
+        self.checks = StateChecks(
             state.update_tensors,
             config.IntegritySection(between_updates_every=every),
             SingleProcessReplicas(),
@@ -296,17 +296,17 @@ def test_last_good_moves_with_checks_that_passed_and_back_with_the_run():
     said = row(checks, 30)
     assert checks.judge(30, [said, [said[0] ^ 1]])[0].ranks == (0, 1)
     assert checks.last_good == 19
-    checks.returned_to(12)
+    checks.rolled_back_to(12)
     assert checks.last_good == 12
 
 
 def test_sums_are_those_of_the_check_although_an_update_has_followed():
     run = Trained()
     run.steps(2)
-    before = run.checks.tensors(2)
+    before = run.checks.tensor_checksums(2)
     run.step()
-    assert run.checks.tensors(2) == before != run.checks.tensors(3)
-    assert set(before) == set(run.checks.tensors(99)) and run.checks.tensors(99) != before
+    assert run.checks.tensor_checksums(2) == before != run.checks.tensor_checksums(3)
+    assert set(before) == set(run.checks.tensor_checksums(99)) and run.checks.tensor_checksums(99) != before
 
 
 def test_looking_changes_nothing():

@@ -77,7 +77,7 @@ def test_a_hook_that_comes_later_never_hears_of_an_update_that_did_not_land(wher
     heard: list[int] = []
     hook = None
     with holdfast.Guard(model, optimizer, config=config, run_dir=tmp_path / "run") as guard:
-        assert guard._run.gate.on_device
+        assert guard._run.parts.gate.on_device
         outcomes = []
         try:
             for step in guard.steps(batches(), max_steps=10):
@@ -149,7 +149,7 @@ def test_a_run_whose_state_is_back_in_part_serves_no_step():
         with next(steps) as step:
             for (x,) in step.microbatches():
                 step.backward(model(x).square().mean())
-        guard._run.snapshots.restorer.is_partial = True
+        guard._run.parts.snapshots.restorer.is_partial = True
         with pytest.raises(StepError, match="put back in part"):
             next(steps)
-        guard._run.snapshots.restorer.is_partial = False
+        guard._run.parts.snapshots.restorer.is_partial = False

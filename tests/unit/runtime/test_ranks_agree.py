@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from holdfast.core.decide.corruption import ReplicaClass
-from holdfast.runtime.guard.guard import Guard, Wired
+from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from marks import slow
 
@@ -93,15 +93,15 @@ class Replicated:
         return [ReplicaClass(tuple(tensors), self._everyone)]
 
 
-class RankGuard(Guard):
+class RankGuard(GuardBase):
     """A guard that trains with others in the same process."""
 
     def __init__(self, company: DistributedContext, *args: Any, **options: Any) -> None:
         self._company = company
         super().__init__(*args, **options)
 
-    def _wire(self, run_dir: Any, config: Any) -> Wired:
-        return Wired(None, None, self._company)
+    def _wire(self, run_dir: Any, config: Any) -> Wiring:
+        return Wiring(None, None, self._company)
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Rank:
         if "flipped_bit" in now:
             self.model.weight.data.view(torch.int32)[0, 1] ^= 1 << 19
         if "spoilt_snapshots" in now:
-            for snapshot in guard._run.snapshots.ring:
+            for snapshot in guard._run.parts.snapshots.ring:
                 snapshot.copy.copied.wait(WAIT_SECONDS)
                 next(iter(snapshot.copy.tensors.values())).add_(1.0)
 

@@ -70,7 +70,7 @@ def test_while_it_is_open_results_carry_the_step(tmp_path):
         for step in one.steps(LOADER, max_steps=4):
             with step:
                 for batch in step.microbatches():
-                    step.backward(one._run.state.modules[0][1](batch).mean())
+                    step.backward(one._run.context.state.modules[0][1](batch).mean())
             holdfast.record(one, eval={"hellaswag": 0.1 * step.number})
         holdfast.record(one, step=400, eval={"hellaswag": 0.4, "mmlu": torch.tensor(0.25)})
     results = [(e["step"], e["facts"]["eval"]) for e in said(run) if "eval" in e["facts"]]

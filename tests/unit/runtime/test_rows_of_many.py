@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.base.config import Config
 from holdfast.core.base.errors import RanksDisagree
 from holdfast.core.base.types import Signal
-from holdfast.runtime.agree.attribution import readers
-from holdfast.runtime.agree.coordinator import Meeting
+from holdfast.runtime.agree.attribution import group_by_batch
+from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.agree.rows import Column, Rows
 
 LARGE = 2.0**32 - 1
@@ -37,13 +38,6 @@ class Many:
         self.size = size
 
 
-class Seen:
-    """A step whose rows are on the host."""
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-
 def table(ranks: list[dict[Column, float]]) -> torch.Tensor:
     found = torch.zeros(len(ranks), len(Column), dtype=torch.float64)
     for n, rank in enumerate(ranks):
@@ -54,8 +48,8 @@ def table(ranks: list[dict[Column, float]]) -> torch.Tensor:
 
 def over_all(found: torch.Tensor) -> tuple[Signal, Rows]:
     rows = Rows(found.reshape(-1), len(found))
-    meeting = Meeting(cast(Any, None), cast(Any, Many(len(found))))
-    return meeting.over_all(Signal(step=4, loss=1.0), cast(Any, Seen(rows))), rows
+    coordinator = RankCoordinator(cast(Any, Many(len(found))), Config())
+    return coordinator.merge_signal(Signal(step=4, loss=1.0), rows), rows
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -65,14 +59,14 @@ def test_signal_over_all_ranks_is_what_it_is_rank_by_rank(ranks):
     samples = [r[Column.SAMPLES] for r in ranks]
     lengths = {r[Column.LENGTH] for r in ranks}
     limits = [min(r[c] for r in ranks) for c in (Column.LOSS_LIMIT, Column.GRAD_LIMIT)]
-    assert signal.samples == (None if min(samples) < 0 else sum(samples[group[0]] for group in readers(rows)))
+    assert signal.samples == (None if min(samples) < 0 else sum(samples[group[0]] for group in group_by_batch(rows)))
     assert signal.length == (lengths.pop() if len(lengths) == 1 and lengths != {-1.0} else None)
     assert signal.seconds == max(r[Column.SECONDS] for r in ranks)
     assert [signal.loss_limit, signal.grad_limit] == [None if limit == math.inf else limit for limit in limits]
     assert (signal.batch is None) == (min(r[Column.BATCH] for r in ranks) < 0)
     losses = torch.tensor([r[Column.LOSS] for r in ranks], dtype=torch.float64)
     assert torch.equal(
-        torch.tensor(rows.of(Column.LOSS), dtype=torch.float64).view(torch.int64), losses.view(torch.int64)
+        torch.tensor(rows.values(Column.LOSS), dtype=torch.float64).view(torch.int64), losses.view(torch.int64)
     )
 
 
@@ -89,7 +83,7 @@ def test_rows_are_kept_when_their_memory_serves_another_step():
     found = table([{Column.LOSS: 1.0}, {Column.LOSS: 2.0}])
     rows = Rows(found.view(-1), 2)
     found.fill_(9.0)
-    assert rows.of(Column.LOSS) == [1.0, 2.0]
+    assert rows.values(Column.LOSS) == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("size", [2, 17, 4096])
@@ -97,10 +91,10 @@ def test_the_last_of_many_ranks_is_heard_and_missed(size):
     found = torch.zeros(size, len(Column), dtype=torch.float64)
     calm = Rows(found.view(-1), size)
     calm.check_lockstep()
-    assert not calm.asking()
-    found[-1, Column.ASKS] = 1.0
-    assert Rows(found.view(-1), size).asking()
+    assert not calm.has_requests()
+    found[-1, Column.HAS_REQUESTS] = 1.0
+    assert Rows(found.view(-1), size).has_requests()
     found[-1, Column.STEP] = 5.0
-    with pytest.raises(RanksDisagree, match="at steps 0, .*every rank must run the same loop") as raised:
+    with pytest.raises(RanksDisagree, match="at steps 0, .*run the same loop") as raised:
         Rows(found.view(-1), size).check_lockstep()
     assert ("..." in str(raised.value)) == (size > 16)

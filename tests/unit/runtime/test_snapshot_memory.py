@@ -146,7 +146,7 @@ def train(tmp_path, megabytes, steps=40, model=None, register=None, optimizer=to
 
 def held(guard) -> int:
     """Return the bytes that all snapshots take, each storage counted once."""
-    snapshots = guard._run.snapshots
+    snapshots = guard._run.parts.snapshots
     storages = {}
     for snapshot in [*snapshots.ring, *([snapshots._in_progress] if snapshots._in_progress else [])]:
         for tensor in snapshot.tensors().values():
@@ -159,7 +159,7 @@ def test_snapshots_stay_within_the_budget(megabytes, tmp_path):
     """One snapshot of this model with Adam's state takes 0.05 MB."""
     guard, largest, notes = train(tmp_path, megabytes)
     assert 0 < largest <= megabytes * 1e6
-    assert len(guard._run.snapshots.ring) >= 2
+    assert len(guard._run.parts.snapshots.ring) >= 2
     assert bool(notes) == (megabytes < 10)
     assert all("instead of every" in n for n in notes)
 
@@ -179,7 +179,7 @@ def test_frozen_weights_count_once(tmp_path):
     guard, largest, notes = train(tmp_path, 0.5, model=model)
     assert notes == []
     assert 0.26e6 < largest <= 0.5e6
-    assert guard._run.snapshots.ring.enabled
+    assert guard._run.parts.snapshots.ring.enabled
 
 
 def test_frozen_weights_larger_than_the_budget_disable_snapshots(tmp_path):

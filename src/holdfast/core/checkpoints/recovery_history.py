@@ -70,6 +70,19 @@ class RecoveryHistory:
         """Keep the first `kept` interventions, which the restored state includes, and append those of the rollback."""
         self.interventions = [*self.interventions[:kept], *added]
 
+    def add(self, intervention: Intervention) -> None:
+        """Add an intervention that was applied without a rollback."""
+        self.interventions.append(intervention)
+
+    def clear_interventions(self) -> None:
+        """Forget all interventions: the run starts over."""
+        self.interventions.clear()
+
+    def next_branch(self, branches: Iterable[int]) -> int:
+        """Return a branch number higher than any given before, and than any of `branches`."""
+        self.branches = 1 + max([self.branches, *branches])
+        return self.branches
+
     def due(self, applied: int, step: int) -> list[Intervention]:
         """Return the interventions at or before `step` that a state with the first `applied` of them lacks."""
         return [i for i in self.interventions[applied:] if i.step <= step]

@@ -90,6 +90,20 @@ class Engine:
             self._journal.write(event, durable=durable, **fields)
         self._tally.feed(plain({"event": event, **fields}))
 
+    def note(self, step: int, message: str) -> None:
+        """Journal and log that something works less well than asked."""
+        self.write("note", step=step, message=message)
+        log.warning("holdfast: %s", message)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Return why policy stopped the run, if no person has acknowledged it since."""
+        return self.policy.state.latched
+
+    def policy_state(self) -> dict[str, Any]:
+        """Return the budgets and the open incident, for the journal."""
+        return self.policy.state_dict()
+
     def summary(self, committed: int) -> Summary:
         return self._tally.summary(committed)
 
@@ -235,6 +249,11 @@ class Engine:
         for name, owner in self._with_windows().items():
             if name in state:
                 owner.load_state_dict(state[name])
+
+    def rolled_back(self, detectors: dict[str, Any], step: int) -> None:
+        """Restore the detectors' windows, and give the policy the step that the rollback returned to."""
+        self.load_state_dict(detectors)
+        self.policy.rolled_back_to(step)
 
     def load_saved_windows(self, state: dict[str, Any], step: int) -> None:
         """Go on from what an earlier process saved. A detector it holds no window of, or one that another version

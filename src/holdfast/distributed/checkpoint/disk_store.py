@@ -59,7 +59,7 @@ class DiskCheckpointStore:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
         self._requests: list[Future[None]] = []
         self._aborted = False
-        self._events: deque[StoreEvent] = deque()
+        self.events: deque[StoreEvent] = deque()
 
     def open(self, run: str) -> None:
         """Remove what a killed process left unfinished. The caller holds the run directory's lock. All ranks call it."""
@@ -104,16 +104,10 @@ class DiskCheckpointStore:
         """Stop waiting for other ranks: requests that need them fail at once."""
         self._aborted = True
 
-    def drain_events(self) -> list[StoreEvent]:
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
-
     def _emit(
         self, name: str, status: str, why: str = "", path: Path | None = None, bytes: int = 0, seconds: float = 0.0
     ) -> None:
-        self._events.append(StoreEvent(name, status, why, path, bytes, seconds))
+        self.events.append(StoreEvent(name, status, why, path, bytes, seconds))
 
     def _mark(self, name: str, health: Health, why: str, handover: bool) -> None:
         try:

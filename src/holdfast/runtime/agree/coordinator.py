@@ -1,16 +1,15 @@
-"""What this rank brings to the others at every step, and what it takes from them. One process meets nobody.
+"""Coordinate with the other ranks: agree on a step's numbers, exchange requests, share decisions.
 
-A healthy step takes one collective. What a rank alone has to say (stop, a shift to expect, samples to leave out, broken
-state) is announced by a flag in that step's row, and told in a second round on every rank; it holds from then on, on all
-alike.
+A healthy step takes one collective. A request of one rank (stop, an expected shift, samples to quarantine, non-finite
+state) is announced by a flag in that rank's row. A second exchange then carries it to all ranks, and all act on it alike.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,206 +17,186 @@ from torch import Tensor
 
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import PolicyStop, RanksDisagree
-from holdfast.core.base.types import Finding, Flag, Incident, Kind, Plan, Severity, Signal
-from holdfast.core.decide.engine import Limits
-from holdfast.runtime.agree import attribution
-from holdfast.runtime.agree.rows import Agreed, Column, Host, Measured, Rows, agree, alone
+from holdfast.core.base.types import Finding, Flag, Kind, Plan, Severity, Signal
+from holdfast.runtime.agree.attribution import Origin, find_origin
+from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMeasurements, Rows, agree
+from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import Ranks
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot
-from holdfast.runtime.tensors.norms import Norm
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
-    from holdfast.runtime.step.step import Step
 
 
-class Meeting:
-    """One run's dealings with the ranks it trains with."""
+class Requests(NamedTuple):
+    """What any rank has asked for, in the order of ranks."""
 
-    def __init__(self, run: Run, ranks: Ranks) -> None:
-        self._run, self.ranks = run, ranks
-        self.several = ranks.size > 1
-        self._asks: list[dict[str, Any]] = []
-        self._history = 0
+    stop: tuple[int, str] | None
+    """the asking rank and its reason"""
+    shifts: list[str]
+    quarantines: list[tuple[int, list[int], str]]
+    """rank, sample ids, reason"""
+
+
+class RankCoordinator:
+    """Exchanges with the ranks of a run. One process exchanges nothing."""
+
+    def __init__(self, ranks: Ranks, config: Config) -> None:
+        self._ranks, self._config = ranks, config
+        self.is_distributed = ranks.size > 1
+        self._requests: list[dict[str, Any]] = []
+        self._decisions = 0
+        """checksum of every plan so far; ranks compare it at each step"""
         self._alarms: list[tuple[int, NonfiniteSnapshot]] = []
 
     # ---- at every step
 
-    def agree(
-        self, step: Step, loss: Tensor, norm: Norm, found: Sequence[Tensor], limits: Limits, checks: Tensor | None
-    ) -> Agreed:
-        """The step's numbers, over all ranks."""
-        run, scaler = self._run, self._run.state.scaler
-        self._raise_alarm()
-        own = Measured(
-            loss,
-            norm,
-            None if scaler is None else scaler.scale_tensor(),
-            found,
-            run.leaving.sense_update_share(loss) if self.several else None,
-            run.leaving.sense_weights(step, loss),
-            run.witness.pop() if self.several else None,
-            checks,
-        )
-        return agree(self.ranks, self._host(step, limits), own) if self.several else alone(limits, own)
+    def agree(self, host: HostFields, local: LocalMeasurements) -> AgreedStep:
+        """Return the step's numbers over all ranks, by one collective."""
+        host = host._replace(decisions=self._decisions, has_requests=bool(self._requests))
+        return agree(self._ranks, host, local)
 
-    def _host(self, step: Step, limits: Limits) -> Host:
-        fingerprint = step.fingerprint
-        return Host(
-            step.number,
-            step.attempt,
-            self._history,
-            bool(self._asks),
-            step.seconds,
-            None if fingerprint is None else fingerprint.checksum,
-            step.samples,
-            None if fingerprint is None else fingerprint.sequence_length,
-            step.weight,
-            step.weighted,
-            limits,
-        )
+    def read_rows(self, extra: Tensor | None, scaled_optimizers: int) -> Rows | None:
+        """Return the rows of all ranks on the host. RanksDisagree if the ranks are not at the same step.
 
-    def _raise_alarm(self) -> None:
-        """What a snapshot of this rank alone was found to hold, the others do not know yet."""
-        if self.several and (alarm := self._run.snapshots.pop_nonfinite()) is not None:
-            self.ask("alarm", alarm._asdict())
+        For one process they hold its own integrity checks, or nothing.
+        """
+        if extra is None and not self.is_distributed:
+            return None
+        rows = Rows(extra, self._ranks.size, found_inf=scaled_optimizers)
+        if self.is_distributed:
+            rows.check_lockstep()
+        return rows
 
-    def read(self, step: Step, extra: Tensor | None) -> bool:
-        """The rows are on the host: see that all ranks are in step, and hear what they ask for. Returns whether the level of
-        the loss is to be learned anew. Once a step."""
-        if step.rows is not None or (extra is None and not self.several):
-            return False
-        step.rows = Rows(extra, self.ranks.size, found=self._run.leaving.scaled_optimizers)
-        if not self.several:
-            return False
-        step.rows.check_lockstep()
-        return self.hear(step.number) if step.rows.asking() else False
-
-    def over_all(self, signal: Signal, step: Step) -> Signal:
-        """The signal's other numbers, over all ranks."""
-        rows = step.rows
-        if not self.several or rows is None:
+    def merge_signal(self, signal: Signal, rows: Rows | None) -> Signal:
+        """Return the signal with the numbers that only the host knew taken over all ranks."""
+        if not self.is_distributed or rows is None:
             return signal
-        least, loss_limit, grad_limit = rows.least, rows.least[Column.LOSS_LIMIT], rows.least[Column.GRAD_LIMIT]
+        lowest, loss_limit, grad_limit = rows.lowest, rows.lowest[Column.LOSS_LIMIT], rows.lowest[Column.GRAD_LIMIT]
         return msgspec.structs.replace(
             signal,
-            batch=None if least[Column.BATCH] < 0 else zlib.crc32(rows.column(Column.BATCH).tobytes()),
-            samples=None if least[Column.SAMPLES] < 0 else _samples(rows),
-            length=rows.one(Column.LENGTH),
-            seconds=rows.most[Column.SECONDS],
+            batch=None if lowest[Column.BATCH] < 0 else zlib.crc32(rows.column(Column.BATCH).tobytes()),
+            samples=None if lowest[Column.SAMPLES] < 0 else _count_samples(rows),
+            length=rows.common_value(Column.LENGTH),
+            seconds=rows.highest[Column.SECONDS],
             loss_limit=loss_limit if loss_limit < math.inf else None,
             grad_limit=grad_limit if grad_limit < math.inf else None,
         )
 
-    def weigh(self, step: Step) -> None:
-        """The step stands: what its parts weighed on average is what the next one's are weighed by."""
-        if self.several and step.weighted and step.rows is not None:
-            mean = sum(step.rows.of(Column.WEIGHT)) / (self.ranks.size * (step.parts or 1))
-            if mean > 0 and math.isfinite(mean):
-                self._run.state.interventions.weight_unit = math.ldexp(1.0, round(math.log2(mean)))
+    def next_unit(self, rows: Rows, parts: int) -> float | None:
+        """Return the weight of a part for the next step: the mean of this one, rounded to a power of two."""
+        mean = sum(rows.values(Column.WEIGHT)) / (self._ranks.size * parts)
+        return math.ldexp(1.0, round(math.log2(mean))) if mean > 0 and math.isfinite(mean) else None
 
-    def decided(self, signal: Signal, plan: Plan | None) -> None:
-        """What was decided goes into the checksum that the ranks compare at the next step."""
-        if self.several and plan is not None:
-            told = msgspec.json.encode([signal.step, signal.attempt, plan.actions, plan.incident])
-            self._history = zlib.crc32(told, self._history)
+    def add_decision(self, signal: Signal, plan: Plan | None) -> None:
+        """Add a plan to the checksum that the ranks compare at the next step."""
+        if self.is_distributed and plan is not None:
+            decision = msgspec.json.encode([signal.step, signal.attempt, plan.actions, plan.incident])
+            self._decisions = zlib.crc32(decision, self._decisions)
 
-    # ---- what one rank alone has to say
+    # ---- requests of one rank
 
-    def ask(self, what: str, value: Any) -> None:
-        self._asks.append({"what": what, "value": value})
+    def request(self, what: str, value: Any) -> None:
+        """Queue a request of this rank until the next exchange."""
+        self._requests.append({"what": what, "value": value})
 
-    def hear(self, number: int) -> bool:
-        """What any rank has asked for since the last time, on all of them alike: it holds from step `number` on."""
-        asked, self._asks = self._asks, []
-        told = [(rank, ask) for rank, asks in enumerate(self.ranks.all_gather_object(asked)) for ask in asks]
-        run, shifts = self._run, []
-        for rank, ask in told:
-            what, value = ask["what"], ask["value"]
-            if what == "stop" and run.stopping is None:
-                run.stopping = value
-                run.engine.write("stop_requested", step=number, reason=value, rank=rank)
-            elif what == "shift" and value not in shifts:
-                shifts.append(value)
-                run.engine.shift(value, number - 1)
-            elif what == "quarantine":
-                run.leave_samples_out(value["samples"], value["reason"], rank=rank)
-            elif what == "alarm":
-                self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return bool(shifts)
+    def request_alarm(self, alarm: NonfiniteSnapshot) -> None:
+        """Queue what only this rank knows: one of its snapshots holds NaN or Inf."""
+        self.request("alarm", alarm._asdict())
 
-    def share_plan(self, incident: Incident, own: Plan | None) -> Plan | None:
-        """The first rank's hook decides for all."""
-        if not self.several:
-            return own
-        said = self.ranks.broadcast_object(None if own is None else msgspec.to_builtins(own))
-        return None if said is None else msgspec.convert(said, Plan)
+    def drain_requests(self) -> Requests:
+        """Exchange the queued requests of all ranks. Alarms are kept for `nonfinite_state`."""
+        queued, self._requests = self._requests, []
+        stop: tuple[int, str] | None = None
+        shifts: list[str] = []
+        quarantines: list[tuple[int, list[int], str]] = []
+        for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
+            for request in requests:
+                what, value = request["what"], request["value"]
+                if what == "stop":
+                    stop = stop or (rank, value)
+                elif what == "shift" and value not in shifts:
+                    shifts.append(value)
+                elif what == "quarantine":
+                    quarantines.append((rank, value["samples"], value["reason"]))
+                elif what == "alarm":
+                    self._alarms.append((rank, NonfiniteSnapshot(**value)))
+        return Requests(stop, shifts, quarantines)
+
+    # ---- decisions that all ranks share
+
+    def share_plan(self, plan: Plan | None) -> Plan | None:
+        """Return rank 0's plan on every rank."""
+        if not self.is_distributed:
+            return plan
+        shared = self._ranks.broadcast_object(None if plan is None else msgspec.to_builtins(plan))
+        return None if shared is None else msgspec.convert(shared, Plan)
 
     def share_metric(self, metric: float) -> float:
-        """An evaluation's result over all ranks: the one that all have, or their mean."""
-        if not self.several:
+        """Return an evaluation result over all ranks: their common value, or their mean."""
+        if not self.is_distributed:
             return metric
-        metrics = [float(m) for m in self.ranks.all_gather_object(metric)]
+        metrics = [float(value) for value in self._ranks.all_gather_object(metric)]
         return metrics[0] if len(set(metrics)) == 1 else sum(metrics) / len(metrics)
 
-    def reason(self, why: str | None) -> str | None:
-        """Why something cannot be done on one of the ranks: then none does it."""
-        if not self.several:
-            return why
-        return next((f"rank {r}: {w}" for r, w in enumerate(self.ranks.all_gather_object(why)) if w is not None), None)
+    def first_reason(self, reason: str | None) -> str | None:
+        """Return why any rank cannot do something, with its rank; None if all can."""
+        if not self.is_distributed:
+            return reason
+        reasons = enumerate(self._ranks.all_gather_object(reason))
+        return next((f"rank {rank}: {why}" for rank, why in reasons if why is not None), None)
 
-    def together(self, do: Callable[[], None]) -> None:
-        """Something that every rank does, and that may be refused on one of them: then it is on all."""
-        if not self.several:
-            do()
+    def run_on_all(self, action: Callable[[], None]) -> None:
+        """Run `action` on every rank. If one rank refuses, every rank raises: its own error, or the other rank's."""
+        if not self.is_distributed:
+            action()
             return
-        mine: BaseException | None = None
+        own: BaseException | None = None
         try:
-            do()
+            action()
         except Exception as error:
-            mine = error
-        code = mine.code if isinstance(mine, PolicyStop) else None
-        told = self.ranks.all_gather_object(None if mine is None else [f"{type(mine).__name__}: {mine}", code])
-        if mine is not None:
-            raise mine
-        for rank, said in enumerate(told):
-            if said is not None:
-                why = f"rank {rank}: {said[0]}"
-                raise RanksDisagree(why) if said[1] is None else PolicyStop(why, said[1])
+            own = error
+        code = own.code if isinstance(own, PolicyStop) else None
+        refusals = self._ranks.all_gather_object(None if own is None else [f"{type(own).__name__}: {own}", code])
+        if own is not None:
+            raise own
+        for rank, refusal in enumerate(refusals):
+            if refusal is not None:
+                message = f"rank {rank}: {refusal[0]}"
+                raise RanksDisagree(message) if refusal[1] is None else PolicyStop(message, refusal[1])
 
-    def same_loop(self, about: dict[str, Any]) -> str | None:
-        """What of two ranks' loops differs, in words; None where all are alike."""
-        if not self.several:
-            return None
-        run, hooks = self._run, self._run.hooks
-        about = {**about, "the policy's checksum": _checksum(run.config), "the gate on the device": run.gate.on_device}
-        told = self.ranks.all_gather_object([about, hooks.runs_between_steps, hooks.has_plan_hook, bool(self._asks)])
-        for key in about:
-            values = [t[0].get(key) for t in told]
-            if any(v != values[0] for v in values):
-                return f"{key} is {', '.join(map(str, values[:16]))} in the order of ranks"
-        # A hook may be on one rank alone (the first one logs, say); when steps settle, and who is asked, is alike on all.
-        if (warning := hooks.match_ranks([t[1] for t in told], [t[2] for t in told])) is not None:
-            run.tell(warning)
-        if any(t[3] for t in told):  # before anything is drawn
-            self.hear(run.step + 1)
-        return None
+    def compare_loops(self, loop: dict[str, Any], hooks: Hooks) -> tuple[str | None, str | None, bool]:
+        """Compare the loops of all ranks and match their hooks.
+
+        Returns the difference in words or None, a warning or None, and whether any rank has queued requests.
+        """
+        loop = {**loop, "the policy's checksum": _shared_config_checksum(self._config)}
+        gathered = self._ranks.all_gather_object(
+            [loop, hooks.runs_between_steps, hooks.has_plan_hook, bool(self._requests)]
+        )
+        for key in loop:
+            values = [each[0].get(key) for each in gathered]
+            if any(value != values[0] for value in values):
+                return f"{key} is {', '.join(map(str, values[:16]))} in the order of ranks", None, False
+        warning = hooks.match_ranks([each[1] for each in gathered], [each[2] for each in gathered])
+        return None, warning, any(each[3] for each in gathered)
 
     # ---- when something is wrong
 
-    def broken_state(self, name: str | None, onset: int, how: str, signal: Signal) -> list[Finding]:
-        """Non-finite state on any rank, found now or told of."""
-        names = [(rank, found) for rank, found in enumerate(self.ranks.all_gather_object(name)) if found is not None]
-        found = [(rank, NonfiniteSnapshot(onset, tensor), how) for rank, tensor in names]
-        found += [(rank, alarm, "found in a snapshot") for rank, alarm in self._alarms]
+    @property
+    def has_alarms(self) -> bool:
+        """Return whether a rank has reported a snapshot with NaN or Inf."""
+        return bool(self._alarms)
+
+    def nonfinite_state(self, tensor: str | None, onset: int, how: str, signal: Signal) -> list[Finding]:
+        """Return a finding if the state of any rank holds NaN or Inf: found now on this rank, or reported before."""
+        tensors = enumerate(self._ranks.all_gather_object(tensor))
+        places = [(rank, NonfiniteSnapshot(onset, name), how) for rank, name in tensors if name is not None]
+        places += [(rank, alarm, "found in a snapshot") for rank, alarm in self._alarms]
         self._alarms = []
-        if not found:
+        if not places:
             return []
-        rank, alarm, how = found[0]
-        where = f" on rank {rank}" if self.several else ""
+        rank, alarm, how = places[0]
         evidence: dict[str, Any] = {"tensor": alarm.tensor, "how": how, "loss": signal.loss}
-        if self.several:
-            evidence["ranks"] = sorted({r for r, _, _ in found})
+        if self.is_distributed:
+            evidence["ranks"] = sorted({place[0] for place in places})
         return [
             Finding(
                 kind=Kind.NONFINITE_STATE,
@@ -225,30 +204,24 @@ class Meeting:
                 step=signal.step,
                 onset=max(1, alarm.step),
                 detector="state",
-                message=f"{alarm.tensor} holds NaN or Inf{where}",
+                message=f"{alarm.tensor} holds NaN or Inf" + (f" on rank {rank}" if self.is_distributed else ""),
                 evidence=evidence,
             )
         ]
 
-    @property
-    def alarmed(self) -> bool:
-        return bool(self._alarms)
-
-    def blame(self, step: Step, signal: Signal) -> attribution.Blame | None:
-        """Whose doing a vetoed step was; None for one process, and for a step that passed."""
-        if not self.several or not signal.flags or step.rows is None:
-            return None
-        broken = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
-        accounts = self.ranks.all_gather_object(
-            attribution.account(step, rows=broken and self._run.config.quarantine.nonfinite_samples)
+    def find_origin(self, rows: Rows, signal: Signal, describe_data: Callable[[bool], dict[str, Any]]) -> Origin:
+        """Return the ranks and samples a vetoed step came from. Every rank describes its own data."""
+        is_nonfinite = bool(signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE))
+        accounts = self._ranks.all_gather_object(
+            describe_data(is_nonfinite and self._config.quarantine.nonfinite_samples)
         )
-        return attribution.blame(step.rows, accounts, signal.flags, signal.loss_limit)
+        return find_origin(rows, accounts, signal.flags, signal.loss_limit)
 
 
-def _samples(rows: Rows) -> int:
-    """What all ranks read together; those that read the same (see attribution.readers) count once."""
+def _count_samples(rows: Rows) -> int:
+    """Return how many samples all ranks read; ranks that read the same batch count once."""
     samples, batches = rows.column(Column.SAMPLES), rows.column(Column.BATCH)
-    if rows.least[Column.BATCH] < 0:  # not looked at: data of its own
+    if rows.lowest[Column.BATCH] < 0:  # a rank without a fingerprint counts as one with its own data
         batches = np.where(batches < 0, -1.0 - np.arange(rows.size), batches)
     ordered = batches.copy()
     ordered.sort()
@@ -257,7 +230,7 @@ def _samples(rows: Rows) -> int:
     return int(np.add.reduce(samples))
 
 
-def _checksum(config: Config) -> int:
-    """Of what ranks must have in common. What they may keep in memory, and write of it, may differ."""
-    common = (config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint)
-    return zlib.crc32(msgspec.json.encode(common))
+def _shared_config_checksum(config: Config) -> int:
+    """Return a checksum of the sections all ranks must share. Memory and output settings may differ by rank."""
+    shared = (config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint)
+    return zlib.crc32(msgspec.json.encode(shared))

@@ -1,8 +1,8 @@
-"""Settings that were changed between two lives of a run: the new ones hold.
+"""Keep settings that a person changed between two processes of a run.
 
-A saved state holds the options of the optimizers and the settings of the schedulers too. Where the program was started with
-the same as then, what was saved goes on, bit for bit. Where a person has written another learning rate, weight decay or
-length of the schedule, that is what they want from here on; the learning rate keeps its place in the schedule.
+A checkpoint holds the options of optimizers and schedulers. If the program starts with the options it was saved with, the
+saved ones continue, bit for bit. If a person changed the learning rate, the weight decay or the schedule's length, the new
+value applies from here on, and the learning rate keeps its place in the schedule.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from torch import Tensor
 
 from holdfast.runtime.state.run_state import RunState
 
-_SCALED = ("lr", "initial_lr")
-_NOT_SET = ("parameters", *_SCALED)
+_LEARNING_RATES = ("lr", "initial_lr")
+_NOT_SETTINGS = ("parameters", *_LEARNING_RATES)
 
 
-def hold(state: RunState, then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Put what is given now over what was restored, where the two differ; the names of what was changed."""
+def apply_overrides(state: RunState, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Write the current settings over the restored ones where the two differ. Return the names of those changed."""
     names: list[str] = []
-    groups_then, groups_now = then.get("optimizer_groups") or [], now.get("optimizer_groups") or []
-    for optimizer, old, new in zip(state.optimizers.all, groups_then, groups_now, strict=False):
-        for n, (group, was, given) in enumerate(zip(optimizer.param_groups, old, new, strict=False)):
-            names += _group(group, was, given)
-            if (ratio := _ratio(was, given)) != 1.0:
-                _scale_bases(state, optimizer, n, ratio)
-    pairs = zip(then.get("schedulers") or [], now.get("schedulers") or [], strict=False)
+    saved_groups, current_groups = saved.get("optimizer_groups") or [], current.get("optimizer_groups") or []
+    for optimizer, old, new in zip(state.optimizers.all, saved_groups, current_groups, strict=False):
+        for n, (group, before, now) in enumerate(zip(optimizer.param_groups, old, new, strict=False)):
+            names += _apply_to_group(group, before, now)
+            if (ratio := _lr_ratio(before, now)) != 1.0:
+                _scale_base_lrs(state, optimizer, n, ratio)
+    pairs = zip(saved.get("schedulers") or [], current.get("schedulers") or [], strict=False)
     for scheduler, (old, new) in zip(state.schedulers.all, pairs, strict=False):
-        names += _scheduler(scheduler, old, new)
+        names += _apply_to_scheduler(scheduler, old, new)
     state.schedulers.record_positions()
     return sorted(set(names))
 
 
-def _group(group: dict[str, Any], was: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _apply_to_group(group: dict[str, Any], saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     names = []
-    for name, value in given.items():
-        if name in _NOT_SET or name not in group or name not in was or _same(was[name], value):
+    for name, value in current.items():
+        if name in _NOT_SETTINGS or name not in group or name not in saved or _is_same(saved[name], value):
             continue
         group[name] = tuple(value) if isinstance(group[name], tuple) else value
         names.append(name)
-    if (ratio := _ratio(was, given)) != 1.0:
-        for name in _SCALED:
+    if (ratio := _lr_ratio(saved, current)) != 1.0:
+        for name in _LEARNING_RATES:
             if isinstance(group.get(name), Tensor):
                 group[name].mul_(ratio)
             elif name in group:
@@ -51,35 +51,35 @@ def _group(group: dict[str, Any], was: Mapping[str, Any], given: Mapping[str, An
     return names
 
 
-def _same(was: Any, value: Any) -> bool:
-    """One of them has been through a file, where there are no tuples."""
-    return was == value or (
-        isinstance(value, list | tuple) and isinstance(was, list | tuple) and list(was) == list(value)
-    )
+def _is_same(saved: Any, current: Any) -> bool:
+    """Compare two values of which one has been through JSON, which has no tuples."""
+    is_sequence = isinstance(current, list | tuple) and isinstance(saved, list | tuple)
+    return saved == current or (is_sequence and list(saved) == list(current))
 
 
-def _ratio(was: Mapping[str, Any], given: Mapping[str, Any]) -> float:
-    """By how much the learning rate was changed: of its peak where a scheduler has written that down."""
+def _lr_ratio(saved: Mapping[str, Any], current: Mapping[str, Any]) -> float:
+    """Return the factor by which the learning rate changed: its peak, if a scheduler recorded that."""
     for name in ("initial_lr", "lr"):
-        if was.get(name) and given.get(name):
-            return float(given[name]) / float(was[name])
+        if saved.get(name) and current.get(name):
+            return float(current[name]) / float(saved[name])
     return 1.0
 
 
-def _scale_bases(state: RunState, optimizer: Any, group: int, ratio: float) -> None:
-    """What schedulers compute the learning rate from."""
+def _scale_base_lrs(state: RunState, optimizer: Any, group: int, ratio: float) -> None:
+    """Scale the base learning rate from which the schedulers of `optimizer` compute."""
     for scheduler in state.schedulers.all:
-        bases = getattr(scheduler, "base_lrs", None)
-        if getattr(scheduler, "optimizer", None) is optimizer and isinstance(bases, list) and group < len(bases):
-            bases[group] = bases[group] * ratio
+        base_lrs = getattr(scheduler, "base_lrs", None)
+        if getattr(scheduler, "optimizer", None) is optimizer and isinstance(base_lrs, list) and group < len(base_lrs):
+            base_lrs[group] = base_lrs[group] * ratio
 
 
-def _scheduler(scheduler: Any, was: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    if was.get("class") != given.get("class"):
+def _apply_to_scheduler(scheduler: Any, saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    if saved.get("class") != current.get("class"):
         return []
     names = []
-    for name, value in given.items():
-        if name in ("class", "base_lrs") or name not in was or _same(was[name], value) or not hasattr(scheduler, name):
+    for name, value in current.items():
+        is_setting = name not in ("class", "base_lrs") and name in saved and hasattr(scheduler, name)
+        if not is_setting or _is_same(saved[name], value):
             continue
         setattr(scheduler, name, type(getattr(scheduler, name))(value) if isinstance(value, list) else value)
         names.append(name)

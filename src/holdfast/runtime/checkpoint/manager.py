@@ -1,381 +1,379 @@
-"""When a run is written to disk, what is thought of what was written, and what is returned to where memory has nothing.
+"""Decide when checkpoints are written, which of them are good, and which one a rollback returns to.
 
-The training thread only hands snapshots over and asks for news; reading, writing and deleting are the tier's, in the
-background. A checkpoint is a candidate until `certify_after` healthy steps have followed it, as a snapshot in memory is.
+The training thread hands snapshots over and reads events; the store reads, writes and deletes in the background. A
+checkpoint is a candidate until `certify_after` healthy steps have followed it, like a snapshot in memory.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.core.base.errors import RunDirError, SetupError, StepError, UnreadableError
+from holdfast.core.base.errors import RunDirError, SetupError, UnreadableError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
 from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
-from holdfast.runtime.checkpoint import resume as resuming
-from holdfast.runtime.checkpoint.serialization import Found, frame_of, on_disk
-from holdfast.runtime.data.source import BatchSource, Position
+from holdfast.runtime.checkpoint.serialization import RestorePoint, contents_of, restore_point_on_disk
+from holdfast.runtime.context import Context
+from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.data.source import Position
 from holdfast.runtime.ports.checkpoint_store import CheckpointLabel, CheckpointStore, StoreEvent
 from holdfast.runtime.record.environment import with_added_groups
+from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
 
 log = logging.getLogger("holdfast")
 
 START, SCHEDULED, END = "start", "scheduled", "end"
 
 
-class Known:
-    """One checkpoint, as this life of the run knows it."""
+class CheckpointRecord:
+    """Holds what this process knows about one checkpoint."""
 
     def __init__(self, step: int, branch: int, health: Health, handover: bool = False) -> None:
         self.step, self.branch, self.health, self.handover = step, branch, health, handover
-        self.healthy = 0
-        self.on_disk = self.marking = False
+        self.healthy_steps = 0
+        self.on_disk = self.is_being_marked = False
         self.reason = ""
-        self.stall = 0.0
+        self.stall_seconds = 0.0
 
     @property
     def name(self) -> str:
         return name_of(self.step, self.branch)
 
 
-class Checkpoints:
-    """The run's own checkpoints. Without a tier, or switched off, every method does nothing."""
+class CheckpointManager:
+    """Manages the checkpoints of one run. Without a store, or switched off, every method does nothing."""
 
-    def __init__(self, run: Run, tier: CheckpointStore | None) -> None:
-        config = run.config.checkpoint
-        self.run, self.config = run, config
-        self.tier = tier if config.enabled else None
+    def __init__(self, context: Context, store: CheckpointStore | None, feeder: Feeder) -> None:
+        config = context.config.checkpoint
+        self.context, self.config, self._feeder = context, config, feeder
+        self.store = store if config.enabled else None
         self.lineage = Lineage()
-        self.known: dict[str, Known] = {}
-        self._fresh = True
-        """nothing was trained yet, and nothing gone on from"""
-        self.foreign = False
-        """gone on from another run's: there is nothing of its own to return to yet"""
-        self._unused = None if config.enabled else tier
+        self.records: dict[str, CheckpointRecord] = {}
+        self._is_new_run = True
+        """nothing was trained, and nothing was resumed from"""
+        self._unused_store = None if config.enabled else store
         self._load_path = config.load_path
         self._rules = RetentionRules(config.keep_last, config.keep_every, config.keep_powers_of_two, config.keep_bad)
-        self._stalled = 0.0
-        self._last: _Place | None = None
+        self._stalled_before = 0.0
+        self._last_saved: _Moment | None = None
+        self._alarm: NonfiniteSnapshot | None = None
 
     # ---- saving
 
     def save_reason(self, step: int, *, initial: bool = False) -> str | None:
-        """Why the state after `step` is to be written, or None."""
-        if self.tier is None:
+        """Return why the state after `step` is to be written, or None."""
+        if self.store is None:
             return None
         if initial:
-            return START if self._fresh and self.config.at_start else None
+            return START if self._is_new_run and self.config.at_start else None
         if self.config.every_steps and step % self.config.every_steps == 0:
-            saved = name_of(step, self.lineage.branch) in self.known and all(
-                self.run.ranks.all_gather_object(self._unchanged())
-            )
-            return None if saved else SCHEDULED
+            return None if self._is_saved(step) else SCHEDULED
         return None
 
-    def submit(self, snapshot: Snapshot) -> None:
-        """A snapshot is whole and wanted on disk."""
-        assert self.tier is not None and snapshot.reason is not None
+    def _is_saved(self, step: int) -> bool:
+        """Return whether every rank's present state is on disk. One rank may have evaluated and drawn random numbers."""
+        record = self.records.get(name_of(step, self.lineage.branch))
+        return all(self.context.ranks.all_gather_object(record is not None and self._is_unchanged(step)))
+
+    def submit(self, snapshot: Snapshot, stalled_seconds: float) -> None:
+        """Write a complete snapshot. `stalled_seconds`: all time the training thread has spent on snapshots so far."""
+        assert self.store is not None and snapshot.reason is not None
         began = time.perf_counter()
-        if name_of(snapshot.step, snapshot.lineage.branch) in self.known:
-            # The same step in another state: an evaluation, say, has moved the schedule since it was saved.
+        if name_of(snapshot.step, snapshot.lineage.branch) in self.records:
+            # The same step in another state: an evaluation has moved the schedule since it was saved.
             self.fork(snapshot.lineage, snapshot.step)
             snapshot.lineage = self.lineage
-        self.tier.wait()  # one at a time: a disk slower than the cadence holds the run up, and the journal says so
-        known = Known(snapshot.step, snapshot.lineage.branch, Health.CANDIDATE)
-        known.reason = snapshot.reason
-        known.handover = snapshot.reason == END
+        self.store.wait()  # One at a time: a disk slower than the cadence stalls the run, and the journal shows it.
+        record = CheckpointRecord(snapshot.step, snapshot.lineage.branch, Health.CANDIDATE)
+        record.reason, record.handover = snapshot.reason, snapshot.reason == END
+        why = ""
         if snapshot.reason == START:
-            known.health = Health.GOOD
-        self.known[known.name] = known
-        why = "the state the run began with" if snapshot.reason == START else ""
-        about = with_added_groups(self.run.records.about(), self.run.state)
-        label = CheckpointLabel(snapshot.reason, known.handover, known.health, why, about, self.run.records.versions())
-        self.tier.save(frame_of(snapshot, self.run.state), label)
-        known.stall = time.perf_counter() - began + self.run.snapshots.stalled_seconds - self._stalled
-        self._stalled = self.run.snapshots.stalled_seconds
-        self._fresh = False
-        self._last = _saved_at(snapshot)
+            record.health, why = Health.GOOD, "the state the run began with"
+        self.records[record.name] = record
+        run_records, state = self.context.records, self.context.state
+        about = with_added_groups(run_records.about(), state)
+        label = CheckpointLabel(snapshot.reason, record.handover, record.health, why, about, run_records.versions())
+        self.store.save(contents_of(snapshot, state), label)
+        record.stall_seconds = time.perf_counter() - began + stalled_seconds - self._stalled_before
+        self._stalled_before = stalled_seconds
+        self._is_new_run = False
+        self._last_saved = _moment_of_snapshot(snapshot)
 
-    def now(self, reason: str) -> str | None:
-        """Write the state of this moment and wait until it is there: its path, or None where it could not be."""
-        run = self.run
-        served = run.current
-        if served is not None and served.is_open:
-            raise StepError(
-                f"checkpoint(): step {served.number} is under way, and half a step cannot be saved: call it between two "
-                "steps, or in on_step_end"
-            )
-        run.flush()
-        if self.tier is None or run.source is None:
-            return None
-        taken_back = run.serving.unserve(served)
-        try:
-            return self._now(self.tier, run.source, reason)
-        finally:
-            if taken_back and served is not None:
-                run.serving.serve_anew(served)
-
-    def _now(self, tier: CheckpointStore, source: BatchSource, reason: str) -> str | None:
-        run = self.run
-        tier.wait()  # what is being written of this very step can be marked only when it is there
+    def is_needed_now(self, step: int) -> bool:
+        """Wait for writes in progress and return whether the present state must be written to be on disk."""
+        assert self.store is not None
+        self.store.wait()  # a checkpoint can be marked only when it is written
         self.poll()
-        known = self.known.get(name_of(run.step, self.lineage.branch))
-        # One rank may have evaluated, and drawn random numbers for it: all write, or none does.
-        if not all(run.ranks.all_gather_object(known is not None and self._unchanged())) or known is None:
-            run.snapshots.take_now(run.step, reason, run.state.buffers.capture(), source, run.engine.state_dict)
-        elif reason == END and known.health is Health.CANDIDATE:
-            known.handover = True
-            self.mark(known, Health.CANDIDATE, "the state an orderly end left")
-        name = name_of(run.step, self.lineage.branch)
-        tier.wait()
-        told = self.poll()
-        path = next((str(n.path) for n in told if n.name == name and n.path is not None), None)
-        return path or next((str(e.path) for e in tier.entries() if e.name == name), None)
+        return not self._is_saved(step)
 
-    def _unchanged(self) -> bool:
-        """Whether the run, on this rank, stands where it stood when it was last saved."""
-        return self._last is not None and self._last.step == self.run.step and self._last.same(_place_of(self.run))
+    def finish_now(self, step: int, reason: str) -> str | None:
+        """Wait for the checkpoint of `step`. Return its path, or None if it could not be written."""
+        assert self.store is not None
+        name = name_of(step, self.lineage.branch)
+        record = self.records.get(name)
+        if reason == END and record is not None and record.on_disk and record.health is Health.CANDIDATE:
+            record.handover = True
+            self.mark(record, Health.CANDIDATE, "the state an orderly end left")
+        self.store.wait()
+        self.poll()
+        return next((str(entry.path) for entry in self.store.entries() if entry.name == name), None)
 
-    def poll(self) -> list[StoreEvent]:
-        """What has become of what was handed over, on record."""
-        if self.tier is None:
-            return []
-        told = self.tier.drain_events()
-        for news in told:
-            self._hear(news)
-        return told
+    def _is_unchanged(self, step: int) -> bool:
+        """Return whether this rank's run is in the state that was saved last."""
+        last = self._last_saved
+        return last is not None and last.step == step and last.equals(self._moment_now(step))
 
-    def _hear(self, news: StoreEvent) -> None:
-        known = self.known.get(news.name)
-        if news.status in ("saved", "refused", "failed"):
-            assert known is not None, "it is known from the moment it was handed over"
-            self._written(known, news)
-        elif news.status == "unmarked" and known is not None:
-            self._say(known, news.status, news.why)
-            known.marking, known.healthy = False, 0
-        elif news.status == "kept":
-            log.warning("checkpoint %s: %s", news.name, news.why)
-        elif news.status == Health.GOOD and known is not None and known.health is Health.CANDIDATE:
-            known.health = Health.GOOD
-            self._say(known, news.status, news.why)
-            self.prune()  # only now: what it takes the place of must not go before it is on disk that this one is good
+    def poll(self) -> None:
+        """Record what the store has done since the last call."""
+        while self.store is not None and self.store.events:
+            self._handle(self.store.events.popleft())
 
-    def _written(self, known: Known, news: StoreEvent) -> None:
-        run = self.run
-        self._say(
-            known,
-            news.status,
-            news.why,
-            reason=known.reason,
-            handover=known.handover or None,
-            bytes=news.bytes,
-            stall_seconds=known.stall,
-            write_seconds=news.seconds,
+    def pop_alarm(self) -> NonfiniteSnapshot | None:
+        """Return the first state that the store found to be non-finite since the last call."""
+        alarm, self._alarm = self._alarm, None
+        return alarm
+
+    def _handle(self, event: StoreEvent) -> None:
+        record = self.records.get(event.name)
+        if event.status in ("saved", "refused", "failed"):
+            assert record is not None, "a checkpoint has a record from the moment it is handed over"
+            self._on_written(record, event)
+        elif event.status == "unmarked" and record is not None:
+            self._write_event(record, event.status, event.why)
+            record.is_being_marked, record.healthy_steps = False, 0
+        elif event.status == "kept":
+            log.warning("holdfast: checkpoint %s was not deleted: %s", event.name, event.why)
+        elif event.status == Health.GOOD and record is not None and record.health is Health.CANDIDATE:
+            record.health = Health.GOOD
+            self._write_event(record, event.status, event.why)
+            self.prune()  # Only now: its predecessor must stay until this one is known to be good on disk.
+
+    def _on_written(self, record: CheckpointRecord, event: StoreEvent) -> None:
+        self._write_event(
+            record,
+            event.status,
+            event.why,
+            reason=record.reason,
+            handover=record.handover or None,
+            bytes=event.bytes,
+            stall_seconds=record.stall_seconds,
+            write_seconds=event.seconds,
         )
-        if news.status == "saved":
-            known.on_disk = True
-            if known.health is Health.QUARANTINED:  # left behind while it was being written
-                self.mark(known, Health.QUARANTINED, "the run left its branch while it was written")
-            run.hooks.call("on_checkpoint_save", str(news.path))
+        if event.status == "saved":
+            record.on_disk = True
+            if record.health is Health.QUARANTINED:
+                self.mark(record, Health.QUARANTINED, "the run left its branch while it was written")
+            self.context.hooks.call("on_checkpoint_save", str(event.path))
             return
-        del self.known[known.name]
-        log.warning("step %d: the checkpoint was %s: %s", known.step, news.status, news.why)
-        if news.status == "refused":
-            run.snapshots.report_nonfinite(known.step, news.why.split(" ")[0])
+        del self.records[record.name]
+        log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, event.status, event.why)
+        if event.status == "refused" and self._alarm is None:
+            self._alarm = NonfiniteSnapshot(record.step, event.why.split(" ")[0])
 
-    def _say(self, known: Known, status: str, why: str, **fields: Any) -> None:
-        self.run.engine.write("checkpoint", status=status, step=known.step, name=known.name, why=why or None, **fields)
+    def _write_event(self, record: CheckpointRecord, status: str, why: str, **fields: Any) -> None:
+        self.context.engine.write(
+            "checkpoint", status=status, step=record.step, name=record.name, why=why or None, **fields
+        )
 
-    # ---- what is thought of them
+    # ---- health
 
-    def healthy(self, step: int) -> None:
-        """A healthy step was committed."""
-        self._last = None  # the run stands elsewhere now
+    def count_healthy_step(self, step: int) -> None:
+        """Count one healthy committed step for every candidate, and mark those good that have seen enough."""
+        self._last_saved = None  # the run has moved on
         self.poll()
-        for known in self.known.values():
-            if known.health is Health.CANDIDATE and known.step < step and self.lineage.holds(known.branch, known.step):
-                known.healthy += 1
-                if known.healthy >= self.config.certify_after and known.on_disk and not known.marking:
-                    known.marking = True
-                    assert self.tier is not None
-                    self.tier.mark(known.name, Health.GOOD, f"{known.healthy} healthy steps have followed it")
+        for record in self.records.values():
+            if record.health is not Health.CANDIDATE or record.step >= step:
+                continue
+            if not self.lineage.holds(record.branch, record.step):
+                continue
+            record.healthy_steps += 1
+            if record.healthy_steps >= self.config.certify_after and record.on_disk and not record.is_being_marked:
+                record.is_being_marked = True
+                assert self.store is not None
+                self.store.mark(record.name, Health.GOOD, f"{record.healthy_steps} healthy steps have followed it")
 
-    def unhealthy(self) -> None:
-        """Something was found: candidates start counting anew."""
-        for known in self.known.values():
-            known.healthy = 0
+    def reset_healthy_counts(self) -> None:
+        """Start counting again for every candidate: a finding was acted on."""
+        for record in self.records.values():
+            record.healthy_steps = 0
 
-    def mark(self, known: Known, health: Health, why: str) -> None:
-        assert self.tier is not None
-        known.health = health
-        self._say(known, str(health), why)
-        if known.on_disk:
-            self.tier.mark(known.name, health, why, known.handover)
+    def mark(self, record: CheckpointRecord, health: Health, why: str) -> None:
+        """Set a checkpoint's health, in the journal and on disk."""
+        assert self.store is not None
+        record.health = health
+        self._write_event(record, str(health), why)
+        if record.on_disk:
+            self.store.mark(record.name, health, why, record.handover)
 
-    def go_back(self, found: Found) -> int:
-        """The run is about to return to an older state: the number of the new branch that begins there."""
-        self.fork(found.lineage, found.step)
-        return self.lineage.branch
+    def quarantine_abandoned(self, why: str) -> None:
+        """Quarantine the checkpoints of branches that the run has left: they are never restored."""
+        for record in self.records.values():
+            is_abandoned = not self.lineage.holds(record.branch, record.step)
+            if is_abandoned and record.health in (Health.CANDIDATE, Health.GOOD):
+                self.mark(record, Health.QUARANTINED, why)
 
-    def leave_behind(self, why: str) -> None:
-        """What was saved on a branch that the run has left is not to be restored."""
-        for known in self.known.values():
-            left = not self.lineage.holds(known.branch, known.step)
-            if left and known.health in (Health.CANDIDATE, Health.GOOD):
-                self.mark(known, Health.QUARANTINED, why)
-
-    def fork(self, lineage: Lineage, step: int) -> None:
-        history = self.run.history
-        history.branches = 1 + max([history.branches, *(k.branch for k in self.known.values())])
-        self.lineage = lineage.forked(history.branches, step)
+    def fork(self, lineage: Lineage, step: int) -> int:
+        """Begin a new branch of `lineage` at `step` and return its number."""
+        history = self.context.history
+        branch = history.next_branch(record.branch for record in self.records.values())
+        self.lineage = lineage.forked(branch, step)
+        return branch
 
     def prune(self) -> None:
-        """Delete what no rule keeps."""
-        if self.tier is None:
+        """Delete the checkpoints that no retention rule keeps."""
+        if self.store is None:
             return
         saved = [
-            SavedCheckpoint(k.name, k.step, k.branch, k.health, k.handover) for k in self.known.values() if k.on_disk
+            SavedCheckpoint(r.name, r.step, r.branch, r.health, r.handover) for r in self.records.values() if r.on_disk
         ]
-        going = select_for_deletion(saved, self.lineage, self._rules)
-        for one, why in going:
-            self.run.engine.write("checkpoint", status="pruned", step=one.step, name=one.name, why=why)
-            del self.known[one.name]
-        self.tier.remove([one.name for one, _ in going])
+        deleted = select_for_deletion(saved, self.lineage, self._rules)
+        for checkpoint, why in deleted:
+            self.context.engine.write(
+                "checkpoint", status="pruned", step=checkpoint.step, name=checkpoint.name, why=why
+            )
+            del self.records[checkpoint.name]
+        self.store.remove([checkpoint.name for checkpoint, _ in deleted])
 
-    # ---- going on from one
+    # ---- opening and resuming
 
-    def open(self, identity: str) -> None:
-        """The folder is held: see what is there."""
-        if self.tier is None:
+    def open(self) -> None:
+        """Read what the run directory holds. RunDirError if its checkpoints belong to another run."""
+        if self.store is None:
             if self._load_path:
                 raise SetupError(
-                    f"[checkpoint] load_path = {self._load_path!r}: it needs a run_dir, and [checkpoint] enabled = true"
+                    f"[checkpoint] load_path = {self._load_path!r} needs a run_dir, and [checkpoint] enabled = true"
                 )
-            if self._unused is not None and (found := self._unused.entries()):
-                self.run.tell(
-                    f"[checkpoint] enabled = false: the {len(found)} checkpoints of this run_dir are not gone on from"
+            if self._unused_store is not None and (entries := self._unused_store.entries()):
+                self.context.engine.note(
+                    0, f"[checkpoint] enabled = false: the run does not resume from its {len(entries)} checkpoints"
                 )
             return
-        identity = self._agree_on_the_past(identity)
-        self.tier.open(identity)
-        entries = self.tier.entries()
+        identity = self._share_past(self.store)
+        self.store.open(identity)
+        entries = self.store.entries()
         self._refuse_foreign(entries, identity)
         for entry in entries:
             if entry.manifest is not None and entry.manifest.run == identity:
-                known = Known(entry.step, entry.branch, entry.health, entry.handover)
-                known.on_disk = True
-                self.known[known.name] = known
-        noted = self.run.history.lineage
-        for known in self.known.values():
-            if is_left(noted, known.branch, known.step) and known.health in (Health.CANDIDATE, Health.GOOD):
-                self.mark(known, Health.QUARANTINED, "left by the run, which ended before it could be said here")
+                record = CheckpointRecord(entry.step, entry.branch, entry.health, entry.handover)
+                record.on_disk = True
+                self.records[record.name] = record
+        lineage = self.context.history.lineage
+        for record in self.records.values():
+            if is_left(lineage, record.branch, record.step) and record.health in (Health.CANDIDATE, Health.GOOD):
+                self.mark(record, Health.QUARANTINED, "a previous process left its branch and ended before marking it")
 
-    def _agree_on_the_past(self, identity: str) -> str:
-        """The first rank has read run.json, journal and quarantine; what they say holds on every rank."""
-        assert self.tier is not None
-        run = self.run
-        said = self.tier.broadcast_object(
+    def _share_past(self, store: CheckpointStore) -> str:
+        """Give every rank what rank 0 has read from run.json, journal and quarantine. Return the run's identity."""
+        history, engine, records = self.context.history, self.context.engine, self.context.records
+        past = store.broadcast_object(
             {
-                "identity": identity,
-                "restarted": run.records.restarted,
-                "history": run.history.state_dict(),
-                "policy": run.engine.policy.state_dict(),
-                "quarantine": run.records.quarantine.entries,
-                "facts": run.records.facts,
+                "identity": records.identity,
+                "restarted": records.restarted,
+                "history": history.state_dict(),
+                "policy": engine.policy.state_dict(),
+                "quarantine": records.quarantine.entries,
+                "facts": records.facts,
             }
         )
-        if not self.tier.is_rank_zero:
-            run.records.identity, run.records.restarted = said["identity"], said["restarted"]
-            run.records.facts = said["facts"]
-            run.history.load_state_dict(said["history"])
-            run.engine.policy.load_state_dict(said["policy"])
-            run.records.quarantine.adopt(said["quarantine"])
-        return str(said["identity"])
+        if not store.is_rank_zero:
+            records.adopt(past["identity"], past["restarted"], past["facts"], past["quarantine"])
+            history.load_state_dict(past["history"])
+            engine.policy.load_state_dict(past["policy"])
+        return str(past["identity"])
 
     def _refuse_foreign(self, entries: list[CheckpointEntry], identity: str) -> None:
-        """Checkpoints of another run alone: its folder was taken for this one's, or what says whose it is was lost."""
-        runs = {e.manifest.run for e in entries if e.manifest is not None}
+        """Refuse a folder that only holds another run's checkpoints: resuming or overwriting them would be wrong."""
+        runs = {entry.manifest.run for entry in entries if entry.manifest is not None}
         if runs and identity not in runs and self.config.resume == "auto" and not self._load_path:
             raise RunDirError(
-                f"{self.run.records.place} is run {identity[:8]}, and its checkpoints are of another ("
-                f"{', '.join(sorted(r[:8] for r in runs))}): they are not gone on from, nor written over; choose another "
-                "run_dir, put the journal and run.json that belong to them back, or name one with [checkpoint] load_path"
+                f"{self.context.records.place} is run {identity[:8]}, but its checkpoints belong to run "
+                f"{', '.join(sorted(r[:8] for r in runs))}: choose another run_dir, restore the journal and run.json that "
+                "belong to them, or name one with [checkpoint] load_path"
             )
 
-    def load_path(self, path: str) -> None:
-        """Go on from this one, whatever there is."""
-        if self.tier is None:
-            raise SetupError(f"load({path!r}): it needs a run_dir, and [checkpoint] enabled = true")
-        self.tier.find(path)
+    def set_load_path(self, path: str) -> None:
+        """Resume from this checkpoint, whatever the run directory holds."""
+        if self.store is None:
+            raise SetupError(f"load({path!r}) needs a run_dir, and [checkpoint] enabled = true")
+        self.store.find(path)
         self._load_path = path
 
-    def resume(self) -> bool:
-        """Put the run where it is to go on from, if there is such a place. Its loader must be there, and nothing trained.
+    @property
+    def load_path(self) -> str:
+        return self._load_path
 
-        Returns whether the state it begins with may be returned to at once. What an orderly end left may be gone on from,
-        as if there had been no end; but it is no more than a candidate until it has been followed by healthy steps.
+    def set_resumed(self, *, from_another_run: bool) -> None:
+        """Note that the run resumed. From another run's checkpoint it still writes one of its own at the start."""
+        self._is_new_run = self._is_new_run and from_another_run
+
+    def find(
+        self, snapshots: SnapshotManager, before: int, at_latest: int, oldest: int = 0
+    ) -> tuple[RestorePoint | None, list[RejectedCheckpoint]]:
+        """Return the newest good checkpoint on the run's lineage that verifies, and those rejected on the way.
+
+        Prefers one at or before `before`, then one at or before `at_latest`; none is older than step `oldest`.
         """
-        found = None if self.tier is None else resuming.resume(self, self.tier, self._load_path)
-        self._fresh = self._fresh and (found is None or self.foreign)
-        return found is None or found.health is Health.GOOD
-
-    def find(self, before: int, at_latest: int, oldest: int = 0) -> tuple[Found | None, list[RejectedCheckpoint]]:
-        """Where memory has nothing to return to: the newest good one on the run's lineage, not before step `oldest`,
-        verified."""
-        if self.tier is None:
+        if self.store is None:
             return None, []
-        self.tier.wait()
+        self.store.wait()
         self.poll()
-        passed: list[RejectedCheckpoint] = []
-        entries = {e.name: e for e in self.tier.entries()}
-        good = [k for k in self.known.values() if k.health is Health.GOOD and k.step >= oldest]
-        mine = [[k.step, k.branch] for k in good if self.lineage.holds(k.branch, k.step)]
-        # Ranks hear at different times what has become of a checkpoint, and one may have given up what another has not:
-        # the first one's word holds.
-        told = [Known(step, branch, Health.GOOD) for step, branch in self.tier.broadcast_object(mine)]
-        candidates = [self.known.get(k.name, k) for k in told]
+        rejected: list[RejectedCheckpoint] = []
+        entries = {entry.name: entry for entry in self.store.entries()}
+        good = [r for r in self.records.values() if r.health is Health.GOOD and r.step >= oldest]
+        usable = [[r.step, r.branch] for r in good if self.lineage.holds(r.branch, r.step)]
+        # Ranks learn at different times what became of a checkpoint: rank 0 decides.
+        shared = [CheckpointRecord(step, branch, Health.GOOD) for step, branch in self.store.broadcast_object(usable)]
+        candidates = [self.records.get(r.name, r) for r in shared]
         for limit in (before, at_latest):
-            older = sorted((k for k in candidates if k.step <= limit), key=lambda k: (k.step, k.branch), reverse=True)
-            for known in older:
-                if any(p.name == known.name for p in passed):
+            older = sorted((r for r in candidates if r.step <= limit), key=lambda r: (r.step, r.branch), reverse=True)
+            for record in older:
+                if any(each.name == record.name for each in rejected):
                     continue
                 try:
-                    return on_disk(
-                        self.run, self.tier.load(entries[known.name], self.run.state.target()), fresh=False
-                    ), passed
+                    saved = self.store.load(entries[record.name], self.context.state.target())
+                    point = restore_point_on_disk(self.context, snapshots, self._feeder.source, saved, is_resume=False)
+                    return point, rejected
                 except (RunDirError, SetupError, KeyError) as error:
-                    passed.append(RejectedCheckpoint(known.name, known.step, str(error)))
+                    rejected.append(RejectedCheckpoint(record.name, record.step, str(error)))
                     if not isinstance(error, UnreadableError):
-                        self.mark(known, Health.BAD, str(error))
-        return None, passed
+                        self.mark(record, Health.BAD, str(error))
+        return None, rejected
+
+    # ---- end
 
     def abort(self) -> None:
-        """This rank cannot go on: nobody's part of a checkpoint is waited for any more."""
-        if self.tier is not None:
-            self.tier.abort()
+        """Stop waiting for other ranks' parts of a checkpoint: this rank has failed."""
+        if self.store is not None:
+            self.store.abort()
 
     def close(self) -> None:
-        if self.tier is not None:
-            self.tier.wait()
+        """Finish the writes in progress and release the store."""
+        if self.store is not None:
+            self.store.wait()
             self.poll()
-            self.tier.close()
+            self.store.close()
+
+    def _moment_now(self, step: int) -> _Moment:
+        context = self.context
+        light, tensors = context.state.small_state()
+        tensors |= {f"buffer.{n}": b.detach() for n, b in context.state.buffers.named().items()}
+        return _Moment(
+            step, light, tensors, context.rng.capture(), self._feeder.source.position, context.engine.state_dict()
+        )
 
 
-class _Place(NamedTuple):
-    """Where a run stands between two steps, as far as anything but an update can move it."""
+class _Moment(NamedTuple):
+    """The state of a run between two steps, without what only an update can change."""
 
     step: int
     light: dict[str, Any]
@@ -384,7 +382,7 @@ class _Place(NamedTuple):
     position: Position
     detectors: dict[str, Any]
 
-    def same(self, other: _Place) -> bool:
+    def equals(self, other: _Moment) -> bool:
         return (
             (self.step, self.position, self.light, self.detectors)
             == (other.step, other.position, other.light, other.detectors)
@@ -393,16 +391,8 @@ class _Place(NamedTuple):
         )
 
 
-def _saved_at(snapshot: Snapshot) -> _Place:
-    """Where the run stood when the snapshot was taken: its own copies, on the host."""
+def _moment_of_snapshot(snapshot: Snapshot) -> _Moment:
+    """Return the moment at which a snapshot was taken, from its copies on the host."""
     assert snapshot.light is not None and snapshot.rng is not None and snapshot.position is not None
     tensors = {name: value for copy in snapshot.copies[1:] for name, value in copy.tensors.items()}
-    return _Place(snapshot.step, snapshot.light, tensors, snapshot.rng, snapshot.position, snapshot.detectors)
-
-
-def _place_of(run: Run) -> _Place:
-    """Where it stands now."""
-    assert run.source is not None
-    light, tensors = run.state.small_state()
-    tensors |= {f"buffer.{n}": b.detach() for n, b in run.state.buffers.named().items()}
-    return _Place(run.step, light, tensors, run.rng.capture(), run.source.position, run.engine.state_dict())
+    return _Moment(snapshot.step, snapshot.light, tensors, snapshot.rng, snapshot.position, snapshot.detectors)

@@ -1,10 +1,10 @@
-"""How a run goes on: from the checkpoint that was named, from the newest good one, or from the beginning."""
+"""Resume a run: from the checkpoint a person named, from the newest good one, or from the beginning."""
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from holdfast.core.base.errors import RunDirError, SetupError, UnreadableError
 from holdfast.core.base.types import Health
@@ -12,140 +12,174 @@ from holdfast.core.checkpoints import fit
 from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
-from holdfast.runtime.checkpoint.serialization import Found, on_disk
+from holdfast.runtime.checkpoint.manager import CheckpointManager
+from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_on_disk
+from holdfast.runtime.context import Context
+from holdfast.runtime.data.source import BatchSource
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, RestoredCheckpoint
-
-if TYPE_CHECKING:
-    from holdfast.runtime.checkpoint.manager import Checkpoints
-    from holdfast.runtime.step.run import Run
+from holdfast.runtime.snapshots.manager import SnapshotManager
 
 log = logging.getLogger("holdfast")
 
 
-def resume(book: Checkpoints, tier: CheckpointStore, load_path: str) -> CheckpointEntry | None:
-    """Put the run where it is to go on from: what that was. None where the run begins."""
+class ResumedRun(NamedTuple):
+    """Where a run begins."""
+
+    step: int
+    is_trusted: bool
+    """whether a rollback may return to this state at once
+
+    An orderly end leaves a candidate: a run may resume from it, but it is certified only by healthy steps."""
+
+
+def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: BatchSource) -> ResumedRun:
+    """Restore the checkpoint that the run resumes from, if there is one. Nothing may have been trained before."""
+    if manager.store is None:
+        return ResumedRun(0, True)
     began = time.perf_counter()
-    chosen, passed = (_named(book, tier, load_path), []) if load_path else _newest(book, tier)
-    if chosen is None:
-        _begin(book, tier, passed)
-        return None
-    entry, saved = chosen
-    _compare(book.run, saved)
-    _go_on(book, on_disk(book.run, saved, fresh=True), saved, passed, began, explicit=bool(load_path))
-    return entry
+    rejected: list[RejectedCheckpoint] = []
+    if manager.load_path:
+        loaded: tuple[CheckpointEntry, RestoredCheckpoint] | None = _load_named(manager, manager.store)
+    else:
+        loaded, rejected = _load_newest(manager, manager.store)
+    if loaded is None:
+        _start_over(manager, manager.store, rejected)
+        return ResumedRun(0, True)
+    entry, saved = loaded
+    context = manager.context
+    _compare_with_run(context, saved)
+    point = restore_point_on_disk(context, snapshots, source, saved, is_resume=True)
+    _restore(manager, point, saved, rejected, began)
+    return ResumedRun(point.step, entry.health is Health.GOOD)
 
 
-def _named(book: Checkpoints, tier: CheckpointStore, load_path: str) -> tuple[CheckpointEntry, RestoredCheckpoint]:
-    """The one a person asked for: it wins over what would have been taken, and says so."""
-    named = tier.find(load_path)
-    would, _ = tier.choose(lambda e: _left(book.run, e)) if book.config.resume == "auto" else (None, [])
-    other = "nothing" if would is None else would.name
-    if would is None or would.path != named.path:
-        book.run.tell(f"load_path = {named.path} is gone on from; automatic resume would have taken {other}")
-    return named, tier.load(named, book.run.state.target())
-
-
-def _newest(
-    book: Checkpoints, tier: CheckpointStore
-) -> tuple[tuple[CheckpointEntry, RestoredCheckpoint] | None, list[RejectedCheckpoint]]:
-    """The newest that is good and verifies; each that does not is condemned on the way."""
-    if book.config.resume == "never":
-        return None, []
-    spoilt: dict[str, str] = {}
-    while True:
-        entry, passed = tier.choose(lambda e: spoilt.get(e.name) or _left(book.run, e))
-        for over in passed:
-            if over.damaged and over.name in book.known and book.known[over.name].health is not Health.BAD:
-                log.warning("checkpoint %s cannot be used: %s", over.name, over.why)
-                book.mark(book.known[over.name], Health.BAD, over.why)
-        if entry is None:
-            return None, passed
-        try:
-            return (entry, tier.load(entry, book.run.state.target())), passed
-        except RunDirError as error:
-            spoilt[entry.name] = str(error)
-            log.warning("checkpoint %s cannot be used: %s", entry.name, error)
-            if entry.name in book.known and not isinstance(error, UnreadableError):
-                book.mark(book.known[entry.name], Health.BAD, str(error))
-
-
-def _left(run: Run, entry: CheckpointEntry) -> str | None:
-    left = is_left(run.history.lineage, entry.branch, entry.step)
-    return "it is on a branch that the run has left" if left else None
-
-
-def _begin(book: Checkpoints, tier: CheckpointStore, passed: list[RejectedCheckpoint]) -> None:
-    """Nothing to go on from: refused where there should have been something, on record where a person wants it so."""
-    run = book.run
-    if book.config.resume == "never":
-        if run.records.restarted:
-            run.tell('[checkpoint] resume = "never": the run begins anew, whatever its run_dir holds')
-            run.engine.write("started_over", durable=True)
-            run.history.interventions.clear()
-    elif any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in tier.entries()):
-        listed = "; ".join(f"{p.name}: {p.why}" for p in passed)
-        raise RunDirError(
-            f"no checkpoint of {run.records.place} can be gone on from ({listed}); name one with [checkpoint] load_path, or "
-            'begin anew with [checkpoint] resume = "never" or another run_dir'
+def _load_named(manager: CheckpointManager, store: CheckpointStore) -> tuple[CheckpointEntry, RestoredCheckpoint]:
+    """Load the checkpoint a person named. It wins over the automatic choice, with a note."""
+    named = store.find(manager.load_path)
+    automatic = None
+    if manager.config.resume == "auto":
+        automatic, _ = store.choose(lambda entry: _why_abandoned(manager.context, entry))
+    if automatic is None or automatic.path != named.path:
+        other = "nothing" if automatic is None else automatic.name
+        manager.context.engine.note(
+            0, f"resuming from load_path = {named.path}; automatic resume would have chosen {other}"
         )
-    if book.known or run.history.branches:
-        book.fork(Lineage(), 0)
-        book.leave_behind("the run began anew")
+    return named, store.load(named, manager.context.state.target())
 
 
-def _compare(run: Run, saved: RestoredCheckpoint) -> None:
-    """What is other than when it was saved: refused where it is another run, said where it matters."""
-    differences = fit.compare(saved.manifest.about, run.records.about())
+def _load_newest(
+    manager: CheckpointManager, store: CheckpointStore
+) -> tuple[tuple[CheckpointEntry, RestoredCheckpoint] | None, list[RejectedCheckpoint]]:
+    """Load the newest good checkpoint that verifies. Those that do not are marked bad on the way."""
+    if manager.config.resume == "never":
+        return None, []
+    unusable: dict[str, str] = {}
+    context = manager.context
+    while True:
+        entry, rejected = store.choose(lambda e: unusable.get(e.name) or _why_abandoned(context, e))
+        for each in rejected:
+            record = manager.records.get(each.name)
+            if each.damaged and record is not None and record.health is not Health.BAD:
+                log.warning("holdfast: checkpoint %s cannot be used: %s", each.name, each.why)
+                manager.mark(record, Health.BAD, each.why)
+        if entry is None:
+            return None, rejected
+        try:
+            return (entry, store.load(entry, context.state.target())), rejected
+        except RunDirError as error:
+            unusable[entry.name] = str(error)
+            log.warning("holdfast: checkpoint %s cannot be used: %s", entry.name, error)
+            if entry.name in manager.records and not isinstance(error, UnreadableError):
+                manager.mark(manager.records[entry.name], Health.BAD, str(error))
+
+
+def _why_abandoned(context: Context, entry: CheckpointEntry) -> str | None:
+    is_abandoned = is_left(context.history.lineage, entry.branch, entry.step)
+    return "it is on a branch that the run has left" if is_abandoned else None
+
+
+def _start_over(manager: CheckpointManager, store: CheckpointStore, rejected: list[RejectedCheckpoint]) -> None:
+    """Begin at step 0. RunDirError if there are checkpoints and none is usable, unless resume = "never"."""
+    context = manager.context
+    if manager.config.resume == "never":
+        if context.records.restarted:
+            context.engine.note(0, '[checkpoint] resume = "never": the run starts over, whatever its run_dir holds')
+            context.engine.write("started_over", durable=True)
+            context.history.clear_interventions()
+    elif any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in store.entries()):
+        listed = "; ".join(f"{each.name}: {each.why}" for each in rejected)
+        raise RunDirError(
+            f"no usable checkpoint in {context.records.place} ({listed}); name one with [checkpoint] load_path, or start "
+            'over with [checkpoint] resume = "never" or another run_dir'
+        )
+    if manager.records or context.history.branches:
+        manager.fork(Lineage(), 0)
+        manager.quarantine_abandoned("the run started over")
+
+
+def _compare_with_run(context: Context, saved: RestoredCheckpoint) -> None:
+    """Compare what the checkpoint says of its run with this one. SetupError if it is another model or data."""
+    name, step = saved.manifest.name, saved.manifest.step
+    differences = fit.compare(saved.manifest.about, context.records.about())
     why = fit.refusal(differences)
     if why is not None:
-        raise SetupError(f"checkpoint {saved.manifest.name}: {why}")
+        raise SetupError(f"checkpoint {name}: {why}")
     for line in fit.describe([d for d in differences if d.weight != "note"]):
-        run.tell(f"going on from {saved.manifest.name}, {line}")
+        context.engine.note(0, f"resuming from {name}: {line}")
     for line in fit.describe([d for d in differences if d.weight == "note"]):
-        run.engine.write("note", step=saved.manifest.step, message=f"going on from {saved.manifest.name}, {line}")
+        context.engine.write("note", step=step, message=f"resuming from {name}: {line}")
 
 
-def _go_on(
-    book: Checkpoints,
-    found: Found,
+def _restore(
+    manager: CheckpointManager,
+    point: RestorePoint,
     saved: RestoredCheckpoint,
-    passed: list[RejectedCheckpoint],
+    rejected: list[RejectedCheckpoint],
     began: float,
-    *,
-    explicit: bool,
 ) -> None:
-    run, manifest = book.run, saved.manifest
-    foreign = manifest.run != run.records.identity
-    found.put_back()
-    run.step = found.step
-    book.fork(Lineage() if foreign else manifest.lineage, found.step)
-    book.foreign = foreign
-    if not foreign and not run.records.restarted:
-        run.tell(
-            "the journal of this run is lost: its budgets begin anew, and what recoveries excluded or laid over the "
-            "schedule after this state is not known"
+    context, manifest, by_load_path = manager.context, saved.manifest, bool(manager.load_path)
+    engine, history, state = context.engine, context.history, context.state
+    is_foreign = manifest.run != context.records.identity
+    for warning in point.restore():
+        engine.note(point.step, warning)
+    manager.fork(Lineage() if is_foreign else manifest.lineage, point.step)
+    manager.set_resumed(from_another_run=is_foreign)
+    if is_foreign:
+        engine.note(
+            point.step, f"{manifest.name} is of another run ({manifest.run[:8]}): its quarantine and budgets stay there"
         )
-    if foreign:
-        run.tell(f"{manifest.name} is of another run ({manifest.run[:8]}): its quarantine and budgets stay with it")
-        run.state.interventions.applied = 0
+        state.interventions.applied = 0
+    elif not context.records.restarted:
+        engine.note(
+            point.step,
+            "the journal of this run is lost: budgets start from zero, and exclusions and interventions made after this "
+            "state are unknown",
+        )
     if not saved.has_local_rng:
-        run.tell("this rank was not there when it was saved: its random streams begin where they stand")
-    held = run.state.interventions.applied
-    if explicit:  # a person goes back: what recoveries did after that is not to be done again
-        run.history.rolled_back(held, ())
-    run.engine.write(
+        engine.note(
+            point.step, "this rank did not exist when the checkpoint was saved: its random streams start as set"
+        )
+    held = state.interventions.applied
+    if by_load_path:  # A person went back: what recoveries did after this state is not repeated.
+        history.rolled_back(held, ())
+    engine.write(
         "resumed",
         durable=True,
-        step=run.step,
+        step=point.step,
         checkpoint=manifest.name,
-        by_load_path=explicit or None,
-        branch=book.lineage.branch,
-        lineage=book.lineage,
-        interventions_kept=held if explicit else None,
-        passed_over=[{"name": p.name, "step": p.step, "why": p.why} for p in passed] or None,
+        by_load_path=by_load_path or None,
+        branch=manager.lineage.branch,
+        lineage=manager.lineage,
+        interventions_kept=held if by_load_path else None,
+        passed_over=[{"name": each.name, "step": each.step, "why": each.why} for each in rejected] or None,
         seconds=time.perf_counter() - began,
     )
-    book.leave_behind(f"the run went on from step {found.step}")
-    over = "; ".join(f"{p.name}: {p.why}" for p in passed)
-    log.warning("resumed from %s: step %d%s", manifest.name, run.step, f" (passed over: {over})" if over else "")
-    run.engine.load_saved_windows(found.detectors, run.step)
+    manager.quarantine_abandoned(f"the run resumed from step {point.step}")
+    listed = "; ".join(f"{each.name}: {each.why}" for each in rejected)
+    log.warning(
+        "holdfast: resumed from %s at step %d%s",
+        manifest.name,
+        point.step,
+        f" (not usable: {listed})" if listed else "",
+    )
+    engine.load_saved_windows(point.detectors, point.step)

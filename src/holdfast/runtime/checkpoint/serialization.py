@@ -1,44 +1,44 @@
-"""A run apart for another process, and back: everything it is, between two steps."""
+"""Turn a snapshot into checkpoint contents, and a snapshot or a checkpoint into a state to restore."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.core.base.errors import DataError, SetupError
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.runtime.checkpoint import config_overrides as given
-from holdfast.runtime.data.source import Position
+from holdfast.runtime.checkpoint.config_overrides import apply_overrides
+from holdfast.runtime.context import Context
+from holdfast.runtime.data.source import BatchSource, Position
 from holdfast.runtime.data.world import world_size_problem
 from holdfast.runtime.ports.checkpoint_store import CheckpointContents, RestoredCheckpoint
 from holdfast.runtime.snapshots.encoding import PART
+from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
+from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.tensors.sharded import local
 from holdfast.runtime.tensors.torch_private import shard_like
 
-if TYPE_CHECKING:
-    from holdfast.runtime.state.run_state import RunState
-    from holdfast.runtime.step.run import Run
 
-
-class Found(NamedTuple):
-    """A state to return to, wherever it was kept."""
+class RestorePoint(NamedTuple):
+    """A state to return to, in memory or on disk."""
 
     step: int
     lineage: Lineage
-    turns: int
+    interventions: int
+    """how many interventions of the run's history the state holds"""
     detectors: dict[str, Any]
-    where: str
-    """memory, or the name of a checkpoint"""
+    name: str
+    """"memory", or the name of a checkpoint"""
     position: Position
-    """where its data stood"""
-    put_back: Callable[[], None]
-    """everything but the detectors, the data too"""
+    """the data position of the state"""
+    restore: Callable[[], list[str]]
+    """restores everything but the detectors, the data position included; returns warnings for the record"""
 
 
-def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
-    """What a whole snapshot is on disk. Nothing is copied: its memory is read until `written` is set."""
+def contents_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
+    """Return what a complete snapshot is on disk. Nothing is copied: its memory is read until `release` is called."""
     assert snapshot.light is not None and snapshot.rng is not None
     parts = {
         "step": snapshot.step,
@@ -47,8 +47,8 @@ def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
         "rng": snapshot.rng.plain(),
         "data": snapshot.data,
     }
-    spread = state.sharded_tensors()
-    tensors = {n: shard_like(spread[n], t) if n in spread else t for n, t in snapshot.tensors().items()}
+    sharded = state.sharded_tensors()
+    tensors = {n: shard_like(sharded[n], t) if n in sharded else t for n, t in snapshot.tensors().items()}
     snapshot.written.clear()
     return CheckpointContents(
         snapshot.step,
@@ -62,65 +62,69 @@ def frame_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
     )
 
 
-def in_memory(run: Run, snapshot: Snapshot) -> Found:
-    """A snapshot of this process's own."""
+def restore_point_in_memory(snapshot: Snapshot, snapshots: SnapshotManager, source: BatchSource) -> RestorePoint:
+    """Return a snapshot of this process as a state to return to."""
     position = snapshot.position
-    assert run.source is not None and position is not None
-    source = run.source
+    assert position is not None
 
-    def put_back() -> None:
-        run.snapshots.restore(snapshot)
+    def restore() -> list[str]:
+        snapshots.restore(snapshot)
         source.seek(position)
+        return []
 
-    return Found(
-        snapshot.step, snapshot.lineage, snapshot.intervention_count, snapshot.detectors, "memory", position, put_back
+    return RestorePoint(
+        snapshot.step, snapshot.lineage, snapshot.intervention_count, snapshot.detectors, "memory", position, restore
     )
 
 
-def on_disk(run: Run, saved: RestoredCheckpoint, *, fresh: bool) -> Found:
-    """A state that was read back; SetupError where it is not one of this run's model and optimizer.
+def restore_point_on_disk(
+    context: Context,
+    snapshots: SnapshotManager,
+    source: BatchSource,
+    saved: RestoredCheckpoint,
+    *,
+    is_resume: bool,
+) -> RestorePoint:
+    """Return a loaded checkpoint as a state to return to. SetupError if it does not fit this model and optimizer.
 
-    fresh: nothing was drawn yet in this process. Otherwise what the source has on record of its order serves better than
-    asking the sampler again: one that is no function of seed and epoch would give another.
+    is_resume: this process has drawn nothing yet. Otherwise the source's own record of its order is used: a sampler that
+    is not a function of seed and epoch would give another order if it were asked again.
     """
-    parts = saved.parts
-    why = run.state.mismatch(parts["light"], saved.tensors, whole=True)
+    parts, name = saved.parts, saved.manifest.name
+    why = context.state.mismatch(parts["light"], saved.tensors, whole=True)
     if why is not None:
         raise SetupError(
-            f"checkpoint {saved.manifest.name} does not fit this run: {why}; name another run_dir for another run, or set "
+            f"checkpoint {name} does not fit this run: {why}; name another run_dir for another run, or set "
             '[checkpoint] resume = "never"'
         )
-
-    tensors = {name: local(value) for name, value in saved.tensors.items()}
-    why = world_size_problem(parts["data"], then=saved.manifest.world_size, now=saved.world_size) if fresh else None
-    if why is not None:
-        raise DataError(f"checkpoint {saved.manifest.name}: {why}")
+    tensors = {key: local(value) for key, value in saved.tensors.items()}
+    if is_resume:
+        why = world_size_problem(parts["data"], then=saved.manifest.world_size, now=saved.world_size)
+        if why is not None:
+            raise DataError(f"checkpoint {name}: {why}")
     position = Position(*(int(parts["data"][key]) for key in Position._fields))
 
-    def put_back() -> None:
-        assert run.source is not None
-        notes: list[str] = []
-        if fresh or not run.source.can_seek(position):
-            notes = run.source.resume(parts["data"])
+    def restore() -> list[str]:
+        warnings: list[str] = []
+        if is_resume or not source.can_seek(position):
+            warnings = source.resume(parts["data"])
         else:
-            run.source.seek(position)
-        run.snapshots.restore_saved(
-            saved.manifest.step, parts["light"], tensors, RngState.of(parts["rng"]) if saved.has_local_rng else None
-        )
-        names = given.hold(run.state, saved.manifest.about, run.records.about())
-        if names:
-            notes.append(f"changed since it was saved, and the new settings hold from here: {', '.join(names)}")
-        if gone := sorted(set(parts["light"]["registered"]) - run.state.registered):
-            notes.append(f"registered when it was saved and not now, so not restored: {', '.join(gone)}")
-        for note in notes:
-            run.tell(note)
+            source.seek(position)
+        rng = RngState.of(parts["rng"]) if saved.has_local_rng else None
+        snapshots.restore_saved(saved.manifest.step, parts["light"], tensors, rng)
+        changed = apply_overrides(context.state, saved.manifest.about, context.records.about())
+        if changed:
+            warnings.append(f"these settings changed since {name} was saved; the new ones apply: {', '.join(changed)}")
+        if missing := sorted(set(parts["light"]["registered"]) - context.state.registered):
+            warnings.append(f"registered in {name} but not in this run, so not restored: {', '.join(missing)}")
+        return warnings
 
-    return Found(
+    return RestorePoint(
         saved.manifest.step,
         saved.manifest.lineage,
         int(parts["light"]["interventions"]["turns"]),
         parts["detectors"],
-        saved.manifest.name,
+        name,
         position,
-        put_back,
+        restore,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from holdfast.runtime.data.source import Draw
@@ -9,7 +11,7 @@ from holdfast.runtime.data.split import tensors_of
 
 
 @torch.no_grad()
-def nonfinite_samples(draws: list[Draw]) -> list[int]:
+def nonfinite_samples(draws: Sequence[Draw]) -> list[int]:
     """Return the ids of rows that hold NaN, or Inf if most rows do not (a mask of -inf is in every row).
 
     Only batches whose rows and ids match one to one count. Waits for the device: call it only after a non-finite step.

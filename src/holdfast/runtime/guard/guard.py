@@ -1,41 +1,47 @@
-"""What the user sees."""
+"""The Guard: what the user constructs, calls and reads."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.core.base import config as configuration
 from holdfast.core.base.clock import Clock, SystemClock
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import HoldfastError, SetupError, StepError
 from holdfast.core.detectors.base import Detector
-from holdfast.core.record import facts as said
+from holdfast.core.record.facts import check_facts, record_in_folder
 from holdfast.core.record.tally import Summary
+from holdfast.runtime.guard.build import build_run
 from holdfast.runtime.guard.loop import Steps
-from holdfast.runtime.guard.off import OffRun
 from holdfast.runtime.guard.setup import build_state
+from holdfast.runtime.guard.unguarded import UnguardedRun
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
-from holdfast.runtime.ports.hooks import Hooks
-from holdfast.runtime.record.environment import described, loop_of
+from holdfast.runtime.ports.hooks import AnyHook, Hooks
+from holdfast.runtime.record.environment import describe_loop, describe_run
 from holdfast.runtime.record.records import Records
-from holdfast.runtime.step.run import Run
+from holdfast.runtime.step.interface import Run
+
+Interval = Literal["step", "epoch", "eval"]
 
 
-class Wired(NamedTuple):
-    """Where a run writes on this rank, where its checkpoints go, and whom it trains with."""
+class Wiring(NamedTuple):
+    """Where a run writes on this rank, where its checkpoints go, and which ranks it trains with."""
 
     run_dir: str | os.PathLike[str] | None
-    tier: CheckpointStore | None
-    company: DistributedContext
+    store: CheckpointStore | None
+    distributed: DistributedContext
 
 
-class Guard:
+class GuardBase:
     """Keeps a training loop alive and honest.
 
         guard = holdfast.Guard(model, optimizer, scheduler=scheduler, scaler=scaler, run_dir="runs/a")
@@ -45,37 +51,39 @@ class Guard:
                     for batch in step.microbatches():
                         step.backward(loss_fn(model(batch["x"]), batch["y"]))
 
-    The guard clips (`clip_grad_norm`), steps the optimizers, the scaler and the schedulers; the loop must not.
+    The guard clips (`clip_grad_norm`) and steps the optimizers, the scaler and the schedulers; the loop must not.
 
     model: a module, or a list or dict of them; every parameter the optimizers update must belong to one.
     optimizer, scheduler: one or several. scheduler_interval: "step", "epoch" or "eval", one or one for each.
-    run_dir: where the journal, metrics and incidents go; None keeps no record.
+    run_dir: the folder for journal, metrics, incidents and checkpoints; None keeps no record.
     config: a path to a policy file, a mapping of its sections, or None for the defaults.
-    hooks: objects with any of the methods listed in `holdfast.runtime.ports.hooks`.
+    hooks: objects with any of the methods of `holdfast.Hook`.
     detectors: detectors of your own, beside the built-in ones.
-    about: further facts for run.json (data, code, whatever tells this run from another).
+    about: further facts for run.json (data, code, anything that tells this run from another).
 
-    HOLDFAST_OFF=1 in the environment takes the guard out: the same loop, unguarded, writing nothing.
+    HOLDFAST_OFF=1 in the environment switches the guard off: the same loop, unguarded, writing nothing.
     """
+
+    _clock: ClassVar[Clock] = SystemClock()
 
     def __init__(
         self,
-        model: Any,
-        optimizer: Any,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
-        scheduler: Any = None,
-        scaler: Any = None,
-        scheduler_interval: str | Sequence[str] | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: GradScaler | None = None,
+        scheduler_interval: Interval | Sequence[Interval] | None = None,
         clip_grad_norm: float | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        hooks: Sequence[Any] = (),
+        hooks: Sequence[AnyHook] = (),
         detectors: Sequence[Detector] = (),
         about: Mapping[str, Any] | None = None,
-        clock: Clock | None = None,
     ) -> None:
-        checked = configuration.load(config)
-        if clip_grad_norm is not None and not (_is_number(clip_grad_norm) and clip_grad_norm > 0):
+        policy = configuration.load(config)
+        is_number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
+        if clip_grad_norm is not None and not (is_number and 0 < clip_grad_norm < math.inf):
             raise SetupError(f"Guard(clip_grad_norm={clip_grad_norm!r}): a maximum norm is a positive number, or None")
         for detector in detectors:
             if not isinstance(detector, Detector):
@@ -84,37 +92,34 @@ class Guard:
                     "rebaseline, state_dict and load_state_dict"
                 )
         state = build_state(model, optimizer, scheduler, scaler, scheduler_interval)
-        self._hooks = Hooks(hooks)
-        self._clock = clock or SystemClock()
-        self._run: Run | OffRun
-        wired = self._wire(run_dir, checked)
+        self._state, self._hooks = state, Hooks(hooks)
+        wiring = self._wire(run_dir, policy)
+        self._records = Records(wiring.run_dir, policy, self._clock)
+        self._run: Run
         if os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
-            self._run = OffRun(state, clip=clip_grad_norm, hooks=self._hooks, clock=self._clock, company=wired.company)
+            self._run = UnguardedRun(state, self._hooks, wiring.distributed, clip_grad_norm)
         else:
-            self._run = Run(
+            self._run = build_run(
                 state,
-                checked,
+                policy,
                 clip=clip_grad_norm,
                 hooks=self._hooks,
                 detectors=detectors,
-                records=Records(wired.run_dir, checked, self._clock),
+                records=self._records,
                 clock=self._clock,
-                tier=wired.tier,
-                company=wired.company,
+                store=wiring.store,
+                distributed=wiring.distributed,
             )
-        self._facts = dict(about or {})
-        several = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
-        self._schedulers = [s for s in several if s is not None]
-        self._clip = clip_grad_norm
-        self._phase = "new"
+        self._about = {**describe_run(state, clip_grad_norm), **(about or {})}
+        self._phase: Literal["new", "open", "closed"] = "new"
 
-    def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wired:
-        """What belongs to layers above: `holdfast.Guard` knows of disks and of other ranks, this one of neither."""
-        return Wired(run_dir, None, DistributedContext())
+    def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
+        """Return the ports to disk and to other ranks. `holdfast.Guard` overrides it; this class has neither."""
+        return Wiring(run_dir, None, DistributedContext())
 
-    # ---- life
+    # ---- begin and end
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> GuardBase:
         self._open()
         return self
 
@@ -125,29 +130,24 @@ class Guard:
         if self._phase == "open":
             return
         if self._phase == "closed":
-            raise StepError("this guard is closed; make a new Guard to train on")
-        if isinstance(self._run, Run):
-            self._run.open(self._about())
+            raise StepError("this guard is closed; make a new Guard to continue training")
+        self._run.open(self._about)
         self._phase = "open"
         try:
             self._hooks.call("on_train_begin", self)
-        except BaseException as error:  # `with guard:` is not entered then, so nobody else would let the folder go
+        except BaseException as error:  # `with guard:` is not entered then, so __exit__ would not release the folder
             self.close(error)
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Settle what is pending and end the record. `with guard:` does it; calling it twice does no harm."""
+        """Settle the pending step and end the record. `with guard:` does it. A second call does nothing."""
         if self._phase != "open":
             return
         self._phase = "closed"
         try:
-            if isinstance(self._run, Run):
-                self._run.close(error)
+            self._run.close(error)
         finally:
             self._hooks.call("on_train_end", self.summary())
-
-    def _about(self) -> dict[str, Any]:
-        return {**described(self._run.state, self._schedulers, self._clip), **self._facts}
 
     # ---- the loop
 
@@ -159,9 +159,10 @@ class Guard:
         max_steps: int | None = None,
         epochs: int | None = None,
     ) -> Steps:
-        """Steps of `accumulate` batches each, until `max_steps` are committed or `epochs` passes over the loader are done.
+        """Return an iterator of steps of `accumulate` batches each.
 
-        Epochs follow one another without a border: a step may take its batches from two of them.
+        It ends when `max_steps` are committed or `epochs` passes over the loader are done. Epochs follow one another
+        without a border: a step may take its batches from two of them.
         """
         for name, value in (("accumulate", accumulate), ("max_steps", max_steps), ("epochs", epochs)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -171,13 +172,13 @@ class Guard:
         if max_steps is None and epochs is None:
             raise StepError("steps(): say how long to train, with max_steps= or epochs=")
         self._open()
-        self.record(loop=loop_of(loader, accumulate))
+        self.record(loop=describe_loop(loader, accumulate))
         self._run.attach(loader, epochs, accumulate, max_steps)
-        return Steps(self._run, accumulate, max_steps)
+        return Steps(self._run, self._clock, accumulate, max_steps)
 
     def fit(
         self,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
+        loss_fn: Callable[[Any, Any], Tensor],
         loader: Iterable[Any],
         *,
         accumulate: int = 1,
@@ -185,10 +186,10 @@ class Guard:
         epochs: int | None = None,
         microbatches: int = 1,
     ) -> Summary:
-        """The loop in one call. `loss_fn(model, batch)` returns the mean loss of the batch."""
-        modules = self._run.state.wrapped_modules
+        """Run the loop in one call. `loss_fn(model, batch)` returns the mean loss of the batch."""
+        modules = self._state.wrapped_modules
         model = modules[0][1] if len(modules) == 1 else dict(modules)
-        owns = self._phase == "new"
+        is_owner = self._phase == "new"
         self._open()
         error: BaseException | None = None
         try:
@@ -196,108 +197,90 @@ class Guard:
                 with step:
                     for batch in step.microbatches(microbatches):
                         step.backward(loss_fn(model, batch))
-        except BaseException as problem:
-            error = problem
+        except BaseException as caught:
+            error = caught
             raise
         finally:
-            if owns:
+            if is_owner:
                 self.close(error)
         return self.summary()
 
-    # ---- what a loop may say
+    # ---- requests
 
     def register(self, name: str, thing: Any) -> None:
-        """Add an object with state (EMA, a curriculum, a replay buffer): it goes back with every rollback."""
-        if self._run.step > 0 or (isinstance(self._run, Run) and self._run.current is not None):
+        """Add an object with state (EMA, a curriculum, a replay buffer) or a torch.Generator: rollbacks restore it."""
+        if self._run.progress.step > 0 or self._run.progress.served is not None:
             raise SetupError(
                 f"register({name!r}, ...): register before the first step, so that every snapshot holds it"
             )
-        if isinstance(thing, torch.Generator):
-            if isinstance(self._run, Run):
-                self._run.rng.include(thing)
-            return
-        self._run.state.register(name, thing)
+        self._run.register(name, thing)
 
     def expect_shift(self, reason: str) -> None:
-        """The loss is about to change level on purpose: detectors learn the new one instead of alarming.
+        """Announce that the loss is about to change level on purpose: detectors learn the new level.
 
-        Of several ranks any may say so: it holds on all of them from the next step on."""
-        if isinstance(self._run, Run):
-            self._run.expect_shift(reason)
+        On several ranks any rank may call it: it applies to all of them from the next step on.
+        """
+        self._run.expect_shift(reason)
 
     def stop(self, reason: str = "guard.stop()") -> None:
-        """End the loop after the current step, cleanly. Of several ranks any may say so: all end after the same step,
-        which is the next one where this one is over."""
+        """End the loop cleanly after the current step. On several ranks any may call it; all end after the same step."""
         self._run.stop(reason)
 
     def report_eval(self, metric: float) -> None:
-        """An evaluation result: drives schedulers with scheduler_interval='eval' (ReduceLROnPlateau)."""
+        """Report an evaluation result: drives schedulers with scheduler_interval='eval' (ReduceLROnPlateau)."""
         value = float(metric)
         if math.isnan(value):
             raise HoldfastError("report_eval(nan): the evaluation gave no number; schedulers cannot be driven by it")
         self._run.report_eval(value)
 
     def record(self, *, step: int | None = None, **facts: Any) -> None:
-        """The same as `holdfast.record(guard, ...)`: facts for run.json, evaluation results for the journal.
+        """Record facts in run.json and evaluation results in the journal, like `holdfast.record(guard, ...)`.
 
-        Results are of the step the guard stands at, where no other `step` is given.
+        Results belong to the guard's current step unless `step` is given.
         """
         if step is None and "eval" in facts and self._phase == "open":
-            step = self._run.step
-        checked = said.check_facts(facts, step)
-        if isinstance(self._run, OffRun):
-            return
-        records = self._run.records
-        if self._phase == "closed" and records.rundir is not None:
-            said.record_in_folder(records.rundir.path, checked, step)
+            step = self.step
+        checked = check_facts(facts, step)
+        if self._phase == "closed" and self._records.rundir is not None:
+            record_in_folder(self._records.rundir.path, checked, step)
         else:
-            records.record(self._run.engine, checked, step)
+            self._run.record(dict(checked), step)
 
     def flush(self) -> None:
-        """Settle the last step now, so that the model is what it will be. Waits for the device."""
+        """Settle the last step now, so that the model holds its final values. Waits for the device."""
         self._run.flush()
 
     def checkpoint(self, reason: str = "asked for") -> str | None:
-        """Write the run to disk as it stands, between two steps, and wait until it is there: its path.
+        """Write the run to disk as it is between two steps, wait for it, and return its path.
 
-        None where it could not be written (the journal says why), or where the run keeps no checkpoints.
+        Returns None if it could not be written (the journal says why), or if the run keeps no checkpoints.
         """
-        return self._run.checkpoints.now(reason) if isinstance(self._run, Run) else None
+        return self._run.save_checkpoint(reason)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from this checkpoint, whatever the run directory holds: the same as `[checkpoint] load_path`.
+        """Resume from this checkpoint, whatever the run directory holds: the same as `[checkpoint] load_path`.
 
-        Call it before `steps`, with the same model and optimizer. A run directory stands for its newest good one.
+        Call it before `steps`, with the same model and optimizer. A run directory means its newest good checkpoint.
         """
-        if isinstance(self._run, Run):
-            if self._run.source is not None:
-                raise StepError("load(): call it before guard.steps()")
-            self._run.checkpoints.load_path(os.fspath(path))
+        self._run.load_checkpoint(os.fspath(path))
 
     def quarantine(self, samples: Iterable[int], reason: str) -> None:
-        """Never draw these sample ids again, in this run or after a restart of it."""
-        if isinstance(self._run, Run):
-            self._open()
-            self._run.quarantine(samples, reason)
+        """Exclude these sample ids from this run, also after a restart."""
+        self._open()
+        self._run.quarantine(samples, reason)
 
     # ---- what it knows
 
     @property
     def step(self) -> int:
-        """Steps committed."""
-        return self._run.step
+        """Committed steps."""
+        return self._run.progress.step
 
     @property
     def stopping(self) -> str | None:
         """Why the run was asked to stop, or None."""
-        return self._run.stopping
+        return self._run.progress.stopping
 
     def summary(self) -> Summary:
-        """Clean or recovered, what was done, what it cost."""
-        if isinstance(self._run, OffRun):
-            return Summary(status="off", committed=self._run.step)
-        return self._run.engine.summary(self._run.step)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        """Return whether the run is clean or recovered, what was done, and what it cost."""
+        return self._run.summary()

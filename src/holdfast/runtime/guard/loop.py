@@ -3,67 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
-from holdfast.core.base.errors import StepError
-from holdfast.runtime.step.step import Step
-
-
-class Serves(Protocol):
-    """What the loop needs of a run."""
-
-    step: int
-    stopping: str | None
-    exhausted: bool
-    pending: Step | None
-
-    def in_time(self) -> None: ...
-    def serve(self, accumulate: int) -> Step | None: ...
-    def flush(self) -> bool: ...
+from holdfast.core.base.clock import Clock
+from holdfast.runtime.guard.step import Step
+from holdfast.runtime.step.interface import Pipeline
 
 
 class Steps:
-    """Serves steps until `max_steps` are committed, the data ends, or somebody stops the run."""
+    """Yields steps until `max_steps` are committed, the data ends, or the run is asked to stop."""
 
-    def __init__(self, run: Serves, accumulate: int, max_steps: int | None) -> None:
-        self._run, self._accumulate, self._max_steps = run, accumulate, max_steps
+    def __init__(self, pipeline: Pipeline, clock: Clock, accumulate: int, max_steps: int | None) -> None:
+        self._pipeline, self._clock, self._accumulate, self._max_steps = pipeline, clock, accumulate, max_steps
         self._last: Step | None = None
-        self._done = False
+        self._is_done = False
 
     def __iter__(self) -> Iterator[Step]:
         return self
 
     def __next__(self) -> Step:
-        self._check_last()
-        run = self._run
-        while not self._done:
-            run.in_time()
-            if run.stopping is None and not run.exhausted and not self._enough():
-                step = run.serve(self._accumulate)
-                if step is not None:
-                    self._last = step
-                    return step
-            # Settling the last step may undo it and put its data back: then there is more to do.
-            self._done = run.flush() or run.stopping is not None
+        if self._last is not None:
+            self._last.require_finished()
+        pipeline, progress = self._pipeline, self._pipeline.progress
+        while not self._is_done:
+            pipeline.settle_for_hooks()
+            if progress.stopping is None and not progress.exhausted and not self._has_enough():
+                attempt = pipeline.draw_step(self._accumulate)
+                if attempt is not None:
+                    self._last = Step(pipeline, attempt, self._clock)
+                    return self._last
+            # Settling the last step may undo it and requeue its data: then there is more to do.
+            self._is_done = pipeline.flush() or progress.stopping is not None
         raise StopIteration
 
-    def _enough(self) -> bool:
-        """Whether enough steps are committed; a pending one counts only once it is."""
-        run = self._run
+    def _has_enough(self) -> bool:
+        """Return whether enough steps are committed. A pending step counts only once it has settled."""
+        progress = self._pipeline.progress
         if self._max_steps is None:
             return False
-        if run.step + (run.pending is not None) >= self._max_steps:
-            run.flush()
-        return run.step >= self._max_steps
-
-    def _check_last(self) -> None:
-        last = self._last
-        if last is None:
-            return
-        if not last.entered:
-            raise StepError(
-                f"step {last.number} was never entered: write `with step:` around the body of "
-                "`for step in guard.steps(...)`"
-            )
-        if last.is_open:
-            raise StepError(f"step {last.number} is still open: leave its `with step:` before the next one is served")
+        if progress.step + (progress.pending is not None) >= self._max_steps:
+            self._pipeline.flush()
+        return progress.step >= self._max_steps

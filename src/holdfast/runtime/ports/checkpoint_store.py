@@ -1,11 +1,12 @@
 """Defines the store that keeps checkpoints outside the memory of the process.
 
-`save`, `mark` and `remove` return at once and run in the background, in the order of the calls. `drain_events` returns
-their results. Only `wait` blocks.
+`save`, `mark` and `remove` return at once and run in the background, in the order of the calls. Their results
+appear in `events`. Only `wait` blocks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -95,6 +96,8 @@ class CheckpointStore(Protocol):
     """
 
     is_rank_zero: bool
+    events: deque[StoreEvent]
+    """what became of the requests, in order; the background thread appends, the owner takes them out"""
 
     def open(self, run: str) -> None: ...
     def broadcast_object(self, value: Any) -> Any: ...
@@ -103,7 +106,6 @@ class CheckpointStore(Protocol):
     def remove(self, names: Sequence[str]) -> None: ...
     def wait(self) -> None: ...
     def abort(self) -> None: ...
-    def drain_events(self) -> list[StoreEvent]: ...
     def entries(self) -> list[CheckpointEntry]: ...
     def choose(
         self, why_not: Callable[[CheckpointEntry], str | None]

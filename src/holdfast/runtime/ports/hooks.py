@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import Incident, Outcome, Plan
@@ -39,6 +39,38 @@ class Hook:
         """Run when the guard is closed."""
 
 
+class _OnTrainBegin(Protocol):
+    def on_train_begin(self, guard: Any, /) -> None: ...
+
+
+class _OnStepEnd(Protocol):
+    def on_step_end(self, outcome: Outcome, /) -> None: ...
+
+
+class _OnEvalEnd(Protocol):
+    def on_eval_end(self, metric: float, /) -> None: ...
+
+
+class _OnInstability(Protocol):
+    def on_instability(self, incident: Incident, /) -> Plan | None: ...
+
+
+class _OnRecovery(Protocol):
+    def on_recovery(self, outcome: Outcome, /) -> None: ...
+
+
+class _OnCheckpointSave(Protocol):
+    def on_checkpoint_save(self, path: str, /) -> None: ...
+
+
+class _OnTrainEnd(Protocol):
+    def on_train_end(self, summary: Summary, /) -> None: ...
+
+
+AnyHook = (
+    Hook | _OnTrainBegin | _OnStepEnd | _OnEvalEnd | _OnInstability | _OnRecovery | _OnCheckpointSave | _OnTrainEnd
+)
+"""an object with at least one callback"""
 CALLBACKS = tuple(name for name in vars(Hook) if name.startswith("on_"))
 
 

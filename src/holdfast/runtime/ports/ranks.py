@@ -125,3 +125,20 @@ class NoWatchdog:
     def report_failure(self, error: BaseException, step: int, where: str) -> None: ...
     def wait_for_others_to_finish(self, step: int) -> None: ...
     def close(self) -> None: ...
+
+
+class LateWatchdog:
+    """Creates the watchdog when the run opens: only then are all ranks known to be there."""
+
+    def __init__(self, make: Callable[[], RankWatchdog]) -> None:
+        self._make = make
+        self._watchdog: RankWatchdog = NoWatchdog()
+
+    def get(self) -> RankWatchdog:
+        """Return the watchdog; before `start`, one that does nothing."""
+        return self._watchdog
+
+    def start(self) -> None:
+        """Create the watchdog and begin watching."""
+        self._watchdog = self._make()
+        self._watchdog.start()

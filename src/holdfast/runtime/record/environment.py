@@ -1,4 +1,4 @@
-"""What a run is made of, as it begins: versions, code, devices, optimizer settings. Looks, and changes nothing."""
+"""Describe what a run is made of: versions, code, devices, optimizer settings. Reads only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ _LARGEST_SCRIPT = 4_000_000
 
 
 def environment(config: Config, about: dict[str, Any]) -> dict[str, Any]:
-    """The whole of run.json, but for the facts."""
+    """Return the contents of run.json without the facts."""
     return {
         "holdfast": __version__,
         "python": platform.python_version(),
@@ -45,17 +44,20 @@ def environment(config: Config, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def packages() -> dict[str, str]:
-    """Versions of what has been imported: what has not been does not take part."""
-    found = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
-    return {"holdfast": __version__, **{name: str(version) for name, version in found.items() if version is not None}}
+    """Return the versions of imported packages. A package that is not imported takes no part in the run."""
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    return {
+        "holdfast": __version__,
+        **{name: str(version) for name, version in versions.items() if version is not None},
+    }
 
 
 def revision(folder: Path) -> str | None:
-    """The commit that the folder's git repository stands at, read from its files; None where there is none."""
+    """Return the checked-out commit of the folder's git repository, read from its files; None if there is none."""
     for place in (folder, *folder.parents):
         git = place / ".git"
         try:
-            if git.is_file():  # a work tree of its own: the file says where the repository is
+            if git.is_file():  # in a linked work tree the file names the repository
                 git = place / git.read_text().partition("gitdir:")[2].strip()
             head = (git / "HEAD").read_text().strip()
         except (FileNotFoundError, NotADirectoryError):
@@ -84,30 +86,30 @@ def _reference(git: Path, name: str) -> str | None:
 
 
 def _script() -> str | None:
-    """The content of the program's own file: it changes without a commit."""
+    """Return a fingerprint of the program's own file, which may change without a commit."""
     path = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
     try:
-        small = path is not None and path.is_file() and path.stat().st_size <= _LARGEST_SCRIPT
-        return fingerprint(path) if small else None
+        is_small = path is not None and path.is_file() and path.stat().st_size <= _LARGEST_SCRIPT
+        return fingerprint(path) if is_small else None
     except (OSError, HoldfastError):
         return None
 
 
-def described(state: RunState, schedulers: Sequence[Any], clip: float | None) -> dict[str, Any]:
-    """Model, optimizers and schedulers in numbers."""
+def describe_run(state: RunState, clip: float | None) -> dict[str, Any]:
+    """Describe model, optimizers and schedulers in numbers."""
     parameters = [p for _, m in state.modules for p in m.parameters()]
     dtypes = Counter[str]()
     for p in parameters:
         dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()
     return {
-        "model": [_kind(m).__name__ for _, m in state.modules],
+        "model": [_user_class(m).__name__ for _, m in state.modules],
         "parameters": sum(p.numel() for p in parameters),
         "trained": sum(p.numel() for p in state.trained_parameters()),
         "dtypes": dict(dtypes),
         "devices": sorted({_device(p.device) for p in parameters}),
         "optimizers": [type(o).__name__ for o in state.optimizers.all],
         "optimizer_groups": [[_group(g) for g in o.param_groups] for o in state.optimizers.all],
-        "schedulers": [{"class": type(s).__name__, **_settings(vars(s))} for s in schedulers],
+        "schedulers": [{"class": type(s).__name__, **_settings(vars(s))} for s in state.schedulers.all],
         "clip_grad_norm": clip,
         "loss_scaler": state.scaler is not None,
         "world_size": _world_size(),
@@ -115,22 +117,22 @@ def described(state: RunState, schedulers: Sequence[Any], clip: float | None) ->
     }
 
 
-def _kind(module: Any) -> type:
-    """The user's own class: fully_shard puts one before it that is named after it."""
-    kind = type(module)
-    return kind.__bases__[-1] if any(base.__name__ == "FSDPModule" for base in kind.__bases__) else kind
+def _user_class(module: Any) -> type:
+    """Return the user's own class: fully_shard replaces it by a subclass."""
+    cls = type(module)
+    return cls.__bases__[-1] if any(base.__name__ == "FSDPModule" for base in cls.__bases__) else cls
 
 
 def with_added_groups(about: dict[str, Any], state: RunState) -> dict[str, Any]:
-    """The same of a run whose optimizers were given more groups on the way (gradual unfreezing)."""
-    said = [list(groups) for groups in about.get("optimizer_groups", ())]
-    added = False
-    for groups, optimizer in zip(said, state.optimizers.all, strict=False):
+    """Return `about` with the parameter groups that were added since the run began (gradual unfreezing)."""
+    described = [list(groups) for groups in about.get("optimizer_groups", ())]
+    has_grown = False
+    for groups, optimizer in zip(described, state.optimizers.all, strict=False):
         more = [_group(g) for g in optimizer.param_groups[len(groups) :]]
         groups.extend(more)
-        added = added or bool(more)
+        has_grown = has_grown or bool(more)
     trained = sum(p.numel() for p in state.trained_parameters())
-    return {**about, "optimizer_groups": said, "trained": trained} if added else about
+    return {**about, "optimizer_groups": described, "trained": trained} if has_grown else about
 
 
 def _device(device: torch.device) -> str:
@@ -143,17 +145,17 @@ def _group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(values: dict[str, Any]) -> dict[str, Any]:
-    """The plain ones, without what moves as the run does."""
-    plain = {}
+    """Return the values of plain types, without those that change as the run proceeds."""
+    settings = {}
     for name, value in values.items():
         if name.startswith("_") or name in _PROGRESS:
             continue
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
-        several = isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value)
-        if value is None or isinstance(value, bool | int | float | str) or several:
-            plain[name] = value
-    return plain
+        is_sequence = isinstance(value, list | tuple) and all(isinstance(v, int | float) for v in value)
+        if value is None or isinstance(value, bool | int | float | str) or is_sequence:
+            settings[name] = value
+    return settings
 
 
 def _world_size() -> int:
@@ -161,8 +163,8 @@ def _world_size() -> int:
     return int(size) if size.isdigit() else 1
 
 
-def loop_of(loader: Any, accumulate: int) -> dict[str, Any]:
-    """What a step takes from the loader, as far as the loader says."""
+def describe_loop(loader: Any, accumulate: int) -> dict[str, Any]:
+    """Describe what a step takes from the loader."""
     sampler = getattr(loader, "batch_sampler", None)
     sizes = (getattr(loader, "batch_size", None), getattr(sampler, "batch_size", None))
     size = next((s for s in sizes if isinstance(s, int) and not isinstance(s, bool)), None)

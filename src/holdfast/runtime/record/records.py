@@ -1,4 +1,4 @@
-"""What a run writes down: its folder, opened once everything else has been checked."""
+"""Write the records of a run: journal, metrics, run.json and quarantine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.core.base.plain import plain
 from holdfast.core.base.types import Outcome, Signal
 from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
-from holdfast.core.record import facts
+from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal, NullJournal, dumps, read
 from holdfast.core.record.metrics import MetricsFile
@@ -33,7 +33,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Records:
-    """Journal, metrics, run.json and quarantine of one run; all of them silent for a run without a folder."""
+    """Owns the run directory. Without one, every method does nothing."""
 
     def __init__(self, path: str | os.PathLike[str] | None, config: Config, clock: Clock) -> None:
         self._config, self._clock = config, clock
@@ -41,129 +41,143 @@ class Records:
         self.quarantine = Quarantine()
         self._journal: Journal = NullJournal()
         self._metrics: MetricsFile | None = None
-        self._open = False
+        self._is_open = False
         self.identity = ""
-        """which run it is, over all its lives"""
+        """identifies the run over all its processes"""
         self.restarted = False
-        self._given: dict[str, Any] = {}
-        self._found: dict[str, Any] = {}
+        """an earlier process has written to the run directory"""
+        self._described: dict[str, Any] = {}
+        self._environment: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
-        """what the loop has said of itself, as run.json has it"""
-        self._said: list[tuple[int | None, Mapping[str, Any]]] = []
-        """facts recorded before there was a folder to write them to"""
+        """what the loop has recorded about itself, as in run.json"""
+        self._early_facts: list[tuple[int | None, Mapping[str, Any]]] = []
+        """facts recorded before the run directory was open"""
 
     def open(self, engine: Engine, about: dict[str, Any], history: RecoveryHistory) -> None:
-        """Take hold of the folder and go on from what it says. PolicyStop if an earlier life was stopped for good."""
-        self._given = about
+        """Lock the run directory and continue its records. PolicyStop if policy stopped an earlier process."""
+        self._described = about
         if self.rundir is None:
             engine.open(self._journal, IncidentFiles(None))
             return
         self.rundir.acquire()
         try:
-            past = _past(self.rundir)
+            past = _read_past(self.rundir)
             self.quarantine = Quarantine(self.rundir.quarantine)
             self._journal = Journal(self.rundir.journal, fsync=self._config.journal.fsync, clock=self._clock)
             engine.open(self._journal, IncidentFiles(self.rundir), past)
             history.rebuild(past)
             self.quarantine.complete(past)
-            latched = engine.policy.state.latched
-            if latched is not None:
+            if (reason := engine.stopped_by) is not None:
                 message = (
-                    f"{self.rundir.path} was stopped by policy: {latched}. A person must look at it; then "
-                    f"`holdfast ack {self.rundir.path}` lets it go on"
+                    f"holdfast: {self.rundir.path} was stopped by policy: {reason}. Review it, then run "
+                    f"`holdfast ack {self.rundir.path}` to let it continue"
                 )
                 log.error("%s", message)
                 raise PolicyStop(message)
-            self.identity = _identity(self.rundir, past) or secrets.token_hex(16)
-            self.restarted = bool(past)
-            self._found = found = {"run": self.identity, **environment(self._config, about)}
-            if past:
-                self._keep_run_json(found, past)
-                engine.write("restart", durable=True, environment=found)
-            else:
-                write_atomically(self.rundir.run, to_json(found))
-                engine.write("run_begin", durable=True, environment=found)
-            self._open = True
-            for step, said in self._said:
-                facts.write_facts(self.rundir, engine.write, said, step)
-            self._said.clear()
-            self._read_facts()
-            if self._config.metrics.enabled:
-                every = self._config.metrics.flush_seconds
-                self._metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode=line)
+            self._begin_process(engine, about, past)
         except BaseException:
             self.close()
             raise
 
-    def _keep_run_json(self, found: dict[str, Any], past: list[dict[str, Any]]) -> None:
-        """The first life's stays; one that is lost or damaged is made again, with the facts the journal has."""
+    def _begin_process(self, engine: Engine, about: dict[str, Any], past: list[dict[str, Any]]) -> None:
+        """Write run.json and the first event of this process."""
+        assert self.rundir is not None
+        self.identity = _find_identity(self.rundir, past) or secrets.token_hex(16)
+        self.restarted = bool(past)
+        self._environment = {"run": self.identity, **environment(self._config, about)}
+        if past:
+            self._restore_run_json(past)
+            engine.write("restart", durable=True, environment=self._environment)
+        else:
+            write_atomically(self.rundir.run, to_json(self._environment))
+            engine.write("run_begin", durable=True, environment=self._environment)
+        self._is_open = True
+        for step, facts in self._early_facts:
+            write_facts(self.rundir, engine.write, facts, step)
+        self._early_facts.clear()
+        self._read_facts()
+        if self._config.metrics.enabled:
+            every = self._config.metrics.flush_seconds
+            self._metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode=encode_metrics)
+
+    def _restore_run_json(self, past: list[dict[str, Any]]) -> None:
+        """Keep the first process's run.json. A lost or damaged one is rebuilt with the facts from the journal."""
         assert self.rundir is not None
         try:
-            if facts.read_run_json(self.rundir.run) is not None:
+            if read_run_json(self.rundir.run) is not None:
                 return
         except RunDirError as error:
-            log.warning("%s; it is made anew from the journal", str(error).split(";")[0])
-        write_atomically(self.rundir.run, to_json({**found, "facts": facts.rebuild_facts(past)}))
+            log.warning("holdfast: %s; it is rebuilt from the journal", str(error).split(";")[0])
+        write_atomically(self.rundir.run, to_json({**self._environment, "facts": rebuild_facts(past)}))
 
     @property
     def place(self) -> str:
+        """Return the run directory's path for messages."""
         return "" if self.rundir is None else str(self.rundir.path)
 
     def about(self) -> dict[str, Any]:
-        """What is compared when a run is gone on from: what was found at the start, what the loop has said of itself."""
-        if not self._found:  # another rank holds the folder
-            self._found = {"run": self.identity, **environment(self._config, self._given)}
-        said = {k: v for k, v in self.facts.items() if k not in ("eval", "tokens_per_source")}
-        return plain({**self._found, "facts": said})  # type: ignore[no-any-return]
+        """Return what a resume compares: the environment at the start, and the loop's own facts."""
+        if not self._environment:  # rank 0 owns the run directory
+            self._environment = {"run": self.identity, **environment(self._config, self._described)}
+        facts = {k: v for k, v in self.facts.items() if k not in ("eval", "tokens_per_source")}
+        return plain({**self._environment, "facts": facts})  # type: ignore[no-any-return]
 
     def _read_facts(self) -> None:
         assert self.rundir is not None
         try:
-            self.facts = (facts.read_run_json(self.rundir.run) or {}).get("facts") or {}
-        except RunDirError as error:  # somebody has damaged it meanwhile: no reason to end the run
-            log.warning("%s", error)
+            self.facts = (read_run_json(self.rundir.run) or {}).get("facts") or {}
+        except RunDirError as error:  # damaged by another program since: no reason to end the run
+            log.warning("holdfast: %s", error)
 
     def versions(self) -> dict[str, str]:
-        return {k: str(v) for k, v in (self._found.get("packages") or {}).items()}
+        """Return the versions of the imported packages."""
+        return {k: str(v) for k, v in (self._environment.get("packages") or {}).items()}
 
-    def record(self, engine: Engine, said: Mapping[str, Any], step: int | None) -> None:
-        """Checked facts into journal and run.json: now, or when the folder is opened. Nowhere without a folder."""
+    def adopt(self, identity: str, restarted: bool, facts: dict[str, Any], quarantine: list[Any]) -> None:
+        """Take over what rank 0 has read from the run directory."""
+        self.identity, self.restarted, self.facts = identity, restarted, facts
+        self.quarantine.adopt(quarantine)
+
+    def record(self, engine: Engine, facts: Mapping[str, Any], step: int | None) -> None:
+        """Write checked facts into journal and run.json, now or when the run directory is opened."""
         if self.rundir is None:
             return
-        if self._open:
-            facts.write_facts(self.rundir, engine.write, said, step)
+        if self._is_open:
+            write_facts(self.rundir, engine.write, facts, step)
             self._read_facts()
         else:
-            self._said.append((step, said))
+            self._early_facts.append((step, facts))
 
-    def metrics(self, outcome: Outcome) -> None:
+    def write_metrics(self, outcome: Outcome) -> None:
+        """Write one line of metrics.jsonl."""
         if self._metrics is not None:
             self._metrics.write(outcome)
 
-    def idle(self) -> None:
-        """No thread runs here until the next step has settled, so that a process may be forked."""
+    def stop_threads(self) -> None:
+        """Stop the writing thread until the next step has settled: the process may be forked now."""
         if self._metrics is not None:
             self._metrics.idle()
 
     def flush(self) -> None:
+        """Write all metrics handed over so far."""
         if self._metrics is not None:
             self._metrics.flush()
 
     def close(self) -> None:
-        """Let everything go, whatever of it fails; what failed is raised then."""
+        """Release metrics, journal and lock, even if one of them fails; raise the failure afterwards."""
         metrics, self._metrics = self._metrics, None
         journal, self._journal = self._journal, NullJournal()
-        self._open = False
-        with contextlib.ExitStack() as closing:
+        self._is_open = False
+        with contextlib.ExitStack() as stack:
             if self.rundir is not None:
-                closing.callback(self.rundir.release)
-            closing.callback(journal.close)
+                stack.callback(self.rundir.release)
+            stack.callback(journal.close)
             if metrics is not None:
-                closing.callback(metrics.close)
+                stack.callback(metrics.close)
 
 
-def line(outcome: Outcome) -> bytes:
-    """A settled attempt as a line of metrics.jsonl."""
+def encode_metrics(outcome: Outcome) -> bytes:
+    """Return a settled attempt as a line of metrics.jsonl."""
     signal = outcome.signal
     row = {name: value for name in _FIELDS if (value := getattr(signal, name)) is not None}
     row["status"] = outcome.status
@@ -173,8 +187,8 @@ def line(outcome: Outcome) -> bytes:
         return dumps(row)
 
 
-def _past(rundir: RunDir) -> list[dict[str, Any]]:
-    """What earlier lives wrote; nothing in the first one."""
+def _read_past(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return the events of earlier processes."""
     try:
         return read(rundir.journal).events
     except FileNotFoundError:
@@ -183,10 +197,10 @@ def _past(rundir: RunDir) -> list[dict[str, Any]]:
         raise durable.run_dir_error(rundir.journal, "read", error) from None
 
 
-def _identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:
-    """From run.json, or from the journal where that is lost."""
+def _find_identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:
+    """Return the run's identity from run.json, or from the journal if that is lost."""
     try:
-        known = (facts.read_run_json(rundir.run) or {}).get("run")
+        known = (read_run_json(rundir.run) or {}).get("run")
     except RunDirError:
         known = None
     begun = [e.get("environment") for e in past if e.get("event") in ("run_begin", "restart")]

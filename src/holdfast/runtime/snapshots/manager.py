@@ -48,7 +48,7 @@ class CheckpointSink(Protocol):
     lineage: Lineage
 
     def save_reason(self, step: int, *, initial: bool = False) -> str | None: ...
-    def submit(self, snapshot: Snapshot) -> None: ...
+    def submit(self, snapshot: Snapshot, stalled_seconds: float) -> None: ...
 
 
 class SnapshotManager:
@@ -186,7 +186,7 @@ class SnapshotManager:
             return
         self._in_progress = None
         if snapshot.reason is not None:
-            self._sink.submit(snapshot)
+            self._sink.submit(snapshot, self.stalled_seconds)
         if self.ring.enabled and (snapshot.initial or self.ring.due(snapshot.step)):
             for dropped in self.ring.add(snapshot):
                 self._placement.release(dropped)

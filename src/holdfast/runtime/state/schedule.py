@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.base.errors import SetupError, StepError
+from holdfast.core.base.types import CutLR, TightenClip
 
 Interval = Literal["step", "epoch", "eval"]
 
@@ -106,6 +107,14 @@ class Interventions(msgspec.Struct):
     weight_unit: float = msgspec.field(default=1.0, name="unit")
     """the divisor of micro-batch weights, the same on all ranks: about the weight of a micro-batch in the last step. It is a
     power of two, so it changes no bit of the result"""
+
+    def apply(self, action: CutLR | TightenClip) -> None:
+        """Apply one intervention from the next update on."""
+        if isinstance(action, CutLR):
+            self.lr_ramp = LrRamp(action.factor, action.ramp_steps)
+        else:
+            self.tightened_clip, self.clip_steps_left = action.max_norm, action.steps
+        self.applied += 1
 
     def commit(self) -> None:
         """Count one committed step towards the end of the ramp and of the tightened clip."""

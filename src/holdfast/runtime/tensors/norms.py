@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from holdfast.runtime.tensors.sharded import local
 from holdfast.runtime.tensors.torch_private import foreach_copy_, foreach_mul_, foreach_norm
 
 
@@ -114,6 +115,14 @@ class LocalNorms:
 
 def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [g for p in parameters if (g := p.grad) is not None]
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply every gradient by `factor`; of a sharded one, this rank's part."""
+    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    if gradients:
+        foreach_mul_(gradients, factor)
 
 
 def clip_factor(max_norm: float, norm: Tensor) -> Tensor:

@@ -27,13 +27,15 @@ class GradientSync:
                     self._ddp.append(inner)
             if hasattr(module, "set_requires_gradient_sync"):  # it sets the flag of the modules inside too
                 self._fsdp.append(module)
-        self._on = True
+        self.has_modules = bool(self._ddp or self._fsdp)
+        self._is_on = True
 
-    def before_forward(self, *, last: bool) -> None:
-        if last == self._on:
+    def before_forward(self, *, is_last: bool) -> None:
+        """Set whether the next backward averages gradients."""
+        if is_last == self._is_on:
             return
-        self._on = last
+        self._is_on = is_last
         for module in self._ddp:
-            module.require_backward_grad_sync = last
+            module.require_backward_grad_sync = is_last
         for module in self._fsdp:
-            module.set_requires_gradient_sync(last)
+            module.set_requires_gradient_sync(is_last)

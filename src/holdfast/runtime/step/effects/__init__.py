@@ -1,43 +1,43 @@
-"""What is done about a verdict: one file each. An action is in the journal before it takes effect."""
+"""Carry out the actions of a plan, one file each.
+
+An effect journals its action before it takes effect, and returns a `Transition`. The pipeline applies the transition: no
+effect writes the run's progress.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from holdfast.core.base.types import Plan, Replay, Rollback, Signal, Skip, SkipData, Stop
+from holdfast.core.base.types import Replay, Rollback, Skip, SkipData, Stop
 from holdfast.runtime.step.effects import interventions, replay, rollback, skip, stop
+from holdfast.runtime.step.effects.base import Recovery, Situation, Transition
 
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
-    from holdfast.runtime.step.step import Step
+_TOO_LATE = "the update had landed before it was found: only a rollback undoes it"
 
 
-def carry_out(run: Run, step: Step, following: Step | None, signal: Signal, plan: Plan, vetoed: bool) -> bool:
-    """Perform a plan on the step that has just settled. Returns whether the run may go straight on with `following`.
+def carry_out(recovery: Recovery, situation: Situation) -> Transition:
+    """Carry out the plan for a settled step.
 
-    A plan of a hook may hold an intervention alone: the step is then what it was, skipped if the gate had vetoed it.
+    A hook's plan may hold an intervention alone. The step then keeps its outcome: skipped if the gate vetoed it.
     """
-    if (action := plan.first(Stop)) is not None:
-        stop.perform(run, step, signal, plan, action)
-    if (action := plan.first(Rollback)) is not None:
-        return rollback.perform(run, step, signal, plan, action)
-    landed = not vetoed and not signal.overflow
-    if landed and (plan.first(Replay) or plan.first(Skip)) is not None:
-        late = run.engine.stop_instead(plan, "the update had landed before it was found: only a rollback undoes it")
-        stop.perform(run, step, signal, late, late.first(Stop))
+    plan, signal = situation.plan, situation.signal
+    assert plan is not None
+    if (stop_action := plan.first(Stop)) is not None:
+        return stop.perform(recovery, situation, stop_action)
+    if (rollback_action := plan.first(Rollback)) is not None:
+        return rollback.perform(recovery, situation, rollback_action)
+    has_landed = not situation.is_vetoed and not signal.overflow
+    if has_landed and (plan.first(Replay) or plan.first(Skip)) is not None:
+        return stop.instead_of(recovery, situation, _TOO_LATE)
     if plan.first(SkipData) is not None:
-        run.engine.write(
-            "note", step=signal.step, message="skip_data belongs to a rollback; without one it is left out"
+        recovery.context.engine.write(
+            "note", step=signal.step, message="skip_data needs a rollback; this plan has none, so no data is excluded"
         )
-    if (action := plan.first(Replay)) is not None:
-        goes_on = replay.perform(run, step, following, signal, plan, action)
-    elif vetoed or plan.first(Skip) is not None:
-        goes_on = skip.perform(run, step, following, signal, plan, plan.first(Skip) or Skip())
+    if plan.first(Replay) is not None:
+        transition = replay.perform(recovery, situation)
+    elif situation.is_vetoed or plan.first(Skip) is not None:
+        transition = skip.perform(recovery, situation)
     else:
-        run.settling.stands(step, signal)
-        goes_on = True
-    interventions.intervene(run, plan)
-    return goes_on
+        transition = Transition(outcome=None, following_is_valid=True)
+    return transition._replace(interventions=interventions.interventions_of(plan, situation.committed))
 
 
-__all__ = ["carry_out", "interventions", "replay", "rollback", "skip", "stop"]
+__all__ = ["Recovery", "Situation", "Transition", "carry_out", "interventions", "skip"]

@@ -1,45 +1,59 @@
-"""What a plan lays over the schedule: now, with a rollback, or again in a later life that comes by the same step."""
+"""Change the LR or the clip for a while: with a recovery, or again when a later process reaches the same step.
+
+The LR factor and the tighter clip are laid over the schedule and taken off shard_like every update. No scheduler reads them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from holdfast.core.base.types import CutLR, Plan, TightenClip
 from holdfast.core.checkpoints.recovery_history import Intervention
-from holdfast.runtime.step.effects import cut_lr, tighten_clip
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
+from holdfast.runtime.context import Context
 
 
 def interventions_of(plan: Plan, step: int) -> list[Intervention]:
-    """The interventions of a plan, as they are to be made when `step` steps are committed."""
-    chosen = [plan.first(CutLR), plan.first(TightenClip)]
-    return [Intervention(step, action, plan.incident, plan.reason) for action in chosen if action is not None]
+    """Return the interventions of a plan, to be applied when `step` steps are committed."""
+    actions = [plan.first(CutLR), plan.first(TightenClip)]
+    return [Intervention(step, action, plan.incident, plan.reason) for action in actions if action is not None]
 
 
-def intervene(run: Run, plan: Plan) -> None:
-    """Without a rollback: from the next update on."""
-    for intervention in interventions_of(plan, run.step):
-        run.history.interventions.append(intervention)
-        _perform(run, intervention, part_of_rollback=False)
+def apply(
+    context: Context, step: int, intervention: Intervention, *, part_of_rollback: bool = False, is_repeat: bool = False
+) -> None:
+    """Journal one intervention and apply it from the next update on.
 
-
-def with_rollback(run: Run, interventions: Sequence[Intervention]) -> None:
-    """The rollback has landed, and its event says what comes with it."""
-    for intervention in interventions:
-        _perform(run, intervention, part_of_rollback=True)
-
-
-def again(run: Run) -> None:
-    """The run goes on from before an intervention of an earlier life: it is made again where it was made."""
-    for intervention in run.history.due(run.state.interventions.applied, run.step):
-        _perform(run, intervention, part_of_rollback=False, again=True)
-
-
-def _perform(run: Run, intervention: Intervention, *, part_of_rollback: bool, again: bool = False) -> None:
-    if isinstance(intervention.action, CutLR):
-        cut_lr.perform(run, intervention, intervention.action, part_of_rollback=part_of_rollback, again=again)
+    part_of_rollback: the rollback's own event holds it already. is_repeat: a previous process applied it at this step.
+    """
+    action, current = intervention.action, context.state.interventions
+    if isinstance(action, CutLR):
+        name, message = "cut_lr", "a previous process cut the LR here"
+        scheduled = context.state.optimizers.lr()
+        details: dict[str, Any] = {
+            "factor": action.factor,
+            "ramp_steps": action.ramp_steps,
+            "lr_from": scheduled * current.lr_factor(),
+            "lr_to": scheduled * action.factor,
+        }
     else:
-        tighten_clip.perform(run, intervention, intervention.action, part_of_rollback=part_of_rollback, again=again)
+        name, message = "tighten_clip", "a previous process tightened the clip here"
+        details = {"max_norm": action.max_norm, "steps": action.steps}
+    context.engine.write(
+        "note" if is_repeat else "action",
+        durable=True,
+        action=name,
+        message=message if is_repeat else None,
+        incident=intervention.incident,
+        step=step,
+        **details,
+        reason=intervention.reason,
+        intervention=intervention,
+        part_of_rollback=part_of_rollback or None,
+    )
+    current.apply(action)
+
+
+def repeat_due(context: Context, step: int) -> None:
+    """Apply again what a previous process applied, if the run resumed from before it and has reached its step."""
+    for intervention in context.history.due(context.state.interventions.applied, step):
+        apply(context, step, intervention, is_repeat=True)

@@ -1,26 +1,23 @@
-"""Replay: the same data once more, from the same state. What was transient does not come back."""
+"""Replay: serve the same data again from the same state. A transient fault does not come back."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from holdfast.core.base.types import Outcome, Plan, Replay, Signal, Skip, Status
+from holdfast.core.base.types import Outcome, Status
 from holdfast.runtime.step.effects import skip
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
-    from holdfast.runtime.step.step import Step
+from holdfast.runtime.step.effects.base import Recovery, Situation, Transition, rewind
 
 
-def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: Plan, action: Replay) -> bool:
-    """The step is served again next; `following` is void. A stream that cannot give it again drops it instead."""
-    assert run.source is not None
-    draws = [*step.draws, *(following.draws if following is not None else ())]
-    why = run.meeting.reason(run.source.requeue(draws))
+def perform(recovery: Recovery, situation: Situation) -> Transition:
+    """Requeue the step's data and that of the attempt after it. Skips the step if the source cannot serve it again."""
+    attempt, signal, plan = situation.attempt, situation.signal, situation.plan
+    assert plan is not None
+    draws = [*attempt.draws, *(situation.following.draws if situation.following is not None else ())]
+    why = recovery.coordinator.first_reason(recovery.feeder.source.requeue(draws))
+    engine = recovery.context.engine
     if why is not None:
-        run.engine.write("note", step=signal.step, message=why, data=signal.data)
-        return skip.perform(run, step, following, signal, plan, Skip())
-    run.engine.write(
+        engine.write("note", step=signal.step, message=why, data=signal.data)
+        return skip.perform(recovery, situation)
+    engine.write(
         "action",
         durable=True,
         action="replay",
@@ -31,9 +28,6 @@ def perform(run: Run, step: Step, following: Step | None, signal: Signal, plan: 
         data=signal.data,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
-    run.snapshots.discard_in_progress()
-    run.rewind(step)
-    outcome = Outcome(status=Status.REPLAYED, signal=signal, plan=plan)
-    run.settling.not_committed(step, outcome)
-    run.hooks.call("on_recovery", outcome)
-    return False
+    recovery.snapshots.discard_in_progress()
+    rewind(recovery, attempt)
+    return Transition(Outcome(status=Status.REPLAYED, signal=signal, plan=plan))

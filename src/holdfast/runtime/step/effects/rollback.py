@@ -1,103 +1,106 @@
-"""Roll back: everything returns to a certified state; then data, LR and clip as the plan says.
+"""Roll back: restore a certified state, then exclude data and change LR or clip as the plan says.
 
-All of it is in one event, forced to disk before anything takes effect: a life that ends in between is followed by one that
-finds the data excluded and makes the same interventions at the same step. On a device the tensors are back before that,
-since only there is it seen whether they are what was certified, and so how far back it goes. That outlives no process; and
-if the event cannot be written, or nothing holds, the snapshot manager refuses to save them.
+One event holds all of it and is forced to disk before anything takes effect. If the process dies in between, the next one
+excludes the same data and applies the same interventions at the same step. On a device the tensors are restored before the
+event: only there can they be compared with what was certified. If the event cannot be written, or no state verifies, the
+snapshot manager refuses to save them.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from holdfast.core.base.types import Outcome, Plan, Rollback, Signal, SkipData, Status, Stop
-from holdfast.runtime.checkpoint.serialization import Found, in_memory
+from holdfast.core.base.types import Outcome, Rollback, SkipData, Status
+from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_in_memory
 from holdfast.runtime.step.effects import interventions, skip_data, stop
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
-    from holdfast.runtime.step.step import Step
+from holdfast.runtime.step.effects.base import Recovery, Situation, Transition, origin_fields
 
 log = logging.getLogger("holdfast")
 
 
-def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Rollback) -> bool:
-    """The run stands at the snapshot when this returns, or is stopped where there is none to trust. Always False."""
-    assert run.source is not None
-    began = run.clock.monotonic()
-    found, told = _find(run, action)
-    if found is None:
-        run.engine.write("note", step=signal.step, message="no snapshot to return to", passed_over=told)
+def perform(recovery: Recovery, situation: Situation, action: Rollback) -> Transition:
+    """Restore the newest certified state the action admits. Stops the run if there is none."""
+    context, source, signal, plan = recovery.context, recovery.feeder.source, situation.signal, situation.plan
+    assert plan is not None
+    engine = context.engine
+    began = context.clock.monotonic()
+    point, rejected = _find(recovery, situation, action)
+    if point is None:
+        engine.write("note", step=signal.step, message="no snapshot to return to", passed_over=rejected)
         why = f"no certified snapshot at or before step {action.at_latest} to return to"
-        late = run.engine.stop_instead(plan, why)
-        stop.perform(run, step, signal, late, late.first(Stop))
-    assert found is not None
-    undone, positions = run.step, dict(run.positions)
-    positions.setdefault(signal.step, step.draws[0].begin)
-    data: SkipData | None = plan.first(SkipData)
-    window = None if data is None else skip_data.window(run, data, positions, found.position)
-    then = interventions.interventions_of(plan, found.step)
-    branch = run.checkpoints.go_back(found)
-    run.engine.write(
+        return stop.instead_of(recovery, situation, why)
+    skip_action = plan.first(SkipData)
+    window = None
+    if skip_action is not None:
+        window = skip_data.choose_window(recovery, situation, skip_action, point.position)
+    planned = interventions.interventions_of(plan, point.step)
+    branch = recovery.checkpoints.fork(point.lineage, point.step)
+    engine.write(
         "action",
         durable=True,
         action="rollback",
         incident=plan.incident,
         step=signal.step,
-        from_step=undone,
-        to_step=found.step,
+        from_step=situation.committed,
+        to_step=point.step,
         reason=plan.reason,
         by=plan.by,
-        passed_over=told or None,
+        passed_over=rejected or None,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "before": action.before},
-        restored_from=found.where,
-        ranks=None if step.origin is None else step.origin.ranks,
-        suspects=None if step.origin is None else step.origin.evidence["suspects"],
+        restored_from=point.name,
+        **origin_fields(situation.attempt),
         branch=branch,
-        lineage=run.checkpoints.lineage,
-        interventions_kept=found.turns,
-        interventions=then,
+        lineage=recovery.checkpoints.lineage,
+        interventions_kept=point.interventions,
+        interventions=planned,
         skip_window=None if window is None else window._asdict(),
     )
-    run.history.rolled_back(found.turns, then)
-    run.checkpoints.leave_behind(f"left by the rollback to step {found.step}: {plan.reason}")
-    lost = (undone - found.step) * (signal.seconds or 0.0)
-    before = run.source.position
-    found.put_back()
-    run.engine.load_state_dict(found.detectors)
-    if not run.source.exact and before != found.position:
-        gone = before.batch - found.position.batch
-        message = f"the loader does not go back: {gone} batches drawn since step {found.step} are not served again"
-        run.engine.write("note", step=signal.step, message=message, batches=gone)
-    run.returned_to(found.step)
-    run.engine.policy.rolled_back_to(found.step)
+    context.history.rolled_back(point.interventions, planned)
+    recovery.checkpoints.quarantine_abandoned(f"left by the rollback to step {point.step}: {plan.reason}")
+    lost_seconds = (situation.committed - point.step) * (signal.seconds or 0.0)
+    position_before = source.position
+    for warning in point.restore():
+        engine.note(point.step, warning)
+    engine.rolled_back(point.detectors, point.step)
+    if not source.exact and position_before != point.position:
+        lost = position_before.batch - point.position.batch
+        message = f"the loader cannot go back: {lost} batches drawn since step {point.step} are not served again"
+        engine.write("note", step=signal.step, message=message, batches=lost)
     if window is not None:
-        skip_data.perform(run, plan, window)
-    interventions.with_rollback(run, then)
-    outcome = Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan)
-    lost += run.clock.monotonic() - began
-    run.settling.not_committed(step, outcome, from_step=undone, to_step=found.step, seconds_lost=lost)
-    log.warning("step %d: %s: rolled back to step %d", signal.step, plan.reason, found.step)
-    run.hooks.call("on_recovery", outcome)
-    return False
+        skip_data.perform(recovery, plan, window, point.step)
+    lost_seconds += context.clock.monotonic() - began
+    log.warning("holdfast: step %d: %s: rolled back to step %d", signal.step, plan.reason, point.step)
+    return Transition(
+        Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan),
+        outcome_fields={"from_step": situation.committed, "to_step": point.step, "seconds_lost": lost_seconds},
+        rolled_back_to=point.step,
+        interventions=planned,
+    )
 
 
-def _find(run: Run, action: Rollback) -> tuple[Found | None, list[dict[str, Any]]]:
-    """Memory before disk, newest first; and every one that was passed over, with the reason.
+def _find(
+    recovery: Recovery, situation: Situation, action: Rollback
+) -> tuple[RestorePoint | None, list[dict[str, Any]]]:
+    """Return the state to restore, and every rejected one with the reason. Memory comes before disk, newest first.
 
-    One that is old enough on disk comes before one in memory that is not, if it lies where a full ring would have had one:
-    a life that has just begun remembers nothing older than where it began, and is to land where the life before it would
-    have landed. One that is much older would cost more than it is worth.
+    A checkpoint from before the onset comes before a snapshot that is too young, if it is where a full ring would have
+    had a snapshot. A process that has just started holds no older snapshots, and must land where the process before it
+    would have landed. A much older checkpoint would cost more than it is worth.
     """
-    snapshot, passed = run.snapshots.find_restore_point(action.before, action.at_latest)
-    told: list[dict[str, Any]] = [{"step": p.step, "why": p.why} for p in passed]
-    memory = None if snapshot is None or snapshot.position is None else in_memory(run, snapshot)
-    if memory is not None and memory.step <= action.before:
-        return memory, told
+    context, snapshots = recovery.context, recovery.snapshots
+    snapshot, rejected_snapshots = snapshots.find_restore_point(action.before, action.at_latest)
+    rejected: list[dict[str, Any]] = [{"step": each.step, "why": each.why} for each in rejected_snapshots]
+    in_memory = None
+    if snapshot is not None and snapshot.position is not None:
+        in_memory = restore_point_in_memory(snapshot, snapshots, recovery.feeder.source)
+        if in_memory.step <= action.before:
+            return in_memory, rejected
     oldest, latest = 0, action.at_latest
-    if memory is not None:
-        every = run.ranks.broadcast_object(run.snapshots.ring.every_steps)
-        oldest, latest = run.step - 4 * (run.step - action.before) - 2 * every, action.before
-    found, over = run.checkpoints.find(action.before, latest, oldest)
-    return found or memory, [*told, *({"step": p.step, "name": p.name, "why": p.why} for p in over)]
+    if in_memory is not None:
+        every = context.ranks.broadcast_object(snapshots.ring.every_steps)
+        oldest = situation.committed - 4 * (situation.committed - action.before) - 2 * every
+        latest = action.before
+    on_disk, rejected_files = recovery.checkpoints.find(snapshots, action.before, latest, oldest)
+    rejected += [{"step": each.step, "name": each.name, "why": each.why} for each in rejected_files]
+    return on_disk or in_memory, rejected

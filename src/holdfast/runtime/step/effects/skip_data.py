@@ -1,18 +1,16 @@
-"""Skip data: a window of the stream around the onset is quarantined and passed over."""
+"""Skip data: exclude a window of the data stream shard_like the onset. Part of a rollback."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from holdfast.core.base.types import Plan, SkipData
 from holdfast.runtime.data.source import Position
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
+from holdfast.runtime.step.effects.base import Recovery, Situation
 
 
-class Window(NamedTuple):
-    """`batches` batches from batch `first` of an epoch on."""
+class ExcludedWindow(NamedTuple):
+    """`batches` batches, from batch `first` of an epoch on."""
 
     epoch: int
     first: int
@@ -20,37 +18,33 @@ class Window(NamedTuple):
     start: Position
 
 
-def window(run: Run, action: SkipData, positions: dict[int, Position], here: Position) -> Window:
-    """`action.batches` batches, half of them before the data of step `around`, none before `here`."""
-    assert run.source is not None
-    onset = positions.get(action.around, here)
-    start = here
-    if onset.epoch > here.epoch:
-        start = _back(onset, action.batches // 2, floor=0)
-    elif onset.epoch == here.epoch:
-        start = _back(onset, action.batches // 2, floor=here.batch)
-    # Of several ranks one may have gone further back than another, and remember less: the first one's word holds.
-    start = Position(*run.ranks.broadcast_object(list(start)))
-    epoch, first = run.source.locate(start)
-    return Window(epoch, first, action.batches, start)
+def choose_window(recovery: Recovery, situation: Situation, action: SkipData, restored: Position) -> ExcludedWindow:
+    """Return a window of `action.batches` batches, half of it before the onset, none of it before `restored`."""
+    positions = {situation.signal.step: situation.attempt.draws[0].begin, **situation.positions}
+    onset = positions.get(action.around, restored)
+    start, half = restored, action.batches // 2
+    if onset.epoch > restored.epoch:
+        start = onset._replace(batch=max(0, onset.batch - half))
+    elif onset.epoch == restored.epoch:
+        start = onset._replace(batch=max(restored.batch, onset.batch - half))
+    # Ranks may remember different stretches of the past: rank 0 decides.
+    start = Position(*recovery.context.ranks.broadcast_object(list(start)))
+    epoch, first = recovery.feeder.source.locate(start)
+    return ExcludedWindow(epoch, first, action.batches, start)
 
 
-def perform(run: Run, plan: Plan, window: Window) -> None:
-    """Exclude it. The run stands where the rollback has put it."""
-    assert run.source is not None
-    run.engine.write(
+def perform(recovery: Recovery, plan: Plan, window: ExcludedWindow, step: int) -> None:
+    """Exclude the window. The run is at the rollback's restored state."""
+    source = recovery.feeder.source
+    recovery.context.engine.write(
         "action",
         durable=True,
         action="skip_data",
         incident=plan.incident,
-        step=run.step,
+        step=step,
         batches=window.batches,
         start=window.start,
-        exact=run.source.exact,
+        exact=source.exact,
         reason=plan.reason,
     )
-    run.source.exclude(window.start, window.batches, plan.reason)
-
-
-def _back(position: Position, batches: int, floor: int) -> Position:
-    return position._replace(batch=max(floor, position.batch - batches))
+    source.exclude(window.start, window.batches, plan.reason)

@@ -1,23 +1,22 @@
-"""Stop: the end of the run, with what is known of the reason."""
+"""Stop: end the run with its diagnosis."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop
-from holdfast.core.base.types import Outcome, Plan, Signal, Status, Stop
-
-if TYPE_CHECKING:
-    from holdfast.runtime.step.run import Run
-    from holdfast.runtime.step.step import Step
+from holdfast.core.base.types import Outcome, Signal, Status, Stop
+from holdfast.runtime.record.records import Records
+from holdfast.runtime.step.effects.base import Recovery, Situation, Transition
 
 log = logging.getLogger("holdfast")
 
 
-def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Stop) -> NoReturn:
-    """Write it down and raise: PolicyStop (exit status 70), or InstabilityError where the policy says to raise."""
-    run.engine.write(
+def perform(recovery: Recovery, situation: Situation, action: Stop) -> Transition:
+    """End the run with PolicyStop (exit status 70), or with InstabilityError if the policy says to raise."""
+    signal, plan, context = situation.signal, situation.plan, recovery.context
+    assert plan is not None
+    context.engine.write(
         "action",
         durable=True,
         action="stop",
@@ -28,27 +27,36 @@ def perform(run: Run, step: Step, signal: Signal, plan: Plan, action: Stop) -> N
         by=plan.by,
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
-    run.snapshots.discard_in_progress()
-    run.stopping = action.reason
-    outcome = Outcome(status=Status.STOPPED, signal=signal, plan=plan)
-    run.settling.not_committed(step, outcome)
+    recovery.snapshots.discard_in_progress()
+    message = _describe(context.records, signal, action)
+    error: BaseException
     if action.code != 70:
-        raise InstabilityError(
+        error = InstabilityError(
             f"{action.reason}; loss {signal.loss}, gradient norm {signal.grad_norm}; nothing was applied"
         )
-    message = _diagnosis(run, signal, action)
-    # A SystemExit that nobody catches ends the process without a word.
-    log.error("%s", message)
-    raise PolicyStop(message, action.code)
+    else:
+        # A SystemExit that no one catches ends the process without a message; `except Exception` does not see it.
+        log.error("%s", message)
+        error = PolicyStop(message, action.code)
+    outcome = Outcome(status=Status.STOPPED, signal=signal, plan=plan)
+    return Transition(outcome, stop_reason=action.reason, error=error)
 
 
-def _diagnosis(run: Run, signal: Signal, action: Stop) -> str:
+def instead_of(recovery: Recovery, situation: Situation, why: str) -> Transition:
+    """Stop because the plan cannot be carried out."""
+    assert situation.plan is not None
+    plan = recovery.context.engine.stop_instead(situation.plan, why)
+    action = plan.first(Stop)
+    assert action is not None
+    return perform(recovery, situation._replace(plan=plan), action)
+
+
+def _describe(records: Records, signal: Signal, action: Stop) -> str:
     lines = [
-        f"holdfast stopped the run: {action.reason}",
+        f"holdfast: the run was stopped: {action.reason}",
         f"  at step {signal.step}: loss {signal.loss}, gradient norm {signal.grad_norm}, LR {signal.lr}",
     ]
-    rundir = run.records.rundir
-    if rundir is not None:
-        lines.append(f"  what was found and tried: {rundir.journal}")
-        lines.append(f"  when a person has looked: holdfast ack {rundir.path}")
+    if records.rundir is not None:
+        lines.append(f"  findings and actions: {records.rundir.journal}")
+        lines.append(f"  to continue after a review: holdfast ack {records.rundir.path}")
     return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""Feed a run from the user's loader: open it as a batch source and count the epochs that end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from holdfast.core.record.quarantine import Quarantine
+from holdfast.runtime.data.open import open_source
+from holdfast.runtime.data.source import BatchSource, Draw, OnExclusion
+from holdfast.runtime.state.rng import Rng
+
+
+class Drawn(NamedTuple):
+    """One batch, or None at the end of the data, and how many epochs ended right before it."""
+
+    draw: Draw | None
+    ended_epochs: int
+
+
+class Feeder:
+    """Owns the batch source of a run. There is none before the first loop."""
+
+    def __init__(self, rng: Rng, on_exclusion: OnExclusion, *, is_distributed: bool) -> None:
+        self._rng, self._on_exclusion, self._is_distributed = rng, on_exclusion, is_distributed
+        self._source: BatchSource | None = None
+        self._loader: Any = None
+        self._ended_epochs = 0
+
+    @property
+    def source(self) -> BatchSource:
+        """Return the batch source. Only called after `attach`."""
+        assert self._source is not None, "the loop attaches a loader first"
+        return self._source
+
+    @property
+    def is_attached(self) -> bool:
+        return self._source is not None
+
+    def attach(
+        self,
+        loader: Iterable[Any],
+        epochs: int | None,
+        quarantine: Quarantine,
+        before_iter: Callable[[Any], None],
+    ) -> bool:
+        """Take batches from `loader` from now on and return whether it is another loader than before.
+
+        The same loader again continues at its position. `before_iter(loader)` runs before the loader may fork workers.
+        """
+        if self._source is not None and loader is self._loader:
+            self._source.allow_epochs(epochs)
+            return False
+        source = open_source(
+            loader,
+            rng=self._rng,
+            quarantine=quarantine,
+            epochs=epochs,
+            first_epoch=0 if self._source is None else self._source.next_epoch,
+            on_epoch_end=self._epoch_ended,
+            before_iter=lambda: before_iter(self._loader),
+            on_exclusion=self._on_exclusion,
+            keep_batch_size=self._is_distributed,
+        )
+        if self._source is not None:
+            self._source.close()
+        self._source, self._loader = source, loader
+        return True
+
+    def _epoch_ended(self, epoch: int) -> None:
+        self._ended_epochs += 1
+
+    def draw(self) -> Drawn:
+        """Draw one batch."""
+        self._ended_epochs = 0
+        try:
+            draw: Draw | None = self.source.draw()
+        except StopIteration:
+            draw = None
+        return Drawn(draw, self._ended_epochs)
+
+    def report_epoch_ends(self) -> int:
+        """Return how many epoch ends were taken back and are reported again now."""
+        self._ended_epochs = 0
+        self.source.emit_epoch_ends()
+        return self._ended_epochs
+
+    def close(self) -> None:
+        self._loader = None
+        if self._source is not None:
+            self._source.close()

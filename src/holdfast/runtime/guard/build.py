@@ -1,0 +1,92 @@
+"""Build a run from what the user gave: every part once, each with what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.core.base.clock import Clock
+from holdfast.core.base.config import Config
+from holdfast.core.base.types import Incident, Plan, Span
+from holdfast.core.checkpoints.recovery_history import RecoveryHistory
+from holdfast.core.decide.engine import Engine
+from holdfast.core.detectors.base import Detector
+from holdfast.runtime.agree.coordinator import RankCoordinator
+from holdfast.runtime.checkpoint.manager import CheckpointManager
+from holdfast.runtime.context import Context
+from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.integrity.monitor import IntegrityMonitor
+from holdfast.runtime.ports.checkpoint_store import CheckpointStore
+from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.hooks import Hooks
+from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
+from holdfast.runtime.record.records import Records
+from holdfast.runtime.snapshots.manager import SnapshotManager
+from holdfast.runtime.state.rng import Rng
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
+from holdfast.runtime.tensors.cuda_streams import StreamTracker
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.gradient_sync import GradientSync
+from holdfast.runtime.update.local_grad_norms import LocalGradNorms
+from holdfast.runtime.update.update_size import UpdateSize
+
+
+def build_run(
+    state: RunState,
+    config: Config,
+    *,
+    clip: float | None,
+    hooks: Hooks,
+    detectors: Sequence[Detector],
+    records: Records,
+    clock: Clock,
+    store: CheckpointStore | None,
+    distributed: DistributedContext,
+) -> GuardedPipeline:
+    """Return a guarded run, not opened yet."""
+    watchdog = LateWatchdog(distributed.make_watchdog)
+    ranks: Ranks = distributed.ranks
+    is_distributed = ranks.size > 1
+    if is_distributed:
+        ranks = MonitoredRanks(ranks, watchdog.get)
+    coordinator = RankCoordinator(ranks, config)
+
+    def ask_hooks(incident: Incident) -> Plan | None:
+        """Return the plan of the user's hooks; on several ranks, that of rank 0."""
+        plan = hooks.plan(incident)
+        return coordinator.share_plan(plan) if hooks.broadcasts_plans else None
+
+    engine = Engine(config, detectors=detectors, on_instability=ask_hooks)
+
+    def journal_exclusion(span: Span, batches: int, reason: str) -> None:
+        engine.write("quarantine", durable=True, spans=[span], batches=batches, reason=reason)
+
+    devices = list({p.device for _, module in state.modules for p in module.parameters()})
+    context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory())
+    feeder = Feeder(context.rng, journal_exclusion, is_distributed=is_distributed)
+    checkpoints = CheckpointManager(context, store, feeder)
+    on_cuda = state.optimizers.can_veto_on_cuda() and all(map(distributed.ranks.supports_device, devices))
+    parts = Parts(
+        feeder=feeder,
+        gate=Gate(
+            state.optimizers,
+            state.scaler,
+            config.detect.gate,
+            config.recover.mode == "heal",
+            on_cuda,
+            norms=distributed.norms,
+        ),
+        norms=distributed.norms,
+        update_size=UpdateSize(state.optimizers) if config.detect.update_spike else None,
+        local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed),
+        gradient_sync=GradientSync(state.wrapped_modules),
+        coordinator=coordinator,
+        snapshots=SnapshotManager(
+            config.snapshot, state, context.rng, checkpoints, ranks, ranks_per_host=distributed.ranks_per_host
+        ),
+        checkpoints=checkpoints,
+        integrity=IntegrityMonitor(context, distributed.replicas),
+        streams=StreamTracker(devices) if any(device.type == "cuda" for device in devices) else None,
+        watchdog=watchdog,
+    )
+    return GuardedPipeline(context, parts, clip)

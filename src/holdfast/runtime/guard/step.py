@@ -1,0 +1,214 @@
+"""The user's side of a step: `with step:`, `step.microbatches()`, `step.backward(loss)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from torch import Tensor
+
+from holdfast.core.base.clock import Clock
+from holdfast.core.base.errors import StepError, StepIncomplete
+from holdfast.core.base.types import Outcome, Span
+from holdfast.runtime.data.source import Draw
+from holdfast.runtime.data.split import Splitter, count_samples, split
+from holdfast.runtime.step.attempt import StepAttempt
+from holdfast.runtime.step.interface import Pipeline
+
+
+class Step:
+    """One step of `guard.steps()`: `accumulate` batches, one update. It may be tried more than once."""
+
+    def __init__(self, pipeline: Pipeline, attempt: StepAttempt, clock: Clock) -> None:
+        self._pipeline, self._attempt, self._clock = pipeline, attempt, clock
+        self._began = 0.0
+        self._drawn_parts = 0
+        self._backwards = 0
+        self._pieces_left = 0
+        self._part_samples: int | None = None
+
+    @property
+    def number(self) -> int:
+        """The step's number if it is committed, counted from 1."""
+        return self._attempt.number
+
+    @property
+    def attempt(self) -> int:
+        """1 for the first try of this step."""
+        return self._attempt.attempt
+
+    @property
+    def data(self) -> tuple[Span, ...]:
+        """The stretches of the data stream drawn for it so far."""
+        return self._attempt.spans() if self._attempt.draws else ()
+
+    def __enter__(self) -> Step:
+        if self._attempt.phase != "drawn":
+            raise StepError(
+                f"step {self.number} was entered twice: `with step:` belongs once into the body of "
+                "`for step in guard.steps(...)`"
+            )
+        self._pipeline.enter(self._attempt)
+        self._began = self._clock.monotonic()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
+        attempt, pipeline = self._attempt, self._pipeline
+        attempt.phase = "left"
+        if error is not None:
+            pipeline.abandon(attempt, error)
+        elif attempt.data_ended and self._drawn_parts == self._backwards:
+            pipeline.discard_remainder(attempt)
+        elif (missing := self._missing()) is not None:
+            incomplete = StepIncomplete(missing)
+            pipeline.abandon(attempt, incomplete)
+            raise incomplete
+        else:
+            attempt.seconds = self._clock.monotonic() - self._began
+            pipeline.submit(attempt)
+        return False
+
+    def microbatches(self, parts: int = 1, *, splitter: Splitter | None = None) -> Iterator[Any]:
+        """Yield the step's batches, each split into `parts` (1: the batch object itself). Call it once a step."""
+        self._require_open("microbatches()")
+        if self._attempt.parts is not None:
+            raise StepError("microbatches() was called twice in one step: loop over it once")
+        if not isinstance(parts, int) or parts < 1:
+            raise StepError(f"microbatches({parts!r}): the number of parts is a whole number from 1")
+        self._attempt.parts = parts * self._attempt.accumulate
+        return _Microbatches(self, parts, splitter)
+
+    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+        """Backpropagate one part's mean loss. Parts are weighted so that the gradient is that of the mean over all.
+
+        `weight` (tokens, say) replaces the number of samples.
+        """
+        self._require_open("backward()")
+        _check_loss(loss)
+        attempt = self._attempt
+        if attempt.parts is None or self._backwards >= self._drawn_parts:
+            raise StepError(
+                f"backward() was called {self._backwards + 1} times for {self._drawn_parts} parts: call it once for each "
+                "batch of step.microbatches()"
+            )
+        samples = 1.0 if self._part_samples is None else float(self._part_samples)
+        part_weight = samples if weight is None else float(weight)
+        if not part_weight >= 0 or part_weight == float("inf"):
+            raise StepError(f"backward(weight={weight!r}): a weight is a finite number, not negative")
+        self._backwards += 1
+        value = loss if loss.dim() == 0 else loss.reshape(())
+        factor = attempt.add_part(
+            value, part_weight, is_explicit=weight is not None, is_distributed=self._pipeline.is_distributed
+        )
+        self._pipeline.backward(attempt, value, factor)
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the step. Reading it settles the step, which waits for the device."""
+        if self._attempt.phase != "left":
+            raise StepError("step.outcome is known after the `with step:` block")
+        if self._attempt.result is None:
+            self._pipeline.flush()
+        if self._attempt.result is None:
+            raise StepError(f"step {self.number} has no outcome: an error came out of it, and nothing was applied")
+        return self._attempt.result
+
+    @property
+    def loss(self) -> float:
+        """The step's mean loss so far. Reading it waits for the device."""
+        return self._attempt.loss
+
+    def mean_loss(self) -> Tensor | None:
+        """Return the step's mean loss so far as a tensor, without waiting; None before the first backward."""
+        return self._attempt.mean_loss()
+
+    # ---- for the loop
+
+    def require_finished(self) -> None:
+        """Raise StepError unless the step was entered and left."""
+        if self._attempt.phase == "drawn":
+            raise StepError(
+                f"step {self.number} was never entered: write `with step:` around the body of "
+                "`for step in guard.steps(...)`"
+            )
+        if self._attempt.is_open:
+            raise StepError(f"step {self.number} is still open: leave its `with step:` before the next one is served")
+
+    def _missing(self) -> str | None:
+        parts = self._attempt.parts
+        if parts is None:
+            return (
+                f"step {self.number} was left without step.microbatches(): draw its batches with "
+                "`for batch in step.microbatches():` and call step.backward(loss) for each; nothing was applied"
+            )
+        is_drained = len(self._attempt.draws) == self._attempt.accumulate and self._pieces_left == 0
+        if self._backwards < self._drawn_parts or not is_drained:
+            return (
+                f"step {self.number} was left after {self._backwards} of {parts} backwards: `break` or `continue` "
+                "in the micro-batch loop leaves a part of the batch out; call step.backward(loss) for every part, and "
+                "use guard.stop() to end the run; nothing was applied"
+            )
+        return None
+
+    def _require_open(self, what: str) -> None:
+        if self._attempt.phase == "drawn":
+            raise StepError(f"step.{what} outside of the step: write `with step:` around it")
+        if self._attempt.phase == "left":
+            raise StepError(f"step.{what} after the step was left: it belongs inside `with step:`")
+
+
+class _Microbatches:
+    """Draws batches one by one, when they are asked for, as a plain loop over the loader does."""
+
+    def __init__(self, step: Step, parts: int, splitter: Splitter | None) -> None:
+        self._step, self._parts, self._splitter = step, parts, splitter
+        self._taken = 0
+        self._pieces: list[tuple[Any, int | None]] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        step, attempt = self._step, self._step._attempt
+        step._require_open("microbatches()")
+        if step._backwards < step._drawn_parts:
+            raise StepIncomplete(
+                f"step {step.number}: the last batch was left without step.backward(loss); a `continue` in the "
+                "micro-batch loop leaves a part of the batch out; nothing was applied"
+            )
+        if not self._pieces:
+            if self._taken >= attempt.accumulate or attempt.data_ended:
+                raise StopIteration
+            if self._taken >= len(attempt.draws) and not step._pipeline.draw_batch(attempt):
+                raise StopIteration
+            draw = attempt.draws[self._taken]
+            self._taken += 1
+            attempt.inputs.add(draw.batch)
+            self._pieces = self._split(draw)
+        piece, step._part_samples = self._pieces.pop(0)
+        step._drawn_parts += 1
+        step._pieces_left = len(self._pieces)
+        step._pipeline.before_forward(is_last=self._taken == attempt.accumulate and not self._pieces)
+        return piece
+
+    def _split(self, draw: Draw) -> list[tuple[Any, int | None]]:
+        if self._parts == 1:
+            return [(draw.batch, draw.samples)]
+        pieces = list((self._splitter or split)(draw.batch, self._parts))
+        if self._splitter is not None and len(pieces) != self._parts:
+            raise StepError(f"splitter returned {len(pieces)} parts instead of {self._parts}")
+        return [(piece, count_samples(piece)) for piece in pieces]
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise StepError(f"backward({loss!r}): the loss is a {type(loss).__name__}; pass the tensor, not its value")
+    if loss.numel() != 1:
+        raise StepError(
+            f"backward(): the loss has shape {tuple(loss.shape)}; reduce it to one number, as with loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise StepError(
+            "backward(): the loss has no graph: it was computed under torch.no_grad() or from .item() or .detach(), "
+            "or no parameter behind it requires a gradient"
+        )

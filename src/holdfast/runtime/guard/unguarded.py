@@ -1,0 +1,194 @@
+"""HOLDFAST_OFF: the same loop without the guard. Batches, backward, clip, step and schedule; nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from holdfast.core.base.types import Outcome, Signal, Span, Status
+from holdfast.core.record.tally import Summary
+from holdfast.runtime.data.epochs import current_epoch, epoch_setters
+from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.data.source import Draw, Position
+from holdfast.runtime.data.split import count_samples
+from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.hooks import Hooks
+from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.optimizers import clear_gradients
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.step.attempt import StepAttempt
+from holdfast.runtime.step.progress import Progress
+from holdfast.runtime.tensors.norms import scale_gradients
+from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.gradient_sync import GradientSync
+from holdfast.runtime.update.measurements import DeviceMeasurements
+
+_START = Position(0, 0, 0)
+_NO_BUFFERS = BufferCapture((), [])
+
+
+class UnguardedRun:
+    """Serves steps over the bare loader and applies every update."""
+
+    def __init__(self, state: RunState, hooks: Hooks, distributed: DistributedContext, clip: float | None) -> None:
+        self.progress = Progress()
+        self.is_distributed = distributed.ranks.size > 1
+        self._state, self._hooks, self._clip = state, hooks, clip
+        self._ranks, self._norms = distributed.ranks, distributed.norms
+        self._sync = GradientSync(state.wrapped_modules)
+        self._gate = Gate(state.optimizers, state.scaler, "host", armed=False, on_cuda=False, norms=distributed.norms)
+        self._loader: Iterable[Any] | None = None
+        self._epochs_left: int | None = None
+        self._epoch = 0
+        self._batches: Iterator[Any] | None = None
+
+    # ---- data
+
+    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
+        if loader is not self._loader:
+            self._loader, self._batches, self._epoch = loader, None, current_epoch(loader)
+        self._epochs_left = None if epochs is None else epochs + (self._batches is not None)
+        self.progress.exhausted = False
+
+    def draw_step(self, accumulate: int) -> StepAttempt | None:
+        draw = self._draw()
+        if draw is None:
+            return None
+        return StepAttempt(
+            self.progress.step + 1, 1, accumulate, [draw], _NO_BUFFERS, BatchFingerprint(fingerprint=False)
+        )
+
+    def draw_batch(self, attempt: StepAttempt) -> bool:
+        draw = self._draw()
+        if draw is None:
+            attempt.data_ended = True
+        else:
+            attempt.draws.append(draw)
+        return draw is not None
+
+    def _draw(self) -> Draw | None:
+        is_new_epoch = False
+        while True:
+            if self._batches is None:
+                if is_new_epoch or self._epochs_left == 0:  # an empty epoch would repeat forever
+                    return None
+                assert self._loader is not None
+                for set_epoch in epoch_setters(self._loader):
+                    set_epoch(self._epoch)
+                self._batches = iter(self._loader)
+                is_new_epoch = True
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = None
+                self._epoch += 1
+                if self._epochs_left is not None:
+                    self._epochs_left -= 1
+                self._state.schedulers.step("epoch")
+                continue
+            return Draw(batch, Span(0, 0, 0), None, count_samples(batch), _START, _START, None)
+
+    # ---- step
+
+    def enter(self, attempt: StepAttempt) -> None:
+        attempt.phase = "open"
+        attempt.unit = self._state.interventions.weight_unit
+
+    def before_forward(self, *, is_last: bool) -> None:
+        self._sync.before_forward(is_last=is_last)
+
+    def backward(self, attempt: StepAttempt, value: Tensor, factor: float) -> None:
+        if factor == 0 and not self.is_distributed:
+            return
+        assert attempt.parts is not None
+        value = value * (factor / attempt.parts) if factor != 1.0 else value
+        if factor == 1.0 and attempt.parts != 1:
+            value = value / attempt.parts
+        scaler = self._state.scaler
+        (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
+
+    def submit(self, attempt: StepAttempt) -> None:
+        state, parameters = self._state, self._state.trained_parameters()
+        if (factor := attempt.correction(self.is_distributed)) != 1.0:
+            scale_gradients(parameters, factor)
+        found_inf = {} if state.scaler is None else state.scaler.unscale(state.optimizers.outer)
+        loss = attempt.mean_loss()
+        assert loss is not None
+        if (total := attempt.total_if_equal()) is not None and self.is_distributed:
+            self._weigh_gradients(attempt, parameters, total, loss)
+        norm = loss
+        if self._clip is not None:
+            norm = self._norms.gradient_norm(parameters, to_clip=True).value
+        measurements = DeviceMeasurements(loss, norm, (None, None))
+        self._gate.apply(measurements, parameters, found_inf, self._clip, 1.0, local_norm=norm)
+        clear_gradients(parameters)
+        if any(float(flag) for flag in found_inf.values()):
+            self._finish(attempt, Status.OVERFLOWED)
+            return
+        self.progress.step += 1
+        state.schedulers.step("step")
+        self._finish(attempt, Status.COMMITTED)
+        assert attempt.result is not None
+        self._hooks.call("on_step_end", attempt.result)
+
+    def _weigh_gradients(self, attempt: StepAttempt, parameters: list[Tensor], total: float, loss: Tensor) -> None:
+        size = self._ranks.size
+        all_ranks = sum(self._ranks.all_gather_object(attempt.weight))
+        scale_gradients(parameters, torch.tensor(total * size / all_ranks, dtype=torch.float64).to(loss))
+        mean = all_ranks / (size * (attempt.parts or 1))
+        self._state.interventions.weight_unit = math.ldexp(1.0, round(math.log2(mean)))
+
+    def _finish(self, attempt: StepAttempt, status: Status) -> None:
+        attempt.result = Outcome(status=status, signal=Signal(step=attempt.number, loss=attempt.loss))
+
+    def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
+        self._drop_gradients()
+
+    def discard_remainder(self, attempt: StepAttempt) -> None:
+        self._drop_gradients()
+        self._finish(attempt, Status.DISCARDED)
+        self.progress.exhausted = True
+
+    def _drop_gradients(self) -> None:
+        clear_gradients(self._state.trained_parameters())
+        for _, module in self._state.modules:
+            drop_accumulated_gradients(module)
+        if self._state.scaler is not None:
+            self._state.scaler.reset_after_skip()
+
+    # ---- what there is nothing to do for
+
+    def open(self, about: dict[str, Any]) -> None: ...
+    def settle_for_hooks(self) -> None: ...
+    def close(self, error: BaseException | None) -> None: ...
+    def expect_shift(self, reason: str) -> None: ...
+    def quarantine(self, samples: Iterable[int], reason: str) -> None: ...
+    def record(self, facts: dict[str, Any], step: int | None) -> None: ...
+    def load_checkpoint(self, path: str) -> None: ...
+
+    def flush(self) -> bool:
+        return True
+
+    def save_checkpoint(self, reason: str) -> str | None:
+        return None
+
+    # ---- requests
+
+    def stop(self, reason: str) -> None:
+        self.progress.stopping = reason
+
+    def report_eval(self, metric: float) -> None:
+        self._state.schedulers.step("eval", metric)
+        self._hooks.call("on_eval_end", metric)
+
+    def register(self, name: str, thing: Any) -> None:
+        if not isinstance(thing, torch.Generator):
+            self._state.register(name, thing)
+
+    def summary(self) -> Summary:
+        return Summary(status="off", committed=self.progress.step)

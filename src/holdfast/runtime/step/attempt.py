@@ -1,0 +1,197 @@
+"""One try of one step: its data, its losses, its update and its outcome. The pipeline fills it in; drivers read it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from holdfast.core.base.types import Outcome, Signal, Span
+from holdfast.runtime.agree.attribution import Origin
+from holdfast.runtime.agree.rows import Rows
+from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.data.source import Draw
+from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.run_state import ScheduleState
+from holdfast.runtime.update.gate import UpdateHandle
+from holdfast.runtime.update.measurements import HostMeasurements
+
+Phase = Literal["drawn", "open", "left"]
+UserCode = Literal["forward", "backward"]
+
+
+class StepAttempt:
+    """Holds one try of a step of `accumulate` batches. A step may take several tries before it is committed."""
+
+    def __init__(
+        self,
+        number: int,
+        attempt: int,
+        accumulate: int,
+        draws: list[Draw],
+        buffers: BufferCapture,
+        inputs: BatchFingerprint,
+    ) -> None:
+        self.number = number
+        """the step's number if it is committed, counted from 1"""
+        self.attempt = attempt
+        """1 for the first try"""
+        self.accumulate = accumulate
+        self.phase: Phase = "drawn"
+        self.running: UserCode = "forward"
+        """what the user's code is doing, for the report when it fails"""
+        # Data.
+        self.draws = draws
+        self.buffers = buffers
+        """module buffers as they were before the step"""
+        self.inputs = inputs
+        """fingerprint and sequence length of its batches"""
+        self.data_ended = False
+        self.epochs_before = 0
+        """epochs that ended right before the step, while the step before was pending"""
+        self.epochs_inside = 0
+        """epochs that ended between its batches"""
+        self.schedule: ScheduleState | None = None
+        """the LR schedule before those epoch ends moved it"""
+        # Losses.
+        self.parts: int | None = None
+        """micro-batches in the step; None until the driver has said"""
+        self.losses: list[Tensor] = []
+        """mean loss of each part that counts"""
+        self.is_weighted = False
+        """the loop passes weight= to backward"""
+        self.unit = 1.0
+        """weight of one part on which all ranks agreed before the step"""
+        self._shares: list[float] = []
+        self._reference: float | None = None
+        self._loss_sum: Tensor | None = None
+        self._empty_loss: Tensor | None = None
+        # Update.
+        self.seconds = 0.0
+        self.lr = 0.0
+        self.clip: float | None = None
+        self.loss_limit: float | None = None
+        self.grad_limit: float | None = None
+        self.handle: UpdateHandle | None = None
+        # Outcome.
+        self.rows: Rows | None = None
+        """what every rank measured, once the host has read it"""
+        self.origin: Origin | None = None
+        """the ranks and samples a vetoed step came from; None for one process"""
+        self.result: Outcome | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the user's forward and backward are running."""
+        return self.phase == "open"
+
+    # ---- losses
+
+    def add_part(self, loss: Tensor, weight: float, *, is_explicit: bool, is_distributed: bool) -> float:
+        """Count one part's mean loss. Return the factor its gradient is multiplied by, before dividing by `parts`.
+
+        A part of weight 0 counts nothing: its loss may be NaN (every label ignored).
+        """
+        self.is_weighted = self.is_weighted or is_explicit
+        mean = _whole(loss.detach()).float()
+        if weight == 0:
+            self._empty_loss = mean * float("nan")
+            return 0.0
+        if self._reference is None:
+            # Ranks add their gradients up before any of them knows the total weight: all must divide by the same unit.
+            self._reference = self.unit if is_distributed and is_explicit else weight
+        share = weight / self._reference
+        self._shares.append(share)
+        self.losses.append(mean)
+        mean = mean if share == 1.0 else mean * share
+        self._loss_sum = mean if self._loss_sum is None else self._loss_sum + mean
+        # Without weight= every part counts alike on several ranks, as it does when DDP averages gradients.
+        return 1.0 if is_distributed and not is_explicit else share
+
+    def mean_loss(self) -> Tensor | None:
+        """Return the weighted mean loss over the parts; NaN if none of them counts, None if there is none."""
+        if self._loss_sum is None:
+            return self._empty_loss
+        total = sum(self._shares)
+        return self._loss_sum if total == 1.0 else self._loss_sum / total
+
+    def correction(self, is_distributed: bool) -> float:
+        """Return the factor that makes the gradient the mean over all parts; 1 if all parts weighed the same.
+
+        On several ranks no rank knows it alone: see `total_if_equal`.
+        """
+        total = sum(self._shares)
+        assert self.parts is not None
+        return 1.0 if total == self.parts or not total or is_distributed else self.parts / total
+
+    @property
+    def weight(self) -> float:
+        """Return the total weight of its parts; 0 if none of them counts."""
+        return sum(self._shares) * (self._reference or 0.0)
+
+    def total_if_equal(self) -> float | None:
+        """Return the weight this rank's parts would have at one unit each; None if the loop passes no weight=."""
+        assert self.parts is not None
+        return self.parts * (self._reference or self.unit) if self.is_weighted else None
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss so far as a number. Waits for the device."""
+        value = self.mean_loss()
+        return float("nan") if value is None else float(value)
+
+    # ---- data
+
+    @property
+    def samples(self) -> int | None:
+        """Return how many samples its batches hold, if all of them can be counted."""
+        counts = [draw.samples for draw in self.draws]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    def spans(self) -> tuple[Span, ...]:
+        """Return its stretches of the data stream, neighbours joined."""
+        if len(self.draws) == 1:
+            return (self.draws[0].span,)
+        joined: list[Span] = []
+        for span in (draw.span for draw in self.draws):
+            if joined and joined[-1].epoch == span.epoch and joined[-1].stop == span.start:
+                joined[-1] = Span(span.epoch, joined[-1].start, span.stop)
+            else:
+                joined.append(span)
+        return tuple(joined)
+
+    # ---- signal
+
+    def signal(self, reading: HostMeasurements) -> Signal:
+        """Return the attempt in numbers, as this rank measured it."""
+        return Signal(
+            step=self.number,
+            attempt=self.attempt,
+            loss=reading.loss,
+            grad_norm=reading.grad_norm,
+            lr=self.lr,
+            loss_scale=reading.loss_scale,
+            update_rms=reading.update_rms,
+            weight_norm=reading.weight_norm,
+            batch=self.inputs.checksum,
+            clip=self.clip,
+            flags=reading.flags,
+            overflow=reading.overflow,
+            loss_limit=self.loss_limit,
+            grad_limit=self.grad_limit,
+            data=self.spans(),
+            samples=self.samples,
+            length=self.inputs.sequence_length,
+            seconds=self.seconds,
+        )
+
+    def unmeasured_signal(self) -> Signal:
+        """Return the signal of an attempt whose update was never submitted. Waits for the device."""
+        return Signal(step=self.number, attempt=self.attempt, loss=self.loss, data=self.spans(), seconds=self.seconds)
+
+
+def _whole(value: Tensor) -> Tensor:
+    """Return a sharded loss (loss_parallel) as the full tensor."""
+    full_tensor = getattr(value, "full_tensor", None)
+    result: Tensor = value if full_tensor is None else full_tensor()
+    return result

@@ -1,0 +1,75 @@
+"""What effects work with, what they are given, and what they return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holdfast.core.base.types import Outcome, Plan, Signal
+from holdfast.core.checkpoints.recovery_history import Intervention
+from holdfast.runtime.agree.coordinator import RankCoordinator
+from holdfast.runtime.checkpoint.manager import CheckpointManager
+from holdfast.runtime.context import Context
+from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.data.source import Position
+from holdfast.runtime.snapshots.manager import SnapshotManager
+from holdfast.runtime.step.attempt import StepAttempt
+
+
+class Recovery(NamedTuple):
+    """The parts of a run that effects use."""
+
+    context: Context
+    feeder: Feeder
+    coordinator: RankCoordinator
+    snapshots: SnapshotManager
+    checkpoints: CheckpointManager
+
+
+class Situation(NamedTuple):
+    """A settled step about which something must be done."""
+
+    attempt: StepAttempt
+    following: StepAttempt | None
+    """the attempt that was computed meanwhile, on top of this one"""
+    signal: Signal
+    plan: Plan | None
+    is_vetoed: bool
+    committed: int
+    """steps committed so far"""
+    positions: Mapping[int, Position]
+    """data position at which each committed step began"""
+
+
+class Transition(NamedTuple):
+    """What an effect has decided about the run's progress."""
+
+    outcome: Outcome | None
+    """None: the step keeps its update"""
+    following_is_valid: bool = False
+    """whether the attempt computed meanwhile may be used; otherwise its data was requeued"""
+    outcome_fields: Mapping[str, Any] = {}
+    """further fields of the outcome's event"""
+    rolled_back_to: int | None = None
+    interventions: Sequence[Intervention] = ()
+    stop_reason: str | None = None
+    error: BaseException | None = None
+    """raised once the outcome is on record"""
+
+
+def origin_fields(attempt: StepAttempt) -> dict[str, Any]:
+    """Return the journal fields that name the ranks and samples an attempt's trouble came from."""
+    if attempt.origin is None:
+        return {}
+    return {"ranks": attempt.origin.ranks, "suspects": attempt.origin.evidence["suspects"]}
+
+
+def rewind(recovery: Recovery, attempt: StepAttempt) -> None:
+    """Restore random streams, buffers and LR schedule to what they were before the attempt's data was loaded."""
+    context = recovery.context
+    rng = recovery.feeder.source.rewind_to(attempt.draws[0]) if attempt.draws else None
+    if rng is not None:
+        context.rng.restore(rng)
+    context.state.buffers.restore(attempt.buffers)
+    if attempt.schedule is not None:
+        context.state.restore_schedule(attempt.schedule)

@@ -1,0 +1,893 @@
+"""The step pipeline, top to bottom: draw, the user's forward and backward, measure, settle the step before, agree, gate.
+
+`submit` makes a step pending. It settles before the next update, so that on a device the host never waits for work it has
+just enqueued; when the host decides, it settles at once. Settling judges the step, then commits it or recovers. A recovery
+may undo the step and so make the one after it, already computed, void.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import msgspec
+from torch import Generator, OutOfMemoryError, Tensor
+
+from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, StepError
+from holdfast.core.base.types import Finding, Flag, Outcome, Signal, Status
+from holdfast.core.detectors.expected_shifts import LR_JUMP
+from holdfast.core.record.tally import Summary
+from holdfast.runtime.agree.attribution import describe_data
+from holdfast.runtime.agree.coordinator import RankCoordinator
+from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements, agree_alone
+from holdfast.runtime.checkpoint.manager import END, CheckpointManager
+from holdfast.runtime.checkpoint.resume import resume
+from holdfast.runtime.context import Context
+from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.integrity.monitor import IntegrityMonitor
+from holdfast.runtime.ports.ranks import LateWatchdog
+from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
+from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.optimizers import clear_gradients
+from holdfast.runtime.step import effects
+from holdfast.runtime.step.attempt import StepAttempt
+from holdfast.runtime.step.effects import Recovery, Situation, Transition
+from holdfast.runtime.step.effects.base import rewind
+from holdfast.runtime.step.progress import Progress
+from holdfast.runtime.tensors.cuda_streams import StreamTracker
+from holdfast.runtime.tensors.norms import GradientNorms, Norm, scale_gradients
+from holdfast.runtime.tensors.sharded import zero_gradients
+from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients
+from holdfast.runtime.update.gate import Gate
+from holdfast.runtime.update.gradient_sync import GradientSync
+from holdfast.runtime.update.local_grad_norms import LocalGradNorms
+from holdfast.runtime.update.measurements import DeviceMeasurements
+from holdfast.runtime.update.update_size import UpdateSize
+
+log = logging.getLogger("holdfast")
+
+_WEIGHT_NORM_EVERY = 50
+_FORGET_EVERY = 16
+_STATE_CHECK_AT_OVERFLOWS = (4, 16)
+_NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The stages of a pipeline. Built once by `guard/build.py`."""
+
+    feeder: Feeder
+    gate: Gate
+    norms: GradientNorms
+    update_size: UpdateSize | None
+    local_grad_norms: LocalGradNorms
+    gradient_sync: GradientSync
+    coordinator: RankCoordinator
+    snapshots: SnapshotManager
+    checkpoints: CheckpointManager
+    integrity: IntegrityMonitor
+    streams: StreamTracker | None
+    watchdog: LateWatchdog
+
+
+class GradientStats(NamedTuple):
+    """A step's loss and gradients as this rank measured them, on the device."""
+
+    loss: Tensor
+    norm: Norm
+    found_inf: dict[int, Tensor]
+    """the loss scaler's flag, by the optimizer's id"""
+
+
+class GuardedPipeline:
+    """Runs the steps of one guarded run, from `open` to `close`. The only writer of `progress`."""
+
+    def __init__(self, context: Context, parts: Parts, clip: float | None) -> None:
+        self.context, self.parts, self.progress = context, parts, Progress()
+        self.is_distributed = parts.coordinator.is_distributed
+        self._is_armed = context.config.recover.mode == "heal"
+        self._clip = clip
+        self._recovery = Recovery(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
+        self._parameters: list[Tensor] = []
+        self._parameter_ids: frozenset[int] | None = None
+        self._is_stepping = False
+        """inside the guard's own optimizer.step()"""
+        self._hooks_ran = False
+        """user hooks ran since the last update"""
+        self._overflows = 0
+        """overflowed attempts in a row"""
+        self._reported_failure = False
+
+    # ---- begin
+
+    def open(self, about: dict[str, Any]) -> None:
+        """Open the run directory on every rank. PolicyStop if an earlier process was stopped by policy."""
+        context, parts = self.context, self.parts
+        parts.watchdog.start()
+        if context.ranks.rank > 0:
+            log.addFilter(_keep_errors)
+        try:
+            parts.coordinator.run_on_all(lambda: context.records.open(context.engine, about, context.history))
+        except BaseException:
+            self._release()
+            raise
+        try:
+            parts.checkpoints.open()
+        except BaseException as error:
+            context.records.close()
+            self._report_failure(error, "opening the run directory")
+            self._release()
+            raise
+        context.state.optimizers.forbid_foreign_steps(lambda: self._is_stepping, _foreign_step_error)
+
+    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
+        """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues."""
+        self.flush()
+        self._compare_loops(loader, epochs, accumulate, max_steps)
+        context, parts, progress = self.context, self.parts, self.progress
+        progress.exhausted = False
+        is_first = not parts.feeder.is_attached
+        if not parts.feeder.attach(loader, epochs, context.records.quarantine, self._before_workers_start):
+            return
+        if not is_first:
+            context.engine.shift("another loader", progress.step)
+        elif not parts.feeder.source.exact:
+            message = "the loader has no resumable position: its data is drawn and dropped"
+            context.engine.write("note", step=0, message=message)
+        progress.positions.clear()
+        is_trusted = True
+        if is_first:
+            progress.step, is_trusted = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
+            effects.interventions.repeat_due(context, progress.step)
+        self._note(parts.snapshots.begin_run(progress.step, trusted=is_trusted))
+
+    def _before_workers_start(self, loader: Any) -> None:
+        """Stop the guard's threads: the loader may fork workers now."""
+        self.parts.snapshots.wait_until_idle()
+        if getattr(loader, "num_workers", 0):
+            self.context.records.stop_threads()
+
+    def _compare_loops(self, loader: Any, epochs: int | None, accumulate: int, max_steps: int | None) -> None:
+        """Refuse loops that differ by rank: ranks that take different numbers of steps would wait for each other."""
+        if not self.is_distributed:
+            return
+        try:
+            batches: int | None = len(loader)
+        except Exception:  # an iterable has no length, or an unknown one
+            batches = None
+        loop = {"accumulate": accumulate, "max_steps": max_steps, "epochs": epochs, "batches of the loader": batches}
+        loop["the gate on the device"] = self.parts.gate.on_device
+        why, warning, has_requests = self.parts.coordinator.compare_loops(loop, self.context.hooks)
+        if why is not None:
+            raise RanksDisagree(
+                f"steps(): the ranks' loops differ: {why}; ranks step together, so give each the same, with a "
+                "DistributedSampler (which gives every rank equally many samples) for the data"
+            )
+        self._note(warning)
+        if has_requests:
+            self._apply_requests(self.progress.step + 1)
+
+    # ---- 1. draw
+
+    def draw_step(self, accumulate: int) -> StepAttempt | None:
+        """Return the next step with its first batch, or None when the data has ended."""
+        if self.parts.snapshots.restorer.is_partial:
+            raise StepError("the run's state was restored in part and could not be verified: start the process again")
+        if self.parts.streams is not None:
+            self.parts.streams.wait_for_last_stream()
+        try:
+            return self._draw_step(accumulate)
+        except BaseException as error:
+            self._report_failure(error, "the loader")
+            raise
+
+    def _draw_step(self, accumulate: int) -> StepAttempt | None:
+        progress, feeder = self.progress, self.parts.feeder
+        while True:
+            buffers = self._begin_step()
+            draw, ended_epochs = feeder.draw()
+            if draw is not None:
+                break
+            if progress.pending is None:
+                self._end_epochs(ended_epochs)
+                return None
+            # Settling the last step may undo it and requeue its data.
+            feeder.source.defer_epoch_ends(ended_epochs)
+            self.flush()
+        is_behind_pending = progress.pending is not None
+        inputs = BatchFingerprint(fingerprint=self.context.config.detect.advisory)
+        number, attempt_number = progress.next_step, 1 if is_behind_pending else progress.attempt
+        attempt = StepAttempt(number, attempt_number, accumulate, [draw], buffers, inputs)
+        if is_behind_pending:
+            attempt.epochs_before = ended_epochs
+        else:
+            self._end_epochs(ended_epochs)
+        progress.served = attempt
+        return attempt
+
+    def _begin_step(self) -> BufferCapture:
+        """Capture the buffers, and complete a snapshot of the step before: RNG and data position are right now."""
+        context, parts = self.context, self.parts
+        buffers = context.state.buffers.capture()
+        self._note(
+            parts.snapshots.on_step_begin(context.rng.capture, buffers, parts.feeder.source, context.engine.state_dict)
+        )
+        return buffers
+
+    def draw_batch(self, attempt: StepAttempt) -> bool:
+        """Draw one more batch for a step in progress. Return False if the data ended inside it."""
+        draw, ended_epochs = self.parts.feeder.draw()
+        attempt.epochs_inside += ended_epochs
+        if draw is None:
+            attempt.data_ended = True
+        else:
+            attempt.draws.append(draw)
+        return draw is not None
+
+    def _redraw(self, attempt: StepAttempt) -> None:
+        """Give an attempt that was drawn but not entered its data again: the step before it was undone."""
+        attempt.buffers = self._begin_step()
+        draw, ended_epochs = self.parts.feeder.draw()
+        attempt.draws, attempt.data_ended = ([], True) if draw is None else ([draw], False)
+        attempt.number, attempt.attempt, attempt.epochs_before = self.progress.step + 1, self.progress.attempt, 0
+        self._end_epochs(ended_epochs)
+
+    def _return_data(self, attempt: StepAttempt | None) -> bool:
+        """Put the data of an attempt that was drawn but not entered back. Return whether there was any to put back."""
+        feeder = self.parts.feeder
+        if attempt is None or attempt.phase != "drawn" or not attempt.draws or not feeder.source.exact:
+            return False
+        self._end_epochs(attempt.epochs_before)
+        attempt.epochs_before = 0
+        rewind(self._recovery, attempt)
+        feeder.source.seek(attempt.draws[0].begin)
+        return True
+
+    # ---- 2. the user's forward and backward
+
+    def enter(self, attempt: StepAttempt) -> None:
+        """Note that the user's forward and backward begin."""
+        attempt.phase = "open"
+        # As it is now: settling the step before may change it meanwhile.
+        attempt.unit = self.context.state.interventions.weight_unit
+        if self.parts.streams is not None:
+            self.parts.streams.wait_for_last_stream()
+        if self.is_distributed:
+            self.parts.watchdog.get().enter_step(attempt.number)
+
+    def before_forward(self, *, is_last: bool) -> None:
+        """Have DDP and FSDP2 average gradients in the backward of the step's last part, and in no other."""
+        if self.parts.gradient_sync.has_modules:
+            self.parts.gradient_sync.before_forward(is_last=is_last)
+
+    def backward(self, attempt: StepAttempt, value: Tensor, factor: float) -> None:
+        """Run the scaled backward of one part. A factor of 0 adds nothing to any gradient."""
+        if factor == 0:
+            if self.is_distributed:  # the other ranks wait for this rank's gradients in the collective
+                with ExitStack() as stack:
+                    for _, module in self.context.state.modules:
+                        stack.enter_context(zero_gradients(module))
+                    self._backward(attempt, value * 0.0, counts=False)
+            return
+        assert attempt.parts is not None
+        if factor != 1.0:
+            value = value * (factor / attempt.parts)
+        elif attempt.parts != 1:
+            value = value / attempt.parts
+        self._backward(attempt, value, counts=True)
+
+    def _backward(self, attempt: StepAttempt, value: Tensor, *, counts: bool) -> None:
+        scaler = self.context.state.scaler
+        attempt.running = "backward"
+        (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
+        if self.is_distributed:
+            self.parts.local_grad_norms.finish_backward(counts)
+        attempt.running = "forward"
+
+    # ---- 3. measure, settle the step before, agree, gate, submit
+
+    def submit(self, attempt: StepAttempt) -> None:
+        """Take a complete step: its update lands, or does not. Its outcome is known once it has settled."""
+        if self.parts.streams is not None:
+            self.parts.streams.wait_for_last_stream()
+        try:
+            self._submit(attempt)
+        except BaseException as error:
+            self._report_failure(error, "the update")
+            raise
+        if self.is_distributed:
+            self.parts.watchdog.get().leave_step()
+
+    def _submit(self, attempt: StepAttempt) -> None:
+        progress, gate = self.progress, self.parts.gate
+        self._note(gate.check_step_hooks(is_distributed=self.is_distributed))
+        stats = self._measure(attempt)
+        if progress.pending is not None and not self._settle(attempt):
+            self._discard(attempt)
+            return
+        self._move_epoch_schedule(attempt)
+        attempt.number, attempt.attempt = progress.step + 1, progress.attempt
+        agreed = self._agree(attempt, stats)
+        self._update(attempt, stats, agreed)
+        progress.pending = attempt
+        if not gate.on_device:
+            self._settle(None)
+        elif not self.context.hooks.runs_between_steps:
+            self._note(self.parts.snapshots.on_update_submitted(attempt.number))
+
+    def _measure(self, attempt: StepAttempt) -> GradientStats:
+        """Enqueue the norm of the gradients where the step ran. The host does not wait."""
+        self._follow_param_groups()
+        if (factor := attempt.correction(self.is_distributed)) != 1.0:
+            scale_gradients(self._parameters, factor)
+        state = self.context.state
+        found_inf = {} if state.scaler is None else state.scaler.unscale(state.optimizers.outer)
+        norm = self.parts.norms.gradient_norm(self._parameters, to_clip=self._max_norm() is not None)
+        loss = attempt.mean_loss()
+        assert loss is not None, "a complete step has a loss"
+        return GradientStats(loss, norm, found_inf)
+
+    def _move_epoch_schedule(self, attempt: StepAttempt) -> None:
+        """Step epoch schedulers for the epochs that ended before the step or between its batches, as a plain loop does."""
+        if attempt.epochs_before:
+            self._end_epochs(attempt.epochs_before)
+        state = self.context.state
+        if attempt.epochs_inside and state.schedulers.has_interval("epoch"):
+            attempt.schedule = state.schedule_state()
+            self._end_epochs(attempt.epochs_inside)
+
+    def _agree(self, attempt: StepAttempt, stats: GradientStats) -> AgreedStep:
+        """Return the step's numbers, over all ranks if there are several."""
+        context, parts, number = self.context, self.parts, attempt.number
+        limits = context.engine.limits()
+        checks = parts.integrity.before_update(number)
+        scaler, detect = context.state.scaler, context.config.detect
+        is_weighed = detect.advisory and number % _WEIGHT_NORM_EVERY == 0
+        local = LocalMeasurements(
+            stats.loss,
+            stats.norm,
+            None if scaler is None else scaler.scale_tensor(),
+            self._found_inf_flags(stats),
+            parts.update_size.sum_of_squares(stats.loss.device) if self.is_distributed and parts.update_size else None,
+            parts.norms.weight_norm(self._parameters, stats.loss.device) if is_weighed else None,
+            parts.local_grad_norms.pop() if self.is_distributed else None,
+            checks,
+        )
+        if not self.is_distributed:
+            attempt.loss_limit, attempt.grad_limit = limits
+            return agree_alone(limits, local)
+        if (alarm := self._pop_alarm()) is not None:
+            parts.coordinator.request_alarm(alarm)
+        host = HostFields(
+            number,
+            attempt.attempt,
+            attempt.seconds,
+            attempt.inputs.checksum,
+            attempt.samples,
+            attempt.inputs.sequence_length,
+            attempt.weight,
+            attempt.is_weighted,
+            limits,
+        )
+        agreed = parts.coordinator.agree(host, local)
+        if not parts.gate.on_device:
+            assert agreed.extra is not None
+            if self._read_rows(attempt, agreed.extra.cpu()):
+                limits = context.engine.limits()
+                agreed = agreed._replace(limits=limits)
+        attempt.loss_limit, attempt.grad_limit = limits
+        parts.watchdog.get().ping(
+            number
+        )  # when the host knows the rows, only after they show all ranks at the same step
+        return agreed
+
+    def _found_inf_flags(self, stats: GradientStats) -> list[Tensor]:
+        """Return the loss scaler's flag of each optimizer, so that every rank has equally many."""
+        state = self.context.state
+        if state.scaler is None:
+            return []
+        return [stats.found_inf.get(id(o), stats.loss.new_zeros(())) for o in state.optimizers.outer]
+
+    def _update(self, attempt: StepAttempt, stats: GradientStats, agreed: AgreedStep) -> None:
+        """Clip and step the optimizers unless the gate vetoes the update."""
+        state, parts = self.context.state, self.parts
+        found_inf, local_norm = stats.found_inf, stats.norm.value if stats.norm.is_total else agreed.norm
+        if self.is_distributed:
+            found_inf = self._agree_on_overflow(found_inf, agreed)
+            agreed, local_norm = self._weigh_gradients(attempt, agreed, local_norm)
+        measurements = DeviceMeasurements(
+            agreed.loss,
+            agreed.norm,
+            agreed.limits,
+            sum(agreed.found_inf[1:], agreed.found_inf[0]) if agreed.found_inf else None,
+            None if state.scaler is None else state.scaler.scale_tensor(),
+            None if self.is_distributed or parts.update_size is None else parts.update_size.sample(),
+            agreed.update_rms,
+            agreed.weight_norm,
+            agreed.norms_differ,
+            agreed.extra,
+        )
+        attempt.clip, lr_factor = self._max_norm(), state.interventions.lr_factor()
+        attempt.lr = state.optimizers.lr() * lr_factor
+        parts.snapshots.wait_for_copies()
+        if self._hooks_ran:  # they may have evaluated, and FSDP2 keeps the parameters it gathered for that
+            self._hooks_ran = False
+            state.reshard()
+        self._is_stepping = True
+        try:
+            attempt.handle = parts.gate.apply(
+                measurements, self._parameters, found_inf, attempt.clip, lr_factor, local_norm=local_norm
+            )
+        finally:
+            self._is_stepping = False
+        parts.integrity.after_update(attempt.number)
+        clear_gradients(self._parameters)
+
+    def _agree_on_overflow(self, found_inf: dict[int, Tensor], agreed: AgreedStep) -> dict[int, Tensor]:
+        """Return the flags over all ranks: an overflow on one rank is an overflow on all."""
+        state = self.context.state
+        if state.scaler is None:
+            return found_inf
+        pairs = zip(state.optimizers.outer, agreed.found_inf, strict=True)
+        found_inf = {id(o): flag for o, flag in pairs if id(o) in found_inf}
+        state.scaler.set_found_inf(found_inf)
+        return found_inf
+
+    def _weigh_gradients(
+        self, attempt: StepAttempt, agreed: AgreedStep, local_norm: Tensor
+    ) -> tuple[AgreedStep, Tensor]:
+        """Scale the gradients by the total weight of all ranks, which is known only now."""
+        total = attempt.total_if_equal()
+        if total is None or agreed.total_weight is None:
+            return agreed, local_norm
+        share = total * self.context.ranks.size / agreed.total_weight
+        local_share = share.to(local_norm.dtype)
+        scale_gradients(self._parameters, local_share)
+        return agreed._replace(norm=agreed.norm * share), local_norm * local_share
+
+    def _max_norm(self) -> float | None:
+        return self.context.state.interventions.max_norm(self._clip)
+
+    def _follow_param_groups(self) -> None:
+        """Include parameter groups that were added on the way (gradual unfreezing)."""
+        ids = self.context.state.optimizers.parameter_ids()
+        if ids is not self._parameter_ids:
+            self._parameter_ids, self._parameters = ids, self.context.state.trained_parameters()
+            if self.parts.update_size is not None:
+                self.parts.update_size.reset()
+
+    # ---- 4. settle: judge, then commit or recover
+
+    def flush(self) -> bool:
+        """Settle the pending step now, which waits for the device. Return False if data was requeued."""
+        progress = self.progress
+        if progress.pending is None:
+            return True
+        served = progress.served if progress.served is not progress.pending else None
+        if served is not None and served.is_open:
+            raise StepError(
+                f"step {progress.pending.number} cannot be settled inside step {served.number}, which runs on its result: "
+                "evaluate, save, declare shifts and read step.outcome between two steps, or in on_step_end"
+            )
+        if served is not None and served.phase == "left":
+            served = None
+        is_settled = self._settle(served)
+        if not is_settled:
+            progress.exhausted = False
+            if served is not None:
+                self._redraw(served)
+        return is_settled
+
+    def settle_for_hooks(self) -> None:
+        """Settle between two steps if a hook changes the run at the end of a step (EMA, a teacher)."""
+        if self.context.hooks.runs_between_steps:
+            self.flush()
+
+    def _settle(self, following: StepAttempt | None) -> bool:
+        """Judge the pending step and act on it. Return False if data was requeued: `following` is void then."""
+        progress, parts, coordinator = self.progress, self.parts, self.parts.coordinator
+        attempt, progress.pending = progress.pending, None
+        assert attempt is not None and attempt.handle is not None
+        measured = attempt.handle.read()
+        self._read_rows(attempt, measured.extra)
+        signal = attempt.signal(measured)
+        if self.is_distributed:
+            signal = coordinator.merge_signal(signal, attempt.rows)
+        is_vetoed = bool(measured.flags) and self._is_armed
+        if is_vetoed or signal.overflow:
+            attempt.handle.drop_new_optimizer_state(overflow=not is_vetoed)
+            parts.integrity.forget()
+        if self.is_distributed and signal.flags and attempt.rows is not None:
+            attempt.origin = coordinator.find_origin(
+                attempt.rows, signal, lambda find: describe_data(attempt.draws, attempt.losses, find_nonfinite=find)
+            )
+        findings = self._check_state(attempt, signal)
+        if attempt.rows is not None:
+            findings += parts.integrity.findings(attempt.number, attempt.rows, signal)
+        plan = self.context.engine.judge(signal, findings, None if attempt.origin is None else attempt.origin.evidence)
+        coordinator.add_decision(signal, plan)
+        has_actions = plan is not None and bool(plan.actions)
+        if not has_actions and not is_vetoed:
+            self._keep(attempt, signal, is_healthy=plan is None or plan.by != "observe")
+            return True
+        situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
+        if not has_actions:
+            return self._apply(effects.skip.perform(self._recovery, situation), attempt, signal)
+        parts.snapshots.reset_healthy_counts()
+        parts.checkpoints.reset_healthy_counts()
+        return self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
+
+    def _check_state(self, attempt: StepAttempt, signal: Signal) -> list[Finding]:
+        """Find out whether the state was non-finite before the batch. Checked only when something is wrong already."""
+        self._overflows = self._overflows + 1 if signal.overflow else 0
+        is_suspect = bool(signal.flags & _NONFINITE) or self._overflows in _STATE_CHECK_AT_OVERFLOWS
+        is_checked = self.context.config.detect.nonfinite and is_suspect
+        tensor = self.context.state.first_nonfinite(attempt.buffers) if is_checked else None
+        onset, how = signal.step - 1, "found when the step was not finite"
+        if tensor is None and not self.is_distributed and (alarm := self._pop_alarm()) is not None:
+            tensor, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
+        coordinator = self.parts.coordinator
+        if tensor is None and not coordinator.has_alarms and not (is_checked and self.is_distributed):
+            return []
+        return coordinator.nonfinite_state(tensor, onset, how, signal)
+
+    def _pop_alarm(self) -> NonfiniteSnapshot | None:
+        """Return a snapshot or checkpoint of this rank that was found to hold NaN or Inf."""
+        return self.parts.snapshots.pop_nonfinite() or self.parts.checkpoints.pop_alarm()
+
+    def _keep(self, attempt: StepAttempt, signal: Signal, *, is_healthy: bool) -> None:
+        """Keep the attempt: its update has landed, or the loss scaler kept it from landing."""
+        if signal.overflow:
+            # As torch does it: data, RNG and buffers are consumed, the scale has backed off, the schedule stays.
+            self.parts.snapshots.discard_in_progress()
+            outcome = Outcome(status=Status.OVERFLOWED, signal=signal)
+            self._record_outcome(attempt, outcome, loss_scale=signal.loss_scale)
+        else:
+            self._commit(attempt, signal, is_healthy)
+
+    def _commit(self, attempt: StepAttempt, signal: Signal, is_healthy: bool) -> None:
+        progress, context, parts = self.progress, self.context, self.parts
+        progress.step += 1
+        assert progress.step == signal.step, "committed steps are numbered without gaps"
+        progress.attempt = 1
+        progress.positions[progress.step] = attempt.draws[0].begin
+        self._step_schedulers("step")
+        self._count_interventions(attempt)
+        if is_healthy:
+            if context.engine.commit(signal) is not None:
+                parts.integrity.incident_closed(progress.step)
+            parts.snapshots.count_healthy_step(progress.step)
+            parts.checkpoints.count_healthy_step(progress.step)
+        attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
+        context.records.write_metrics(outcome)
+        context.hooks.call("on_step_end", outcome)
+        self._hooks_ran = True
+        parts.snapshots.on_commit(progress.step, context.engine.state_dict)
+        if progress.step % _FORGET_EVERY == 0:
+            self._forget_positions()
+
+    def _count_interventions(self, attempt: StepAttempt) -> None:
+        """Move LR ramp, tightened clip and weight unit on by one committed step."""
+        context, interventions, step = self.context, self.context.state.interventions, self.progress.step
+        before = interventions.lr_factor()
+        interventions.commit()
+        if self.is_distributed and attempt.is_weighted and attempt.rows is not None:
+            unit = self.parts.coordinator.next_unit(attempt.rows, attempt.parts or 1)
+            interventions.weight_unit = interventions.weight_unit if unit is None else unit
+        if (after := interventions.lr_factor()) > LR_JUMP * before:
+            context.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", step)
+        if len(context.history.interventions) > interventions.applied:
+            effects.interventions.repeat_due(context, step)
+
+    def _forget_positions(self) -> None:
+        """Forget data positions older than any rollback could return to."""
+        progress, parts = self.progress, self.parts
+        number = max(1, progress.step - self.context.config.snapshot.reach_steps)
+        position = progress.positions.get(number)
+        oldest = parts.snapshots.oldest_position() or (None if position is None else (number, position))
+        if oldest is None:
+            return
+        parts.feeder.source.forget_before(oldest[1])
+        for number in list(takewhile(lambda n: n < oldest[0], progress.positions)):  # in the order of their numbers
+            del progress.positions[number]
+
+    def _apply(self, transition: Transition, attempt: StepAttempt, signal: Signal) -> bool:
+        """Apply what an effect decided. Return whether the attempt computed meanwhile is valid."""
+        progress, outcome = self.progress, transition.outcome
+        if transition.rolled_back_to is not None:
+            self._roll_back_to(transition.rolled_back_to)
+        if transition.stop_reason is not None:
+            progress.stopping = transition.stop_reason
+        if outcome is None:
+            self._keep(attempt, signal, is_healthy=True)
+        else:
+            if transition.rolled_back_to is not None:
+                self._intervene(transition, part_of_rollback=True)
+            self._record_outcome(attempt, outcome, **transition.outcome_fields)
+            if transition.error is not None:
+                raise transition.error
+            self.context.hooks.call("on_recovery", outcome)
+        if transition.rolled_back_to is None:
+            self._intervene(transition, part_of_rollback=False)
+        return transition.following_is_valid
+
+    def _intervene(self, transition: Transition, *, part_of_rollback: bool) -> None:
+        """Apply the interventions of a transition from the next update on."""
+        for planned in transition.interventions:
+            intervention = msgspec.structs.replace(planned, step=self.progress.step)
+            if not part_of_rollback:  # a rollback's event has put them into the history
+                self.context.history.add(intervention)
+            effects.interventions.apply(
+                self.context, self.progress.step, intervention, part_of_rollback=part_of_rollback
+            )
+
+    def _roll_back_to(self, step: int) -> None:
+        """Undo what was counted since `step`: its state has been restored."""
+        progress = self.progress
+        progress.step, progress.attempt, self._overflows = step, 1, 0
+        self.parts.integrity.rolled_back_to(step)
+        for number in [n for n in progress.positions if n > step]:
+            del progress.positions[number]
+        clear_gradients(self._parameters)
+
+    def _record_outcome(self, attempt: StepAttempt, outcome: Outcome, **fields: Any) -> None:
+        """Record the outcome of an attempt that was not committed."""
+        self.progress.attempt += 1
+        attempt.result = outcome
+        self.context.engine.record_outcome(outcome, **fields)
+        self.context.records.write_metrics(outcome)
+
+    # ---- steps that are not trained on
+
+    def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
+        """Apply nothing of a step that an error came out of. Its data is lost."""
+        self._report_failure(error, attempt.running)
+        self.parts.watchdog.get().leave_step()
+        self._drop_gradients()
+        self.progress.served = None
+        self.parts.feeder.source.defer_epoch_ends(attempt.epochs_before + attempt.epochs_inside)
+        self.context.engine.write("abandoned", step=attempt.number, data=attempt.spans(), batches=len(attempt.draws))
+        if isinstance(error, OutOfMemoryError):
+            self._note(self.parts.snapshots.release_device_memory())
+
+    def discard_remainder(self, attempt: StepAttempt) -> None:
+        """Drop a last step for which fewer batches than `accumulate` were left."""
+        feeder, engine = self.parts.feeder, self.context.engine
+        self.parts.watchdog.get().leave_step()
+        self._drop_gradients()
+        feeder.source.defer_epoch_ends(attempt.epochs_before + attempt.epochs_inside)
+        rewind(self._recovery, attempt)
+        attempt.result = Outcome(status=Status.DISCARDED, signal=attempt.unmeasured_signal())
+        if self.progress.pending is not None and not self._settle(attempt):
+            engine.record_outcome(attempt.result)  # the step before was undone, so there is data again
+            return
+        engine.write("remainder", step=attempt.number, data=attempt.spans(), batches=len(attempt.draws))
+        self._end_epochs(feeder.report_epoch_ends())
+        self.progress.exhausted = True
+
+    def _discard(self, attempt: StepAttempt) -> None:
+        """Drop an attempt that was computed on a step that has been undone."""
+        self._drop_gradients()
+        attempt.result = Outcome(status=Status.DISCARDED, signal=attempt.unmeasured_signal())
+        self.context.engine.record_outcome(attempt.result)
+
+    def _drop_gradients(self) -> None:
+        self._follow_param_groups()
+        clear_gradients(self._parameters)
+        state = self.context.state
+        for _, module in state.modules:
+            drop_accumulated_gradients(module)
+        if state.scaler is not None:
+            state.scaler.reset_after_skip()
+
+    # ---- schedules
+
+    def _end_epochs(self, count: int) -> None:
+        for _ in range(count):
+            self._step_schedulers("epoch")
+
+    def _step_schedulers(self, interval: Any, metric: float | None = None) -> None:
+        """Step the schedulers of one interval. A jump of the LR is an expected shift for the detectors."""
+        state, step = self.context.state, self.progress.step
+        if not state.schedulers.all:
+            return
+        before = state.optimizers.lr()
+        state.schedulers.step(interval, metric)
+        after = state.optimizers.lr()
+        if before > 0 and after > LR_JUMP * before and step > self.context.config.detect.warmup_steps:
+            self.context.engine.shift(f"the schedule moved the LR from {before:.4g} to {after:.4g}", step)
+
+    def report_eval(self, metric: float) -> None:
+        """Drive the evaluation schedulers by a metric, the mean over all ranks."""
+        self.flush()
+        metric = self.parts.coordinator.share_metric(metric)
+        self._step_schedulers("eval", metric)
+        self.context.hooks.call("on_eval_end", metric)
+
+    # ---- requests of the loop
+
+    def stop(self, reason: str) -> None:
+        """Stop after the current step; on several ranks, after the next step they agree on."""
+        if self.is_distributed:
+            self.parts.coordinator.request("stop", reason)
+        else:
+            self.progress.stopping = reason
+            self.context.engine.write("stop_requested", step=self.progress.step, reason=reason)
+
+    def expect_shift(self, reason: str) -> None:
+        """Have the detectors learn a new level of the loss."""
+        if self.is_distributed:
+            self.parts.coordinator.request("shift", reason)
+        else:
+            self.flush()
+            self.context.engine.shift(reason, self.progress.step)
+
+    def quarantine(self, samples: Iterable[int], reason: str) -> None:
+        """Exclude sample ids from all further draws."""
+        if self.is_distributed:
+            value = {"samples": [int(i) for i in samples], "reason": reason}
+            self.parts.coordinator.request("quarantine", value)
+        else:
+            self._quarantine_samples(samples, reason)
+
+    def _quarantine_samples(self, samples: Iterable[int], reason: str, rank: int | None = None) -> None:
+        added = self.context.records.quarantine.add_samples(samples, reason)
+        self.context.engine.write("quarantine", durable=True, samples=added, reason=reason, rank=rank)
+
+    def _read_rows(self, attempt: StepAttempt, extra: Tensor | None) -> bool:
+        """Read the rows of all ranks, once a step, and apply their requests. Return whether limits have changed."""
+        if attempt.rows is not None:
+            return False
+        state = self.context.state
+        scaled_optimizers = 0 if state.scaler is None else len(state.optimizers.outer)
+        attempt.rows = self.parts.coordinator.read_rows(extra, scaled_optimizers)
+        if attempt.rows is None or not self.is_distributed or not attempt.rows.has_requests():
+            return False
+        return self._apply_requests(attempt.number)
+
+    def _apply_requests(self, number: int) -> bool:
+        """Apply what any rank has requested, on all ranks from step `number` on. Return whether limits have changed."""
+        engine, requests = self.context.engine, self.parts.coordinator.drain_requests()
+        if requests.stop is not None and self.progress.stopping is None:
+            rank, reason = requests.stop
+            self.progress.stopping = reason
+            engine.write("stop_requested", step=number, reason=reason, rank=rank)
+        for reason in requests.shifts:
+            engine.shift(reason, number - 1)
+        for rank, samples, reason in requests.quarantines:
+            self._quarantine_samples(samples, reason, rank=rank)
+        return bool(requests.shifts)
+
+    def register(self, name: str, thing: Any) -> None:
+        """Add an object or a random generator to the state of the run."""
+        if isinstance(thing, Generator):
+            self.context.rng.include(thing)
+        else:
+            self.context.state.register(name, thing)
+
+    def record(self, facts: dict[str, Any], step: int | None) -> None:
+        """Write facts into the journal and run.json."""
+        self.context.records.record(self.context.engine, facts, step)
+
+    def summary(self) -> Summary:
+        """Return what the run has done so far."""
+        return self.context.engine.summary(self.progress.step)
+
+    # ---- checkpoints
+
+    def save_checkpoint(self, reason: str) -> str | None:
+        """Write the present state, between two steps, and wait. Return its path, or None if it could not be written."""
+        progress, parts, context = self.progress, self.parts, self.context
+        served = progress.served
+        if served is not None and served.is_open:
+            raise StepError(
+                f"checkpoint(): step {served.number} is under way, and half a step cannot be saved: call it between two "
+                "steps, or in on_step_end"
+            )
+        self.flush()
+        if parts.checkpoints.store is None or not parts.feeder.is_attached:
+            return None
+        is_returned = self._return_data(served)
+        try:
+            if parts.checkpoints.is_needed_now(progress.step):
+                buffers = context.state.buffers.capture()
+                parts.snapshots.take_now(progress.step, reason, buffers, parts.feeder.source, context.engine.state_dict)
+            return parts.checkpoints.finish_now(progress.step, reason)
+        finally:
+            if is_returned and served is not None:
+                self._redraw(served)
+
+    def load_checkpoint(self, path: str) -> None:
+        """Resume from this checkpoint when the first loop begins."""
+        if self.parts.feeder.is_attached:
+            raise StepError("load(): call it before guard.steps()")
+        self.parts.checkpoints.set_load_path(path)
+
+    # ---- end
+
+    def close(self, error: BaseException | None) -> None:
+        """Settle the pending step, record the end and release everything. Never hides the user's own error."""
+        progress, parts, context = self.progress, self.parts, self.context
+        problem: BaseException | None = None
+        if error is not None:
+            self._report_failure(error, "between two steps")
+        served, progress.served = progress.served, None
+        try:
+            if not self._reported_failure:  # ranks that are going down settle nothing more
+                if self.flush() and parts.feeder.is_attached:
+                    self._return_data(served)
+                parts.watchdog.get().wait_for_others_to_finish(progress.step)
+                if self.is_distributed:
+                    self._apply_requests(progress.step + 1)
+                if error is None and context.config.checkpoint.at_end and progress.step > 0:
+                    self.save_checkpoint(END)
+        except Exception as caught:  # ours, or a user hook's: everything is released first
+            problem = caught
+            self._report_failure(caught, "at the end of the run")
+        releases: tuple[Callable[[], None], ...] = (
+            lambda: parts.gradient_sync.before_forward(is_last=True),
+            parts.local_grad_norms.close,
+            context.state.optimizers.remove_hooks,
+            parts.checkpoints.close,
+            parts.snapshots.close,
+            parts.feeder.close,
+            lambda: self._write_end(error or problem),
+            context.records.close,
+            self._release,
+        )
+        for release in releases:
+            try:
+                release()
+            except Exception as caught:  # a disk that fails: the rest is released all the same
+                problem = problem or caught
+        if problem is not None and error is None:
+            raise problem
+
+    def _write_end(self, cause: BaseException | None) -> None:
+        engine = self.context.engine
+        engine.write(
+            "run_end",
+            durable=True,
+            step=self.progress.step,
+            policy=engine.policy_state(),
+            error=None if cause is None else f"{type(cause).__name__}: {cause}",
+            stopped=self.progress.stopping,
+            summary=self.summary(),
+        )
+
+    def _release(self) -> None:
+        self.parts.watchdog.get().close()
+        log.removeFilter(_keep_errors)
+
+    def _report_failure(self, error: BaseException, where: str) -> None:
+        """Report to the other ranks that this one cannot continue. Errors that all ranks raise alike are not reported."""
+        is_agreed = isinstance(error, PolicyStop | InstabilityError | RanksDisagree)
+        if self.is_distributed and not self._reported_failure and not is_agreed:
+            self._reported_failure = True
+            served = self.progress.served
+            number = self.progress.step + 1 if served is None else served.number
+            self.parts.checkpoints.abort()
+            self.parts.watchdog.get().report_failure(error, number, where)
+
+    def _note(self, message: str | None) -> None:
+        """Journal and log that something works less well than asked."""
+        if message is not None:
+            self.context.engine.note(self.progress.step, message)
+
+
+def _foreign_step_error() -> Exception:
+    return StepError(
+        "optimizer.step() was called while the guard is in charge of it: remove your own optimizer.step(), "
+        "scaler.step() and scheduler.step(); leaving `with step:` clips, steps and schedules (clip_grad_norm=, "
+        "scaler= and scheduler= are arguments of Guard)"
+    )
+
+
+def _keep_errors(record: logging.LogRecord) -> bool:
+    """Keep errors on ranks other than 0, and everything when debugging: all ranks agree on the rest."""
+    return record.levelno >= logging.ERROR or log.isEnabledFor(logging.DEBUG)

@@ -195,7 +195,7 @@ def test_named_checkpoint_overrides_the_newest_with_a_note(holdfast, file, tmp_p
     for words in (["--resume", "runs/train/checkpoints/step_00000003"], ["--checkpoint.load_path=runs/train"]):
         answer = holdfast("train", file, "--stop-at", 7, *words)
         assert answer.status == 75
-    assert "step_00000003 is gone on from; automatic resume would have taken step_00000006" in notes(tmp_path)
+    assert "step_00000003; automatic resume would have chosen step_00000006" in notes(tmp_path)
 
 
 def test_errors_are_json_when_asked_for(holdfast, file):

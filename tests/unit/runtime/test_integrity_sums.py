@@ -190,7 +190,7 @@ def test_every_so_many_steps_and_in_the_first_two_of_a_life():
     assert checks.before_update(9) is None
     assert [len(row(checks, n)) for n in (10, 15, 30)] == [1, 1, 2]
     never = pair({"w": torch.ones(2)}, replicas_every=0, between_updates_every=0)
-    assert not any(never.due(n) for n in range(100)) and never.before_update(1) is None
+    assert not any(any(never.due(n)) for n in range(100)) and never.before_update(1) is None
 
 
 # ---- the window, on one process and a real model

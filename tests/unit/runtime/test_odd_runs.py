@@ -150,6 +150,6 @@ def test_a_run_whose_state_is_back_in_part_serves_no_step():
             for (x,) in step.microbatches():
                 step.backward(model(x).square().mean())
         guard._run.parts.snapshots.restorer.is_partial = True
-        with pytest.raises(StepError, match="put back in part"):
+        with pytest.raises(StepError, match="restored in part"):
             next(steps)
         guard._run.parts.snapshots.restorer.is_partial = False

@@ -34,7 +34,7 @@ class Disk:
     def save_reason(self, step: int, *, initial: bool = False) -> str | None:
         return "scheduled" if self.every and step and step % self.every == 0 else None
 
-    def submit(self, snapshot: Any) -> None:
+    def submit(self, snapshot: Any, stalled_seconds: float) -> None:
         snapshot.written.clear()
         self.reading.append(snapshot)
 

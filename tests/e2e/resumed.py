@@ -183,15 +183,15 @@ def state_of(life: Life) -> dict[str, Any]:
     """Everything the run is at its end, the guard's own part too."""
     run = life.guard._run
     run.flush()
-    position = run.source.position
+    source, context = run.parts.feeder.source, run.context
     return copy.deepcopy(
         {
             **everything(life.parts),
-            "detectors": run.engine.state_dict(),
-            "interventions": run.state.interventions.state_dict(),
-            "committed": run.step,
-            "position": tuple(position),
-            "data's own": [g.get_state() for g in run.source._context.generators],
+            "detectors": context.engine.state_dict(),
+            "interventions": context.state.interventions.state_dict(),
+            "committed": run.progress.step,
+            "position": tuple(source.position),
+            "data's own": [g.get_state() for g in source._context.generators],
         }
     )
 

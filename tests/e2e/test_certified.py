@@ -75,7 +75,7 @@ def test_a_snapshot_with_a_flipped_bit_is_passed_over(way, tmp_path, monkeypatch
     def flip(step, parts):
         if step.number == 40:
             guard = step._pipeline
-            good = [s for s in guard.snapshots.ring if s.health == "good"]
+            good = [s for s in guard.parts.snapshots.ring if s.health == "good"]
             newest = good[-1]
             name = next(n for n in newest.copy.tensors if n.startswith("model."))
             newest.copy.result()

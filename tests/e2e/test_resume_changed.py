@@ -40,7 +40,7 @@ def test_lower_learning_rate_holds_and_keeps_its_place_in_the_schedule(schedule,
     for step in range(16, 31):
         assert lrs[step] == pytest.approx(whole[step] / 5, rel=1e-6), step
     notes = [e["message"] for e in journal.read(tmp_path / "run" / "journal.jsonl").events if e["event"] == "note"]
-    assert any("the new settings hold from here: lr" in note for note in notes)
+    assert any("the new ones apply: lr" in note for note in notes)
 
 
 def test_other_decay_betas_and_length_of_the_schedule_hold(tmp_path):

@@ -27,7 +27,7 @@ def ack(
     note: Annotated[str, typer.Option("--note", metavar="TEXT", help="A note for the journal.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Acknowledge a run after looking at it: its recovery budgets are reset.
+    """Acknowledge a stopped run and reset its recovery budgets.
 
     A run that the policy stopped (exit status 70) does not start again before this. Refused while the run is alive.
 

@@ -22,8 +22,9 @@ def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A policy file, or a file for `holdfast train`.")],
     as_json: Json = False,
 ) -> None:
-    """Check a policy file, or a file for `holdfast train`: list every error, or the keys that are not at their default.
+    """List every error in a policy file or a trainer file.
 
+    If there is none, list the keys that are not at their default.
     A file with a trainer section ([model], [train] ...) is checked as `holdfast train` would.
     --section.key=value overrides any key; the value is read as TOML, a bare word as a string.
     Exit status: 0 the file is valid, 78 it is not.

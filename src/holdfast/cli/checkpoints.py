@@ -28,7 +28,7 @@ app.command()(prune.prune)
 
 @app.callback(invoke_without_command=True)
 def checkpoints(context: typer.Context) -> None:
-    """List, verify and prune the checkpoints of a run, and print the one that a resume would use.
+    """List, verify and prune the checkpoints of a run.
 
     No command needs torch. Only prune and verify --mark change anything; the others work while the run is alive.
 
@@ -48,8 +48,9 @@ def list_checkpoints(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
     as_json: Json = False,
 ) -> None:
-    """List the checkpoints of a run, newest first: health, size, branch, and which one a resume would use.
+    """List the checkpoints of a run, newest first.
 
+    Shows health, size and branch, and marks the one that a resume would use.
     Reads only the small files of each. To read every byte: `holdfast checkpoints verify`.
 
     \b
@@ -78,8 +79,9 @@ def resume_path(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Trust the manifest: do not read every byte.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print the checkpoint that the next start of the run would resume from: the path on stdout, reasons on stderr.
+    """Print the checkpoint that a resume would use.
 
+    The path is on stdout, the reasons are on stderr.
     Exit status: 0 with a path; 3 if the run would start from the beginning, also if RUN does not exist;
     1 if no checkpoint can be trusted, or if RUN is not a run directory.
 

@@ -61,8 +61,9 @@ def diagnose(
         typer.Option("-o", "--output", metavar="FILE.md", help="With --postmortem: write markdown."),
     ] = None,
 ) -> None:
-    """Explain what happened to a run: the verdict, its confidence, the evidence, and what to do next.
+    """Explain what happened to a run, from the log of any tool.
 
+    Prints the verdict, its confidence, the evidence, and what to do next.
     Reads Holdfast's run directories and the logs of other tools: HF trainer_state.json, TensorBoard, Lightning,
     W&B exports, LLaMA-Factory, Megatron, DeepSpeed, nanoGPT, torchtitan, fairseq, MLPerf, Composer, csv, jsonl, text.
     A file that cannot be read is refused with the reason; the other files are still diagnosed.

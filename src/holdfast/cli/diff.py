@@ -30,8 +30,9 @@ def diff(
     second: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")],
     as_json: Json = False,
 ) -> None:
-    """Rank the differences between two runs as suspects, for "the loss looks fine, but the evaluation is worse".
+    """Rank the differences between two runs as suspects.
 
+    For "the loss looks fine, but the evaluation is worse".
     Compares settings, LR schedule, data mixture, tokenizer, versions, decode settings, recoveries, curves at equal tokens
     and evaluation results. What a run has not recorded is listed as not compared, not assumed equal.
 

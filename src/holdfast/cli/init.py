@@ -19,7 +19,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Write a policy file with every key, its default and its meaning.
+    """Write a policy file with all keys, defaults and meanings.
 
     \b
     Examples:

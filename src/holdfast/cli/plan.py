@@ -54,8 +54,9 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Recommend how often to save, and estimate the useful share of the time (Young, Daly).
+    """Recommend how often to save, and estimate the goodput.
 
+    Goodput is the useful share of the time (Young, Daly).
     A save costs a stall; a failure costs the training since the last good save. RUN is measured: step time, saves,
     restarts, failures. An option replaces the measured value. TIME is 90, 90s, 12m, 36h or 90d.
     Without RUN, --save-cost, --step-time, --restart and a failure rate are needed.

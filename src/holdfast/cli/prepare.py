@@ -23,7 +23,9 @@ def prepare(
     field: Annotated[str, typer.Option(help="The JSON field that holds the text.")] = "text",
     as_json: Json = False,
 ) -> None:
-    """Make a token file for `holdfast train` from text or JSON lines.
+    """Make a token file from text or JSON lines.
+
+    `holdfast train` reads it through [[dataset.sources]].
 
     \b
     Examples:

@@ -68,8 +68,9 @@ def prune(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Remove the checkpoints that no rule keeps: abandoned branches first, then those that newer good ones replace.
+    """Remove the checkpoints that no rule keeps.
 
+    Abandoned branches go first, then those that newer good ones replace.
     Options override the run's own rules, [checkpoint] keep_*. The newest good checkpoint is verified first and never
     removed, nor is anything newer. Refused while the run is alive, which prunes by itself.
     Exit status: 0 done, or nothing to do; 1 something was not removed; 2 --yes is needed: there is no terminal to ask on.

@@ -33,8 +33,9 @@ def train(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small transformer, guarded, on token files or on the embedded data set.
+    """Train a small transformer with the reference trainer.
 
+    The data are token files, or the embedded data set if the file names none.
     --section.key=value overrides any key. The same command resumes a run directory that has checkpoints, exactly.
     The first Ctrl-C ends the run after the current step with a checkpoint; the second ends it at once.
     Under torchrun, [distributed] says how the ranks share the run; the loss does not depend on their number.

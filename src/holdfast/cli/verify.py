@@ -53,7 +53,7 @@ def verify(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Read every byte of checkpoints, compare it with the saved checksums, and report the damage in each.
+    """Compare every byte of checkpoints with their checksums.
 
     Without --mark this changes nothing and works while the run is alive.
     Exit status: 0 all are intact; 1 at least one is damaged; 3 there was nothing to verify.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import pytest
@@ -235,6 +236,16 @@ def test_a_stop(gate, tmp_path):
     assert stop.value.code == 70
     with pytest.raises(holdfast.PolicyStop, match="holdfast ack"):
         case.guarded(tmp_path / "run")
+
+
+def test_a_stop_that_the_program_swallows_is_in_the_log_when_raised_and_when_opened_again(tmp_path, caplog):
+    case = case_of("host", [9])
+    plan = holdfast.Plan(actions=(holdfast.Stop("enough of this"),))
+    for message in ("enough of this", "holdfast ack"):
+        caplog.clear()
+        with contextlib.suppress(Exception):
+            case.guarded(tmp_path / "run", hooks=[Says(plan)])
+        assert any(message in r.message for r in caplog.records if r.levelname == "ERROR")
 
 
 @pytest.mark.parametrize("gate", GATES)

@@ -6,6 +6,7 @@ state) is announced by a flag in that rank's row. A second exchange then carries
 
 from __future__ import annotations
 
+import logging
 import math
 import zlib
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMea
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import Ranks
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot
+
+log = logging.getLogger("holdfast")
 
 
 class Requests(NamedTuple):
@@ -160,7 +163,10 @@ class RankCoordinator:
         for rank, refusal in enumerate(refusals):
             if refusal is not None:
                 message = f"rank {rank}: {refusal[0]}"
-                raise RanksDisagree(message) if refusal[1] is None else PolicyStop(message, refusal[1])
+                if refusal[1] is None:
+                    raise RanksDisagree(message)
+                log.error("%s", message)  # an `except Exception` around the loop would hide the stop otherwise
+                raise PolicyStop(message, refusal[1])
 
     def compare_loops(self, loop: dict[str, Any], hooks: Hooks) -> tuple[str | None, str | None, bool]:
         """Compare the loops of all ranks and match their hooks.

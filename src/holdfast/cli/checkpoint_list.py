@@ -138,7 +138,7 @@ def _table(survey: Survey, is_wide: bool) -> Table:
         table.add_column("why", overflow="fold", ratio=1)
     now = time.time()
     for row in tree_rows(survey):
-        is_used = row.entry is not None and row.entry == survey.taken
+        is_used = row.entry is not None and row.entry == survey.chosen
         gutter = Text("→ " if is_used else "  ", style="bold green")
         gutter.append(row.graph, style="dim" if row.is_abandoned else "cyan")
         cells = [Text(row.note)] if row.entry is None else _cells(row.entry, now, is_wide)
@@ -170,7 +170,7 @@ def _why(entry: CheckpointEntry) -> str:
 
 
 def _verdict(survey: Survey) -> Text:
-    used = survey.taken
+    used = survey.chosen
     if used is not None:
         why = f"{used.health}{': ' if _why(used) else ''}{_why(used)}"
         return Text(f"→ a resume would use {used.name} ({why})", style="bold green")
@@ -182,7 +182,7 @@ def _verdict(survey: Survey) -> Text:
 
 def _print_reasons(out: Console, survey: Survey, is_wide: bool) -> None:
     """Print why each newer checkpoint would be passed over; if the table has no room for it, also why older ones are bad."""
-    passed = {p.name: p.why for p in survey.passed}
+    passed = {p.name: p.why for p in survey.rejected}
     older = (
         {} if is_wide else {e.name: _why(e) for e in reversed(survey.entries) if _is_bad(e) and e.name not in passed}
     )
@@ -201,7 +201,7 @@ def _is_bad(entry: CheckpointEntry) -> bool:
 
 
 def to_json(survey: Survey, run: Path, unfinished: list[str]) -> dict[str, Any]:
-    used, now = survey.taken, time.time()
+    used, now = survey.chosen, time.time()
     return {
         "schema": SCHEMA,
         "ok": True,
@@ -213,7 +213,7 @@ def to_json(survey: Survey, run: Path, unfinished: list[str]) -> dict[str, Any]:
             "path": None if used is None else str(used.path),
             "refusal": survey.refusal,
             "passed_over": [
-                {"name": p.name, "step": p.step, "why": p.why, "damaged": p.damaged} for p in survey.passed
+                {"name": p.name, "step": p.step, "why": p.why, "damaged": p.damaged} for p in survey.rejected
             ],
         },
         "checkpoints": [_entry_json(e, survey, now) for e in reversed(survey.entries)],

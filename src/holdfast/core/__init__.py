@@ -1,6 +1,6 @@
-"""Decides. Signals in, plans out; never imports torch.
+"""Decides: signals in, plans out. Never imports torch, starts no process.
 
-The pipeline, in the order it runs: `types` (the words), `config` (the written policy), `detectors/` (signal to
-finding), `verdict` (findings to one verdict), `policy` (verdict to plan), `engine` (all of these in a row), with
-`journal`, `rundir` and `incidents` (what is written down) beside them, and `ports` (what a higher layer supplies).
+The rooms, each importing only those before it: `base` (types, config, errors, durable files), `detectors` (signal to
+finding), `record` (journal, metrics, run.json, quarantine), `checkpoints` (checkpoints on disk), `decide` (findings to
+verdict, verdict to plan).
 """

@@ -270,7 +270,7 @@ def test_whole_run_verifies(holdfast, straight):
         ("rank_00000.json", Path.unlink, "rank_00000.json is missing"),
         ("manifest.json", flip, "manifest.json"),
         ("health.json", Path.unlink, "health.json is missing"),
-        ("more.bin", Path.touch, "more.bin is not part of it"),
+        ("more.bin", Path.touch, "more.bin is not part of the checkpoint"),
     ],
 )
 def test_damage_is_reported_and_nothing_is_changed(holdfast, straight, file, how, expected):
@@ -507,7 +507,7 @@ def test_resume_path_reads_every_byte_without_no_verify(holdfast, straight):
 def test_resume_path_with_load_path_names_the_checkpoint_it_overrides(holdfast, straight, forked):
     answer = holdfast("checkpoints", "resume-path", straight, "--load-path", forked)
     assert answer.out.strip() == str(at(forked, "step_00000040.b1"))
-    assert f"would have taken {at(straight, 'step_00000035')}" in answer.err
+    assert f"would use {at(straight, 'step_00000035')}" in answer.err
     wrong = holdfast("checkpoints", "resume-path", straight, "--load-path", straight / "none")
     assert wrong.status == 1 and wrong.out == "" and "no such folder" in wrong.err
 
@@ -535,7 +535,7 @@ def test_run_without_a_usable_checkpoint_is_an_error(holdfast, straight):
         flip(at(straight, name) / "rank_00000.bin")
     answer = holdfast("checkpoints", "resume-path", straight, "--json")
     assert answer.status == 1 and answer.json["ok"] is False
-    assert "none of 5 checkpoints can be gone on from" in answer.json["errors"][0]
+    assert "none of 5 checkpoints is usable" in answer.json["errors"][0]
 
 
 def test_logger_is_restored_afterwards(holdfast, straight):

@@ -205,6 +205,15 @@ def test_only_an_unrequested_end_is_a_failure(tmp_path, error, failures):
     assert measure(str(folder)).failures == failures
 
 
+def test_process_that_never_resumed_is_a_failure_but_no_measured_restart(tmp_path):
+    """It died before it had restored anything: how long a restart takes is not known from it."""
+    died = {"event": "restart", "time": 4000.0, "environment": {"config": CONFIG}}
+    found = measure(str(write_run(tmp_path / "run", [*process_events(0.0, 1, restart=False), died])))
+    assert (found.failures, found.restart) == (1, None)
+    found = measure(str(write_run(tmp_path / "again", [*process_events(0.0, 1, restart=False), died, *process_events(4500.0, 1)])))
+    assert (found.failures, found.restart) == (2, 560.0), "from the last line of the process that died to the resume"
+
+
 def test_run_without_failures_reports_a_bound_and_asks_for_the_mtbf(holdfast, tmp_path):
     folder = write_run(tmp_path / "run", process_events(0.0, 10, restart=False))
     answer = holdfast("plan", folder)
@@ -231,7 +240,7 @@ def test_run_that_never_restarted_is_planned_with_a_given_mtbf(holdfast, tmp_pat
 
 
 def test_long_metrics_are_read_from_their_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(measured, "_TAIL", 1000)
+    monkeypatch.setattr(measured, "_TAIL_BYTES", 1000)
     assert measure(str(write_run(tmp_path / "run", [], seconds=[9.0] * 100 + [0.25] * 40))).step_time == 0.25
 
 

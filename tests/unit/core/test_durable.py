@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.base import durable
+from holdfast.core.base.errors import UnreadableError
 
 
 def once(call: Any, error: OSError) -> Any:
@@ -40,7 +41,7 @@ def test_short_writes_are_finished(tmp_path, monkeypatch, most):
 
 def test_write_of_no_byte_is_an_error_not_an_endless_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda fd, data: 0)
-    with pytest.raises(OSError, match="took no byte"):
+    with pytest.raises(OSError, match="wrote no byte"):
         durable.write_file(tmp_path / "a", b"abc")
 
 
@@ -183,10 +184,22 @@ def test_tree_is_removed_but_not_what_its_links_point_to(tmp_path):
         (errno.EACCES, "permissions"),
         (errno.EROFS, "can be written"),
         (errno.EIO, "disk or the network"),
-        (errno.ENOENT, "folders above"),
+        (errno.ENOENT, "parent folders"),
     ],
 )
 def test_refusal_says_path_reason_and_cure(tmp_path, number, cure):
     path = tmp_path / "none" / "a"
     with pytest.raises(durable.RunDirError, match=f"{path} cannot be written: {os.strerror(number)}; .*{cure}"):
         raise durable.run_dir_error(path, "written", OSError(number, os.strerror(number)))
+
+
+@pytest.mark.parametrize(
+    ("number", "is_damage"),
+    [
+        *((n, True) for n in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)),
+        *((n, False) for n in (errno.EIO, errno.ESTALE, errno.EACCES)),
+    ],
+)
+def test_file_that_is_missing_or_not_a_file_is_damage_and_a_silent_disk_is_not(tmp_path, number, is_damage):
+    error = durable.run_dir_error(tmp_path / "a", "read", OSError(number, os.strerror(number)))
+    assert isinstance(error, UnreadableError) != is_damage

@@ -313,7 +313,7 @@ def test_incident_that_lasts_keeps_its_first_events_and_counts_the_rest(folder, 
         write(path, content)
 
     monkeypatch.setattr(incidents, "write_atomically", counted)
-    monkeypatch.setattr(IncidentFiles, "_LIMIT", 20)
+    monkeypatch.setattr(IncidentFiles, "_MAX_EVENTS", 20)
     engine, _ = make(*[NAN] * 1000, files=IncidentFiles(folder), config=only_policy(mode="observe", probation_steps=1))
     for _ in range(24):
         engine.judge(bad(5))

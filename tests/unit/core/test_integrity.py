@@ -182,22 +182,22 @@ def window(*ranks: int, step: int = 100) -> Corruption:
 
 def test_what_does_not_come_back_was_transient():
     held = Recurrence(4)
-    first = held.seen(replica(2), ["w"])
+    first = held.diagnose(replica(2), ["w"])
     assert first.cause == "unknown" and first.heals and not first.leave_out
-    held.clean("replica")
-    (closed,) = held.closed()
+    held.record_clean_check("replica")
+    (closed,) = held.close_incident()
     assert closed.cause == "transient" and closed.ranks == (2,)
-    assert held.closed() == []
-    held.seen(replica(2, step=900), ["w"])
-    (closed,) = held.closed()
+    assert held.close_incident() == []
+    held.diagnose(replica(2, step=900), ["w"])
+    (closed,) = held.close_incident()
     assert "time 2 for rank 2" in closed.text
 
 
 def test_same_rank_again_is_a_broken_device():
     for kind in (replica, window):
         held = Recurrence(4)
-        held.seen(kind(2), ["w"])
-        again = held.seen(kind(2, step=200), ["v"])
+        held.diagnose(kind(2), ["w"])
+        again = held.diagnose(kind(2, step=200), ["v"])
         assert again.cause == "persistent" and again.ranks == (2,) and not again.heals, kind
         assert "device of rank 2" in again.text
 
@@ -205,56 +205,56 @@ def test_same_rank_again_is_a_broken_device():
 def test_other_ranks_or_every_rank_again_is_the_program():
     for kind, then in ((replica, (1,)), (replica, (0, 1, 2, 3)), (window, (0, 3))):
         held = Recurrence(4)
-        held.seen(kind(2), ["w"])
-        again = held.seen(kind(*then), ["w"])
+        held.diagnose(kind(2), ["w"])
+        again = held.diagnose(kind(*then), ["w"])
         assert again.cause == "software" and not again.heals and not again.leave_out, (kind, then)
 
 
 def test_two_replicas_cannot_tell_device_from_program():
     held = Recurrence(2)
-    held.seen(replica(0, 1, named=False), ["w"])
-    again = held.seen(replica(0, 1, named=False), ["w"])
+    held.diagnose(replica(0, 1, named=False), ["w"])
+    again = held.diagnose(replica(0, 1, named=False), ["w"])
     assert again.cause == "unknown" and not again.heals and "cannot be told" in again.text
 
 
 def test_pair_of_suspects_narrowed_by_a_named_rank():
     held = Recurrence(4)
-    held.seen(replica(0, 2, named=False), ["w"])
-    again = held.seen(replica(2), ["w"])
+    held.diagnose(replica(0, 2, named=False), ["w"])
+    again = held.diagnose(replica(2), ["w"])
     assert again.cause == "persistent" and again.ranks == (2,)
 
 
 def test_same_window_at_the_very_next_check_is_a_program_that_leaves_no_trace():
     for size in (1, 4):
         held = Recurrence(size)
-        held.seen(window(*range(size)), ["w", "b"])
-        again = held.seen(window(*range(size), step=200), ["b", "w"])
+        held.diagnose(window(*range(size)), ["w", "b"])
+        again = held.diagnose(window(*range(size), step=200), ["b", "w"])
         assert again.cause == "software" and set(again.leave_out) == {"w", "b"} and not again.heals
         note = make_finding(window(*range(size)), again, ["w", "b"], last_good=1)
         assert note.severity == Severity.NOTE and ".data" in note.message
-        assert held.closed() == []
+        assert held.close_incident() == []
 
 
 def test_window_that_was_clean_in_between_or_in_other_tensors_is_the_device():
     held = Recurrence(1)
-    held.seen(window(0), ["w"])
-    held.clean("window")
-    assert held.seen(window(0), ["w"]).cause == "persistent"
+    held.diagnose(window(0), ["w"])
+    held.record_clean_check("window")
+    assert held.diagnose(window(0), ["w"]).cause == "persistent"
     held = Recurrence(1)
-    held.seen(window(0), ["w"])
-    assert held.seen(window(0), ["v"]).cause == "persistent"
+    held.diagnose(window(0), ["w"])
+    assert held.diagnose(window(0), ["v"]).cause == "persistent"
 
 
 def test_what_never_was_the_same_is_left_out_without_going_back():
     for kind in (replica, window):
-        found = Recurrence(3).seen(kind(0, 1, 2), ["w"], fresh={"w", "v"})
+        found = Recurrence(3).diagnose(kind(0, 1, 2), ["w"], fresh={"w", "v"})
         assert found.cause == "software" and found.leave_out == ("w",) and not found.heals
-        assert Recurrence(3).seen(kind(0, 1, 2), ["w", "x"], fresh={"w"}).cause == "unknown"
-        assert Recurrence(3).seen(kind(1), ["w"], fresh={"w"}).cause == "unknown"  # one rank alone: no design
+        assert Recurrence(3).diagnose(kind(0, 1, 2), ["w", "x"], fresh={"w"}).cause == "unknown"
+        assert Recurrence(3).diagnose(kind(1), ["w"], fresh={"w"}).cause == "unknown"  # one rank alone: no design
 
 
 def test_kinds_are_kept_apart():
     for first, then in itertools.product((replica, window), repeat=2):
         held = Recurrence(4)
-        held.seen(first(2), ["w"])
-        assert held.seen(then(2), ["w"]).cause == ("persistent" if first is then else "unknown")
+        held.diagnose(first(2), ["w"])
+        assert held.diagnose(then(2), ["w"]).cause == ("persistent" if first is then else "unknown")

@@ -268,6 +268,16 @@ def test_only_durable_events_are_forced_to_disk_and_only_if_asked_to(tmp_path, m
     assert forced == []
 
 
+def test_closing_forces_the_last_events_to_disk_if_asked_to(tmp_path, monkeypatch):
+    forced = []
+    monkeypatch.setattr(os, "fsync", forced.append)
+    log = Journal(tmp_path / "a")
+    log.write("note")
+    assert forced == []
+    log.close()
+    assert len(forced) == 1
+
+
 def test_journal_can_be_closed_twice(tmp_path):
     log = Journal(tmp_path / "a")
     log.close()

@@ -159,7 +159,7 @@ def test_flush_leaves_nothing_unwritten_and_idle_no_thread(tmp_path):
 
 def test_rows_stay_in_order_while_thread_and_flush_write_in_turn(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with opened(path, metrics._AT_ONCE) as file:
+    with opened(path, metrics._IMMEDIATE_SECONDS) as file:
         for step in range(20_000):
             file.write({"step": step})
             if step % 777 == 0:
@@ -272,8 +272,8 @@ def test_a_file_that_cannot_be_written_is_closed_all_the_same():
 
 
 def test_who_trains_waits_where_the_disk_does_not_take_its_rows_and_says_so_once(tmp_path, disk, monkeypatch, caplog):
-    monkeypatch.setattr(metrics, "_EARLY", 10)
-    monkeypatch.setattr(metrics, "_MOST", 50)
+    monkeypatch.setattr(metrics, "_WRITE_ROWS", 10)
+    monkeypatch.setattr(metrics, "_WAIT_ROWS", 50)
     path = tmp_path / "metrics.jsonl"
     file = MetricsFile(path, 1e9, FakeClock())
     disk.open.clear()
@@ -332,7 +332,7 @@ def test_a_forked_process_writes_nothing_and_does_not_hang(tmp_path, disk):
     if child == 0:
         try:
             signal.alarm(30)
-            for step in range(3 * metrics._EARLY):
+            for step in range(3 * metrics._WRITE_ROWS):
                 file.write({"step": step})
             file.flush()
             file.idle()

@@ -83,7 +83,7 @@ def test_reasons_say_how_many_and_that_replaying_did_not_help():
     policy = Policy(RecoverSection(max_consecutive=2))
     do(policy, NAN)
     assert do(policy, NAN).reason == "2 bad steps in a row"
-    assert do(policy, NAN).reason == "3 bad steps in a row, and replaying did not help"
+    assert do(policy, NAN).reason == "3 bad steps in a row, and a replay did not help"
 
 
 def test_skips_of_one_incident_run_out_although_healthy_steps_lie_between():
@@ -170,7 +170,7 @@ def test_rung_that_is_not_in_the_ladder_is_passed_over(ladder, nan, late):
 
 def test_stop_for_want_of_rungs_says_so():
     plan = do(Policy(RecoverSection(ladder=("skip",))), BAD_STATE)
-    assert plan.reason == "nonfinite_state: the state itself is suspect; the ladder has nothing more to try"
+    assert plan.reason == "nonfinite_state: the state itself is suspect; the ladder has no further rung"
 
 
 def test_no_rollback_at_all_where_the_budget_is_zero():
@@ -346,7 +346,7 @@ def test_observe_says_what_would_be_done():
     said = policy.observe(BAD_SPIKE).reason
     assert said == "observe only; would rollback + skip_data + cut_lr: loss_spike: the state itself is suspect"
     noted = policy.observe(verdict(Kind.SCALE_COLLAPSE, Severity.NOTE))
-    assert noted.reason == "observe only; would record: on record"
+    assert noted.reason == "observe only; would record: recorded only"
     assert noted.incident == 1
 
 

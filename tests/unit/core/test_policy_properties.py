@@ -325,7 +325,7 @@ def test_replay_that_a_hook_asks_for_ever_is_stopped_through_the_engine():
     engine = Engine(config, detectors=[Scripted(*found)], on_instability=lambda incident: Plan(actions=(Replay(),)))
     plans = [engine.judge(signal(100, flags=1, attempt=n)) for n in range(1, 8)]
     assert [stopped(p) for p in plans] == [False] * 5 + [True] * 2
-    assert plans[5].reason == "6 bad steps in a row and none committed, and the on_instability hook would go on"
+    assert plans[5].reason == "6 bad steps in a row and none committed, and the on_instability hook would continue"
 
 
 # ---- deterministic; survives a restart

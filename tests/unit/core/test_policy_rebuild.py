@@ -75,4 +75,4 @@ def test_state_of_another_shape_is_a_run_dir_error_that_says_which_event_and_wha
     message = str(caught.value)
     assert message.startswith("the policy state in event 3 of the journal ('plan' at step 40) cannot be read: ")
     assert where in message
-    assert "go on with the version of Holdfast that wrote it, or start anew in another run_dir" in message
+    assert "use the version of Holdfast that wrote it, or start over in another run_dir" in message

@@ -135,7 +135,7 @@ def test_two_runs_do_not_hinder_each_other(tmp_path):
 @pytest.mark.parametrize("below", ["", "a", "a/b"])
 def test_file_in_the_way_is_refused(tmp_path, below):
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirError, match="is, or lies under, a file"):
+    with pytest.raises(RunDirError, match="is a file or inside one"):
         RunDir(tmp_path / "file" / below).acquire()
 
 

@@ -126,7 +126,7 @@ def test_summary_in_words():
         "stopped: budget spent",
     ]
     assert str(tally()) == "clean: 100 steps committed"
-    assert "on record; open" in str(tally(opened()))
+    assert "recorded only; open" in str(tally(opened()))
     assert "data left out: 0 batches, 2 sample ids" in str(tally({"event": "quarantine", "samples": [1, 2]}))
 
 

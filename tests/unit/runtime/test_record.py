@@ -208,11 +208,11 @@ LOOP.append(LOOP)
         ({"seed": "x"}, "seed = 'x'"),
         ({"sources": {1: 0.5}}, "the key 1 is not text; write str(1)"),
         ({"tokenizer": object()}, "a object is not plain JSON data; record holdfast.fingerprint(...) of it"),
-        ({"loop_of": LOOP}, "deeper than 16 levels, or it holds itself"),
+        ({"loop_of": LOOP}, "deeper than 16 levels, or it contains itself"),
         ({"vocabulary": {str(n): n for n in range(40_000)}}, "record its holdfast.fingerprint() instead"),
         ({"x": {1, 2}}, "a set is not plain JSON data"),
         ({"x": torch.ones(3)}, "a Tensor is not plain JSON data"),
-        ({"step": -1, "x": 1}, "step = -1: a whole number from 0"),
+        ({"step": -1, "x": 1}, "step = -1: expected a whole number from 0"),
         ({"step": "3", "x": 1}, "step = '3'"),
     ],
 )
@@ -340,7 +340,7 @@ def test_fingerprint_of_paths(tmp_path):
     assert holdfast.fingerprint(tmp_path / "b.txt") == first, "the name of a file is not its content"
     (folder / "x").rename(folder / "y")
     assert holdfast.fingerprint(folder) != whole, "the names in a folder are"
-    with pytest.raises(ConfigError, match=r"no such file or folder; for text as such pass bytes: text.encode\(\)"):
+    with pytest.raises(ConfigError, match=r"no such file or folder; for a text itself pass bytes: text.encode\(\)"):
         holdfast.fingerprint("none")
 
 

@@ -1,4 +1,4 @@
-"""What core needs from elsewhere, as protocols. What runtime needs of other ranks is in runtime/ranks.py."""
+"""The clock, as a protocol: the one thing that tests may replace."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Tells the time. The one thing tests may replace."""
+    """Provides the wall time and a monotonic time, in seconds."""
 
     def wall(self) -> float: ...
     def monotonic(self) -> float: ...
 
 
 class SystemClock:
+    """Reads the clocks of the system."""
+
     def wall(self) -> float:
         return time.time()
 

@@ -1,7 +1,8 @@
-"""Files that are on disk when a call returns: short writes are finished, interrupted calls made again, folders synced.
+"""File operations that are complete and on disk when they return.
 
-Everything goes through functions of `os`, looked up when they are called, so that a test can make any one of them fail.
-Errors are OSError, as the kernel gave them; `refused` turns one into the RunDirError a person reads.
+They finish short writes, retry interrupted calls and sync folders. Every call goes through an attribute of `os` that is
+looked up when it runs, so that a test can make any one of them fail. Errors are the OSError of the kernel;
+`run_dir_error` turns one into a RunDirError with a cure.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
-_ASIDE = re.compile(r"\..+\.[0-9a-f]{8}\.aside")
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.aside")
 _STALE_SECONDS = 600
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
+_DAMAGE_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC
 CHUNK = 4 << 20
 
 
 def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """The call, made again for as long as a signal interrupts it. Python does this for some calls, not for rename."""
+    """Repeat a call for as long as a signal interrupts it. Python does this for some calls, but not for rename."""
     while True:
         try:
             return call(*args, **kwargs)
@@ -39,13 +40,13 @@ def retry_interrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
 
 def close(descriptor: int) -> None:
-    """Never made again: after EINTR the descriptor is gone, and its number may be another thread's by now."""
+    """Close a descriptor, never twice: after EINTR it is closed, and another thread may have its number by now."""
     with contextlib.suppress(InterruptedError):
         os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """The folder, and those above it, where they are not there yet."""
+    """Make the folder and its missing parents."""
     try:
         retry_interrupted(os.mkdir, path)
     except FileNotFoundError:
@@ -58,24 +59,24 @@ def make_folder(path: Path) -> None:
 
 
 def write_some(descriptor: int, data: Bytes) -> int:
-    """How many bytes of `data`, which is not empty, the kernel took: at least one."""
-    taken = retry_interrupted(os.write, descriptor, data)
-    if taken <= 0:
-        raise OSError(errno.EIO, "the file system took no byte and gave no reason")
-    return taken
+    """Write some of `data`, which is not empty, and return the number of bytes written: at least one."""
+    written = retry_interrupted(os.write, descriptor, data)
+    if written <= 0:
+        raise OSError(errno.EIO, "the file system wrote no byte and gave no reason")
+    return written
 
 
 def write_all(descriptor: int, data: Bytes) -> None:
-    """All of `data`, in as many writes as it takes."""
+    """Write all of `data`, in as many writes as it takes."""
     view = memoryview(data).cast("B")
     while view:
         view = view[write_some(descriptor, view) :]
 
 
 def write_file(path: Path, data: Bytes, mode: int = 0o644, *, exclusive: bool = False) -> None:
-    """Make `path`, or empty it, and write `data`; on disk when this returns, though its name may not be: see fsync_folder.
+    """Make or empty the file `path`, write `data` and sync it. Its name is on disk only after `fsync_folder`.
 
-    exclusive: it must not exist yet. A symbolic link is never followed.
+    exclusive: the file must not exist yet. A symbolic link is never followed.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_EXCL if exclusive else os.O_TRUNC)
     descriptor = retry_interrupted(os.open, path, flags, mode)
@@ -86,11 +87,11 @@ def write_file(path: Path, data: Bytes, mode: int = 0o644, *, exclusive: bool = 
         with contextlib.suppress(OSError):
             close(descriptor)
         raise
-    close(descriptor)  # some network file systems tell of a full disk only here
+    close(descriptor)  # some network file systems report a full disk only here
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read a regular file by. Links are not followed, and no pipe or device is waited for."""
+    """Open a regular file for reading and return the descriptor. Follows no link and waits for no pipe or device."""
     try:
         descriptor = retry_interrupted(os.open, path, _READ | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -106,23 +107,23 @@ def open_regular(path: Path) -> int:
     return descriptor
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes."""
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file. Raise OSError if it is longer than `max_bytes`."""
     descriptor = open_regular(path)
     try:
-        pieces, left = [], most + 1
+        pieces, left = [], max_bytes + 1
         while left > 0 and (piece := retry_interrupted(os.read, descriptor, min(left, CHUNK))):
             pieces.append(piece)
             left -= len(piece)
     finally:
         close(descriptor)
     if left <= 0:
-        raise OSError(errno.EFBIG, f"it is longer than {most:,} bytes")
+        raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes")
     return b"".join(pieces)
 
 
 def fsync_file(path: Path) -> None:
-    """What any process has written to the file so far is on disk."""
+    """Force everything that any process has written to the file to disk."""
     descriptor = open_regular(path)
     try:
         retry_interrupted(os.fsync, descriptor)
@@ -131,10 +132,10 @@ def fsync_file(path: Path) -> None:
 
 
 def fsync_folder(path: Path) -> None:
-    """The names in the folder are on disk. Nothing is done where the file system has no such call, or forbids it."""
+    """Force the names in the folder to disk. Does nothing if the file system has no such call or forbids it."""
     try:
         descriptor = retry_interrupted(os.open, path, _READ | os.O_DIRECTORY)
-    except PermissionError:  # a folder that may be written and not read
+    except PermissionError:  # the folder is writable but not readable
         return
     try:
         retry_interrupted(os.fsync, descriptor)
@@ -146,18 +147,19 @@ def fsync_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, data: Bytes, mode: int = 0o644) -> None:
-    """Replace `path` with `data`: after a crash at any instant it is the old file or the new one; then it is the new one.
+    """Replace `path` with `data`: after a crash at any instant it is the old file or the new one.
 
-    It is written aside first. What a killed process left aside is removed here once it is ten minutes old by the file
-    system's own clock. If the last step fails, syncing the folder, the new file is there and may not survive a power loss.
+    The data goes to a temporary file first. Temporary files of killed processes are removed once they are ten minutes
+    old by the clock of the file system. If the last step, syncing the folder, fails, the new file is in place but may
+    not survive a power loss.
     """
-    aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.aside")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.aside")
     try:
-        write_file(aside, data, mode, exclusive=True)
-        retry_interrupted(os.replace, aside, path)
+        write_file(temporary, data, mode, exclusive=True)
+        retry_interrupted(os.replace, temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            retry_interrupted(os.unlink, aside)
+            retry_interrupted(os.unlink, temporary)
         raise
     fsync_folder(path.parent)
     with contextlib.suppress(OSError):
@@ -168,29 +170,29 @@ def _remove_stale(path: Path) -> None:
     now = os.stat(path).st_mtime
     for name in os.listdir(path.parent):
         if is_temporary(name) and name.startswith(f".{path.name}."):
-            left = path.with_name(name)
-            if os.lstat(left).st_mtime < now - _STALE_SECONDS:
-                retry_interrupted(os.unlink, left)
+            leftover = path.with_name(name)
+            if os.lstat(leftover).st_mtime < now - _STALE_SECONDS:
+                retry_interrupted(os.unlink, leftover)
 
 
 def is_temporary(name: str) -> bool:
-    """Whether it is the name of a file in the making, or of what a killed process left of one."""
-    return _ASIDE.fullmatch(name) is not None
+    """Return whether a name is that of a temporary file of `replace_file`."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and what is in it, or a file. Of a symbolic link, only the link. Nothing there: nothing to do.
+    """Remove a folder with its content, a file, or a symbolic link but not its target. A missing path is no error.
 
-    Not shutil's: where a close is interrupted, that closes the number a second time, and another thread may have it.
+    shutil.rmtree is not used: if a close is interrupted, it closes the descriptor again, which may be another thread's.
     """
     _remove(path, None)
 
 
 def _remove(name: Path | str, within: int | None) -> None:
-    """By descriptors, so that nobody can put a link in the place of a folder while it is being emptied."""
+    """Remove by descriptors, so that no other process can replace a folder by a link meanwhile."""
     with contextlib.suppress(FileNotFoundError):
-        found = retry_interrupted(os.stat, name, dir_fd=within, follow_symlinks=False)
-        if not stat.S_ISDIR(found.st_mode):
+        status = retry_interrupted(os.stat, name, dir_fd=within, follow_symlinks=False)
+        if not stat.S_ISDIR(status.st_mode):
             retry_interrupted(os.unlink, name, dir_fd=within)
             return
         descriptor = retry_interrupted(os.open, name, _READ | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=within)
@@ -202,10 +204,12 @@ def _remove(name: Path | str, within: int | None) -> None:
         retry_interrupted(os.rmdir, name, dir_fd=within)
 
 
-def run_dir_error(path: Path, doing: str, error: OSError) -> RunDirError:
-    """What a person is told: the path, what could not be done with it, why, and the cure."""
-    said = f"{path} cannot be {doing}: {error.strerror or type(error).__name__}; {_cure(path, error)}"
-    return UnreadableError(said) if doing == "read" and error.errno not in _DAMAGE else RunDirError(said)
+def run_dir_error(path: Path, operation: str, error: OSError) -> RunDirError:
+    """Return an error with the path, the failed operation, the reason and the cure."""
+    message = f"{path} cannot be {operation}: {error.strerror or type(error).__name__}; {_cure(path, error)}"
+    return (
+        UnreadableError(message) if operation == "read" and error.errno not in _DAMAGE_ERRORS else RunDirError(message)
+    )
 
 
 def _cure(path: Path, error: OSError) -> str:
@@ -219,13 +223,13 @@ def _cure(path: Path, error: OSError) -> str:
         return "choose a run_dir that can be written"
     if error.errno in (errno.EIO, errno.ESTALE):
         return "the disk or the network is failing: see the kernel's log, or choose another run_dir"
-    return "see that it and the folders above it are as they were, or choose another run_dir"
+    return "check that it and its parent folders exist and are unchanged, or choose another run_dir"
 
 
 def _free(path: Path) -> str:
-    """How much is free where `path` is, or would be."""
+    """Return the free space of the file system of `path`, in words."""
     for folder in (path, *path.parents):
         with contextlib.suppress(OSError):
-            found = os.statvfs(folder)
-            return f"{found.f_bavail * found.f_frsize / 1e9:,.2f} GB and {found.f_favail:,} files are free"
-    return "nothing is known of what is free"
+            status = os.statvfs(folder)
+            return f"{status.f_bavail * status.f_frsize / 1e9:,.2f} GB and {status.f_favail:,} files are free"
+    return "the free space is unknown"

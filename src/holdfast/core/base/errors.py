@@ -1,22 +1,24 @@
-"""Every exception and warning Holdfast raises.
+"""Every exception and warning that Holdfast raises.
 
-    HoldfastError                    base of all of them
-    ├── ConfigError                  a policy file or an argument is wrong; lists every error found
-    ├── RunDirError                  a run directory is in use, not writable, or not a run
-    ├── SetupError                   model, optimizer, scheduler, scaler or loader cannot be guarded as given
-    ├── StepError                    the loop uses a step wrongly
-    │   └── StepIncomplete           a step was left with fewer backwards than parts
-    ├── DataError                    the loader cannot give what was asked of it
-    ├── MissingDependency            an optional package is not installed
-    ├── LogRefused                   a log holds no curve that could be read; says what it holds instead
-    ├── RanksDisagree                two ranks of a run are not at the same place; raised on every rank
-    ├── InstabilityError             `nan_action = "raise"`: the run is unstable, nothing was applied
-    └── PolicyStop (also SystemExit) the policy ended the run; a person must look; exit status 70
+    HoldfastError (Exception)          base of all of them
+    ├── ConfigError                    a policy file or an argument is wrong; lists every error
+    ├── RunDirError                    a run directory is in use, not writable, damaged, or not a run
+    │   └── UnreadableError            the disk does not return a file that exists; a retry may succeed
+    ├── SetupError                     model, optimizer, scheduler, scaler or loader cannot be guarded as given
+    ├── StepError                      the loop uses a step wrongly
+    │   └── StepIncomplete             a step ended with fewer backward passes than micro-batches
+    ├── DataError                      the loader cannot provide the requested data
+    ├── MissingDependency              an optional package is not installed
+    ├── LogRefused                     a log has no readable curve; the message tells what it has instead
+    ├── RanksDisagree                  two ranks are not at the same place; raised on every rank
+    ├── InstabilityError               `nan_action = "raise"`: the run is unstable; nothing was applied
+    └── PolicyStop (and SystemExit)    the policy stopped the run; a person must look; exit status 70
 
-    HoldfastWarning (UserWarning)    something will work less well than it could; says what would help
+    HoldfastWarning (UserWarning)      something works less well than it could; the message tells what would help
 
-A message says what is wrong, the value, and the cure. PolicyStop is a SystemExit too, so that a script that does
-not catch it ends with status 70 and is not taken for a success by a scheduler.
+A message tells what is wrong, the value, and the cure. PolicyStop is a SystemExit too, so that a script that does not
+catch it exits with status 70, and a scheduler does not count it as a success. It is also an Exception: an
+`except Exception` around a training loop catches it. Therefore the guard logs every stop as an error before raising it.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from collections.abc import Sequence
 
 
 class HoldfastError(Exception):
-    """Base of every error of Holdfast's own."""
+    """Base of every error that Holdfast raises."""
 
 
 class ConfigError(HoldfastError):
-    """One or more things are wrong with a configuration; `errors` holds each."""
+    """A configuration is wrong; `errors` holds one message per error."""
 
     def __init__(self, errors: Sequence[str], source: str = "configuration") -> None:
         self.errors = list(errors)
@@ -44,31 +46,31 @@ class RunDirError(HoldfastError):
 
 
 class SetupError(HoldfastError):
-    """What was handed to the guard cannot be guarded as it is."""
+    """The guard cannot work with an object as it was given."""
 
 
 class UnreadableError(RunDirError):
-    """The disk would not give a file that is there. Nothing is known of its content: another time it may."""
+    """The disk does not return a file that exists. Its content is unknown, and a retry may succeed."""
 
 
 class StepError(HoldfastError):
-    """A step was used in a way that would train wrongly."""
+    """The loop uses a step in a way that would train wrongly."""
 
 
 class StepIncomplete(StepError):
-    """A step was left with fewer backwards than parts; nothing was applied."""
+    """A step ended with fewer backward passes than micro-batches; nothing was applied."""
 
 
 class DataError(HoldfastError):
-    """The data source cannot give what was asked of it."""
+    """The data source cannot provide the requested data."""
 
 
 class MissingDependency(HoldfastError):
-    """An optional package is needed and not installed."""
+    """A needed optional package is not installed."""
 
 
 class LogRefused(HoldfastError):
-    """A file cannot be diagnosed: `path` and `reason` say which and why."""
+    """A file cannot be diagnosed; `path` and `reason` tell which and why."""
 
     def __init__(self, path: str, reason: str) -> None:
         self.path, self.reason = path, reason
@@ -76,15 +78,15 @@ class LogRefused(HoldfastError):
 
 
 class RanksDisagree(HoldfastError):
-    """Two ranks are not at the same place. Found on every rank at the same step."""
+    """Two ranks are not at the same place. Raised on every rank at the same step."""
 
 
 class InstabilityError(HoldfastError):
-    """The run is unstable and the policy says to raise; nothing was applied."""
+    """The run is unstable and `nan_action` is "raise"; nothing was applied."""
 
 
 class PolicyStop(HoldfastError, SystemExit):
-    """The policy stopped the run. Uncaught, the process ends with status 70."""
+    """The policy stopped the run. If nothing catches it, the process exits with status 70."""
 
     def __init__(self, message: str, code: int = 70) -> None:
         super().__init__(message)
@@ -92,4 +94,4 @@ class PolicyStop(HoldfastError, SystemExit):
 
 
 class HoldfastWarning(UserWarning):
-    """Something will work less well than it could."""
+    """Something works less well than it could."""

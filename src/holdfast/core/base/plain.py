@@ -1,4 +1,4 @@
-"""Values as plain data, for JSON."""
+"""Conversion of any value to plain data, for JSON."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Any
 
 import msgspec
 
-_DEEPEST = 32
+_MAX_DEPTH = 32
 
 
 def plain(value: Any) -> Any:
-    """Structs as objects, enums as values, numbers of other libraries as numbers; what is left, as its text.
+    """Convert structs to objects, enums to values, numbers of other libraries to numbers, and the rest to text.
 
-    Evidence comes from the user's detectors too: no value of theirs may end the run when it is written down.
+    Never raises: evidence may come from the user's own detectors, and writing it must not end the run.
     """
     try:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_convert)
-    except Exception:  # keys that are no names, a structure that holds itself
-        return _piecewise(value, ())
+    except Exception:  # keys that are not text, a structure that contains itself
+        return _convert_each(value, ())
 
 
 def text(value: Any) -> str:
-    """What a value says of itself, if it can."""
+    """Return the repr of a value, or its type if that fails."""
     try:
         return repr(value)
     except Exception:
@@ -43,19 +43,19 @@ def _convert(value: Any) -> Any:
     return text(value)
 
 
-def _piecewise(value: Any, around: tuple[int, ...]) -> Any:
-    """What can be converted, converted; the rest as text. `around` are the containers that it lies in."""
+def _convert_each(value: Any, containers: tuple[int, ...]) -> Any:
+    """Convert what can be converted, and the rest to text. `containers` has the ids of those that enclose the value."""
     if isinstance(value, msgspec.Struct):
-        tag = value.__struct_config__
-        named = {} if tag.tag_field is None else {tag.tag_field: tag.tag}
-        value = {**named, **{name: getattr(value, name) for name in value.__struct_fields__}}
+        config = value.__struct_config__
+        tag = {} if config.tag_field is None else {config.tag_field: config.tag}
+        value = {**tag, **{name: getattr(value, name) for name in value.__struct_fields__}}
     if isinstance(value, dict | list | tuple | set | frozenset):
-        if len(around) == _DEEPEST or id(value) in around:
+        if len(containers) == _MAX_DEPTH or id(value) in containers:
             return "..."
-        around = (*around, id(value))
+        containers = (*containers, id(value))
         if isinstance(value, dict):
-            return {k if type(k) is str else text(k): _piecewise(v, around) for k, v in value.items()}
-        return [_piecewise(v, around) for v in value]
+            return {k if type(k) is str else text(k): _convert_each(v, containers) for k, v in value.items()}
+        return [_convert_each(v, containers) for v in value]
     try:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_convert)
     except Exception:

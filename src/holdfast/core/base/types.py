@@ -1,9 +1,9 @@
-"""The vocabulary. Frozen; every layer speaks in these words.
+"""The values that pass from one stage of a step to the next, in every layer.
 
     Signal -> Finding -> Verdict -> Plan -> Outcome
 
-A value that was not measured is None; a value that was measured and is not a number is NaN. The two are never
-confused: None says "could not be checked", NaN says "broken".
+A value that was not measured is None; a measured value that is not a number is NaN. None means "not checked", NaN means
+"broken".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 
 class Kind(StrEnum):
-    """What can be wrong. A detector of the user's own may use any other string."""
+    """Kinds of finding. A user's own detector may use any other string."""
 
     NONFINITE_LOSS = "nonfinite_loss"
     NONFINITE_GRAD = "nonfinite_grad"
@@ -50,53 +50,53 @@ _FAMILIES = {
 
 
 def family(kind: str) -> str:
-    """Kinds that share a cause, and so a ladder. A kind of the user's own is its own family."""
+    """Return the family of a kind: kinds with the same cause and ladder. A user's own kind is its own family."""
     return _FAMILIES.get(kind, kind)  # type: ignore[call-overload,no-any-return]
 
 
 class Health(StrEnum):
-    """How far a saved state can be trusted, in memory or on disk. Only a good one is restored."""
+    """How far a saved state can be trusted, in memory or on disk. Only a good state is restored."""
 
     ASSEMBLING = "assembling"
-    """not whole yet"""
+    """not complete yet"""
     CANDIDATE = "candidate"
-    """whole; too few healthy steps have followed it"""
+    """complete; too few healthy steps have followed it"""
     GOOD = "good"
     BAD = "bad"
-    """not finite, or not what was saved"""
+    """not finite, or changed since it was saved"""
     QUARANTINED = "quarantined"
-    """on a branch that a recovery left, or under suspicion"""
+    """on a branch that a recovery abandoned, or suspect"""
 
 
 class Severity(IntEnum):
-    """How costly a remedy the finding justifies."""
+    """How costly a remedy a finding justifies."""
 
     NOTE = 0
-    """on record, nothing is done"""
+    """record it, do nothing"""
     SKIP = 1
-    """this step's update should not land"""
+    """do not apply the update of this step"""
     ROLLBACK = 2
     """the state itself is suspect"""
     STOP = 3
-    """going back does not help"""
+    """a rollback does not help"""
 
 
 class Flag(IntFlag):
-    """What the gate saw of one step, decided where the tensors are."""
+    """What the gate decided about one step, on the device of the tensors."""
 
     LOSS_NONFINITE = 1
     GRAD_NONFINITE = 2
     LOSS_HIGH = 4
     GRAD_HIGH = 8
     GRAD_DIFFERS = 16
-    """ranks that should have the same gradient do not"""
+    """ranks that should have the same gradient have different ones"""
 
 
 class Span(NamedTuple):
-    """A stretch of one epoch's index stream, in samples: start included, stop not.
+    """A range of one epoch's index stream, in samples; `stop` is exclusive.
 
-    Positions count the stream as the user's sampler yields it, quarantined stretches included, so that they mean
-    the same before and after an exclusion.
+    Positions count the stream as the user's sampler yields it, including quarantined ranges, so that they mean the same
+    before and after an exclusion.
     """
 
     epoch: int
@@ -105,7 +105,7 @@ class Span(NamedTuple):
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at one step, in numbers."""
+    """The measurements of one attempt at a step."""
 
     step: int
     attempt: int = 1
@@ -117,7 +117,7 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     """root mean square of the gradient over the optimizer's second moment: Adam's update, in units of the LR"""
     weight_norm: float | None = None
     batch: int | None = None
-    """a fingerprint of the batch's content"""
+    """a fingerprint of the batch content"""
     clip: float | None = None
     flags: int = 0
     overflow: bool = False
@@ -126,15 +126,15 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     data: tuple[Span, ...] = ()
     samples: int | None = None
     length: int | None = None
-    """the length of a sequence, where samples are sequences of one length"""
+    """the sequence length, if all samples are sequences of the same length"""
     weight: float | None = None
     seconds: float | None = None
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What one detector says of a step. It decides nothing.
+    """What one detector reports about a step. It decides nothing.
 
-    `onset` is the first step thought to be affected, which may lie long before `step`, the one it was seen at.
+    `onset` is the first step that seems affected; it may be long before `step`, at which the detector noticed.
     """
 
     kind: str
@@ -146,31 +146,31 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, Any] = {}
     confidence: float = 1.0
     new: bool = True
-    """False while a detector reports the continuation of what it has reported already"""
+    """False if it continues what the detector has already reported"""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """All findings of one step as one, the same on every rank."""
+    """All findings of one step merged; the same on every rank."""
 
     step: int
     kind: str
     severity: Severity
     onset: int
     vetoed: bool
-    """whether the gate kept the update from landing; if not, a skip comes too late"""
+    """whether the gate held the update back; if not, it is too late to skip"""
     findings: tuple[Finding, ...]
 
 
 class Skip(msgspec.Struct, frozen=True, tag="skip", tag_field="action"):
-    """The update does not land, and the state is as if the batch had not been in the stream."""
+    """Do not apply the update; the state is as if the batch had not been in the stream."""
 
 
 class Replay(msgspec.Struct, frozen=True, tag="replay", tag_field="action"):
-    """The same data once more, from the same state."""
+    """Run the same data again, from the same state."""
 
 
 class Rollback(msgspec.Struct, frozen=True, tag="rollback", tag_field="action"):
-    """Return to the newest certified snapshot at or before step `before`, or failing that, `at_latest`."""
+    """Return to the newest certified snapshot at or before step `before`, or else `at_latest`."""
 
     before: int
     at_latest: int
@@ -191,7 +191,7 @@ class CutLR(msgspec.Struct, frozen=True, tag="cut_lr", tag_field="action"):
 
 
 class TightenClip(msgspec.Struct, frozen=True, tag="tighten_clip", tag_field="action"):
-    """Clip at `max_norm` (or at the user's own, if that is lower) for `steps` committed steps."""
+    """Clip at `max_norm` (or at the user's limit, if that is lower) for `steps` committed steps."""
 
     max_norm: float
     steps: int
@@ -208,20 +208,20 @@ Action = Skip | Replay | Rollback | SkipData | CutLR | TightenClip | Stop
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be done, and on whose word."""
+    """The actions to perform, and who decided."""
 
     actions: tuple[Action, ...] = ()
     reason: str = ""
     incident: int | None = None
     by: Literal["policy", "hook", "observe"] = "policy"
 
-    def first(self, kind: type[Any]) -> Any:
-        """The first action of a kind, or None."""
-        return next((a for a in self.actions if isinstance(a, kind)), None)
+    def first(self, action_type: type[Any]) -> Any:
+        """Return the first action of a type, or None."""
+        return next((a for a in self.actions if isinstance(a, action_type)), None)
 
 
 class Status(StrEnum):
-    """What became of one attempt at a step."""
+    """The result of one attempt at a step."""
 
     COMMITTED = "committed"
     OVERFLOWED = "overflowed"
@@ -229,12 +229,12 @@ class Status(StrEnum):
     REPLAYED = "replayed"
     ROLLED_BACK = "rolled_back"
     DISCARDED = "discarded"
-    """its forward ran on what another step had tainted, or its data ran out: served again, or dropped"""
+    """computed from a state that was undone, or its data ran out: the data is served again, or dropped"""
     STOPPED = "stopped"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A settled attempt: its numbers, what became of it, and what was done."""
+    """A settled attempt: its status, its measurements and the plan."""
 
     status: Status
     signal: Signal
@@ -246,15 +246,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """The chain from a first finding to the end of probation."""
+    """Everything from a first finding to the end of probation."""
 
     number: int
     kind: str
     opened: int
-    """the step it was opened at"""
+    """the step at which it was opened"""
     onset: int
     findings: list[Finding] = []
     proposed: Plan | None = None
-    """what the policy would do now; a hook may return another plan"""
+    """the policy's plan; a hook may return another one"""
     rollbacks: int = 0
     skips: int = 0

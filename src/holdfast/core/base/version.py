@@ -1,3 +1,3 @@
-"""The version, where every layer can read it."""
+"""The version, readable by every layer."""
 
 __version__ = "0.1.0"

@@ -1,1 +1,1 @@
-"""What a checkpoint on disk is: its manifest, its health, its lineage, and which of them a run goes on from. No torch."""
+"""Checkpoints on disk: manifest, health, lineage, retention, and the choice of the one to resume from. No torch."""

@@ -1,4 +1,4 @@
-"""A checkpoint as it is listed: what its two small files say of it, and whether its owner and modes can be trusted."""
+"""A checkpoint as listed: the content of its two small files, and whether its owner and modes can be trusted."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, Manifest, is_name, unseal_health, unseal_manifest
 
-_MOST_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 
 
 class CheckpointEntry(NamedTuple):
-    """A checkpoint folder. Where `damage` says what is wrong with its small files, it is bad whatever they say."""
+    """A checkpoint folder. If `damage` tells what is wrong with its small files, it is bad whatever they contain."""
 
     name: str
     path: Path
     manifest: Manifest | None
     digest: str
-    """the checksum of the manifest; empty without one"""
+    """the checksum of the manifest; empty if there is none"""
     health: Health
     why: str
     damage: str | None = None
     handover: bool = False
-    """saved at an orderly stop: the next life goes on from here, a candidate as it is"""
+    """saved at an orderly stop: the next process resumes from it although it is a candidate"""
 
     @property
     def step(self) -> int:
-        """By its name, which a damaged one has too."""
+        """The step in its name, which a damaged checkpoint has too."""
         return int(self.name.split(".")[0].removeprefix("step_"))
 
     @property
@@ -40,22 +40,22 @@ class CheckpointEntry(NamedTuple):
 
 
 def read_entry(path: Path) -> CheckpointEntry | None:
-    """The checkpoint in a folder of such a name; None where there is no folder. Raises nothing: damage is in the entry."""
+    """Return the checkpoint in a folder; None if it is not one. Never raises: the entry has the damage."""
     if not is_name(path.name):
         return None
     try:
-        found = durable.retry_interrupted(os.lstat, path)
+        status = durable.retry_interrupted(os.lstat, path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         return _damaged(path, f"it cannot be read: {error.strerror}")
-    if stat.S_ISLNK(found.st_mode):
+    if stat.S_ISLNK(status.st_mode):
         return _damaged(path, "it is a symbolic link; put the folder itself here") if os.path.isdir(path) else None
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         return None
     entry = _read(path)
     if entry.damage is not None and not os.path.lexists(path):
-        return None  # removed while it was being read
+        return None  # removed meanwhile
     return entry
 
 
@@ -66,7 +66,7 @@ def _read(path: Path) -> CheckpointEntry:
         return _damaged(path, str(error))
     if manifest.name != path.name:
         return _damaged(
-            path, f"{MANIFEST} is that of {manifest.name}: the folder was copied or renamed", manifest, digest
+            path, f"{MANIFEST} belongs to {manifest.name}: the folder was copied or renamed", manifest, digest
         )
     try:
         record = unseal_health(_content(path / HEALTH))
@@ -78,9 +78,9 @@ def _read(path: Path) -> CheckpointEntry:
 
 
 def _content(path: Path) -> bytes:
-    """RunDirError, without the path, where it cannot be read."""
+    """Return the content of a file. Raise RunDirError, without the path, if it cannot be read."""
     try:
-        return durable.read_file(path, _MOST_BYTES)
+        return durable.read_file(path, _MAX_BYTES)
     except FileNotFoundError:
         raise RunDirError(f"{path.name} is missing") from None
     except OSError as error:
@@ -92,10 +92,10 @@ def _damaged(path: Path, damage: str, manifest: Manifest | None = None, digest: 
 
 
 class TrustedOwners:
-    """Whose files are believed: this user's, root's, and those of who owns the run directory; none that all may write.
+    """Decides which files to trust: those of this user, root, or the owner of the run directory, not world-writable.
 
-    What the group may write is believed: a group is chosen, and sharing a run with one is common. Holdfast itself makes
-    folders 0755 and files 0644 under the umask, so it never makes one writable by others, the group included.
+    Group-writable files are trusted, since sharing a run with a chosen group is common. Holdfast itself makes folders
+    0755 and files 0644 under the umask.
     """
 
     def __init__(self, checkpoint: Path) -> None:
@@ -103,16 +103,16 @@ class TrustedOwners:
         self._home = above.parent if above.name == "checkpoints" else above
         self._owners = {os.geteuid(), 0, durable.retry_interrupted(os.stat, self._home).st_uid}
 
-    def doubt(self, name: str, found: os.stat_result) -> str | None:
-        """Why it is not believed, with the cure; None where it is."""
-        if stat.S_IMODE(found.st_mode) & stat.S_IWOTH:
+    def distrust(self, name: str, status: os.stat_result) -> str | None:
+        """Return why a file is not trusted, with the cure; None if it is."""
+        if stat.S_IMODE(status.st_mode) & stat.S_IWOTH:
             return (
-                f"{name} can be written by every user (mode {stat.S_IMODE(found.st_mode):04o}); if it is as you left it, "
+                f"{name} can be written by every user (mode {stat.S_IMODE(status.st_mode):04o}); if its content is yours, "
                 f"chmod -R o-w the folder; a file system without permissions cannot hold checkpoints"
             )
-        if found.st_uid not in self._owners:
+        if status.st_uid not in self._owners:
             return (
-                f"{name} is owned by user {found.st_uid}, who is neither you, nor root, nor the owner of {self._home}; "
+                f"{name} is owned by user {status.st_uid}, who is neither you, nor root, nor the owner of {self._home}; "
                 f"if you trust it, copy the folder, or chown it"
             )
         return None

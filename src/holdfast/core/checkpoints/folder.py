@@ -1,10 +1,10 @@
-"""The checkpoints of a run on disk. A folder named step_* is whole: it got that name after all of it was on disk.
+"""The checkpoint folder of a run. A folder named step_* is complete: it got that name after all of it was on disk.
 
-    .tmp-step_00001000    in the making
-    step_00001000         a checkpoint; step_00001000.b2 where branch 2 came to the same step
+    .tmp-step_00001000    being written
+    step_00001000         a checkpoint; step_00001000.b2 on branch 2
     .gone-step_00001000   being removed
 
-Whoever changes anything here holds the run's lock; anybody may list and read at any time.
+A process that changes anything here has locked the run; any process may list and read at any time.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _GONE = ".gone-"
 
 
 class Folder:
-    """RUN/checkpoints. Every OSError comes out as a RunDirError that says what to do."""
+    """RUN/checkpoints. Turns every OSError into a RunDirError with a cure."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def entries(self) -> list[CheckpointEntry]:
-        """Every checkpoint, by step and then branch, damaged ones too. Reads two small files of each."""
-        found = (read_entry(self.path / name) for name in self._names() if is_name(name))
-        return sorted((e for e in found if e is not None), key=lambda e: (e.step, e.branch, e.name))
+        """Return every checkpoint by step and branch, including damaged ones. Reads two small files of each."""
+        entries = (read_entry(self.path / name) for name in self._names() if is_name(name))
+        return sorted((e for e in entries if e is not None), key=lambda e: (e.step, e.branch, e.name))
 
     def entry(self, name: str) -> CheckpointEntry:
-        """One checkpoint by its name; RunDirError where there is none."""
+        """Return a checkpoint by its name. Raise RunDirError if there is none."""
         entry = read_entry(self._at(name))
         if entry is None:
             raise RunDirError(f"{self.path / name}: no such checkpoint; {self.path} has {self._known()}")
         return entry
 
     def staging(self, name: str) -> Path:
-        """An empty folder to write the files of a checkpoint into, mode 0755 under the umask; an old one is removed.
+        """Make and return an empty folder for the files of a checkpoint, mode 0755 under the umask; remove an old one.
 
-        Files in it are to be made with mode 0644 at most. `publish` makes a checkpoint of it, `sweep` removes it.
+        The files must have mode 0644 at most. `publish` turns the folder into a checkpoint, `sweep` removes it.
         """
         path = self.path / f"{_TMP}{self._at(name).name}"
-        with _told(path, "made"):
+        with _as_run_dir_error(path, "made"):
             if not os.path.isdir(self.path):
                 durable.retry_interrupted(os.makedirs, self.path, 0o755, exist_ok=True)
                 durable.fsync_folder(self.path.parent)
@@ -75,19 +75,19 @@ class Folder:
         time: float,
         handover: bool = False,
     ) -> CheckpointEntry:
-        """Make the files in `staging` the checkpoint `manifest.name`: whole and on disk, or not there under that name.
+        """Turn `staging` into the checkpoint `manifest.name`: complete and on disk, or not there at all.
 
-        Refused where there is one of that name, or where the files are not those of the manifest by name and length,
-        or could not be trusted later. After a failure `staging` is removed if it can be. One failure is after the fact:
-        where the folder above cannot be synced, the checkpoint is listed, whole, and may not survive a power loss.
+        Raises RunDirError if that name exists, or if the files differ from the manifest in name or length, or could not
+        be trusted later; then `staging` is removed if possible. If the last step, syncing the parent folder, fails, the
+        checkpoint is listed and complete, but may not survive a power loss.
         """
         path = self._at(manifest.name)
         if staging != self.path / f"{_TMP}{manifest.name}":
             raise ValueError(f"{staging} is not what staging({manifest.name!r}) returned")
         try:
-            with _told(staging, "published"):
+            with _as_run_dir_error(staging, "published"):
                 if os.path.lexists(path):
-                    raise RunDirError(f"{path} is there already; remove it, or save on the branch the run is on now")
+                    raise RunDirError(f"{path} exists already; remove it, or save on the current branch of the run")
                 record = HealthRecord(health=health, why=why, handover=handover, manifest=seal(manifest)[1], time=time)
                 entry = self._complete(staging, manifest, record)
                 durable.retry_interrupted(os.rename, staging, path)
@@ -95,26 +95,26 @@ class Folder:
             with contextlib.suppress(OSError):
                 durable.remove_tree(staging)
             raise
-        with _told(path, "forced to disk"):
+        with _as_run_dir_error(path, "forced to disk"):
             durable.fsync_folder(self.path)
         return entry
 
     def mark(self, name: str, health: Health, why: str, time: float, *, handover: bool = False) -> CheckpointEntry:
-        """Say what is thought of a checkpoint now. A damaged one is bad already: nothing else can be said of it."""
+        """Change the health of a checkpoint. Raise RunDirError for a damaged one, which is bad and stays bad."""
         entry = self.entry(name)
         if entry.damage is not None:
             if health is Health.BAD:
                 return entry
             raise RunDirError(f"{entry.path} cannot be marked {health}: {entry.damage}; remove it, or restore a copy")
         record = HealthRecord(health=health, why=why, handover=handover, manifest=entry.digest, time=time)
-        with _told(entry.path / HEALTH, "written"):
+        with _as_run_dir_error(entry.path / HEALTH, "written"):
             durable.replace_file(entry.path / HEALTH, seal(record)[0])
         return entry._replace(health=health, why=why, handover=handover)
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint: gone from the list at once and for good, then deleted. Of a link, only the link."""
+        """Remove a checkpoint: rename it, so that it is not listed any more, then delete it; of a link, only the link."""
         path, gone = self._at(name), self.path / f"{_GONE}{name}"
-        with _told(path, "removed"):
+        with _as_run_dir_error(path, "removed"):
             durable.remove_tree(gone)
             try:
                 durable.retry_interrupted(os.rename, path, gone)
@@ -124,17 +124,17 @@ class Folder:
             durable.remove_tree(gone)
 
     def sweep(self) -> list[str]:
-        """Remove what a killed process left in the making or half removed; the names. Nothing may be in the making."""
+        """Remove the unfinished folders of killed processes, and return their names. No save may be under way."""
         removed: list[str] = []
         failed: RunDirError | None = None
-        for left in self._leftovers():
+        for leftover in self._leftovers():
             try:
-                with _told(left, "removed"):
-                    durable.remove_tree(left)
+                with _as_run_dir_error(leftover, "removed"):
+                    durable.remove_tree(leftover)
             except RunDirError as error:
                 failed = failed or error
             else:
-                removed.append(str(left.relative_to(self.path)))
+                removed.append(str(leftover.relative_to(self.path)))
         if failed is not None:
             raise failed
         return removed
@@ -145,21 +145,20 @@ class Folder:
             if name.startswith((_TMP, _GONE)) or durable.is_temporary(name):
                 yield path
             elif is_name(name) and os.path.isdir(path) and not os.path.islink(path):
-                asides: list[str] = []
-                with contextlib.suppress(OSError):  # one that cannot be read is listed as damaged; the others are swept
-                    asides = [n for n in durable.retry_interrupted(os.listdir, path) if durable.is_temporary(n)]
-                yield from (path / n for n in sorted(asides))
+                temporary: list[str] = []
+                with contextlib.suppress(OSError):  # an unreadable folder is listed as damaged; the others are swept
+                    temporary = [n for n in durable.retry_interrupted(os.listdir, path) if durable.is_temporary(n)]
+                yield from (path / n for n in sorted(temporary))
 
     def _complete(self, staging: Path, manifest: Manifest, record: HealthRecord) -> CheckpointEntry:
-        """Add the two small files and force everything to disk."""
+        """Add the two small files, force everything to disk, and return the entry."""
         content, digest = seal(manifest)
-        unseal_manifest(content)  # what would not be read back is refused now, not at the resume
+        unseal_manifest(content)  # refuse now what could not be read at a resume
         for name in (MANIFEST, HEALTH):
             if os.path.lexists(staging / name):
-                raise RunDirError(f"{staging / name} is there already; it is written here and nowhere else")
-        strange = _mismatch(staging, manifest)
-        if strange is not None:
-            raise RunDirError(f"{staging} is not what its manifest says: {strange}; nothing was published")
+                raise RunDirError(f"{staging / name} exists already; only publish writes it")
+        if (mismatch := _mismatch(staging, manifest)) is not None:
+            raise RunDirError(f"{staging} differs from its manifest: {mismatch}; nothing was published")
         durable.write_file(staging / MANIFEST, content, exclusive=True)
         durable.write_file(staging / HEALTH, seal(record)[0], exclusive=True)
         for name in manifest.files:
@@ -187,7 +186,7 @@ class Folder:
 
 
 def _mismatch(staging: Path, manifest: Manifest) -> str | None:
-    """The first thing in the folder that is not as the manifest has it, by names, kinds, lengths and modes."""
+    """Return the first difference between the folder and the manifest in names, types, lengths and modes."""
     trust = TrustedOwners(staging)
     extra = next(
         (
@@ -199,26 +198,26 @@ def _mismatch(staging: Path, manifest: Manifest) -> str | None:
     )
     if extra is not None:
         return f"{extra} is not part of it"
-    if doubt := trust.doubt("the folder", durable.retry_interrupted(os.lstat, staging)):
-        return doubt
+    if distrust := trust.distrust("the folder", durable.retry_interrupted(os.lstat, staging)):
+        return distrust
     for name, expected in manifest.files.items():
         try:
-            found = durable.retry_interrupted(os.lstat, staging / name)
+            status = durable.retry_interrupted(os.lstat, staging / name)
         except FileNotFoundError:
             return f"{name} is missing"
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
-        if found.st_size != expected.bytes:
-            return f"{name} has {found.st_size:,} bytes, not {expected.bytes:,}"
-        if doubt := trust.doubt(name, found):
-            return doubt
+        if status.st_size != expected.bytes:
+            return f"{name} has {status.st_size:,} bytes, not {expected.bytes:,}"
+        if distrust := trust.distrust(name, status):
+            return distrust
     return None
 
 
 @contextlib.contextmanager
-def _told(path: Path, doing: str) -> Iterator[None]:
-    """OSError inside becomes a RunDirError."""
+def _as_run_dir_error(path: Path, operation: str) -> Iterator[None]:
+    """Turn an OSError of the block into a RunDirError."""
     try:
         yield
     except OSError as error:
-        raise durable.run_dir_error(path, doing, error) from None
+        raise durable.run_dir_error(path, operation, error) from None

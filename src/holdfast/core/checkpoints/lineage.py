@@ -1,7 +1,7 @@
-"""Which saved states a run has come through, and which it left behind.
+"""The branches of a run: which saved states led to the current one, and which were abandoned.
 
 A run is one branch until it goes back: a rollback, or a restart from an older state, begins a new branch at that step.
-Step numbers say nothing then: step 950 of the branch that was left is not the step 950 that is trained again.
+From then on step numbers are ambiguous: step 950 of the abandoned branch is not the step 950 that is trained again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Fork(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """The branches a state has come through, first to last. The first begins at step 0."""
+    """The branches that led to a state, first to last. The first begins at step 0."""
 
     forks: tuple[Fork, ...] = (Fork(0, 0),)
 
@@ -25,8 +25,8 @@ class Lineage(msgspec.Struct, frozen=True):
         branches, steps = [fork.branch for fork in self.forks], [fork.step for fork in self.forks]
         if not self.forks or steps[0] != 0 or sorted(steps) != steps or len(set(branches)) != len(branches):
             raise ValueError(
-                f"forks {self.forks!r:.200}: a lineage begins at step 0, never goes back, and names a branch once; "
-                "fork the lineage of the state that is restored, not the run's"
+                f"forks {self.forks!r:.200}: a lineage begins at step 0, never goes back, and has each branch once; "
+                "fork the lineage of the restored state, not that of the run"
             )
 
     @property
@@ -34,12 +34,12 @@ class Lineage(msgspec.Struct, frozen=True):
         return self.forks[-1].branch
 
     def holds(self, branch: int, step: int) -> bool:
-        """Whether the state after `step` of `branch` is one that this lineage has come through."""
+        """Return whether this lineage passes through the state after `step` of `branch`."""
         for fork, following in zip(self.forks, (*self.forks[1:], None), strict=True):
             if fork.branch == branch:
                 return fork.step <= step and (following is None or step <= following.step)
         return False
 
     def forked(self, branch: int, step: int) -> Lineage:
-        """The lineage of a new branch that goes on from this state, which is the one after `step`."""
+        """Return the lineage of a new branch that begins after `step` of this one."""
         return Lineage((*self.forks, Fork(branch, step)))

@@ -1,7 +1,7 @@
-"""The two JSON files that say what a checkpoint is: manifest.json, written once, and health.json, replaced as it changes.
+"""The two JSON files that describe a checkpoint: manifest.json, written once, and health.json, replaced on changes.
 
-Each carries a checksum of itself, so that a bit flipped in it, or an edit, is seen; the manifest carries one for every
-other file, and the health names the manifest it belongs to.
+Each has a checksum of itself, which reveals a flipped bit or an edit. The manifest has a checksum for every other file,
+and the health file has the checksum of its manifest.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 
 
 class FileSum(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long a file is, and its checksum: `crc32:<8 hex>` of what is large, `sha256:<64 hex>` of what is small."""
+    """The length of a file and its checksum: `crc32:<8 hex>` for large files, `sha256:<64 hex>` for small ones."""
 
     bytes: int
     sum: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was saved, when, where it belongs, and what its files must be."""
+    """What was saved and when, the run and branch it belongs to, and the checksums of its files."""
 
     format: int = FORMAT
     run: str
     """the identity of the run, as in its run.json"""
     step: int
     lineage: Lineage
-    """its last branch is the one the state was saved on"""
+    """the state was saved on its last branch"""
     reason: str
-    """scheduled, start, end, stop, or what was asked for"""
+    """scheduled, start, end, stop, or the reason of a request"""
     world_size: int = 1
     time: float
     versions: dict[str, str] = {}
@@ -60,20 +60,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class HealthRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is thought of a checkpoint now."""
+    """The current health of a checkpoint."""
 
     format: int = FORMAT
     health: Health
     why: str = ""
     handover: bool = False
-    """saved at an orderly stop: the next life goes on from here"""
+    """saved at an orderly stop: the next process resumes from it"""
     manifest: str
-    """the checksum of the manifest that this belongs to"""
+    """the checksum of its manifest"""
     time: float
 
 
 def name_of(step: int, branch: int) -> str:
-    """A checkpoint's folder: step_00001000, and step_00001000.b2 where a later branch came to the same step."""
+    """Return the folder name of a checkpoint: step_00001000, or step_00001000.b2 on branch 2."""
     return f"step_{step:08d}" + (f".b{branch}" if branch else "")
 
 
@@ -82,31 +82,31 @@ def is_name(text: str) -> bool:
 
 
 def is_file_name(text: str) -> bool:
-    """Whether a manifest may name it: one plain name, no folder, nothing hidden, nothing above."""
+    """Return whether a manifest may list this name: no folder, no hidden file, no parent."""
     return _FILE.fullmatch(text) is not None and text not in (MANIFEST, HEALTH)
 
 
 def seal(record: Manifest | HealthRecord) -> tuple[bytes, str]:
-    """The file's content, and the checksum in it. NaN and Infinity are written as such."""
-    body = msgspec.to_builtins(record, str_keys=True)  # as it reads back: 10 is sorted before 9 once it is text
+    """Return the content of the file and the checksum in it. NaN and Infinity are written as such."""
+    body = msgspec.to_builtins(record, str_keys=True)  # keys as text before sorting, as they are read back
     digest = _digest(body)
-    return _written({**body, "sha256": digest}), digest
+    return _encode({**body, "sha256": digest}), digest
 
 
 def unseal_manifest(content: bytes) -> tuple[Manifest, str]:
-    """The manifest and its checksum; RunDirError, without the path, for anything but what `seal` wrote."""
-    body, digest = _open(content, MANIFEST)
+    """Return the manifest and its checksum. Raise RunDirError, without the path, if `seal` did not write it so."""
+    body, digest = _parse(content, MANIFEST)
     manifest = _convert(body, Manifest, MANIFEST)
-    strange = next((n for n in manifest.files if not is_file_name(n)), None)
-    if strange is not None:
-        raise RunDirError(f"{MANIFEST} names a file outside its folder, or a hidden one: {strange[:80]!r}")
-    if not _is_course(manifest.lineage, manifest.step):
-        raise RunDirError(f"{MANIFEST} has a lineage that no run can have come through: {str(manifest.lineage)[:200]}")
+    bad_name = next((n for n in manifest.files if not is_file_name(n)), None)
+    if bad_name is not None:
+        raise RunDirError(f"{MANIFEST} lists a file outside its folder, or a hidden one: {bad_name[:80]!r}")
+    if not _is_possible(manifest.lineage, manifest.step):
+        raise RunDirError(f"{MANIFEST} has an impossible lineage: {str(manifest.lineage)[:200]}")
     return manifest, digest
 
 
-def _is_course(lineage: Lineage, step: int) -> bool:
-    """Whether it begins at step 0, goes from branch to later branch and never back in steps, and ends by `step`."""
+def _is_possible(lineage: Lineage, step: int) -> bool:
+    """Return whether a lineage starts at step 0, has rising branches and steps, and ends at or before `step`."""
     forks = lineage.forks
     return (
         bool(forks)
@@ -118,38 +118,38 @@ def _is_course(lineage: Lineage, step: int) -> bool:
 
 
 def unseal_health(content: bytes) -> HealthRecord:
-    record: HealthRecord = _convert(_open(content, HEALTH)[0], HealthRecord, HEALTH)
+    record: HealthRecord = _convert(_parse(content, HEALTH)[0], HealthRecord, HEALTH)
     return record
 
 
-def _convert(body: dict[str, Any], kind: Any, name: str) -> Any:
+def _convert(body: dict[str, Any], record_type: Any, name: str) -> Any:
     try:
-        record = msgspec.convert(body, kind)
-    except (msgspec.ValidationError, ValueError) as error:  # ValueError: text that is no Unicode
-        raise RunDirError(f"{name} is not one of ours: {error}") from None
+        record = msgspec.convert(body, record_type)
+    except (msgspec.ValidationError, ValueError) as error:  # ValueError: text that is not Unicode
+        raise RunDirError(f"{name} was not written by Holdfast: {error}") from None
     if record.format != FORMAT:
         raise RunDirError(f"{name} is of format {record.format}; this version reads format {FORMAT}")
     return record
 
 
-def _open(content: bytes, name: str) -> tuple[dict[str, Any], str]:
+def _parse(content: bytes, name: str) -> tuple[dict[str, Any], str]:
     try:
         body = json.loads(content)
         if not isinstance(body, dict):
             raise ValueError
-        said = body.pop("sha256", None)
-        right = isinstance(said, str) and said == _digest(body)
-        exact = right and content == _written({**body, "sha256": said})
+        digest = body.pop("sha256", None)
+        matches = isinstance(digest, str) and digest == _digest(body)
+        is_exact = matches and content == _encode({**body, "sha256": digest})
     except (ValueError, RecursionError):
         raise RunDirError(f"{name} is not a JSON object: it is damaged") from None
-    if not right:
+    if not matches:
         raise RunDirError(f"{name} does not match its own checksum: it was edited or is damaged")
-    if not exact:  # 1E-05 for 1e-05: one bit, and the same number
+    if not is_exact:  # 1E-05 for 1e-05: one flipped bit, but the same number
         raise RunDirError(f"{name} is not written as Holdfast writes it: it was edited or is damaged")
-    return body, said
+    return body, digest
 
 
-def _written(body: dict[str, Any]) -> bytes:
+def _encode(body: dict[str, Any]) -> bytes:
     return json.dumps(body, indent=1).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""What saving, failing and training have cost a run, out of its directory. What cannot be known from it is None."""
+"""The measured costs of saving, failing and training, from a run directory. A cost that is not recorded is None."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.record import facts, journal
 from holdfast.core.record.rundir import RunDir
 
-_TAIL = 4_000_000
-"""bytes of metrics.jsonl that are read, from its end: some ten thousand steps, the latest"""
-_ORDERLY = ("KeyboardInterrupt", "PolicyStop", "SystemExit")
+_TAIL_BYTES = 4_000_000
+"""bytes read from the end of metrics.jsonl: about the last ten thousand steps"""
+_ORDERLY_ENDS = ("KeyboardInterrupt", "PolicyStop", "SystemExit")
 
 
 class MeasuredCosts(NamedTuple):
-    """Medians, in seconds; the rest counts and settings."""
+    """Medians in seconds, counts and settings."""
 
     step_time: float | None
     stall: float | None
@@ -30,46 +30,45 @@ class MeasuredCosts(NamedTuple):
     saves: int
     failures: int
     running: float
-    """seconds in which a failure could have come"""
+    """seconds during which a failure could have happened"""
     every: int | None
     certify_steps: int | None
     world_size: int | None
     limits: list[str]
-    """what of the record could not be read"""
+    """what could not be read"""
 
 
-class _Life(NamedTuple):
-    """From one start of the process to the next."""
+class _Process(NamedTuple):
+    """One process of the run, from its first event to its last."""
 
     begin: float
     end: float
     failed: bool
-    """it ended by itself, without anyone's asking"""
+    """it ended without a request"""
     resumed: float | None
 
 
 def measure(place: str) -> MeasuredCosts:
-    """What a run directory tells; RunDirError where `place` is not one."""
+    """Return the costs recorded in a run directory. Raise RunDirError if `place` is not one."""
     folder = _existing(place)
     limits: list[str] = []
     about = _about(folder.run, limits)
     events = _events(folder.journal, limits)
-    lives = list(_lives(events))
-    for event in events:  # a later life may have been started with another configuration
+    processes = list(_processes(events))
+    for event in events:  # a later process may have another configuration
         if event.get("event") == "restart" and isinstance(event.get("environment"), dict):
             about = {**about, **event["environment"]}
     saves = [e for e in events if e.get("event") == "checkpoint" and e.get("status") == "saved"]
     checkpoint = _section(_section(about, "config"), "checkpoint")
-    failures = sum(life.failed for life in lives[:-1])
     return MeasuredCosts(
         step_time=_step_time(folder.metrics, limits),
         stall=_median(e.get("stall_seconds") for e in saves),
         write=_median(e.get("write_seconds") for e in saves),
         bytes=_median(e.get("bytes") for e in saves),
-        restart=_median(b.resumed - a.end for a, b in pairwise(lives) if a.failed and b.resumed),
+        restart=_median(b.resumed - a.end for a, b in pairwise(processes) if a.failed and b.resumed),
         saves=len(saves),
-        failures=failures,
-        running=math.fsum(life.end - life.begin for life in lives),
+        failures=sum(process.failed for process in processes[:-1]),
+        running=math.fsum(process.end - process.begin for process in processes),
         every=_count(checkpoint.get("every_steps")),
         certify_steps=_count(checkpoint.get("certify_after")),
         world_size=_count(about.get("world_size")),
@@ -97,7 +96,7 @@ def _about(path: Path, limits: list[str]) -> dict[str, Any]:
         limits.append(str(error).split(";")[0])
         return {}
     if about is None:
-        limits.append(f"{path.name} is not there: the cadence the run has is not known")
+        limits.append(f"{path.name} is missing: the cadence of the run is unknown")
     return about or {}
 
 
@@ -112,33 +111,33 @@ def _events(path: Path, limits: list[str]) -> list[dict[str, Any]]:
     return record.events
 
 
-def _lives(events: Iterable[dict[str, Any]]) -> Iterator[_Life]:
-    life: _Life | None = None
+def _processes(events: Iterable[dict[str, Any]]) -> Iterator[_Process]:
+    process: _Process | None = None
     for event in events:
-        kind, time = event.get("event"), _number(event.get("time"))
-        if time is None or kind == "ack" or event.get("by") == "holdfast checkpoints":  # no sign of life
+        name, time = event.get("event"), _number(event.get("time"))
+        if time is None or name == "ack" or event.get("by") == "holdfast checkpoints":  # written by a command
             continue
-        if kind in ("run_begin", "restart") or life is None:
-            if life is not None:
-                yield life
-            life = _Life(time, time, True, None)
-        life = life._replace(end=max(life.end, time))
-        if kind == "resumed" and life.resumed is None:
-            life = life._replace(resumed=time)
-        elif kind == "run_end":
+        if name in ("run_begin", "restart") or process is None:
+            if process is not None:
+                yield process
+            process = _Process(time, time, True, None)
+        process = process._replace(end=max(process.end, time))
+        if name == "resumed" and process.resumed is None:
+            process = process._replace(resumed=time)
+        elif name == "run_end":
             error = event.get("error")
-            life = life._replace(failed=error is not None and not str(error).startswith(_ORDERLY))
-    if life is not None:
-        yield life
+            process = process._replace(failed=error is not None and not str(error).startswith(_ORDERLY_ENDS))
+    if process is not None:
+        yield process
 
 
 def _step_time(path: Path, limits: list[str]) -> float | None:
-    """The median of the steps that were committed lately."""
+    """Return the median time of the last committed steps."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _TAIL))
-            lines = file.read().split(b"\n")[1 if size > _TAIL else 0 :]
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[1 if size > _TAIL_BYTES else 0 :]
     except OSError as error:
         limits.append(f"{path.name} cannot be read: {error.strerror}")
         return None

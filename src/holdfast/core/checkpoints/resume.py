@@ -1,7 +1,7 @@
-"""Which checkpoint a run goes on from: the newest that is good, on the run's lineage, and verifies.
+"""The choice of the checkpoint to resume from: the newest that is good, on the lineage of the run, and verifies.
 
-The lineage is that of the state saved last. Where the journal knows of a branch begun since, a rollback or a resume that
-nothing was saved after, what was left there counts as quarantined, as the next life of the run will mark it.
+The lineage is that of the state saved last. If the journal has a newer branch (a rollback or resume without a save after
+it), abandoned states count as quarantined, as the next process will mark them.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ log = logging.getLogger("holdfast")
 Check = Callable[[CheckpointEntry], str | None]
 CHECKPOINTS = "checkpoints"
 JOURNAL = "journal.jsonl"
-_LEFT = "the journal says that the run left its branch"
+_ABANDONED = "the journal says that the run left its branch"
 
 
 class RejectedCheckpoint(NamedTuple):
-    """A checkpoint that was not taken."""
+    """A checkpoint that was not chosen, and why."""
 
     name: str
     step: int
     why: str
     damaged: bool = False
-    """it is not what was saved, or cannot be trusted"""
+    """it differs from what was saved, or cannot be trusted"""
 
 
 def choose(
     folder: Folder, run: str | None, *, check: Check = verify_bytes, at_most: int | None = None
 ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
-    """The newest checkpoint that may be restored, and each newer one with why it was passed over, newest first.
+    """Return the newest checkpoint that may be restored, and each rejected newer one, newest first.
 
-    run: the identity of the run; None takes those of any. at_most: no later step than this.
-    The lineage followed is that of the state saved last: of the highest branch, and there of the highest step, among those
-    that are neither damaged nor quarantined. So whoever leaves a branch must have quarantined what it leaves before it
-    saves on the next one: a step number cannot tell them apart, and the lineage of a damaged manifest cannot be read.
+    run: the identity of the run; None accepts any. at_most: the latest step allowed.
+    The lineage is that of the state saved last: of the highest branch, and on it the highest step, among checkpoints that
+    are neither damaged nor quarantined. So a run that leaves a branch must quarantine its states there before it saves
+    on the next one: step numbers do not tell them apart, and the lineage of a damaged manifest cannot be read.
     """
     return pick(folder.entries(), run, check, at_most)
 
@@ -56,137 +56,136 @@ def choose(
 def pick(
     entries: Sequence[CheckpointEntry], run: str | None, check: Check, at_most: int | None = None
 ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
-    """`choose` among checkpoints already listed."""
-    lineage = _followed(entries, run)
-    passed: list[RejectedCheckpoint] = []
+    """Choose among listed checkpoints; see `choose`."""
+    lineage = _last_lineage(entries, run)
+    rejected: list[RejectedCheckpoint] = []
     for entry in sorted(entries, key=lambda e: (e.step, e.branch), reverse=True):
-        why = _barred(entry, run, lineage, entries)
+        why = _why_not(entry, run, lineage, entries)
         if why is None and at_most is not None and entry.step > at_most:
             why = f"it is later than step {at_most}"
         if why is None:
             why = check(entry)
         if why is None:
-            return entry, passed
-        passed.append(RejectedCheckpoint(entry.name, entry.step, why))
-    return None, passed
+            return entry, rejected
+        rejected.append(RejectedCheckpoint(entry.name, entry.step, why))
+    return None, rejected
 
 
-def _followed(entries: Sequence[CheckpointEntry], run: str | None) -> Lineage | None:
-    """The lineage of the state that was saved last."""
-    trusted = [e for e in entries if e.damage is None and e.health is not Health.QUARANTINED and _is_of(e, run)]
+def _last_lineage(entries: Sequence[CheckpointEntry], run: str | None) -> Lineage | None:
+    """Return the lineage of the state that was saved last."""
+    trusted = [e for e in entries if e.damage is None and e.health is not Health.QUARANTINED and _belongs_to(e, run)]
     last = max(trusted, key=lambda e: (e.branch, e.step), default=None)
     return last.manifest.lineage if last is not None and last.manifest is not None else None
 
 
-def _is_of(entry: CheckpointEntry, run: str | None) -> bool:
+def _belongs_to(entry: CheckpointEntry, run: str | None) -> bool:
     return entry.manifest is not None and (run is None or entry.manifest.run == run)
 
 
-def _barred(
+def _why_not(
     entry: CheckpointEntry, run: str | None, lineage: Lineage | None, entries: Sequence[CheckpointEntry]
 ) -> str | None:
-    """Why it may not be restored, by its small files alone."""
+    """Return why a checkpoint may not be restored, judging by its small files alone."""
     manifest = entry.manifest
     if entry.damage is not None or manifest is None:
         return entry.damage or f"{MANIFEST} is missing"
-    if not _is_of(entry, run):
+    if not _belongs_to(entry, run):
         return f"it belongs to run {manifest.run}, not to {run}"
     if entry.health in (Health.QUARANTINED, Health.BAD):
         return f"{entry.health}: {entry.why}" if entry.why else str(entry.health)
     if lineage is None or not lineage.holds(entry.branch, entry.step):
-        return "it is on a branch that the run has left"
+        return "it is on a branch that the run has abandoned"
     if entry.health is Health.GOOD:
         return None
     if not entry.handover:
         return f"{entry.health}: too few healthy steps have followed it" + (f" ({entry.why})" if entry.why else "")
-    if (later := next((e for e in entries if _went_through(e, entry, run)), None)) is not None:
-        return f"{entry.health}: saved at an orderly stop, but the run went on from it to {later.name}"
+    if (later := next((e for e in entries if _descends_from(e, entry, run)), None)) is not None:
+        return f"{entry.health}: saved at an orderly stop, but the run continued from it to {later.name}"
     return None
 
 
-def _went_through(later: CheckpointEntry, entry: CheckpointEntry, run: str | None) -> bool:
-    """Whether the run came to `later` from `entry`; where that cannot be read, whether it may have."""
+def _descends_from(later: CheckpointEntry, entry: CheckpointEntry, run: str | None) -> bool:
+    """Return whether `later` descends from `entry`; if that cannot be read, whether it may."""
     if later.manifest is None:
         return (later.branch, later.step) > (entry.branch, entry.step)
     saved = later.manifest
     after = (saved.branch, saved.step) > (entry.branch, entry.step)
-    return after and _is_of(later, run) and saved.lineage.holds(entry.branch, entry.step)
+    return after and _belongs_to(later, run) and saved.lineage.holds(entry.branch, entry.step)
 
 
 def resolve_resume_path(
     run_dir: str | os.PathLike[str], load_path: str | os.PathLike[str] | None = None, *, verify: bool = True
 ) -> Path | None:
-    """The checkpoint to go on from; None where the run has to begin.
+    """Return the checkpoint to resume from; None if the run has to start from the beginning.
 
-    run_dir: the run's folder; the newest checkpoint in it that is good and verifies is taken. RunDirError where there are
-    some and none can be trusted, with each and why, and where they are another run's: a run never begins anew over them.
-    load_path: a checkpoint, or a run directory or its checkpoints folder for the newest good one in there. It wins, and
-    the log says what would have been taken. A person asked for it, so it may be of another run, a candidate, or
-    quarantined; RunDirError where it is bad or does not verify.
-    verify: read and compare every byte. False believes the manifest.
+    run_dir: the run directory; its newest checkpoint that is good and verifies is chosen. Raises RunDirError if there are
+    checkpoints but none can be trusted, with the reason for each, or if they belong to another run: a run never starts
+    over on top of them.
+    load_path: a checkpoint; or a run directory or checkpoints folder, for its newest good one. It takes precedence, and
+    the log tells what run_dir would have given. It may belong to another run, be a candidate, or be quarantined; raises
+    RunDirError if it is bad or does not verify.
+    verify: read and compare every byte. False trusts the manifest.
     """
-    check: Check = verify_bytes if verify else _believe
+    check: Check = verify_bytes if verify else _trust
     if load_path is None:
         return _newest(Path(run_dir), check)
     path = _explicit(Path(load_path).resolve(), check)
-    log.info(
-        "resuming from %s, as load_path says; automatic resume would have taken %s", path, _otherwise(Path(run_dir))
-    )
+    log.info("resuming from %s, as given by load_path; automatic resume would use %s", path, _automatic(Path(run_dir)))
     return path
 
 
-def _believe(entry: CheckpointEntry) -> str | None:
+def _trust(entry: CheckpointEntry) -> str | None:
     return None
 
 
-def _otherwise(run_dir: Path) -> str:
+def _automatic(run_dir: Path) -> str:
     try:
-        path = _newest(run_dir, _believe, quiet=True)
+        path = _newest(run_dir, _trust, quiet=True)
     except RunDirError as error:
         return f"nothing: {error}"
-    return str(path) if path is not None else "nothing: the run would have begun anew"
+    return str(path) if path is not None else "nothing: the run would start from the beginning"
 
 
 class Survey(NamedTuple):
-    """The checkpoints of a run directory as a start of the run would see them, and what it would do."""
+    """The checkpoints of a run directory as a starting process sees them, and what it would do."""
 
     entries: list[CheckpointEntry]
-    """by step and then branch; what the journal says was left is quarantined here, whatever is on disk"""
+    """by step and branch; those that the journal has as abandoned are quarantined here, whatever is on disk"""
     run: str | None
-    """whose they must be; None where that is not on record, and none is of another run than the others"""
+    """the identity of the run; None if it is not recorded and all checkpoints belong to one run"""
     lineage: Lineage | None
-    """the branches the run has come through, by the journal and by what was saved last; None where neither says"""
-    taken: CheckpointEntry | None
-    passed: list[RejectedCheckpoint]
+    """the branches of the run, by the journal and the last save; None if neither has them"""
+    chosen: CheckpointEntry | None
+    rejected: list[RejectedCheckpoint]
     refusal: str | None
-    """why the run can neither go on nor begin"""
+    """why the run can neither resume nor start"""
 
 
 def survey(run_dir: Path, check: Check = verify_bytes) -> Survey:
-    """See resolve_resume_path; nothing is raised for checkpoints that cannot be gone on from, and nothing is logged."""
+    """Choose as resolve_resume_path does, but report unusable checkpoints in the result and log nothing."""
     folder = Folder(run_dir / CHECKPOINTS)
-    noted = journal_lineage(run_dir)
-    entries = [_as_noted(e, noted) for e in folder.entries()]
+    journaled = journal_lineage(run_dir)
+    entries = [_with_journal(e, journaled) for e in folder.entries()]
     if not entries:
-        return Survey([], None, noted, None, [], None)
+        return Survey([], None, journaled, None, [], None)
     try:
         run = _identity(run_dir, entries)
     except RunDirError as error:
-        return Survey(entries, None, noted, None, [], str(error))
-    followed = _followed(entries, run)
-    lineage = followed if noted is None or (followed is not None and followed.branch > noted.branch) else noted
-    taken, passed = pick(entries, run, check)
+        return Survey(entries, None, journaled, None, [], str(error))
+    saved = _last_lineage(entries, run)
+    lineage = saved if journaled is None or (saved is not None and saved.branch > journaled.branch) else journaled
+    chosen, rejected = pick(entries, run, check)
     refusal = None
-    if taken is None and any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in entries):
+    if chosen is None and any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in entries):
         refusal = (
-            f"{folder.path}: none of {len(entries)} checkpoints can be gone on from; put a copy of a good one back, name "
-            f"another with load_path, or choose another run_dir to begin anew{_listed('', passed)}"
+            f"{folder.path}: none of {len(entries)} checkpoints is usable; restore a copy of a good one, name another with "
+            f"load_path, or choose another run_dir to start over{_listed('', rejected)}"
         )
-    return Survey(entries, run, lineage, taken, passed, refusal)
+    return Survey(entries, run, lineage, chosen, rejected, refusal)
 
 
 def journal_lineage(run_dir: Path) -> Lineage | None:
-    """The branches the run has come through, by its journal; None where that does not say, or cannot be read."""
+    """Return the branches of the run by its journal; None if it has none or cannot be read."""
     history = RecoveryHistory()
     try:
         history.rebuild(journal.read(run_dir / JOURNAL).events)
@@ -196,67 +195,69 @@ def journal_lineage(run_dir: Path) -> Lineage | None:
 
 
 def is_left(lineage: Lineage | None, branch: int, step: int) -> bool:
-    """Whether the run had left that state when it came to this lineage.
+    """Return whether the run had abandoned a state when it reached this lineage.
 
-    Branches are numbered as they begin: one with a higher number than any here began later, and is not judged by it.
+    Branches are numbered in order: a branch with a higher number began later, and this lineage tells nothing about it.
     """
     return lineage is not None and branch <= lineage.branch and not lineage.holds(branch, step)
 
 
-def _as_noted(entry: CheckpointEntry, noted: Lineage | None) -> CheckpointEntry:
+def _with_journal(entry: CheckpointEntry, journaled: Lineage | None) -> CheckpointEntry:
     trusted = entry.damage is None and entry.health in (Health.GOOD, Health.CANDIDATE)
-    if trusted and is_left(noted, entry.branch, entry.step):
-        return entry._replace(health=Health.QUARANTINED, why=_LEFT, handover=False)
+    if trusted and is_left(journaled, entry.branch, entry.step):
+        return entry._replace(health=Health.QUARANTINED, why=_ABANDONED, handover=False)
     return entry
 
 
 def _newest(run_dir: Path, check: Check, *, quiet: bool = False) -> Path | None:
-    """The newest good one of a run directory; None where there is none yet."""
-    found = survey(run_dir, check)
-    if found.refusal is not None:
-        raise RunDirError(found.refusal)
-    if found.taken is not None:
+    """Return the newest good checkpoint of a run directory; None if there is none yet."""
+    result = survey(run_dir, check)
+    if result.refusal is not None:
+        raise RunDirError(result.refusal)
+    if result.chosen is not None:
         if not quiet:
-            log.info("resuming from %s%s", found.taken.path, _listed("; passed over", found.passed))
-        return found.taken.path
-    if found.entries and not quiet:
-        place = run_dir / CHECKPOINTS
-        log.warning("%s has no checkpoint to go on from: the run begins%s", place, _listed("", found.passed))
+            log.info("resuming from %s%s", result.chosen.path, _listed("; passed over", result.rejected))
+        return result.chosen.path
+    if result.entries and not quiet:
+        folder = run_dir / CHECKPOINTS
+        log.warning(
+            "%s has no usable checkpoint: the run starts from the beginning%s", folder, _listed("", result.rejected)
+        )
     return None
 
 
-def _listed(head: str, passed: Sequence[RejectedCheckpoint]) -> str:
-    return (head + "".join(f"\n  - {p.name}: {p.why}" for p in passed)) if passed else ""
+def _listed(head: str, rejected: Sequence[RejectedCheckpoint]) -> str:
+    return (head + "".join(f"\n  - {r.name}: {r.why}" for r in rejected)) if rejected else ""
 
 
 def _identity(run_dir: Path, entries: Sequence[CheckpointEntry]) -> str | None:
-    """Whose checkpoints to take: as run.json says; where it does not say, those of the one run there is."""
+    """Return the identity of the run, by run.json; None if that has none and all checkpoints belong to one run."""
     about = facts.read_run_json(run_dir / "run.json") or {}
     run = about.get("run")
-    found = sorted({e.manifest.run for e in entries if e.manifest is not None and e.damage is None})
+    runs = sorted({e.manifest.run for e in entries if e.manifest is not None and e.damage is None})
     if isinstance(run, str) and run:
-        if found and run not in found:
+        if runs and run not in runs:
             raise RunDirError(
-                f"{run_dir} is run {run}, and the checkpoints in it are another run's ({', '.join(found)}); put the "
-                f"run.json that belongs to them back, pass one as load_path to begin from it, or choose another run_dir"
+                f"{run_dir} is run {run}, but the checkpoints in it belong to another run ({', '.join(runs)}); restore "
+                f"their run.json, pass one as load_path to start from it, or choose another run_dir"
             )
         return run
-    if len(found) > 1:
+    if len(runs) > 1:
         raise RunDirError(
-            f"{run_dir} has checkpoints of {len(found)} runs ({', '.join(found)}) and no run.json that says which it is; "
-            f"pass one as load_path, or put the run.json back"
+            f"{run_dir} has checkpoints of {len(runs)} runs ({', '.join(runs)}) and no run.json that tells which it is; "
+            f"pass one as load_path, or restore the run.json"
         )
     return None
 
 
 def _explicit(path: Path, check: Check) -> Path:
-    """The checkpoint that load_path names, or the newest good one of the run it names."""
+    """Return the checkpoint at load_path, or the newest good one of the run directory at load_path."""
     if not os.path.isdir(path):
         raise RunDirError(
             f"load_path {path}: no such folder; name a checkpoint, such as RUN/{CHECKPOINTS}/step_00001000"
         )
     if is_name(path.name) or os.path.lexists(path / MANIFEST):
-        return _one(path, check)
+        return _check_one(path, check)
     inside = os.path.isdir(path / CHECKPOINTS)
     if not inside and path.name != CHECKPOINTS:
         raise RunDirError(
@@ -265,23 +266,21 @@ def _explicit(path: Path, check: Check) -> Path:
         )
     newest = _newest(path if inside else path.parent, check, quiet=True)
     if newest is None:
-        raise RunDirError(
-            f"load_path {path} has no checkpoint that is good; name the one to take, a candidate if need be"
-        )
+        raise RunDirError(f"load_path {path} has no good checkpoint; name the one to use, a candidate if need be")
     return newest
 
 
-def _one(path: Path, check: Check) -> Path:
+def _check_one(path: Path, check: Check) -> Path:
     if not is_name(path.name):
-        raise RunDirError(f"load_path {path} is not the name of a checkpoint; give it the name in its {MANIFEST} back")
+        raise RunDirError(f"load_path {path} is not the name of a checkpoint; rename it to the name in its {MANIFEST}")
     entry = read_entry(path)
     why = "there is no such folder" if entry is None else entry.damage
     if why is None and entry is not None:
         why = f"{entry.health}: {entry.why}" if entry.health is Health.BAD else check(entry)
         if why is None and entry.health is not Health.GOOD:
             log.warning(
-                "%s is %s (%s), and is taken as load_path says so", path, entry.health, entry.why or "no reason"
+                "%s is %s (%s), but is used because load_path names it", path, entry.health, entry.why or "no reason"
             )
     if why is not None:
-        raise RunDirError(f"load_path {path} cannot be gone on from: {why}; name another, or put a whole copy back")
+        raise RunDirError(f"load_path {path} cannot be used: {why}; name another, or restore a complete copy")
     return path

@@ -1,7 +1,7 @@
-"""Which checkpoints are deleted, and why. By lineage and health, never by step number alone.
+"""The choice of checkpoints to delete: by lineage and health, never by step number alone.
 
-After a rollback the steps ahead belong to a branch that was left: the highest numbers are the worst states. So what
-counts as new here is how far along the run's own lineage a state lies.
+After a rollback the higher steps belong to an abandoned branch: the highest numbers are the worst states. So the age of
+a state is its position on the lineage of the run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 
-_DOUBTED = (Health.BAD, Health.QUARANTINED)
+_DISTRUSTED = (Health.BAD, Health.QUARANTINED)
 
 
 class SavedCheckpoint(NamedTuple):
-    """A checkpoint, as far as keeping it goes."""
+    """The properties of a checkpoint that decide whether it is kept."""
 
     name: str
     step: int
@@ -26,82 +26,85 @@ class SavedCheckpoint(NamedTuple):
 
 
 class RetentionRules(NamedTuple):
-    """What is kept, beside the newest good one, which always is."""
+    """What to keep besides the newest good checkpoint, which is always kept."""
 
     keep_last: int = 3
-    """the newest good ones"""
+    """the number of newest good ones"""
     keep_every: int = 0
-    """those at multiples of this step, for ever; 0: none"""
+    """those at multiples of this step, forever; 0: none"""
     powers: bool = True
-    """good ones spaced in powers of two behind the newest, so that an old onset still has one before it"""
+    """good ones at ages that are powers of two, so that there is one before an old onset"""
     keep_bad: int = 1
-    """the newest bad or quarantined ones, to be looked at"""
+    """the number of newest bad or quarantined ones, for inspection"""
 
 
 def select_for_deletion(
     saved: Sequence[SavedCheckpoint], lineage: Lineage, rules: RetentionRules
 ) -> list[tuple[SavedCheckpoint, str]]:
-    """What is to be deleted, and why: branches that were left first, then the lineage's own, each oldest first.
+    """Return the checkpoints to delete and why: abandoned branches first, then the lineage itself, each oldest first.
 
-    - As long as no good one lies on the lineage, nothing is.
-    - The newest good one on the lineage never is, nor anything newer than it there.
-    - With a good one there, everything on a branch that was left is, whatever its health.
-    - Bad and quarantined ones older than the newest good one are, but for the newest `keep_bad` of them.
-    - Good ones are, unless a rule keeps them; so are candidates that a newer good one has overtaken: they are never
-      restored. `keep_every` keeps these too, since the good one came through them.
-    Deleting what is named leaves nothing more to delete.
+    - Without a good checkpoint on the lineage, nothing is deleted.
+    - The newest good one on the lineage, and anything newer there, is never deleted.
+    - Otherwise everything on an abandoned branch is deleted, whatever its health.
+    - Bad and quarantined ones older than the newest good one are deleted, except for the newest `keep_bad`.
+    - Good ones are deleted unless a rule keeps them. So are candidates older than the newest good one, which are never
+      restored; `keep_every` keeps those too, since the good one descends from them.
+    After these deletions there is nothing more to delete.
     """
-    places = {fork.branch: place for place, fork in enumerate(lineage.forks)}
-    held = [s for s in saved if lineage.holds(s.branch, s.step)]
-    held.sort(key=lambda s: (s.step, places[s.branch], s.name))  # a branch begins with the step the last one ended at
-    good = [s for s in held if s.health is Health.GOOD]
+    positions = {fork.branch: position for position, fork in enumerate(lineage.forks)}
+    on_lineage = [s for s in saved if lineage.holds(s.branch, s.step)]
+    on_lineage.sort(key=lambda s: (s.step, positions[s.branch], s.name))  # a branch begins at the last step of another
+    good = [s for s in on_lineage if s.health is Health.GOOD]
     if not good:
         return []
-    left = sorted((s for s in saved if not lineage.holds(s.branch, s.step)), key=lambda s: (s.step, s.branch, s.name))
-    older = held[: held.index(good[-1])]
+    abandoned = sorted(
+        (s for s in saved if not lineage.holds(s.branch, s.step)), key=lambda s: (s.step, s.branch, s.name)
+    )
+    older = on_lineage[: on_lineage.index(good[-1])]
     kept = {s.name for s in _kept(older, good, rules)}
-    found = [(s, _abandoned(s, lineage)) for s in left]
-    return found + [(s, _superseded(s, good, rules)) for s in older if s.name not in kept]
+    return [(s, _why_abandoned(s, lineage)) for s in abandoned] + [
+        (s, _why_superseded(s, good, rules)) for s in older if s.name not in kept
+    ]
 
 
 def _kept(older: list[SavedCheckpoint], good: list[SavedCheckpoint], rules: RetentionRules) -> list[SavedCheckpoint]:
-    """What of those older than the newest good one stays; both lists are oldest first."""
-    doubted = [s for s in older if s.health in _DOUBTED]
-    kept = [*good[-max(1, rules.keep_last) :], *doubted[max(0, len(doubted) - rules.keep_bad) :]]
+    """Return which of those older than the newest good one are kept; both lists are oldest first."""
+    distrusted = [s for s in older if s.health in _DISTRUSTED]
+    kept = [*good[-max(1, rules.keep_last) :], *distrusted[max(0, len(distrusted) - rules.keep_bad) :]]
     if rules.keep_every > 0:
-        kept += [s for s in older if s.health not in _DOUBTED and s.step % rules.keep_every == 0]
-    return kept + (_spaced(good) if rules.powers else [])
+        kept += [s for s in older if s.health not in _DISTRUSTED and s.step % rules.keep_every == 0]
+    return kept + (_at_powers_of_two(good) if rules.powers else [])
 
 
-def _spaced(good: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """For every power of two, the first good one in the last cell of that many steps before the newest one's cell.
+def _at_powers_of_two(good: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """Return, for each power of two, the first good one in the last cell of that many steps before the newest one's cell.
 
-    The cells lie at multiples of the power, so which one is first in its cell does not depend on what is newest: one
-    that will be wanted at a larger power is the one wanted at each smaller power until then. Had one been saved every
-    `c` steps, then for any age there is one of at least that age and at most four times that age plus `c`.
+    Cells begin at multiples of the power, so the first in a cell does not depend on which is newest: one needed at a
+    larger power is also needed at each smaller power until then. With a checkpoint every `c` steps, for any age there is
+    one of at least that age and at most four times that age plus `c`.
     """
-    newest, found, cell = good[-1], [], 1
+    newest, kept, cell = good[-1], [], 1
     while cell <= newest.step:
         before = [s for s in good if s.step // cell < newest.step // cell]
         if before:
             last = before[-1].step // cell
-            found.append(next(s for s in before if s.step // cell == last))
+            kept.append(next(s for s in before if s.step // cell == last))
         cell *= 2
-    return found
+    return kept
 
 
-def _abandoned(one: SavedCheckpoint, lineage: Lineage) -> str:
+def _why_abandoned(one: SavedCheckpoint, lineage: Lineage) -> str:
     went_back = next(
         (b.step for a, b in zip(lineage.forks, lineage.forks[1:], strict=False) if a.branch == one.branch), None
     )
     if went_back is not None and one.step > went_back:
-        return f"the run went back to step {went_back} and left this branch there"
-    return "on a branch that the run has left"
+        return f"the run went back to step {went_back} and abandoned this branch there"
+    return "on a branch that the run has abandoned"
 
 
-def _superseded(one: SavedCheckpoint, good: list[SavedCheckpoint], rules: RetentionRules) -> str:
+def _why_superseded(one: SavedCheckpoint, good: list[SavedCheckpoint], rules: RetentionRules) -> str:
     if one.health is Health.GOOD:
-        return f"good, but older than the newest {max(1, rules.keep_last)} that are, and kept by no other rule"
-    if one.health in _DOUBTED:
+        return f"good, but older than the newest {max(1, rules.keep_last)} good ones, and kept by no other rule"
+    if one.health in _DISTRUSTED:
         return f"{one.health}, and {good[-1].name} after it is good"
     return f"never certified, and {good[-1].name} after it is good"

@@ -1,10 +1,10 @@
-"""Whether a checkpoint is, byte by byte, what was saved.
+"""Verification: whether a checkpoint is, byte by byte, what was saved.
 
-Refused, with the file and what differs: a file that is missing, shorter, longer, of another checksum, a link or anything
-else that is not a regular file; a file that the manifest does not name; a manifest or health that was edited or
-belongs elsewhere; a folder or file that every user may write or that a stranger owns. Hidden files are left alone, as
-nothing ever reads them: what a killed process left aside, or what a file system keeps for itself (.nfs*, .DS_Store).
-A group may be allowed to write (see TrustedOwners). What the health says is not judged here.
+Rejected, with the file and the difference: a file that is missing, shorter, longer, of another checksum, a link or
+otherwise not a regular file; a file that the manifest does not list; a manifest or health file that was edited or
+belongs elsewhere; a world-writable folder or file, or one with a foreign owner (see TrustedOwners). Hidden files are
+ignored, since nothing reads them: temporary files of a killed process, or files of the file system (.nfs*, .DS_Store).
+The health itself is not judged here.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Progress = Callable[[int, int], None]
 
 
 class Checksum(Protocol):
-    """A checksum that takes the bytes as they come."""
+    """A checksum that is updated piece by piece."""
 
     def update(self, data: bytes, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 class Crc32:
+    """CRC-32 with the interface of hashlib."""
+
     def __init__(self) -> None:
         self._value = 0
 
@@ -45,33 +47,34 @@ class Crc32:
 CHECKSUMS: dict[str, Callable[[], Checksum]] = {"crc32": Crc32, "sha256": hashlib.sha256}
 
 
-def checksum_file(path: Path, kind: str = "crc32") -> FileSum:
-    """A regular file's length and checksum as they are now, for the manifest. OSError where it cannot be read."""
-    length, digest = _read(path, CHECKSUMS[kind](), lambda count: None)
-    return FileSum(bytes=length, sum=f"{kind}:{digest}")
+def checksum_file(path: Path, algorithm: str = "crc32") -> FileSum:
+    """Return the length and checksum of a regular file. Raise OSError if it cannot be read."""
+    length, digest = _read(path, CHECKSUMS[algorithm](), lambda count: None)
+    return FileSum(bytes=length, sum=f"{algorithm}:{digest}")
 
 
 def verify(
     checkpoint: CheckpointEntry | str | os.PathLike[str], *, progress: Progress | None = None, contents: bool = True
 ) -> str | None:
-    """Why the checkpoint cannot be trusted, or None. Reads every byte; progress(done, total) follows, in bytes.
+    """Return why the checkpoint cannot be trusted, or None. Reads every byte and calls progress(done, total) in bytes.
 
-    contents: False leaves the bytes of the files to who reads them anyway, and looks at all else."""
+    contents: False skips the checksums of the files, for a caller that compares them when it reads them.
+    """
     path = checkpoint.path if isinstance(checkpoint, CheckpointEntry) else Path(checkpoint)
     try:
         return _verify(path, checkpoint.digest if isinstance(checkpoint, CheckpointEntry) else None, progress, contents)
     except FileNotFoundError as error:
-        return f"{_within(path, error)} is missing"
+        return f"{_file_in(path, error)} is missing"
     except OSError as error:
-        return f"{_within(path, error)} cannot be read: {error.strerror}"
+        return f"{_file_in(path, error)} cannot be read: {error.strerror}"
 
 
 def verify_except_contents(entry: CheckpointEntry) -> str | None:
-    """`verify` without the contents, for who has to tell damage from a disk that does not answer: OSError for that."""
+    """Verify all but the file contents. Raise OSError if the disk does not answer: that is not damage."""
     try:
         return _verify(entry.path, entry.digest, None, contents=False)
     except FileNotFoundError as error:
-        return f"{_within(entry.path, error)} is missing"
+        return f"{_file_in(entry.path, error)} is missing"
 
 
 def _verify(path: Path, listed: str | None, progress: Progress | None, contents: bool) -> str | None:
@@ -86,44 +89,43 @@ def _verify(path: Path, listed: str | None, progress: Progress | None, contents:
         return f"{MANIFEST} is not the one that was listed: it was replaced since"
     assert entry.manifest is not None  # else it is damaged
     trust = TrustedOwners(path)
-    doubt = trust.doubt("the folder", durable.retry_interrupted(os.lstat, path)) or _strange(
-        path, entry.manifest, trust
-    )
-    if doubt is not None or not contents:
-        return doubt
-    return _compare(path, entry.manifest, progress)
+    folder = durable.retry_interrupted(os.lstat, path)
+    problem = trust.distrust("the folder", folder) or _check_files(path, entry.manifest, trust)
+    if problem is not None or not contents:
+        return problem
+    return _compare_contents(path, entry.manifest, progress)
 
 
-def _strange(path: Path, manifest: Manifest, trust: TrustedOwners) -> str | None:
-    """The first file that should not be there, is not there, is no file, has another length or is not to be trusted."""
+def _check_files(path: Path, manifest: Manifest, trust: TrustedOwners) -> str | None:
+    """Return the first file that is extra, missing, not regular, of another length, or not to be trusted."""
     names = [n for n in sorted(durable.retry_interrupted(os.listdir, path)) if not n.startswith(".")]
     extra = next((n for n in names if n not in manifest.files and n not in (MANIFEST, HEALTH)), None)
     if extra is not None:
-        return f"{extra} is not part of it: the manifest does not name it; move it out of the folder"
+        return f"{extra} is not part of the checkpoint: the manifest does not list it; move it out of the folder"
     for name in (MANIFEST, HEALTH, *manifest.files):
         try:
-            found = durable.retry_interrupted(os.lstat, path / name)
+            status = durable.retry_interrupted(os.lstat, path / name)
         except FileNotFoundError:
             return f"{name} is missing"
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             return f"{name} is a symbolic link, not a file"
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
-        if doubt := trust.doubt(name, found):
-            return doubt
-        if name in manifest.files and (differs := _length(name, found.st_size, manifest.files[name].bytes)):
-            return differs
+        if distrust := trust.distrust(name, status):
+            return distrust
+        if name in manifest.files and (difference := _compare_length(name, status.st_size, manifest.files[name].bytes)):
+            return difference
     return None
 
 
-def _length(name: str, found: int, expected: int) -> str | None:
-    if found == expected:
+def _compare_length(name: str, length: int, expected: int) -> str | None:
+    if length == expected:
         return None
-    how = "it was cut short" if found < expected else "something was added"
-    return f"{name} has {found:,} bytes, not {expected:,}: {how}"
+    how = "it was cut short" if length < expected else "something was added"
+    return f"{name} has {length:,} bytes, not {expected:,}: {how}"
 
 
-def _compare(path: Path, manifest: Manifest, progress: Progress | None) -> str | None:
+def _compare_contents(path: Path, manifest: Manifest, progress: Progress | None) -> str | None:
     done, total = 0, sum(f.bytes for f in manifest.files.values())
 
     def advance(count: int) -> None:
@@ -133,18 +135,16 @@ def _compare(path: Path, manifest: Manifest, progress: Progress | None) -> str |
             progress(done, total)
 
     for name, expected in manifest.files.items():
-        kind = expected.sum.partition(":")[0]
-        if kind not in CHECKSUMS:
-            return (
-                f"{name} has a checksum that this version cannot compute: {kind[:20]!r}; it has {', '.join(CHECKSUMS)}"
-            )
-        length, digest = _read(path / name, CHECKSUMS[kind](), advance)
-        if differs := _length(name, length, expected.bytes):
-            return differs
-        if f"{kind}:{digest}" != expected.sum:
-            return (
-                f"{name} is not what was saved: its checksum is {kind}:{digest}, the manifest says {expected.sum[:80]}"
-            )
+        algorithm = expected.sum.partition(":")[0]
+        if algorithm not in CHECKSUMS:
+            known = ", ".join(CHECKSUMS)
+            return f"{name} has a checksum that this version cannot compute: {algorithm[:20]!r}; it has {known}"
+        length, digest = _read(path / name, CHECKSUMS[algorithm](), advance)
+        if difference := _compare_length(name, length, expected.bytes):
+            return difference
+        actual = f"{algorithm}:{digest}"
+        if actual != expected.sum:
+            return f"{name} is not what was saved: its checksum is {actual}, the manifest says {expected.sum[:80]}"
     return None
 
 
@@ -164,7 +164,7 @@ def _read(path: Path, checksum: Checksum, advance: Callable[[int], None]) -> tup
     return length, checksum.hexdigest()
 
 
-def _within(path: Path, error: OSError) -> str:
-    """The file an error is about, as a person would name it."""
+def _file_in(path: Path, error: OSError) -> str:
+    """Return the name of the file that an error is about, or "the folder"."""
     name = Path(os.fsdecode(error.filename)).name if isinstance(error.filename, str | bytes | os.PathLike) else ""
     return "the folder" if name in ("", path.name) else name

@@ -1,6 +1,6 @@
-"""Desync and silent corruption: what the checksums of all ranks say, and what it means when they say it again.
+"""Desync and silent corruption: what the checksums of all ranks show.
 
-Every rank judges the same rows by the same rules and so comes to the same answer.
+Every rank judges the same rows by the same rules, and so gets the same answer.
 """
 
 from __future__ import annotations
@@ -14,107 +14,108 @@ import msgspec
 from holdfast.core.base.types import Finding, Kind, Severity
 
 SAME, DIFFERS, UNSEEN = 0, 1, -1
-"""what a rank says of its window; UNSEEN: there was nothing to compare with"""
+"""whether the state of a rank changed between two updates; UNSEEN: there was nothing to compare with"""
 
-_NAMED_TENSORS = 8
+_LISTED_TENSORS = 8
 Groups = tuple[tuple[int, ...], ...]
 
 
 class ReplicaClass(NamedTuple):
-    """Tensors that are replicated alike."""
+    """Tensors that are replicated over the same groups of ranks."""
 
     names: tuple[str, ...]
     groups: Groups
-    """all ranks, parted into those that hold the same bits"""
+    """all ranks, in groups that hold the same bits"""
 
 
 class Corruption(msgspec.Struct, frozen=True, kw_only=True):
-    """One check that failed, and whom it points at."""
+    """One failed check, and the ranks that it points at."""
 
     kind: Literal["replica", "window"]
     step: int
-    """the step whose update was about to be made"""
+    """the step whose update comes next"""
     ranks: tuple[int, ...]
     named: bool
-    """whether they are the ones; otherwise some of them are, and it cannot be told which"""
+    """whether all of `ranks` are at fault; otherwise some of them are, and it cannot be told which"""
     classes: tuple[int, ...] = ()
 
 
 def find_corruption(
     step: int, rows: Sequence[Sequence[int]], groups: Sequence[Groups], *, window: bool
 ) -> list[Corruption]:
-    """What is wrong, from one row a rank in the order of ranks: a sum a class, then what it says of its window."""
-    found = []
-    touched = {rank for rank, row in enumerate(rows) if window and row[len(groups)] == DIFFERS}
-    wrong = _apart(rows, groups)
-    if wrong:
-        named, open_ = _suspects([minority for _, _, minority in wrong], [group for _, group, _ in wrong], touched)
-        found.append(
+    """Return the failed checks. Each row is one rank's: a checksum per class, then whether its state changed."""
+    corruptions = []
+    changed = {rank for rank, row in enumerate(rows) if window and row[len(groups)] == DIFFERS}
+    differing = _differing_groups(rows, groups)
+    if differing:
+        minorities, differing_groups = [m for _, _, m in differing], [g for _, g, _ in differing]
+        named, undecided = _suspects(minorities, differing_groups, changed)
+        corruptions.append(
             Corruption(
                 kind="replica",
                 step=step,
-                ranks=tuple(sorted(named | open_)),
-                named=not open_,
-                classes=tuple(sorted({which for which, _, _ in wrong})),
+                ranks=tuple(sorted(named | undecided)),
+                named=not undecided,
+                classes=tuple(sorted({number for number, _, _ in differing})),
             )
         )
-    if touched:
-        found.append(Corruption(kind="window", step=step, ranks=tuple(sorted(touched)), named=True))
-    return found
+    if changed:
+        corruptions.append(Corruption(kind="window", step=step, ranks=tuple(sorted(changed)), named=True))
+    return corruptions
 
 
-def _apart(
+def _differing_groups(
     rows: Sequence[Sequence[int]], groups: Sequence[Groups]
 ) -> list[tuple[int, tuple[int, ...], frozenset[int]]]:
-    """The groups that do not agree: the class, the group, and those of it that a majority speaks against."""
-    found = []
-    for which, partition in enumerate(groups):
+    """Return each group that disagrees: its class, the group, and the ranks that a majority outvotes."""
+    differing = []
+    for number, partition in enumerate(groups):
         for group in partition:
-            counted = Counter(rows[rank][which] for rank in group)
-            if len(counted) > 1:
-                value, votes = counted.most_common(1)[0]
-                majority = 2 * votes > len(group)  # which two never have
-                minority = frozenset(r for r in group if rows[r][which] != value) if majority else frozenset()
-                found.append((which, group, minority))
-    return found
+            counts = Counter(rows[rank][number] for rank in group)
+            if len(counts) > 1:
+                value, votes = counts.most_common(1)[0]
+                is_majority = 2 * votes > len(group)  # two ranks never have one
+                minority = frozenset(r for r in group if rows[r][number] != value) if is_majority else frozenset()
+                differing.append((number, group, minority))
+    return differing
 
 
 def _suspects(
-    minorities: Sequence[frozenset[int]], groups: Sequence[tuple[int, ...]], touched: set[int]
+    minorities: Sequence[frozenset[int]], groups: Sequence[tuple[int, ...]], changed: set[int]
 ) -> tuple[set[int], set[int]]:
-    """Those that can be named, and those among whom it cannot be told.
+    """Return the ranks that are at fault, and those of which it cannot be told.
 
-    Where a group has no majority, a member that another group names, or whose own state changed between two updates, is
-    the one.
+    In a group without a majority, a member that another group outvotes, or whose state changed between two updates, is
+    at fault.
     """
     outvoted: set[int] = set().union(*minorities)
     named, undecided = set(outvoted), set()
     for group, minority in zip(groups, minorities, strict=True):
         if not minority:
             members = set(group)
-            known = members & outvoted or members & touched
-            if known and known != members:
-                named |= known
+            at_fault = members & outvoted or members & changed
+            if at_fault and at_fault != members:
+                named |= at_fault
             else:
                 undecided |= members
     return named, undecided
 
 
-def differing_tensors(told: Sequence[Sequence[Mapping[str, int]]], groups: Sequence[Groups]) -> tuple[str, ...]:
-    """The tensors that differ within a group, from every rank's sums by class. One that a rank lacks, differs."""
-    found = []
-    for which, partition in enumerate(groups):
-        sums = [classes[which] for classes in told]
+def differing_tensors(checksums: Sequence[Sequence[Mapping[str, int]]], groups: Sequence[Groups]) -> tuple[str, ...]:
+    """Return the tensors that differ within a group, from the checksums of every rank by class. A missing one differs."""
+    differing = []
+    for number, partition in enumerate(groups):
+        sums = [classes[number] for classes in checksums]
         for name in dict.fromkeys(name for each in sums for name in each):
             if any(len({sums[rank].get(name) for rank in group}) > 1 for group in partition):
-                found.append(name)
-    return tuple(found)
+                differing.append(name)
+    return tuple(differing)
 
 
 def corrupt_tensors(
     corruption: Corruption, accounts: Sequence[Mapping[str, Any]], groups: Sequence[Groups]
 ) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The tensors that are wrong, and those that never passed a check of that kind, from every rank's account."""
+    """Return the wrong tensors, and those that never passed a check of this kind, from the accounts of all ranks."""
     if corruption.kind == "replica":
         tensors = differing_tensors([account["sums"] for account in accounts], groups)
     else:
@@ -123,19 +124,19 @@ def corrupt_tensors(
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What a corruption is taken for."""
+    """The diagnosis of a corruption."""
 
     cause: Literal["unknown", "transient", "persistent", "software"]
     text: str
     ranks: tuple[int, ...] = ()
     heals: bool = True
-    """whether going back can help"""
+    """whether a rollback can help"""
     leave_out: tuple[str, ...] = ()
-    """tensors that this kind of check should leave alone from now on: then the run may go on as it is"""
+    """tensors that this kind of check ignores from now on; then the run may continue as it is"""
 
 
 def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[str], last_good: int) -> Finding:
-    """Return to before it could have happened: a rank's wrong values have reached all others through its gradients."""
+    """Return a finding whose onset is after the last good check: wrong values have reached all ranks by gradients."""
     replica = corruption.kind == "replica"
     onset = min(last_good + 1, corruption.step) if replica else corruption.step
     return Finding(
@@ -144,12 +145,12 @@ def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[s
         step=corruption.step,
         onset=onset,
         detector="integrity",
-        message=f"{_what(corruption)}: {_list(tensors)}; {decision.text}",
+        message=f"{_describe(corruption)}: {_list(tensors)}; {decision.text}",
         evidence={
             "check": corruption.kind,
             "ranks": list(corruption.ranks),
             "named": corruption.named,
-            "tensors": list(tensors[:_NAMED_TENSORS]),
+            "tensors": list(tensors[:_LISTED_TENSORS]),
             "tensor_count": len(tensors),
             "last_good": last_good,
             "cause": decision.cause,
@@ -158,24 +159,24 @@ def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[s
     )
 
 
-def _what(corruption: Corruption) -> str:
+def _describe(corruption: Corruption) -> str:
     who = ranks_text(corruption.ranks)
     if corruption.kind == "window":
         return (
             f"{who}: state changed between the update of step {corruption.step - 1} and that of step {corruption.step}"
         )
     if corruption.named:
-        return f"{who}: state differs from that of the ranks that should hold the same"
-    return f"{who} should hold the same state and do not, and which of them is right cannot be told"
+        return f"{who}: state differs from the ranks that should hold the same"
+    return f"{who} should hold the same state but do not, and which of them is right cannot be told"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    words = [str(rank) for rank in ranks]
-    if len(words) < 2:
-        return f"rank {''.join(words)}"
-    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
+    numbers = [str(rank) for rank in ranks]
+    if len(numbers) < 2:
+        return f"rank {''.join(numbers)}"
+    return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
 
 
 def _list(tensors: Sequence[str]) -> str:
-    more = len(tensors) - _NAMED_TENSORS
-    return ", ".join(tensors[:_NAMED_TENSORS]) + (f" and {more} more" if more > 0 else "")
+    more = len(tensors) - _LISTED_TENSORS
+    return ", ".join(tensors[:_LISTED_TENSORS]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""The pipeline, in the order it runs: signal, findings, verdict, plan; each written down before the next.
+"""The decision pipeline: signal, findings, verdict, plan, each in the journal before the next.
 
-The engine touches no tensor and performs no action: it says what is to be done, and is told what became of it.
+The engine touches no tensor and performs no action. It returns a plan, and the caller reports the outcome.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from holdfast.core.record.tally import Summary, Tally
 log = logging.getLogger("holdfast")
 
 _PROGRESS_EVERY = 1000
-_REMEMBERED = 64
+_RECENT_SIGNALS = 64
 _SHIFTS = "expected_shifts"
-_LOUD = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
-"""nothing is done about them, and a person is to know"""
+_WARNED_KINDS = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
+"""notes that are logged as warnings, since a person should know"""
 
 
 class Limits(NamedTuple):
-    """What the gate compares the next step with. None: nothing to compare with yet."""
+    """The limits for the next step. None: there is no baseline yet."""
 
     loss: float | None
     grad_norm: float | None
 
 
 class Engine:
-    """One run's judgement. `judge` every settled attempt in order; `commit` those that were committed."""
+    """Judges the steps of one run. Call `judge` for every settled attempt in order, and `commit` for committed ones."""
 
     def __init__(
         self,
@@ -54,26 +54,26 @@ class Engine:
     ) -> None:
         self.config = config
         self.policy = Policy(config.recover)
-        own = build(config.detect)
-        self.detectors = [*own, *detectors]
-        # A detector of the user's is asked before every step: when its limits move is its own affair.
-        self._limiting = [*(d for d in own if not isinstance(d, LimitlessDetector)), *detectors]
+        built_in = build(config.detect)
+        self.detectors = [*built_in, *detectors]
+        # A user's detector is asked before every step, since its limits may change at any time.
+        self._limiting = [*(d for d in built_in if not isinstance(d, LimitlessDetector)), *detectors]
         names = [_SHIFTS, *(d.name for d in self.detectors)]
-        if (twice := next((n for n in names if names.count(n) > 1), None)) is not None:
-            raise SetupError(f"two detectors are named {twice!r}, and their states would be mixed up; rename one")
+        if (duplicate := next((n for n in names if names.count(n) > 1), None)) is not None:
+            raise SetupError(f"two detectors are named {duplicate!r}, and their states would be mixed up; rename one")
         self._on_instability = on_instability or (lambda incident: None)
         self._shifts = ExpectedShifts()
         self._tally = Tally()
-        self._recent: deque[Signal] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[Signal] = deque(maxlen=_RECENT_SIGNALS)
         self._incident: Incident | None = None
         self._observed: tuple[tuple[str, int, int], int] = (("", 0, 0), 0)
         self._journal: Journal | None = None
         self._files = IncidentFiles(None)
 
-    # ---- what is written down
+    # ---- journal and summary
 
     def open(self, journal: Journal, files: IncidentFiles, past: Iterable[dict[str, Any]] = ()) -> None:
-        """Attach the journal. `past` is what it already held: budgets and the tally continue from there."""
+        """Attach the journal. `past` has its earlier events: budgets and summary continue from them."""
         self._journal, self._files = journal, files
         past = list(past)
         self.policy.rebuild(past)
@@ -84,7 +84,7 @@ class Engine:
             self._files.reopen(account.number, account.kind, account.opened, account.onset)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
-        """One event into the journal, and into the tally."""
+        """Write an event to the journal, without fields that are None, and count it in the summary."""
         fields = {k: v for k, v in fields.items() if v is not None}
         if self._journal is not None:
             self._journal.write(event, durable=durable, **fields)
@@ -110,45 +110,44 @@ class Engine:
     # ---- signal -> finding -> verdict -> plan
 
     def limits(self) -> Limits:
-        """The tightest limits any detector sets for the next step, from what has been observed so far."""
+        """Return the tightest limits that any detector sets for the next step."""
         tightest: dict[str, float] = {}
         for detector in self._limiting:
             for name, value in detector.limits().items():
-                if not math.isnan(value):  # nothing is above a NaN: it would take the limit away, not set one
+                if not math.isnan(value):  # no loss is above NaN: it would remove the limit
                     tightest[name] = min(value, tightest.get(name, value))
         return Limits(tightest.get("loss"), tightest.get("grad_norm"))
 
     def judge(self, signal: Signal, more: Sequence[Finding] = (), origin: dict[str, Any] | None = None) -> Plan | None:
-        """What is to be done about this attempt; None where nothing was found.
+        """Return the plan for this attempt; None if there is no finding. The plan is in the journal when this returns.
 
-        `more` are findings the sensors made themselves (non-finite state); `origin` says which ranks and samples a vetoed
-        step came from. The plan is in the journal when this returns. Of several ranks each judges the same signal, and
-        comes to the same.
+        `more` are findings of the runtime itself (non-finite state); `origin` has the ranks and samples behind a vetoed
+        step. Every rank judges the same signal and gets the same plan.
         """
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
-        found = [f for d in self.detectors if (f := d.observe(signal)) is not None]
+        detected = [f for d in self.detectors if (f := d.observe(signal)) is not None]
         self._recent.append(signal)
-        if not found and not more:
+        if not detected and not more:
             return None
-        findings = (*more, *(found if origin is None else [_from(f, origin) for f in found]))
+        findings = (*more, *(detected if origin is None else [_with_origin(f, origin) for f in detected]))
         verdict = merge(signal, findings)
-        assert verdict is not None, "something was found"
-        # What is only noted is no trouble: nothing is held back, in either mode.
+        assert verdict is not None, "there are findings"
+        # Notes lead to no action, in either mode.
         observing = self.config.recover.mode == "observe" and verdict.severity > Severity.NOTE
-        if observing and self._seen_before(verdict):
+        if observing and self._is_repeated(verdict):
             return self.policy.observe(verdict)
         for finding in findings:
             self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
-            _say(finding)
-        number = self._number()
+            _log_note(finding)
+        number = self.policy.incident_number()
         if observing:
             plan = self.policy.observe(verdict)
         else:
             proposed = self.policy.propose(verdict)
             plan = self.policy.adopt(self._consult(verdict.findings, proposed))
         if plan.incident is not None and plan.incident != number:
-            self._opened(plan.incident, signal)
+            self._open_incident(plan.incident)
         self.write(
             "plan",
             durable=bool(plan.actions),
@@ -160,15 +159,15 @@ class Engine:
         self._files.add_findings(findings, signal, plan)
         return plan
 
-    def _seen_before(self, verdict: Verdict) -> bool:
-        """Observed and left alone, a dead run says the same at every step: written down at the 1st, 2nd, 4th, 8th, ..."""
+    def _is_repeated(self, verdict: Verdict) -> bool:
+        """Return whether to omit a verdict that repeats at every step: only the 1st, 2nd, 4th, 8th, ... are recorded."""
         last, count = self._observed
         count = count + 1 if last == (verdict.kind, verdict.severity, verdict.step - 1) else 1
         self._observed = ((verdict.kind, verdict.severity, verdict.step), count)
         return count & (count - 1) != 0
 
     def _consult(self, findings: tuple[Finding, ...], proposed: Plan) -> Plan:
-        """Ask the user's hook; its plan, marked as its own, or the policy's."""
+        """Return the plan of the user's hook, marked as such, or else the proposed one."""
         account = self.policy.state.incident
         if account is None or not proposed.actions:
             return proposed
@@ -179,24 +178,21 @@ class Engine:
         incident = self._incident
         incident.findings.extend(findings)
         incident.proposed, incident.rollbacks, incident.skips = proposed, account.rollbacks, account.skips
-        own = self._on_instability(incident)
-        if own is None:
+        plan = self._on_instability(incident)
+        if plan is None:
             return proposed
-        return msgspec.structs.replace(own, by="hook", incident=account.number, reason=own.reason or "on_instability")
+        return msgspec.structs.replace(plan, by="hook", incident=account.number, reason=plan.reason or "on_instability")
 
-    def _opened(self, number: int, signal: Signal) -> None:
+    def _open_incident(self, number: int) -> None:
         account = self.policy.state.incident
         assert account is not None, "an incident has a number only while it is open"
         self.write("incident_opened", incident=number, kind=account.kind, step=account.opened, onset=account.onset)
         self._files.open(number, account.kind, account.opened, account.onset, list(self._recent))
 
-    def _number(self) -> int | None:
-        return None if self.policy.state.incident is None else self.policy.state.incident.number
-
-    # ---- what became of it
+    # ---- outcomes
 
     def stop_instead(self, plan: Plan, why: str) -> Plan:
-        """A plan cannot be carried out: the stop that takes its place, written down."""
+        """Replace a plan that cannot be carried out by a stop; return the stop, which is in the journal."""
         reason = f"{plan.reason}; {why}"
         stop = Plan(actions=(Stop(reason),), reason=why, incident=plan.incident, by=plan.by)
         stop = self.policy.adopt(stop)
@@ -204,7 +200,7 @@ class Engine:
         return stop
 
     def record_outcome(self, outcome: Outcome, **fields: Any) -> None:
-        """An attempt that was not simply committed: on record, with what it cost."""
+        """Record an attempt that was not simply committed, and its cost."""
         signal = outcome.signal
         fields = {"seconds_lost": signal.seconds, **fields}
         incident = None if outcome.plan is None else outcome.plan.incident
@@ -223,7 +219,7 @@ class Engine:
             self._files.close("stopped")
 
     def commit(self, signal: Signal) -> int | None:
-        """The attempt's update landed and stays. The number of the incident that it closed, if it closed one."""
+        """Count a committed step. Return the number of the incident that it closed, or None."""
         closed = self.policy.commit()
         if closed is not None:
             self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
@@ -234,19 +230,19 @@ class Engine:
         return closed
 
     def shift(self, reason: str, step: int) -> None:
-        """An expected shift: detectors learn the new level; non-finite and gross alarms stay."""
+        """Record an expected shift and let the detectors learn the new level; non-finite and gross alarms stay."""
         self.write("shift", step=step, reason=reason)
         for detector in self.detectors:
             detector.rebaseline()
 
-    # ---- detector windows, which do go back with a rollback
+    # ---- detector windows, which a rollback restores
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: owner.state_dict() for name, owner in self._with_windows().items()}
+        return {name: owner.state_dict() for name, owner in self._stateful().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Windows back to what they were; what `state` does not hold stays as it is."""
-        for name, owner in self._with_windows().items():
+        """Restore the windows in `state`; the others stay as they are."""
+        for name, owner in self._stateful().items():
             if name in state:
                 owner.load_state_dict(state[name])
 
@@ -256,37 +252,37 @@ class Engine:
         self.policy.rolled_back_to(step)
 
     def load_saved_windows(self, state: dict[str, Any], step: int) -> None:
-        """Go on from what an earlier process saved. A detector it holds no window of, or one that another version
-        wrote, learns its level anew."""
-        anew = []
-        for name, owner in self._with_windows().items():
-            if name not in state or not _load(name, owner, state[name]):
-                anew.append(name)
-        anew = [name for name in anew if name != _SHIFTS]
-        if anew:
-            self.write("shift", step=step, reason="resumed without their windows", detectors=anew)
+        """Load the windows that an earlier process saved. A detector without a readable window learns a new level."""
+        lost = [
+            name for name, owner in self._stateful().items() if name not in state or not _load(name, owner, state[name])
+        ]
+        lost = [name for name in lost if name != _SHIFTS]
+        if lost:
+            self.write("shift", step=step, reason="resumed without their windows", detectors=lost)
             for detector in self.detectors:
-                if detector.name in anew:
+                if detector.name in lost:
                     detector.rebaseline()
 
-    def _with_windows(self) -> dict[str, Any]:
+    def _stateful(self) -> dict[str, Any]:
         return {_SHIFTS: self._shifts, **{d.name: d for d in self.detectors}}
 
 
 def _load(name: str, owner: Any, state: Any) -> bool:
-    """Whether `state` could be loaded; where not, its owner is as it was."""
+    """Load a state and return whether that worked; if not, leave its owner unchanged."""
     before = owner.state_dict()
     try:
         owner.load_state_dict(state)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        log.warning("the saved window of %s cannot be read (%s: %s): it starts anew", name, type(error).__name__, error)
+        log.warning(
+            "the saved window of %s cannot be read (%s: %s): it starts empty", name, type(error).__name__, error
+        )
         owner.load_state_dict(before)
         return False
     return True
 
 
-def _from(finding: Finding, origin: dict[str, Any]) -> Finding:
-    """With the ranks it came from, where it is about the step itself."""
+def _with_origin(finding: Finding, origin: dict[str, Any]) -> Finding:
+    """Add the ranks that caused a finding, unless it is a note."""
     if finding.severity == Severity.NOTE:
         return finding
     ranks = origin.get("ranks")
@@ -296,15 +292,15 @@ def _from(finding: Finding, origin: dict[str, Any]) -> Finding:
     )
 
 
-def _say(finding: Finding) -> None:
-    """A note is in the log once, loud where a person is to know; what is acted on is said by the action."""
+def _log_note(finding: Finding) -> None:
+    """Log a note once, as a warning if a person should know. Actions log themselves."""
     if finding.severity == Severity.NOTE and (finding.new or "outcome" in finding.evidence):
-        level = logging.WARNING if finding.kind in _LOUD else logging.INFO
+        level = logging.WARNING if finding.kind in _WARNED_KINDS else logging.INFO
         log.log(level, "step %d: %s: %s", finding.step, finding.kind, finding.message)
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:
-    """A finding or a plan as journal fields; the attempt's own step is written by the caller."""
+    """Return a finding or a plan as journal fields, without the step, which the caller writes."""
     fields = {name: getattr(struct, name) for name in struct.__struct_fields__}
     fields.pop("step", None)
     if isinstance(severity := fields.get("severity"), Severity):

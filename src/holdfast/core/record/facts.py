@@ -1,4 +1,4 @@
-"""What a loop says of a run beside what the guard sees for itself: kept in run.json, every change in the journal.
+"""Facts that the training loop records about a run: kept in run.json, with every change in the journal.
 
 `holdfast diff` compares runs by these facts. `KNOWN_FACTS` has the names it knows; other names are compared as they are.
 """
@@ -17,17 +17,17 @@ from holdfast.core.base.plain import text
 from holdfast.core.record import journal
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 
-MOST_BYTES = 262_144
-_DEEPEST = 16
-_JOINED = "eval"
-"""results come one by one: each metric replaces only itself"""
+MAX_BYTES = 262_144
+_MAX_DEPTH = 16
+_MERGED = "eval"
+"""results come one by one: a new metric replaces only itself"""
 
 
 class FactRule(NamedTuple):
-    """A name with a meaning: whether a value fits, and the words for one that does."""
+    """The check for a known name, and the description of a valid value."""
 
-    fits: Callable[[Any], bool]
-    says: str
+    is_valid: Callable[[Any], bool]
+    description: str
 
 
 def _is_number(value: Any) -> bool:
@@ -42,12 +42,12 @@ def _is_share(value: Any) -> bool:
     return _is_number(value) and 0 <= value < float("inf")
 
 
-def _by_name(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and bool(value) and all(fits(v) for v in value.values())
+def _dict_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and bool(value) and all(is_valid(v) for v in value.values())
 
 
 _COUNT = FactRule(_is_count, "a whole number from 1")
-_SHARES = FactRule(_by_name(_is_share), 'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}')
+_SHARES = FactRule(_dict_of(_is_share), 'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}')
 
 KNOWN_FACTS = {
     "tokenizer": FactRule(lambda v: isinstance(v, str | dict), "text; holdfast.fingerprint(tokenizer) makes it"),
@@ -65,25 +65,25 @@ KNOWN_FACTS = {
         lambda v: isinstance(v, int | dict) and not isinstance(v, bool), "a whole number, or a dict of them"
     ),
     "decode": FactRule(lambda v: isinstance(v, dict), 'a dict of settings, such as {"temperature": 0}'),
-    "eval": FactRule(_by_name(_is_number), 'a dict of metrics and numbers, such as {"hellaswag": 0.41}'),
+    "eval": FactRule(_dict_of(_is_number), 'a dict of metrics and numbers, such as {"hellaswag": 0.41}'),
 }
 
 
 def record(run: Any, /, *, step: int | None = None, **facts: Any) -> None:
-    """Put facts about a run into its run.json, so that it can be told from another later.
+    """Record facts about a run in its run.json, for later comparison with other runs.
 
         holdfast.record(guard, tokenizer=holdfast.fingerprint(tokenizer), sources={"web": 0.7, "code": 0.3})
         holdfast.record(guard, step=1000, eval={"hellaswag": 0.41})
         holdfast.record("runs/a", eval={"mmlu": 0.28})
 
-    run: a Guard, before it opens, while it is open or afterwards; or the path of a run directory that no process holds,
-    which needs no torch. A name given again takes the new value, None takes a fact back, and `eval` is joined metric by
-    metric; with `step` every result stays in the journal. Each change is an event `facts` there.
+    run: a Guard, before it opens, while it is open or afterwards; or the path of a run directory that no process has
+    locked, which needs no torch. A new value replaces the old one, None removes a fact, and `eval` is merged metric by
+    metric. Every change is a `facts` event in the journal; with `step` the journal keeps every result.
     """
     if isinstance(run, str | os.PathLike):
         record_in_folder(run, check_facts(facts, step), step)
-    elif callable(by_guard := getattr(run, "record", None)):
-        by_guard(step=step, **facts)
+    elif callable(record_by_guard := getattr(run, "record", None)):
+        record_by_guard(step=step, **facts)
     else:
         raise ConfigError(
             [f"the run is a {type(run).__name__}; pass a holdfast.Guard or the path of a run directory"], "record()"
@@ -91,10 +91,10 @@ def record(run: Any, /, *, step: int | None = None, **facts: Any) -> None:
 
 
 def check_facts(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """The facts as plain data; one ConfigError with everything that is wrong with them."""
+    """Return the facts as plain data. Raise one ConfigError that lists everything wrong."""
     errors: list[str] = []
     if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        errors.append(f"step = {text(step)}: a whole number from 0, or nothing")
+        errors.append(f"step = {text(step)}: expected a whole number from 0, or None")
     if not facts:
         errors.append('no facts given; name some, such as vocab_size=50257 or eval={"hellaswag": 0.41}')
     plain: dict[str, Any] = {}
@@ -105,12 +105,12 @@ def check_facts(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
             errors.append(str(error))
             continue
         known = KNOWN_FACTS.get(name)
-        if known is not None and plain[name] is not None and not known.fits(plain[name]):
-            errors.append(f"{name} = {text(value)[:80]}: must be {known.says}")
-    if not errors and (size := len(json.dumps(plain))) > MOST_BYTES:
+        if known is not None and plain[name] is not None and not known.is_valid(plain[name]):
+            errors.append(f"{name} = {text(value)[:80]}: must be {known.description}")
+    if not errors and (size := len(json.dumps(plain))) > MAX_BYTES:
         largest = max(plain, key=lambda name: len(json.dumps(plain[name])))
         errors.append(
-            f"{largest}: {size:,} bytes are more than run.json takes ({MOST_BYTES:,}); "
+            f"{largest}: {size:,} bytes are more than run.json may hold ({MAX_BYTES:,}); "
             f"record its holdfast.fingerprint() instead"
         )
     if errors:
@@ -119,7 +119,7 @@ def check_facts(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
-    """Plain JSON data; ValueError with the place, the value and the cure where it is not."""
+    """Return a value as plain JSON data. Raise ValueError with the place, the value and the cure."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -128,17 +128,19 @@ def _plain(value: Any, where: str, depth: int) -> Any:
         return int(value)
     if isinstance(value, float):
         return float(value)
-    if depth == _DEEPEST:
-        raise ValueError(f"{where}: deeper than {_DEEPEST} levels, or it holds itself; record the part that matters")
+    if depth == _MAX_DEPTH:
+        raise ValueError(
+            f"{where}: deeper than {_MAX_DEPTH} levels, or it contains itself; record the part that matters"
+        )
     if isinstance(value, Mapping):
-        if (strange := next((k for k in value if not isinstance(k, str)), None)) is not None:
-            raise ValueError(f"{where}: the key {text(strange)} is not text; write str({text(strange)})")
+        if (key := next((k for k in value if not isinstance(k, str)), None)) is not None:
+            raise ValueError(f"{where}: the key {text(key)} is not text; write str({text(key)})")
         return {str.__str__(k): _plain(v, f"{where}.{k}", depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
-    if callable(item := getattr(value, "item", None)):  # a number of another library, a tensor of one value
+    if callable(item := getattr(value, "item", None)):  # a number of another library, a tensor with one value
         try:
-            return _plain(item(), where, _DEEPEST)
+            return _plain(item(), where, _MAX_DEPTH)
         except Exception:
             pass
     cure = "holdfast.fingerprint(...) of it" if depth == 0 or hasattr(value, "get_vocab") else "text, numbers or lists"
@@ -148,43 +150,43 @@ def _plain(value: Any, where: str, depth: int) -> Any:
 def merge_facts(
     known: Mapping[str, Any], new: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What is known afterwards, what of `new` changes it, and what stood there before."""
-    result, changes, was = dict(known), {}, {}
+    """Return the merged facts, those that changed, and their previous values."""
+    result, changes, previous = dict(known), {}, {}
     for name, value in new.items():
         before = result.get(name)
-        if name == _JOINED and isinstance(value, dict) and isinstance(before, dict):
+        if name == _MERGED and isinstance(value, dict) and isinstance(before, dict):
             after: Any = {**before, **value}
         else:
             after = value
-        if json.dumps(before) == json.dumps(after):  # as text: a NaN is the NaN that was there, and 1 is not True
+        if json.dumps(before) == json.dumps(after):  # as text: NaN equals NaN, and 1 differs from True
             continue
         changes[name] = value
         if before is not None:
-            was[name] = before
+            previous[name] = before
         if after is None:
             result.pop(name, None)
         else:
             result[name] = after
-    return result, changes, was
+    return result, changes, previous
 
 
 def write_facts(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], step: int | None) -> None:
-    """Into the journal, by its `write`, and then into run.json. The folder is held, and the facts are checked."""
+    """Write checked facts to the journal, by `write`, and then to run.json. The caller has locked the folder."""
     about = read_run_json(folder.run) or {}
-    result, changes, was = merge_facts(about.get("facts") or {}, facts)
-    if step is not None and _JOINED in facts:
-        changes[_JOINED] = facts[_JOINED]  # the same score at a later step is a result of its own
+    result, changes, previous = merge_facts(about.get("facts") or {}, facts)
+    if step is not None and _MERGED in facts:
+        changes[_MERGED] = facts[_MERGED]  # the same score at a later step is another result
     if not changes:
         return
     if step is not None:
         write("facts", durable=True, step=step, facts=changes)
     else:
-        write("facts", durable=True, facts=changes, **({"previous": was} if was else {}))
+        write("facts", durable=True, facts=changes, **({"previous": previous} if previous else {}))
     write_atomically(folder.run, to_json({**about, "facts": result}))
 
 
 def rebuild_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The facts as a journal has them, for a run.json that is lost."""
+    """Return the facts that a journal has, for a run.json that is lost."""
     known: dict[str, Any] = {}
     for event in events:
         if event.get("event") == "facts" and isinstance(event.get("facts"), dict):
@@ -193,7 +195,10 @@ def rebuild_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def read_run_json(path: Path) -> dict[str, Any] | None:
-    """A run.json; None where there is none. RunDirError for one that is damaged."""
+    """Return the content of run.json, with the keys of this version; None if there is no file.
+
+    Raises RunDirError if it cannot be read or is damaged.
+    """
     try:
         about = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -204,7 +209,7 @@ def read_run_json(path: Path) -> dict[str, Any] | None:
         about = None
     if not isinstance(about, dict):
         raise RunDirError(
-            f"{path} is not a JSON object; move it away, and the next Guard on this folder writes it anew"
+            f"{path} is not a JSON object; move it away, and the next Guard on this folder writes it again"
         )
     if isinstance(about.get("config"), dict):
         about["config"] = with_current_keys(about["config"])
@@ -212,7 +217,7 @@ def read_run_json(path: Path) -> dict[str, Any] | None:
 
 
 def record_in_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], step: int | None) -> None:
-    """Into a run directory that nobody holds."""
+    """Record facts in a run directory that no process has locked."""
     folder = RunDir(path)
     if not folder.path.exists():
         raise RunDirError(f"{path}: no such folder; name the run_dir that was given to the Guard")

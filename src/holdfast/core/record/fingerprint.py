@@ -1,7 +1,6 @@
-"""The content of a thing as one short text: equal for equal content, on any machine and in any process.
+"""Fingerprints: a short text that is equal for equal content, on any machine and in any process.
 
-Nothing is unpickled and nothing of the thing is run beyond the accessors named here, so that a fingerprint of a file
-from elsewhere is safe to take.
+Nothing is unpickled, and only the accessors named here are called, so that the fingerprint of a foreign file is safe.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from holdfast.core.base.errors import ConfigError
 from holdfast.core.base.plain import text
 
 _UNSTABLE = ("padding", "truncation")
-"""what encoding a batch changes in a tokenizer, and what no vocabulary depends on"""
+"""settings that encoding a batch changes in a tokenizer, and that do not change the vocabulary"""
 
 
 def fingerprint(thing: Any) -> str:
-    """`sha256:` and 64 digits, over the content of `thing`.
+    """Return `sha256:` and 64 hex digits for the content of `thing`.
 
-    A path (str or PathLike): the file's bytes, or every file of the folder with its name. Text and bytes as such: pass
-    bytes. A tokenizer (tokenizers, transformers, sentencepiece, tiktoken): its rules and vocabulary, or the vocabulary
-    where it gives no more. Plain data (dicts, lists, numbers): as JSON with sorted keys. Arrays: dtype, shape, bytes.
+    A path (str or PathLike): the bytes of the file, or the names and bytes of all files in the folder; for a text itself,
+    pass bytes. A tokenizer (tokenizers, transformers, sentencepiece, tiktoken): its rules and vocabulary, or only the
+    vocabulary if it provides no more. Plain data (dicts, lists, numbers): JSON with sorted keys. Arrays: dtype, shape,
+    bytes. Raises ConfigError for anything else.
     """
     digest = hashlib.sha256()
     if isinstance(thing, str | os.PathLike):
@@ -59,7 +59,7 @@ def _add_path(digest: Any, path: Path) -> None:
             digest.update(b"file\n")
             digest.update(_file(path))
     except FileNotFoundError:
-        raise _refuse(str(path), "no such file or folder; for text as such pass bytes: text.encode()") from None
+        raise _refuse(str(path), "no such file or folder; for a text itself pass bytes: text.encode()") from None
     except OSError as error:
         raise _refuse(str(path), f"cannot be read: {error.strerror}") from None
 
@@ -70,14 +70,14 @@ def _file(path: Path) -> bytes:
 
 
 def _tokenizer(thing: Any) -> bytes | None:
-    """What a tokenizer is, as bytes; None for what is no tokenizer."""
-    inner = getattr(thing, "backend_tokenizer", thing)  # of transformers' fast tokenizers
-    if callable(whole := getattr(inner, "to_str", None)) and callable(getattr(inner, "get_vocab", None)):
-        rules = json.loads(whole())
+    """Return the rules and vocabulary of a tokenizer as bytes; None if `thing` is not a tokenizer."""
+    inner = getattr(thing, "backend_tokenizer", thing)  # transformers' fast tokenizers wrap one
+    if callable(to_str := getattr(inner, "to_str", None)) and callable(getattr(inner, "get_vocab", None)):
+        rules = json.loads(to_str())
         return _canonical({name: value for name, value in rules.items() if name not in _UNSTABLE})
     if callable(vocabulary := getattr(thing, "get_vocab", None)):
-        found = vocabulary()
-        return _canonical(dict(found) if isinstance(found, Mapping) else found)
+        tokens = vocabulary()
+        return _canonical(dict(tokens) if isinstance(tokens, Mapping) else tokens)
     if callable(proto := getattr(thing, "serialized_model_proto", None)):
         return bytes(proto())
     if callable(values := getattr(thing, "token_byte_values", None)):
@@ -90,7 +90,7 @@ def _canonical(thing: Any) -> bytes:
     try:
         return json.dumps(thing, sort_keys=True, separators=(",", ":"), default=_unordered).encode()
     except RecursionError:
-        raise _refuse("a structure", "it holds itself, or is too deep; pass plain data") from None
+        raise _refuse("a structure", "it contains itself, or is too deep; pass plain data") from None
     except (TypeError, ValueError) as error:
         raise _refuse(
             thing, f"is not plain data ({error}); pass dicts with text keys, lists, text and numbers"

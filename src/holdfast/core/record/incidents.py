@@ -1,4 +1,4 @@
-"""The incident folder: one record per incident, rewritten whole as the incident goes on."""
+"""The incident folders: one JSON file per incident, rewritten as the incident continues."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 
 
 class IncidentFiles:
-    """Keeps incidents/NNNN/incident.json up to date: evidence before, findings, plans, what became of them."""
+    """Keeps incidents/NNNN/incident.json up to date: the signals before it, findings, plans and outcomes."""
 
-    _LIMIT = 500
+    _MAX_EVENTS = 500
 
     def __init__(self, rundir: RunDir | None) -> None:
         self._rundir = rundir
-        self._open: dict[str, Any] | None = None
+        self._incident: dict[str, Any] | None = None
 
     def open(self, number: int, kind: str, step: int, onset: int, before: list[Signal]) -> None:
-        self._open = {
+        self._incident = {
             "incident": number,
             "kind": kind,
             "step": step,
@@ -30,14 +30,14 @@ class IncidentFiles:
         }
 
     def reopen(self, number: int, kind: str, step: int, onset: int) -> None:
-        """The run was started again inside an incident: its record goes on, or begins anew where it cannot be read."""
+        """Continue the file of an incident that an earlier process opened; start over if it cannot be read."""
         self.open(number, kind, step, onset, [])
-        if self._rundir is None or self._open is None:
+        if self._rundir is None or self._incident is None:
             return
         try:
             record = json.loads((self._rundir.incident(number) / "incident.json").read_text(encoding="utf-8"))
             if isinstance(record, dict) and isinstance(record.get("events"), list):
-                self._open |= {**record, "incident": number, "state": "open"}
+                self._incident |= {**record, "incident": number, "state": "open"}
         except (OSError, ValueError, RecursionError):
             pass
 
@@ -48,24 +48,24 @@ class IncidentFiles:
         self._add({"outcome": outcome})
 
     def close(self, state: str) -> None:
-        if self._open is not None:
-            self._open["state"] = state
+        if self._incident is not None:
+            self._incident["state"] = state
             self._save()
-            self._open = None
+            self._incident = None
 
     def _add(self, entry: dict[str, Any]) -> None:
-        if self._open is None:
+        if self._incident is None:
             return
-        events: list[Any] = self._open["events"]
-        if len(events) < self._LIMIT:
+        events: list[Any] = self._incident["events"]
+        if len(events) < self._MAX_EVENTS:
             events.append(entry)
             self._save()
         else:
-            left_out = self._open["events_left_out"] = self._open.get("events_left_out", 0) + 1
-            if left_out & (left_out - 1) == 0:  # at powers of two: the file is large, and this may go on for ever
+            dropped = self._incident["events_left_out"] = self._incident.get("events_left_out", 0) + 1
+            if dropped & (dropped - 1) == 0:  # only at powers of two: the file is large, and there may be many more
                 self._save()
 
     def _save(self) -> None:
-        if self._rundir is not None and self._open is not None:
-            folder = self._rundir.incident(self._open["incident"])
-            write_atomically(folder / "incident.json", to_json(self._open))
+        if self._rundir is not None and self._incident is not None:
+            folder = self._rundir.incident(self._incident["incident"])
+            write_atomically(folder / "incident.json", to_json(self._incident))

@@ -1,8 +1,8 @@
 """The journal: append-only JSON lines, readable after a kill at any byte.
 
-One event is one line, handed to the kernel in one write. A process killed inside that write leaves a torn last line;
-the next writer ends it with a newline and records where it is, the reader reports it, and every other line parses.
-Numbers that are not finite are written as NaN, Infinity and -Infinity, never as null.
+One event is one line, written by one call. A process killed inside that call leaves a torn last line: the next writer
+ends it with a newline and records its offset, the reader reports it, and every other line parses. Numbers that are not
+finite are written as NaN, Infinity and -Infinity, never as null.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.core.base.plain import plain, text
 
 
 class TornLine(NamedTuple):
-    """A line that does not parse: where it starts, and its bytes."""
+    """A line that does not parse: its number, its offset in the file and its bytes."""
 
     line: int
     offset: int
@@ -30,14 +30,14 @@ class TornLine(NamedTuple):
 
 
 class JournalContents(NamedTuple):
-    """A journal or metrics file as read."""
+    """The events and torn lines of a journal or metrics file."""
 
     events: list[dict[str, Any]]
     torn: list[TornLine]
 
 
 def dumps(event: dict[str, Any]) -> bytes:
-    """One event as one line. Structs become objects, enums their values."""
+    """Return an event as one line. Structs become objects, enums their values."""
     return json.dumps(plain(event), default=text, separators=(",", ":")).encode() + b"\n"
 
 
@@ -49,8 +49,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
-    """The event a line holds, or None. Nothing short of a whole object parses, so a line needs no newline to count."""
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the event on a line, or None. A line without a newline counts, since only a complete object parses."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -105,7 +105,7 @@ def read(path: str | os.PathLike[str]) -> JournalContents:
     for number, offset, line in _lines(Path(path)):
         if not line.strip():
             continue
-        event = _event(line)
+        event = _parse(line)
         if event is not None:
             events.append(with_current_names(event))
         else:
@@ -114,7 +114,7 @@ def read(path: str | os.PathLike[str]) -> JournalContents:
 
 
 class LineFile:
-    """Appends lines to a file it never rewrites. Opening ends a torn last line and says where it was."""
+    """Appends lines to a file. Opening it ends a torn last line; `torn_at` is the offset of that line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -125,7 +125,7 @@ class LineFile:
                 f"{path} cannot be opened for writing: {error.strerror}; choose another run_dir"
             ) from None
         self._half_written = False
-        self.taken = 0
+        self.bytes_written = 0
         """how many bytes of the last append are in the file"""
         try:
             self.torn_at = self._end_torn_line()
@@ -141,27 +141,29 @@ class LineFile:
         start, position = 0, size
         while position > 0:
             begin = max(0, position - 65536)
-            found = os.pread(self._descriptor, position - begin, begin).rfind(b"\n")
-            if found >= 0:
-                start = begin + found + 1
+            newline = os.pread(self._descriptor, position - begin, begin).rfind(b"\n")
+            if newline >= 0:
+                start = begin + newline + 1
                 break
             position = begin
-        whole = _event(os.pread(self._descriptor, size - start, start)) is not None
+        is_complete = _parse(os.pread(self._descriptor, size - start, start)) is not None
         self.append(b"\n")
-        return None if whole else start
+        return None if is_complete else start
 
     def append(self, data: bytes) -> None:
-        ending = b"\n" if self._half_written else b""  # else this line would run into the torn one: both would be lost
+        ending = (
+            b"\n" if self._half_written else b""
+        )  # otherwise this line would join the torn one, and both would be lost
         view = memoryview(ending + data)
-        self.taken = 0
+        self.bytes_written = 0
         try:
             while view:
                 view = view[durable.write_some(self._descriptor, view) :]
-                self.taken = max(0, len(data) - len(view))
+                self.bytes_written = max(0, len(data) - len(view))
             self._half_written = False
         except OSError as error:
             self._half_written = True
-            raise RunDirError(f"{self.path} cannot be written: {error.strerror}; nothing more was done") from None
+            raise RunDirError(f"{self.path} cannot be written: {error.strerror}; nothing else was done") from None
 
     def sync(self) -> None:
         if self._descriptor < 0:
@@ -170,7 +172,7 @@ class LineFile:
             durable.retry_interrupted(os.fsync, self._descriptor)
         except OSError as error:
             raise RunDirError(
-                f"{self.path} cannot be forced to disk: {error.strerror}; nothing more was done"
+                f"{self.path} cannot be forced to disk: {error.strerror}; nothing else was done"
             ) from None
 
     def close(self) -> None:
@@ -183,7 +185,7 @@ class LineFile:
 
 
 class Journal:
-    """Writes events. `durable` ones are on disk when `write` returns."""
+    """Writes events. A `durable` event is on disk when `write` returns."""
 
     def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -207,7 +209,7 @@ class Journal:
 
 
 class NullJournal(Journal):
-    """A journal for a run without a directory: takes everything, keeps nothing."""
+    """The journal of a run without a directory: it drops every event."""
 
     def __init__(self) -> None:
         pass

@@ -1,7 +1,7 @@
-"""metrics.jsonl: one line a settled step. Whoever trains hands rows over; a thread turns them into lines and writes them.
+"""metrics.jsonl: one line per settled step. A background thread encodes and writes the rows.
 
-No row is lost: what the disk does not take waits in memory, and where too much waits there, so does training. What a kill
-may cost is what was handed over in the last `flush_seconds`.
+No row is lost: rows that the disk does not accept stay in memory, and if there are too many, training waits. A kill
+loses at most the rows of the last `flush_seconds`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from holdfast.core.record.journal import LineFile, dumps
 
 log = logging.getLogger("holdfast")
 
-_AT_ONCE = 0.01
-"""who asks for lines more often than that has each written before `write` returns"""
-_EARLY, _MOST = 1000, 20_000
-"""rows that are written before their time; rows at which training waits"""
+_IMMEDIATE_SECONDS = 0.01
+"""with a shorter `flush_seconds`, each row is written before `write` returns"""
+_WRITE_ROWS, _WAIT_ROWS = 1000, 20_000
+"""pending rows that are written before they are due; pending rows at which training waits"""
 _BATCH, _PAUSE = 16, 0.001
-"""rows encoded in one go, and the seconds after it in which whoever trains has the interpreter to itself"""
-_LONGEST = 3600.0
+"""rows encoded at a time, and the seconds after that in which the training thread has the interpreter"""
+_MAX_WAIT = 3600.0
 
 
 class MetricsFile:
-    """Rows of any kind, as `encode` writes them; in the file at least every `flush_seconds`, and after `flush` and `close`.
+    """Writes rows, encoded by `encode`, at least every `flush_seconds`, and at `flush` and `close`.
 
-    An error of the disk is raised by the next call; the rows are kept, and written once it takes them again. A process that
-    was forked off has no part in it: there nothing is written and nothing waited for.
+    The next call raises an error of the disk; the rows are kept, and written once the disk accepts them. In a forked
+    process all calls do nothing.
     """
 
     def __init__(
@@ -49,52 +49,52 @@ class MetricsFile:
         self._flush_seconds, self._encode = flush_seconds, encode
         self._rows: deque[Any] = deque()
         self._encoded: list[bytes] = []
-        """rows on their way into the file; touched only by who holds `_writing`"""
+        """rows on their way into the file; guarded by `_writing`"""
         self._writing = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stop = self._closed = False
         self._error: Exception | None = None
-        """what the thread met with, and nobody has been told of"""
+        """an error of the thread that no call has raised yet"""
         self._process = os.getpid()
         self._flushed = self._clock.monotonic()
         self.waits = 0
-        """how often training has waited for the disk"""
+        """how often training waited for the disk"""
 
     def write(self, row: Any) -> None:
-        """Hand one row over. Nobody may change it afterwards."""
+        """Queue one row. The caller must not change it afterwards."""
         rows = self._rows
         rows.append(row)
-        if self._flush_seconds < _AT_ONCE:
+        if self._flush_seconds < _IMMEDIATE_SECONDS:
             self.flush()
         elif self._thread is None:
-            self._begin()
-        elif self._error is not None or len(rows) >= _EARLY or self._due():
-            self._attend()
+            self._start_thread()
+        elif self._error is not None or len(rows) >= _WRITE_ROWS or self._due():
+            self._handle_backlog()
 
     def flush(self) -> None:
-        """All that was handed over is in the file."""
-        if self._foreign():
+        """Write all queued rows to the file."""
+        if self._is_forked():
             return
-        met, self._error = self._error, None
+        error, self._error = self._error, None
         with self._writing:
             while self._rows or self._encoded:
                 self._append()
             self._flushed = self._clock.monotonic()
-        if met is not None:
-            raise met
+        if error is not None:
+            raise error
 
     def idle(self) -> None:
-        """The same as `flush`, and no thread runs until the next row comes, so that a process may be forked."""
+        """Flush and stop the thread until the next row, so that the process may fork."""
         thread, self._thread = self._thread, None
-        if thread is not None and not self._foreign():
+        if thread is not None and not self._is_forked():
             self._stop = True
             self._wake.set()
             thread.join()
         self.flush()
 
     def close(self) -> None:
-        """All of it is in the file, and nothing is held any more. What cannot be written is lost, and said."""
+        """Write all rows and close the file. Raise the error if some cannot be written; they are lost then."""
         if self._closed:
             return
         self._closed = True
@@ -104,32 +104,32 @@ class MetricsFile:
             closing.callback(self._rows.clear)
             self.idle()
 
-    # ---- who trains
+    # ---- in the training thread
 
     def _due(self) -> bool:
         return self._clock.monotonic() - self._flushed >= self._flush_seconds
 
-    def _attend(self) -> None:
-        """Something is not as at other times."""
-        if self._foreign():
+    def _handle_backlog(self) -> None:
+        """Wake the thread, raise its error, or wait for the disk if too many rows are queued."""
+        if self._is_forked():
             self._rows.clear()
             return
-        met, self._error = self._error, None
-        if met is not None:
-            raise met
-        if len(self._rows) >= _MOST:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if len(self._rows) >= _WAIT_ROWS:
             self.waits += 1
             if self.waits == 1:
-                log.warning("%s: the disk is too slow, and training waits for it", self._lines.path)
+                log.warning("%s: training waits because the disk is too slow", self._lines.path)
             self.flush()
         else:
             self._wake.set()
 
-    def _foreign(self) -> bool:
+    def _is_forked(self) -> bool:
         return os.getpid() != self._process
 
-    def _begin(self) -> None:
-        if self._foreign() or self._closed:
+    def _start_thread(self) -> None:
+        if self._is_forked() or self._closed:
             self._rows.clear()
             return
         self._stop = False
@@ -137,14 +137,14 @@ class MetricsFile:
         self._thread = threading.Thread(target=self._work, name="holdfast-metrics", daemon=True)
         self._thread.start()
 
-    # ---- the thread
+    # ---- in the background thread
 
     def _work(self) -> None:
         while not self._stop:
             left = self._flushed + self._flush_seconds - self._clock.monotonic()
-            self._wake.wait(min(max(left, _PAUSE), _LONGEST))
+            self._wake.wait(min(max(left, _PAUSE), _MAX_WAIT))
             self._wake.clear()
-            if self._error is None and (len(self._rows) >= _EARLY or self._due()):
+            if self._error is None and (len(self._rows) >= _WRITE_ROWS or self._due()):
                 self._write_out()
 
     def _write_out(self) -> None:
@@ -160,7 +160,7 @@ class MetricsFile:
         self._flushed = self._clock.monotonic()
 
     def _append(self) -> None:
-        """Some rows into the file, in the order they came."""
+        """Write some rows to the file, in order."""
         rows, encoded = self._rows, self._encoded
         while rows and len(encoded) < _BATCH:
             encoded.append(self._encode(rows.popleft()))
@@ -168,14 +168,14 @@ class MetricsFile:
             try:
                 self._lines.append(b"".join(encoded))
             finally:
-                self._forget(self._lines.taken)
+                self._drop_written(self._lines.bytes_written)
 
-    def _forget(self, taken: int) -> None:
-        """Drop the rows that are in the file. One that lacks its newline only reads as a row already."""
+    def _drop_written(self, written: int) -> None:
+        """Drop the rows that are in the file. A row that lacks only its newline can be read already."""
         done = 0
         for line in self._encoded:
-            if taken < len(line) - 1:
+            if written < len(line) - 1:
                 break
-            taken -= len(line)
+            written -= len(line)
             done += 1
         del self._encoded[:done]

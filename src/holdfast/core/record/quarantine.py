@@ -1,4 +1,4 @@
-"""Data that is never drawn again: stretches of the index stream, and sample ids. Only ever grows."""
+"""Data that is never drawn again: ranges of the index stream, and sample ids. It only grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.core.record.rundir import to_json, write_atomically
 
 
 class Quarantine:
-    """What is excluded and why. Written to its file, whole, before an exclusion takes effect."""
+    """Holds what is excluded and why. Its file is replaced before an exclusion takes effect."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
@@ -38,28 +38,31 @@ class Quarantine:
         return [Span(e, start, stop) for e in sorted(self._spans) for start, stop in self._spans[e]]
 
     def covers(self, epoch: int, start: int, stop: int) -> bool:
-        """Whether the whole of [start, stop) of an epoch is excluded."""
+        """Return whether all of [start, stop) of an epoch is excluded."""
         return any(low <= start and stop <= high for low, high in self._spans.get(epoch, ()))
 
     def keep(self, ids: list[Any]) -> list[Any]:
-        """The ids that may be drawn; the same list where all of them may."""
-        if not self._samples or not any(_plain(i) in self._samples for i in ids):
+        """Return the ids that may be drawn; the same list if all of them may."""
+        if not self._samples or not any(_as_key(i) in self._samples for i in ids):
             return ids
-        return [i for i in ids if _plain(i) not in self._samples]
+        return [i for i in ids if _as_key(i) not in self._samples]
 
     def stand_in(self, ids: list[Any], length: int) -> list[Any]:
-        """As many ids as there are, each that may not be drawn replaced by the next one of `length` that may. For ranks that
-        step together: a batch that is smaller on one of them, or missing, would leave the others waiting."""
+        """Return the ids with each excluded one replaced by the next allowed id below `length`.
+
+        Ranks that step together need this: a smaller or missing batch on one rank would leave the others waiting.
+        """
         if self.keep(ids) is ids or len(self._samples) >= length:
             return ids
-        return [self._next(int(i), length) if _plain(i) in self._samples else i for i in ids]
+        return [self._next_allowed(int(i), length) if _as_key(i) in self._samples else i for i in ids]
 
-    def _next(self, sample: int, length: int) -> int:
+    def _next_allowed(self, sample: int, length: int) -> int:
         while sample in self._samples:
             sample = (sample + 1) % length
         return sample
 
     def add_spans(self, spans: Iterable[Span], reason: str, **about: Any) -> None:
+        """Exclude ranges; those that are excluded already are not recorded again."""
         added = [s for s in spans if s.stop > s.start and not self.covers(*s)]
         if not added:
             return
@@ -68,17 +71,17 @@ class Quarantine:
             self._merge(span)
 
     def add_ahead(self, epoch: int, first: int, batches: int, reason: str) -> None:
-        """Exclude batches of an epoch that has not begun: which samples they are is known when it does."""
+        """Exclude batches of an epoch that has not begun; their samples are known when it begins."""
         entry = {"ahead": [epoch, first, batches], "reason": reason}
         self._record(entry)
         self._ahead.append(entry)
 
     def ahead(self, epoch: int) -> list[tuple[int, int]]:
-        """The batches excluded ahead of an epoch that begins now: (first, count) each."""
+        """Return the batches excluded ahead of an epoch that begins now, as (first, count) pairs."""
         return [(e["ahead"][1], e["ahead"][2]) for e in self._ahead if e["ahead"][0] == epoch]
 
     def resolve_ahead(self, epoch: int) -> None:
-        """The epoch has begun and its spans are on record: what was excluded ahead of it need not be kept open."""
+        """Close the exclusions ahead of an epoch that has begun: its spans are recorded now."""
         due = [e for e in self._ahead if e["ahead"][0] == epoch]
         if due:
             for entry in due:
@@ -87,7 +90,7 @@ class Quarantine:
             self.save()
 
     def add_samples(self, ids: Iterable[int], reason: str, **about: Any) -> list[int]:
-        """Exclude sample ids; returns those that were not excluded before."""
+        """Exclude sample ids; return those that were not excluded before."""
         added = [i for i in dict.fromkeys(map(int, ids)) if i not in self._samples]
         if added:
             self._record({"samples": added, "reason": reason, **about})
@@ -95,23 +98,23 @@ class Quarantine:
         return added
 
     def complete(self, events: Iterable[dict[str, Any]]) -> None:
-        """What the journal says is excluded and the file does not: it is lost, or a life ended between the two writes."""
-        added, window = len(self._entries), None
+        """Add exclusions that only the journal has: the file is lost, or a process died between the two writes."""
+        known, rollback = len(self._entries), None
         for event in events:
             for entry in _entries_of(event):
-                self._add_quietly({**entry, "reason": str(event.get("reason"))})
+                self._add_unsaved({**entry, "reason": str(event.get("reason"))})
             if event.get("event") == "action" and event.get("action") == "rollback":
-                window = event
+                rollback = event
             elif event.get("event") == "outcome":
-                window = None
-        stretch = None if window is None else window.get("skip_window")
-        if window is not None and isinstance(stretch, dict):  # it was to be excluded, and may not have been
-            ahead = [int(stretch[key]) for key in ("epoch", "first", "batches")]
-            self._add_quietly({"ahead": ahead, "reason": str(window.get("reason"))})
-        if len(self._entries) > added:
+                rollback = None
+        window = None if rollback is None else rollback.get("skip_window")
+        if rollback is not None and isinstance(window, dict):  # the process may have died before it excluded this
+            ahead = [int(window[key]) for key in ("epoch", "first", "batches")]
+            self._add_unsaved({"ahead": ahead, "reason": str(rollback.get("reason"))})
+        if len(self._entries) > known:
             self.save()
 
-    def _add_quietly(self, entry: dict[str, Any]) -> None:
+    def _add_unsaved(self, entry: dict[str, Any]) -> None:
         spans = [s for s in _spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
         samples = [i for i in map(int, entry.get("samples", ())) if i not in self._samples]
         ahead = entry.get("ahead")
@@ -126,18 +129,18 @@ class Quarantine:
         self._entries.append(entry)
 
     def _merge(self, span: Span) -> None:
-        """Insert and join with what it overlaps or touches."""
+        """Insert a range and join it with those that it overlaps or touches."""
         start, stop = span.start, span.stop
-        apart = []
+        separate = []
         for low, high in self._spans.get(span.epoch, []):
             if high < start or low > stop:
-                apart.append((low, high))
+                separate.append((low, high))
             else:
                 start, stop = min(start, low), max(stop, high)
-        self._spans[span.epoch] = sorted([*apart, (start, stop)])
+        self._spans[span.epoch] = sorted([*separate, (start, stop)])
 
     def _record(self, entry: dict[str, Any]) -> None:
-        """Write first: where the file cannot be written, nothing is excluded and the caller may try again."""
+        """Save the entry first: if that fails, nothing is excluded, and the caller may try again."""
         self._entries.append(entry)
         try:
             self.save()
@@ -150,7 +153,7 @@ class Quarantine:
             write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
 
     def adopt(self, entries: list[dict[str, Any]]) -> None:
-        """What another rank has read from the file."""
+        """Load entries that another rank has read from the file."""
         for entry in entries:
             for epoch, start, stop in entry.get("spans", ()):
                 self._merge(Span(int(epoch), int(start), int(stop)))
@@ -168,17 +171,17 @@ class Quarantine:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
             raise RunDirError(
-                f"{path} is damaged ({error}); move it away, and it is made again from the journal beside it"
+                f"{path} is damaged ({error}); move it away, and the next start rebuilds it from the journal"
             ) from None
 
 
-def _plain(index: Any) -> Any:
-    """An index as a key: tensors and numpy integers compare equal to the int they hold, but hash differently."""
+def _as_key(index: Any) -> Any:
+    """Return an index as a set key: a tensor or numpy integer equals its int but hashes differently."""
     return index if type(index) is int else int(index) if hasattr(index, "__index__") else index
 
 
 def _entries_of(event: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an event excludes; a skip says it itself, before anything else does."""
+    """Return what an event excludes. A skip has its data in its own event, written before the quarantine event."""
     if event.get("event") == "quarantine":
         return [{k: event[k] for k in ("spans", "samples") if event.get(k)}]
     if event.get("event") == "action" and event.get("action") == "skip":

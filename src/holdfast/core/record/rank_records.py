@@ -1,7 +1,7 @@
-"""What one rank alone has to tell: `ranks/rank_00001.jsonl` in the run directory, a journal of its own for each.
+"""The journal of a single rank: `ranks/rank_00001.jsonl` in the run directory.
 
-The run's journal is written by one rank and says what all have agreed on. What befalls a rank while the others wait for it
-cannot be agreed on; it is written here, by the rank itself.
+Rank 0 writes the journal of the run, with what all ranks have agreed on. A failure of one rank, while the others wait for
+it, cannot be agreed on; the rank itself writes it here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def rank_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
 
 
 class RankRecords:
-    """Appends to one rank's file, which is made by the first event; most runs have none. For several threads."""
+    """Appends events to the file of one rank, from any thread. The first event makes the file; most runs have none."""
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int, *, clock: Clock | None = None) -> None:
         self.path = rank_file(run_dir, rank)
@@ -32,7 +32,7 @@ class RankRecords:
         self._lock = threading.Lock()
 
     def write(self, event: str, **fields: Any) -> None:
-        """On disk when this returns. RunDirError where it cannot be."""
+        """Write an event; it is on disk when this returns. Raise RunDirError if that fails."""
         with self._lock:
             if self._journal is None:
                 self._journal = self._open()

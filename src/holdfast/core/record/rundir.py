@@ -1,4 +1,4 @@
-"""The run directory: its names, its lock, and files that are replaced whole or not at all."""
+"""The run directory: its file names, its lock, and atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.core.base.plain import plain, text
 def write_atomically(path: Path, content: str) -> None:
     """Replace `path` with `content`: after a crash at any instant it is the old file or the new one.
 
-    When this returns it is the new one, even after a power loss.
+    When this returns, the new file survives a power loss. Raises RunDirError if it cannot be written.
     """
     try:
         durable.replace_file(path, content.encode())
@@ -32,11 +32,11 @@ def to_json(value: Any) -> str:
 
 
 class RunDir:
-    """One run's folder, held by one live process at a time.
+    """The folder of one run, locked by one live process at a time.
 
-    The lock is a POSIX record lock: the kernel releases it when the process dies however it dies, and loader workers
-    forked from the process do not inherit it. Such a lock does not keep a process from itself, so the folders this
-    process holds are listed as well.
+    The lock is a POSIX record lock: the kernel releases it however the process dies, and forked loader workers do not
+    inherit it. Such a lock does not exclude a second Guard in the same process, so `_held` lists the folders that this
+    process has locked.
     """
 
     _held: ClassVar[set[Path]] = set()
@@ -53,7 +53,7 @@ class RunDir:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Make the folder and hold it; RunDirError if it cannot be written or another live process holds it."""
+        """Make the folder and lock it. Raise RunDirError if it is not writable or another live process has it."""
         with self._guard:
             if self.path in self._held:
                 raise RunDirError(
@@ -65,7 +65,7 @@ class RunDir:
                     os.open, self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
                 )
             except (FileExistsError, NotADirectoryError):
-                raise RunDirError(f"{self.path} is, or lies under, a file; run_dir must be a folder") from None
+                raise RunDirError(f"{self.path} is a file or inside one; run_dir must be a folder") from None
             except OSError as error:
                 raise RunDirError(
                     f"{self.path} cannot be written: {error.strerror}; choose another run_dir or fix its permissions"
@@ -83,7 +83,7 @@ class RunDir:
                 raise RunDirError(
                     f"{self.path} cannot be locked: {error.strerror}; choose a run_dir on a file system that has locks"
                 ) from None
-            with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, only the name is missing
+            with contextlib.suppress(OSError):  # a full disk: the lock holds, only the owner's name is missing
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             self._descriptor = descriptor
@@ -98,6 +98,7 @@ class RunDir:
                 self._held.discard(self.path)
 
     def incident(self, number: int) -> Path:
+        """Make and return the folder of an incident."""
         folder = self.incidents / f"{number:04d}"
         try:
             durable.make_folder(folder)

@@ -1,4 +1,4 @@
-"""The sum of a run, read off its events: clean or recovered, what was done, what it cost."""
+"""The summary of a run, computed from its events: its status, what was done, and what it cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 
-class IncidentLine(msgspec.Struct, kw_only=True):
+class IncidentSummary(msgspec.Struct, kw_only=True):
     """One incident in short."""
 
     number: int
@@ -19,7 +19,7 @@ class IncidentLine(msgspec.Struct, kw_only=True):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What a run was, over all its lives."""
+    """What happened in a run, over all its processes."""
 
     status: Literal["clean", "recovered", "observed", "stopped", "off"] = "clean"
     committed: int = 0
@@ -32,7 +32,7 @@ class Summary(msgspec.Struct, kw_only=True):
     lr_cuts: int = 0
     restarts: int = 0
     seconds_lost: float = 0.0
-    incidents: list[IncidentLine] = []
+    incidents: list[IncidentSummary] = []
     stopped: str | None = None
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Summary(msgspec.Struct, kw_only=True):
         if self.seconds_lost:
             lines.append(f"time lost: {self.seconds_lost:.1f} s")
         for incident in self.incidents:
-            done = ", ".join(incident.actions) or "on record"
+            done = ", ".join(incident.actions) or "recorded only"
             lines.append(
                 f"incident {incident.number}: {incident.kind} at step {incident.step}: {done}; {incident.state}"
             )
@@ -63,11 +63,11 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 class Tally:
-    """Feed it every journal event, in order."""
+    """Computes the summary from every journal event, given to `feed` in order."""
 
     def __init__(self) -> None:
         self._summary = Summary()
-        self._incidents: dict[int, IncidentLine] = {}
+        self._incidents: dict[int, IncidentSummary] = {}
         self._acted = False
 
     def feed(self, event: dict[str, Any]) -> None:
@@ -77,10 +77,10 @@ class Tally:
 
     def _on_restart(self, event: dict[str, Any]) -> None:
         self._summary.restarts += 1
-        self._summary.stopped = None  # a stop that holds would not have let it begin
+        self._summary.stopped = None  # a stop that still held would have refused this process
 
     def _on_incident_opened(self, event: dict[str, Any]) -> None:
-        self._incidents[event["incident"]] = IncidentLine(
+        self._incidents[event["incident"]] = IncidentSummary(
             number=event["incident"], kind=event["kind"], step=event["step"], onset=event["onset"]
         )
 
@@ -125,7 +125,7 @@ class Tally:
                 line.state = "closed"
 
     def summary(self, committed: int) -> Summary:
-        """The sum so far; `committed` is the number of steps the run stands at."""
+        """Return the summary so far; `committed` is the number of committed steps."""
         incidents = [self._incidents[n] for n in sorted(self._incidents)]
         status: Literal["clean", "recovered", "observed", "stopped", "off"] = "clean"
         if self._summary.stopped:

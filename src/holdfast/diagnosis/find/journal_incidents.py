@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.core.base.types import Kind
-from holdfast.core.record.tally import IncidentLine
+from holdfast.core.record.tally import IncidentSummary
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.run_journal import RunJournal
 from holdfast.diagnosis.model.table import Series, Table
@@ -33,7 +33,7 @@ _KINDS = {
 class JournalIncident(NamedTuple):
     """Holds an incident of the journal, with a table that has its vetoed or undone rows."""
 
-    line: IncidentLine
+    line: IncidentSummary
     table: Table
     episode: Episode
     row: int
@@ -46,7 +46,7 @@ def find(table: Table, journal: RunJournal) -> list[JournalIncident]:
     return [incident for incident in incidents if incident is not None]
 
 
-def restore(table: Table, line: IncidentLine, journal: RunJournal) -> JournalIncident | None:
+def restore(table: Table, line: IncidentSummary, journal: RunJournal) -> JournalIncident | None:
     """Insert the vetoed or undone rows of an incident; return None if it has none or has no kind of ours."""
     kind = _KINDS.get(line.kind)  # type: ignore[call-overload]
     undone = {name: _undone(table.evals.get(f"undone_{name}"), line, journal) for name in ("loss", "grad_norm")}
@@ -85,7 +85,7 @@ def restore(table: Table, line: IncidentLine, journal: RunJournal) -> JournalInc
     return JournalIncident(line, restored, episode, min(row, max(0, len(table) - 1)))
 
 
-def _undone(series: Series | None, line: IncidentLine, journal: RunJournal) -> Series:
+def _undone(series: Series | None, line: IncidentSummary, journal: RunJournal) -> Series:
     """Return the vetoed or undone values between the onset of an incident and its last action."""
     if series is None:
         return Series(np.empty(0), np.empty(0))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.record.journal import read
-from holdfast.core.record.tally import IncidentLine, Summary, Tally
+from holdfast.core.record.tally import IncidentSummary, Summary, Tally
 
 MISSING = "not recorded"
 
@@ -41,7 +41,7 @@ class RunJournal:
         return tally.summary(ends[-1] if ends else 0)
 
     @property
-    def incidents(self) -> list[IncidentLine]:
+    def incidents(self) -> list[IncidentSummary]:
         return self.summary.incidents if self.summary else []
 
     def steps_undone(self) -> int | None:

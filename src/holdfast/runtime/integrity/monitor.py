@@ -70,7 +70,7 @@ class IntegrityMonitor:
         window_was_seen = due.window and all(row[-1] != UNSEEN for row in rows.checks)
         for kind, was_checked in (("replica", due.replicas), ("window", window_was_seen)):
             if was_checked and all(c.kind != kind for c in corruptions):
-                self._recurrence.clean(kind)
+                self._recurrence.record_clean_check(kind)
         if not corruptions:
             return findings
         accounts = self._context.ranks.all_gather_object(self._checks.account(number))
@@ -102,7 +102,7 @@ class IntegrityMonitor:
 
     def _judge(self, corruption: Corruption, accounts: Sequence[dict[str, object]], number: int) -> Finding:
         tensors, fresh = corrupt_tensors(corruption, accounts, self._checks.groups(number))
-        decision = self._recurrence.seen(corruption, tensors, fresh)
+        decision = self._recurrence.diagnose(corruption, tensors, fresh)
         if decision.leave_out:
             self._checks.leave_out(corruption.kind, decision.leave_out)
             if corruption.kind == "replica":
@@ -114,5 +114,5 @@ class IntegrityMonitor:
 
     def incident_closed(self, step: int) -> None:
         """Note which corruptions did not come back: they were transient."""
-        for decision in self._recurrence.closed():
+        for decision in self._recurrence.close_incident():
             self._context.engine.note(step, decision.text)

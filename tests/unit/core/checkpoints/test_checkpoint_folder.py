@@ -83,7 +83,7 @@ def test_folder_that_was_copied_or_renamed_is_damaged(folder):
     (folder.path / "step_00000007").rename(folder.path / "step_00000008")
     (entry,) = folder.entries()
     assert (entry.step, entry.health) == (8, BAD)
-    assert entry.damage == "manifest.json is that of step_00000007: the folder was copied or renamed"
+    assert entry.damage == "manifest.json belongs to step_00000007: the folder was copied or renamed"
 
 
 def test_link_to_a_checkpoint_is_damaged_and_removing_it_removes_the_link_only(folder, tmp_path):
@@ -164,7 +164,7 @@ def test_everything_is_on_disk_before_the_name_and_the_name_before_publish_retur
 
 def test_name_that_exists_is_refused_and_kept(folder):
     save(folder, 7, GOOD)
-    with pytest.raises(RunDirError, match="step_00000007 is there already"):
+    with pytest.raises(RunDirError, match="step_00000007 exists already"):
         save(folder, 7, CANDIDATE)
     assert [e.health for e in folder.entries()] == [GOOD]
     assert verify(folder.entries()[0]) is None and hidden(folder) == []
@@ -179,7 +179,7 @@ def test_name_that_exists_is_refused_and_kept(folder):
         (lambda p: ((p / "a.bin").rename(p / ".a"), (p / "a.bin").symlink_to(p / ".a")), "a.bin is not a regular file"),
         (lambda p: (p / "a.bin").chmod(0o666), "a.bin can be written by every user"),
         (lambda p: p.chmod(0o777), "the folder can be written by every user"),
-        (lambda p: (p / "manifest.json").touch(), "is there already"),
+        (lambda p: (p / "manifest.json").touch(), "exists already"),
     ],
 )
 def test_what_is_not_as_the_manifest_says_is_not_published(folder, spoil: Callable[[Path], object], said):

@@ -90,7 +90,7 @@ def test_branch_that_was_left_is_passed_over_although_its_steps_are_later(folder
     name, passed = chosen(folder)
     assert name == "step_00000600.b1"
     assert passed == [
-        ("step_00000900", "it is on a branch that the run has left"),
+        ("step_00000900", "it is on a branch that the run has abandoned"),
         ("step_00000700.b1", "candidate: too few healthy steps have followed it"),
     ]
 
@@ -142,7 +142,7 @@ def test_handover_from_which_the_run_went_on_is_a_candidate_like_any_other(folde
         (folder.path / "step_00000003" / "manifest.json").unlink()
     name, passed = chosen(folder)
     assert name == "step_00000001"
-    assert "saved at an orderly stop, but the run went on from it to step_00000003" in passed[-1][1]
+    assert "saved at an orderly stop, but the run continued from it to step_00000003" in passed[-1][1]
 
 
 def test_handover_that_does_not_verify_gives_way_to_the_good_one_before_it(folder):
@@ -206,7 +206,7 @@ def test_only_candidates_or_quarantined_ones_begin_the_run_and_the_log_says_so(r
     save(folder, 1, CANDIDATE)
     save(folder, 2, QUARANTINED)
     assert resolve_resume_path(run_dir) is None
-    assert "the run begins" in caplog.text and "step_00000001: candidate" in caplog.text
+    assert "the run starts from the beginning" in caplog.text and "step_00000001: candidate" in caplog.text
 
 
 def test_run_whose_good_ones_are_all_damaged_is_refused_with_each_and_why(run_dir, folder):
@@ -235,7 +235,7 @@ def test_run_never_begins_anew_over_a_checkpoint_that_may_have_been_good(run_dir
 
 def test_directory_of_another_run_is_refused_with_both_names(run_dir, folder):
     save(folder, 1, run="beef")
-    with pytest.raises(RunDirError, match=f"is run {RUN}, and the checkpoints in it are another run's \\(beef\\)"):
+    with pytest.raises(RunDirError, match=f"is run {RUN}, but the checkpoints in it belong to another run \\(beef\\)"):
         resolve_resume_path(run_dir)
 
 
@@ -259,7 +259,7 @@ def test_explicit_path_wins_and_the_log_says_what_would_have_been_taken(run_dir,
     save(folder, 2)
     with caplog.at_level(logging.INFO, "holdfast"):
         assert resolve_resume_path(run_dir, folder.path / "step_00000001") == folder.path / "step_00000001"
-    assert f"automatic resume would have taken {folder.path / 'step_00000002'}" in caplog.text
+    assert f"automatic resume would use {folder.path / 'step_00000002'}" in caplog.text
 
 
 def test_explicit_path_wins_over_nothing_and_over_a_refusal(run_dir, folder, tmp_path, caplog):
@@ -267,11 +267,11 @@ def test_explicit_path_wins_over_nothing_and_over_a_refusal(run_dir, folder, tmp
     taken = save(elsewhere, 5, run="beef").path
     with caplog.at_level(logging.INFO, "holdfast"):
         assert resolve_resume_path(run_dir, taken) == taken
-    assert "would have taken nothing: the run would have begun anew" in caplog.text
+    assert "would use nothing: the run would start from the beginning" in caplog.text
     save(folder, 1, run="cafe")
     with caplog.at_level(logging.INFO, "holdfast"):
         assert resolve_resume_path(run_dir, str(taken)) == taken
-    assert "would have taken nothing: " in caplog.text and "another run's (cafe)" in caplog.text
+    assert "would use nothing: " in caplog.text and "another run (cafe)" in caplog.text
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints", "link"])
@@ -290,16 +290,14 @@ def test_explicit_run_directory_or_its_checkpoints_or_a_link_gives_the_newest_go
 def test_explicit_candidate_is_taken_and_said_to_be_one(run_dir, folder, health, caplog):
     entry = save(folder, 1, health, why="spike")
     assert resolve_resume_path(run_dir, entry.path) == entry.path
-    assert f"is {health} (spike), and is taken as load_path says so" in caplog.text
+    assert f"is {health} (spike), but is used because load_path names it" in caplog.text
 
 
 def test_explicit_path_that_cannot_be_trusted_is_refused_with_the_reason(run_dir, folder):
     entry = save(folder, 1)
     save(folder, 2)
     flip(entry.path / FILES[0], 5)
-    with pytest.raises(
-        RunDirError, match="load_path .*step_00000001 cannot be gone on from: rank_00000.bin is not what"
-    ):
+    with pytest.raises(RunDirError, match="load_path .*step_00000001 cannot be used: rank_00000.bin is not what"):
         resolve_resume_path(run_dir, entry.path)
     assert resolve_resume_path(run_dir, entry.path, verify=False) == entry.path
     folder.mark("step_00000002", BAD, "not finite", 1.0)
@@ -316,8 +314,8 @@ def test_explicit_path_that_leads_nowhere_is_refused_with_the_cure(run_dir, fold
         (tmp_path / "none", "no such folder; name a checkpoint"),
         (tmp_path / "file", "no such folder; name a checkpoint"),
         (tmp_path / "empty", "neither a checkpoint nor a run directory"),
-        (tmp_path / "b", "has no checkpoint that is good"),
-        (renamed, "not the name of a checkpoint; give it the name in its manifest.json back"),
+        (tmp_path / "b", "has no good checkpoint"),
+        (renamed, "not the name of a checkpoint; rename it to the name in its manifest.json"),
     ):
         with pytest.raises(RunDirError, match=said):
             resolve_resume_path(run_dir, path)

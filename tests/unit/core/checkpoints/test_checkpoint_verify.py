@@ -25,13 +25,13 @@ from holdfast.core.checkpoints.manifest import (
     HealthRecord,
     Manifest,
     _digest,
-    _written,
+    _encode,
     seal,
     unseal_health,
     unseal_manifest,
 )
 from holdfast.core.checkpoints.resume import choose
-from holdfast.core.checkpoints.verify import checksum_file, verify
+from holdfast.core.checkpoints.verify import checksum_file, verify, verify_except_contents
 
 EVERY = (*FILES, "manifest.json", "health.json")
 
@@ -155,7 +155,7 @@ def test_file_that_is_not_part_of_it_is_named_and_hidden_ones_are_not(folder):
     (newest(folder) / ".health.json.0123abcd.aside").touch()
     assert verify(newest(folder)) is None
     (newest(folder) / "rank_00002.bin").touch()
-    assert_found(folder, "rank_00002.bin is not part of it")
+    assert_found(folder, "rank_00002.bin is not part of the checkpoint")
 
 
 def test_file_that_cannot_be_read_is_a_reason_not_an_error(folder, monkeypatch):
@@ -168,6 +168,30 @@ def test_file_that_cannot_be_read_is_a_reason_not_an_error(folder, monkeypatch):
 
     monkeypatch.setattr(os, "read", broken)
     assert_found(folder, "rank_00001.bin cannot be read: Input/output error")
+
+
+@pytest.mark.parametrize("check", [verify, verify_except_contents])
+def test_file_that_vanishes_during_the_check_is_missing_not_unreadable(folder, monkeypatch, check):
+    """Missing is damage: the checkpoint is marked bad. Unreadable is not: another attempt may succeed."""
+    entry, listdir = folder.entry("step_00000002"), os.listdir
+
+    def vanishes(path: Path) -> list[str]:
+        if str(path).endswith("step_00000002"):
+            raise FileNotFoundError(2, "No such file or directory", str(entry.path / "rank_00001.bin"))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", vanishes)
+    assert check(entry) == "rank_00001.bin is missing"
+
+
+def test_disk_that_does_not_answer_is_an_error_without_the_contents(folder, monkeypatch):
+    def fails(path: Path) -> list[str]:
+        raise OSError(5, "Input/output error", str(path))
+
+    entry = folder.entry("step_00000002")
+    monkeypatch.setattr(os, "listdir", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        verify_except_contents(entry)
 
 
 def test_folder_that_is_not_there_or_not_a_checkpoint_is_a_reason(folder, tmp_path):
@@ -192,7 +216,7 @@ def edited(path: Path, *, recompute: bool, **changes: object) -> None:
     if recompute:
         del body["sha256"]
         body["sha256"] = _digest(body)
-    path.write_bytes(_written(body))
+    path.write_bytes(_encode(body))
 
 
 def test_edited_manifest_is_found(folder):
@@ -228,11 +252,11 @@ def test_health_of_another_checkpoint_is_found(folder):
         ({"lineage": {"forks": [[0, 0], [1, 9]]}}, "lineage"),
         ({"lineage": {"forks": [[0, 3]]}}, "lineage"),
         ({"step": -1}, "lineage"),
-        ({"step": "2"}, "not one of ours"),
+        ({"step": "2"}, "was not written by Holdfast"),
         ({"step": 3}, "copied or renamed"),
         ({"format": 2}, "format 2"),
-        ({"unknown": 1}, "not one of ours"),
-        ({"reason": ["\ud800"]}, "not one of ours"),
+        ({"unknown": 1}, "was not written by Holdfast"),
+        ({"reason": ["\ud800"]}, "was not written by Holdfast"),
     ],
 )
 def test_manifest_that_means_harm_is_refused_although_its_checksum_is_right(folder, changes, said):
@@ -252,7 +276,7 @@ def test_garbage_for_a_small_file_is_damage_never_an_exception(folder, name, con
 
 def test_health_that_is_no_word_at_all_is_damage(folder):
     edited(newest(folder) / "health.json", recompute=True, health="\ud800")
-    assert_found(folder, "health.json is not one of ours")
+    assert_found(folder, "health.json was not written by Holdfast")
 
 
 def test_checksum_of_an_unknown_kind_is_refused_by_name(folder):

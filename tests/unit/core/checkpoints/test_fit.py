@@ -129,7 +129,7 @@ def test_state_of_another_run_is_refused(path, value):
     message = refusal(found)
     assert found[0].what in message
     assert message.endswith(
-        'name another run_dir for another run, or set [checkpoint] resume = "never" to start anew here'
+        'name another run_dir for another run, or set [checkpoint] resume = "never" to start over here'
     )
 
 
@@ -189,7 +189,7 @@ def test_lines_are_worst_first_with_both_values():
     now.update(world_size=8, parameters=2000)
     assert describe(compare(about(), now)) == [
         "refuse: parameters: 1000 then, 2000 now (another model: its weights do not fit)",
-        "warn: world_size: 1 then, 8 now (other ranks: the state is laid out anew, sums round differently)",
+        "warn: world_size: 1 then, 8 now (other ranks: the state is resharded, and sums round differently)",
         "note: torch: 2.13.0 then, 2.11.0 now (another version: kernels and defaults may differ)",
     ]
 

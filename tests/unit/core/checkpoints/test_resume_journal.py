@@ -52,14 +52,14 @@ def test_what_a_journalled_rollback_left_is_not_taken_although_nothing_says_so_o
     went_back(run_dir, FIRST.forked(1, 20))
     assert resumed(run_dir) == "step_00000020"
     found = survey(run_dir)
-    assert [(p.name, p.why) for p in found.passed] == [
+    assert [(p.name, p.why) for p in found.rejected] == [
         ("step_00000030", "quarantined: the journal says that the run left its branch")
     ]
     assert found.lineage == FIRST.forked(1, 20)
 
 
 def test_branch_begun_after_what_the_journal_says_is_followed(run_dir, folder):
-    """A fork without an event: the same step saved twice, or a run begun anew."""
+    """A fork without an event: the same step saved twice, or a run that started over."""
     went_back(run_dir, FIRST.forked(1, 20))
     for step in (10, 20, 30):
         save(folder, step, GOOD)
@@ -90,7 +90,7 @@ def test_what_was_thought_of_one_before_it_was_left_stays(run_dir, folder, healt
     save(folder, 10, GOOD)
     save(folder, 20, health, why="its weights are broken")
     went_back(run_dir, FIRST.forked(1, 10))
-    assert survey(run_dir).passed[0].why == f"{health}: its weights are broken"
+    assert survey(run_dir).rejected[0].why == f"{health}: its weights are broken"
 
 
 @pytest.mark.parametrize(

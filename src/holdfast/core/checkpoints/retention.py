@@ -98,13 +98,13 @@ def _why_abandoned(one: SavedCheckpoint, lineage: Lineage) -> str:
         (b.step for a, b in zip(lineage.forks, lineage.forks[1:], strict=False) if a.branch == one.branch), None
     )
     if went_back is not None and one.step > went_back:
-        return f"the run went back to step {went_back} and abandoned this branch there"
+        return f"the run went back to step {went_back} and left this branch there"
     return "on a branch that the run has abandoned"
 
 
 def _why_superseded(one: SavedCheckpoint, good: list[SavedCheckpoint], rules: RetentionRules) -> str:
     if one.health is Health.GOOD:
-        return f"good, but older than the newest {max(1, rules.keep_last)} good ones, and kept by no other rule"
+        return f"good, but older than the newest {max(1, rules.keep_last)} that are, and kept by no other rule"
     if one.health in _DISTRUSTED:
         return f"{one.health}, and {good[-1].name} after it is good"
     return f"never certified, and {good[-1].name} after it is good"

@@ -133,9 +133,9 @@ def test_branches_that_were_left_go_before_anything_of_the_lineage():
 @pytest.mark.parametrize(
     ("saved", "lineage", "why"),
     [
-        ([at(10), at(30)], Lineage().forked(1, 20), "the run went back to step 20 and abandoned this branch there"),
+        ([at(10), at(30)], Lineage().forked(1, 20), "the run went back to step 20 and left this branch there"),
         ([at(10), at(5, BAD, 4)], Lineage(), "on a branch that the run has abandoned"),
-        ([at(10), at(20)], Lineage(), "good, but older than the newest 1 good ones, and kept by no other rule"),
+        ([at(10), at(20)], Lineage(), "good, but older than the newest 1 that are, and kept by no other rule"),
         ([at(10, BAD), at(20)], Lineage(), "bad, and step_00000020 after it is good"),
     ],
 )

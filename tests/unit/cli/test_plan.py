@@ -210,7 +210,9 @@ def test_process_that_never_resumed_is_a_failure_but_no_measured_restart(tmp_pat
     died = {"event": "restart", "time": 4000.0, "environment": {"config": CONFIG}}
     found = measure(str(write_run(tmp_path / "run", [*process_events(0.0, 1, restart=False), died])))
     assert (found.failures, found.restart) == (1, None)
-    found = measure(str(write_run(tmp_path / "again", [*process_events(0.0, 1, restart=False), died, *process_events(4500.0, 1)])))
+    found = measure(
+        str(write_run(tmp_path / "again", [*process_events(0.0, 1, restart=False), died, *process_events(4500.0, 1)]))
+    )
     assert (found.failures, found.restart) == (2, 560.0), "from the last line of the process that died to the resume"
 
 

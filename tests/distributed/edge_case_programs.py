@@ -155,6 +155,30 @@ def hooks_of_one_rank(folder: Path, rank: int, size: int) -> None:
             same(layout.state(), train_unguarded(Layout("ddp", rank, size, "adamw_fused"), 1.0, {BAD_STEP}))
 
 
+class EvaluatingHook:
+    """Evaluates the model after every step. With the device gate it is called between the next step's backward and update."""
+
+    late = True
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+
+    def on_step_end(self, outcome: Any) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.model(torch.ones(2, 8))
+        self.model.train()
+
+
+def late_hook_evaluates(folder: Path, rank: int, size: int) -> None:
+    """FSDP2 keeps the root's gathered weights after an evaluation. The next forward must not use them after the update."""
+    for optimizer, config in (("adamw_fused", DEVICE_GATE), ("adamw", HOST_GATE)):
+        layout = Layout("fsdp", rank, size, optimizer)
+        train(layout, folder / optimizer, config, hooks=[EvaluatingHook(layout.model)])
+        layout.model.reshard()  # after the last evaluation the model has the gathered parameters
+        same(layout.state(), train_unguarded(Layout("fsdp", rank, size, optimizer), 1.0, set()))
+
+
 def random_draw_before_the_end(folder: Path, rank: int, size: int) -> None:
     """After the last step is saved, rank 0 alone draws a random number, as an evaluation would."""
     with time_limit():

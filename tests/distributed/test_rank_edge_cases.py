@@ -46,3 +46,7 @@ def test_loader_error_on_one_rank_ends_all_ranks_without_a_with_block(run, tmp_p
 @pytest.mark.slow
 def test_accumulation_scaler_workers_and_single_rows_recover_exactly(run):
     run("edge_case_programs.combinations_on_two_ranks:2", "four/edge_case_programs.several_culprits:4")
+
+
+def test_evaluation_in_a_late_hook_leaves_no_stale_weights_behind(run):
+    run("edge_case_programs.late_hook_evaluates:2")

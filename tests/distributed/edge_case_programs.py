@@ -156,7 +156,7 @@ def hooks_of_one_rank(folder: Path, rank: int, size: int) -> None:
 
 
 class EvaluatingHook:
-    """Evaluates the model after every step. With the device gate it is called between the next step's backward and update."""
+    """Evaluates the model after every step; with the device gate, between the next step's backward and update."""
 
     late = True
 

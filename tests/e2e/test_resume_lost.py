@@ -147,7 +147,7 @@ def with_ema():
 
 def test_a_registered_object_that_was_not_there_is_refused_by_name(dead, tmp_path):
     path = copied(dead.path, tmp_path / "run")
-    with pytest.raises(SetupError, match="'ema' was not registered then"):
+    with pytest.raises(SetupError, match="'ema' was not registered when it was saved"):
         live(often(with_ema), path, about=dead.about)
     assert_continued(live(often(), path, about=dead.about), dead.whole)
 

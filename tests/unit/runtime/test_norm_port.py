@@ -10,20 +10,9 @@ from torch import nn
 
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
-from holdfast.runtime.tensors.norms import LocalNorms
-from holdfast.runtime.update.gate import Gate
-from holdfast.runtime.update.measurements import DeviceMeasurements
 from holdfast.runtime.update.update_size import UpdateSize, rms_of_worst, sums_of_squares
 
 CPU = torch.device("cpu")
-
-
-class Asked(LocalNorms):
-    def __init__(self) -> None:
-        self.clips: list[tuple[float, float, float]] = []
-
-    def clip(self, parameters, by) -> None:
-        self.clips.append((by.max_norm, float(by.local_norm), float(by.agreed_norm)))
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -32,19 +21,6 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
         model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         if step < steps - 1:
             optimizer.step()
-
-
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_gate_clips_through_its_port_by_what_this_rank_and_all_ranks_measured(where):
-    model, norms = nn.Linear(6, 3), Asked()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    gate = Gate(Optimizers([optimizer]), None, where, armed=True, on_cuda=False, norms=norms)
-    trained(model, optimizer, 1)
-    sensed = DeviceMeasurements(torch.tensor(1.0), torch.tensor(2.0), (None, None))
-    gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0, local_norm=torch.tensor(3.0))
-    gate.apply(sensed, list(model.parameters()), {}, 0.5, 1.0)
-    gate.apply(sensed, list(model.parameters()), {}, None, 1.0, local_norm=torch.tensor(3.0))
-    assert norms.clips == [(0.5, 3.0, 2.0), (0.5, 2.0, 2.0)]
 
 
 def single_process_size(samples):

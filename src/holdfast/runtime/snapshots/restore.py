@@ -161,7 +161,7 @@ class Restorer:
         if tensors is None:
             assert snapshot is not None
             tensors = snapshot.tensors()
-        self._state.restore_tensors(light, tensors, writes.add, heavy=matching is None)
+        self._state.restore_tensors(light, tensors, writes.add, update_tensors=matching is None)
         for name, value in self._state.buffers.named().items():
             saved = tensors.get(_BUFFER + name)
             if saved is not None and _same_kind(saved, value):

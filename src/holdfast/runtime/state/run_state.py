@@ -1,7 +1,7 @@
-"""Everything a run is, apart into tensors and the rest, and back in place.
+"""Splits a run's state into tensors and the rest, and restores it in place.
 
-Parameters, optimizer state and group options, schedulers, loss scale, interventions, registered objects. Buffers and
-random streams belong here too but change within a forward: `Buffers` and `Rng` hold them, and a snapshot joins all three.
+The state is: parameters, optimizer state and group options, schedulers, loss scale, interventions, registered objects.
+Buffers and random state change within a forward, so `ModuleBuffers` and `Rng` hold them. A snapshot joins all three.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import Interventions, Schedulers
 from holdfast.runtime.state.wrappers import broadcasts_buffers, set_broadcasts_buffers, unwrap
-from holdfast.runtime.tensors import checksum as bits
+from holdfast.runtime.tensors.checksum import checksum_and_finite
 from holdfast.runtime.tensors.inspect import bit_checksum, first_nonfinite, nbytes, nonfinite_mask
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
 from holdfast.runtime.tensors.nested_state import TensorSlot, WriteTensor, join_tensors, split_tensors, write_now
@@ -28,29 +28,30 @@ from holdfast.runtime.tensors.torch_private import fsdp_modules, fsdp_params
 
 
 class ScheduleState(NamedTuple):
-    """Where the schedule stands."""
+    """Holds a copy of the schedulers' state, and of the group options they change."""
 
     schedulers: list[dict[str, Any]]
     groups: list[list[dict[str, Any]]]
     tensors: dict[str, Tensor]
 
 
-class _Divided(NamedTuple):
-    """The parameters by what becomes of them."""
+class _ParameterSplit(NamedTuple):
+    """Holds the parameters that may change and the frozen ones, and what the split depends on."""
 
     named: list[tuple[str, Tensor]]
-    grads: list[bool]
-    moving: int
+    requires_grad: list[bool]
+    changing_count: int
     names: list[str]
-    """of the trained ones, as a snapshot has them"""
+    """snapshot names of `trained`"""
     trained: list[Tensor]
     frozen: list[tuple[str, Tensor]]
 
 
 class RunState:
-    """The parts, by name. `heavy` and `light` take them apart, `put_back` and `join` put them back bit for bit.
+    """Holds the parts of a run's state by name.
 
-    Of what is sharded, this rank's part is all that is ever looked at, copied or written to: no rank waits for another.
+    `update_tensors` and `small_state` split it; `restore_tensors` and `restore_small_state` restore it bit for bit. Only
+    this rank's part of a DTensor is read, copied or written, so no rank waits for another.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class RunState:
     ) -> None:
         self.wrapped_modules = list(modules)
         self.modules = [(name, unwrap(module)) for name, module in modules]
-        """without what wraps them, so that names are the same with and without"""
+        """without wrappers, so that names are the same with and without them"""
         self._fsdp_modules = [part for _, module in self.modules for part in fsdp_modules(module)]
         for _, module in self.modules:  # a torch whose FSDP2 is too different fails here, not at the first skipped step
             list(fsdp_params(module))
@@ -71,29 +72,30 @@ class RunState:
         self.scaler = scaler
         self.interventions = Interventions()
         self.buffers = ModuleBuffers(self.modules)
-        self._members = NamedParams(self.modules)
-        self._divided = _Divided([], [], 0, [], [], [])
+        self._named_params = NamedParams(self.modules)
+        self._split = _ParameterSplit([], [], 0, [], [], [])
         self._registered: dict[str, Any] = {}
         self.rank_specific: set[str] = set()
-        """tensors that were found to differ among ranks from the first comparison on: each has its own"""
-        self._followed_registered: dict[str, ShardedParameters] = {}
-        self._moving: set[str] = set()
-        """weights that no optimizer has, found to change all the same (a teacher that follows the model)"""
-        self._frozen: dict[str, Tensor] = {}
-        self._prints: dict[str, int] = {}
-        self._intended: dict[str, Tensor] = {}
-        self._intend({f"buffer.{n}": b for n, b in self.buffers.named().items()})
-        self._intend({f"frozen.{n}": p for n, p in self._frozen_parts().items()})
+        """names of tensors that differed between ranks at the first comparison, so that each rank keeps its own"""
+        self._registered_parameters: dict[str, ShardedParameters] = {}
+        self._changing: set[str] = set()
+        """names of weights that change although no optimizer has them (a teacher that follows the model)"""
+        self._frozen_copies: dict[str, Tensor] = {}
+        self._fingerprints: dict[str, int] = {}
+        self._allowed_nonfinite: dict[str, Tensor] = {}
+        self._allow_nonfinite({f"buffer.{n}": b for n, b in self.buffers.named().items()})
+        self._allow_nonfinite({f"frozen.{n}": p for n, p in self._frozen_parts().items()})
 
-    def _intend(self, tensors: dict[str, Tensor]) -> None:
-        """A mask of -inf is non-finite by intent: what is not trained may be so where it was from the start."""
+    def _allow_nonfinite(self, tensors: dict[str, Tensor]) -> None:
+        """Allow untrained tensors to be non-finite where they are from the start: a mask of -inf is intended."""
         for name, value in tensors.items():
             bad = nonfinite_mask(value)
             if bad is not None and bool(bad.any()):
-                self._intended[name] = bad.cpu()
+                self._allowed_nonfinite[name] = bad.cpu()
 
     def register(self, name: str, thing: Any) -> None:
-        """Add an object with state. A module's tensors are kept like the model's; others go through their state_dict."""
+        """Add an object with state. A module's tensors are handled like the model's, other objects by their state_dict.
+        Raise SetupError if it has no state_dict, or the name is taken."""
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             raise SetupError(
                 f"register({name!r}, ...): {type(thing).__name__} has no state_dict and load_state_dict; "
@@ -103,71 +105,76 @@ class RunState:
             raise SetupError(f"register({name!r}, ...): that name is taken; choose another")
         self._registered[name] = thing
         if isinstance(thing, nn.Module):
-            self._followed_registered[name] = ShardedParameters(thing)
+            self._registered_parameters[name] = ShardedParameters(thing)
         tensors: dict[str, Tensor] = {}
         self._split_registered([name], tensors)
-        self._intend(tensors)
+        self._allow_nonfinite(tensors)
 
     @property
     def registered(self) -> set[str]:
         return set(self._registered)
 
     def is_rank_specific(self, name: str) -> bool:
-        """Whether each rank has its own value of a tensor: what is registered and no module may differ among them."""
-        kind, _, rest = name.partition(".")
-        owner = next((n for n in self._registered if kind == "registered" and (rest + ".").startswith(f"{n}.")), None)
+        """Return whether each rank has its own value of a tensor: registered objects other than modules may differ."""
+        prefix, _, rest = name.partition(".")
+        owner = next((n for n in self._registered if prefix == "registered" and (rest + ".").startswith(f"{n}.")), None)
         return name in self.rank_specific or (owner is not None and not isinstance(self._registered[owner], nn.Module))
 
     def trained_parameters(self) -> list[Tensor]:
-        """The parameters the optimizers update, in the model's own order."""
-        chosen = self.optimizers.parameter_ids()
-        return [p for _, p in self._named() if id(p) in chosen]
+        """Return the parameters that the optimizers update, in the model's order."""
+        updated = self.optimizers.parameter_ids()
+        return [p for _, p in self._named() if id(p) in updated]
 
     def _named(self) -> list[tuple[str, Tensor]]:
-        """The parameters of all modules, sharded ones as such, each once."""
-        return self._members.named(self.optimizers.parameter_ids())
+        """Return the parameters of all modules, DTensors as such, each once."""
+        return self._named_params.named(self.optimizers.parameter_ids())
 
-    def _parameters(self) -> _Divided:
-        """Those that may change, and the frozen ones. Divided anew where one has come, gone, or begun to be trained."""
-        named, known = self._named(), self._divided
-        grads = [p.requires_grad for _, p in named]
-        if named is known.named and grads == known.grads and len(self._moving) == known.moving:
+    def _split_parameters(self) -> _ParameterSplit:
+        """Return the parameters that may change, and the frozen ones. Split again if a parameter was added or removed, or
+        has begun to be trained."""
+        named, known = self._named(), self._split
+        requires_grad = [p.requires_grad for _, p in named]
+        if (
+            named is known.named
+            and requires_grad == known.requires_grad
+            and len(self._changing) == known.changing_count
+        ):
             return known
-        chosen = self.optimizers.parameter_ids()
+        updated = self.optimizers.parameter_ids()
         trained: list[tuple[str, Tensor]] = []
         frozen: list[tuple[str, Tensor]] = []
         for name, p in named:
-            moves = p.requires_grad or id(p) in chosen or name in self._moving
-            (trained if moves else frozen).append((name, p))
-        model = [f"model.{name}" for name, _ in trained]
-        self._divided = _Divided(named, grads, len(self._moving), model, [p for _, p in trained], frozen)
-        return self._divided
+            changes = p.requires_grad or id(p) in updated or name in self._changing
+            (trained if changes else frozen).append((name, p))
+        names, parameters = [f"model.{name}" for name, _ in trained], [p for _, p in trained]
+        self._split = _ParameterSplit(named, requires_grad, len(self._changing), names, parameters, frozen)
+        return self._split
 
     def _frozen_parts(self) -> dict[str, Tensor]:
-        """What this rank has of the weights that are not trained, by name."""
-        return {name: local(p) for name, p in self._parameters().frozen}
+        """Return this rank's part of the frozen weights by name."""
+        return {name: local(p) for name, p in self._split_parameters().frozen}
 
-    # ---- apart and back
+    # ---- splitting
 
     def update_tensors(self) -> dict[str, Tensor]:
-        """The tensors that change only in an update: they can be copied beside the next forward and backward."""
-        return self._heavy()[0]
+        """Return the tensors that change only in an update. They can be copied during the next forward and backward."""
+        return self._update_tensors()[0]
 
     def update_tensors_if_same_structure(self, rest: dict[str, Any]) -> dict[str, Tensor] | None:
-        """The same, where optimizer state is made of the same parts as it was then, and of tensors alone."""
-        tensors, state = self._heavy()
+        """Return them if the optimizer state has the structure it had in `rest`, and holds only tensors; else None."""
+        tensors, state = self._update_tensors()
         return tensors if same_objects(rest["optimizer_state"], state) else None
 
-    def _heavy(self) -> tuple[dict[str, Tensor], list[dict[Any, Any]]]:
-        divided = self._parameters()
-        tensors: dict[str, Tensor] = dict(zip(divided.names, divided.trained, strict=True))
+    def _update_tensors(self) -> tuple[dict[str, Tensor], list[dict[Any, Any]]]:
+        split = self._split_parameters()
+        tensors: dict[str, Tensor] = dict(zip(split.names, split.trained, strict=True))
         state = self.optimizers.split_state(tensors)
         if set(map(type, tensors.values())).issubset(PLAIN_TYPES):
             return tensors, state
         return {name: local_part(value) for name, value in tensors.items()}, state
 
     def small_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """All else, copied as of now: small things, what is registered, and the fingerprints of frozen weights."""
+        """Copy everything else: small values, registered objects, and fingerprints of the frozen weights."""
         tensors: dict[str, Tensor] = {}
         rest: dict[str, Any] = {
             "optimizer_state": self.optimizers.split_state({}),
@@ -177,124 +184,129 @@ class RunState:
             "wrapped": [broadcasts_buffers(module) for _, module in self.wrapped_modules],
             "scaler": None if self.scaler is None else self.scaler.split_state(tensors),
         }
-        found: dict[str, Tensor] = {}
-        rest["registered"] = self._split_registered(self._registered, found)
-        rest["optimizer_own"] = self.optimizers.split_attributes(found)
-        tensors.update({name: local(value).clone() for name, value in found.items()})
-        tensors.update({f"print.{name}": value for name, value in _prints(self._frozen_parts()).items()})
+        live: dict[str, Tensor] = {}
+        rest["registered"] = self._split_registered(self._registered, live)
+        rest["optimizer_own"] = self.optimizers.split_attributes(live)
+        tensors.update({name: local(value).clone() for name, value in live.items()})
+        tensors.update({f"print.{name}": value for name, value in _fingerprints(self._frozen_parts()).items()})
         return rest, tensors
 
     def _split_registered(self, names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """The tensors of registered objects into `tensors`, not copied; returns the rest."""
+        """Add the tensors of registered objects to `tensors`, not copied. Return the rest."""
         rest: dict[str, Any] = {}
         for name in names:
             thing = self._registered[name]
-            state = self._tensors(name, thing) if isinstance(thing, nn.Module) else thing.state_dict()
+            state = self._module_tensors(name, thing) if isinstance(thing, nn.Module) else thing.state_dict()
             rest[name] = split_tensors(state, f"registered.{name}", tensors)
         return rest
 
-    def _tensors(self, name: str, module: nn.Module) -> dict[str, Tensor]:
-        """The tensors of a registered module."""
-        return dict((*self._followed_registered[name].named(), *module.named_buffers()))
+    def _module_tensors(self, name: str, module: nn.Module) -> dict[str, Tensor]:
+        """Return the tensors of a registered module."""
+        return dict((*self._registered_parameters[name].named(), *module.named_buffers()))
 
     def sharded_tensors(self) -> dict[str, Tensor]:
-        """The sharded tensors of the run, by the names that a snapshot has for this rank's parts of them."""
-        found: dict[str, Tensor] = {}
+        """Return the run's DTensors, by the snapshot names of this rank's parts."""
+        tensors: dict[str, Tensor] = {}
         for name, p in self._named():
-            found[f"model.{name}"] = found[f"frozen.{name}"] = p
-        self.optimizers.split_state(found)
-        self.optimizers.split_attributes(found)
-        self._split_registered(self._registered, found)
-        found |= {f"buffer.{name}": value for name, value in self.buffers.named_whole().items()}
-        return {name: value for name, value in found.items() if is_sharded(value)}
+            tensors[f"model.{name}"] = tensors[f"frozen.{name}"] = p
+        self.optimizers.split_state(tensors)
+        self.optimizers.split_attributes(tensors)
+        self._split_registered(self._registered, tensors)
+        tensors |= {f"buffer.{name}": value for name, value in self.buffers.named_whole().items()}
+        return {name: value for name, value in tensors.items() if is_sharded(value)}
 
     def target(self) -> FindTarget:
-        """What a saved tensor is to be spread like, so that this rank reads its own part alone. Optimizer state that is not
-        there yet will be spread like its parameter."""
-        spread = self.sharded_tensors()
+        """Return a function that finds the DTensor with the sharding of a saved tensor, so that this rank reads only its
+        part. Optimizer state that does not exist yet is sharded like its parameter."""
+        sharded = self.sharded_tensors()
 
         def find(name: str, shape: tuple[int, ...]) -> Tensor | None:
-            live = spread.get(name)
+            live = sharded.get(name)
             live = self.optimizers.owning_parameter(name) if live is None else live
             return live if live is not None and is_sharded(live) and tuple(live.shape) == shape else None
 
         return find
 
+    def snapshot_nbytes(self) -> tuple[int, int]:
+        """Return the bytes of buffers and registered objects, which each snapshot holds, and of the frozen copies, which all
+        snapshots share."""
+        tensors = {f"buffer.{n}": b for n, b in self.buffers.named().items()}
+        self._split_registered(self._registered, tensors)
+        return sum(map(nbytes, tensors.values())), sum(map(nbytes, self._frozen_parts().values()))
+
+    # ---- frozen weights
+
     def frozen_copies(self) -> dict[str, Tensor]:
-        """Host copies of the weights that are not trained: made once, shared by every snapshot."""
-        current = self._frozen_parts()
-        for name, value in current.items():
-            if name not in self._frozen:
-                self._frozen[name] = value.to("cpu", copy=True)
-                self._prints[name] = int(bit_checksum(self._frozen[name]))
-        return {f"frozen.{name}": self._frozen[name] for name in current}
-
-    def changed_frozen_weight(self, prints: Mapping[str, int]) -> str | None:
-        """The first frozen weight that was not, by its fingerprint, what the shared copy holds; None where all were.
-
-        A write through `.data` leaves no other trace. Such a weight is kept like a trained one from then on.
-        """
-        moved = [n for n, kept in self._prints.items() if prints.get(f"print.{n}", kept) != kept]
-        self._moving.update(moved)
-        return moved[0] if moved else None
+        """Return host copies of the frozen weights. They are made once and shared by every snapshot."""
+        parts = self._frozen_parts()
+        for name, value in parts.items():
+            if name not in self._frozen_copies:
+                self._frozen_copies[name] = value.to("cpu", copy=True)
+                self._fingerprints[name] = int(bit_checksum(self._frozen_copies[name]))
+        return {f"frozen.{name}": self._frozen_copies[name] for name in parts}
 
     def frozen_fingerprint(self, name: str) -> int:
-        """The fingerprint of a shared copy, by its name in a snapshot, when it was made."""
-        return self._prints[name.removeprefix("frozen.")]
+        """Return the fingerprint that a shared copy had when it was made, by its snapshot name."""
+        return self._fingerprints[name.removeprefix("frozen.")]
+
+    def changed_frozen_weight(self, fingerprints: Mapping[str, int]) -> str | None:
+        """Return the first frozen weight whose fingerprint differs from its shared copy's; None if there is none.
+
+        A write through `.data` leaves no other trace. Such a weight is handled like a trained one from then on.
+        """
+        changed = [n for n, kept in self._fingerprints.items() if fingerprints.get(f"print.{n}", kept) != kept]
+        self._changing.update(changed)
+        return changed[0] if changed else None
 
     def copy_changed_frozen(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights that are taken for frozen and are not what the shared copy holds, copied as they are now. Waits once
-        for each device."""
-        prints: dict[str, int] = {}
-        for device in {value.device for name, value in tensors.items() if name.startswith("print.")}:
-            here = [n for n, value in tensors.items() if n.startswith("print.") and value.device == device]
-            prints.update(zip(here, torch.stack([tensors[n] for n in here]).tolist(), strict=True))
-        if self.changed_frozen_weight(prints) is None:
+        """Return copies of the frozen weights that differ from their shared copies, by the fingerprints in `tensors`. Waits
+        once for each device."""
+        fingerprints: dict[str, int] = {}
+        stored = {name: value for name, value in tensors.items() if name.startswith("print.")}
+        for device in {value.device for value in stored.values()}:
+            names = [name for name, value in stored.items() if value.device == device]
+            fingerprints.update(zip(names, torch.stack([stored[name] for name in names]).tolist(), strict=True))
+        if self.changed_frozen_weight(fingerprints) is None:
             return {}
-        divided = self._parameters()
-        moving = zip(divided.names, divided.trained, strict=True)
-        return {name: local(p).clone() for name, p in moving if f"print.{name.removeprefix('model.')}" in prints}
+        split = self._split_parameters()
+        changing = zip(split.names, split.trained, strict=True)
+        return {
+            name: local(p).clone() for name, p in changing if f"print.{name.removeprefix('model.')}" in fingerprints
+        }
 
-    def corrupted_frozen_copy(self, frozen: dict[str, Tensor]) -> str | None:
-        """The first of the shared copies that does not hold what it held when it was made, or None."""
-        for name, copied in frozen.items():
-            if int(bit_checksum(copied)) != self.frozen_fingerprint(name):
-                return name
-        return None
+    def corrupted_frozen_copy(self, copies: dict[str, Tensor]) -> str | None:
+        """Return the name of the first shared copy that has changed since it was made; None if there is none."""
+        return next((n for n, value in copies.items() if int(bit_checksum(value)) != self.frozen_fingerprint(n)), None)
 
-    def snapshot_nbytes(self) -> tuple[int, int]:
-        """What a snapshot holds of buffers and registered objects, and what all of them share, in bytes."""
-        own = {f"buffer.{n}": b for n, b in self.buffers.named().items()}
-        self._split_registered(self._registered, own)
-        return sum(map(nbytes, own.values())), sum(map(nbytes, self._frozen_parts().values()))
+    # ---- restoring
 
     @torch.no_grad()
     def restore_tensors(
-        self, rest: dict[str, Any], tensors: dict[str, Tensor], put: WriteTensor, *, heavy: bool = True
+        self, rest: dict[str, Any], tensors: dict[str, Tensor], put: WriteTensor, *, update_tensors: bool = True
     ) -> None:
-        """The tensors that training moves, of the modules and of the optimizers, through `put`, in place. Without what is
-        `heavy`: that has been seen to already."""
-        divided = self._parameters()
-        if heavy:
-            for name, p in zip(divided.names, divided.trained, strict=True):
+        """Restore the tensors of the modules and of the optimizers in place, through `put`. With `update_tensors=False`,
+        leave out those of `update_tensors()`, which are restored already."""
+        split = self._split_parameters()
+        if update_tensors:
+            for name, p in zip(split.names, split.trained, strict=True):
                 saved = name if name in tensors else f"frozen.{name.removeprefix('model.')}"
                 put(saved, local_part(p), tensors[saved])
             self.optimizers.restore_state(rest["optimizer_state"], tensors, put)
-        for name, p in divided.frozen:
+        for name, p in split.frozen:
             saved = f"frozen.{name}" if f"model.{name}" not in tensors else f"model.{name}"
             put(saved, local_part(p), tensors[saved])
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
-                current = self._tensors(name, thing)
+                live = self._module_tensors(name, thing)
                 for key, kept in rest["registered"][name].items():
                     if isinstance(kept, TensorSlot):
-                        put(kept.name, local_part(current[key]), tensors[kept.name])
-                    else:  # a sparse one
-                        local(current[key]).copy_(kept)
+                        put(kept.name, local_part(live[key]), tensors[kept.name])
+                    else:  # a sparse tensor
+                        local(live[key]).copy_(kept)
 
     @torch.no_grad()
     def restore_small_state(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """All else, once the tensors are back. FSDP2 is to forget what it has gathered of what was."""
+        """Restore everything else, after the tensors. Reshard, so that FSDP2 gathers the restored parameters."""
         self.optimizers.restore_groups(rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
@@ -312,70 +324,70 @@ class RunState:
             set_broadcasts_buffers(module, flag)
 
     def reshard(self) -> None:
-        """FSDP2 is to forget what it has gathered: an update is about to change it."""
-        for part in self._fsdp_modules:
-            part.reshard()
+        """Free the parameters that FSDP2 has gathered, because the sharded ones are about to change."""
+        for module in self._fsdp_modules:
+            module.reshard()
 
     def mismatch(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
-        """Why a snapshot cannot be put back into the run as it is now, or None. `whole`: sharded tensors are there as such,
-        and not only this rank's parts."""
+        """Return why a snapshot does not fit the run, or None if it does. With `whole`, `tensors` holds DTensors, not this
+        rank's parts of them."""
         if (why := self.small_state_mismatch(rest)) is not None:
             return why
         for name, parameter in self._named():
             p = parameter if whole else local_part(parameter)
             saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
             if saved is None:
-                return f"parameter {name} was not there then"
+                return f"parameter {name} did not exist when it was saved"
             if saved.shape != p.shape or saved.dtype != p.dtype:
-                return f"parameter {name} was {tuple(saved.shape)} {saved.dtype} then, and is {tuple(p.shape)} {p.dtype} now"
+                was, now = (f"{tuple(each.shape)} {each.dtype}" for each in (saved, p))
+                return f"parameter {name} was {was} when it was saved, and is {now} now"
         return None
 
     def small_state_mismatch(self, rest: dict[str, Any]) -> str | None:
-        """The same for all that is no parameter."""
+        """Return why the rest of a snapshot, without parameters, does not fit the run, or None if it does."""
         if not self.optimizers.groups_match(rest["optimizer_groups"]):
-            return "the optimizer's param groups have changed since"
+            return "the optimizer's param groups have changed since it was saved"
         if (self.scaler is None) != (rest["scaler"] is None):
-            return f"a GradScaler was {'not ' if rest['scaler'] is None else ''}in use then (another precision)"
+            return f"it was saved with{'out' if rest['scaler'] is None else ''} a GradScaler (another precision)"
         for name in self._registered:
             if name not in rest["registered"]:
-                return f"{name!r} was not registered then"
+                return f"{name!r} was not registered when it was saved"
         return None
 
     def schedule_state(self) -> ScheduleState:
-        """The schedulers, and the group options they write to, copied."""
+        """Copy the schedulers' state and the group options they change."""
         tensors: dict[str, Tensor] = {}
         return ScheduleState(self.schedulers.state_dict(), self.optimizers.split_groups(tensors), tensors)
 
-    def restore_schedule(self, kept: ScheduleState) -> None:
-        """Schedulers and group options back to what they were."""
-        self.optimizers.restore_groups(kept.groups, kept.tensors)
-        self.schedulers.load_state_dict(kept.schedulers)
+    def restore_schedule(self, saved: ScheduleState) -> None:
+        self.optimizers.restore_groups(saved.groups, saved.tensors)
+        self.schedulers.load_state_dict(saved.schedulers)
 
     # ---- health
 
     def allowed_nonfinite(self, name: str) -> Tensor | None:
-        """Where a tensor that is not trained may be non-finite, as a mask on the host, or None for nowhere."""
-        kind, _, own = name.partition(".")
-        return self._intended.get(f"frozen.{own}" if kind == "model" else name)
+        """Return a host mask of where an untrained tensor may be non-finite; None for nowhere."""
+        prefix, _, rest = name.partition(".")
+        return self._allowed_nonfinite.get(f"frozen.{rest}" if prefix == "model" else name)
 
     def first_nonfinite(self, buffers: BufferCapture) -> str | None:
-        """The first tensor of the state that holds NaN or Inf where it should not. Waits for the device.
+        """Return the first tensor of the state with NaN or Inf where none is allowed. Waits for the device.
 
-        Buffers are looked at as they were at `buffers`: a bad batch has moved them, and moving them back undoes that.
+        Buffers are checked as captured in `buffers`: a bad batch has changed them, but restoring them undoes that.
         """
         named = {f"buffer.{n}": b for n, b in self.buffers.as_named(buffers).items()}
         return first_nonfinite({**self.update_tensors(), **named}, self.allowed_nonfinite)
 
 
 @torch.no_grad()
-def _prints(frozen: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A fingerprint of each, where it lies. On a device in one pass over all of them: they may be most of the model."""
-    found: dict[str, Tensor] = {}
+def _fingerprints(frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a fingerprint of each tensor on its device. A GPU reads all in one pass: they may be most of the model."""
+    fingerprints: dict[str, Tensor] = {}
     for device in {value.device for value in frozen.values()}:
-        here = {name: value for name, value in frozen.items() if value.device == device}
+        tensors = {name: value for name, value in frozen.items() if value.device == device}
         if device.type == "cpu":
-            found.update({name: bit_checksum(value) for name, value in here.items()})
+            fingerprints.update({name: bit_checksum(value) for name, value in tensors.items()})
         else:
-            seen = bits.checksum_and_finite(here, finite=False)
-            found.update(zip(seen.names, seen.sums.unbind(), strict=True))
-    return found
+            checked = checksum_and_finite(tensors, finite=False)
+            fingerprints.update(zip(checked.names, checked.sums.unbind(), strict=True))
+    return fingerprints

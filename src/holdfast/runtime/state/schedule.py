@@ -1,7 +1,7 @@
-"""Learning-rate schedulers, and the two interventions laid over them: an LR factor with a ramp, and a tighter clip.
+"""Learning-rate schedulers, and the two interventions over them: an LR factor with a ramp, and a tighter clip.
 
-The factor is put on right before `optimizer.step()` and taken off right after, so that no scheduler ever reads it:
-scaling `lr` under a chainable scheduler compounds.
+The factor is applied right before `optimizer.step()` and removed right after, so that no scheduler reads it: scaling `lr`
+under a chainable scheduler compounds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Interval = Literal["step", "epoch", "eval"]
 
 
 class Schedulers:
-    """Steps each scheduler at its interval, and notices when somebody else did."""
+    """Steps each scheduler at its interval, and notices when someone else has."""
 
     def __init__(self, schedulers: Sequence[LRScheduler], intervals: Sequence[Interval]) -> None:
         self._pairs = list(zip(schedulers, intervals, strict=True))
-        self._stands = [_stand(s) for s, _ in self._pairs]
+        self.record_positions()
         for scheduler, interval in self._pairs:
             if isinstance(scheduler, ReduceLROnPlateau) and interval != "eval":
                 raise SetupError(
@@ -35,10 +35,10 @@ class Schedulers:
                 )
 
     def step(self, interval: Interval, metric: float | None = None) -> None:
-        """Move every scheduler of this interval on by one."""
-        self.check()
-        for scheduler, own in self._pairs:
-            if own != interval:
+        """Step every scheduler of this interval. Raise StepError if one was stepped outside the guard."""
+        self.check_positions()
+        for scheduler, its_interval in self._pairs:
+            if its_interval != interval:
                 continue
             if isinstance(scheduler, ReduceLROnPlateau):
                 assert metric is not None, "only report_eval drives a plateau scheduler"
@@ -52,16 +52,16 @@ class Schedulers:
         return [scheduler for scheduler, _ in self._pairs]
 
     def record_positions(self) -> None:
-        """The guard itself has changed them."""
-        self._stands = [_stand(s) for s, _ in self._pairs]
+        """Take the schedulers' positions as the guard's own doing."""
+        self._positions = [_position(scheduler) for scheduler in self.all]
 
     def has_interval(self, interval: Interval) -> bool:
-        return any(own == interval for _, own in self._pairs)
+        return any(its_interval == interval for _, its_interval in self._pairs)
 
-    def check(self) -> None:
-        """StepError where a scheduler has moved without the guard."""
-        for (scheduler, interval), stood in zip(self._pairs, self._stands, strict=True):
-            if _stand(scheduler) != stood:
+    def check_positions(self) -> None:
+        """Raise StepError if a scheduler was stepped outside the guard."""
+        for (scheduler, interval), position in zip(self._pairs, self._positions, strict=True):
+            if _position(scheduler) != position:
                 name = type(scheduler).__name__
                 raise StepError(
                     f"{name}.step() was called outside the guard, which steps it itself (interval {interval!r}): "
@@ -77,7 +77,7 @@ class Schedulers:
         self.record_positions()
 
 
-def _stand(scheduler: Any) -> Any:
+def _position(scheduler: Any) -> Any:
     return getattr(scheduler, "last_epoch", None)
 
 

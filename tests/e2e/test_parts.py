@@ -466,7 +466,7 @@ def test_a_flipped_bit_in_the_shared_copy_of_a_frozen_weight_is_never_restored(t
 
     def flip(step, parts, guard):
         if step.number == 22 and step.attempt == 1:
-            frozen = guard._run.context.state._frozen["first.base.weight"]
+            frozen = guard._run.context.state._frozen_copies["first.base.weight"]
             frozen.view(torch.int32).view(-1)[0] ^= 1
 
     with pytest.raises(holdfast.PolicyStop, match="no certified snapshot"):

@@ -28,7 +28,7 @@ def demo(
     folder: Annotated[Path | None, typer.Option("--folder", help="Folder for the run directories.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a small model with injected faults, unguarded and guarded.
+    """Train a small model with faults, unguarded and guarded.
 
     Three runs of the same model: without faults (calm), with five faults unguarded, and with them guarded.
     The faults: a batch with a NaN, some steps of garbage data, an Inf in one gradient, corrupted optimizer state, and a

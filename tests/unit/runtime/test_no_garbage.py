@@ -40,7 +40,9 @@ class Healthy:
         self.guard = holdfast.Guard(self.model, optimizer, clip_grad_norm=1.0, run_dir=path, config=config)
 
     def go(self, steps: int) -> None:
-        for step in self.guard.steps(self.loader, epochs=None, max_steps=self.guard._run.progress.step + steps):
+        for step in self.guard.steps(
+            self.loader, epochs=None, max_steps=self.guard._run.pipeline.progress.step + steps
+        ):
             with step:
                 for x, y in step.microbatches():
                     step.backward(nn.functional.mse_loss(self.model(x), y))

@@ -23,7 +23,8 @@ from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
-from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
+from holdfast.runtime.step.pipeline import Parts
+from holdfast.runtime.step.run import GuardedRun
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.gradient_sync import GradientSync
@@ -42,7 +43,7 @@ def build_run(
     clock: Clock,
     store: CheckpointStore | None,
     distributed: DistributedContext,
-) -> GuardedPipeline:
+) -> GuardedRun:
     """Return a guarded run, not opened yet."""
     watchdog = LateWatchdog(distributed.make_watchdog)
     ranks: Ranks = distributed.ranks
@@ -89,4 +90,4 @@ def build_run(
         streams=StreamTracker(devices) if any(device.type == "cuda" for device in devices) else None,
         watchdog=watchdog,
     )
-    return GuardedPipeline(context, parts, clip)
+    return GuardedRun(context, parts, clip)

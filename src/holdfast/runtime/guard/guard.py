@@ -174,7 +174,7 @@ class GuardBase:
         self._open()
         self.record(loop=describe_loop(loader, accumulate))
         self._run.attach(loader, epochs, accumulate, max_steps)
-        return Steps(self._run, self._clock, accumulate, max_steps)
+        return Steps(self._run.pipeline, self._clock, accumulate, max_steps)
 
     def fit(
         self,
@@ -209,7 +209,7 @@ class GuardBase:
 
     def register(self, name: str, thing: Any) -> None:
         """Add an object with state (EMA, a curriculum, a replay buffer) or a torch.Generator: rollbacks restore it."""
-        if self._run.progress.step > 0 or self._run.progress.served is not None:
+        if self._run.pipeline.progress.step > 0 or self._run.pipeline.progress.served is not None:
             raise SetupError(
                 f"register({name!r}, ...): register before the first step, so that every snapshot holds it"
             )
@@ -248,7 +248,7 @@ class GuardBase:
 
     def flush(self) -> None:
         """Settle the last step now, so that the model holds its final values. Waits for the device."""
-        self._run.flush()
+        self._run.pipeline.flush()
 
     def checkpoint(self, reason: str = "asked for") -> str | None:
         """Write the run to disk as it is between two steps, wait for it, and return its path.
@@ -274,12 +274,12 @@ class GuardBase:
     @property
     def step(self) -> int:
         """Committed steps."""
-        return self._run.progress.step
+        return self._run.pipeline.progress.step
 
     @property
     def stopping(self) -> str | None:
         """Why the run was asked to stop, or None."""
-        return self._run.progress.stopping
+        return self._run.pipeline.progress.stopping
 
     def summary(self) -> Summary:
         """Return whether the run is clean or recovered, what was done, and what it cost."""

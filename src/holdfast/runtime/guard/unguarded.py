@@ -47,6 +47,10 @@ class UnguardedRun:
         self._epoch = 0
         self._batches: Iterator[Any] | None = None
 
+    @property
+    def pipeline(self) -> UnguardedRun:
+        return self
+
     # ---- data
 
     def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:

@@ -8,24 +8,22 @@ may undo the step and so make the one after it, already computed, void.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 import msgspec
-from torch import Generator, OutOfMemoryError, Tensor
+from torch import OutOfMemoryError, Tensor
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, StepError
 from holdfast.core.base.types import Finding, Flag, Outcome, Signal, Status
 from holdfast.core.detectors.expected_shifts import LR_JUMP
-from holdfast.core.record.tally import Summary
 from holdfast.runtime.agree.attribution import describe_data
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements, agree_alone
-from holdfast.runtime.checkpoint.manager import END, CheckpointManager
-from holdfast.runtime.checkpoint.resume import resume
+from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
@@ -101,76 +99,18 @@ class GuardedPipeline:
         """user hooks ran since the last update"""
         self._overflows = 0
         """overflowed attempts in a row"""
-        self._reported_failure = False
+        self.has_failed = False
+        """this rank has reported to the others that it cannot continue"""
 
-    # ---- begin
+    def begin_loop(self, step: int, *, is_new_loader: bool) -> None:
+        """Begin or continue a loop at `step` committed steps. Positions in another loader's data are forgotten."""
+        self.progress.step, self.progress.exhausted = step, False
+        if is_new_loader:
+            self.progress.positions.clear()
 
-    def open(self, about: dict[str, Any]) -> None:
-        """Open the run directory on every rank. PolicyStop if an earlier process was stopped by policy."""
-        context, parts = self.context, self.parts
-        parts.watchdog.start()
-        if context.ranks.rank > 0:
-            log.addFilter(_keep_errors)
-        try:
-            parts.coordinator.run_on_all(lambda: context.records.open(context.engine, about, context.history))
-        except BaseException:
-            self._release()
-            raise
-        try:
-            parts.checkpoints.open()
-        except BaseException as error:
-            context.records.close()
-            self._report_failure(error, "opening the run directory")
-            self._release()
-            raise
-        context.state.optimizers.forbid_foreign_steps(lambda: self._is_stepping, _foreign_step_error)
-
-    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
-        """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues."""
-        self.flush()
-        self._compare_loops(loader, epochs, accumulate, max_steps)
-        context, parts, progress = self.context, self.parts, self.progress
-        progress.exhausted = False
-        is_first = not parts.feeder.is_attached
-        if not parts.feeder.attach(loader, epochs, context.records.quarantine, self._before_workers_start):
-            return
-        if not is_first:
-            context.engine.shift("another loader", progress.step)
-        elif not parts.feeder.source.exact:
-            message = "the loader has no resumable position: its data is drawn and dropped"
-            context.engine.write("note", step=0, message=message)
-        progress.positions.clear()
-        is_trusted = True
-        if is_first:
-            progress.step, is_trusted = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
-            effects.interventions.repeat_due(context, progress.step)
-        self._note(parts.snapshots.begin_run(progress.step, trusted=is_trusted))
-
-    def _before_workers_start(self, loader: Any) -> None:
-        """Stop the guard's threads: the loader may fork workers now."""
-        self.parts.snapshots.wait_until_idle()
-        if getattr(loader, "num_workers", 0):
-            self.context.records.stop_threads()
-
-    def _compare_loops(self, loader: Any, epochs: int | None, accumulate: int, max_steps: int | None) -> None:
-        """Refuse loops that differ by rank: ranks that take different numbers of steps would wait for each other."""
-        if not self.is_distributed:
-            return
-        try:
-            batches: int | None = len(loader)
-        except Exception:  # an iterable has no length, or an unknown one
-            batches = None
-        loop = {"accumulate": accumulate, "max_steps": max_steps, "epochs": epochs, "batches of the loader": batches}
-        loop["the gate on the device"] = self.parts.gate.on_device
-        why, warning, has_requests = self.parts.coordinator.compare_loops(loop, self.context.hooks)
-        if why is not None:
-            raise RanksDisagree(
-                f"steps(): the ranks' loops differ: {why}; ranks step together, so give each the same, with a "
-                "DistributedSampler (which gives every rank equally many samples) for the data"
-            )
-        self._note(warning)
-        if has_requests:
-            self._apply_requests(self.progress.step + 1)
+    def owns_optimizer_step(self) -> bool:
+        """Return whether the running optimizer.step() is the guard's own."""
+        return self._is_stepping
 
     # ---- 1. draw
 
@@ -183,7 +123,7 @@ class GuardedPipeline:
         try:
             return self._draw_step(accumulate)
         except BaseException as error:
-            self._report_failure(error, "the loader")
+            self.report_failure(error, "the loader")
             raise
 
     def _draw_step(self, accumulate: int) -> StepAttempt | None:
@@ -214,7 +154,7 @@ class GuardedPipeline:
         """Capture the buffers, and complete a snapshot of the step before: RNG and data position are right now."""
         context, parts = self.context, self.parts
         buffers = context.state.buffers.capture()
-        self._note(
+        self.note(
             parts.snapshots.on_step_begin(context.rng.capture, buffers, parts.feeder.source, context.engine.state_dict)
         )
         return buffers
@@ -229,7 +169,7 @@ class GuardedPipeline:
             attempt.draws.append(draw)
         return draw is not None
 
-    def _redraw(self, attempt: StepAttempt) -> None:
+    def redraw(self, attempt: StepAttempt) -> None:
         """Give an attempt that was drawn but not entered its data again: the step before it was undone."""
         attempt.buffers = self._begin_step()
         draw, ended_epochs = self.parts.feeder.draw()
@@ -237,7 +177,7 @@ class GuardedPipeline:
         attempt.number, attempt.attempt, attempt.epochs_before = self.progress.step + 1, self.progress.attempt, 0
         self._end_epochs(ended_epochs)
 
-    def _return_data(self, attempt: StepAttempt | None) -> bool:
+    def return_data(self, attempt: StepAttempt | None) -> bool:
         """Put the data of an attempt that was drawn but not entered back. Return whether there was any to put back."""
         feeder = self.parts.feeder
         if attempt is None or attempt.phase != "drawn" or not attempt.draws or not feeder.source.exact:
@@ -298,14 +238,14 @@ class GuardedPipeline:
         try:
             self._submit(attempt)
         except BaseException as error:
-            self._report_failure(error, "the update")
+            self.report_failure(error, "the update")
             raise
         if self.is_distributed:
             self.parts.watchdog.get().leave_step()
 
     def _submit(self, attempt: StepAttempt) -> None:
         progress, gate = self.progress, self.parts.gate
-        self._note(gate.check_step_hooks(is_distributed=self.is_distributed))
+        self.note(gate.check_step_hooks(is_distributed=self.is_distributed))
         stats = self._measure(attempt)
         if progress.pending is not None and not self._settle(attempt):
             self._discard(attempt)
@@ -318,7 +258,7 @@ class GuardedPipeline:
         if not gate.on_device:
             self._settle(None)
         elif not self.context.hooks.runs_between_steps:
-            self._note(self.parts.snapshots.on_update_submitted(attempt.number))
+            self.note(self.parts.snapshots.on_update_submitted(attempt.number))
 
     def _measure(self, attempt: StepAttempt) -> GradientStats:
         """Enqueue the norm of the gradients where the step ran. The host does not wait."""
@@ -480,7 +420,7 @@ class GuardedPipeline:
         if not is_settled:
             progress.exhausted = False
             if served is not None:
-                self._redraw(served)
+                self.redraw(served)
         return is_settled
 
     def settle_for_hooks(self) -> None:
@@ -556,7 +496,7 @@ class GuardedPipeline:
         assert progress.step == signal.step, "committed steps are numbered without gaps"
         progress.attempt = 1
         progress.positions[progress.step] = attempt.draws[0].begin
-        self._step_schedulers("step")
+        self.step_schedulers("step")
         self._count_interventions(attempt)
         if is_healthy:
             if context.engine.commit(signal) is not None:
@@ -646,14 +586,14 @@ class GuardedPipeline:
 
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
-        self._report_failure(error, attempt.running)
+        self.report_failure(error, attempt.running)
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()
         self.progress.served = None
         self.parts.feeder.source.defer_epoch_ends(attempt.epochs_before + attempt.epochs_inside)
         self.context.engine.write("abandoned", step=attempt.number, data=attempt.spans(), batches=len(attempt.draws))
         if isinstance(error, OutOfMemoryError):
-            self._note(self.parts.snapshots.release_device_memory())
+            self.note(self.parts.snapshots.release_device_memory())
 
     def discard_remainder(self, attempt: StepAttempt) -> None:
         """Drop a last step for which fewer batches than `accumulate` were left."""
@@ -689,9 +629,9 @@ class GuardedPipeline:
 
     def _end_epochs(self, count: int) -> None:
         for _ in range(count):
-            self._step_schedulers("epoch")
+            self.step_schedulers("epoch")
 
-    def _step_schedulers(self, interval: Any, metric: float | None = None) -> None:
+    def step_schedulers(self, interval: Any, metric: float | None = None) -> None:
         """Step the schedulers of one interval. A jump of the LR is an expected shift for the detectors."""
         state, step = self.context.state, self.progress.step
         if not state.schedulers.all:
@@ -702,40 +642,7 @@ class GuardedPipeline:
         if before > 0 and after > LR_JUMP * before and step > self.context.config.detect.warmup_steps:
             self.context.engine.shift(f"the schedule moved the LR from {before:.4g} to {after:.4g}", step)
 
-    def report_eval(self, metric: float) -> None:
-        """Drive the evaluation schedulers by a metric, the mean over all ranks."""
-        self.flush()
-        metric = self.parts.coordinator.share_metric(metric)
-        self._step_schedulers("eval", metric)
-        self.context.hooks.call("on_eval_end", metric)
-
-    # ---- requests of the loop
-
-    def stop(self, reason: str) -> None:
-        """Stop after the current step; on several ranks, after the next step they agree on."""
-        if self.is_distributed:
-            self.parts.coordinator.request("stop", reason)
-        else:
-            self.progress.stopping = reason
-            self.context.engine.write("stop_requested", step=self.progress.step, reason=reason)
-
-    def expect_shift(self, reason: str) -> None:
-        """Have the detectors learn a new level of the loss."""
-        if self.is_distributed:
-            self.parts.coordinator.request("shift", reason)
-        else:
-            self.flush()
-            self.context.engine.shift(reason, self.progress.step)
-
-    def quarantine(self, samples: Iterable[int], reason: str) -> None:
-        """Exclude sample ids from all further draws."""
-        if self.is_distributed:
-            value = {"samples": [int(i) for i in samples], "reason": reason}
-            self.parts.coordinator.request("quarantine", value)
-        else:
-            self._quarantine_samples(samples, reason)
-
-    def _quarantine_samples(self, samples: Iterable[int], reason: str, rank: int | None = None) -> None:
+    def quarantine_samples(self, samples: Iterable[int], reason: str, rank: int | None = None) -> None:
         added = self.context.records.quarantine.add_samples(samples, reason)
         self.context.engine.write("quarantine", durable=True, samples=added, reason=reason, rank=rank)
 
@@ -748,9 +655,18 @@ class GuardedPipeline:
         attempt.rows = self.parts.coordinator.read_rows(extra, scaled_optimizers)
         if attempt.rows is None or not self.is_distributed or not attempt.rows.has_requests():
             return False
-        return self._apply_requests(attempt.number)
+        return self.apply_requests(attempt.number)
 
-    def _apply_requests(self, number: int) -> bool:
+    def request_stop(self, reason: str) -> None:
+        """Stop after the current step."""
+        self.progress.stopping = reason
+
+    def forget_served(self) -> StepAttempt | None:
+        """Return the attempt drawn last, which is not served any more."""
+        served, self.progress.served = self.progress.served, None
+        return served
+
+    def apply_requests(self, number: int) -> bool:
         """Apply what any rank has requested, on all ranks from step `number` on. Return whether limits have changed."""
         engine, requests = self.context.engine, self.parts.coordinator.drain_requests()
         if requests.stop is not None and self.progress.stopping is None:
@@ -760,134 +676,20 @@ class GuardedPipeline:
         for reason in requests.shifts:
             engine.shift(reason, number - 1)
         for rank, samples, reason in requests.quarantines:
-            self._quarantine_samples(samples, reason, rank=rank)
+            self.quarantine_samples(samples, reason, rank=rank)
         return bool(requests.shifts)
 
-    def register(self, name: str, thing: Any) -> None:
-        """Add an object or a random generator to the state of the run."""
-        if isinstance(thing, Generator):
-            self.context.rng.include(thing)
-        else:
-            self.context.state.register(name, thing)
-
-    def record(self, facts: dict[str, Any], step: int | None) -> None:
-        """Write facts into the journal and run.json."""
-        self.context.records.record(self.context.engine, facts, step)
-
-    def summary(self) -> Summary:
-        """Return what the run has done so far."""
-        return self.context.engine.summary(self.progress.step)
-
-    # ---- checkpoints
-
-    def save_checkpoint(self, reason: str) -> str | None:
-        """Write the present state, between two steps, and wait. Return its path, or None if it could not be written."""
-        progress, parts, context = self.progress, self.parts, self.context
-        served = progress.served
-        if served is not None and served.is_open:
-            raise StepError(
-                f"checkpoint(): step {served.number} is under way, and half a step cannot be saved: call it between two "
-                "steps, or in on_step_end"
-            )
-        self.flush()
-        if parts.checkpoints.store is None or not parts.feeder.is_attached:
-            return None
-        is_returned = self._return_data(served)
-        try:
-            if parts.checkpoints.is_needed_now(progress.step):
-                buffers = context.state.buffers.capture()
-                parts.snapshots.take_now(progress.step, reason, buffers, parts.feeder.source, context.engine.state_dict)
-            return parts.checkpoints.finish_now(progress.step, reason)
-        finally:
-            if is_returned and served is not None:
-                self._redraw(served)
-
-    def load_checkpoint(self, path: str) -> None:
-        """Resume from this checkpoint when the first loop begins."""
-        if self.parts.feeder.is_attached:
-            raise StepError("load(): call it before guard.steps()")
-        self.parts.checkpoints.set_load_path(path)
-
-    # ---- end
-
-    def close(self, error: BaseException | None) -> None:
-        """Settle the pending step, record the end and release everything. Never hides the user's own error."""
-        progress, parts, context = self.progress, self.parts, self.context
-        problem: BaseException | None = None
-        if error is not None:
-            self._report_failure(error, "between two steps")
-        served, progress.served = progress.served, None
-        try:
-            if not self._reported_failure:  # ranks that are going down settle nothing more
-                if self.flush() and parts.feeder.is_attached:
-                    self._return_data(served)
-                parts.watchdog.get().wait_for_others_to_finish(progress.step)
-                if self.is_distributed:
-                    self._apply_requests(progress.step + 1)
-                if error is None and context.config.checkpoint.at_end and progress.step > 0:
-                    self.save_checkpoint(END)
-        except Exception as caught:  # ours, or a user hook's: everything is released first
-            problem = caught
-            self._report_failure(caught, "at the end of the run")
-        releases: tuple[Callable[[], None], ...] = (
-            lambda: parts.gradient_sync.before_forward(is_last=True),
-            parts.local_grad_norms.close,
-            context.state.optimizers.remove_hooks,
-            parts.checkpoints.close,
-            parts.snapshots.close,
-            parts.feeder.close,
-            lambda: self._write_end(error or problem),
-            context.records.close,
-            self._release,
-        )
-        for release in releases:
-            try:
-                release()
-            except Exception as caught:  # a disk that fails: the rest is released all the same
-                problem = problem or caught
-        if problem is not None and error is None:
-            raise problem
-
-    def _write_end(self, cause: BaseException | None) -> None:
-        engine = self.context.engine
-        engine.write(
-            "run_end",
-            durable=True,
-            step=self.progress.step,
-            policy=engine.policy_state(),
-            error=None if cause is None else f"{type(cause).__name__}: {cause}",
-            stopped=self.progress.stopping,
-            summary=self.summary(),
-        )
-
-    def _release(self) -> None:
-        self.parts.watchdog.get().close()
-        log.removeFilter(_keep_errors)
-
-    def _report_failure(self, error: BaseException, where: str) -> None:
+    def report_failure(self, error: BaseException, where: str) -> None:
         """Report to the other ranks that this one cannot continue. Errors that all ranks raise alike are not reported."""
         is_agreed = isinstance(error, PolicyStop | InstabilityError | RanksDisagree)
-        if self.is_distributed and not self._reported_failure and not is_agreed:
-            self._reported_failure = True
+        if self.is_distributed and not self.has_failed and not is_agreed:
+            self.has_failed = True
             served = self.progress.served
             number = self.progress.step + 1 if served is None else served.number
             self.parts.checkpoints.abort()
             self.parts.watchdog.get().report_failure(error, number, where)
 
-    def _note(self, message: str | None) -> None:
+    def note(self, message: str | None) -> None:
         """Journal and log that something works less well than asked."""
         if message is not None:
             self.context.engine.note(self.progress.step, message)
-
-
-def _foreign_step_error() -> Exception:
-    return StepError(
-        "optimizer.step() was called while the guard is in charge of it: remove your own optimizer.step(), "
-        "scaler.step() and scheduler.step(); leaving `with step:` clips, steps and schedules (clip_grad_norm=, "
-        "scaler= and scheduler= are arguments of Guard)"
-    )
-
-
-def _keep_errors(record: logging.LogRecord) -> bool:
-    """Keep errors on ranks other than 0, and everything when debugging: all ranks agree on the rest."""
-    return record.levelno >= logging.ERROR or log.isEnabledFor(logging.DEBUG)

@@ -66,8 +66,8 @@ def take_snapshot(state: RunState) -> Snapshot:
     """Take a snapshot as the manager does."""
     copier = Copier(state.allowed_nonfinite)
     snapshot = Snapshot(3, copier.start(state.update_tensors(), live=True), reason="test")
-    snapshot.light, tensors = state.small_state()
-    snapshot.light_copy = copier.start(tensors, live=False)
+    snapshot.small_state, tensors = state.small_state()
+    snapshot.small_state_copy = copier.start(tensors, live=False)
     named = {f"buffer.{n}": b for n, b in state.buffers.as_named(state.buffers.capture()).items()}
     snapshot.buffers = copier.start(named, live=False)
     snapshot.frozen, snapshot.rng, snapshot.position = state.frozen_copies(), Rng([]).capture(), Position(0, 0, 0)
@@ -78,10 +78,10 @@ def take_snapshot(state: RunState) -> Snapshot:
     return snapshot
 
 
-def put_back(state: RunState, light: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+def put_back(state: RunState, small_state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Restore as the manager does."""
     copier = Copier(state.allowed_nonfinite)
-    Restorer(state, copier, Rng([])).restore_saved(light, tensors, None)
+    Restorer(state, copier, Rng([])).restore_saved(small_state, tensors, None)
     copier.close()
 
 
@@ -104,9 +104,9 @@ def snapshot_and_restore(kind: str, optimizer_name: str, rank: int, size: int) -
     after, output = local_state(model, optimizer), evaluate(model)
     assert not bit_identical(before, after)
     with no_collective():
-        assert snapshot.light is not None
-        assert state.mismatch(snapshot.light, snapshot.tensors()) is None
-        put_back(state, snapshot.light, snapshot.tensors())
+        assert snapshot.small_state is not None
+        assert state.mismatch(snapshot.small_state, snapshot.tensors()) is None
+        put_back(state, snapshot.small_state, snapshot.tensors())
         assert state.first_nonfinite(state.buffers.capture()) is None
     assert bit_identical(before, local_state(model, optimizer)), (kind, optimizer_name)
     # Not through DDP: an evaluation changes when it broadcasts buffers.

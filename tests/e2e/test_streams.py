@@ -250,7 +250,7 @@ def test_a_rollback_on_a_stream_draws_and_drops_and_says_so(gate, tmp_path):
     assert run.actions()[:5] == ["skip", "replay", "rollback", "skip_data", "cut_lr"]
     back = next(e for e in run.events("action") if e["action"] == "rollback")
     assert back["to_step"] < back["from_step"]
-    (note,) = [e for e in run.events("note") if "does not go back" in e["message"]]
+    (note,) = [e for e in run.events("note") if "the loader cannot go back" in e["message"]]
     assert note["batches"] >= back["from_step"] - back["to_step"]
     assert next(e for e in run.events("action") if e["action"] == "skip_data")["exact"] is False
     # No batch is computed again but the replayed one (and, on the device, the one queued behind it).

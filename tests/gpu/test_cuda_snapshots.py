@@ -260,12 +260,12 @@ def test_tensors_are_written_back_without_synchronizing(place):
     bench = OnCuda(place=place)
     bench.go(6)
     found, _ = bench.snapshots.find_restore_point(5, 5)
-    assert found is not None and found.light is not None
+    assert found is not None and found.small_state is not None
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         restorer = bench.snapshots.restorer
-        restorer._write_tensors(found.light, found.tensors(), found, restorer._matching_tensors(found))
+        restorer._write_tensors(found.small_state, found.tensors(), found, restorer._matching_tensors(found))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     bench.snapshots.restore(found)

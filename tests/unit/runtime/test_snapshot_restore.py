@@ -284,9 +284,9 @@ def test_a_restore_enqueues_its_copies_in_a_few_calls(monkeypatch):
     for module in (buffer_pool, restore):
         monkeypatch.setattr(module, "foreach_copy_", lambda a, b, *more: calls.append(len(a)) or foreach(a, b, *more))
     assert found is not None
-    assert found.light is not None
+    assert found.small_state is not None
     restorer = bench.snapshots.restorer
-    restorer._write_tensors(found.light, found.tensors(), found, restorer._matching_tensors(found))
+    restorer._write_tensors(found.small_state, found.tensors(), found, restorer._matching_tensors(found))
     assert sum(calls) == len(bench.state.update_tensors()) + 3, "BatchNorm has three buffers"
     assert len(calls) == 2
     bench.snapshots.restore(found)

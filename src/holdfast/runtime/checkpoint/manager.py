@@ -393,6 +393,6 @@ class _Moment(NamedTuple):
 
 def _moment_of_snapshot(snapshot: Snapshot) -> _Moment:
     """Return the moment at which a snapshot was taken, from its copies on the host."""
-    assert snapshot.light is not None and snapshot.rng is not None and snapshot.position is not None
+    assert snapshot.small_state is not None and snapshot.rng is not None and snapshot.position is not None
     tensors = {name: value for copy in snapshot.copies[1:] for name, value in copy.tensors.items()}
-    return _Moment(snapshot.step, snapshot.light, tensors, snapshot.rng, snapshot.position, snapshot.detectors)
+    return _Moment(snapshot.step, snapshot.small_state, tensors, snapshot.rng, snapshot.position, snapshot.detectors)

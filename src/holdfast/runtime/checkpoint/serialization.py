@@ -39,10 +39,10 @@ class RestorePoint(NamedTuple):
 
 def contents_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
     """Return what a complete snapshot is on disk. Nothing is copied: its memory is read until `release` is called."""
-    assert snapshot.light is not None and snapshot.rng is not None
+    assert snapshot.small_state is not None and snapshot.rng is not None
     parts = {
         "step": snapshot.step,
-        "light": snapshot.light,
+        "light": snapshot.small_state,
         "detectors": snapshot.detectors,
         "rng": snapshot.rng.plain(),
         "data": snapshot.data,

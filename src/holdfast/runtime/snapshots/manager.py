@@ -175,10 +175,10 @@ class SnapshotManager:
     def _add_small_state(self, detectors: dict[str, Any]) -> None:
         snapshot = self._in_progress
         assert snapshot is not None
-        snapshot.light, tensors = self._state.small_state()
+        snapshot.small_state, tensors = self._state.small_state()
         if snapshot.reason is not None:  # a saved snapshot is not compared with frozen weights again before a restore
             tensors |= self._state.copy_changed_frozen(tensors)
-        snapshot.light_copy = self._copy_small(tensors, "small_state", snapshot)
+        snapshot.small_state_copy = self._copy_small(tensors, "small_state", snapshot)
         snapshot.frozen = self._state.frozen_copies()
         snapshot.detectors = detectors
         snapshot.complete()
@@ -224,9 +224,9 @@ class SnapshotManager:
             elif inspection.nonfinite is not None:
                 snapshot.reject(f"{inspection.nonfinite} holds NaN or Inf")
                 self.report_nonfinite(snapshot.step, inspection.nonfinite)
-        if snapshot.health is not Health.BAD and snapshot.light_copy is not None:
+        if snapshot.health is not Health.BAD and snapshot.small_state_copy is not None:
             # The fingerprints of frozen weights are single int64 values: the checksum of each is its value.
-            changed = self._state.changed_frozen_weight(snapshot.light_copy.result().checksums)
+            changed = self._state.changed_frozen_weight(snapshot.small_state_copy.result().checksums)
             if changed is not None:
                 snapshot.reject(f"{changed} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:
@@ -285,9 +285,11 @@ class SnapshotManager:
         self.restorer.restore(snapshot)
         self._drop_newer(snapshot.step)
 
-    def restore_saved(self, step: int, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
+    def restore_saved(
+        self, step: int, small_state: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None
+    ) -> None:
         """Restore a state that another process may have saved. Without `rng` the generators stay as they are."""
-        self.restorer.restore_saved(light, tensors, rng)
+        self.restorer.restore_saved(small_state, tensors, rng)
         self._drop_newer(step)
 
     def _drop_newer(self, step: int) -> None:

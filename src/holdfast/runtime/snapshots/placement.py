@@ -53,8 +53,8 @@ class Placement:
         if not (has_state or at_start):
             return layout, None
         self._budgeted = layout
-        light, shared = self._state.snapshot_nbytes()
-        size = (1 if has_state else 3) * layout.nbytes + light
+        small, shared = self._state.snapshot_nbytes()
+        size = (1 if has_state else 3) * layout.nbytes + small
         return layout, self._ring.budget(size, shared if self._on_host else 0)
 
     def preallocate(self) -> None:
@@ -120,5 +120,5 @@ class Placement:
             if (
                 snapshot.reason is None
             ):  # a saved one is compared later with the run's state, to see if anything changed
-                self._copier.reclaim("small_state", snapshot.light_copy)
+                self._copier.reclaim("small_state", snapshot.small_state_copy)
                 self._copier.reclaim("buffers", snapshot.buffers)

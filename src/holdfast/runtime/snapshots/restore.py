@@ -72,7 +72,7 @@ class Restorer:
 
     def _verify_memory(self, snapshot: Snapshot) -> str | None:
         """Verify the snapshot's own memory. Writes nothing."""
-        assert snapshot.light is not None
+        assert snapshot.small_state is not None
         tensors = snapshot.tensors()
         for copy in snapshot.copies:
             if (name := _first_difference(checksum_all(copy.tensors)[0], copy.result().checksums)) is not None:
@@ -83,23 +83,23 @@ class Restorer:
         doubtful = {n: t for n, t in tensors.items() if n not in finite}
         if (name := first_nonfinite(doubtful, self._state.allowed_nonfinite)) is not None:
             return f"{name} holds NaN or Inf"
-        return self._state.mismatch(snapshot.light, tensors)
+        return self._state.mismatch(snapshot.small_state, tensors)
 
     def _verify_in_place(self, snapshot: Snapshot) -> str | None:
         """Write the snapshot's tensors, and verify the live ones. Values that are not written are verified in memory."""
-        assert snapshot.light is not None
+        assert snapshot.small_state is not None
         self._in_place = None
         targets = self._matching_tensors(snapshot)
         tensors: dict[str, Tensor] | None = None
         if targets is not None and not snapshot.frozen:
-            problem = self._state.small_state_mismatch(snapshot.light)
+            problem = self._state.small_state_mismatch(snapshot.small_state)
         else:
             tensors = snapshot.tensors()
-            problem = self._state.mismatch(snapshot.light, tensors)
+            problem = self._state.mismatch(snapshot.small_state, tensors)
         if problem is not None:
             return problem
         # From here on the copies are under way; the host does the rest of its work meanwhile.
-        live, known = self._write_tensors(snapshot.light, tensors, snapshot, targets)
+        live, known = self._write_tensors(snapshot.small_state, tensors, snapshot, targets)
         expected = {name: value for copy in snapshot.copies for name, value in copy.result().checksums.items()}
         unwritten = {n: t for copy in snapshot.copies for n, t in copy.tensors.items() if n not in live}
         actual, doubtful = checksum_all(live, known)
@@ -117,29 +117,29 @@ class Restorer:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore all of a snapshot for which `find_problem` returned None."""
-        assert snapshot.light is not None and snapshot.rng is not None
+        assert snapshot.small_state is not None and snapshot.rng is not None
         tensors = snapshot.tensors()
         if self._in_place is not snapshot:
-            self._write_tensors(snapshot.light, tensors, snapshot, self._matching_tensors(snapshot))
-        self._finish(snapshot.light, tensors, snapshot.rng)
+            self._write_tensors(snapshot.small_state, tensors, snapshot, self._matching_tensors(snapshot))
+        self._finish(snapshot.small_state, tensors, snapshot.rng)
 
-    def restore_saved(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
+    def restore_saved(self, small_state: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         """Restore parts that another process may have saved. Without `rng` the generators stay as they are."""
-        self._write_tensors(light, tensors, None, None)
-        self._finish(light, tensors, rng)
+        self._write_tensors(small_state, tensors, None, None)
+        self._finish(small_state, tensors, rng)
 
     def _matching_tensors(self, snapshot: Snapshot) -> dict[str, Tensor] | None:
         """Return the live tensors if the snapshot's buffer still fits them and can be copied back as a whole."""
-        assert snapshot.light is not None
+        assert snapshot.small_state is not None
         buffer = snapshot.copy.buffer
         if buffer is None or buffer.layout.unpackable:
             return None
-        live = self._state.update_tensors_if_same_structure(snapshot.light)
+        live = self._state.update_tensors_if_same_structure(snapshot.small_state)
         return live if live is not None and buffer.layout.fits(live, buffer.layout.destination) else None
 
     def _write_tensors(
         self,
-        light: dict[str, Any],
+        small_state: dict[str, Any],
         tensors: dict[str, Tensor] | None,
         snapshot: Snapshot | None,
         matching: dict[str, Tensor] | None,
@@ -161,7 +161,7 @@ class Restorer:
         if tensors is None:
             assert snapshot is not None
             tensors = snapshot.tensors()
-        self._state.restore_tensors(light, tensors, writes.add, update_tensors=matching is None)
+        self._state.restore_tensors(small_state, tensors, writes.add, update_tensors=matching is None)
         for name, value in self._state.buffers.named().items():
             saved = tensors.get(_BUFFER + name)
             if saved is not None and _same_kind(saved, value):
@@ -170,10 +170,10 @@ class Restorer:
         self._written_devices = {value.device for value in writes.live.values() if value.is_cuda}
         return writes.live, known
 
-    def _finish(self, light: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
+    def _finish(self, small_state: dict[str, Any], tensors: dict[str, Tensor], rng: RngState | None) -> None:
         """Restore everything but the tensors written already, and wait for the devices."""
         state = self._state
-        state.restore_small_state(light, tensors)
+        state.restore_small_state(small_state, tensors)
         live = state.buffers.named()
         saved = {n.removeprefix(_BUFFER): t for n, t in tensors.items() if n.startswith(_BUFFER)}
         for name, value in saved.items():

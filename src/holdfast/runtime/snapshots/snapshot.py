@@ -21,7 +21,7 @@ class Snapshot:
 
     `rng`, `buffers` and `position` are added when the next step begins, before it draws anything. If the step is committed
     by then, everything else is taken at that moment too. If it is still running on the device, `copy` was started when
-    its update was submitted, and `light` and `detectors` follow when it commits.
+    its update was submitted, and `small_state` and `detectors` follow when it commits.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Snapshot:
         """cleared while its memory is read for writing it to disk"""
         self.written.set()
         self.copy = copy
-        self.light: dict[str, Any] | None = None
-        self.light_copy: SnapshotCopy | None = None
+        self.small_state: dict[str, Any] | None = None
+        self.small_state_copy: SnapshotCopy | None = None
         self.frozen: dict[str, Tensor] = {}
         self.detectors: dict[str, Any] = {}
         self.rng: RngState | None = None
@@ -59,13 +59,13 @@ class Snapshot:
 
     def complete(self) -> None:
         """Become a candidate if every part is present."""
-        is_whole = self.light is not None and self.position is not None and self.buffers is not None
+        is_whole = self.small_state is not None and self.position is not None and self.buffers is not None
         if is_whole and self.health is Health.ASSEMBLING:
             self.health = Health.CANDIDATE
 
     @property
     def copies(self) -> list[SnapshotCopy]:
-        return [c for c in (self.copy, self.light_copy, self.buffers) if c is not None]
+        return [c for c in (self.copy, self.small_state_copy, self.buffers) if c is not None]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name."""
@@ -77,7 +77,7 @@ class Snapshot:
     @property
     def intervention_count(self) -> int:
         """The number of interventions that are part of the state."""
-        return 0 if self.light is None else int(self.light["interventions"]["turns"])
+        return 0 if self.small_state is None else int(self.small_state["interventions"]["turns"])
 
     def wait_for(self, name: str) -> None:
         """Block until that tensor is copied, so that it can be written while the next one is copied."""

@@ -17,7 +17,6 @@ from holdfast.diagnosis.tree.load import DecisionTree, load_tree
 
 SCHEMA_VERSION = 1
 MAX_FINDINGS = 5
-_MAX_COLUMNS = 12
 
 
 class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,10 +244,7 @@ def _summary(table: Table, verdicts: list[IncidentVerdict]) -> str:
     if not len(table):
         return "nothing to diagnose: the log has no training records"
     if not verdicts and not table.has("loss"):
-        columns = [name for name in table.columns if table.has(name)]
-        candidate = next((name for name in columns if "loss" in name.lower()), "COLUMN")
-        names = ", ".join(columns[:_MAX_COLUMNS]) + (", ..." if len(columns) > _MAX_COLUMNS else "")
-        return f"not judged: no training loss found. Columns: {names or 'none'}. Try --map loss={candidate}"
+        return next((limit.text for limit in table.limits if limit.code == "no_loss"), "no training loss found")
     if not verdicts:
         limits = f"; limits of this log: {', '.join(dict(table.limits))}" if table.limits else ""
         return f"no incident in {records}{limits}"

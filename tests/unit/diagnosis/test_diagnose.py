@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from leaf_cases import CASES, FP32, jump
-from made import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run, table
+from synthetic import N, cosine, episode, healthy_loss, healthy_norm, noise, put, run, table
 
 from holdfast.diagnosis import diagnose as module
 from holdfast.diagnosis.diagnose import diagnose
@@ -64,9 +59,9 @@ def test_several_incidents_each_have_their_own_window_and_verdict(found):
 
 
 def test_an_episode_that_turns_out_harmless_is_a_note(found):
-    case = CASES["scaler_finds_level"]()
-    found(case.episode)
-    report = diagnose(case.table)
+    made, where = CASES["scaler_finds_level"].build()
+    found(where)
+    report = diagnose(made)
     assert report.verdicts == []
     (note,) = [n for n in report.notes if n.leaf == "scaler_finds_level"]
     assert note.kind == "grad_nonfinite"
@@ -91,11 +86,11 @@ def test_rules_that_fire_are_notes_with_an_action_and_no_incident(found):
     "leaf", ["leak", "fragments", "capacity", "oom_open", "rank_absent", "slow_open", "straggling_rank"]
 )
 def test_incidents_of_the_machine_are_found_in_the_table_itself(found, leaf):
-    case = CASES[leaf]()
-    (verdict,) = diagnose(case.table).verdicts
-    assert (verdict.kind, verdict.leaf) == (case.episode.kind, leaf)
-    assert abs(verdict.row_start - case.episode.first) <= 20
-    assert abs(verdict.row_end - case.episode.last) <= 20
+    made, where = CASES[leaf].build()
+    (verdict,) = diagnose(made).verdicts
+    assert (verdict.kind, verdict.leaf) == (where.kind, leaf)
+    assert abs(verdict.row_start - where.first) <= 20
+    assert abs(verdict.row_end - where.last) <= 20
 
 
 def test_an_abstaining_verdict_names_no_cause_and_says_what_is_needed(found):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "tree"))
-from made import episode
+from synthetic import episode
 
 from holdfast.core.record.journal import dumps
 from holdfast.diagnosis.diagnose import diagnose, restored_view

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "tree"))
-from made import healthy_loss, noise, run, table
+from synthetic import healthy_loss, noise, run, table
 
 from holdfast.diagnosis.find import episodes, losses
 from holdfast.diagnosis.find.losses import Losses, _medians, _outliers, _ranges

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-sys.path.insert(0, str(Path(__file__).parent / "tree"))
 from benchmarks.diagnosis.score import (
     MIN_SHARES,
     ScoredLog,
@@ -20,7 +19,7 @@ from benchmarks.diagnosis.score import (
     longest_table,
     score,
 )
-from made import healthy_loss, table
+from synthetic import healthy_loss, table
 
 from holdfast.diagnosis.diagnose import DiagnosisReport, IncidentVerdict
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent / "tree"))
-from made import noise, table
+from synthetic import noise, table
 
 from holdfast.diagnosis.find import watch_only
 from holdfast.diagnosis.find.losses import Losses

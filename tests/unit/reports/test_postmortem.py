@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis" / "tree"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis"))
+import synthetic
 from leaf_cases import CASES
-from made import N, episode, healthy_loss, healthy_norm, put, run
+from synthetic import N, healthy_loss, healthy_norm, put, run
 
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.find import episodes
@@ -46,8 +47,8 @@ def section(text: str, number: int) -> str:
 
 @pytest.mark.parametrize("leaf", CASES)
 def test_every_case_has_all_sixteen_sections_in_both_forms(written, leaf):
-    case = CASES[leaf]()
-    found = written(case.table, *([case.episode] if case.episode else []))
+    table, episode = CASES[leaf].build()
+    found = written(table, *([episode] if episode else []))
     assert [s.title for s in found.sections] == TITLES
     assert all(s.parts for s in found.sections)
     text = markdown.render_postmortem(found)
@@ -65,7 +66,7 @@ def test_numbers_are_those_of_the_record(written):
         loss=loss, grad_norm=put(healthy_norm(), 300, 31.0), seconds=np.full(N, 0.5), tokens=np.arange(N) * 1024.0,
         events=[(250, "checkpoint", "saved checkpoint"), (350, "checkpoint", "saved checkpoint")],
     )  # fmt: skip
-    text = markdown.render_postmortem(written(made, episode(made, "spike_recovered", 298, 302)))
+    text = markdown.render_postmortem(written(made, synthetic.episode(made, "spike_recovered", 298, 302)))
     assert "steps inside incidents: 5" in section(text, 2)
     assert "time inside incidents: 2.5 s" in section(text, 2)
     assert "tokens inside incidents: 4096" in section(text, 2)
@@ -76,8 +77,8 @@ def test_numbers_are_those_of_the_record(written):
 
 
 def test_what_is_not_on_record_is_said_to_be_missing(written):
-    case = CASES["spike_open"]()
-    text = markdown.render_postmortem(written(case.table, case.episode))
+    table, episode = CASES["spike_open"].build()
+    text = markdown.render_postmortem(written(table, episode))
     assert f"tokens inside incidents: {MISSING}" in section(text, 2)
     assert f"steps undone by rollbacks: {MISSING}" in section(text, 2)
     assert f"last good | {MISSING}" in section(text, 12)
@@ -87,14 +88,14 @@ def test_what_is_not_on_record_is_said_to_be_missing(written):
 
 
 def test_trigger_is_kept_apart_from_the_cause(written):
-    case = CASES["schedule_jump"]()
-    text = section(markdown.render_postmortem(written(case.table, case.episode)), 8)
+    table, episode = CASES["schedule_jump"].build()
+    text = section(markdown.render_postmortem(written(table, episode)), 8)
     assert "trigger: the learning rate: the learning rate jumps from" in text
 
 
 def test_rivals_are_ranked_under_the_verdict(written):
-    case = CASES["gradient_explosion"]()
-    text = section(markdown.render_postmortem(written(case.table, case.episode)), 6)
+    table, episode = CASES["gradient_explosion"].build()
+    text = section(markdown.render_postmortem(written(table, episode)), 6)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line[2].isdigit()]
     assert [row[0] for row in rows] == [f"| {i}" for i in range(1, len(rows) + 1)]
     confidences = [float(row[2]) for row in rows]
@@ -142,7 +143,7 @@ def test_a_run_directory_tells_what_was_done(written, tmp_path):
     lines = [json.dumps(event) for event in events]
     (tmp_path / "journal.jsonl").write_text("\n".join(lines) + '\n{"event": "acti')
     made = run(loss=put(healthy_loss(), slice(300, 311), 9.5), path=str(tmp_path))
-    text = markdown.render_postmortem(written(made, episode(made, "spike_recovered", 300, 310)))
+    text = markdown.render_postmortem(written(made, synthetic.episode(made, "spike_recovered", 300, 310)))
     assert "| status | recovered |" in section(text, 1)
     assert "steps undone by rollbacks: 20" in section(text, 2)
     assert "time lost to recovery: 1.5 s" in section(text, 2)
@@ -159,7 +160,7 @@ def test_a_run_directory_tells_what_was_done(written, tmp_path):
 def test_text_out_of_a_log_cannot_steer_markdown_or_terminal(written):
     evil = "a|b <script> `x` [link](http://x) \x1b[31mred\x07 [bold]no[/bold] \u202e"
     made = run(path=evil, events=[(200, "error", evil)])
-    found = written(made, episode(made, "dead_run", 0, 10))
+    found = written(made, synthetic.episode(made, "dead_run", 0, 10))
     text = markdown.render_postmortem(found)
     assert "\x1b" not in text and "\x07" not in text and "\u202e" not in text
     outside = "".join(text.split("```")[::2])

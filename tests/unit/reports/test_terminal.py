@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis" / "tree"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis"))
 from leaf_cases import CASES
-from made import N, episode, healthy_loss, noise, put, run
+from synthetic import N, episode, healthy_loss, noise, put, run
 
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.find import episodes
@@ -33,8 +33,7 @@ def shown(monkeypatch):
 
 
 def test_verdict_chart_evidence_and_next_command_in_this_order(shown):
-    case = CASES["explosion_to_nan"]()
-    text = shown(case.table, case.episode)
+    text = shown(*CASES["explosion_to_nan"].build())
     words = ("cause:", "confidence", "\u00d7", "for\n", "do:", "confirm:", "next: holdfast")
     places = [text.index(word) for word in words]
     assert places == sorted(places)
@@ -51,8 +50,8 @@ def test_healthy_run_is_said_to_be_so(shown):
 @pytest.mark.parametrize("leaf", CASES)
 @pytest.mark.parametrize("width", [40, 100])
 def test_every_case_can_be_shown(shown, leaf, width):
-    case = CASES[leaf]()
-    text = shown(case.table, *([case.episode] if case.episode else []), width=width)
+    table, *found = CASES[leaf].build()
+    text = shown(table, *filter(None, found), width=width)
     assert "next:" in text
 
 

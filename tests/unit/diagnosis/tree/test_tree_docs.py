@@ -12,7 +12,7 @@ from holdfast.diagnosis.tree.page import coverage, page
 
 DOCS = Path(__file__).parents[4] / "docs"
 BEGIN, END = "<!-- coverage: written by tests/unit/diagnosis/tree/test_tree_docs.py -->", "<!-- end of coverage -->"
-TEST = "tests/unit/diagnosis/tree/test_leaves.py::test_numbers_lead_to_the_leaf"
+TEST = "tests/unit/diagnosis/tree/test_leaves.py::test_run_reaches_leaf[LEAF]"
 CURE = "run HOLDFAST_WRITE_DOCS=1 pytest tests/unit/diagnosis/tree/test_tree_docs.py"
 
 
@@ -29,5 +29,5 @@ def test_tree_page_is_up_to_date():
 def test_coverage_table_is_up_to_date():
     path = DOCS / "diagnosis.md"
     head, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    table = coverage(load_tree(), {leaf: make().says for leaf, make in CASES.items()}, TEST)
+    table = coverage(load_tree(), {leaf: case.run for leaf, case in CASES.items()}, TEST)
     expect(path, f"{head}{BEGIN}\n{table}{END}{rest.partition(END)[2]}")

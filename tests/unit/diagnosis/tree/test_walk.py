@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from leaf_cases import CASES, jump
-from made import N, cosine, episode, healthy_loss, healthy_norm, put, run
+from synthetic import N, cosine, episode, healthy_loss, healthy_norm, put, run
 
 from holdfast.diagnosis.model.table import Limit
 from holdfast.diagnosis.tree import walk
@@ -13,8 +13,7 @@ from holdfast.diagnosis.tree.load import load_tree
 
 
 def walked(leaf):
-    case = CASES[leaf]()
-    return walk.walk(load_tree(), case.table, case.episode)
+    return walk.walk(load_tree(), *CASES[leaf].build())
 
 
 def test_gradient_that_leads_speaks_for_an_explosion_and_against_a_bad_batch():
@@ -72,10 +71,10 @@ def test_limits_of_the_log_lower_the_confidence():
 
 
 def test_a_limit_that_does_not_touch_the_kind_changes_nothing():
-    case = CASES["leak"]()
-    sure = walk.walk(load_tree(), case.table, case.episode).confidence
-    case.table.limits.append(Limit("no_grad_norm", "no gradient norm"))
-    assert walk.walk(load_tree(), case.table, case.episode).confidence == sure
+    table, episode = CASES["leak"].build()
+    sure = walk.walk(load_tree(), table, episode).confidence
+    table.limits.append(Limit("no_grad_norm", "no gradient norm"))
+    assert walk.walk(load_tree(), table, episode).confidence == sure
 
 
 def test_what_speaks_against_a_leaf_is_said_and_lowers_its_confidence():

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made import episode, table
 from rich.console import Console
+from synthetic import episode, table
 
 from holdfast.diagnosis.diagnose import diagnose, find_machine_episodes
 from holdfast.diagnosis.find import episodes

@@ -1,4 +1,4 @@
-"""Tables made of numbers: a healthy run, and ways to break it."""
+"""Tables from formulas: a healthy run, and ways to change it."""
 
 from __future__ import annotations
 
@@ -39,19 +39,16 @@ def table(
     path: str = "run.log",
     **columns: Any,
 ) -> Table:
-    """Every column is logged in every row; NaN is a NaN that was logged."""
-    made = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
-    n = len(next(iter(made.values()))) if made else 0
+    """Return a table with a value in every row of every column. NaN is a logged NaN."""
+    arrays = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
+    n = len(next(iter(arrays.values()))) if arrays else 0
     return Table(
         path,
-        "made",
+        "synthetic",
         np.arange(n, dtype=float) if step is None else np.asarray(step, dtype=float),
-        made,
-        {name: np.ones(n, dtype=bool) for name in made},
-        {
-            name: Series(np.asarray(s, dtype=float), np.asarray(v, dtype=float))
-            for name, (s, v) in (evals or {}).items()
-        },
+        arrays,
+        {name: np.ones(n, dtype=bool) for name in arrays},
+        {name: Series(np.asarray(s, float), np.asarray(v, float)) for name, (s, v) in (evals or {}).items()},
         [Event(*event) for event in events],
         [Limit(code, code.replace("_", " ")) for code in limits],
         facts or {},
@@ -59,28 +56,18 @@ def table(
 
 
 def run(**changes: Any) -> Table:
-    """A healthy run of N records; a column given as None is left out."""
-    columns: dict[str, Any] = {"loss": healthy_loss(), "grad_norm": healthy_norm(), "lr": cosine()}
-    known = {"evals", "events", "facts", "limits", "step", "path"}
-    rest = {name: changes.pop(name) for name in list(changes) if name in known}
-    columns |= changes
-    return table(**rest, **{name: values for name, values in columns.items() if values is not None})
+    """Return a healthy run of N records with these changes. None removes a column."""
+    columns = {"loss": healthy_loss(), "grad_norm": healthy_norm(), "lr": cosine(), **changes}
+    return table(**{name: values for name, values in columns.items() if values is not None})
 
 
-def episode(made: Table, kind: str, first: int, last: int, confidence: float = 0.9, **evidence: Any) -> Episode:
-    return Episode(
-        kind=kind,
-        start=float(made.step[first]),
-        end=float(made.step[last]),
-        first=first,
-        last=last,
-        confidence=confidence,
-        evidence=evidence,
-    )
+def episode(run: Table, kind: str, first: int, last: int, confidence: float = 0.9, **evidence: Any) -> Episode:
+    start, end = float(run.step[first]), float(run.step[last])
+    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=confidence, evidence=evidence)
 
 
 def put(values: np.ndarray, at: int | slice, what: Any) -> np.ndarray:
-    """A copy with other values at some rows."""
+    """Return a copy with other values in some rows."""
     changed = np.array(values, dtype=float)
     changed[at] = what
     return changed

@@ -54,7 +54,8 @@ ROUTES: dict[str, tuple[str, str, Callable[[], tuple[Any, Any]]]] = {
         "nan_origin_open", "?nan_from_the_start ?nan_passes ?climbed_before_nan ?is_fp16",
         lambda: with_episode("nan", 300, 310, loss=None)),
     "finite input": (
-        "nan_origin_open", "-nan_in_input -gradient_exactly_zero -nan_from_the_start ?nan_passes -climbed_before_nan ?is_fp16",
+        "nan_origin_open",
+        "-nan_in_input -gradient_exactly_zero -nan_from_the_start ?nan_passes -climbed_before_nan ?is_fp16",
         lambda: ends_in_nan(input_nan=np.zeros(N))),
     "NaN without a gradient norm": (
         "nan_origin_open", "?gradient_exactly_zero -nan_from_the_start ?nan_passes -climbed_before_nan ?is_fp16",

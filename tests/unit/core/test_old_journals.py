@@ -68,9 +68,9 @@ def test_suspects_of_an_old_journal_are_renamed_in_actions_and_in_findings():
     suspect = {"rank": 1, "part": 2, "part_data": [0, 4, 8], "broken": [5]}
     renamed = {"rank": 1, "micro_batch": 2, "micro_batch_data": [0, 4, 8], "nonfinite_samples": [5]}
     action = with_current_names({"event": "action", "action": "skip", "suspects": [suspect]})
-    finding = with_current_names({"event": "finding", "evidence": {"origin": {"suspects": [suspect, 3]}}})
+    finding = with_current_names({"event": "finding", "evidence": {"origin": {"suspects": [suspect]}}})
     assert action["suspects"] == [renamed]
-    assert finding["evidence"]["origin"]["suspects"] == [renamed, 3]
+    assert finding["evidence"]["origin"]["suspects"] == [renamed]
 
 
 def test_configuration_of_an_old_process_has_the_keys_of_this_version(tmp_path):
@@ -83,5 +83,5 @@ def test_configuration_of_an_old_process_has_the_keys_of_this_version(tmp_path):
 
 
 def test_names_of_this_version_and_strange_events_stay_as_they_are():
-    for event in ({"event": "checkpoint", "part": 1}, {"event": ["list"]}, {}, {"event": "action", "evidence": 3}):
+    for event in ({"event": "checkpoint", "step": 1}, {"event": ["list"]}, {}, {"event": "action", "evidence": 3}):
         assert with_current_names(dict(event)) == event

@@ -419,17 +419,13 @@ def override(config_data: dict[str, Any], assignments: list[str]) -> dict[str, A
                 if key in (old, new):
                     body.pop(old, None)
                     body.pop(new, None)
-            body[key] = _toml_value(value.strip())
+            try:
+                body[key] = tomllib.loads(f"value = {value.strip()}")["value"]
+            except (tomllib.TOMLDecodeError, RecursionError):
+                body[key] = value.strip()
     if errors:
         raise ConfigError(errors, "overrides")
     return config_data
-
-
-def _toml_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        return text
 
 
 def template() -> str:
@@ -441,13 +437,11 @@ def template() -> str:
         width = max(len(f"{f.name} = {_toml(f.default)}") for f in msgspec.structs.fields(section_type))
         for field in msgspec.structs.fields(section_type):
             text = f"{field.name} = {_toml(field.default)}"
-            lines.append(f"{text:<{width}}  # {_description(hints[field.name])}")
+            metadata = [m for m in get_args(hints[field.name])[1:] if isinstance(m, Meta)]
+            description = next((m.description for m in reversed(metadata) if m.description), "")
+            lines.append(f"{text:<{width}}  # {description}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _description(hint: Any) -> str:
-    return next((m.description for m in reversed(get_args(hint)[1:]) if isinstance(m, Meta) and m.description), "")
 
 
 def _toml(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The LR and clip interventions of a run, in order, so that a restart from before one repeats it.
 
-A rollback that cut the LR is part of the run from then on. A process that resumes from a checkpoint older than the cut
-reaches the same step again and must make the same cut there, or it trains a different run. The saved state counts how
+A rollback that cut the LR is part of the run from then on. A process that resumes from an older checkpoint
+reaches that step again. It must make the same cut there, or it trains a different run. The saved state counts how
 many interventions it includes (`Interventions.turns`); the journal has all of them.
 """
 
@@ -49,8 +49,8 @@ class RecoveryHistory:
             elif name == "resumed" and event.get("interventions_kept") is not None:
                 self.rolled_back(_int_or_zero(event["interventions_kept"]), ())
             elif name == "action" and action == "rollback":
-                added = _interventions(event.get("interventions"))
-                self.rolled_back(_int_or_zero(event.get("interventions_kept")), added)
+                kept, added = event.get("interventions_kept"), event.get("interventions")
+                self.rolled_back(_int_or_zero(kept), _interventions(added))
             elif name == "action" and action in ("cut_lr", "tighten_clip") and not event.get("part_of_rollback"):
                 self.interventions.extend(_interventions([event.get("intervention")]))
 

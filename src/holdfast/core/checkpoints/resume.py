@@ -1,7 +1,7 @@
 """The choice of the checkpoint to resume from: the newest that is good, on the lineage of the run, and verifies.
 
-The lineage is that of the state saved last. If the journal has a newer branch (a rollback or resume without a save after
-it), abandoned states count as quarantined, as the next process will mark them.
+The lineage is that of the state saved last. The journal may have a newer branch, after a
+rollback or resume without a save. Then abandoned states count as quarantined, as the next process will mark them.
 """
 
 from __future__ import annotations
@@ -130,7 +130,11 @@ def resolve_resume_path(
     if load_path is None:
         return _newest(Path(run_dir), check)
     path = _explicit(Path(load_path).resolve(), check)
-    log.info("resuming from %s, as given by load_path; automatic resume would use %s", path, _automatic(Path(run_dir)))
+    log.info(
+        "holdfast: resuming from %s, as given by load_path; automatic resume would use %s",
+        path,
+        _automatic(Path(run_dir)),
+    )
     return path
 
 
@@ -216,12 +220,14 @@ def _newest(run_dir: Path, check: Check, *, quiet: bool = False) -> Path | None:
         raise RunDirError(result.refusal)
     if result.chosen is not None:
         if not quiet:
-            log.info("resuming from %s%s", result.chosen.path, _listed("; passed over", result.rejected))
+            log.info("holdfast: resuming from %s%s", result.chosen.path, _listed("; passed over", result.rejected))
         return result.chosen.path
     if result.entries and not quiet:
         folder = run_dir / CHECKPOINTS
         log.warning(
-            "%s has no usable checkpoint: the run starts from the beginning%s", folder, _listed("", result.rejected)
+            "holdfast: %s has no usable checkpoint: the run starts from the beginning%s",
+            folder,
+            _listed("", result.rejected),
         )
     return None
 
@@ -279,7 +285,10 @@ def _check_one(path: Path, check: Check) -> Path:
         why = f"{entry.health}: {entry.why}" if entry.health is Health.BAD else check(entry)
         if why is None and entry.health is not Health.GOOD:
             log.warning(
-                "%s is %s (%s), but is used because load_path names it", path, entry.health, entry.why or "no reason"
+                "holdfast: %s is %s (%s), but is used because load_path names it",
+                path,
+                entry.health,
+                entry.why or "no reason",
             )
     if why is not None:
         raise RunDirError(f"load_path {path} cannot be used: {why}; name another, or restore a complete copy")

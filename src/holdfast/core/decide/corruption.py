@@ -138,6 +138,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[str], last_good: int) -> Finding:
     """Return a finding whose onset is after the last good check: wrong values have reached all ranks by gradients."""
     replica = corruption.kind == "replica"
+    more = len(tensors) - _LISTED_TENSORS
+    listed = ", ".join(tensors[:_LISTED_TENSORS]) + (f" and {more} more" if more > 0 else "")
     onset = min(last_good + 1, corruption.step) if replica else corruption.step
     return Finding(
         kind=Kind.DESYNC if replica else Kind.SILENT_CORRUPTION,
@@ -145,7 +147,7 @@ def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[s
         step=corruption.step,
         onset=onset,
         detector="integrity",
-        message=f"{_describe(corruption)}: {_list(tensors)}; {decision.text}",
+        message=f"{_describe(corruption)}: {listed}; {decision.text}",
         evidence={
             "check": corruption.kind,
             "ranks": list(corruption.ranks),
@@ -175,8 +177,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(numbers) < 2:
         return f"rank {''.join(numbers)}"
     return f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
-
-
-def _list(tensors: Sequence[str]) -> str:
-    more = len(tensors) - _LISTED_TENSORS
-    return ", ".join(tensors[:_LISTED_TENSORS]) + (f" and {more} more" if more > 0 else "")

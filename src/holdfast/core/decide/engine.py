@@ -274,7 +274,10 @@ def _load(name: str, owner: Any, state: Any) -> bool:
         owner.load_state_dict(state)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         log.warning(
-            "the saved window of %s cannot be read (%s: %s): it starts empty", name, type(error).__name__, error
+            "holdfast: the saved window of %s cannot be read (%s: %s); it starts empty",
+            name,
+            type(error).__name__,
+            error,
         )
         owner.load_state_dict(before)
         return False
@@ -296,7 +299,7 @@ def _log_note(finding: Finding) -> None:
     """Log a note once, as a warning if a person should know. Actions log themselves."""
     if finding.severity == Severity.NOTE and (finding.new or "outcome" in finding.evidence):
         level = logging.WARNING if finding.kind in _WARNED_KINDS else logging.INFO
-        log.log(level, "step %d: %s: %s", finding.step, finding.kind, finding.message)
+        log.log(level, "holdfast: step %d: %s: %s", finding.step, finding.kind, finding.message)
 
 
 def _fields(struct: msgspec.Struct) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from holdfast.core.base.types import Finding, Signal
+from holdfast.core.base.types import Finding, Severity, Signal
 
 
 @runtime_checkable
@@ -26,7 +26,37 @@ class Detector(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-class LimitlessDetector:
+class BuiltInDetector:
+    """Base of the detectors that ship with Holdfast."""
+
+    name: str
+    confidence = 1.0
+
+    def report(
+        self,
+        signal: Signal,
+        kind: str,
+        severity: Severity,
+        onset: int,
+        message: str,
+        evidence: dict[str, Any],
+        *,
+        new: bool = True,
+    ) -> Finding:
+        return Finding(
+            kind=kind,
+            severity=severity,
+            step=signal.step,
+            onset=onset,
+            detector=self.name,
+            message=message,
+            evidence=evidence,
+            confidence=self.confidence,
+            new=new,
+        )
+
+
+class LimitlessDetector(BuiltInDetector):
     """Base of the built-in detectors that never set a limit; the engine does not ask them for one."""
 
     def limits(self) -> dict[str, float]:

@@ -87,17 +87,17 @@ class CurryTrain(LimitlessDetector):
 
     def _finding(self, signal: Signal, lowest: float) -> Finding:
         onset = signal.step if self._start is None else self._start
-        return Finding(
-            kind=Kind.LOSS_SPIKE,
-            severity=Severity.ROLLBACK,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=f"the loss has been over {self._ratio:g} times its lowest {lowest:.6g} since step {onset}",
-            evidence={
+        ratio = signal.loss / lowest if lowest else math.inf
+        return self.report(
+            signal,
+            Kind.LOSS_SPIKE,
+            Severity.ROLLBACK,
+            onset,
+            f"the loss has been over {self._ratio:g} times its lowest {lowest:.6g} since step {onset}",
+            {
                 "loss": signal.loss,
                 "lowest": lowest,
-                "ratio": _ratio(signal.loss, lowest),
+                "ratio": ratio if math.isfinite(ratio) else None,
                 "rollback_to_step": max(0, onset - _STEPS_BACK),
                 "skip_batches": _SKIP_BATCHES,
             },
@@ -124,8 +124,3 @@ class CurryTrain(LimitlessDetector):
         self._lowest = deque((int(n), float(v)) for n, v in state["lowest"])
         self._count, self._initial_losses = state["count"], list(state["first"])
         self._initial_level, self._start, self._reported = state["began"], state["start"], state["said"]
-
-
-def _ratio(loss: float, lowest: float) -> float | None:
-    ratio = loss / lowest if lowest else math.inf
-    return ratio if math.isfinite(ratio) else None

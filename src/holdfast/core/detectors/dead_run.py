@@ -42,21 +42,12 @@ class DeadRun(LimitlessDetector):
         if self._count != enough:
             return None
         what = "zero" if zero else f"exactly {signal.loss!r}"
-        return Finding(
-            kind=Kind.DEAD_RUN,
-            severity=Severity.NOTE,
-            step=signal.step,
-            onset=self._since,
-            detector=self.name,
-            message=f"the loss has been {what} for {self._count} records: nothing is being trained",
-            evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "lr": signal.lr, "records": self._count},
-        )
+        message = f"the loss has been {what} for {self._count} records: nothing is being trained"
+        evidence = {"loss": signal.loss, "grad_norm": signal.grad_norm, "lr": signal.lr, "records": self._count}
+        return self.report(signal, Kind.DEAD_RUN, Severity.NOTE, self._since, message, evidence)
 
     def absorb_normal(self, losses: Sequence[float], steps: Sequence[float]) -> int:
-        """Take in losses that differ from the one before, and return their number.
-
-        The last of them is for `observe`, which sees its gradient norm too.
-        """
+        """Take in losses that differ from the one before, except the last, and return their number."""
         previous, count = None if self._last is None else self._last[0], len(losses) - 1
         for i, loss in enumerate(losses):
             if loss == previous:

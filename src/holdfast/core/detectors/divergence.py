@@ -49,9 +49,8 @@ class _BlockLength:
     def spread(self) -> float:
         """Return how far neighbouring medians differ by chance."""
         differences = sorted(abs(b - a) for a, b in pairwise(self.recent))
-        if len(differences) < _ENOUGH_DIFFERENCES:
-            return math.inf
-        return differences[-1 - len(differences) // 6] / _SIXTH_LARGEST
+        enough = len(differences) >= _ENOUGH_DIFFERENCES
+        return differences[-1 - len(differences) // 6] / _SIXTH_LARGEST if enough else math.inf
 
     def add_median(
         self, middle: float, signal: Signal, begin: int, z: float, rise: float
@@ -110,6 +109,7 @@ class Divergence(LimitlessDetector):
     """Asks for a rollback once, then waits for a new best level or an expected shift."""
 
     name = "divergence"
+    confidence = 0.9
     field, needs_loss, max_block = "loss", True, _BLOCK
 
     def __init__(self, config: DetectSection) -> None:
@@ -192,15 +192,14 @@ class Divergence(LimitlessDetector):
             return None
         self._reported = True
         steps = length.joined * _BLOCK
-        return Finding(
-            kind=Kind.DIVERGENCE,
+        return self.report(
+            signal,
+            Kind.DIVERGENCE,
             # A loss below zero (a reward, a bound) may rise without harm.
-            severity=Severity.NOTE if self._negative else Severity.ROLLBACK,
-            step=signal.step,
-            onset=length.onset,
-            detector=self.name,
-            message=f"the loss has risen from its best level {best:.6g} to {level:.6g} over {length.above * steps} steps",
-            evidence={
+            Severity.NOTE if self._negative else Severity.ROLLBACK,
+            length.onset,
+            f"the loss has risen from its best level {best:.6g} to {level:.6g} over {length.above * steps} steps",
+            {
                 "level": level,
                 "best": best,
                 "best_at": length.best_at,
@@ -211,7 +210,6 @@ class Divergence(LimitlessDetector):
                 "grad_norm": signal.grad_norm,
                 "lr": signal.lr,
             },
-            confidence=0.9,
         )
 
     def rebaseline(self) -> None:

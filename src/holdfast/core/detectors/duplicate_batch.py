@@ -52,15 +52,8 @@ class DuplicateBatch(LimitlessDetector):
         message = f"{len(repeats)} of the last {len(distances)} batches are repeats, this one of {distance} steps ago"
         if distance >= _RECENT_BATCHES:
             message += "; an epoch of that length in the same order would look like this"
-        return Finding(
-            kind=Kind.DUPLICATE_BATCH,
-            severity=Severity.NOTE,
-            step=signal.step,
-            onset=signal.step - distance,
-            detector=self.name,
-            message=message,
-            evidence={"distance": distance, "repeats": len(repeats), "batch": signal.batch},
-        )
+        evidence = {"distance": distance, "repeats": len(repeats), "batch": signal.batch}
+        return self.report(signal, Kind.DUPLICATE_BATCH, Severity.NOTE, signal.step - distance, message, evidence)
 
     def rebaseline(self) -> None:
         self._last_step.clear()

@@ -86,13 +86,9 @@ class LearningRate(LimitlessDetector):
     def _jump(self, signal: Signal, last: float, lr: float, peak: float) -> Finding:
         is_restart = lr <= 1.05 * peak
         where = "back towards its peak, as in a restart of the schedule" if is_restart else "above any earlier rate"
-        return self._finding(
-            signal,
-            Kind.LR_JUMP,
-            signal.step,
-            f"the learning rate went from {last:.4g} to {lr:.4g} in one step, {where}",
-            {"lr": lr, "before": last, "ratio": lr / last, "peak": peak, "restart": is_restart},
-        )
+        message = f"the learning rate went from {last:.4g} to {lr:.4g} in one step, {where}"
+        evidence = {"lr": lr, "before": last, "ratio": lr / last, "peak": peak, "restart": is_restart}
+        return self.report(signal, Kind.LR_JUMP, Severity.NOTE, signal.step, message, evidence)
 
     def _frozen(self, signal: Signal, lr: float) -> Finding | None:
         zero = lr == 0.0 and self._still_records >= _ZERO_RECORDS and self._peak > 0
@@ -104,18 +100,7 @@ class LearningRate(LimitlessDetector):
         self._reported = True
         how = "has been zero" if zero else f"stopped at {lr:.4g} in the middle of its decay"
         message = f"the learning rate {how} since step {self._since}"
-        return self._finding(signal, Kind.LR_FROZEN, self._since, message, {"lr": lr, "peak": self._peak})
-
-    def _finding(self, signal: Signal, kind: Kind, onset: int, message: str, evidence: dict[str, Any]) -> Finding:
-        return Finding(
-            kind=kind,
-            severity=Severity.NOTE,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=message,
-            evidence=evidence,
-        )
+        return self.report(signal, Kind.LR_FROZEN, Severity.NOTE, self._since, message, {"lr": lr, "peak": self._peak})
 
     def rebaseline(self) -> None:
         """Start over at the next record: an expected shift may move the rate."""

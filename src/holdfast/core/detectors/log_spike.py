@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from holdfast.core.base.types import Finding, Flag, Severity, Signal
+from holdfast.core.detectors.base import BuiltInDetector
 from holdfast.core.detectors.baseline import Baseline
 
 _REBASELINE = 24
@@ -17,14 +18,13 @@ _LOSS_HIGH, _GRAD_HIGH = int(Flag.LOSS_HIGH), int(Flag.GRAD_HIGH)
 _SINGLE_STEPS = 2
 
 
-class LogSpike:
+class LogSpike(BuiltInDetector):
     """Reports a value `z` deviations of the logarithm and `ratio` times above the baseline, or a hundred times above it.
 
     `_ACCEPTED_STEPS` high values in a row under a normal loss are a new level, not a spike: the level is accepted with a
     finding, rather than vetoing every later step. While a new baseline is learned, only a gross rise counts.
     """
 
-    name: str
     field: str
     kind: str
     what: str
@@ -106,22 +106,14 @@ class LogSpike:
         return finding
 
     def _finding(self, signal: Signal, value: float, limit: float, message: str, new: bool = False) -> Finding:
-        return Finding(
-            kind=self.kind,
-            severity=self.severity,
-            step=signal.step,
-            onset=self._onset,
-            detector=self.name,
-            message=message,
-            evidence={
-                self.field: value,
-                "expected": _exp(self._baseline.expected()),
-                "limit": limit,
-                "in_a_row": self._high_in_a_row,
-                "loss": signal.loss,
-            },
-            new=new,
-        )
+        evidence = {
+            self.field: value,
+            "expected": _exp(self._baseline.expected()),
+            "limit": limit,
+            "in_a_row": self._high_in_a_row,
+            "loss": signal.loss,
+        }
+        return self.report(signal, self.kind, self.severity, self._onset, message, evidence, new=new)
 
     def rebaseline(self) -> None:
         if self._baseline.ready:

@@ -79,15 +79,8 @@ class LossScale(LimitlessDetector):
     def _finding(
         self, signal: Signal, kind: Kind, severity: Severity, onset: int, message: str, streak: int = 0
     ) -> Finding:
-        return Finding(
-            kind=kind,
-            severity=severity,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=message,
-            evidence={"overflows_in_a_row": streak, "loss_scale": signal.loss_scale},
-        )
+        evidence = {"overflows_in_a_row": streak, "loss_scale": signal.loss_scale}
+        return self.report(signal, kind, severity, onset, message, evidence)
 
     def rebaseline(self) -> None:
         """Keep everything: no expected shift explains an overflow."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
+from holdfast.core.detectors.base import BuiltInDetector
 from holdfast.core.detectors.baseline import LARGEST, Baseline
 
 _REBASELINE = 24
@@ -32,7 +33,7 @@ _WIDE_DEPTH, _DEPTH_DECAY, _LARGEST_DEPTH = 2.4, 0.985, 6.0
 _LOSS_HIGH = int(Flag.LOSS_HIGH)
 
 
-class LossSpike:
+class LossSpike(BuiltInDetector):
     """Raises two alarms, each with its own threshold.
 
     Skip: the loss is more than `loss_z` deviations above its baseline, and by at least `loss_rise`. Roll back: a running
@@ -220,7 +221,10 @@ class LossSpike:
     def _observe_excursion(self, signal: Signal, high: bool, limit: float) -> Finding | None:
         self._steps_out += 1
         if self._steps_out == 1 or signal.loss > self._peak[1]:
-            self._peak = (self._smaller_z(signal.loss), signal.loss)
+            z = self._baseline.z(signal.loss)
+            if self._positive and self._log_baseline.ready and signal.loss > 0:
+                z = min(z, self._log_baseline.z(math.log(signal.loss)))
+            self._peak = (z, signal.loss)
         if self._steps_out >= _PERSISTENT_STEPS and not signal.flags:
             return self._report_persistent(signal, limit)
         if not self._rollback_reported and self._score > _ROLLBACK_SCORE:
@@ -229,13 +233,6 @@ class LossSpike:
         if high:
             return self._finding(signal, Severity.SKIP, self._onset, limit, "the loss is")
         return None
-
-    def _smaller_z(self, loss: float) -> float:
-        """Return the deviations above the baseline for which they are fewer."""
-        z = self._baseline.z(loss)
-        if self._positive and self._log_baseline.ready and loss > 0:
-            return min(z, self._log_baseline.z(math.log(loss)))
-        return z
 
     def _close_excursion(self, signal: Signal) -> Finding | None:
         onset, steps_out, (z, peak) = self._onset, self._steps_out, self._peak
@@ -250,7 +247,7 @@ class LossSpike:
             f"the loss is back at its baseline {signal.step - onset} steps after step {onset}; its peak was {peak:.6g}"
         )
         evidence = {"outcome": "recovered", "peak": peak, "steps_out": steps_out, "loss": signal.loss}
-        return self._note(signal, onset, message, evidence)
+        return self.report(signal, Kind.LOSS_SPIKE, Severity.NOTE, onset, message, evidence, new=False)
 
     def _report_persistent(self, signal: Signal, limit: float) -> Finding:
         onset, steps_out, peak = self._onset, self._steps_out, self._peak[1]
@@ -258,24 +255,13 @@ class LossSpike:
         self._accept_level(signal.loss)
         message = f"the loss has not recovered in {steps_out} steps since step {onset}: accepted as the new level"
         evidence = {"outcome": "persistent", "peak": peak, "steps_out": steps_out, "loss": signal.loss}
-        return self._note(signal, onset, message, {**evidence, "expected": expected, "limit": limit})
+        evidence |= {"expected": expected, "limit": limit}
+        return self.report(signal, Kind.LOSS_SPIKE, Severity.NOTE, onset, message, evidence, new=False)
 
     def _accept_level(self, loss: float) -> None:
         """Learn a baseline at this level; until then only a gross rise over it counts."""
         self.rebaseline()
         self._gross = loss + _GROSS_RATIO * abs(loss)
-
-    def _note(self, signal: Signal, onset: int, message: str, evidence: dict[str, Any]) -> Finding:
-        return Finding(
-            kind=Kind.LOSS_SPIKE,
-            severity=Severity.NOTE,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=message,
-            evidence=evidence,
-            new=False,
-        )
 
     def _observe_while_learning(self, signal: Signal, high: bool, limit: float) -> Finding | None:
         if not high:
@@ -290,14 +276,13 @@ class LossSpike:
 
     def _finding(self, signal: Signal, severity: Severity, onset: int, limit: float, what: str) -> Finding:
         baseline, new, self._reported = self._baseline, not self._reported, True
-        return Finding(
-            kind=Kind.LOSS_SPIKE,
-            severity=severity,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=f"{what} far above the baseline: {signal.loss:.6g} against {baseline.expected():.6g}",
-            evidence={
+        return self.report(
+            signal,
+            Kind.LOSS_SPIKE,
+            severity,
+            onset,
+            f"{what} far above the baseline: {signal.loss:.6g} against {baseline.expected():.6g}",
+            {
                 "loss": signal.loss,
                 "expected": baseline.expected(),
                 "deviation": baseline.scale,

@@ -20,8 +20,8 @@ class Monotone(LimitlessDetector):
     """Applies the rule as published, or with its defects fixed.
 
     As written: 200 losses, each above the one before, which no real loss ever does. Fixed: a Mann-Kendall trend of
-    `_TREND_Z` deviations over the medians of 20 blocks of 10 steps, and a rise of at least `_SMALLEST_RISE` between the
-    first and the last quarter; reported once per rise.
+    `_TREND_Z` deviations over the medians of 20 blocks of 10 steps. The last quarter must also be `_SMALLEST_RISE`
+    above the first. It is reported once per rise.
     """
 
     name = "monotone"
@@ -71,15 +71,9 @@ class Monotone(LimitlessDetector):
         return self._finding(signal, onset, {"trend_z": z, "before": low, "level": high, "steps": self._steps})
 
     def _finding(self, signal: Signal, onset: int, numbers: dict[str, Any]) -> Finding:
-        return Finding(
-            kind=Kind.DIVERGENCE,
-            severity=Severity.ROLLBACK,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=f"the loss has been rising for {self._steps} steps, to {signal.loss:.6g}",
-            evidence={"loss": signal.loss, "lr": signal.lr, **numbers},
-        )
+        message = f"the loss has been rising for {self._steps} steps, to {signal.loss:.6g}"
+        evidence = {"loss": signal.loss, "lr": signal.lr, **numbers}
+        return self.report(signal, Kind.DIVERGENCE, Severity.ROLLBACK, onset, message, evidence)
 
     def rebaseline(self) -> None:
         self._last, self._rises_in_a_row, self._block, self._reported = None, 0, [], False

@@ -35,15 +35,8 @@ class NonFinite(LimitlessDetector):
         return None
 
     def _finding(self, signal: Signal, kind: Kind, message: str) -> Finding:
-        return Finding(
-            kind=kind,
-            severity=Severity.SKIP,
-            step=signal.step,
-            onset=signal.step,
-            detector=self.name,
-            message=message,
-            evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
-        )
+        evidence = {"loss": signal.loss, "grad_norm": signal.grad_norm}
+        return self.report(signal, kind, Severity.SKIP, signal.step, message, evidence)
 
     def rebaseline(self) -> None:
         """Keep reporting: no expected shift explains a non-finite value."""

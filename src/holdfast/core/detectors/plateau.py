@@ -20,6 +20,7 @@ class Plateau(LimitlessDetector):
     """Reports, once per plateau, that the smoothed loss has set no new best level for `plateau_steps` steps."""
 
     name = "plateau"
+    confidence = 0.7
     field, needs_loss, max_block = "loss", True, _BLOCK
 
     def __init__(self, config: DetectSection) -> None:
@@ -45,16 +46,10 @@ class Plateau(LimitlessDetector):
         if self._reported or signal.step - self._since < self._plateau_steps:
             return None
         self._reported = True
-        return Finding(
-            kind=Kind.PLATEAU,
-            severity=Severity.NOTE,
-            step=signal.step,
-            onset=self._since,
-            detector=self.name,
-            message=f"the loss has not improved on {self._best:.6g} for {signal.step - self._since} steps",
-            evidence={"best": self._best, "level": self._level, "steps": signal.step - self._since},
-            confidence=0.7,
-        )
+        steps = signal.step - self._since
+        message = f"the loss has not improved on {self._best:.6g} for {steps} steps"
+        evidence = {"best": self._best, "level": self._level, "steps": steps}
+        return self.report(signal, Kind.PLATEAU, Severity.NOTE, self._since, message, evidence)
 
     def absorb_normal(self, losses: Sequence[float], steps: Sequence[float]) -> int:
         """Take in the losses that only fill the block, and return their number; its last loss is for `observe`."""

@@ -53,22 +53,16 @@ class ThreeSigma(LimitlessDetector):
         if not self._fixed:
             mean, sigma = self._statistics()
             self._add(loss)
-            return (
-                self._spike(signal, signal.step, mean, sigma, Severity.ROLLBACK)
-                if self._high(loss, mean, sigma)
-                else None
-            )
+            is_high = loss > mean + self._sigmas * sigma
+            return self._spike(signal, mean, sigma, Severity.ROLLBACK) if is_high else None
         if self._open is not None:
             return self._observe_open(signal)
         mean, sigma = self._statistics()
-        if not self._high(loss, mean, sigma):
+        if not loss > mean + self._sigmas * sigma:
             self._add(loss)
             return None
         self._open = (signal.step, mean, sigma)
-        return self._spike(signal, signal.step, mean, sigma, Severity.NOTE)
-
-    def _high(self, loss: float, mean: float, sigma: float) -> bool:
-        return loss > mean + self._sigmas * sigma
+        return self._spike(signal, mean, sigma, Severity.NOTE)
 
     def _observe_open(self, signal: Signal) -> Finding | None:
         assert self._open is not None
@@ -83,29 +77,17 @@ class ThreeSigma(LimitlessDetector):
         self.rebaseline()
         return self._outcome(signal, onset, mean, sigma, "persistent", Severity.ROLLBACK)
 
-    def _spike(self, signal: Signal, onset: int, mean: float, sigma: float, severity: Severity) -> Finding:
+    def _spike(self, signal: Signal, mean: float, sigma: float, severity: Severity) -> Finding:
         message = f"the loss {signal.loss:.6g} is over mean + {self._sigmas:g} sigma of the last {self._window}"
-        return self._finding(signal, onset, severity, message, {"mean": mean, "sigma": sigma})
+        evidence = {"loss": signal.loss, "mean": mean, "sigma": sigma}
+        return self.report(signal, Kind.LOSS_SPIKE, severity, signal.step, message, evidence)
 
     def _outcome(
         self, signal: Signal, onset: int, mean: float, sigma: float, outcome: str, severity: Severity
     ) -> Finding:
         message = f"the spike of step {onset} has {'recovered' if outcome == 'recovered' else 'not recovered'}"
-        return self._finding(signal, onset, severity, message, {"mean": mean, "sigma": sigma, "outcome": outcome})
-
-    def _finding(
-        self, signal: Signal, onset: int, severity: Severity, message: str, numbers: dict[str, Any]
-    ) -> Finding:
-        return Finding(
-            kind=Kind.LOSS_SPIKE,
-            severity=severity,
-            step=signal.step,
-            onset=onset,
-            detector=self.name,
-            message=message,
-            evidence={"loss": signal.loss, **numbers},
-            new="outcome" not in numbers,
-        )
+        evidence = {"loss": signal.loss, "mean": mean, "sigma": sigma, "outcome": outcome}
+        return self.report(signal, Kind.LOSS_SPIKE, severity, onset, message, evidence, new=False)
 
     def rebaseline(self) -> None:
         self._recent.clear()

@@ -41,20 +41,10 @@ class WeightNorm(LimitlessDetector):
             return None
         self._reported = True
         verb = "grew" if change > 1 else "shrank"
-        return Finding(
-            kind=Kind.WEIGHT_NORM,
-            severity=Severity.NOTE,
-            step=signal.step,
-            onset=since,
-            detector=self.name,
-            message=f"the norm of the weights {verb} from {before:.6g} to {norm:.6g} in {signal.step - since} steps",
-            evidence={
-                "weight_norm": norm,
-                "before": before,
-                "ratio": change if math.isfinite(change) else None,
-                "steps": signal.step - since,
-            },
-        )
+        steps, ratio = signal.step - since, change if math.isfinite(change) else None
+        message = f"the norm of the weights {verb} from {before:.6g} to {norm:.6g} in {steps} steps"
+        evidence = {"weight_norm": norm, "before": before, "ratio": ratio, "steps": steps}
+        return self.report(signal, Kind.WEIGHT_NORM, Severity.NOTE, since, message, evidence)
 
     def rebaseline(self) -> None:
         self._recent.clear()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -34,20 +35,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_share(value: Any) -> bool:
-    return _is_number(value) and 0 <= value < float("inf")
-
-
 def _dict_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and bool(value) and all(is_valid(v) for v in value.values())
 
 
-_COUNT = FactRule(_is_count, "a whole number from 1")
-_SHARES = FactRule(_dict_of(_is_share), 'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}')
+_COUNT = FactRule(lambda v: _is_number(v) and isinstance(v, int) and v >= 1, "a whole number from 1")
+_SHARES = FactRule(
+    _dict_of(lambda v: _is_number(v) and 0 <= v < float("inf")),
+    'a dict of names and numbers, such as {"web": 0.7, "code": 0.3}',
+)
 
 KNOWN_FACTS = {
     "tokenizer": FactRule(lambda v: isinstance(v, str | dict), "text; holdfast.fingerprint(tokenizer) makes it"),
@@ -139,10 +135,8 @@ def _plain(value: Any, where: str, depth: int) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     if callable(item := getattr(value, "item", None)):  # a number of another library, a tensor with one value
-        try:
+        with contextlib.suppress(Exception):
             return _plain(item(), where, _MAX_DEPTH)
-        except Exception:
-            pass
     cure = "holdfast.fingerprint(...) of it" if depth == 0 or hasattr(value, "get_vocab") else "text, numbers or lists"
     raise ValueError(f"{where} = {text(value)[:80]}: a {type(value).__name__} is not plain JSON data; record {cure}")
 
@@ -153,11 +147,9 @@ def merge_facts(
     """Return the merged facts, those that changed, and their previous values."""
     result, changes, previous = dict(known), {}, {}
     for name, value in new.items():
-        before = result.get(name)
-        if name == _MERGED and isinstance(value, dict) and isinstance(before, dict):
-            after: Any = {**before, **value}
-        else:
-            after = value
+        before: Any = result.get(name)
+        merges = name == _MERGED and isinstance(value, dict) and isinstance(before, dict)
+        after = {**before, **value} if merges else value
         if json.dumps(before) == json.dumps(after):  # as text: NaN equals NaN, and 1 differs from True
             continue
         changes[name] = value

@@ -58,44 +58,36 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return event if isinstance(event, dict) else None
 
 
-_RENAMED_EVENTS = {"begun_anew": "started_over"}
 _RENAMED_FIELDS = {
-    "resumed": {"turns": "interventions_kept", "load_path": "by_load_path"},
-    "facts": {"was": "previous"},
-    "note": {"turn": "intervention", "part": "part_of_rollback"},
-    "action": {
-        "turns": "interventions_kept",
-        "then": "interventions",
-        "window": "skip_window",
-        "restored": "restored_from",
-        "turn": "intervention",
-        "part": "part_of_rollback",
-    },
+    "turns": "interventions_kept",
+    "then": "interventions",
+    "turn": "intervention",
+    "part": "part_of_rollback",
+    "window": "skip_window",
+    "restored": "restored_from",
+    "load_path": "by_load_path",
+    "was": "previous",
 }
 _RENAMED_SUSPECT_FIELDS = {"part": "micro_batch", "part_data": "micro_batch_data", "broken": "nonfinite_samples"}
 
 
 def with_current_names(event: dict[str, Any]) -> dict[str, Any]:
     """Return an event of any earlier version with the event, field and configuration names of this one."""
-    name = event.get("event")
-    if isinstance(name, str):
-        event = _renamed(event, _RENAMED_FIELDS.get(name, {}))
-        event["event"] = _RENAMED_EVENTS.get(name, name)
+    event = {_RENAMED_FIELDS.get(name, name): value for name, value in event.items()}
+    if event.get("event") == "begun_anew":
+        event["event"] = "started_over"
     environment = event.get("environment")
     if isinstance(environment, dict) and isinstance(environment.get("config"), dict):
         event["environment"] = {**environment, "config": with_current_keys(environment["config"])}
     evidence = event.get("evidence")
-    origin = evidence.get("origin") if isinstance(evidence, dict) else None
-    for holder in (event, origin):
+    for holder in (event, evidence.get("origin") if isinstance(evidence, dict) else None):
         if isinstance(holder, dict) and isinstance(holder.get("suspects"), list):
             holder["suspects"] = [
-                _renamed(s, _RENAMED_SUSPECT_FIELDS) if isinstance(s, dict) else s for s in holder["suspects"]
+                {_RENAMED_SUSPECT_FIELDS.get(name, name): value for name, value in suspect.items()}
+                for suspect in holder["suspects"]
+                if isinstance(suspect, dict)
             ]
     return event
-
-
-def _renamed(fields: dict[str, Any], new_names: dict[str, str]) -> dict[str, Any]:
-    return {new_names.get(name, name): value for name, value in fields.items()} if new_names else fields
 
 
 def read(path: str | os.PathLike[str]) -> JournalContents:

@@ -120,7 +120,7 @@ class MetricsFile:
         if len(self._rows) >= _WAIT_ROWS:
             self.waits += 1
             if self.waits == 1:
-                log.warning("%s: training waits because the disk is too slow", self._lines.path)
+                log.warning("holdfast: %s: training waits because the disk is too slow", self._lines.path)
             self.flush()
         else:
             self._wake.set()

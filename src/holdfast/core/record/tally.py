@@ -62,6 +62,10 @@ class Summary(msgspec.Struct, kw_only=True):
         return "\n".join(lines)
 
 
+_COUNTED = {"skipped": "skipped", "replayed": "replayed", "rolled_back": "rollbacks", "overflowed": "overflowed"}
+"""status of an attempt -> field of the summary"""
+
+
 class Tally:
     """Computes the summary from every journal event, given to `feed` in order."""
 
@@ -102,16 +106,9 @@ class Tally:
                 line.state = "stopped"
 
     def _on_outcome(self, event: dict[str, Any]) -> None:
-        status = event["status"]
-        summary = self._summary
-        if status == "skipped":
-            summary.skipped += 1
-        elif status == "replayed":
-            summary.replayed += 1
-        elif status == "rolled_back":
-            summary.rollbacks += 1
-        elif status == "overflowed":
-            summary.overflowed += 1
+        summary, name = self._summary, _COUNTED.get(event["status"])
+        if name is not None:
+            setattr(summary, name, getattr(summary, name) + 1)
         summary.seconds_lost += event.get("seconds_lost") or 0.0
 
     def _on_quarantine(self, event: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """The policy: turns a verdict into a plan, within budgets that a rollback never refills.
 
 The ladder is skip, replay, roll back, stop. The severity of a finding sets its first rung. It climbs after
-`max_consecutive` bad steps in a row, when the skips of the incident are used up, or after a rollback for its family. Each rollback of an incident goes further back, skips more data and lowers the LR more than the last.
+`max_consecutive` bad steps in a row, when the skips of the incident are used up, or after a rollback for its family.
+Each rollback of an incident goes further back, skips more data and lowers the LR more than the last.
 
 An incident is open from its first finding until `probation_steps` healthy steps have followed the last one. Time counts
 committed steps and never moves back, so that steps undone by a rollback still count against the window. A stop latches:

@@ -39,12 +39,12 @@ def test_note_is_on_record_with_a_plan_without_actions_and_opens_nothing(kind, m
 
 
 @pytest.mark.parametrize(("kind", "level"), [*((k, "WARNING") for k in LOUD), *((k, "INFO") for k in QUIET)])
-def test_note_is_in_the_log_once_and_loud_where_a_person_is_to_know(kind, level, caplog):
+def test_note_is_logged_once_and_as_a_warning_if_a_person_should_know(kind, level, caplog):
     engine, _ = make(note(kind), note(kind, step=6, new=False))
     with caplog.at_level(logging.INFO, logger="holdfast"):
         engine.judge(signal(5))
         engine.judge(signal(6))
-    assert [(r.levelname, r.message) for r in caplog.records] == [(level, f"step 5: {kind}: {kind}")]
+    assert [(r.levelname, r.message) for r in caplog.records] == [(level, f"holdfast: step 5: {kind}: {kind}")]
 
 
 def test_what_is_acted_on_is_not_said_twice(caplog):

@@ -130,11 +130,8 @@ def resolve_resume_path(
     if load_path is None:
         return _newest(Path(run_dir), check)
     path = _explicit(Path(load_path).resolve(), check)
-    log.info(
-        "holdfast: resuming from %s, as given by load_path; automatic resume would use %s",
-        path,
-        _automatic(Path(run_dir)),
-    )
+    automatic = _automatic(Path(run_dir))
+    log.info("holdfast: resuming from %s, as given by load_path; automatic resume would use %s", path, automatic)
     return path
 
 
@@ -223,12 +220,8 @@ def _newest(run_dir: Path, check: Check, *, quiet: bool = False) -> Path | None:
             log.info("holdfast: resuming from %s%s", result.chosen.path, _listed("; passed over", result.rejected))
         return result.chosen.path
     if result.entries and not quiet:
-        folder = run_dir / CHECKPOINTS
-        log.warning(
-            "holdfast: %s has no usable checkpoint: the run starts from the beginning%s",
-            folder,
-            _listed("", result.rejected),
-        )
+        where, rejected = run_dir / CHECKPOINTS, _listed("", result.rejected)
+        log.warning("holdfast: %s has no usable checkpoint: the run starts from the beginning%s", where, rejected)
     return None
 
 
@@ -284,12 +277,8 @@ def _check_one(path: Path, check: Check) -> Path:
     if why is None and entry is not None:
         why = f"{entry.health}: {entry.why}" if entry.health is Health.BAD else check(entry)
         if why is None and entry.health is not Health.GOOD:
-            log.warning(
-                "holdfast: %s is %s (%s), but is used because load_path names it",
-                path,
-                entry.health,
-                entry.why or "no reason",
-            )
+            health = f"{entry.health} ({entry.why or 'no reason'})"
+            log.warning("holdfast: %s is %s, but is used because load_path names it", path, health)
     if why is not None:
         raise RunDirError(f"load_path {path} cannot be used: {why}; name another, or restore a complete copy")
     return path

@@ -1,4 +1,5 @@
-"""The invariants, one function each. All take a folder of their own and a setting; all assert."""
+"""The invariants, one function each. Each takes an empty folder and a setting, raises AssertionError if it fails, and
+returns what it checked."""
 
 from __future__ import annotations
 
@@ -12,10 +13,9 @@ import torch.distributed as dist
 from benchmarks.gpu.recipe import GLOBAL, STEPS, Setting, Training, same
 from holdfast.distributed.world import World
 
-WHEN = 15
-"""the step something happens in"""
-SETTLED = 6
-"""the step from which on synchronisations are counted"""
+FAULT_STEP = 15
+COUNT_AFTER = 6
+"""synchronisations are counted after this step"""
 
 
 def harmless(folder: Path, setting: Setting, mirrored: bool = False) -> str:
@@ -28,120 +28,121 @@ def harmless(folder: Path, setting: Setting, mirrored: bool = False) -> str:
 
 def skipped(folder: Path, setting: Setting, mirrored: bool = False) -> str:
     for fault in ("nan", "spike"):
-        bad = (WHEN - 1) * GLOBAL + 1  # dealt out to rank 1 where there is one
+        bad = (FAULT_STEP - 1) * GLOBAL + 1  # rank 1 reads it, if there is one
         run = Training(setting).guarded(folder / fault, faults={bad: fault}, mirrored=mirrored)
-        assert (WHEN, "skipped") in run.outcomes, (fault, run.outcomes)
+        assert (FAULT_STEP, "skipped") in run.outcomes, (fault, run.outcomes)
         barrier()
         without = run.excluded()
-        assert without == {WHEN}, without
+        assert without == {FAULT_STEP}, without
         same(run.training, Training(setting).bare(without=without))
         if dist.get_world_size() > 1 and dist.get_rank() == 0:
             (action,) = run.events("action")
             assert action["ranks"] == [1], action
-    return "a NaN, and a spike"
+    return "a NaN and a spike"
 
 
 def rolled_back(folder: Path, setting: Setting, mirrored: bool = False) -> str:
     recover = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "skip_batches": 2, "lr_factor": 1.0}
     config = {"recover": {**recover, "probation_steps": 6}}
-    faults = {(WHEN - 1) * GLOBAL + 1: "nan"}
+    faults = {(FAULT_STEP - 1) * GLOBAL + 1: "nan"}
     run = Training(setting).guarded(folder, faults=faults, config=config, mirrored=mirrored)
-    assert (WHEN, "rolled_back") in run.outcomes, run.outcomes
+    assert (FAULT_STEP, "rolled_back") in run.outcomes, run.outcomes
     barrier()
     without = run.excluded()
-    assert WHEN in without and len(without) == 2, without
+    assert FAULT_STEP in without and len(without) == 2, without
     same(run.training, Training(setting).bare(without=without))
     return f"steps {sorted(without)} left out"
 
 
 def bit_flip(folder: Path, setting: Setting, replicas: bool = False) -> str:
-    """Between two updates, on the last rank, once. `replicas`: found by comparing ranks, otherwise by the window."""
+    """Flip a bit between two updates, on the last rank, once. With `replicas` it is found by comparing ranks, otherwise by
+    comparing checksums between updates."""
     every = {"replicas_every": 1 if replicas else 0, "between_updates_every": 0 if replicas else 1}
     training = Training(setting)
     flipped: list[int] = []
 
     def flip(number: int) -> None:
-        if number == WHEN and not flipped and dist.get_rank() == dist.get_world_size() - 1:
+        if number == FAULT_STEP and not flipped and dist.get_rank() == dist.get_world_size() - 1:
             flipped.append(number)
             training.flip()
 
     run = training.guarded(folder, config={"integrity": every}, inside=flip)
-    assert run.not_committed()[:1] == [(WHEN, "rolled_back")], run.outcomes
+    assert run.not_committed()[:1] == [(FAULT_STEP, "rolled_back")], run.outcomes
     same(training, Training(setting).bare())
     kind = "desync" if replicas else "silent_corruption"
     barrier()
     if dist.get_rank() == 0:
-        (found,) = [e for e in run.events("finding") if e["kind"] == kind]
-        assert any("blocks.1.up.weight" in name for name in found["evidence"]["tensors"]), found
-    return f"found in step {WHEN}, healed"
+        (finding,) = [e for e in run.events("finding") if e["kind"] == kind]
+        assert any("blocks.1.up.weight" in name for name in finding["evidence"]["tensors"]), finding
+    return f"found in step {FAULT_STEP}, healed"
 
 
 def resumed(folder: Path, setting: Setting) -> str:
     config = {"checkpoint": {"every_steps": 3, "certify_after": 2}}
-    for stop, began in ((9, 1), (10, 10), (None, 11)):
+    for stop, first in ((9, 1), (10, 10), (None, 11)):
         run = Training(setting).guarded(folder, config=config, max_steps=stop)
-        assert run.outcomes[0][0] == began, run.outcomes
+        assert run.outcomes[0][0] == first, run.outcomes
     same(run.training, Training(setting).bare())
-    return "three lives, ended after steps 9 and 10"
+    return "three processes, ended after steps 9 and 10"
 
 
 def synchronisations(folder: Path, setting: Setting, mirrored: bool = False) -> str:
-    """Implicit ones on the training thread, as torch counts them, over whole steps."""
-    with counted() as bare:
+    """Count implicit synchronisations on the training thread, as torch reports them, over whole steps."""
+    with SyncCounter() as bare:
         Training(setting).bare(each=bare.after)
-    with counted() as ours:
+    with SyncCounter() as ours:
         Training(setting).guarded(folder, each=ours.after, mirrored=mirrored)
-    most = bare.count + (0 if setting.gate == "device" else STEPS - SETTLED)
-    assert ours.count <= most, f"{ours.count} guarded, {bare.count} bare: {ours.said}"
-    per = STEPS - SETTLED
-    return f"{ours.count} in {per} steps, bare {bare.count}" + (f", at {', '.join(ours.said)}" if ours.said else "")
+    limit = bare.count + (0 if setting.gate == "device" else STEPS - COUNT_AFTER)
+    assert ours.count <= limit, f"{ours.count} guarded, {bare.count} bare: {ours.places}"
+    counted = f"{ours.count} in {STEPS - COUNT_AFTER} steps, bare {bare.count}"
+    return counted + (f", at {', '.join(ours.places)}" if ours.places else "")
 
 
-class counted:
-    """Counts the synchronisations of the steps after SETTLED, inside a `with`."""
+class SyncCounter:
+    """Counts the synchronisations of the steps after COUNT_AFTER, inside a `with`."""
 
-    def __enter__(self) -> counted:
-        self._caught = warnings.catch_warnings(record=True)
-        self._seen: Any = self._caught.__enter__()
+    def __enter__(self) -> SyncCounter:
+        self._catcher = warnings.catch_warnings(record=True)
+        self._warnings: Any = self._catcher.__enter__()
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         torch.ones((), device="cuda").item()
         torch.cuda.set_sync_debug_mode("default")
-        assert self._found(), "the counter sees nothing"
-        self._seen.clear()
+        assert self._places(), "the counter counts nothing"
+        self._warnings.clear()
         return self
 
     def after(self, number: int) -> None:
-        if number == SETTLED:
+        if number == COUNT_AFTER:
             torch.cuda.set_sync_debug_mode("warn")
         elif number == STEPS:
             torch.cuda.set_sync_debug_mode("default")
 
     def __exit__(self, *error: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
-        self._caught.__exit__(None, None, None)
-        self.said, self.count = sorted(set(self._found())), len(self._found())
+        self._catcher.__exit__(None, None, None)
+        self.places, self.count = sorted(set(self._places())), len(self._places())
 
-    def _found(self) -> list[str]:
-        return [f"{Path(w.filename).name}:{w.lineno}" for w in self._seen if "synchronizing" in str(w.message)]
+    def _places(self) -> list[str]:
+        return [f"{Path(w.filename).name}:{w.lineno}" for w in self._warnings if "synchronizing" in str(w.message)]
 
 
 def rows_on_nccl(folder: Path, setting: Setting) -> str:
-    """The one collective of a step: every bit of a row comes back, and the host does not wait."""
+    """Check a step's one collective: every bit of a row comes back, and the host does not wait."""
     pattern = torch.tensor([0x7FF8000000000123, -1, 1, 1 << 62, 0x7FF0000000000000], device=setting.device)
     row = pattern.view(torch.float64)
     World(0, 1).all_gather_rows(row)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = World(0, 1).all_gather_rows(row)
+        rows = World(0, 1).all_gather_rows(row)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert found.shape == (1, 5) and torch.equal(found[0].view(torch.int64), pattern), found
+    assert rows.shape == (1, 5) and torch.equal(rows[0].view(torch.int64), pattern), rows
     return "NaN payloads kept, no synchronisation"
 
 
-def gloo_does_not_carry(folder: Path, setting: Setting) -> str:
-    """Two processes on one GPU: the rows go over the host, and so the host decides, fused optimizer or not."""
+def gloo_gates_on_the_host(folder: Path, setting: Setting) -> str:
+    """Check two processes on one GPU: gloo gathers rows on the host, so the host decides even with a fused optimizer."""
     world = World.current()
     assert (
         world.size == 2
@@ -149,12 +150,12 @@ def gloo_does_not_carry(folder: Path, setting: Setting) -> str:
         and not world.supports_device(torch.device("cuda"))
     )
     run = Training(setting).guarded(folder, max_steps=2)
-    gated: Any = run.guard._run
-    assert not gated.gate.on_device
+    internals: Any = run.guard._run
+    assert not internals.parts.gate.on_device
     return "the host gate is chosen for a fused optimizer"
 
 
 def barrier() -> None:
-    """What the first rank wrote is there for the others."""
+    """Wait until rank 0 has written its files."""
     if dist.get_world_size() > 1:
         dist.barrier()

@@ -1,14 +1,17 @@
-"""How the guard's cost grows: with parameters, with tensors, with steps. With ranks: benchmarks.ranks.growth.
+"""Measures how the guard's cost grows with parameters, tensors and steps. For ranks see benchmarks.ranks.growth.
 
     python -m benchmarks.gpu.growth [--device cuda] [--what parameters tensors steps]
         [--rounds 7] [--seconds 1.0] [--steps 1000000] [--check] [--json FILE]
 
-The model is nothing but its parameters: one product with the batch and one sum, so that a bare step is as short as it can
-be. Bare and guarded blocks are interleaved as in benchmarks.gpu.overhead; the guard has everything on but copies of the
-run. With `steps`, one guarded run of that many steps with snapshots every 10, on the CPU, in ten windows with a bare one
-beside each: neither the ratio to bare nor the memory of the process may grow. Slopes are Theil-Sen over all windows but
-the first; `--check` ends with status 1 where the ratio grows by more than 5% over the run or memory by more than 1 MB a
-100,000 steps, and where it was told to stop (SIGTERM or Ctrl-C) before all was measured. What was is shown.
+The model is only its parameters, one product with the batch and one sum, so that a bare step is as short as possible. Bare
+and guarded blocks are interleaved as in benchmarks.gpu.overhead. The guard has all on except snapshots and checkpoints.
+
+`steps` is one guarded run of that many steps on the CPU, with a snapshot every 10 steps, in ten windows. Each window is
+compared with a bare one. Neither the ratio to bare nor the memory of the process may grow. Slopes are Theil-Sen over all
+windows but the first.
+
+`--check` exits with status 1 if the ratio grows by more than 5% over the run, or memory by more than 1 MB in 100,000 steps.
+It also does if SIGTERM or Ctrl-C stops it before everything is measured. The table shows what was measured.
 """
 
 from __future__ import annotations
@@ -41,12 +44,12 @@ COUNTS = [10, 100, 1000, 10_000]
 SPREAD_OVER = {"cuda": 64, "cpu": 1}
 """millions of parameters, in so many tensors"""
 WINDOWS, PIECES, FEWEST = 10, 10, 3
-"""of the long run; pieces of a window: bare and guarded take turns; windows without which there is no slope"""
+"""windows of the long run; pieces of a window, in which bare and guarded alternate; windows needed for a slope"""
 RATIO_GROWTH, MEMORY_GROWTH = 0.05, 1.0
 
 
 class Flat(nn.Module):
-    """Parameters, and a loss that gives each a gradient."""
+    """Holds parameters, with a loss that gives each a gradient."""
 
     def __init__(self, parameters: int, tensors: int) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class Flat(nn.Module):
 
 
 class Endless(Flat):
-    """Follows numbers that are others in every batch, so that there is something to learn for ever."""
+    """Fits numbers that differ in every batch, so that the loss never stops changing."""
 
     def forward(self, batch: Tensor) -> Tensor:
         return 1 + (torch.cat(list(self.parts)).view(-1, batch.shape[1]) - batch[0]).square().mean()
@@ -79,7 +82,7 @@ class Parts(Case):
 
 
 def cost(case: Parts, options: argparse.Namespace, folder: Path, patience: Patience) -> dict[str, Any]:
-    """Bare and guarded, interleaved."""
+    """Measure bare and guarded blocks, interleaved."""
     say(str(case))
     bare, ours = Loop(Subject(case)), Guarded(Subject(case), folder)
     try:
@@ -106,20 +109,20 @@ def cost(case: Parts, options: argparse.Namespace, folder: Path, patience: Patie
 
 
 def long_run(steps: int, folder: Path, patience: Patience) -> dict[str, Any] | None:
-    """One guarded run in windows, a bare one beside it. None: stopped before there were enough to compare."""
+    """Measure one guarded run in windows, each compared with a bare one. Return None if stopped before there were enough."""
     case = Parts(1000, 10, "cpu", Endless)
     bare = Loop(Subject(case))
     ours = Guarded(Subject(case), folder, {"snapshot": {"every_steps": 10}})
     windows = []
     window = steps // WINDOWS // PIECES
-    beside = max(1, window // 4)
+    bare_steps = max(1, window // 4)
     try:
         for number in range(WINDOWS):
             took = {"bare": 0.0, "guard": 0.0}
             for _ in range(PIECES):
                 if patience.told:
                     break
-                for name, loop, each in (("bare", bare, beside), ("guard", ours, window)):
+                for name, loop, each in (("bare", bare, bare_steps), ("guard", ours, window)):
                     began = time.perf_counter()
                     loop.block(each)
                     took[name] += (time.perf_counter() - began) / each / PIECES * 1e3
@@ -135,8 +138,8 @@ def long_run(steps: int, folder: Path, patience: Patience) -> dict[str, Any] | N
 
 
 def growth(windows: list[dict[str, Any]]) -> dict[str, float]:
-    """By the median of the slopes between all pairs of windows but the first: the ratio's share over the whole run, and
-    memory in MB a 100,000 steps."""
+    """Return the growth of the ratio over the whole run, as a share of it, and of memory in MB per 100,000 steps. Both are
+    medians of the slopes between all pairs of windows but the first."""
     later = windows[1:]
     ratios = [w["guard"] / w["bare"] for w in later]
     places = [w["steps"] / 1e5 for w in later]
@@ -184,25 +187,25 @@ def table(result: dict[str, Any]) -> str:
         lines += [
             markdown(head, rows),
             f"over {long['steps']:,} steps the ratio to bare grows by {long['ratio_growth']:+.2%} (at most "
-            f"{RATIO_GROWTH:.0%}), memory by {long['memory_growth']:+.3f} MB a 100,000 steps (at most {MEMORY_GROWTH:g}); "
+            f"{RATIO_GROWTH:.0%}), memory by {long['memory_growth']:+.3f} MB per 100,000 steps (at most {MEMORY_GROWTH:g}); "
             "median of the slopes between all windows but the first",
         ]
     return "\n".join(lines)
 
 
 def failures(result: dict[str, Any], bars: bool) -> list[str]:
-    found = [
+    wrong = [
         f"{one['parameters']:,} parameters in {one['tensors']:,} tensors: {problem}"
         for one in result["costs"]
         for problem in one["problems"]
     ]
     if (long := result.get("long")) is not None:
-        found += [f"the long run: {problem}" for problem in long["problems"]]
+        wrong += [f"the long run: {problem}" for problem in long["problems"]]
         if bars and long["ratio_growth"] > RATIO_GROWTH:
-            found.append(f"the ratio to bare grows by {long['ratio_growth']:.2%} over {long['steps']:,} steps")
+            wrong.append(f"the ratio to bare grows by {long['ratio_growth']:.2%} over {long['steps']:,} steps")
         if bars and long["memory_growth"] > MEMORY_GROWTH:
-            found.append(f"memory grows by {long['memory_growth']:.2f} MB a 100,000 steps")
-    return found
+            wrong.append(f"memory grows by {long['memory_growth']:.2f} MB per 100,000 steps")
+    return wrong
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -246,9 +249,9 @@ def measure(options: argparse.Namespace, what: Sequence[str], patience: Patience
             if patience.told:
                 break
             case, folder = Parts(parameters, tensors, device), Path(name) / str(number)
-            found = cost(case, options, folder, patience)
-            if found["guard"]:
-                result["costs"].append(found)
+            costs = cost(case, options, folder, patience)
+            if costs["guard"]:
+                result["costs"].append(costs)
             write(options.json, result)
         if "steps" in what and not patience.told:
             result["long"] = long_run(options.steps or 1_000_000, Path(name) / "long", patience)

@@ -1,18 +1,19 @@
-"""What the guard costs on a GPU, beside a bare loop and beside what others do: one process, interleaved blocks.
+"""Measures what the guard costs on a GPU, compared with a bare loop and with what other tools do, in interleaved blocks.
 
     python -m benchmarks.gpu.overhead [--models 30m 160m 1.4b] [--variants bare guard snap10 ...]
         [--modes eager compile graphed] [--precision bf16 fp16] [--optimizers fused foreach sgd]
         [--rounds 7] [--seconds 1.5] [--budget 480] [--check-equal] [--profile] [--rollback] [--check] [--json FILE]
 
-Without a model or an axis named, a list of cases in order of weight, as many as the budget allows. A case is a GPT trained
-on tokens in memory through a plain DataLoader, with clipping. Blocks begin and end between two snapshots. Of each guarded
-run it is checked that every step was committed and that the snapshots and checkpoints due were taken; otherwise the status
-is 1, as where a guard fails. `--check` adds the bars: status 1 where a ratio is above its own, and where something that was
-to be measured was not. `--check-equal` trains a few steps bare and guarded
-with deterministic algorithms first and compares them bit for bit. `--profile` counts what a healthy step waits for and
-launches, `--rollback` times putting a snapshot back; `--rounds 0` leaves the timing out. When it is told to stop (SIGTERM,
-as from `timeout`, or Ctrl-C) it ends after the block it is in and shows what it has; told again it ends at once.
-`--device cpu --quick` tries the script out on a tiny model.
+Without a model or an axis it measures a list of cases, the most important first, as many as the budget allows. A case is a
+GPT trained with clipping on tokens in memory, through a plain DataLoader. Blocks begin and end between two snapshots.
+
+Every step of a guarded run must be committed, and the snapshots and checkpoints due must be taken; otherwise the status is
+1. `--check` also exits with status 1 if a ratio is above its bar, or a requested measurement is missing. `--check-equal`
+first trains a few steps bare and guarded with deterministic algorithms, and compares them bit for bit. `--profile` counts
+the waits and launches of a healthy step, `--rollback` times the restore of a snapshot, `--rounds 0` leaves the timing out.
+
+The first SIGTERM or Ctrl-C ends it after the current block, with a table of what was measured; the second ends it at once.
+`--device cpu --quick` tries the script with a tiny model.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ BARS = {
     "1.4b": {"guard": 1.005, "snap10": 1.010},
 }
 BINDING = ("fused", "sgd")
-"""optimizers whose updates the device gates; with others the host decides, and waits"""
+"""optimizers with the device gate; with others the host decides, and waits"""
 SHORT = ("bare", "guard", "snap10")
 
 
-class Wish(NamedTuple):
+class RequestedCase(NamedTuple):
+    """Holds one case to measure."""
+
     model: str
     mode: str = "eager"
     precision: str = "bf16"
@@ -59,17 +62,17 @@ class Wish(NamedTuple):
 
 
 DEFAULT = [
-    Wish("160m"),
-    Wish("1.4b", variants=(*SHORT, "isfinite", "item", "arc")),
-    Wish("30m-small", variants=(*SHORT, "isfinite", "item", "spike")),
-    Wish("30m", variants=SHORT),
-    Wish("30m", mode="compile", variants=SHORT),
-    Wish("160m", mode="compile", variants=SHORT),
-    Wish("160m", precision="fp16", variants=SHORT),
-    Wish("160m", optimizer="foreach", variants=SHORT),
-    Wish("160m", optimizer="sgd", variants=SHORT),
-    Wish("160m", mode="graphed", variants=SHORT),
-    Wish("1.4b", mode="compile", variants=SHORT),
+    RequestedCase("160m"),
+    RequestedCase("1.4b", variants=(*SHORT, "isfinite", "item", "arc")),
+    RequestedCase("30m-small", variants=(*SHORT, "isfinite", "item", "spike")),
+    RequestedCase("30m", variants=SHORT),
+    RequestedCase("30m", mode="compile", variants=SHORT),
+    RequestedCase("160m", mode="compile", variants=SHORT),
+    RequestedCase("160m", precision="fp16", variants=SHORT),
+    RequestedCase("160m", optimizer="foreach", variants=SHORT),
+    RequestedCase("160m", optimizer="sgd", variants=SHORT),
+    RequestedCase("160m", mode="graphed", variants=SHORT),
+    RequestedCase("1.4b", mode="compile", variants=SHORT),
 ]
 
 
@@ -77,7 +80,7 @@ def bar(case: dict[str, Any], variant: str) -> float | None:
     return BARS.get(case["name"], {}).get(variant) if case["optimizer"] in BINDING else None
 
 
-def wishes(options: argparse.Namespace) -> list[Wish]:
+def requested_cases(options: argparse.Namespace) -> list[RequestedCase]:
     axes = (options.models, options.modes, options.precision, options.optimizers)
     if not any(axes) and not options.quick:
         return [w._replace(variants=options.variants or w.variants) for w in DEFAULT]
@@ -89,28 +92,28 @@ def wishes(options: argparse.Namespace) -> list[Wish]:
     )
     chosen = [a or u for a, u in zip(axes, usual, strict=True)]
     return [
-        Wish(model, mode, precision, optimizer, options.variants or usual_of(model))
+        RequestedCase(model, mode, precision, optimizer, options.variants or default_variants(model))
         for model, mode, precision, optimizer in itertools.product(*chosen)
     ]
 
 
-def usual_of(model: str) -> tuple[str, ...]:
-    """Of the largest model, not what takes minutes to fill or much of a disk: that has to be asked for."""
+def default_variants(model: str) -> tuple[str, ...]:
+    """Return the default variants: for the largest model, none that takes minutes to fill memory or much of a disk."""
     return tuple(name for name in VARIANTS if model != "1.4b" or name not in ("snap50", "disk"))
 
 
-def measured(
-    wish: Wish, options: argparse.Namespace, folder: Path, patience: Patience
+def measure_case(
+    request: RequestedCase, options: argparse.Namespace, folder: Path, patience: Patience
 ) -> tuple[Training, dict[str, Any]]:
-    """One case, and what was asked for beside its timing."""
+    """Measure one case: its timing and the other requested checks."""
     folder.mkdir()
     case = Training(
-        wish.model,
-        SIZES[wish.model],
+        request.model,
+        SIZES[request.model],
         device=options.device,
-        mode=wish.mode,
-        precision=wish.precision,
-        optimizer=wish.optimizer,
+        mode=request.mode,
+        precision=request.precision,
+        optimizer=request.optimizer,
         batch=options.batch,
         length=options.length,
         backend=options.backend,
@@ -124,27 +127,29 @@ def measured(
         say(f"  bare and guarded: {equal['equal']}")
         let_go(case.device)
     effort = Effort(options.rounds, options.peer_rounds, options.seconds, options.steps)
-    variants = {name: VARIANTS[name] for name in wish.variants}
+    variants = {name: VARIANTS[name] for name in request.variants}
     result = {**Measured(case, variants, effort, folder).run(patience), **equal}
     let_go(case.device)
     if options.rollback and not patience.over():
-        result["rollback"] = looked("rollback", rollback_case, case, folder)
+        result["rollback"] = attempt("rollback", rollback_case, case, folder)
     return case, result
 
 
-def looked(name: str, look: Callable[[Training, Path], dict[str, Any]], case: Training, folder: Path) -> dict[str, Any]:
+def attempt(
+    name: str, function: Callable[[Training, Path], dict[str, Any]], case: Training, folder: Path
+) -> dict[str, Any]:
     say(f"  {name}: {case}")
     try:
-        return look(case, folder)
+        return function(case, folder)
     except Exception as error:
         traceback.print_exc()
-        said = f"{case}, {name}: {type(error).__name__}: {error}"[:300]
-        return {"problems": [said], "lines": [said]}
+        message = f"{case}, {name}: {type(error).__name__}: {error}"[:300]
+        return {"problems": [message], "lines": [message]}
     finally:
         let_go(case.device)
 
 
-def parsed(words: Sequence[str] | None) -> argparse.Namespace:
+def parse_options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=None)
     parser.add_argument("--modes", nargs="+", choices=["eager", "compile", "graphed"], default=None)
@@ -153,7 +158,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", nargs="+", choices=["bf16", "fp16", "fp32"], default=None)
     parser.add_argument("--optimizers", nargs="+", choices=["fused", "foreach", "sgd"], default=None)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=None)
-    parser.add_argument("--batch", type=count, default=None, help="instead of the model's own")
+    parser.add_argument("--batch", type=count, default=None, help="instead of the model's default")
     parser.add_argument("--length", type=count, default=None, help="of a sequence")
     parser.add_argument("--rounds", type=count_or_zero, default=7, help="counted ones; 0: no timing")
     parser.add_argument("--peer-rounds", type=count, default=3, help="of these, with the peers")
@@ -181,7 +186,7 @@ def parsed(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = parsed(words)
+    options = parse_options(words)
     patience = Patience(options.budget)
     with asked_to_stop(patience):
         return measure(options, patience)
@@ -194,8 +199,8 @@ def measure(options: argparse.Namespace, patience: Patience) -> int:
     result: dict[str, Any] = {"about": about(options.device), "cases": [], "left_out": []}
     done: list[tuple[Training, Path, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as name:
-        for number, wish in enumerate(wishes(options)):
-            named = " ".join(wish[:4])
+        for number, request in enumerate(requested_cases(options)):
+            named = " ".join(request[:4])
             if patience.over():
                 why = "asked to stop" if patience.told else "over the budget"
                 result["left_out"].append({"case": named, "why": why, "crashed": False})
@@ -203,18 +208,18 @@ def measure(options: argparse.Namespace, patience: Patience) -> int:
             say(f"{time.monotonic() - began:.0f} s: {named}")
             try:
                 folder = Path(name) / str(number)
-                case, found = measured(wish, options, folder, patience)
-                done.append((case, folder, found))
-                result["cases"].append(found)
+                case, measured = measure_case(request, options, folder, patience)
+                done.append((case, folder, measured))
+                result["cases"].append(measured)
             except Exception as error:
                 traceback.print_exc()
                 why = f"{type(error).__name__}: {error}"[:300]
                 result["left_out"].append({"case": named, "why": why, "crashed": not cannot_be(error)})
             let_go(options.device)
             write(options.json, result)
-        for case, folder, found in done if options.profile and not patience.told else ():
-            # When all is timed: once a profile has been taken, launching a kernel takes longer for good.
-            found["profile"] = looked("profile", profile_case, case, folder)
+        for case, folder, measured in done if options.profile and not patience.told else ():
+            # After all timing: once a profile was taken, every kernel launch takes longer.
+            measured["profile"] = attempt("profile", profile_case, case, folder)
     result["seconds"] = round(time.monotonic() - began, 1)
     print(table(result))
     write(options.json, result)

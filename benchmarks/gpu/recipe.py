@@ -1,4 +1,4 @@
-"""A small transformer, laid out by FSDP2 or DDP, trained bare and guarded over the same data."""
+"""A small transformer under FSDP2 or DDP, trained with and without a guard on the same data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCABULARY, LENGTH, HEADS = 1024, 64, 4
 SIZES = {"cuda": (256, 4), "cpu": (32, 2)}
 """width and blocks of the model"""
 GLOBAL, STEPS = 16, 24
-"""samples of a step on all ranks together, and steps of the only epoch"""
+"""samples of a step over all ranks, and steps of the epoch"""
 FACTORS = {"nan": float("nan"), "spike": 300.0}
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 2},
@@ -48,7 +48,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, _ = x.shape
         q, k, v = self.attend(self.before(x)).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        # By hand: the fused kernels' backward is not deterministic everywhere.
+        # Not a fused kernel: its backward is not deterministic everywhere.
         scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
         future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
         seen = scores.masked_fill(future, float("-inf")).softmax(-1) @ v
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
 
 
 class Text(Dataset[dict[str, Any]]):
-    """Sample i is a function of i. `faults`: what the loss of some samples is made to be."""
+    """Sample i is a function of i. `faults` maps some samples to what their loss is made to be."""
 
     def __init__(self, faults: dict[int, str]) -> None:
         self.faults = faults
@@ -90,7 +90,7 @@ class Text(Dataset[dict[str, Any]]):
 
 
 class Setting:
-    """What a run is made of: device, precision, optimizer, gate, and by what the model is laid out."""
+    """Holds the device, precision, optimizer, gate and parallel layout of a run."""
 
     def __init__(
         self, device: str, precision: str = "fp32", *, fused: bool, layout: str = "fsdp2", gate: str = ""
@@ -103,7 +103,7 @@ class Setting:
 
 
 class Training:
-    """One model from the seed, its optimizer and its data; then `bare` or `guarded`, once."""
+    """Builds a model from the seed, its optimizer and its data. Call `bare` or `guarded` once."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -139,7 +139,7 @@ class Training:
     def bare(
         self, clip: float | None = 1.0, without: set[int] | None = None, each: Callable[[int], None] | None = None
     ) -> Training:
-        """The loop without a guard, over the epoch less the steps in `without`. `each`: at the end of a step."""
+        """Train without a guard over the epoch, without the steps in `without`. `each` is called at the end of a step."""
         for number, batch in enumerate(self.loader(), 1):
             if number in (without or ()):
                 continue
@@ -156,24 +156,24 @@ class Training:
         return Guarded(self, run_dir, **how)
 
     def state(self) -> list[Tensor]:
-        """Parameters, optimizer state and random streams, as this rank has them."""
-        found: list[Any] = [p.detach() for p in self.model.parameters()]
+        """Return this rank's parameters, optimizer state and random state."""
+        tensors: list[Any] = [p.detach() for p in self.model.parameters()]
         for p in self.model.parameters():
-            found += [v for _, v in sorted(self.optimizer.state[p].items()) if isinstance(v, Tensor)]
-        own = [t.to_local() if hasattr(t, "to_local") else t for t in found]
+            tensors += [v for _, v in sorted(self.optimizer.state[p].items()) if isinstance(v, Tensor)]
+        local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
         random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.setting.device == "cuda" else [])]
-        return [*own, *random]
+        return [*local, *random]
 
     def flip(self) -> None:
-        """One bit of a weight, in its own memory; `data` because torch is not to count it as a write."""
+        """Flip one bit of a weight. Through `data`, so that torch does not count it as a write."""
         weight: Any = self.core.blocks[1].up.weight  # type: ignore[union-attr]
-        own = (weight.to_local() if hasattr(weight, "to_local") else weight).data
-        own.view(torch.int32).view(-1)[3].bitwise_xor_(1 << 20)
+        local = (weight.to_local() if hasattr(weight, "to_local") else weight).data
+        local.view(torch.int32).view(-1)[3].bitwise_xor_(1 << 20)
 
 
 class Mirror(World):
-    """Two ranks, of which the second is the first in a mirror: NCCL takes no two processes on one GPU, so each row goes
-    through the group of one and counts twice. What follows from two rows is what follows on two ranks that agree."""
+    """Simulates a second rank that does exactly what the first does: NCCL refuses two processes on one GPU. Each row goes
+    through a group of one and is returned twice."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -201,7 +201,7 @@ class MirrorGuard(holdfast.Guard):
 
 
 class Guarded:
-    """A guarded run to its end, and what became of each step."""
+    """Runs a guarded loop to its end, and keeps the outcome of each step."""
 
     late = True
 
@@ -218,7 +218,7 @@ class Guarded:
         max_steps: int | None = None,
         mirrored: bool = False,
     ) -> None:
-        """`inside`: after a step's backward. `each`: at the end of a step."""
+        """`inside` is called after a step's backward, `each` at the end of a step."""
         self.training, self.run_dir = training, run_dir
         self.outcomes: list[tuple[int, str]] = []
         gate = {"gate": training.setting.gate, "warmup_steps": 8}
@@ -253,13 +253,13 @@ class Guarded:
         return [e for e in map(json.loads, lines) if e["event"] == name]
 
     def excluded(self) -> set[int]:
-        """The steps whose data was left out, by number from 1."""
+        """Return the steps whose data is quarantined, counted from 1."""
         entries = json.loads((self.run_dir / "quarantine.json").read_text())["entries"]
         spans = [span for entry in entries for span in entry.get("spans", [])]
         return {n + 1 for n in range(STEPS) for _, a, b in spans if a < (n + 1) * GLOBAL and n * GLOBAL < b}
 
 
 def same(ours: Training, theirs: Training) -> None:
-    """Bit for bit."""
+    """Assert that both ended with the same bits."""
     for n, (a, b) in enumerate(zip(ours.state(), theirs.state(), strict=True)):
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), f"tensor {n} differs"

@@ -1,7 +1,7 @@
-"""How fast a snapshot is put back, through the guard itself, beside the bandwidth of plain copies on the same machine.
+"""Measures how fast the guard restores a snapshot, compared with the bandwidth of plain copies on the same machine.
 
-Timed is the whole return: the snapshot found, its tensors copied, proven to be what was saved, and the rest of the run put
-back; and of it the copying alone.
+It times the whole rollback: find the snapshot, copy its tensors, verify them, restore the rest of the run. It also times the
+copying alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMES = 4
 LARGEST = 4 << 30
 """bytes of a plain copy"""
 BARS = {"host": 0.9, "device": 0.5}
-"""share of the bandwidth that the whole return reaches"""
+"""share of the bandwidth that the whole rollback reaches"""
 EVERY = 10
 RECOVER = {
     "ladder": ["rollback", "stop"],
@@ -37,7 +37,8 @@ RECOVER = {
 
 
 def bandwidth(device: str, nbytes: int, place: str) -> float:
-    """Bytes a second of copies of the same size: from pinned memory to the device, or within it, read and write counted."""
+    """Return the bytes a second of plain copies of this size: from pinned memory to the device, or within the device, where
+    both reading and writing count."""
     count = max(1, min(nbytes, LARGEST))
     pin = place == "host" and device != "cpu"
     source = torch.empty(count, dtype=torch.uint8, device="cpu" if place == "host" else device, pin_memory=pin).fill_(1)
@@ -53,25 +54,25 @@ def bandwidth(device: str, nbytes: int, place: str) -> float:
 
 
 class Broken(Guarded):
-    """A guarded run one of whose losses is made NaN now and then; what the guard puts back is timed."""
+    """Runs a guarded loop, makes a loss NaN on request, and times the rollback."""
 
     def __init__(self, subject: Subject, folder: Path, config: dict[str, Any]) -> None:
         super().__init__(subject, folder, config, EVERY)
-        self.found: list[float] = []
-        self.restored: list[float] = []
-        self.copied: list[float] = []
+        self.find_seconds: list[float] = []
+        self.restore_seconds: list[float] = []
+        self.copy_seconds: list[float] = []
         self._break = False
         snapshots: Any = self._run.parts.snapshots
-        snapshots.find_restore_point = self._timed(snapshots.find_restore_point, self.found)
-        snapshots.restore = self._timed(snapshots.restore, self.restored)
-        sound = subject.loss
+        snapshots.find_restore_point = self._timed(snapshots.find_restore_point, self.find_seconds)
+        snapshots.restore = self._timed(snapshots.restore, self.restore_seconds)
+        original = subject.loss
 
         def loss(batch: Tensor) -> Tensor:
-            found = sound(batch)
+            value = original(batch)
             if self._break:
                 self._break = False
-                found = found * float("nan")
-            return found
+                value = value * float("nan")
+            return value
 
         subject.loss = loss  # type: ignore[method-assign]
 
@@ -81,35 +82,36 @@ class Broken(Guarded):
         def timed(*args: Any) -> Any:
             synchronize(device)
             began = time.perf_counter()
-            found = call(*args)
+            result = call(*args)
             synchronize(device)
             into.append(time.perf_counter() - began)
-            return found
+            return result
 
         return timed
 
     def time_copies(self) -> None:
-        """The copying by itself, too; which keeps what follows it from going on meanwhile."""
-        returning: Any = self._run.parts.snapshots.restorer  # type: ignore[attr-defined]
-        returning._write_tensors = self._timed(returning._write_tensors, self.copied)
+        """Time the copying by itself too. Nothing else then runs at the same time."""
+        restorer: Any = self._run.parts.snapshots.restorer  # type: ignore[attr-defined]
+        restorer._write_tensors = self._timed(restorer._write_tensors, self.copy_seconds)
 
     def break_once(self) -> None:
-        """And train on until it is certain that the guard has returned, and stands between two snapshots again."""
+        """Make one loss NaN, and train until the guard has rolled back and is between two snapshots again."""
         self._break = True
         self.block(3 * EVERY)
 
 
 def rollback_case(case: Case, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for place in BARS:
         try:
-            found[place] = _measured(case, folder / f"rollback-{place}", place)
+            results[place] = _measured(case, folder / f"rollback-{place}", place)
         except ConfigError as error:
-            found[place] = {"failed": " ".join(str(error).split())}
+            results[place] = {"failed": " ".join(str(error).split())}
         except torch.OutOfMemoryError:
-            found[place] = {"failed": "does not fit"}
+            results[place] = {"failed": "does not fit"}
         let_go(case.device)
-    return {"places": found, "problems": problems(found), "lines": [_line(case, p, one) for p, one in found.items()]}
+    lines = [_line(case, place, result) for place, result in results.items()]
+    return {"places": results, "problems": problems(results), "lines": lines}
 
 
 def _measured(case: Case, folder: Path, place: str) -> dict[str, Any]:
@@ -128,12 +130,12 @@ def _measured(case: Case, folder: Path, place: str) -> dict[str, Any]:
     finally:
         loop.close()
     rollbacks, nbytes = loop.guard.summary().rollbacks, subject.nbytes()
-    if {len(loop.found), len(loop.restored), rollbacks} != {TIMES + 1} or len(loop.copied) != 1:
-        return {"failed": f"{rollbacks} rollbacks, {len(loop.restored)} times put back, {TIMES + 1} were meant"}
+    if {len(loop.find_seconds), len(loop.restore_seconds), rollbacks} != {TIMES + 1} or len(loop.copy_seconds) != 1:
+        return {"failed": f"{rollbacks} rollbacks and {len(loop.restore_seconds)} restores instead of {TIMES + 1}"}
     plain = bandwidth(case.device, nbytes, place)
     moved = nbytes * (1 if place == "host" else 2)
-    whole = spread([f + r for f, r in zip(loop.found[:TIMES], loop.restored, strict=False)])
-    copied = spread(loop.copied)
+    whole = spread([f + r for f, r in zip(loop.find_seconds[:TIMES], loop.restore_seconds, strict=False)])
+    copied = spread(loop.copy_seconds)
     return {
         "bytes": nbytes,
         "seconds": whole,
@@ -145,16 +147,16 @@ def _measured(case: Case, folder: Path, place: str) -> dict[str, Any]:
     }
 
 
-def problems(found: dict[str, Any]) -> list[str]:
-    said = []
-    for place, one in found.items():
+def problems(results: dict[str, Any]) -> list[str]:
+    wrong = []
+    for place, one in results.items():
         if "failed" in one:
-            said.append(f"rollback from {place} memory: {one['failed']}")
+            wrong.append(f"rollback from {place} memory: {one['failed']}")
         elif one["share"] < BARS[place]:
-            said.append(
+            wrong.append(
                 f"rollback from {place} memory: {one['share']:.0%} of the bandwidth, less than {BARS[place]:.0%}"
             )
-    return said
+    return wrong
 
 
 def _line(case: Case, place: str, one: dict[str, Any]) -> str:
@@ -162,7 +164,7 @@ def _line(case: Case, place: str, one: dict[str, Any]) -> str:
         return f"{case}: rollback from {place} memory: {one['failed']}"
     low, high = (1e3 * q for q in one["seconds"]["quartiles"])
     return (
-        f"{case}: rollback from {place} memory: {one['bytes'] / 1e9:.3f} GB back in "
+        f"{case}: rollback from {place} memory: {one['bytes'] / 1e9:.3f} GB restored in "
         f"{1e3 * one['seconds']['median']:.2f} ms ({low:.2f} to {high:.2f}), {one['bytes_a_second'] / 1e9:.1f} GB/s, "
         f"{one['share']:.0%} of a plain copy's {one['plain'] / 1e9:.1f}; the copying alone "
         f"{1e3 * one['copy_seconds']['median']:.2f} ms, {one['copy_share']:.0%}"

@@ -1,12 +1,11 @@
-"""The invariants on a GPU: one rank on NCCL with FSDP2, and two ranks on gloo with DDP on the same GPU.
+"""Checks the invariants on a GPU: one rank on NCCL with FSDP2, and two ranks on gloo with DDP on the same GPU.
 
     PYTHONPATH=src python -m benchmarks.gpu.smoke [--json FILE] [--quick]
 
-A transformer of a few million parameters, fp32 and bf16, a fused AdamW whose updates the device gates and a foreach one
-where the host does. Every check trains for real and compares with a loop that has no guard, bit for bit. NCCL refuses two
-processes on one GPU, so agreement is checked twice: on NCCL with a rank that mirrors the first, and between two processes
-on gloo. `--device cpu` tries the script out on a smaller model.
-Prints a table; ends with status 1 where a check fails.
+It trains a transformer of a few million parameters in fp32 and bf16, with a fused AdamW (device gate) and a foreach AdamW
+(host gate). Every check compares a guarded run with a loop that has no guard, bit for bit. NCCL refuses two processes on one
+GPU, so agreement is checked twice: on NCCL with a rank that mirrors rank 0, and between two processes on gloo.
+`--device cpu` tries the script with a smaller model. It prints a table, and exits with status 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from benchmarks.gpu import checks
 from benchmarks.gpu.recipe import Setting, Training
 from benchmarks.options import writable
 
-PATIENCE = 240
-"""seconds for the two processes"""
+TIMEOUT_SECONDS = 240
+"""for the two processes"""
 Check = tuple[str, Callable[[Path], str]]
 
 
-def on_one_rank(device: str, quick: bool) -> list[Check]:
-    found: list[Check] = []
+def single_rank_checks(device: str, quick: bool) -> list[Check]:
+    selected: list[Check] = []
     if device == "cuda":
         setting = Setting(device, fused=True)
-        found.append(("World.rows on NCCL", lambda at: checks.rows_on_nccl(at, setting)))
+        selected.append(("World.rows on NCCL", lambda at: checks.rows_on_nccl(at, setting)))
     for precision in ("fp32",) if device == "cpu" else ("bf16",) if quick else ("fp32", "bf16"):
         for fused in (True,) if quick else (True, False):
-            found += _of(Setting(device, precision, fused=fused))
-    return found
+            selected += _checks_of(Setting(device, precision, fused=fused))
+    return selected
 
 
-def _of(setting: Setting) -> list[Check]:
-    found: list[Check] = [
+def _checks_of(setting: Setting) -> list[Check]:
+    selected: list[Check] = [
         (f"harmless, {setting}", lambda at: checks.harmless(at, setting)),
         (f"bad data skipped, {setting}", lambda at: checks.skipped(at, setting)),
         (f"rolled back, {setting}", lambda at: checks.rolled_back(at, setting)),
@@ -63,16 +62,16 @@ def _of(setting: Setting) -> list[Check]:
         (f"rolled back, mirrored, {setting}", lambda at: checks.rolled_back(at, setting, mirrored=True)),
     ]
     if setting.device == "cuda":
-        found += [
+        selected += [
             (f"synchronisations, {setting}", lambda at: checks.synchronisations(at, setting)),
             (f"synchronisations, mirrored, {setting}", lambda at: checks.synchronisations(at, setting, mirrored=True)),
         ]
-    return found
+    return selected
 
 
-def on_two_ranks(device: str) -> list[Check]:
+def two_rank_checks(device: str) -> list[Check]:
     setting = Setting(device, fused=True, layout="ddp", gate="auto")
-    found: list[Check] = [
+    selected: list[Check] = [
         (f"harmless, two ranks, {setting}", lambda at: checks.harmless(at, setting)),
         (f"bad data skipped, two ranks, {setting}", lambda at: checks.skipped(at, setting)),
         (f"rolled back, two ranks, {setting}", lambda at: checks.rolled_back(at, setting)),
@@ -80,47 +79,48 @@ def on_two_ranks(device: str) -> list[Check]:
         (f"resumed, two ranks, {setting}", lambda at: checks.resumed(at, setting)),
     ]
     if device == "cuda":
-        found.insert(0, ("gloo does not carry a GPU's rows", lambda at: checks.gloo_does_not_carry(at, setting)))
-    return found
+        selected.insert(0, ("gloo gates on the host", lambda at: checks.gloo_gates_on_the_host(at, setting)))
+    return selected
 
 
-def carry_out(todo: list[Check], folder: Path) -> list[dict[str, Any]]:
-    found = []
+def run_checks(todo: list[Check], folder: Path) -> list[dict[str, Any]]:
+    results = []
     for number, (name, check) in enumerate(todo):
         began = time.perf_counter()
         try:
-            said, passed = check(folder / f"{number:02d}"), True
+            message, passed = check(folder / f"{number:02d}"), True
         except Exception as error:
             traceback.print_exc()
-            said, passed = f"{type(error).__name__}: {error}"[:500], False
-        found.append({"check": name, "passed": passed, "said": said, "seconds": round(time.perf_counter() - began, 2)})
+            message, passed = f"{type(error).__name__}: {error}"[:500], False
+        seconds = round(time.perf_counter() - began, 2)
+        results.append({"check": name, "passed": passed, "message": message, "seconds": seconds})
         if not passed and dist.get_world_size() > 1:
-            break  # the ranks may no longer be at the same place
-    return found
+            break  # the ranks may be at different steps
+    return results
 
 
-def join(backend: str, meeting: Path, rank: int, size: int) -> None:
+def join_group(backend: str, rendezvous: Path, rank: int, size: int) -> None:
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(
-        backend, init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
 
 
-def one_of_two(device: str, folder: Path, rank: int) -> None:
-    """This process is one of the two; what it found is in a file of its own."""
-    join("gloo", folder / "meeting", rank, 2)
-    found = carry_out(on_two_ranks(device), folder)
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+def run_as_rank(device: str, folder: Path, rank: int) -> None:
+    """Run the checks as one of two ranks, and write the results to this rank's file."""
+    join_group("gloo", folder / "rendezvous", rank, 2)
+    results = run_checks(two_rank_checks(device), folder)
+    (folder / f"results-{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 def two_processes(device: str, folder: Path) -> list[dict[str, Any]]:
-    """Both ranks' findings; a check has passed where it has on both."""
+    """Run two ranks and return their results. A check passes if it passes on both."""
     folder.mkdir()
     words = [sys.executable, "-m", "benchmarks.gpu.smoke", "--device", device, "--folder", str(folder), "--rank"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([*words, str(rank)], env=environment) for rank in (0, 1)]
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TIMEOUT_SECONDS
     try:
         codes = [rank.wait(max(1.0, until - time.monotonic())) for rank in ranks]
     except subprocess.TimeoutExpired:
@@ -130,10 +130,12 @@ def two_processes(device: str, folder: Path) -> list[dict[str, Any]]:
             rank.kill()
             rank.wait()
     if any(codes):
-        return [{"check": "two ranks", "passed": False, "said": f"ended with {codes}", "seconds": 0.0}]
-    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1))
+        return [{"check": "two ranks", "passed": False, "message": f"ended with {codes}", "seconds": 0.0}]
+    first, second = (json.loads((folder / f"results-{rank}.json").read_text()) for rank in (0, 1))
     return [
-        a if not a["passed"] else {**a, "passed": b["passed"], "said": b["said"] if not b["passed"] else a["said"]}
+        a
+        if not a["passed"]
+        else {**a, "passed": b["passed"], "message": b["message"] if not b["passed"] else a["message"]}
         for a, b in zip(first, second, strict=False)
     ]
 
@@ -155,7 +157,7 @@ def table(result: dict[str, Any]) -> str:
     known = " · ".join(f"{name} {value}" for name, value in result["about"].items() if value is not None)
     lines = [f"{known} · {result['parameters'] / 1e6:.1f}M parameters"]
     width = max(len(r["check"]) for r in result["checks"])
-    lines += [f"{'pass' if r['passed'] else 'FAIL'}  {r['check']:{width}}  {r['said']}" for r in result["checks"]]
+    lines += [f"{'pass' if r['passed'] else 'FAIL'}  {r['check']:{width}}  {r['message']}" for r in result["checks"]]
     failed = sum(not r["passed"] for r in result["checks"])
     return "\n".join([*lines, f"{len(result['checks']) - failed} passed, {failed} failed"])
 
@@ -173,25 +175,25 @@ def main() -> int:
         print("no CUDA device here", file=sys.stderr)
         return 2
     if options.rank is not None:
-        one_of_two(options.device, Path(options.folder), options.rank)
+        run_as_rank(options.device, Path(options.folder), options.rank)
         return 0
-    known = list(on_one_rank(options.device, options.quick))
+    known = list(single_rank_checks(options.device, options.quick))
     todo = [check for check in known if options.only in check[0]]
     if not todo:
         names = ", ".join(check[0] for check in known)
         parser.error(f"--only {options.only}: no check has that in its name; there are {names}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        join("nccl" if options.device == "cuda" else "gloo", folder / "meeting", 0, 1)
+        join_group("nccl" if options.device == "cuda" else "gloo", folder / "rendezvous", 0, 1)
         parameters = Training(Setting(options.device, fused=False)).parameters
-        found = carry_out(todo, folder)
+        results = run_checks(todo, folder)
         dist.destroy_process_group()
         if not options.only:
-            found += two_processes(options.device, folder / "two")
-    result = {"about": about(options.device), "parameters": parameters, "checks": found}
+            results += two_processes(options.device, folder / "two")
+    result = {"about": about(options.device), "parameters": parameters, "checks": results}
     print(table(result))
     write(options.json, result)
-    return 0 if all(r["passed"] for r in found) else 1
+    return 0 if all(r["passed"] for r in results) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The same invariants on a GPU: harmless, exact, certified. Skipped where there is none."""
+"""The invariants on a GPU: harmless, exact, certified. Skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints from a GPU: written beside training, gone on from bit for bit. Skipped where there is none."""
+"""Checkpoints from a GPU are written while it trains, and a run resumes from them bit for bit. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-class Life:
-    """One process's worth of a run: everything made anew from the seed, then trained as far as it is let."""
+class Attempt:
+    """Runs one process of a run: builds everything from the seed, then trains until `stop`."""
 
     def __init__(self, folder: Path, *, fused: bool, precision: str, stop: int = STEPS, copy_at: int = 0) -> None:
         torch.manual_seed(5)
@@ -64,36 +64,36 @@ class Life:
         return [*self.model.state_dict().values(), *moments, torch.cuda.get_rng_state(), torch.get_rng_state()]
 
 
-def assert_same(one: Life, other: Life) -> None:
+def assert_same(one: Attempt, other: Attempt) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.state(), other.state(), strict=True))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_stopped_and_gone_on_is_the_run_that_was_not(fused, precision, tmp_path):
-    whole = Life(tmp_path / "whole", fused=fused, precision=precision)
+def test_stopped_and_resumed_run_equals_an_uninterrupted_one(fused, precision, tmp_path):
+    whole = Attempt(tmp_path / "whole", fused=fused, precision=precision)
     for stop in (7, 8, 26, STEPS):
-        parted = Life(tmp_path / "parted", fused=fused, precision=precision, stop=stop)
-    assert_same(parted, whole)
+        stopped = Attempt(tmp_path / "stopped", fused=fused, precision=precision, stop=stop)
+    assert_same(stopped, whole)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("at", [3, 20, 33])
-def test_gone_on_from_what_a_life_had_left_at_any_instant(fused, at, tmp_path):
-    whole = Life(tmp_path / "run", fused=fused, precision="fp16", copy_at=at)
-    assert_same(Life(tmp_path / "copy", fused=fused, precision="fp16"), whole)
+def test_run_resumes_from_the_files_of_any_instant(fused, at, tmp_path):
+    whole = Attempt(tmp_path / "run", fused=fused, precision="fp16", copy_at=at)
+    assert_same(Attempt(tmp_path / "copy", fused=fused, precision="fp16"), whole)
     assert all(verify(path) is None for path in (tmp_path / "copy" / "checkpoints").iterdir())
 
 
 def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path):
-    saved = Life(tmp_path / "run", fused=True, precision="fp32", stop=9)
-    restored = Life(tmp_path / "run", fused=False, precision="fp32", stop=9)
+    saved = Attempt(tmp_path / "run", fused=True, precision="fp32", stop=9)
+    restored = Attempt(tmp_path / "run", fused=False, precision="fp32", stop=9)
     for a, b in zip(saved.model.parameters(), restored.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 def test_a_scheduled_save_adds_no_synchronisation(tmp_path):
-    """The copy runs on a side stream, the writing on a thread; only the hand-over is on the training thread."""
+    """The copy runs on a side stream and the writing on a thread."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     loader = DataLoader(TensorDataset(torch.randn(400, 64)), batch_size=4)

@@ -1,4 +1,4 @@
-"""What a healthy step costs on a GPU, counted: waits, launches, allocations, graph breaks. Skipped where there is no GPU."""
+"""Counts what a healthy step costs on a GPU: waits, launches, allocations, graph breaks. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def loader(pinned: bool = True) -> DataLoader[Any]:
 
 
 class Bare:
-    """A plain loop, a stretch of steps at a time."""
+    """Runs an unguarded loop, some steps at a time."""
 
     def __init__(self, how: Any = None, precision: str = "fp32", optimizer: str = "adamw") -> None:
         self.model, self.optimizer = build(optimizer)
@@ -101,7 +101,7 @@ class Guarded(Bare):
 
 
 def counted(run: Bare, steps: int = 20) -> dict[str, float]:
-    """Calls into CUDA, a step each."""
+    """Return the CUDA calls of one step."""
     run.steps(60)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
@@ -126,7 +126,7 @@ def test_a_healthy_step_waits_for_one_event_and_nothing_else(optimizer, precisio
     ours = counted(run)
     run.close()
     assert ours["stream"] <= bare["stream"]
-    # The profile itself waits for the device once, at its end.
+    # The profiler itself waits for the device once, at its end.
     assert ours["device"] <= max(bare["device"], 0.05)
     assert ours["event"] <= bare["event"] + 1.0
     assert ours["launches"] <= bare["launches"] + 25
@@ -144,9 +144,9 @@ def test_between_two_steps_nothing_synchronises_either(config, tmp_path):
     run.close()
 
 
-def test_memory_of_the_device_and_pinned_memory_are_not_allocated_anew(tmp_path):
-    """What a step takes from the allocators it gives back, and neither of them asks the driver for more. The batches are not
-    page-locked: how many of them are under way at once is the loop's, and is more where the device is busy."""
+def test_steps_allocate_no_new_device_or_pinned_memory(tmp_path):
+    """Neither allocator asks the driver for more memory. The batches are not pinned: how many are in flight at once is up to
+    the loop, and grows if the device is busy."""
     run = Guarded(tmp_path / "run", pinned=False)
     run.steps(80)
     torch.cuda.synchronize()

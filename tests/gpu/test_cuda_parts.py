@@ -1,4 +1,4 @@
-"""Other parts of a run on a GPU: several optimizers, groups, averages, frozen and followed weights. Skipped without one."""
+"""Runs on a GPU with several optimizers, param groups, averages, frozen weights and a teacher. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def recipe(make, fused, **more) -> Recipe:
 
 
 @pytest.mark.parametrize(("make", "fused"), WAYS)
-def test_without_a_fault_it_is_the_plain_run(make, fused, tmp_path):
+def test_run_without_a_fault_equals_the_unguarded_run(make, fused, tmp_path):
     r = recipe(make, fused)
     run, plain = r.guarded(tmp_path / "run"), r.plain()
     assert run.guard._run.parts.gate.on_device == fused
@@ -76,7 +76,7 @@ def test_skips_and_a_rollback(make, fused, tmp_path):
     assert_equal(run.state, r.reference(run).state)
 
 
-def test_what_is_registered_on_the_gpu_is_kept_on_the_host(tmp_path):
+def test_registered_tensors_of_the_gpu_are_copied_to_the_host(tmp_path):
     """A ring of snapshots must not multiply an average in GPU memory."""
     run = recipe(recipes.ema_object, True).guarded(tmp_path / "run")
     snapshots = list(run.guard._run.parts.snapshots.ring)
@@ -87,7 +87,7 @@ def test_what_is_registered_on_the_gpu_is_kept_on_the_host(tmp_path):
     assert all(value.is_cuda for value in run.parts.registered["ema"].average.values())
 
 
-def test_a_part_that_counts_nothing_on_the_gpu(tmp_path):
+def test_micro_batch_of_weight_zero_on_the_gpu(tmp_path):
     import holdfast
 
     model = torch.nn.Linear(4, 1).cuda()

@@ -1,4 +1,4 @@
-"""The sensors on a GPU: right by hand, without a synchronisation, and without a trace. Skipped where there is none."""
+"""Measurements on a GPU are right, synchronize nothing and change nothing. Skipped without a GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def net() -> nn.Module:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
-def test_update_size_is_what_it_is_by_hand(name, scaled):
+def test_update_size_equals_the_formula(name, scaled):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **OPTIMIZERS[name])
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0) if scaled else None
@@ -81,7 +81,7 @@ def test_update_size_is_what_it_is_by_hand(name, scaled):
     assert all(s.batch is not None for s in keep.signals), "the loader's batches are in host memory"
 
 
-def test_batch_on_the_device_is_left_alone():
+def test_batch_on_the_device_gets_no_fingerprint():
     batch = torch.ones(4, 4, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -91,8 +91,8 @@ def test_batch_on_the_device_is_left_alone():
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_no_sensor_synchronises(scaled, tmp_path):
-    """Over the fiftieth step too, at which the weights are weighed."""
+def test_no_measurement_synchronizes(scaled, tmp_path):
+    """The fiftieth step measures the weight norm too."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=256.0) if scaled else None
@@ -112,7 +112,7 @@ def test_no_sensor_synchronises(scaled, tmp_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
-def test_sensing_more_or_less_changes_nothing(optimizer, precision, tmp_path):
+def test_measuring_more_or_less_changes_nothing(optimizer, precision, tmp_path):
     torch.use_deterministic_algorithms(True)
     try:
         case = Case(optimizer=optimizer, precision=precision, epochs=6, augment=True, device="cuda", init_scale=256.0)

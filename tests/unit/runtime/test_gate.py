@@ -182,3 +182,18 @@ def test_state_that_a_vetoed_update_created_for_one_parameter_is_dropped(cls, ch
     for p in old:
         if p is not new:
             assert all(torch.equal(v, known[id(p)][k]) for k, v in optimizer.state[p].items())
+
+
+def test_scaler_updates_by_what_all_ranks_found():
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = Scaler(torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1))
+    for overflows, agreed, scale in ((False, 1.0, 4.0), (True, 0.0, 8.0), (False, 0.0, 16.0)):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        if overflows:
+            model.weight.grad[0, 0] = torch.inf
+        assert float(scaler.unscale([optimizer])[id(optimizer)]) == overflows
+        scaler.set_found_inf({id(optimizer): torch.tensor(agreed)})
+        scaler.update()
+        assert scaler.get_scale() == scale

@@ -164,7 +164,7 @@ class Optimizers:
                 group.update(join_tensors(options, tensors, group, None, put=write_now))
 
     def split_attributes(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
-        """Split, without copying, the plain attributes that an optimizer keeps beside its state (counts, slow weights)."""
+        """Split, without copying, the plain attributes that an optimizer has outside its state (counts, slow weights)."""
         return [split_tensors(self._plain_attributes(o), f"own.{i}", tensors) for i, o in enumerate(self.all)]
 
     def restore_attributes(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Every private name of torch that Holdfast uses. No other module uses one.
 
-A name that the installed torch does not have raises SetupError, at import or when a Guard is made, so that no step is
-trained with half of the guard missing. Only the device gate has a fallback: the host decides, and a warning says so.
+A name that the installed torch does not have raises SetupError, at import or when a Guard is made. No step is then trained
+with half of the guard missing. Only the device gate has a fallback: the host decides, and a warning says so.
 """
 
 from __future__ import annotations

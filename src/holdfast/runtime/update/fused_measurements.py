@@ -29,7 +29,7 @@ _TRIED = (
 
 
 class FusedMeasurements:
-    """Holds measurements that the kernel writes to the host, and what it has computed from them on the device."""
+    """Holds measurements that the kernel writes to the host, and the veto and clip factor on the device."""
 
     def __init__(
         self,

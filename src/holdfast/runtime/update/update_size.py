@@ -101,7 +101,7 @@ class UpdateSize:
 
     def sample(self) -> UpdateSamples | None:
         """Return this step's samples; None while no optimizer has a second moment."""
-        samples = [found for n, o in enumerate(self._optimizers.all) if (found := self._sample(n, o))]
+        samples = [groups for n, o in enumerate(self._optimizers.all) if (groups := self._sample(n, o))]
         return UpdateSamples(samples) if samples else None
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ def _sums(samples: Sequence[UpdateSample]) -> Tensor:
             else:
                 by_row = torch.tensor(corrections).repeat_interleave(torch.tensor(rows)).unsqueeze(1)
                 v.div_(by_row.to(v.device, non_blocking=True))
-        else:  # a group's parameters have the same count, unless one went without a gradient: the first stands for all
+        else:  # a group's parameters have the same count, unless one went without a gradient; use the first
             v.div_(1.0 - torch.pow(beta2, torch.as_tensor(steps[0], device=v.device).float()))
     ratios: Tensor = g.square_().div_(v.clamp_(min=samples[0].floor))
     if len(set(rows)) == 1:

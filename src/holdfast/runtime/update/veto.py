@@ -1,8 +1,8 @@
 """The rule that vetoes an update, for the host and in torch operations. `measurement_kernel` applies it in Triton.
 
-A step is vetoed if its loss or gradient norm is not finite or exceeds its limit, or if ranks that should have the same
-gradient do not. If the loss scaler found Inf or NaN, the gradients are its business, and only the loss counts. Limits are
-never NaN, and one below the smallest finite value counts as that.
+A step is vetoed if its loss or gradient norm is not finite or exceeds its limit. It is also vetoed if ranks that should have
+the same gradient do not. If the loss scaler found Inf or NaN, it handles the gradients itself, and only the loss counts.
+Limits are never NaN, and one below the smallest finite value counts as that.
 """
 
 from __future__ import annotations

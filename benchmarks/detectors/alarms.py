@@ -11,20 +11,20 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from benchmarks.detectors.course import Curve
+from benchmarks.detectors.healthy_run import Curve
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Severity, Signal
 from holdfast.core.detectors import build
 from holdfast.core.detectors.expected_shifts import ExpectedShifts
 
 PALM_DISTANCE = 100
-"""how far a costly alarm without an onset of its own goes back: PaLM's hundred steps"""
+"""steps that a costly alarm without an onset goes back: PaLM's hundred steps"""
 MARGIN, EVERY = 10, 10
-"""the runtime's own: `recover.rollback_margin` before the onset, then down to a snapshot"""
+"""as the runtime: `recover.rollback_margin` before the onset, then back to a snapshot"""
 
 
 class Alarm(NamedTuple):
-    """One alarm: where, whether its remedy is costly (roll back, stop) or cheap (skip, clip), and the steps lost by it."""
+    """One alarm: its step, whether its remedy is costly (roll back, stop) or cheap (skip, clip), and the steps it loses."""
 
     step: int
     costly: bool
@@ -32,7 +32,7 @@ class Alarm(NamedTuple):
 
 
 class Scored(Protocol):
-    """What the benchmark scores."""
+    """A detector that the benchmark can score."""
 
     name: str
     costly: bool
@@ -46,10 +46,10 @@ class Rule:
 
     name = ""
     acts = ""
-    """what is done on its alarm, as published"""
+    """the published reaction to its alarm"""
     costly = True
     sweep: tuple[float, ...] = ()
-    """thresholds to draw its whole trade-off with; the published one is the default of the constructor"""
+    """thresholds for its trade-off curve; the published one is the default of the constructor"""
 
     def reset(self) -> None:
         raise NotImplementedError
@@ -70,7 +70,7 @@ class Rule:
 
 
 class Holdfast:
-    """This project's detectors, as built from a configuration, told of shifts as they are over a log."""
+    """The detectors of this project for a configuration, with expected shifts recognised as over a log."""
 
     costly = True
 
@@ -93,7 +93,7 @@ class Holdfast:
 
 
 def _alarm(finding: Finding, at: int, step: int) -> Alarm:
-    """An alarm at record `at`. A rollback goes to the last snapshot the margin before the onset, a skip one step back."""
+    """Return an alarm at record `at`. A rollback goes to the last snapshot before the margin, a skip one step back."""
     if finding.severity is not Severity.ROLLBACK:
         return Alarm(at, False, at - 1)
     onset = at - (step - finding.onset)
@@ -101,13 +101,13 @@ def _alarm(finding: Finding, at: int, step: int) -> Alarm:
 
 
 def scaled(config: DetectSection, factor: float) -> DetectSection:
-    """The configuration with every threshold that counts deviations multiplied by `factor`."""
+    """Return the configuration with every threshold in deviations multiplied by `factor`."""
     names = [name for name in config.__struct_fields__ if name.endswith("_z") or "_z_" in name]
     return msgspec.structs.replace(config, **{name: getattr(config, name) * factor for name in names})
 
 
 def signals(curve: Curve) -> list[Signal]:
-    """What the runtime would give at each step, less what only a gate can know."""
+    """Return the signal of each step, without the fields that only a gate can set."""
     steps = range(len(curve)) if curve.steps is None else [int(step) for step in curve.steps]
     columns: dict[str, list[Any]] = {"loss": curve.loss.tolist(), "grad_norm": curve.norms()}
     columns["lr"] = [None if math.isnan(value) else value for value in curve.lr.tolist()]

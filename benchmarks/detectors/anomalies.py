@@ -12,12 +12,12 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.detectors import clean
-from benchmarks.detectors.course import STEPS, Course, Curve, Event, course, fast_start
+from benchmarks.detectors.healthy_run import STEPS, Curve, Event, HealthyRun, fast_start, healthy_run
 
 Maker = Callable[[str, int, np.random.Generator], Curve]
 TAIL = 300
 ROOM = 1400
-"""what an event and its tail may need after its onset"""
+"""steps that an event and its decay may need after its onset"""
 HARD = (
     "lognormal",
     "skewed",
@@ -32,7 +32,7 @@ HARD = (
     "noise_grows",
     "averaged_10",
 )
-"""clean kinds that the hard anomalies happen on: a detector must not buy its silence there with deafness"""
+"""clean kinds on which the hard anomalies happen: no false alarms there must not mean no alarms at all"""
 
 
 def onset(rng: np.random.Generator) -> int:
@@ -42,35 +42,35 @@ def onset(rng: np.random.Generator) -> int:
 
 def spike_small(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """6 to 10 deviations and at least 3%, for 5 to 40 steps."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(5, 41))
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(5, 41))
     _spike(c, at, steps, max(rng.uniform(6, 10) * c.sigma[at], rng.uniform(0.03, 0.05) * c.trend[at]))
     return _finish(c, kind, seed, at, at + steps)
 
 
 def spike_large(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """To 1.5 to 10 times the loss, for 5 to 150 steps."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(5, 151))
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(5, 151))
     _spike(c, at, steps, _large(rng) * c.trend[at])
     return _finish(c, kind, seed, at, at + steps)
 
 
 def spike_early(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """Large, but at steps 50 to 80, while the loss is in its fastest fall and little is known of it."""
-    c, at, steps = course(rng), int(rng.integers(50, 81)), int(rng.integers(5, 41))
+    """Large, but at steps 50 to 80, while the loss falls fastest and the baseline is new."""
+    c, at, steps = healthy_run(rng), int(rng.integers(50, 81)), int(rng.integers(5, 41))
     _spike(c, at, steps, max(rng.uniform(8, 14) * c.sigma[at], rng.uniform(0.1, 0.5) * c.trend[at]))
     return _finish(c, kind, seed, at, at + steps)
 
 
 def spike_steep(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """On the steep part of the trend, where a rise may still be under the loss of a hundred steps ago."""
-    c, at, steps = course(rng), int(rng.integers(80, 301)), int(rng.integers(8, 41))
+    c, at, steps = healthy_run(rng), int(rng.integers(80, 301)), int(rng.integers(8, 41))
     _spike(c, at, steps, max(rng.uniform(7, 12) * c.sigma[at], rng.uniform(0.06, 0.25) * c.trend[at]))
     return _finish(c, kind, seed, at, at + steps)
 
 
 def spike_burst(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """3 to 6 spikes, 30 to 100 steps apart: the first must not blind the detector to the others."""
-    c, at, events = course(rng), onset(rng), []
+    c, at, events = healthy_run(rng), onset(rng), []
     for _ in range(int(rng.integers(3, 7))):
         steps = int(rng.integers(5, 21))
         _spike(c, at, steps, max(rng.uniform(7, 12) * c.sigma[at], rng.uniform(0.05, 0.6) * c.trend[at]))
@@ -81,7 +81,7 @@ def spike_burst(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 def spike_persistent(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """A jump of at least 8 deviations and 10% that recovers only in part, over hundreds of steps."""
-    c, at = course(rng), onset(rng)
+    c, at = healthy_run(rng), onset(rng)
     after = np.arange(len(c) - at)
     height = max(rng.uniform(8, 14) * c.sigma[at], rng.uniform(0.1, 0.8) * c.trend[at])
     stays = rng.uniform(0.5, 1.0)
@@ -94,7 +94,7 @@ def spike_persistent(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 def spike_single(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """One step, one bad batch: worth a skip and nothing more."""
-    c, at = course(rng), onset(rng)
+    c, at = healthy_run(rng), onset(rng)
     c.trend[at] += max(rng.uniform(12, 20) * c.sigma[at], rng.uniform(0.3, 2.0) * c.trend[at])
     c.norm[at] *= rng.uniform(2, 20)
     return _finish(c, kind, seed, at, at)
@@ -102,7 +102,7 @@ def spike_single(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 def grad_lead(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """As seen at 100 B parameters: the norm multiplies over some five steps, and then the loss follows."""
-    c, at = course(rng), onset(rng)
+    c, at = healthy_run(rng), onset(rng)
     lead, steps = int(rng.integers(4, 7)), int(rng.integers(15, 80))
     c.norm[at : at + lead] *= rng.uniform(2.5, 4.0) ** np.arange(1, lead + 1)
     c.norm[at + lead : at + lead + steps] *= 1 + 30 * np.exp(-np.arange(steps) / (steps / 3))
@@ -111,8 +111,8 @@ def grad_lead(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 
 def grad_explosion(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """The norm is a hundred times its course and stays; the loss follows over some hundred steps."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(100, 300))
+    """The norm is a hundred times its baseline and stays there; the loss follows over some hundred steps."""
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(100, 300))
     after = np.arange(len(c) - at)
     c.norm[at:] *= (10 ** rng.uniform(1.7, 2.5)) ** np.minimum(1.0, (after + 1) / 3)
     c.trend[at:] *= 1 + rng.uniform(0.3, 1.5) * (1 - np.exp(-after / rng.uniform(50, 150)))
@@ -120,8 +120,8 @@ def grad_explosion(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 
 def divergence_fast(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """From its onset to over 1.5 times the loss within 20 to 80 steps, and there it stays."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(20, 81))
+    """The loss rises to over 1.5 times its value within 20 to 80 steps, and stays there."""
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(20, 81))
     ramp = np.clip((np.arange(len(c) - at) + 1) / steps, 0, 1) ** rng.uniform(0.8, 1.6)
     c.trend[at:] *= 1 + rng.uniform(0.6, 3.0) * ramp
     c.norm[at:] *= 1 + rng.uniform(0, 4) * ramp
@@ -130,7 +130,7 @@ def divergence_fast(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 def divergence_slow(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """5 to 30% over 300 to 1,000 steps: no single step is out of place."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(300, 1001))
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(300, 1001))
     # Under a noise of its own size it would not be seen in a plot either.
     height = max(rng.uniform(0.05, 0.30), 4.0 * float(c.sigma[at] / c.trend[at]))
     # The run no longer falls: what the course would have gained is lost as well.
@@ -142,7 +142,7 @@ def divergence_slow(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 def divergence_oscillating(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """Swings that grow: a learning rate past the edge of stability."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(60, 200))
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(60, 200))
     after = np.arange(len(c) - at)
     grown = np.clip((after + 1) / steps, 0, 1) ** 1.5
     swing = 0.5 * (1 - np.cos(2 * np.pi * after / rng.uniform(6, 30)))
@@ -153,7 +153,7 @@ def divergence_oscillating(kind: str, seed: int, rng: np.random.Generator) -> Cu
 
 def collapse_to_uniform(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """The model forgets everything: from 2.2 to ln(50257) within a few steps, almost without noise."""
-    c, at = course(rng), onset(rng)
+    c, at = healthy_run(rng), onset(rng)
     after = np.arange(len(c) - at)
     share = np.exp(-(after + 1) / rng.uniform(1, 15))
     c.trend[at:] = 10.82 - (10.82 - c.trend[at:]) * share
@@ -164,7 +164,7 @@ def collapse_to_uniform(kind: str, seed: int, rng: np.random.Generator) -> Curve
 
 def nan(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """NaN or Inf in the loss: once, or from there on."""
-    c, at = course(rng), onset(rng)
+    c, at = healthy_run(rng), onset(rng)
     steps = int(rng.choice([1, 3, TAIL]))
     c.trend[at : at + steps] = rng.choice([np.nan, np.inf])
     c.norm[at : at + steps] = np.nan
@@ -172,8 +172,8 @@ def nan(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 
 def nan_grad(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """A finite loss over a gradient that is not; without a scaler, that update would land."""
-    c, at = course(rng), onset(rng)
+    """A finite loss over a gradient that is not; without a scaler, that update would be applied."""
+    c, at = healthy_run(rng), onset(rng)
     steps = int(rng.choice([1, 3]))
     c.norm[at : at + steps] = rng.choice([np.nan, np.inf])
     return _finish(c, kind, seed, at, at + steps - 1)
@@ -181,7 +181,7 @@ def nan_grad(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 def fp16_overflow(kind: str, seed: int, rng: np.random.Generator) -> Curve:
     """A loss scaler that halves and halves: forward overflow, not a scaler finding its level."""
-    c, at, steps = course(rng), onset(rng), int(rng.integers(40, 80))
+    c, at, steps = healthy_run(rng), onset(rng), int(rng.integers(40, 80))
     curve = _finish(c, kind, seed, at, at + steps)
     curve.overflow = np.zeros(len(curve), bool)
     curve.overflow[at : at + steps] = True
@@ -194,14 +194,14 @@ def fp16_overflow(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 
 def level_shift_up(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """An undeclared shift upwards that may as well be new data: reported apart, since no rule can tell."""
-    c, at = course(rng), onset(rng)
+    """An undeclared shift upwards that may be new data: reported separately, since no rule can tell."""
+    c, at = healthy_run(rng), onset(rng)
     c.trend[at:] += max(rng.uniform(4, 8) * c.sigma[at], rng.uniform(0.03, 0.1) * c.trend[at])
     return _finish(c, kind, seed, at, at + 200)
 
 
 def hard_spike(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """A spike of 5 to 40 steps, well out of all that was seen lately, on a course that is itself a trap."""
+    """A spike of 5 to 40 steps, well outside the recent noise, on a clean kind that is hard by itself."""
     curve, at, steps = *_trap(seed, rng), int(rng.integers(5, 41))
     recent = curve.loss[at - 200 : at]
     height = (np.max(recent) - np.median(recent)) * rng.uniform(2.0, 6.0)
@@ -211,7 +211,7 @@ def hard_spike(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 
 def hard_divergence(kind: str, seed: int, rng: np.random.Generator) -> Curve:
-    """From a trap of a course to three times as far out as anything lately, over 50 to 300 steps, and it stays."""
+    """On a hard clean kind, a rise to three times the recent noise over 50 to 300 steps; it stays there."""
     curve, at, steps = *_trap(seed, rng), int(rng.integers(50, 301))
     recent = curve.loss[at - 200 : at]
     height = (np.max(recent) - np.median(recent)) * rng.uniform(3.0, 8.0)
@@ -228,7 +228,7 @@ def spike_fast_start(kind: str, seed: int, rng: np.random.Generator) -> Curve:
 
 
 def _trap(seed: int, rng: np.random.Generator) -> tuple[Curve, int]:
-    """A clean curve of another kind, and where something is to happen to it."""
+    """Return a clean curve of another kind, and the step of its anomaly."""
     kind = HARD[seed % len(HARD)]
     curve = clean.MAKERS[kind](kind, seed, rng)
     at = onset(rng)
@@ -248,7 +248,7 @@ def _large(rng: np.random.Generator) -> float:
     return float(np.exp(rng.uniform(np.log(0.5), np.log(9.0))))
 
 
-def _spike(c: Course, at: int, steps: int, height: float, *, react: bool = True) -> None:
+def _spike(c: HealthyRun, at: int, steps: int, height: float, *, react: bool = True) -> None:
     """Up within 1 to 3 steps, held for a third, then down; 7 in 10 show in the gradient norm, up to 2 steps before.
 
     The decay goes on past the event's end, under what anybody would call part of it.
@@ -262,11 +262,11 @@ def _spike(c: Course, at: int, steps: int, height: float, *, react: bool = True)
         _react(c, at - int(rng.integers(0, 3)), steps, rng.uniform(0.5, 6))
 
 
-def _react(c: Course, at: int, steps: int, times: float) -> None:
+def _react(c: HealthyRun, at: int, steps: int, times: float) -> None:
     c.norm[at : at + steps] *= 1 + times * np.exp(-np.arange(steps) / (1 + steps / 3))
 
 
-def _finish(c: Course, kind: str, seed: int, start: int, end: int) -> Curve:
+def _finish(c: HealthyRun, kind: str, seed: int, start: int, end: int) -> Curve:
     return c.cut(min(len(c), end + TAIL)).curve(kind, seed, events=[Event(kind, start, end)])
 
 

@@ -1,4 +1,4 @@
-"""The bars a detector must clear to be shipped, checked on what was measured."""
+"""The bars that the shipped detectors must meet, checked on measured scores."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.detectors.scoring import Score
 SPIKES = ("spike_small", "spike_large", "spike_steep", "spike_burst", "spike_persistent")
 DIVERGENCES = ("divergence_fast", "divergence_slow")
 APART = ("level_shift_up",)
-"""scored and shown, but part of no bar: nobody can tell it from new data"""
+"""scored and shown, but in no bar: it cannot be distinguished from new data"""
 
 
 class Bar(NamedTuple):
-    """One bar: what was asked, what was measured, whether it holds."""
+    """One bar: the requirement, the measured value, and whether it is met."""
 
     what: str
     measured: str

@@ -1,4 +1,4 @@
-"""Who is scored: this project's detectors and the published rules, by name and threshold, on as many cores as asked."""
+"""The contenders: the detectors of this project and published rules, by name and threshold, on several cores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.detectors.scoring import Score, Verdict, judge
 
 OURS = "holdfast"
 FACTORS = (0.5, 0.7, 1.0, 1.5, 2.0)
-"""the sweep of this project's own: all thresholds that count deviations, times these"""
+"""the sweep of this project: factors for all thresholds in deviations"""
 Progress = Callable[[int, int], None]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.detectors.alarms import Alarm
 from benchmarks.detectors.contenders import Contender
-from benchmarks.detectors.course import Curve
+from benchmarks.detectors.healthy_run import Curve
 from benchmarks.detectors.intervals import wilson
 
 CONFIDENT = 0.6
@@ -45,14 +45,14 @@ class Case(NamedTuple):
 
 
 def folder() -> Path | None:
-    """Where the corpus is: HOLDFAST_CORPUS, or beside the checkout; None where it is not."""
+    """Return the folder of the corpus, HOLDFAST_CORPUS or next to the checkout; None if there is none."""
     named = os.environ.get("HOLDFAST_CORPUS")
     place = Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "corpus"
     return place if (place / "LABELS.jsonl").is_file() else None
 
 
 def rows(contenders: Iterable[Contender]) -> tuple[Rows, dict[str, Any]]:
-    """Rows of the table, and the numbers behind them; or one row that says why there are none."""
+    """Return rows of the table and their data, or one row with the reason why there are none."""
     place = folder()
     if place is None:
         return _message("corpus: not found; set HOLDFAST_CORPUS")
@@ -72,7 +72,7 @@ def rows(contenders: Iterable[Contender]) -> tuple[Rows, dict[str, Any]]:
 
 
 def load(place: Path, read: Callable[[Path], Any]) -> tuple[list[Case], list[str]]:
-    """Every labelled run that can be read, once; and the files that cannot, with the reason."""
+    """Return every readable labelled run once, and the unreadable files with the reason."""
     index = {entry["file"]: entry for entry in lines(place / "INDEX.jsonl")}
     seen: set[str] = set()
     cases, unread = [], []
@@ -109,7 +109,7 @@ def _case(place: Path, label: dict[str, Any], entry: dict[str, Any], read: Calla
 
 
 def as_curve(table: Any, name: str) -> Curve:
-    """The rows of a table that have a loss. What was not logged stays absent; what was logged as NaN stays NaN."""
+    """Return the rows of a table that have a loss. Missing values stay missing, NaN stays NaN."""
     there = table.present["loss"]
     column = {n: table.columns[n][there] for n in table.columns}
     n = int(there.sum())
@@ -120,7 +120,7 @@ def as_curve(table: Any, name: str) -> Curve:
 
 
 def found(case: Case, alarms: list[Alarm]) -> list[bool]:
-    """Which of the events an alarm comes near to."""
+    """Return for each event whether an alarm is near it."""
     steps = case.curve.steps
     if steps is None or not len(steps):
         return [False] * len(case.events)

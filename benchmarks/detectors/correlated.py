@@ -1,4 +1,4 @@
-"""False rollbacks on healthy losses whose neighbours are alike: the weakest spot of the loss detectors, by itself.
+"""False rollbacks on healthy losses whose neighbours correlate: the weakest spot of the loss detectors, by itself.
 
     python -m benchmarks.detectors.correlated
 

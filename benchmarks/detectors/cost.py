@@ -1,4 +1,4 @@
-"""What detection costs: online per step, against appending to a deque in the same run; offline over a million points."""
+"""The cost of detection: per step, compared with appending to a deque in the same run, and over a million points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.detectors.alarms import signals
 from benchmarks.detectors.contenders import OURS
-from benchmarks.detectors.course import Curve, course
+from benchmarks.detectors.healthy_run import Curve, healthy_run
 from holdfast.core.base.config import DetectSection
 from holdfast.core.detectors import build
 from holdfast.core.detectors.scan import scan
@@ -19,7 +19,7 @@ from holdfast.diagnosis.find.losses import Losses
 from holdfast.diagnosis.model.table import Table
 
 STRETCH = 500
-"""steps timed at a time, detectors and deque in turn, so that both meet the same machine"""
+"""steps timed at a time, alternating between detectors and deque, so that both see the same machine load"""
 
 
 def rows(quick: bool) -> tuple[dict[str, dict[str, str]], dict[str, Any]]:
@@ -42,7 +42,7 @@ def rows(quick: bool) -> tuple[dict[str, dict[str, str]], dict[str, Any]]:
 
 
 def per_step(stretches: int) -> tuple[float, float]:
-    """Microseconds a step for `limits` and `observe` of every detector, and for a deque's append; medians of stretches."""
+    """Return median microseconds per step for `limits` and `observe` of every detector, and for a deque append."""
     curve = _long(stretches * STRETCH)
     stream = signals(curve)
     detectors, recent = build(DetectSection()), deque[float](maxlen=1000)
@@ -65,7 +65,7 @@ def per_step(stretches: int) -> tuple[float, float]:
 
 
 def offline(points: int) -> tuple[float, float]:
-    """Seconds for a log of that many points: through every detector at every point, and as a diagnosis looks at it."""
+    """Return seconds for a log of that many points: every detector at every point, and as a diagnosis reads it."""
     table = _table(_long(points))
     began = time.perf_counter()
     scan(table)
@@ -75,7 +75,7 @@ def offline(points: int) -> tuple[float, float]:
 
 
 def _long(steps: int) -> Curve:
-    return course(np.random.default_rng(0), steps).curve("cost", 0)
+    return healthy_run(np.random.default_rng(0), steps).curve("cost", 0)
 
 
 def _table(curve: Curve) -> Table:

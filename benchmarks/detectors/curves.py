@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.detectors import anomalies, clean
-from benchmarks.detectors.course import STEPS, Curve, Event
+from benchmarks.detectors.healthy_run import STEPS, Curve, Event
 
 __all__ = ["ANOMALY", "CLEAN", "SEEDS", "STEPS", "Curve", "Event", "make", "seeds"]
 

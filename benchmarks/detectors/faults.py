@@ -15,7 +15,7 @@ FOREVER = 1 << 60
 
 
 class LrTimes(Fault):
-    """The learning rate is `factor` times what it should be, from the step on: a wrong peak after a resume."""
+    """From the step on, the learning rate is `factor` times the scheduled one: a wrong peak after a resume."""
 
     name = "LR times"
 
@@ -25,7 +25,7 @@ class LrTimes(Fault):
 
     def before_step(self, number: int, model: nn.Module, optimizer: Optimizer) -> None:
         if number >= self.step:
-            # The scheduler sets the rate anew after each step.
+            # The scheduler sets the rate after each step again.
             for group in optimizer.param_groups:
                 group["lr"] *= self._factor
 

@@ -42,7 +42,7 @@ def svg(scores: Mapping[Contender, Score]) -> str:
 
 
 def _x(false: float) -> float:
-    """Logarithmic; what had no false alarm stands at the left edge."""
+    """Return a logarithmic position; no false alarms is the left edge."""
     share = math.log(max(LEAST, min(MOST, false)) / LEAST) / math.log(MOST / LEAST)
     return share * (WIDTH - 20)
 

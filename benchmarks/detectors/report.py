@@ -36,7 +36,7 @@ Columns = list[tuple[str, Score, bool | None]]
 
 
 def _columns(scores: Mapping[Contender, Score]) -> Columns:
-    """This project's detectors stand twice: all alarms, and the costly ones alone."""
+    """Return the columns. This project has two: all alarms, and the costly ones alone."""
     columns: Columns = []
     for contender, score in scores.items():
         columns.append((contender.name, score, None))

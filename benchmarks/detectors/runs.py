@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.detectors.contenders import Contender
-from benchmarks.detectors.course import Curve, Event
+from benchmarks.detectors.healthy_run import Curve, Event
 from benchmarks.detectors.scoring import judge
 
 STEPS = 260

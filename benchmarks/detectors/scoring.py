@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.detectors.alarms import Alarm, Scored
-from benchmarks.detectors.course import Curve, Event
+from benchmarks.detectors.healthy_run import Curve, Event
 from benchmarks.detectors.intervals import poisson, wilson
 
 LATCH = 50

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from benchmarks.detectors import bars, contenders, corpus, plot, report, runs
 from benchmarks.detectors.alarms import Alarm, Holdfast, Rule, scaled, signals
 from benchmarks.detectors.contenders import Contender, compete
-from benchmarks.detectors.course import Curve, Event
 from benchmarks.detectors.curves import ANOMALY, CLEAN, SEEDS, make, seeds
+from benchmarks.detectors.healthy_run import Curve, Event
 from benchmarks.detectors.intervals import poisson, wilson
 from benchmarks.detectors.scoring import Score, judge, latched, score
 

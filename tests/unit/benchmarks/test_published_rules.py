@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from benchmarks.detectors.alarms import Rule, signals
 from benchmarks.detectors.contenders import Contender
-from benchmarks.detectors.course import Curve
 from benchmarks.detectors.curves import make
+from benchmarks.detectors.healthy_run import Curve
 from benchmarks.detectors.rules import RULES, CurryTrain, KillLossSpike, Lightning, Megatron, Sigma, SkipStep, ZClip
 from benchmarks.detectors.window import Window
 

@@ -1,8 +1,8 @@
-"""The healthy course of a run: loss, gradient norm and learning rate, before anything is made to happen to it.
+"""Healthy runs: loss, gradient norm and learning rate, before an anomaly is added.
 
-Loss: a power law in the learning rate spent so far, so that a warm-up bends the first steps as it does in real runs,
-under noise whose size follows the loss and wanders. The noise is an AR(1) course (the state of the model) times a heavy
-tail that is drawn anew each step (the batch): exactly Student-t at each step, and yet an outlier does not drag on.
+The loss is a power law in the sum of the learning rate so far, so that a warm-up bends the first steps as in real runs.
+The size of its noise follows the loss and drifts. The noise is an AR(1) process (the state of the model) times a heavy
+tail drawn at each step (the batch): exactly Student-t at each step, but an outlier does not affect the next steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS = 4000
 
 @dataclass(frozen=True)
 class Event:
-    """Something a detector should find: first and last step it shows in."""
+    """Something a detector should find: its first and last step."""
 
     kind: str
     start: int
@@ -27,7 +27,7 @@ class Event:
 
 @dataclass
 class Curve:
-    """One run as recorded. Entry i is step i; where records are means, entry i is record i."""
+    """One recorded run. Entry i is step i; if records are means, entry i is record i."""
 
     kind: str
     seed: int
@@ -38,14 +38,14 @@ class Curve:
     shifts: list[int] = field(default_factory=list)
     """steps before which the user declares an expected shift"""
     interval: int = 1
-    """steps a record stands for"""
+    """steps per record"""
     overflow: NDArray[np.bool_] | None = None
     more: dict[str, Array] = field(default_factory=dict)
     """further columns of a Signal by name, such as loss_scale"""
     steps: Array | None = None
-    """the step numbers of a log, where they are not 0, 1, 2"""
+    """the step numbers of a log, if they are not 0, 1, 2, ..."""
     absent: NDArray[np.bool_] | None = None
-    """where a log has no gradient norm, as against one that is NaN"""
+    """where a log has no gradient norm, unlike one that is NaN"""
 
     @property
     def clean(self) -> bool:
@@ -61,8 +61,8 @@ class Curve:
 
 
 @dataclass
-class Course:
-    """The parts of a healthy run, still apart: kinds bend one part and put them together again."""
+class HealthyRun:
+    """The parts of a healthy run, kept separate so that a kind can change one of them."""
 
     rng: np.random.Generator
     trend: Array
@@ -82,24 +82,24 @@ class Course:
     def loss(self) -> Array:
         return self.trend + self.sigma * self.noise
 
-    def cut(self, steps: int) -> Course:
+    def cut(self, steps: int) -> HealthyRun:
         """The first `steps` steps."""
         parts = (part[:steps] for part in (self.trend, self.sigma, self.noise, self.norm, self.lr))
-        return Course(self.rng, *parts)
+        return HealthyRun(self.rng, *parts)
 
     def curve(self, kind: str, seed: int, loss: Array | None = None, **more: object) -> Curve:
         return Curve(kind, seed, self.loss if loss is None else loss, self.norm, self.lr, **more)  # type: ignore[arg-type]
 
 
-def course(
+def healthy_run(
     rng: np.random.Generator,
     steps: int = STEPS,
     *,
     rho: float | None = None,
     df: float | None = None,
     relative: float | None = None,
-) -> Course:
-    """A run of a language model or like one. Options fix what is otherwise drawn: correlation, tails, size of noise."""
+) -> HealthyRun:
+    """Return a run like that of a language model. Options fix values that are drawn otherwise."""
     warmup = int(rng.integers(100, 401))
     lr = schedule(rng, steps, warmup)
     floor, first = rng.uniform(1.4, 3.2), rng.uniform(7.0, 11.0)
@@ -109,7 +109,7 @@ def course(
     relative = float(np.exp(rng.uniform(np.log(0.004), np.log(0.03)))) if relative is None else relative
     sigma = relative * trend * wander(rng, steps, 0.25)
     noise = student(rng, steps, rng.uniform(0.0, 0.6) if rho is None else rho, rng.uniform(4, 30) if df is None else df)
-    return Course(rng, trend, sigma, noise, gradient(rng, trend, noise), lr)
+    return HealthyRun(rng, trend, sigma, noise, gradient(rng, trend, noise), lr)
 
 
 def schedule(rng: np.random.Generator, steps: int, warmup: int) -> Array:
@@ -131,7 +131,7 @@ def student(rng: np.random.Generator, steps: int, rho: float, df: float) -> Arra
 
 
 def wander(rng: np.random.Generator, steps: int, by: float) -> Array:
-    """A slow positive course around 1."""
+    """Return a slow positive drift around 1."""
     at = np.arange(steps) / max(1, steps)
     waves = sum(rng.normal() / k * np.sin(2 * np.pi * (k * at + rng.random())) for k in range(1, 5))
     return np.asarray(np.exp(by * waves))
@@ -146,7 +146,7 @@ def gradient(rng: np.random.Generator, trend: Array, noise: Array) -> Array:
     return np.asarray(level * early * wander(rng, steps, 0.2) * np.exp(own + rng.uniform(0, 0.12) * noise))
 
 
-def fast_start(rng: np.random.Generator, steps: int = STEPS) -> Course:
+def fast_start(rng: np.random.Generator, steps: int = STEPS) -> HealthyRun:
     """A small model: a short warm-up, most of the fall within a hundred steps, a sudden bend, and noise of 3 to 9%."""
     warmup = int(rng.integers(10, 61))
     lr = schedule(rng, steps, warmup)
@@ -155,4 +155,4 @@ def fast_start(rng: np.random.Generator, steps: int = STEPS) -> Course:
     trend = floor + (first - floor) * (0.8 * np.exp(-spent / rng.uniform(12, 35)) + 0.2 * (1 + spent / 60) ** -0.7)
     sigma = rng.uniform(0.03, 0.09) * trend * wander(rng, steps, 0.15)
     noise = student(rng, steps, rng.uniform(0.0, 0.3), rng.uniform(8, 30))
-    return Course(rng, trend, sigma, noise, gradient(rng, trend, noise), lr)
+    return HealthyRun(rng, trend, sigma, noise, gradient(rng, trend, noise), lr)

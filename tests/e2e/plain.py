@@ -25,7 +25,7 @@ def plain_loop(
             limit = clip if max_norm is None else max_norm(step, clip)
             if limit is not None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-            # An LR intervention, where the guarded run had one, is laid around the update and taken off again.
+            # An LR intervention of the guarded run applies to this update only.
             scheduled = [group["lr"] for group in optimizer.param_groups]
             if lr_factor is not None and lr_factor(step) != 1.0:
                 for group in optimizer.param_groups:

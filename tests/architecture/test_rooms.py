@@ -14,9 +14,11 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("tensors",),
         ("ports", "state"),
         ("data", "record", "update"),
+        ("",),  # context.py
         ("snapshots",),
         ("agree", "checkpoint"),
-        ("integrity", "step", "step.effects"),
+        ("integrity",),
+        ("step.effects", "step"),
         ("guard",),
     ],
     "core": [("base",), ("detectors", "record"), ("checkpoints", "decide")],

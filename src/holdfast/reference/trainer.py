@@ -30,7 +30,7 @@ from holdfast.reference.model import Transformer, flops_per_token, next_token_lo
 from holdfast.reference.parallel import parallelize
 from holdfast.reference.tokens import load_embedded, open_tokens
 from holdfast.runtime.checkpoint.manager import END
-from holdfast.runtime.guard.step import Step
+from holdfast.runtime.guard.steps import Step
 from holdfast.runtime.tensors.sharded import reshard
 
 INTERRUPTED = "interrupted"

@@ -180,7 +180,7 @@ def current_size(sizes: UpdateSize) -> float | None:
 
 
 def update_size(samples) -> float | None:
-    return rms_of_worst(torch.cat(sums_of_squares(samples)).tolist(), samples.counts())
+    return rms_of_worst(torch.cat(sums_of_squares(samples)).tolist(), samples.counts)
 
 
 def test_the_eight_largest_parameters_are_sampled():

@@ -66,7 +66,8 @@ class CheckpointManager:
         self._rules = RetentionRules(config.keep_last, config.keep_every, config.keep_powers_of_two, config.keep_bad)
         self._stalled_before = 0.0
         self._last_saved: _Moment | None = None
-        self._alarm: NonfiniteSnapshot | None = None
+        self.nonfinite: NonfiniteSnapshot | None = None
+        """the first state the store found to hold NaN or Inf since `pop_nonfinite`"""
 
     # ---- saving
 
@@ -138,10 +139,10 @@ class CheckpointManager:
         while self.store is not None and self.store.events:
             self._handle(self.store.events.popleft())
 
-    def pop_alarm(self) -> NonfiniteSnapshot | None:
-        """Return the first state that the store found to be non-finite since the last call."""
-        alarm, self._alarm = self._alarm, None
-        return alarm
+    def pop_nonfinite(self) -> NonfiniteSnapshot | None:
+        """Return the first state the store found to hold NaN or Inf, and forget it."""
+        nonfinite, self.nonfinite = self.nonfinite, None
+        return nonfinite
 
     def _handle(self, event: StoreEvent) -> None:
         record = self.records.get(event.name)
@@ -177,8 +178,8 @@ class CheckpointManager:
             return
         del self.records[record.name]
         log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, event.status, event.why)
-        if event.status == "refused" and self._alarm is None:
-            self._alarm = NonfiniteSnapshot(record.step, event.why.split(" ")[0])
+        if event.status == "refused" and self.nonfinite is None:
+            self.nonfinite = NonfiniteSnapshot(record.step, event.why.split(" ")[0])
 
     def _write_event(self, record: CheckpointRecord, status: str, why: str, **fields: Any) -> None:
         self.context.engine.write(

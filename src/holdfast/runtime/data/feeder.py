@@ -21,21 +21,14 @@ class Drawn(NamedTuple):
 class Feeder:
     """Owns the batch source of a run. There is none before the first loop."""
 
+    source: BatchSource
+    """set by `attach`"""
+
     def __init__(self, rng: Rng, on_exclusion: OnExclusion, *, is_distributed: bool) -> None:
         self._rng, self._on_exclusion, self._is_distributed = rng, on_exclusion, is_distributed
-        self._source: BatchSource | None = None
         self._loader: Any = None
         self._ended_epochs = 0
-
-    @property
-    def source(self) -> BatchSource:
-        """Return the batch source. Only called after `attach`."""
-        assert self._source is not None, "the loop attaches a loader first"
-        return self._source
-
-    @property
-    def is_attached(self) -> bool:
-        return self._source is not None
+        self.is_attached = False
 
     def attach(
         self,
@@ -48,23 +41,23 @@ class Feeder:
 
         The same loader again continues at its position. `before_iter(loader)` runs before the loader may fork workers.
         """
-        if self._source is not None and loader is self._loader:
-            self._source.allow_epochs(epochs)
+        if self.is_attached and loader is self._loader:
+            self.source.allow_epochs(epochs)
             return False
         source = open_source(
             loader,
             rng=self._rng,
             quarantine=quarantine,
             epochs=epochs,
-            first_epoch=0 if self._source is None else self._source.next_epoch,
+            first_epoch=self.source.next_epoch if self.is_attached else 0,
             on_epoch_end=self._epoch_ended,
             before_iter=lambda: before_iter(self._loader),
             on_exclusion=self._on_exclusion,
             keep_batch_size=self._is_distributed,
         )
-        if self._source is not None:
-            self._source.close()
-        self._source, self._loader = source, loader
+        if self.is_attached:
+            self.source.close()
+        self.source, self._loader, self.is_attached = source, loader, True
         return True
 
     def _epoch_ended(self, epoch: int) -> None:
@@ -87,5 +80,5 @@ class Feeder:
 
     def close(self) -> None:
         self._loader = None
-        if self._source is not None:
-            self._source.close()
+        if self.is_attached:
+            self.source.close()

@@ -7,7 +7,8 @@ reading them would wait for the device.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,35 +25,38 @@ class BatchFingerprint:
     """The fingerprint of one step's batches, in the order they were served."""
 
     def __init__(self, *, fingerprint: bool) -> None:
-        self._crc: int | None = 0 if fingerprint else None
-        self._count = 0
-        self._lengths: set[int | None] = set()
+        self._is_enabled, self._count = fingerprint, 0
+        self.checksum: int | None = None
+        """the fingerprint of all batches; None if one could not be read"""
+        self.sequence_length: int | None = None
+        """the length that all their sequences have, or None"""
 
     def add(self, batch: Any) -> None:
+        """Add one batch."""
+        tensors = [batch] if isinstance(batch, Tensor) else first_tensors(batch, _MAX_TENSORS)
+        length = _sequence_length(batch, tensors)
+        self.sequence_length = length if self._count == 0 or length == self.sequence_length else None
+        if self._is_enabled and (self._count == 0 or self.checksum is not None):
+            self.checksum = _fingerprint(tensors, self.checksum or 0)
         self._count += 1
-        self._lengths.add(sequence_length(batch))
-        if self._crc is not None:
-            self._crc = fingerprint(batch, self._crc)
 
-    @property
-    def checksum(self) -> int | None:
-        """The fingerprint of all batches; None if one could not be read."""
-        return self._crc if self._count else None
 
-    @property
-    def sequence_length(self) -> int | None:
-        """The length that all their sequences have, or None."""
-        return next(iter(self._lengths)) if len(self._lengths) == 1 else None
+def first_tensors(batch: Any, count: int) -> list[Tensor]:
+    """Return the first tensors of a batch of any nesting."""
+    if isinstance(batch, list | tuple) and all(isinstance(value, Tensor) for value in batch[:count]):
+        return list(batch[:count])  # the usual batch
+    return list(islice(tensors_of(batch), count))
 
 
 def sequence_length(batch: Any) -> int | None:
     """Return T if the batch's "input_ids", or else its first tensor, is integers of shape (B, T); otherwise None."""
-    if isinstance(batch, Tensor):
-        first: Tensor | None = batch
-    else:
-        is_mapping = not isinstance(batch, list | tuple) and isinstance(batch, Mapping)
-        named = batch.get("input_ids") if is_mapping else None
-        first = named if isinstance(named, Tensor) else next(tensors_of(batch), None)
+    return _sequence_length(batch, [batch] if isinstance(batch, Tensor) else first_tensors(batch, 1))
+
+
+def _sequence_length(batch: Any, tensors: Sequence[Tensor]) -> int | None:
+    is_mapping = not isinstance(batch, list | tuple | Tensor) and isinstance(batch, Mapping)
+    named = batch.get("input_ids") if is_mapping else None
+    first = named if isinstance(named, Tensor) else tensors[0] if tensors else None
     if first is None or first.dim() != 2 or first.is_floating_point() or first.is_complex():
         return None
     return None if first.dtype is torch.bool else int(first.shape[1])
@@ -60,16 +64,16 @@ def sequence_length(batch: Any) -> int | None:
 
 def fingerprint(batch: Any, crc: int = 0) -> int | None:
     """Return a CRC over blocks of its first tensors, continued from `crc`; None if one of them is not in host memory."""
-    count = 0
-    for tensor in tensors_of(batch):
+    return _fingerprint(first_tensors(batch, _MAX_TENSORS), crc)
+
+
+def _fingerprint(tensors: Sequence[Tensor], crc: int) -> int | None:
+    for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             return None
         if tensor.numel():
             crc = _checksum(tensor.detach() if tensor.requires_grad else tensor, crc)
-        count += 1
-        if count == _MAX_TENSORS:
-            break
-    return crc if count else None
+    return crc if tensors else None
 
 
 def _checksum(tensor: Tensor, crc: int) -> int:

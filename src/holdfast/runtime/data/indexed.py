@@ -134,25 +134,27 @@ class IndexedSource:
             self._exclude(order, first, count, "the rest of an excluded window")
         self._quarantine.resolve_ahead(order.epoch)
         while True:
-            batch = order.get(k)
-            order.replay_draws(k)
-            if batch is None:
+            served = order.serve(k)
+            if served is None:
                 return
-            span = order.span(k)
+            batch, given, span = served
             k += 1
-            if self._quarantine.covers(*span):
-                continue
-            given = order.ids(batch)
-            ids = remove_excluded(given, span, order.stride, self._excluded_in(order.epoch))
-            if self._replacements is None:
-                ids = self._quarantine.keep(ids)
-            else:
-                ids = self._quarantine.stand_in(ids, self._replacements)
+            ids = self._allowed(given, span) if self._quarantine.entries else given
             if not ids:
                 continue
             rng = self._rng.capture() if self._in_process else None
             self._queue.append(_PendingBatch(k - 1, span, list(ids), rng))
             yield batch if ids is given else ids
+
+    def _allowed(self, given: Any, span: Span) -> Any:
+        """Return the ids of a batch without the quarantined ones; the very same object if none is."""
+        order = self._order
+        if self._quarantine.covers(*span):
+            return []
+        ids = remove_excluded(given, span, order.stride, self._excluded_in(order.epoch))
+        if self._replacements is None:
+            return self._quarantine.keep(ids)
+        return self._quarantine.stand_in(ids, self._replacements)
 
     def _excluded_in(self, epoch: int) -> list[Span]:
         """Return the spans excluded in an epoch. Cached until an entry is added."""

@@ -112,6 +112,16 @@ class EpochOrder:
         """The samples of the global order for each sample on this rank."""
         return self._sampler.share.world
 
+    def serve(self, k: int) -> tuple[Any, Any, Span] | None:
+        """Return the k-th batch as the sampler gave it, its ids and its span; None past the end.
+
+        Moves the user's generators as asking the sampler for it did, if they are in the state they were in then.
+        """
+        batch = self.get(k)
+        if k in self._draws:
+            self._rng.replay_user_draws(*self._draws[k])
+        return None if batch is None else (batch, self.ids(batch), self.span(k))
+
     def get(self, k: int) -> Any | None:
         """Return the k-th batch of indices, or None past the end. Asks the sampler only for unrecorded batches."""
         while not self._ended and k >= self.first_recorded + len(self._batches):
@@ -146,11 +156,6 @@ class EpochOrder:
         """Move the user's generators to where they were last asked. After a seek they are at an earlier state, from which
         the sampler would repeat recorded batches."""
         for k in sorted(self._draws):
-            self._rng.replay_user_draws(*self._draws[k])
-
-    def replay_draws(self, k: int) -> None:
-        """Move the user's generators as asking for the k-th batch did, if they are in the state they were in then."""
-        if k in self._draws:
             self._rng.replay_user_draws(*self._draws[k])
 
     def span(self, k: int) -> Span:

@@ -20,8 +20,8 @@ from holdfast.core.detectors.base import Detector
 from holdfast.core.record.facts import check_facts, record_in_folder
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.build import build_run
-from holdfast.runtime.guard.loop import Steps
 from holdfast.runtime.guard.setup import build_state
+from holdfast.runtime.guard.steps import Steps
 from holdfast.runtime.guard.unguarded import UnguardedRun
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore
 from holdfast.runtime.ports.distributed_context import DistributedContext

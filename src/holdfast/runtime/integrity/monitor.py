@@ -24,7 +24,7 @@ class IntegrityMonitor:
 
     def __init__(self, context: Context, replicas: Replicas) -> None:
         self._context = context
-        self._checks = StateChecks(self._tensors, context.config.integrity, replicas, context.ranks)
+        self.checks = StateChecks(self._tensors, context.config.integrity, replicas, context.ranks)
         self._recurrence = Recurrence(context.ranks.size)
         self._has_warned = False
 
@@ -39,10 +39,10 @@ class IntegrityMonitor:
 
     def before_update(self, number: int) -> Tensor | None:
         """Return the checksums to compare among ranks and with the last update; None if no check is due."""
-        row = self._checks.before_update(number)
-        if row is not None and self._checks.unmatched and not self._has_warned:
+        row = self.checks.before_update(number)
+        if row is not None and self.checks.unmatched and not self._has_warned:
             self._has_warned = True
-            names = ", ".join(self._checks.unmatched[:8])
+            names = ", ".join(self.checks.unmatched[:8])
             self._context.engine.note(
                 number, f"the ranks do not agree on which ranks hold copies of these, so they are not compared: {names}"
             )
@@ -50,30 +50,30 @@ class IntegrityMonitor:
 
     def after_update(self, number: int) -> None:
         """Remember checksums of the updated state if the next step compares with them."""
-        self._checks.after_update(number)
+        self.checks.after_update(number)
 
     def forget(self) -> None:
         """Forget the last checksums: the guard itself added or removed parts of the state."""
-        self._checks.forget()
+        self.checks.forget()
 
     def rolled_back_to(self, step: int) -> None:
         """Start checking as at the beginning of the run."""
-        self._checks.rolled_back_to(step)
+        self.checks.rolled_back_to(step)
 
     def findings(self, number: int, rows: Rows, signal: Signal) -> list[Finding]:
         """Return what the checks of a settled step found; equal on every rank."""
         findings = self._compare_gradients(rows, signal)
         if not rows.checks:
             return findings
-        corruptions = self._checks.judge(number, rows.checks)
-        due = self._checks.due(number)
+        corruptions = self.checks.judge(number, rows.checks)
+        due = self.checks.due(number)
         window_was_seen = due.window and all(row[-1] != UNSEEN for row in rows.checks)
         for kind, was_checked in (("replica", due.replicas), ("window", window_was_seen)):
             if was_checked and all(c.kind != kind for c in corruptions):
                 self._recurrence.record_clean_check(kind)
         if not corruptions:
             return findings
-        accounts = self._context.ranks.all_gather_object(self._checks.account(number))
+        accounts = self._context.ranks.all_gather_object(self.checks.account(number))
         return [*findings, *(self._judge(c, accounts, number) for c in corruptions)]
 
     def _compare_gradients(self, rows: Rows, signal: Signal) -> list[Finding]:
@@ -101,13 +101,13 @@ class IntegrityMonitor:
         ]
 
     def _judge(self, corruption: Corruption, accounts: Sequence[dict[str, object]], number: int) -> Finding:
-        tensors, fresh = corrupt_tensors(corruption, accounts, self._checks.groups(number))
+        tensors, fresh = corrupt_tensors(corruption, accounts, self.checks.groups(number))
         decision = self._recurrence.diagnose(corruption, tensors, fresh)
         if decision.leave_out:
-            self._checks.leave_out(corruption.kind, decision.leave_out)
+            self.checks.leave_out(corruption.kind, decision.leave_out)
             if corruption.kind == "replica":
                 self._context.state.rank_specific.update(decision.leave_out)
-        judged = make_finding(corruption, decision, tensors, self._checks.last_good)
+        judged = make_finding(corruption, decision, tensors, self.checks.last_good)
         if decision.heals or decision.leave_out:
             return judged
         return msgspec.structs.replace(judged, severity=Severity.STOP)

@@ -6,6 +6,7 @@ nothing may have written to them (the window), and ranks that hold copies must h
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,8 @@ class StateChecks:
         self._groups: list[Groups] = []
         """one for each class of a row, equal on every rank"""
         self._first: int | None = None
+        self.next_check = 0
+        """no step before this one has a check"""
         self._after: StateChecksums | None = None
         self._checks: dict[int, StateCheck] = {}
         self._left_out: dict[str, set[str]] = {"replica": set(), "window": set()}
@@ -83,6 +86,9 @@ class StateChecks:
         if self._first is None:
             self._first = number
         due = self.due(number)
+        intervals = [n for n in (self._config.replicas_every, self._config.between_updates_every) if n > 0]
+        later = [number + 1] if number <= self._first else [(number // n + 1) * n for n in intervals]
+        self.next_check = min(later) if intervals else sys.maxsize
         return self._check(number, due) if due.replicas or due.window else None
 
     @torch.no_grad()
@@ -134,7 +140,7 @@ class StateChecks:
     def rolled_back_to(self, step: int) -> None:
         """Start as at the beginning of the run. Tensors left out before are checked again."""
         self.last_good = min(self.last_good, step)
-        self._first = None
+        self._first, self.next_check = None, 0
         for names in self._left_out.values():
             names.clear()
         self._checks = {number: check for number, check in self._checks.items() if number <= step}

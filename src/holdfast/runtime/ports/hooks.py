@@ -82,6 +82,8 @@ class Hooks:
             if not any(_has(hook, name) for name in CALLBACKS):
                 raise SetupError(f"hook {hook!r} has none of the methods {', '.join(CALLBACKS)}; check their names")
         self._hooks = list(hooks)
+        self.callbacks = frozenset(name for name in CALLBACKS if any(_has(hook, name) for hook in hooks))
+        """the callbacks that some hook of this rank has"""
         self.runs_between_steps = any(_has(h, "on_step_end") and not getattr(h, "late", False) for h in hooks)
         """whether a hook, on any rank, may read or change the run at the end of a step"""
         self.has_plan_hook = any(_has(h, "on_instability") for h in hooks)

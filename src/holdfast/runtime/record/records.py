@@ -40,7 +40,8 @@ class Records:
         self.rundir = None if path is None else RunDir(path)
         self.quarantine = Quarantine()
         self._journal: Journal = NullJournal()
-        self._metrics: MetricsFile | None = None
+        self.metrics: MetricsFile | None = None
+        """where settled attempts are written; None if they are not"""
         self._is_open = False
         self.identity = ""
         """identifies the run over all its processes"""
@@ -98,7 +99,7 @@ class Records:
         self._read_facts()
         if self._config.metrics.enabled:
             every = self._config.metrics.flush_seconds
-            self._metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode=encode_metrics)
+            self.metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode=encode_metrics)
 
     def _restore_run_json(self, past: list[dict[str, Any]]) -> None:
         """Keep the first process's run.json. A lost or damaged one is rebuilt with the facts from the journal."""
@@ -148,24 +149,19 @@ class Records:
         else:
             self._early_facts.append((step, facts))
 
-    def write_metrics(self, outcome: Outcome) -> None:
-        """Write one line of metrics.jsonl."""
-        if self._metrics is not None:
-            self._metrics.write(outcome)
-
     def stop_threads(self) -> None:
         """Stop the writing thread until the next step has settled: the process may be forked now."""
-        if self._metrics is not None:
-            self._metrics.idle()
+        if self.metrics is not None:
+            self.metrics.idle()
 
     def flush(self) -> None:
         """Write all metrics handed over so far."""
-        if self._metrics is not None:
-            self._metrics.flush()
+        if self.metrics is not None:
+            self.metrics.flush()
 
     def close(self) -> None:
         """Release metrics, journal and lock, even if one of them fails; raise the failure afterwards."""
-        metrics, self._metrics = self._metrics, None
+        metrics, self.metrics = self.metrics, None
         journal, self._journal = self._journal, NullJournal()
         self._is_open = False
         with contextlib.ExitStack() as stack:

@@ -36,7 +36,7 @@ class Copier:
         self._inspect_thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-inspect")
         self._allocate_threads = ThreadPoolExecutor(2, thread_name_prefix="holdfast-allocate")
         self._streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
-        self._reading: list[SnapshotCopy] = []
+        self.reading: list[SnapshotCopy] = []
         """copies of live tensors that `wait` has not waited for"""
         self._staging: dict[torch.device, DeviceStaging] = {}
         self._layouts: dict[tuple[str, bool], SnapshotLayout] = {}
@@ -150,7 +150,7 @@ class Copier:
         writes = WriteDetector(values) if buffer is not None and live else None
         copy = SnapshotCopy(tensors, work, buffer, writes if work else None)
         if live:
-            self._reading.append(copy)
+            self.reading.append(copy)
         self._copy_thread.submit(self._copy, copy, values, None if work else writes, device_checksums)
         return copy
 
@@ -282,9 +282,9 @@ class Copier:
 
     def wait(self) -> None:
         """Wait until the next update may write to the copied tensors."""
-        for copy in self._reading:
+        for copy in self.reading:
             copy.wait()
-        self._reading.clear()
+        self.reading.clear()
 
     def wait_until_idle(self) -> None:
         """Block until the copy and inspection threads have nothing to do."""

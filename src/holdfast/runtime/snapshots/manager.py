@@ -76,7 +76,8 @@ class SnapshotManager:
         self._initial, self._trusted = False, True
         self.stalled_seconds = 0.0
         """time the training thread has spent on snapshots"""
-        self._nonfinite: NonfiniteSnapshot | None = None
+        self.nonfinite: NonfiniteSnapshot | None = None
+        """the first snapshot found to hold NaN or Inf since `pop_nonfinite`"""
         self._rejected: list[RejectedSnapshot] = []
 
     # ---- taking snapshots
@@ -105,7 +106,8 @@ class SnapshotManager:
     def on_commit(self, step: int, detectors: DetectorState) -> None:
         """Add the small state if the next step has begun already. Otherwise take the snapshot when it begins: what the
         loop does between two steps, such as an evaluation that moves the schedule, belongs to the first of them."""
-        self._placement.preallocate()
+        if not self._placement.is_preallocated:
+            self._placement.preallocate()
         if self._in_progress is not None and self._in_progress.position is not None:
             self._add_small_state(detectors())
         elif self._is_due(step):
@@ -200,7 +202,7 @@ class SnapshotManager:
 
     def count_healthy_step(self, step: int) -> None:
         """Count a healthy committed step for every candidate before it, and certify those that have enough."""
-        for snapshot in list(self.ring):
+        for snapshot in list(self.ring.snapshots):
             if snapshot.health is Health.CANDIDATE and snapshot.step < step:
                 snapshot.healthy_steps += 1
                 if snapshot.trusted or snapshot.healthy_steps >= self._config.certify_after:
@@ -241,12 +243,12 @@ class SnapshotManager:
 
     def report_nonfinite(self, step: int, tensor: str) -> None:
         """Record that the state after `step` is not finite. Only the first report counts until it is popped."""
-        if self._nonfinite is None:
-            self._nonfinite = NonfiniteSnapshot(step, tensor)
+        if self.nonfinite is None:
+            self.nonfinite = NonfiniteSnapshot(step, tensor)
 
     def pop_nonfinite(self) -> NonfiniteSnapshot | None:
         """Return the report of non-finite state, if any, and forget it."""
-        report, self._nonfinite = self._nonfinite, None
+        report, self.nonfinite = self.nonfinite, None
         return report
 
     # ---- restoring
@@ -307,9 +309,10 @@ class SnapshotManager:
 
     def wait_for_copies(self) -> None:
         """Wait until the next update may write to tensors that are being copied."""
-        began = time.perf_counter()
-        self._copier.wait()
-        self.stalled_seconds += time.perf_counter() - began
+        if self._copier.reading:
+            began = time.perf_counter()
+            self._copier.wait()
+            self.stalled_seconds += time.perf_counter() - began
 
     def release_device_memory(self) -> str | None:
         """Give back the device memory that copies use for speed, because the device ran out of memory."""

@@ -34,7 +34,7 @@ class Placement:
         """dropped from the ring, but still being inspected or written to disk"""
         self._budgeted: SnapshotLayout | None = None
         """the layout that the ring was budgeted for"""
-        self._preallocates = not any(d.type == "cuda" for d in devices)
+        self.is_preallocated = not any(d.type == "cuda" for d in devices)
         self._noted: set[str] = set()
 
     def on_host(self, reason: str | None) -> bool:
@@ -59,11 +59,10 @@ class Placement:
 
     def preallocate(self) -> None:
         """After the first step, when the size of a snapshot is known, allocate its memory ahead of time."""
-        if not self._preallocates:
-            self._preallocates = True
-            if self._ring.enabled and self._on_host:
-                self._copier.layout("update_tensors", self._state.update_tensors())
-                self._copier.preallocate(self._ring.max_snapshots())
+        self.is_preallocated = True
+        if self._ring.enabled and self._on_host:
+            self._copier.layout("update_tensors", self._state.update_tensors())
+            self._copier.preallocate(self._ring.max_snapshots())
 
     def copy(
         self, tensors: dict[str, Tensor], layout: SnapshotLayout, reason: str | None
@@ -82,7 +81,7 @@ class Placement:
             # Training needs the device memory that is free for later copies.
             self._copier.retire("update_tensors", on_host=False)
             copy = self._copier.start(tensors, live=True)
-        if self._preallocates:
+        if self.is_preallocated:
             self._copier.preallocate(self._ring.max_snapshots())
         if copy.buffer is not None:
             notes.append(self._once(copy.buffer.warning))

@@ -26,7 +26,7 @@ class Ring:
         self._config = config
         self.every_steps = config.every_steps
         self.enabled = config.enabled
-        self._snapshots: list[Snapshot] = []
+        self.snapshots: list[Snapshot] = []
         on_cuda = [d for d in devices if d.type == "cuda"]
         self._where = "device" if on_cuda else "host"
         if on_cuda:
@@ -36,10 +36,10 @@ class Ring:
         self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else free // 4
 
     def __iter__(self) -> Iterator[Snapshot]:
-        return iter(self._snapshots)
+        return iter(self.snapshots)
 
     def __len__(self) -> int:
-        return len(self._snapshots)
+        return len(self.snapshots)
 
     def due(self, step: int) -> bool:
         """Return whether a snapshot is taken after that step."""
@@ -73,13 +73,13 @@ class Ring:
 
     def add(self, snapshot: Snapshot) -> list[Snapshot]:
         """Keep one more. Returns the snapshots that are dropped for it."""
-        self._snapshots.append(snapshot)
+        self.snapshots.append(snapshot)
         wanted: set[int] = set()
         for level in range(self.levels()):
             spacing = self.every_steps * 2**level
             last = snapshot.step // spacing * spacing
             wanted |= {last, last - spacing}
-        last_good = next((s for s in reversed(self._snapshots) if s.health is Health.GOOD), None)
+        last_good = next((s for s in reversed(self.snapshots) if s.health is Health.GOOD), None)
 
         def is_kept(s: Snapshot) -> bool:
             if s.health is Health.BAD:
@@ -91,7 +91,7 @@ class Ring:
 
     def good_at_or_before(self, step: int) -> list[Snapshot]:
         """Return the certified snapshots up to that step, newest first."""
-        return [s for s in reversed(self._snapshots) if s.health is Health.GOOD and s.step <= step]
+        return [s for s in reversed(self.snapshots) if s.health is Health.GOOD and s.step <= step]
 
     def drop(self, snapshot: Snapshot) -> None:
         self._drop_if(lambda s: s is snapshot)
@@ -101,9 +101,9 @@ class Ring:
         return self._drop_if(lambda s: s.step > step)
 
     def _drop_if(self, condition: Callable[[Snapshot], bool]) -> list[Snapshot]:
-        dropped = [s for s in self._snapshots if condition(s)]
-        self._snapshots = [s for s in self._snapshots if s not in dropped]
+        dropped = [s for s in self.snapshots if condition(s)]
+        self.snapshots = [s for s in self.snapshots if s not in dropped]
         return dropped
 
     def oldest(self) -> Snapshot | None:
-        return self._snapshots[0] if self._snapshots else None
+        return self.snapshots[0] if self.snapshots else None

@@ -62,7 +62,7 @@ class Optimizers:
         listed: list[Tensor] = []
         for optimizer in self.all:
             listed += parameters_of(optimizer)
-        if not same_objects(listed, self._listed):
+        if len(listed) != len(self._listed) or not all(map(is_, listed, self._listed)):
             self._listed = listed
             self._unique = list({id(p): p for p in listed}.values())
             self._ids = frozenset(map(id, listed))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_state, numpy_to_plain, restore_numpy
+from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_to_plain, restore_numpy
 
 
 class RngState(NamedTuple):
@@ -66,9 +67,13 @@ class Rng:
 
     def capture(self) -> RngState:
         """Return the states of all generators. Draws nothing and does not synchronize with a device."""
-        devices = [torch.cuda.default_generators[i].get_state() for i in self._devices]
+        numpy = sys.modules.get("numpy")  # not imported: nothing draws from it
         return RngState(
-            random.getstate(), numpy_state(), torch.default_generator.get_state(), tuple(devices), self.user_states()
+            random.getstate(),
+            None if numpy is None else numpy.random.get_state(legacy=False),
+            torch.default_generator.get_state(),
+            tuple([torch.cuda.default_generators[i].get_state() for i in self._devices]),
+            tuple([g.get_state() for g in self._generators]),
         )
 
     def restore(self, state: RngState) -> None:

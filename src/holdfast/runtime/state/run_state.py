@@ -64,7 +64,7 @@ class RunState:
         self.wrapped_modules = list(modules)
         self.modules = [(name, unwrap(module)) for name, module in modules]
         """without wrappers, so that names are the same with and without them"""
-        self._fsdp_modules = [part for _, module in self.modules for part in fsdp_modules(module)]
+        self.fsdp_modules = [part for _, module in self.modules for part in fsdp_modules(module)]
         for _, module in self.modules:  # a torch whose FSDP2 is too different fails here, not at the first skipped step
             list(fsdp_params(module))
         self.optimizers = optimizers
@@ -325,7 +325,7 @@ class RunState:
 
     def reshard(self) -> None:
         """Free the parameters that FSDP2 has gathered, because the sharded ones are about to change."""
-        for module in self._fsdp_modules:
+        for module in self.fsdp_modules:
             module.reshard()
 
     def mismatch(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:

@@ -26,6 +26,7 @@ class Schedulers:
 
     def __init__(self, schedulers: Sequence[LRScheduler], intervals: Sequence[Interval]) -> None:
         self._pairs = list(zip(schedulers, intervals, strict=True))
+        self.all: list[Any] = list(schedulers)
         self.record_positions()
         for scheduler, interval in self._pairs:
             if isinstance(scheduler, ReduceLROnPlateau) and interval != "eval":
@@ -46,10 +47,6 @@ class Schedulers:
             else:
                 scheduler.step()
         self.record_positions()
-
-    @property
-    def all(self) -> list[Any]:
-        return [scheduler for scheduler, _ in self._pairs]
 
     def record_positions(self) -> None:
         """Take the schedulers' positions as the guard's own doing."""

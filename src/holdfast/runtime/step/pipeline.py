@@ -34,7 +34,7 @@ from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.step import effects
 from holdfast.runtime.step.attempt import StepAttempt
-from holdfast.runtime.step.effects import Recovery, Situation, Transition
+from holdfast.runtime.step.effects import RecoveryParts, Situation, Transition
 from holdfast.runtime.step.effects.base import rewind
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
@@ -90,13 +90,11 @@ class GuardedPipeline:
         self.is_distributed = parts.coordinator.is_distributed
         self._is_armed = context.config.recover.mode == "heal"
         self._clip = clip
-        self._recovery = Recovery(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
+        self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
         self._parameters: list[Tensor] = []
         self._parameter_ids: frozenset[int] | None = None
         self._is_stepping = False
         """inside the guard's own optimizer.step()"""
-        self._hooks_ran = False
-        """user hooks ran since the last update"""
         self._overflows = 0
         """overflowed attempts in a row"""
         self.has_failed = False
@@ -141,7 +139,8 @@ class GuardedPipeline:
             self.flush()
         is_behind_pending = progress.pending is not None
         inputs = BatchFingerprint(fingerprint=self.context.config.detect.advisory)
-        number, attempt_number = progress.next_step, 1 if is_behind_pending else progress.attempt
+        number = progress.step + 1 + is_behind_pending
+        attempt_number = 1 if is_behind_pending else progress.attempt
         attempt = StepAttempt(number, attempt_number, accumulate, [draw], buffers, inputs)
         if is_behind_pending:
             attempt.epochs_before = ended_epochs
@@ -245,7 +244,8 @@ class GuardedPipeline:
 
     def _submit(self, attempt: StepAttempt) -> None:
         progress, gate = self.progress, self.parts.gate
-        self.note(gate.check_step_hooks(is_distributed=self.is_distributed))
+        if gate.on_device:
+            self.note(gate.check_step_hooks(is_distributed=self.is_distributed))
         stats = self._measure(attempt)
         if progress.pending is not None and not self._settle(attempt):
             self._discard(attempt)
@@ -285,7 +285,7 @@ class GuardedPipeline:
         """Return the step's numbers, over all ranks if there are several."""
         context, parts, number = self.context, self.parts, attempt.number
         limits = context.engine.limits()
-        checks = parts.integrity.before_update(number)
+        checks = parts.integrity.before_update(number) if number >= parts.integrity.checks.next_check else None
         scaler, detect = context.state.scaler, context.config.detect
         is_weighed = detect.advisory and number % _WEIGHT_NORM_EVERY == 0
         local = LocalMeasurements(
@@ -352,11 +352,11 @@ class GuardedPipeline:
             agreed.norms_differ,
             agreed.extra,
         )
-        attempt.clip, lr_factor = self._max_norm(), state.interventions.lr_factor()
+        attempt.clip = self._max_norm()
+        lr_factor = 1.0 if state.interventions.lr_ramp is None else state.interventions.lr_factor()
         attempt.lr = state.optimizers.lr() * lr_factor
         parts.snapshots.wait_for_copies()
-        if self._hooks_ran:  # they may have evaluated, and FSDP2 keeps the parameters it gathered for that
-            self._hooks_ran = False
+        if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
             state.reshard()
         self._is_stepping = True
         try:
@@ -365,7 +365,8 @@ class GuardedPipeline:
             )
         finally:
             self._is_stepping = False
-        parts.integrity.after_update(attempt.number)
+        if attempt.number + 1 >= parts.integrity.checks.next_check:
+            parts.integrity.after_update(attempt.number)
         clear_gradients(self._parameters)
 
     def _agree_on_overflow(self, found_inf: dict[int, Tensor], agreed: AgreedStep) -> dict[int, Tensor]:
@@ -391,7 +392,8 @@ class GuardedPipeline:
         return agreed._replace(norm=agreed.norm * share), local_norm * local_share
 
     def _max_norm(self) -> float | None:
-        return self.context.state.interventions.max_norm(self._clip)
+        interventions = self.context.state.interventions
+        return self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
 
     def _follow_param_groups(self) -> None:
         """Include parameter groups that were added on the way (gradual unfreezing)."""
@@ -450,7 +452,8 @@ class GuardedPipeline:
         if attempt.rows is not None:
             findings += parts.integrity.findings(attempt.number, attempt.rows, signal)
         plan = self.context.engine.judge(signal, findings, None if attempt.origin is None else attempt.origin.evidence)
-        coordinator.add_decision(signal, plan)
+        if plan is not None:
+            coordinator.add_decision(signal, plan)
         has_actions = plan is not None and bool(plan.actions)
         if not has_actions and not is_vetoed:
             self._keep(attempt, signal, is_healthy=plan is None or plan.by != "observe")
@@ -472,13 +475,16 @@ class GuardedPipeline:
         if tensor is None and not self.is_distributed and (alarm := self._pop_alarm()) is not None:
             tensor, onset, how = alarm.tensor, alarm.step, "found in a snapshot"
         coordinator = self.parts.coordinator
-        if tensor is None and not coordinator.has_alarms and not (is_checked and self.is_distributed):
+        if tensor is None and not (self.is_distributed and (is_checked or coordinator.has_alarms)):
             return []
         return coordinator.nonfinite_state(tensor, onset, how, signal)
 
     def _pop_alarm(self) -> NonfiniteSnapshot | None:
         """Return a snapshot or checkpoint of this rank that was found to hold NaN or Inf."""
-        return self.parts.snapshots.pop_nonfinite() or self.parts.checkpoints.pop_alarm()
+        snapshots, checkpoints = self.parts.snapshots, self.parts.checkpoints
+        if snapshots.nonfinite is None and checkpoints.nonfinite is None:
+            return None
+        return snapshots.pop_nonfinite() or checkpoints.pop_nonfinite()
 
     def _keep(self, attempt: StepAttempt, signal: Signal, *, is_healthy: bool) -> None:
         """Keep the attempt: its update has landed, or the loss scaler kept it from landing."""
@@ -497,16 +503,20 @@ class GuardedPipeline:
         progress.attempt = 1
         progress.positions[progress.step] = attempt.draws[0].begin
         self.step_schedulers("step")
-        self._count_interventions(attempt)
+        interventions = context.state.interventions
+        is_intervening = interventions.lr_ramp is not None or interventions.tightened_clip is not None
+        if is_intervening or attempt.is_weighted or context.history.interventions:
+            self._count_interventions(attempt)
         if is_healthy:
             if context.engine.commit(signal) is not None:
                 parts.integrity.incident_closed(progress.step)
             parts.snapshots.count_healthy_step(progress.step)
             parts.checkpoints.count_healthy_step(progress.step)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
-        context.records.write_metrics(outcome)
-        context.hooks.call("on_step_end", outcome)
-        self._hooks_ran = True
+        if context.records.metrics is not None:
+            context.records.metrics.write(outcome)
+        if "on_step_end" in context.hooks.callbacks:
+            context.hooks.call("on_step_end", outcome)
         parts.snapshots.on_commit(progress.step, context.engine.state_dict)
         if progress.step % _FORGET_EVERY == 0:
             self._forget_positions()
@@ -580,7 +590,8 @@ class GuardedPipeline:
         self.progress.attempt += 1
         attempt.result = outcome
         self.context.engine.record_outcome(outcome, **fields)
-        self.context.records.write_metrics(outcome)
+        if self.context.records.metrics is not None:
+            self.context.records.metrics.write(outcome)
 
     # ---- steps that are not trained on
 
@@ -648,7 +659,7 @@ class GuardedPipeline:
 
     def _read_rows(self, attempt: StepAttempt, extra: Tensor | None) -> bool:
         """Read the rows of all ranks, once a step, and apply their requests. Return whether limits have changed."""
-        if attempt.rows is not None:
+        if attempt.rows is not None or (extra is None and not self.is_distributed):
             return False
         state = self.context.state
         scaled_optimizers = 0 if state.scaler is None else len(state.optimizers.outer)

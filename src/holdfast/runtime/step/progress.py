@@ -26,8 +26,3 @@ class Progress:
     """why the run was asked to stop"""
     exhausted: bool = False
     """the data has ended"""
-
-    @property
-    def next_step(self) -> int:
-        """Return the number of the step that is served next, a pending one counted as committed."""
-        return self.step + 1 + (self.pending is not None)

@@ -94,7 +94,7 @@ class FusedPacker:
         except Exception as error:  # a variant of the kernel that could not be built
             KERNEL.disable(error)
             return None
-        counts = [] if m.update_samples is None else m.update_samples.counts()
+        counts = [] if m.update_samples is None else m.update_samples.counts
         return FusedMeasurements(buffer, self._result_views, limits, scaler is not None, counts, self._spare)
 
     def _update_table(self, samples: list[UpdateSample], device: torch.device, kernel: Any) -> bool:

@@ -149,7 +149,7 @@ class Gate:
         return self._packer.pack(measurements) if fused is None else fused
 
     def _step_on_host(self, found_inf: dict[int, Tensor]) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self._optimizers.outer:
             flag = found_inf.get(id(optimizer))
             if flag is None or not float(flag):
                 optimizer.step()

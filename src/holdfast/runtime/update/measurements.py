@@ -144,7 +144,7 @@ class MeasurementPacker:
             torch.cat(parts),
             [slot for slot in Slot if by_slot[slot] is not None],
             host_limits(m.limits),
-            None if m.update_samples is None else m.update_samples.counts(),
+            None if m.update_samples is None else m.update_samples.counts,
             0 if m.extra is None else len(m.extra),
             self._spare,
         )

@@ -53,13 +53,11 @@ class UpdateSamples(NamedTuple):
     """Holds one step's samples by optimizer, and for each optimizer by param group and device."""
 
     by_optimizer: list[list[list[UpdateSample]]]
+    counts: list[list[int]]
+    """for each optimizer the number of elements in each of its samples"""
 
     def all(self) -> list[UpdateSample]:
         return [sample for groups in self.by_optimizer for group in groups for sample in group]
-
-    def counts(self) -> list[list[int]]:
-        """Return for each optimizer the number of elements in each of its samples."""
-        return [[sample.moment.numel() for group in groups for sample in group] for groups in self.by_optimizer]
 
 
 class _Choice(NamedTuple):
@@ -77,7 +75,8 @@ class _Choice(NamedTuple):
         whole = state.get(self.moment_name)
         if gradient is None or whole is None or getattr(gradient, "placements", 0) != getattr(whole, "placements", 0):
             return None
-        g, v = local(gradient), local(whole)
+        g = gradient if type(gradient) is Tensor else local(gradient)
+        v = whole if type(whole) is Tensor else local(whole)
         plain = type(g) is Tensor and type(v) is Tensor and g.layout is torch.strided and v.layout is torch.strided
         if not plain or g.device != v.device or g.shape != v.shape or g.stride() != v.stride() or not _is_dense(v):
             return None
@@ -102,7 +101,8 @@ class UpdateSize:
     def sample(self) -> UpdateSamples | None:
         """Return this step's samples; None while no optimizer has a second moment."""
         samples = [groups for n, o in enumerate(self._optimizers.all) if (groups := self._sample(n, o))]
-        return UpdateSamples(samples) if samples else None
+        counts = [[sample.moment.numel() for group in groups for sample in group] for groups in samples]
+        return UpdateSamples(samples, counts) if samples else None
 
     @torch.no_grad()
     def sum_of_squares(self, device: torch.device) -> tuple[Tensor, float] | None:

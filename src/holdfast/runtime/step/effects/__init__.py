@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from holdfast.core.base.types import Replay, Rollback, Skip, SkipData, Stop
 from holdfast.runtime.step.effects import interventions, replay, rollback, skip, stop
-from holdfast.runtime.step.effects.base import Recovery, Situation, Transition
+from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition
 
 _TOO_LATE = "the update had landed before it was found: only a rollback undoes it"
 
 
-def carry_out(recovery: Recovery, situation: Situation) -> Transition:
+def carry_out(recovery: RecoveryParts, situation: Situation) -> Transition:
     """Carry out the plan for a settled step.
 
     A hook's plan may hold an intervention alone. The step then keeps its outcome: skipped if the gate vetoed it.
@@ -40,4 +40,4 @@ def carry_out(recovery: Recovery, situation: Situation) -> Transition:
     return transition._replace(interventions=interventions.interventions_of(plan, situation.committed))
 
 
-__all__ = ["Recovery", "Situation", "Transition", "carry_out", "interventions", "skip"]
+__all__ = ["RecoveryParts", "Situation", "Transition", "carry_out", "interventions", "skip"]

@@ -16,7 +16,7 @@ from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.step.attempt import StepAttempt
 
 
-class Recovery(NamedTuple):
+class RecoveryParts(NamedTuple):
     """The parts of a run that effects use."""
 
     context: Context
@@ -64,7 +64,7 @@ def origin_fields(attempt: StepAttempt) -> dict[str, Any]:
     return {"ranks": attempt.origin.ranks, "suspects": attempt.origin.evidence["suspects"]}
 
 
-def rewind(recovery: Recovery, attempt: StepAttempt) -> None:
+def rewind(recovery: RecoveryParts, attempt: StepAttempt) -> None:
     """Restore random streams, buffers and LR schedule to what they were before the attempt's data was loaded."""
     context = recovery.context
     rng = recovery.feeder.source.rewind_to(attempt.draws[0]) if attempt.draws else None

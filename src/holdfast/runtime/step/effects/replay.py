@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from holdfast.core.base.types import Outcome, Status
 from holdfast.runtime.step.effects import skip
-from holdfast.runtime.step.effects.base import Recovery, Situation, Transition, rewind
+from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition, rewind
 
 
-def perform(recovery: Recovery, situation: Situation) -> Transition:
+def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
     """Requeue the step's data and that of the attempt after it. Skips the step if the source cannot serve it again."""
     attempt, signal, plan = situation.attempt, situation.signal, situation.plan
     assert plan is not None

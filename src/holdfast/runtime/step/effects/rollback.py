@@ -14,12 +14,12 @@ from typing import Any
 from holdfast.core.base.types import Outcome, Rollback, SkipData, Status
 from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_in_memory
 from holdfast.runtime.step.effects import interventions, skip_data, stop
-from holdfast.runtime.step.effects.base import Recovery, Situation, Transition, origin_fields
+from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition, origin_fields
 
 log = logging.getLogger("holdfast")
 
 
-def perform(recovery: Recovery, situation: Situation, action: Rollback) -> Transition:
+def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> Transition:
     """Restore the newest certified state the action admits. Stops the run if there is none."""
     context, source, signal, plan = recovery.context, recovery.feeder.source, situation.signal, situation.plan
     assert plan is not None
@@ -80,7 +80,7 @@ def perform(recovery: Recovery, situation: Situation, action: Rollback) -> Trans
 
 
 def _find(
-    recovery: Recovery, situation: Situation, action: Rollback
+    recovery: RecoveryParts, situation: Situation, action: Rollback
 ) -> tuple[RestorePoint | None, list[dict[str, Any]]]:
     """Return the state to restore, and every rejected one with the reason. Memory comes before disk, newest first.
 

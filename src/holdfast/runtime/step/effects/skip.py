@@ -6,14 +6,14 @@ import logging
 
 from holdfast.core.base.types import Flag, Outcome, Status, family
 from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
-from holdfast.runtime.step.effects.base import Recovery, Situation, Transition, origin_fields, rewind
+from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
 
 log = logging.getLogger("holdfast")
 
 _NONFINITE_ROW = "the row holds NaN or Inf"
 
 
-def perform(recovery: Recovery, situation: Situation) -> Transition:
+def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
     """Quarantine the step's data. The attempt after it stays valid only if it saw nothing of the skipped batch."""
     context, attempt, signal, plan = recovery.context, situation.attempt, situation.signal, situation.plan
     reason = "vetoed" if plan is None else plan.reason
@@ -49,7 +49,7 @@ def perform(recovery: Recovery, situation: Situation) -> Transition:
     return Transition(Outcome(status=Status.SKIPPED, signal=signal, plan=plan), following_is_valid)
 
 
-def _find_nonfinite_samples(recovery: Recovery, situation: Situation) -> list[int]:
+def _find_nonfinite_samples(recovery: RecoveryParts, situation: Situation) -> list[int]:
     """Return the ids of rows that hold NaN or Inf themselves, on any rank, if the policy quarantines them."""
     if situation.attempt.origin is not None:
         return situation.attempt.origin.samples
@@ -60,7 +60,7 @@ def _find_nonfinite_samples(recovery: Recovery, situation: Situation) -> list[in
 
 
 def _quarantine(
-    recovery: Recovery, situation: Situation, samples: list[int], reason: str, incident: int | None
+    recovery: RecoveryParts, situation: Situation, samples: list[int], reason: str, incident: int | None
 ) -> None:
     """Quarantine the step's stretch of data and the ids of its non-finite rows. The skip's own event holds both."""
     engine, quarantine = recovery.context.engine, recovery.context.records.quarantine
@@ -72,7 +72,7 @@ def _quarantine(
         engine.write("quarantine", samples=added, reason=_NONFINITE_ROW, incident=incident)
 
 
-def _reposition(recovery: Recovery, situation: Situation) -> None:
+def _reposition(recovery: RecoveryParts, situation: Situation) -> None:
     """Move the source to right after the step's data, without it, as if the epoch had continued from there."""
     source, following = recovery.feeder.source, situation.following
     if source.exact:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from holdfast.core.base.types import Plan, SkipData
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.step.effects.base import Recovery, Situation
+from holdfast.runtime.step.effects.base import RecoveryParts, Situation
 
 
 class ExcludedWindow(NamedTuple):
@@ -18,7 +18,9 @@ class ExcludedWindow(NamedTuple):
     start: Position
 
 
-def choose_window(recovery: Recovery, situation: Situation, action: SkipData, restored: Position) -> ExcludedWindow:
+def choose_window(
+    recovery: RecoveryParts, situation: Situation, action: SkipData, restored: Position
+) -> ExcludedWindow:
     """Return a window of `action.batches` batches, half of it before the onset, none of it before `restored`."""
     positions = {situation.signal.step: situation.attempt.draws[0].begin, **situation.positions}
     onset = positions.get(action.around, restored)
@@ -33,7 +35,7 @@ def choose_window(recovery: Recovery, situation: Situation, action: SkipData, re
     return ExcludedWindow(epoch, first, action.batches, start)
 
 
-def perform(recovery: Recovery, plan: Plan, window: ExcludedWindow, step: int) -> None:
+def perform(recovery: RecoveryParts, plan: Plan, window: ExcludedWindow, step: int) -> None:
     """Exclude the window. The run is at the rollback's restored state."""
     source = recovery.feeder.source
     recovery.context.engine.write(

@@ -7,12 +7,12 @@ import logging
 from holdfast.core.base.errors import InstabilityError, PolicyStop
 from holdfast.core.base.types import Outcome, Signal, Status, Stop
 from holdfast.runtime.record.records import Records
-from holdfast.runtime.step.effects.base import Recovery, Situation, Transition
+from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition
 
 log = logging.getLogger("holdfast")
 
 
-def perform(recovery: Recovery, situation: Situation, action: Stop) -> Transition:
+def perform(recovery: RecoveryParts, situation: Situation, action: Stop) -> Transition:
     """End the run with PolicyStop (exit status 70), or with InstabilityError if the policy says to raise."""
     signal, plan, context = situation.signal, situation.plan, recovery.context
     assert plan is not None
@@ -42,7 +42,7 @@ def perform(recovery: Recovery, situation: Situation, action: Stop) -> Transitio
     return Transition(outcome, stop_reason=action.reason, error=error)
 
 
-def instead_of(recovery: Recovery, situation: Situation, why: str) -> Transition:
+def instead_of(recovery: RecoveryParts, situation: Situation, why: str) -> Transition:
     """Stop because the plan cannot be carried out."""
     assert situation.plan is not None
     plan = recovery.context.engine.stop_instead(situation.plan, why)

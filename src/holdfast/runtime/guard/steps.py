@@ -1,4 +1,4 @@
-"""The user's side of a step: `with step:`, `step.microbatches()`, `step.backward(loss)`."""
+"""The loop of our own: `for step in guard.steps(...)`, `with step:`, `step.microbatches()`, `step.backward(loss)`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,45 @@ from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.step.attempt import StepAttempt
 from holdfast.runtime.step.interface import Pipeline
+
+
+class Steps:
+    """Yields steps until `max_steps` are committed, the data ends, or the run is asked to stop.
+
+    A class, not a generator: an error raised while `break` closes a generator is lost.
+    """
+
+    def __init__(self, pipeline: Pipeline, clock: Clock, accumulate: int, max_steps: int | None) -> None:
+        self._pipeline, self._clock, self._accumulate, self._max_steps = pipeline, clock, accumulate, max_steps
+        self._last: Step | None = None
+        self._is_done = False
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        if self._last is not None:
+            self._last.require_finished()
+        pipeline, progress = self._pipeline, self._pipeline.progress
+        while not self._is_done:
+            pipeline.settle_for_hooks()
+            if progress.stopping is None and not progress.exhausted and not self._has_enough():
+                attempt = pipeline.draw_step(self._accumulate)
+                if attempt is not None:
+                    self._last = Step(pipeline, attempt, self._clock)
+                    return self._last
+            # Settling the last step may undo it and requeue its data: then there is more to do.
+            self._is_done = pipeline.flush() or progress.stopping is not None
+        raise StopIteration
+
+    def _has_enough(self) -> bool:
+        """Return whether enough steps are committed. A pending step counts only once it has settled."""
+        progress = self._pipeline.progress
+        if self._max_steps is None:
+            return False
+        if progress.step + (progress.pending is not None) >= self._max_steps:
+            self._pipeline.flush()
+        return progress.step >= self._max_steps
 
 
 class Step:
@@ -131,7 +170,7 @@ class Step:
                 f"step {self.number} was never entered: write `with step:` around the body of "
                 "`for step in guard.steps(...)`"
             )
-        if self._attempt.is_open:
+        if self._attempt.phase == "open":
             raise StepError(f"step {self.number} is still open: leave its `with step:` before the next one is served")
 
     def _missing(self) -> str | None:

@@ -21,7 +21,6 @@ def test_a_healthy_step_hops_between_files_seldom(path):
     assert path.hops <= MAX_HOPS, report(path)
 
 
-@pytest.mark.xfail(strict=True, reason="classes are still being renamed")
 def test_no_class_name_is_used_twice():
     assert {name: places for name, places in class_names().items() if len(places) > 1} == {}
 

@@ -197,8 +197,8 @@ def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
 def _watch(board: Board) -> list[Any]:
     """Around what is done now and then, say so on the board. The tiers that are opened are listed."""
     from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
+    from holdfast.runtime.effects import rollback
     from holdfast.runtime.step import pipeline
-    from holdfast.runtime.step.effects import rollback
 
     for owner, name, slot, phase, then in (
         (DiskCheckpointStore, "_save", 1, "saving", ""),

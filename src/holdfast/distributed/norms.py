@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from holdfast.distributed.checkpoint.shards import is_dtensor
+from holdfast.distributed.dtensor import is_dtensor
 from holdfast.runtime.tensors.norms import ClipSpec, LocalNorms, Norm, clip_factor
 from holdfast.runtime.tensors.sharded import local
 from holdfast.runtime.tensors.torch_private import foreach_mul_, foreach_norm

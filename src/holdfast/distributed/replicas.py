@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from holdfast.core.decide.corruption import Groups, ReplicaClass
-from holdfast.distributed.checkpoint.shards import is_dtensor
+from holdfast.distributed.dtensor import is_dtensor
 from holdfast.runtime.tensors.torch_private import mesh_slices
 
 

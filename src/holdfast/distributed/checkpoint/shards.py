@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.core.base.errors import RunDirError
+from holdfast.distributed.dtensor import is_dtensor
 from holdfast.runtime.tensors.torch_private import mesh_slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 IsPrivate = Callable[[str], bool]
-
-
-def is_dtensor(value: Any) -> TypeGuard[DTensor]:
-    """Return whether it is a DTensor, without the import, which takes a second: before it there are no DTensors."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
 
 
 class Chunk(NamedTuple):

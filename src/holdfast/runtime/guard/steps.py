@@ -12,7 +12,7 @@ from holdfast.core.base.errors import StepError, StepIncomplete
 from holdfast.core.base.types import Outcome, Span
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
-from holdfast.runtime.step.attempt import StepAttempt
+from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.step.interface import Pipeline
 
 

@@ -15,12 +15,12 @@ from holdfast.runtime.data.epochs import current_epoch, epoch_setters
 from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.source import Draw, Position
 from holdfast.runtime.data.split import count_samples
+from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.run_state import RunState
-from holdfast.runtime.step.attempt import StepAttempt
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.norms import scale_gradients
 from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from holdfast.core.record.tally import Summary
-from holdfast.runtime.step.attempt import StepAttempt
+from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.step.progress import Progress
 
 

@@ -20,6 +20,7 @@ from torch import OutOfMemoryError, Tensor
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, StepError
 from holdfast.core.base.types import Finding, Flag, Outcome, Signal, Status
 from holdfast.core.detectors.expected_shifts import LR_JUMP
+from holdfast.runtime import effects
 from holdfast.runtime.agree.attribution import describe_data
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements, agree_alone
@@ -27,15 +28,14 @@ from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.effects import RecoveryParts, Situation, Transition
+from holdfast.runtime.effects.attempt import StepAttempt
+from holdfast.runtime.effects.base import rewind
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
-from holdfast.runtime.step import effects
-from holdfast.runtime.step.attempt import StepAttempt
-from holdfast.runtime.step.effects import RecoveryParts, Situation, Transition
-from holdfast.runtime.step.effects.base import rewind
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.tensors.norms import GradientNorms, Norm, scale_gradients

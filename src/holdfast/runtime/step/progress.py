@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.step.attempt import StepAttempt
+from holdfast.runtime.effects.attempt import StepAttempt
 
 
 @dataclass(slots=True)

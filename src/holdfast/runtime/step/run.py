@@ -13,10 +13,10 @@ from torch import Generator
 
 from holdfast.core.base.errors import RanksDisagree, StepError
 from holdfast.core.record.tally import Summary
+from holdfast.runtime import effects
 from holdfast.runtime.checkpoint.manager import END
 from holdfast.runtime.checkpoint.resume import resume
 from holdfast.runtime.context import Context
-from holdfast.runtime.step import effects
 from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
 
 log = logging.getLogger("holdfast")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from holdfast.core.base.types import Plan, SkipData
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.step.effects.base import RecoveryParts, Situation
+from holdfast.runtime.effects.base import RecoveryParts, Situation
 
 
 class ExcludedWindow(NamedTuple):

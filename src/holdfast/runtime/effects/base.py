@@ -12,8 +12,8 @@ from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.source import Position
+from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.snapshots.manager import SnapshotManager
-from holdfast.runtime.step.attempt import StepAttempt
 
 
 class RecoveryParts(NamedTuple):

@@ -6,7 +6,7 @@ import logging
 
 from holdfast.core.base.types import Flag, Outcome, Status, family
 from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
-from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
 
 log = logging.getLogger("holdfast")
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast.core.base.types import Outcome, Status
-from holdfast.runtime.step.effects import skip
-from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition, rewind
+from holdfast.runtime.effects import skip
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, rewind
 
 
 def perform(recovery: RecoveryParts, situation: Situation) -> Transition:

@@ -6,8 +6,8 @@ import logging
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop
 from holdfast.core.base.types import Outcome, Signal, Status, Stop
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition
 from holdfast.runtime.record.records import Records
-from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition
 
 log = logging.getLogger("holdfast")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from holdfast.core.base.types import Outcome, Rollback, SkipData, Status
 from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_in_memory
-from holdfast.runtime.step.effects import interventions, skip_data, stop
-from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition, origin_fields
+from holdfast.runtime.effects import interventions, skip_data, stop
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields
 
 log = logging.getLogger("holdfast")
 

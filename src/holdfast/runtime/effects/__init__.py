@@ -7,8 +7,8 @@ effect writes the run's progress.
 from __future__ import annotations
 
 from holdfast.core.base.types import Replay, Rollback, Skip, SkipData, Stop
-from holdfast.runtime.step.effects import interventions, replay, rollback, skip, stop
-from holdfast.runtime.step.effects.base import RecoveryParts, Situation, Transition
+from holdfast.runtime.effects import interventions, replay, rollback, skip, stop
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition
 
 _TOO_LATE = "the update had landed before it was found: only a rollback undoes it"
 

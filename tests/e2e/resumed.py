@@ -181,7 +181,7 @@ class _Committed:
 
 def state_of(life: Life) -> dict[str, Any]:
     """Everything the run is at its end, the guard's own part too."""
-    run = life.guard._run
+    run = life.guard._run.pipeline
     run.flush()
     source, context = run.parts.feeder.source, run.context
     return copy.deepcopy(

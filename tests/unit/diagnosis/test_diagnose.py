@@ -1,4 +1,4 @@
-"""From a table to a report: several incidents, notes beside them, and nothing where nothing is wrong."""
+"""From a table to a report: several incidents, notes, and nothing for a healthy run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAN = float("nan")
 
 @pytest.fixture
 def found(monkeypatch):
-    """What the detectors find, said by the test."""
+    """Replaces the detectors: the test chooses the episodes and notes."""
 
     def say(*which, notes=()):
         monkeypatch.setattr(episodes, "find", lambda made: (list(which), list(notes)))
@@ -68,13 +68,13 @@ def test_an_episode_that_turns_out_harmless_is_a_note(found):
     assert "does not mean that activations overflow" in note.action
 
 
-def test_notes_of_the_detectors_are_kept_and_not_said_twice(found):
+def test_detector_notes_are_kept_and_not_repeated(found):
     made = table(loss=2.0 + noise(0.03, 7), lr=cosine())
     found(notes=[Note(kind="plateau", start=100, end=399, text="level since step 100")])
     assert [(n.kind, n.text) for n in diagnose(made).notes] == [("plateau", "level since step 100")]
 
 
-def test_rules_that_fire_are_notes_with_an_action_and_no_incident(found):
+def test_rule_that_fires_is_a_note_with_an_action(found):
     report = diagnose(run(pad_share=np.full(N, 0.8)))
     assert report.verdicts == []
     (note,) = report.notes
@@ -85,7 +85,7 @@ def test_rules_that_fire_are_notes_with_an_action_and_no_incident(found):
 @pytest.mark.parametrize(
     "leaf", ["leak", "fragments", "capacity", "oom_open", "rank_absent", "slow_open", "straggling_rank"]
 )
-def test_incidents_of_the_machine_are_found_in_the_table_itself(found, leaf):
+def test_machine_incidents_are_found_in_the_table(found, leaf):
     made, where = CASES[leaf].build()
     (verdict,) = diagnose(made).verdicts
     assert (verdict.kind, verdict.leaf) == (where.kind, leaf)
@@ -93,7 +93,7 @@ def test_incidents_of_the_machine_are_found_in_the_table_itself(found, leaf):
     assert abs(verdict.row_end - where.last) <= 20
 
 
-def test_an_abstaining_verdict_names_no_cause_and_says_what_is_needed(found):
+def test_abstaining_verdict_names_no_cause_and_lists_the_missing_data(found):
     made, where = jump(300, 300, 2.0, "spike_recovered", grad_norm=None, lr=None)
     found(where)
     (verdict,) = diagnose(made).verdicts
@@ -102,13 +102,13 @@ def test_an_abstaining_verdict_names_no_cause_and_says_what_is_needed(found):
     assert verdict.confidence == pytest.approx(where.confidence)
 
 
-def test_an_empty_table_is_said_to_be_empty(found):
+def test_empty_table_has_nothing_to_diagnose(found):
     report = diagnose(table(loss=[]))
     assert report.verdicts == [] and report.notes == []
     assert "nothing to diagnose" in report.summary
 
 
-# ---- memory, speed and hangs: what must not be called an incident
+# ---- memory, speed and hangs: no incident
 
 
 def thresholds(name):

@@ -1,4 +1,4 @@
-"""Where the loss leaves its course: each kind by numbers, in its window; and what is none."""
+"""Loss episodes: every kind with its window, and runs without an incident."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ N = 600
 NAN = math.nan
 
 
-def course(n: int = N) -> np.ndarray:
+def baseline(n: int = N) -> np.ndarray:
     return 2.0 + 3.0 * np.exp(-np.arange(n) / 60.0) + noise(0.03, 1, n)
 
 
 def changed(*changes: tuple, n: int = N) -> np.ndarray:
-    """A course with something added at some rows; NaN and Inf are put there."""
-    made = course(n)
+    """Return the baseline with something added in some rows."""
+    made = baseline(n)
     for where, what in changes:
         made[where] = made[where] + what
     return made
@@ -65,7 +65,7 @@ def test_nan_that_was_not_logged_is_no_nan():
 
 
 def test_the_runaway_before_nan_is_a_divergence_beside_it_and_no_spike():
-    loss = course()
+    loss = baseline()
     loss[296:300] *= [3.2, 6.0, 20.0, 90.0]
     loss[300:] = NAN
     assert found(loss) == [("divergence", 296, 300), ("nan", 300, 599)]
@@ -101,13 +101,13 @@ def test_up_and_not_back_is_a_divergence(slope):
 @pytest.mark.parametrize(("length", "slope"), [(600, 1.5e-3), (4000, 2e-4)])
 def test_up_slowly_without_a_jump_is_a_silent_divergence(length, slope):
     half = length // 2
-    loss = course(length) + slope * np.maximum(0, np.arange(length) - half)
+    loss = baseline(length) + slope * np.maximum(0, np.arange(length) - half)
     ((kind, start, end),) = found(loss)
     assert (kind, end) == ("silent_divergence", length - 1)
     assert half <= start <= half + 0.25 * length
 
 
-def test_a_run_that_ends_above_its_best_is_told_once_and_from_where_it_left():
+def test_run_that_ends_above_its_best_is_one_episode():
     ((kind, start, end),) = found(changed((slice(500, None), np.linspace(0.0, 1.5, 100))))
     assert (kind, end) == ("divergence", 599)
     assert 495 <= start <= 515
@@ -119,13 +119,13 @@ def test_a_rise_over_half_the_run_is_one_episode():
     assert 280 <= start <= 380
 
 
-def test_a_leap_right_at_the_start_is_found_before_any_course_is_known():
+def test_leap_at_the_start_is_found_before_a_baseline_exists():
     ((kind, start, end),) = found(changed((slice(4, 60), np.linspace(15.0, 0.0, 56))))
     assert (kind, start) == ("spike_recovered", 4)
     assert 40 <= end <= 62
 
 
-def test_one_high_record_at_the_start_is_none_unless_it_stands_for_many_steps():
+def test_one_high_record_at_the_start_counts_only_in_a_sparse_log():
     assert found(changed((4, 15.0))) == []
     assert found(changed((4, 15.0)), step=50.0 * np.arange(N)) == [("spike_recovered", 200, 200)]
 
@@ -157,16 +157,16 @@ def test_a_hard_batch_is_no_incident_where_every_step_is_logged():
     assert found(changed((300, 1.0))) == []
 
 
-def test_one_record_that_stands_for_many_steps_is_one():
+def test_one_high_record_counts_in_a_sparse_log():
     assert found(changed((300, 1.0)), step=10.0 * np.arange(N)) == [("spike_recovered", 3000, 3000)]
 
 
-def test_one_record_that_towers_is_one():
+def test_one_extreme_record_is_a_spike():
     assert found(changed((300, 6.0))) == [("spike_recovered", 300, 300)]
 
 
 @pytest.mark.parametrize("interval", [1.0, 10.0])
-def test_hard_batches_again_and_again_are_what_the_run_is_like(interval):
+def test_repeated_hard_batches_are_no_incident(interval):
     assert found(changed(([150, 230, 300, 410, 500], 1.0)), step=interval * np.arange(N)) == []
 
 
@@ -183,7 +183,7 @@ BACK = np.r_[np.arange(300), np.arange(200, 500)]
 AGAIN = (slice(300, None), fade(300, 1.0, 60.0))
 
 
-def test_a_jump_where_the_learning_rate_starts_anew_is_a_restart():
+def test_jump_at_a_restart_of_the_learning_rate_is_a_restart():
     loss = changed(AGAIN)
     assert found(loss, lr=LR) == []
     (note,) = notes(loss, lr=LR)
@@ -202,7 +202,7 @@ def test_a_jump_where_the_steps_go_back_is_a_restart():
 
 def test_a_restart_without_a_jump_needs_no_note():
     assert notes(changed((slice(300, None), 0.1)), step=BACK) == []
-    assert notes(course(), lr=LR) == []
+    assert notes(baseline(), lr=LR) == []
 
 
 def test_nan_after_a_restart_is_a_nan():
@@ -228,14 +228,14 @@ def two_levels(seed: int) -> np.ndarray:
 
 
 QUIET = {
-    "healthy": course(),
-    "negative": course() - 5.0,
-    "negative, a little up": course() - 5.0 + np.where((np.arange(N) >= 300) & (np.arange(N) < 310), 0.3, 0.0),
+    "healthy": baseline(),
+    "negative": baseline() - 5.0,
+    "negative, a little up": baseline() - 5.0 + np.where((np.arange(N) >= 300) & (np.arange(N) < 310), 0.3, 0.0),
     "mostly zero": zeros(),
     "epoch staircase": stairs(),
     **{f"two levels {seed}": two_levels(seed) for seed in range(6)},
     "heavy tails": 2.0 + 0.05 * np.abs(np.random.default_rng(7).standard_t(3, N)),
-    "down for good": course() - np.where(np.arange(N) > 300, 0.5, 0.0),
+    "down for good": baseline() - np.where(np.arange(N) > 300, 0.5, 0.0),
     "too short": np.array([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0]),
     "one record": np.array([2.0]),
     "wide noise, low first": 2.0 + noise(0.5, 9, N),
@@ -249,6 +249,6 @@ def test_no_incident(name):
 
 
 def test_a_negative_loss_that_leaps_is_an_incident():
-    loss = course() - 5.0
+    loss = baseline() - 5.0
     loss[300:310] += 3.0
     assert found(loss) == [("spike_recovered", 300, 309)]

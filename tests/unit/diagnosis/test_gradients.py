@@ -1,4 +1,4 @@
-"""Where the gradient leaves its course, with the loss finite all the while."""
+"""Gradient episodes while the loss is finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incidents that Holdfast dealt with: gone from the curve, and told all the same."""
+"""Incidents that Holdfast resolved online: the curve no longer shows them, the report does."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_dir(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_what_was_vetoed_or_undone_is_a_verdict_that_is_closed(run_dir):
+def test_vetoed_or_undone_step_is_a_closed_verdict(run_dir):
     (table,) = read(run_dir)
     first, second = diagnose(table).verdicts
     assert (first.kind, first.step_start, first.leaf, first.incident, first.state) == (
@@ -70,14 +70,14 @@ def test_what_was_vetoed_or_undone_is_a_verdict_that_is_closed(run_dir):
     assert "2 incidents in 300 records (all resolved)" in diagnose(table).summary
 
 
-def test_what_the_tree_does_not_know_stays_a_note(run_dir):
+def test_incident_without_a_kind_in_the_tree_is_a_note(run_dir):
     (table,) = read(run_dir)
     assert [(n.kind, n.step_start) for n in diagnose(table).notes if n.kind.startswith("incident")] == [
         ("incident_open", 270)
     ]
 
 
-def test_what_the_detectors_find_in_the_curve_too_is_told_once(run_dir, monkeypatch):
+def test_incident_in_curve_and_journal_is_reported_once(run_dir, monkeypatch):
     (table,) = read(run_dir)
     monkeypatch.setattr(episodes, "find", lambda made: ([episode(made, "nan", 115, 125)], []))
     assert [v.incident for v in diagnose(table).verdicts if v.kind == "nan"] == [None]

@@ -1,4 +1,4 @@
-"""A log of hundreds of thousands of records: looked at where an alarm could be, and nothing is lost by that."""
+"""Long logs: the detectors scan only some ranges, and find the same episodes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ AT = 170_123
 LATE = np.arange(N - AT)
 
 
-def course(tails: bool = False) -> np.ndarray:
+def baseline(tails: bool = False) -> np.ndarray:
     random = np.random.default_rng(3)
     rough = 0.02 * random.standard_t(3, N) if tails else random.normal(0.0, 0.03, N)
     return 2.0 + 3.0 * np.exp(-np.arange(N) / 8000.0) + rough
 
 
 def raised(count: int, by: float = 2.0, tails: bool = False) -> np.ndarray:
-    made = course(tails)
+    made = baseline(tails)
     made[AT : AT + count] += by
     return made
 
 
 def with_nan() -> np.ndarray:
-    made = course()
+    made = baseline()
     made[AT] = math.nan
     return made
 
@@ -45,25 +45,25 @@ def three() -> np.ndarray:
 def exploded() -> dict[str, np.ndarray]:
     norm = 0.3 * np.exp(np.random.default_rng(4).normal(0.0, 0.2, N))
     norm[AT : AT + 10] *= 400.0
-    return {"loss": course(), "grad_norm": norm}
+    return {"loss": baseline(), "grad_norm": norm}
 
 
 MADE = {
-    "nothing": lambda: ({"loss": course()}, []),
+    "nothing": lambda: ({"loss": baseline()}, []),
     "5 records up": lambda: ({"loss": raised(5)}, [("spike_recovered", AT, AT + 4)]),
     "30 records up": lambda: ({"loss": raised(30)}, [("spike_recovered", AT, AT + 29)]),
     "200 records up": lambda: ({"loss": raised(200)}, [("spike_recovered", AT, AT + 199)]),
     "one NaN": lambda: ({"loss": with_nan()}, [("nan", AT, AT)]),
     "up for good": lambda: (
-        {"loss": course() + np.r_[np.zeros(AT), np.minimum(3.0, 0.01 * LATE)]},
+        {"loss": baseline() + np.r_[np.zeros(AT), np.minimum(3.0, 0.01 * LATE)]},
         [("divergence", AT, N - 1)],
     ),
     "up slowly": lambda: (
-        {"loss": course() + np.r_[np.zeros(AT), np.minimum(1.0, 2e-5 * LATE)]},
+        {"loss": baseline() + np.r_[np.zeros(AT), np.minimum(1.0, 2e-5 * LATE)]},
         [("silent_divergence", AT, N - 1)],
     ),
     "gradient": lambda: (exploded(), [("grad_explosion", AT, AT + 9)]),
-    "down for good": lambda: ({"loss": course() - np.r_[np.zeros(AT), np.full(N - AT, 0.6)]}, []),
+    "down for good": lambda: ({"loss": baseline() - np.r_[np.zeros(AT), np.full(N - AT, 0.6)]}, []),
     "heavy tails": lambda: ({"loss": raised(30, tails=True)}, [("spike_recovered", AT, AT + 29)]),
     "three": lambda: (
         {"loss": three()},
@@ -143,7 +143,7 @@ def test_outliers_are_single_high_records_and_a_few_that_are_somewhat_high():
 
 
 @pytest.mark.parametrize("values", [np.full(1000, math.nan), np.zeros(1000), np.full(1000, math.inf)])
-def test_outliers_of_what_has_no_course(values):
+def test_values_without_a_baseline_have_no_outliers(values):
     assert len(_outliers(values)) == 0
 
 

@@ -1,4 +1,4 @@
-"""Two real runs that differ in one thing: that thing comes first, and nothing is called equal that was not compared."""
+"""Two real runs that differ in one thing: that difference ranks first, and nothing untested counts as equal."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def base(folder):
     return train(folder, "base")
 
 
+@pytest.fixture(scope="module")
+def mixed(folder):
+    return train(folder, "mixed", weights=(0.3, 0.7))
+
+
 def compared(a, b):
     return rundiff.compare(rundiff.load(a), rundiff.load(b))
 
 
 def copied(run, to):
-    """The same run under another name, to say other things of it."""
+    """Copy a run, to record other facts for it."""
     shutil.copytree(run, to)
     return to
 
@@ -47,8 +52,8 @@ def names(report) -> set[str]:
 # ---- one thing changed
 
 
-def test_other_mixture_weights(folder, base):
-    report = compared(base, train(folder, "mixed", weights=(0.3, 0.7)))
+def test_mixture_weights_rank_first(base, mixed):
+    report = compared(base, mixed)
     first = report.suspects[0]
     assert first.check == "mixture"
     assert "web.tokens has 70.0% of the weight in A and 30.0% in B" in first.reason
@@ -58,7 +63,7 @@ def test_other_mixture_weights(folder, base):
     assert {"tokenizer", "vocab_size", "sequence_length", "lr_schedule", "seed", "data"} <= set(report.same)
 
 
-def test_stage_that_begins_later_is_a_mixture_too(folder, base):
+def test_later_stage_counts_as_mixture(folder, base):
     staged = train(
         folder, "staged", dataset={"stages": [{"from_step": 2, "weights": [0.0, 1.0]}]}, train={"steps": 250}
     )
@@ -68,7 +73,7 @@ def test_stage_that_begins_later_is_a_mixture_too(folder, base):
     assert report.suspects[0].a and "code.tokens" in report.suspects[0].reason
 
 
-def test_lower_peak_lr(folder, base):
+def test_lower_peak_lr_ranks_first(folder, base):
     report = compared(base, train(folder, "slow", optimizer={"lr": 0.0005}))
     first = report.suspects[0]
     assert first.check == "lr_schedule"
@@ -90,37 +95,37 @@ def test_lower_peak_lr(folder, base):
     ],
     ids=["kind", "warm-up", "floor", "wsd"],
 )
-def test_other_shape_of_the_schedule(folder, base, changes, words):
+def test_schedule_shape_ranks_first(folder, base, changes, words):
     name = "-".join(changes) + str(next(iter(changes.values())))
     report = compared(base, train(folder, name, scheduler={"warmup_steps": 10, **changes}))
     assert suspects(report) == ["lr_schedule"]
     assert words in report.suspects[0].reason
 
 
-def test_other_vocabulary_size(folder, base):
+def test_vocabulary_size_ranks_first(folder, base):
     report = compared(base, train(folder, "vocabulary", model={"vocab_size": 512}))
     assert suspects(report)[0] == "vocab_size"
     assert "256 in A and 512 in B" in report.suspects[0].reason
     assert "model" not in suspects(report), "more parameters follow from it"
 
 
-def test_other_sequence_length(folder, base):
+def test_sequence_length_ranks_first(folder, base):
     report = compared(base, train(folder, "longer", model={"context": 32}, train={"batch_size": 4}))
     assert suspects(report)[0] == "sequence_length"
 
 
-def test_other_precision(folder, base):
+def test_precision_is_the_only_suspect(folder, base):
     report = compared(base, train(folder, "half", train={"precision": "bf16"}))
     assert suspects(report) == ["precision"]
 
 
-def test_other_optimizer_settings(folder, base):
+def test_weight_decay_is_the_only_suspect(folder, base):
     report = compared(base, train(folder, "decayed", optimizer={"weight_decay": 0.5}))
     assert suspects(report) == ["optimizer"]
     assert report.suspects[0].reason == "optimizer.weight_decay: 0.1 in A, 0.5 in B"
 
 
-def test_other_batch_is_compared_at_equal_tokens(folder, base):
+def test_different_batch_is_compared_at_equal_tokens(folder, base):
     report = compared(base, train(folder, "larger", train={"batch_size": 16, "steps": STEPS // 2}))
     assert suspects(report) == ["batch"]
     assert report.suspects[0].reason == "A takes 128 tokens a step and B 256"
@@ -130,7 +135,7 @@ def test_other_batch_is_compared_at_equal_tokens(folder, base):
     assert "length" in report.same, "both have seen as much"
 
 
-def test_shorter_run(folder, base):
+def test_shorter_run_and_its_schedule_rank_first(folder, base):
     report = compared(base, train(folder, "short", train={"steps": STEPS // 3}, scheduler={"kind": "constant"}))
     assert {"length", "lr_schedule"} <= set(suspects(report)[:2])
 
@@ -142,7 +147,7 @@ def test_seed_alone_is_a_weak_suspect(folder, base):
     assert "No recorded difference usually makes an evaluation worse" in report.verdict.text
 
 
-def test_recovered_against_clean(folder, base):
+def test_recovery_is_the_only_suspect_against_a_clean_run(folder, base):
     stormy = train(folder, "stormy", faults=FaultSchedule([NanBatch(30)], 8))
     report = compared(base, stormy)
     assert suspects(report) == ["recovered"]
@@ -153,7 +158,7 @@ def test_recovered_against_clean(folder, base):
     assert loss.identical_steps == 29
 
 
-def test_run_that_went_on_with_another_setting(folder, base):
+def test_setting_changed_at_a_restart_is_the_only_suspect(folder, base):
     parted = train(folder, "parted", stop_at=60)
     train(folder, "parted", optimizer={"weight_decay": 0.9})
     report = compared(base, parted)
@@ -161,13 +166,13 @@ def test_run_that_went_on_with_another_setting(folder, base):
     assert report.suspects[0].reason == "B restarted with optimizer.weight_decay 0.9"
 
 
-def test_run_that_was_stopped_and_resumed_is_the_same_run(folder, base):
+def test_stopped_and_resumed_run_is_identical(folder, base):
     parted = train(folder, "resumed", stop_at=60)
     train(folder, "resumed")
     assert compared(base, parted).verdict.identical
 
 
-def test_the_cause_is_ranked_above_what_came_with_it(folder, base):
+def test_mixture_ranks_above_seed_and_housekeeping(folder, base):
     other = train(folder, "several", weights=(0.2, 0.8), train={"seed": 9, "log_every": 5}, recover={"mode": "observe"})
     report = compared(base, other)
     assert suspects(report) == ["mixture", "seed", "policy", "housekeeping"]
@@ -188,7 +193,7 @@ def test_decode_settings_of_two_equal_runs(folder, base):
     assert report.not_compared == []
 
 
-def test_other_tokenizer_of_the_same_size(folder, base):
+def test_tokenizer_of_the_same_size_is_the_only_suspect(folder, base):
     class Tokenizer:
         def __init__(self, *words: str) -> None:
             self.words = words
@@ -204,7 +209,7 @@ def test_other_tokenizer_of_the_same_size(folder, base):
     assert report.suspects[0].reason.startswith("the tokenizer is sha256:")
 
 
-def test_training_that_is_equal_to_the_last_bit_speaks_against_what_acts_on_training(folder, base):
+def test_bit_identical_training_counts_against_training_differences(folder, base):
     a, b = copied(base, folder / "said"), copied(base, folder / "otherwise")
     holdfast.record(b, sources={"web.tokens": 0.1, "code.tokens": 0.9}, decode={"temperature": 1})
     holdfast.record(a, decode={"temperature": 0})
@@ -213,7 +218,7 @@ def test_training_that_is_equal_to_the_last_bit_speaks_against_what_acts_on_trai
     assert "bit-identical" in report.suspects[1].against[0]
 
 
-def test_other_code_and_packages(folder, base):
+def test_code_and_packages_are_suspects(folder, base):
     b = copied(base, folder / "upgraded")
     about = json.loads((b / "run.json").read_text())
     about["packages"]["torch"] = "9.9"
@@ -223,7 +228,7 @@ def test_other_code_and_packages(folder, base):
     assert set(suspects(report)) == {"code", "packages"}
 
 
-def test_results_of_one_training_that_differ_point_at_the_evaluation(folder, base):
+def test_different_results_of_identical_training_point_at_the_evaluation(folder, base):
     a, b = copied(base, folder / "here"), copied(base, folder / "there")
     holdfast.record(a, eval={"mmlu": 0.30})
     holdfast.record(b, eval={"mmlu": 0.25})
@@ -236,20 +241,20 @@ def test_results_of_one_training_that_differ_point_at_the_evaluation(folder, bas
 # ---- the same, and the unknown
 
 
-def test_the_same_run_again_is_said_to_be_identical(folder, base):
+def test_repeated_run_is_identical(folder, base):
     report = compared(base, train(folder, "again"))
     assert report.verdict.identical
     assert report.verdict.text.startswith("The runs are identical")
     assert report.suspects == [] and report.settings == []
 
 
-def test_what_neither_says_is_not_called_equal(folder, base):
+def test_unrecorded_fact_does_not_count_as_equal(folder, base):
     report = compared(base, train(folder, "twice"))
     assert "decode" in names(report)
     assert "decode" not in report.same
 
 
-def test_run_without_facts_is_compared_by_what_is_there(folder, base):
+def test_run_without_facts_is_compared_by_its_curves(folder, base):
     bare = copied(base, folder / "bare")
     about = json.loads((bare / "run.json").read_text())
     del about["facts"], about["config"], about["tokens_per_step"]
@@ -262,7 +267,7 @@ def test_run_without_facts_is_compared_by_what_is_there(folder, base):
     assert "lr_schedule" in report.same, "the curve says it"
 
 
-def test_damaged_run_is_compared_as_far_as_it_reads(folder, base):
+def test_damaged_run_is_compared_as_far_as_it_is_readable(folder, base):
     torn = copied(base, folder / "torn")
     (torn / "run.json").write_text("{")
     with (torn / "metrics.jsonl").open("a") as file:
@@ -280,7 +285,7 @@ def test_damaged_run_is_compared_as_far_as_it_reads(folder, base):
     assert {"loss", "grad_norm", "lr", "recovered"} <= names(bare)
 
 
-def test_steps_that_were_rolled_back_are_not_compared(folder, base):
+def test_rolled_back_steps_are_not_compared(folder, base):
     back = copied(base, folder / "back")
     rows = (back / "metrics.jsonl").read_text().splitlines()
     wild = [json.dumps({**json.loads(row), "loss": 99.0}) for row in rows[50:60]]
@@ -290,7 +295,7 @@ def test_steps_that_were_rolled_back_are_not_compared(folder, base):
     assert report.verdict.identical
 
 
-def test_nan_results_are_worse_and_stay_nan(folder, base):
+def test_nan_result_is_worse_and_stays_nan(folder, base):
     a, b = copied(base, folder / "number"), copied(base, folder / "none")
     holdfast.record(a, eval={"hellaswag": 0.4})
     holdfast.record(b, eval={"hellaswag": math.nan})
@@ -304,14 +309,14 @@ def test_results_over_time_are_compared_at_the_last_common_step(folder, base):
     assert (entry.a_step, entry.b_step) == (80, 80)
 
 
-def test_every_suspect_says_why_and_what_to_do(folder, base):
-    report = compared(base, folder / "mixed")
+def test_every_suspect_has_a_reason_and_a_confirmation(base, mixed):
+    report = compared(base, mixed)
     for suspect in report.suspects:
         assert suspect.reason and suspect.explains and suspect.confirm
         assert 0 < suspect.score <= suspect.weight <= 1
     assert report.next
 
 
-def test_missing_path_is_refused_in_words(tmp_path):
+def test_missing_path_is_refused(tmp_path):
     with pytest.raises(HoldfastError, match="no such file or folder"):
         rundiff.load(tmp_path / "none")

@@ -1,4 +1,4 @@
-"""The table of suspects, the curves' statistics, and logs of other tools."""
+"""The checks, the statistics of curves, and logs of other tools."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_table_is_whole():
         check.confirm.format(a="A", b="B")
 
 
-def test_docs_have_every_check_with_its_weight():
+def test_docs_list_every_check_with_its_weight():
     page = (Path(__file__).parents[3] / "docs" / "diff.md").read_text()
     for check in CHECKS:
         assert f"| {check.name} | {check.weight:g} | {check.explains} |" in page, check.id
@@ -136,7 +136,7 @@ def test_curves_with_other_batches_are_laid_over_each_other_at_equal_tokens():
     assert found is not None and not found.parted
 
 
-def test_without_tokens_steps_are_used_and_said():
+def test_without_tokens_runs_are_compared_at_equal_steps():
     axis, note = curves.common_axis(side(falling()), side(falling(), tokens=None))
     assert axis == "steps"
     assert note == "compared at equal steps: no tokens per step recorded for B"

@@ -1,4 +1,4 @@
-"""The post-mortem: sixteen sections, from a run directory or any log; numbers only from the record."""
+"""The post-mortem: sixteen sections, from a run directory or any log."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_numbers_are_those_of_the_record(written):
     assert "| 300 | 9.5 | 31 |" in section(text, 16)
 
 
-def test_what_is_not_on_record_is_said_to_be_missing(written):
+def test_missing_data_is_marked_as_missing(written):
     table, episode = CASES["spike_open"].build()
     text = markdown.render_postmortem(written(table, episode))
     assert f"tokens inside incidents: {MISSING}" in section(text, 2)
@@ -103,7 +103,7 @@ def test_rivals_are_ranked_under_the_verdict(written):
     assert "gradient explosion" in rows[0][1]
 
 
-def test_a_run_directory_tells_what_was_done(written, tmp_path):
+def test_run_directory_shows_the_actions(written, tmp_path):
     events = [
         {"event": "run_begin", "environment": {"config": {"lr": 1e-3}}},
         {

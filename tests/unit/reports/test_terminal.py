@@ -40,7 +40,7 @@ def test_verdict_chart_evidence_and_next_command_in_this_order(shown):
     assert "grad_norm (log scale)" in text
 
 
-def test_healthy_run_is_said_to_be_so(shown):
+def test_healthy_run_has_no_incident(shown):
     text = shown(run())
     assert "no incident in 400 records" in text
     assert "next: holdfast diagnose run.log --json" in text
@@ -62,7 +62,7 @@ def troubled():
     return made, [episode(made, "spike_recovered", i, i, 0.5 + i / 1000) for i in [*range(20, N - 20, 20), N - 1]]
 
 
-def test_of_many_incidents_a_table_has_all_and_the_gravest_are_told_in_full(shown, troubled):
+def test_many_incidents_are_listed_and_the_most_severe_shown_in_full(shown, troubled):
     made, found = troubled
     text = shown(made, *found)
     head, rest = text.split("the 5 most severe of 19 in full; --all shows every one")
@@ -73,7 +73,7 @@ def test_of_many_incidents_a_table_has_all_and_the_gravest_are_told_in_full(show
     assert rest.count("cause:") == 5
 
 
-def test_every_one_of_many_is_told_in_full_where_that_is_asked(shown, troubled):
+def test_all_shows_every_incident_in_full(shown, troubled):
     made, found = troubled
     text = shown(made, *found, everything=True)
     assert "most severe of" not in text

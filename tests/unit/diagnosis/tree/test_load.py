@@ -1,4 +1,4 @@
-"""tree.toml is checked as a whole, and whatever is wrong with it is said at once."""
+"""tree.toml is checked as a whole, and one error lists every mistake."""
 
 from __future__ import annotations
 

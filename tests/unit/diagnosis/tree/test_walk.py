@@ -1,4 +1,4 @@
-"""How a walk weighs what it finds: evidence for and against, what could not be checked, limits of the log."""
+"""How a walk weighs evidence: for, against, unchecked questions, and limits of the log."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_inf_gradient_under_a_dynamic_scaler_is_no_incident():
 @pytest.mark.parametrize(
     "leaf", ["nan_origin_open", "spike_open", "elevation_open", "silent_open", "grad_nonfinite_open"]
 )
-def test_where_the_answers_are_unknown_no_cause_is_named(leaf):
+def test_unknown_answers_name_no_cause(leaf):
     found = walked(leaf)
     assert found.leaf.cause == "not established"
     assert found.leaf.status == "unknown"
@@ -70,6 +70,17 @@ def test_limits_of_the_log_lower_the_confidence():
     )
 
 
+def test_confidence_has_a_lower_bound():
+    made, where = jump(300, 300, 2.0, "spike_recovered")
+    made.limits += [Limit("few_points", "few records")] * 20
+    assert walk.walk(load_tree(), made, where).confidence == 0.05
+
+
+def test_jump_is_measured_against_a_hundred_records():
+    made, where = jump(300, 300, 2.0, "spike_recovered")
+    assert "(median of 100 records)" in walk.Interview(load_tree(), made, where).ask("loss_jumped").sentence
+
+
 def test_a_limit_that_does_not_touch_the_kind_changes_nothing():
     table, episode = CASES["leak"].build()
     sure = walk.walk(load_tree(), table, episode).confidence
@@ -77,7 +88,7 @@ def test_a_limit_that_does_not_touch_the_kind_changes_nothing():
     assert walk.walk(load_tree(), table, episode).confidence == sure
 
 
-def test_what_speaks_against_a_leaf_is_said_and_lowers_its_confidence():
+def test_evidence_against_a_leaf_lowers_its_confidence():
     norm = put(healthy_norm(), 300, 30.0)
     prints = np.arange(N) * 7919.0 + 2**30
     calm, where = jump(300, 300, 2.0, "spike_recovered", batch_fingerprint=put(prints, 300, prints[280]))

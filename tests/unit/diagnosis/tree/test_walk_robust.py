@@ -1,4 +1,4 @@
-"""Whatever stands in a log, every question answers and every walk ends at a leaf."""
+"""For any log, every question answers and every walk ends at a leaf."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_walk_ends_at_a_leaf(made, data):
 
 @settings(max_examples=40)
 @given(logs(), st.data())
-def test_every_log_can_be_told_in_every_form(made, data):
+def test_every_log_can_be_reported_in_every_form(made, data):
     where = []
     if len(made):
         first = data.draw(st.integers(0, len(made) - 1))

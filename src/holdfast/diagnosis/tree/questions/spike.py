@@ -40,32 +40,26 @@ def loss_jumped(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     )
 
 
-@question("records", "sigmas", "share")
+@question("records")
 def loss_recovered(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
-    """Ask whether the loss returns to its baseline. The kind of the episode decides if it says so."""
+    """Ask whether the loss returns to its baseline. The kind of the episode says so; the numbers show how far."""
     if episode is None:
         return unknown("applies to an incident only")
+    recovered = episode.kind == "spike_recovered"
     earlier = window.before(table, episode, "loss", 2 * t["records"])
-    later = window.after(table, episode, "loss", t["records"])
+    if recovered:
+        later = window.after(table, episode, "loss", t["records"])
+    else:
+        later = window.finite(table, "loss", episode.first)[-int(t["records"]) :]
     later = later[np.isfinite(later)]
-    if episode.kind == "spike_recovered":
-        text = "the loss is back at its baseline"
-        if len(later) and len(earlier):
-            text += f": {fmt(float(np.median(later)))} after, {fmt(float(np.median(earlier)))} before"
-        return yes(text)
-    if episode.kind in ("divergence", "spike") or len(later) < 3 or not len(earlier):
-        text = f"the loss does not return by step {fmt(float(table.step[-1]))}"
-        rest = window.finite(table, "loss", episode.first)[-int(t["records"]) :]
-        if len(earlier) and len(rest):
-            text += f": {fmt(float(np.median(rest)))} at the end, {fmt(float(np.median(earlier)))} before"
-        return no(text)
-    level, now = float(np.median(earlier)), float(np.median(later))
+    numbers = ""
+    if len(later) and len(earlier):
+        when = "after" if recovered else "at the end"
+        numbers = f": {fmt(float(np.median(later)))} {when}, {fmt(float(np.median(earlier)))} before"
     return decide(
-        now <= level + max(t["sigmas"] * max(_sigma(earlier, level), 1e-9), t["share"] * abs(level)),
-        f"the loss is back at {fmt(now)} (before: {fmt(level)})",
-        f"the loss stays at {fmt(now)} (before: {fmt(level)})",
-        before=level,
-        after=now,
+        recovered,
+        f"the loss is back at its baseline{numbers}",
+        f"the loss does not return by step {fmt(float(table.step[-1]))}{numbers}",
     )
 
 

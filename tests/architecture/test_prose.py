@@ -18,7 +18,17 @@ BANNED = re.compile(
     r"|how-manieth|(?:earlier|later|next|first|second|other) (?:life|lives)|whose doing|a word of|the word of)\b",
     re.IGNORECASE,
 )
-CLEAN: list[str] = ["tests/architecture"]
+CLEAN: list[str] = [
+    "tests/architecture",
+    "README.md",
+    "docs/loop.md",
+    "docs/steps.md",
+    "docs/data.md",
+    "docs/snapshots.md",
+    "docs/ranks.md",
+    "docs/exactness.md",
+    "docs/performance.md",
+]
 """Files and folders without any such phrase. Add each one as it becomes clean."""
 
 

@@ -11,11 +11,11 @@ export MKL_NUM_THREADS = 1
 .PHONY: test test-all check soak mutate demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
 # Every behaviour at least once, under 5 minutes on two cores. tests/conftest.py says how tests are chosen.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_OPTIONS)
 
 # Every test but those of `make soak`, under 45 minutes on two cores.
 test-all: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak"
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_OPTIONS)
 
 check: $(READY)
 	$(BIN)/ruff check src tests benchmarks

@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print what would be drawn, and run nothing")
     parser.add_argument("--trust", action="store_true", help="do not check first that the tests pass without a mutant")
     chosen = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))  # so that the tests under way are ended too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the tests under way are ended too
     every = all_mutants(ROOT, chosen.paths)
     drawn = draw(every, chosen.count, chosen.seed)
     print(f"{len(drawn)} of {len(every)} possible mutants, seed {chosen.seed}", flush=True)
@@ -361,7 +361,7 @@ def main() -> None:
             print(f"{mutant.path}:{mutant.line}: {mutant.kind}\n{mutant.diff(ROOT)}\n")
         return
     results: list[Result] = []
-    with tempfile.TemporaryDirectory(prefix="holdfast-mutate-") as folder:
+    with tempfile.TemporaryDirectory(prefix="holdfast-mutate-") as folder, contextlib.suppress(KeyboardInterrupt):
         for result in run_all(drawn, Path(folder), chosen.trust):
             results.append(result)
             verdict = f"noticed by {result.by}" if result.noticed else "SURVIVED"

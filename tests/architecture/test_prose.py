@@ -28,6 +28,11 @@ CLEAN: list[str] = [
     "docs/ranks.md",
     "docs/exactness.md",
     "docs/performance.md",
+    "docs/tree.md",
+    "src/holdfast/diagnosis",
+    "src/holdfast/reports",
+    "tests/unit/diagnosis",
+    "tests/unit/reports",
 ]
 """Files and folders without any such phrase. Add each one as it becomes clean."""
 

@@ -51,7 +51,7 @@ def diagnose(
         typer.Option("--fail-on", metavar="KIND", help="Exit status 3 if such an incident is found; `any`: all kinds."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Show every incident in full, not only the 5 gravest of more than 6.")
+        bool, typer.Option("--all", help="Show every incident in full, not only the 5 most severe of more than 6.")
     ] = False,
     postmortem: Annotated[
         bool, typer.Option("--postmortem", help="Print the whole post-mortem, in sixteen sections.")

@@ -94,13 +94,13 @@ class DiagnosisReport(msgspec.Struct, kw_only=True):
 def diagnose(table: Table, tree: DecisionTree | None = None) -> DiagnosisReport:
     """Diagnose a run. Each incident gets its own verdict and window; a healthy run has no verdict."""
     tree = tree or load_tree()
-    found, curve_notes = episodes.find(table)
-    found = [*found, *find_machine_episodes(table, tree)]
+    detected, curve_notes = episodes.find(table)
+    detected = [*detected, *find_machine_episodes(table, tree)]
     journal = read_run_journal(table.path)
-    verdicts = _journal_verdicts(tree, table, journal, found)
+    verdicts = _journal_verdicts(tree, table, journal, detected)
     notes = _journal_notes(journal, {verdict.incident for verdict in verdicts})
     notes += [NoteLine(kind=n.kind, step_start=n.start, step_end=n.end, text=n.text) for n in curve_notes]
-    for episode in found:
+    for episode in detected:
         conclusion = walk.walk(tree, table, episode)
         if conclusion.leaf.incident:
             verdicts.append(_verdict(episode, conclusion))
@@ -156,13 +156,13 @@ def _verdict(episode: Episode, conclusion: walk.Conclusion) -> IncidentVerdict:
 
 
 def _journal_verdicts(
-    tree: DecisionTree, table: Table, journal: RunJournal, found: list[Episode]
+    tree: DecisionTree, table: Table, journal: RunJournal, detected: list[Episode]
 ) -> list[IncidentVerdict]:
     """Judge the incidents that Holdfast handled online, except those the curve shows too."""
     verdicts = []
     for incident in journal_incidents.find(table, journal):
         episode, line = incident.episode, incident.line
-        if any(e.kind == episode.kind and e.start <= episode.end and e.end >= episode.start for e in found):
+        if any(e.kind == episode.kind and e.start <= episode.end and e.end >= episode.start for e in detected):
             continue
         conclusion = walk.walk(tree, incident.table, episode)
         if not conclusion.leaf.incident:

@@ -39,25 +39,27 @@ class Candidate(NamedTuple):
 
 def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
     """Return the loss episodes, and a note for each restart that looks like one."""
-    found = _nonfinite(losses)
+    episodes = _nonfinite(losses)
     jumps, rises = _candidates(losses)
     for candidate in _without_common_spikes(losses, [*_leap_at_start(losses), *jumps]):
         episode = _follow(losses, candidate)
-        if episode is not None and not any(_begins_inside(episode, other) for other in found):
-            found.append(episode)
+        if episode is not None and not any(_begins_inside(episode, other) for other in episodes):
+            episodes.append(episode)
     for candidate in rises:
         episode = _follow(losses, candidate)
-        if episode is not None and not any(_overlap(other, episode) for other in found):
-            found.append(episode)
+        if episode is not None and not any(_overlap(other, episode) for other in episodes):
+            episodes.append(episode)
     for episode in _runaway_before_nan(losses):
-        if not any(_begins_inside(episode, other) for other in found if other.kind in _DIVERGENCES):
+        if not any(_begins_inside(episode, other) for other in episodes if other.kind in _DIVERGENCES):
             # A spike inside the runaway is the beginning of it.
-            found = [other for other in found if not (other.kind.startswith("spike") and _contains(episode, other))]
-            found.append(episode)
+            episodes = [
+                other for other in episodes if not (other.kind.startswith("spike") and _contains(episode, other))
+            ]
+            episodes.append(episode)
     for episode in _ends_above_best(losses):
-        if not any(_overlap(other, episode) for other in found if other.kind in _DIVERGENCES):
-            found.append(episode)
-    return _merge(found), _restarts(losses)
+        if not any(_overlap(other, episode) for other in episodes if other.kind in _DIVERGENCES):
+            episodes.append(episode)
+    return _merge(episodes), _restarts(losses)
 
 
 def _begins_inside(episode: Episode, other: Episode) -> bool:
@@ -276,10 +278,10 @@ def _episode(
     )
 
 
-def _merge(found: list[Episode]) -> list[Episode]:
+def _merge(episodes: list[Episode]) -> list[Episode]:
     """Merge adjacent episodes of one kind."""
     merged: list[Episode] = []
-    for episode in sorted(found, key=lambda e: (e.first, e.last)):
+    for episode in sorted(episodes, key=lambda e: (e.first, e.last)):
         last = next((e for e in reversed(merged) if e.kind == episode.kind), None)
         if last is not None and episode.first <= last.last + 2:
             last.last, last.end = max(last.last, episode.last), max(last.end, episode.end)

@@ -74,19 +74,19 @@ class Losses:
         """Run the detectors over a range of indices; return the findings from index `since` on."""
         part = _select_rows(self.table, self.rows[first:stop])
         declared = [shift - first for shift in self.shifts if first < shift < stop]
-        found = scan(part, self.settings, shifts=declared)
-        return [LocatedFinding(first + i, finding) for i, finding in found if first + i >= since]
+        findings = scan(part, self.settings, shifts=declared)
+        return [LocatedFinding(first + i, finding) for i, finding in findings if first + i >= since]
 
     def _scan_hot(self) -> list[LocatedFinding]:
         """Run the detectors over the start, the shifts, and every range with outliers."""
         early = np.arange(min(2 * _BLOCK, len(self.loss)))
         hot = np.unique(np.concatenate([early, _outliers(self.loss), np.asarray(self.shifts, dtype=np.intp)]))
-        found: list[LocatedFinding] = []
+        findings: list[LocatedFinding] = []
         done = 0
         for first, stop in _ranges(hot, len(self.loss)):
-            found += self._scan(max(0, first - _LEARN), stop, max(done, first))
+            findings += self._scan(max(0, first - _LEARN), stop, max(done, first))
             done = stop
-        return found
+        return findings
 
     def _scan_thinned(self) -> list[LocatedFinding]:
         """Run the slow detectors over medians of a few records."""
@@ -103,8 +103,8 @@ class Losses:
             grad_spike=False,
             update_spike=False,
         )
-        found = scan(part, slow, shifts=declared, detectors=build(slow))
-        return [LocatedFinding(int(ends[i]), finding) for i, finding in found]
+        findings = scan(part, slow, shifts=declared, detectors=build(slow))
+        return [LocatedFinding(int(ends[i]), finding) for i, finding in findings]
 
     def is_near_shift(self, index: int) -> bool:
         """Return whether an index is at or shortly after a shift."""

@@ -60,7 +60,7 @@ def _print_report(out: Console, report: DiffReport, a: ComparedRun, b: ComparedR
         out.print(picture)
         out.print()
     for name, run in (("A", report.a), ("B", report.b)):
-        size = f"{run.points} steps on record" + (f", {run.tokens:,.0f} tokens" if run.tokens is not None else "")
+        size = f"{run.points} steps logged" + (f", {run.tokens:,.0f} tokens" if run.tokens is not None else "")
         line = Text(f"{name}  ", style=_COLOURS[name])
         line.append_text(_text(f"{run.path} ({run.format}): {size}" + (f", {run.status}" if run.status else "")))
         out.print(line, soft_wrap=True)
@@ -85,7 +85,7 @@ def _picture(report: DiffReport, a: ComparedRun, b: ComparedRun, width: int) -> 
         for x, value in curves.interpolate(smooth, 2 * width):
             chart.add(name, max(1, int(curves.step_at(a, report.axis, x))), value)
     picture = chart.render(width, _HEIGHT)
-    note = f"loss, medians of {len(pair.a.x)} stretches at equal {report.axis}, over the steps of A"
+    note = f"loss, medians of {len(pair.a.x)} segments at equal {report.axis}, over the steps of A"
     picture.append(f"  {note}", style="dim")
     return picture
 

@@ -258,7 +258,9 @@ BOUNDARIES: list[tuple[str, str, Callable[[Any], Any], dict[Any, str]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("question", "threshold", "build", "answers"), BOUNDARIES, ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(
+    ("question", "threshold", "build", "answers"), BOUNDARIES, ids=[f"{row[0]}-{row[1]}" for row in BOUNDARIES]
+)
 def test_answer_changes_at_the_threshold(question, threshold, build, answers):
     assert threshold in load_tree().question[question].thresholds
     given = {}

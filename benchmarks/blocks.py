@@ -48,9 +48,12 @@ def interleave(
     failed: Callable[[str, Exception], None] | None = None,
     patience: Patience | None = None,
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds a step, by way and round. `fewer`: ways that take part in so many counted rounds only. `between`: after a
-    block, outside of its time. A way that fails is left out from there on, unless it is the first one; `failed` is told.
-    `patience`: asked before a round, whether it is over; there is one counted round at least, unless somebody says stop."""
+    """Return milliseconds per step, by way and round.
+
+    `fewer` limits some ways to so many counted rounds. `between` is called after a block, outside its time. A way that fails
+    is left out from then on, and `failed` is called; if it is the first way, the error is raised. `patience` is asked before
+    each round whether to stop. At least one round is counted, unless a signal stopped the program.
+    """
     patience = patience or Patience()
     order, left = random.Random(SEED), list(blocks)
     first, said = left[0], time.monotonic()

@@ -252,7 +252,7 @@ def unequal(case: Case, folder: Path) -> str | None:
         torch.use_deterministic_algorithms(before)
 
 
-# ---- what is told
+# ---- the report
 
 
 def table(result: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ A small GPT, of which only the batch is chosen at the start so that a bare step 
 the end is in the table. The guard has everything on (sensing, gate, all detectors, journal, metrics), without snapshots
 and with the default ones. First a few steps bare and guarded are compared bit for bit. The status is 1 where they differ,
 where a guard failed, a guarded step was not committed or a snapshot not taken, and with `--most` where a guard without
-snapshots is above that ratio. When it is told to stop (SIGTERM or Ctrl-C) it ends after the block it is in and shows what it
-has.
+snapshots is above that ratio. On SIGTERM or Ctrl-C it ends after the current block and prints
+the results so far.
 """
 
 from __future__ import annotations

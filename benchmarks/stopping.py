@@ -1,4 +1,4 @@
-"""When to stop: the budget is used up, or somebody has said so. What was measured by then is shown."""
+"""When to stop: the time budget is used up, or a signal asked for it. The results so far are printed."""
 
 from __future__ import annotations
 

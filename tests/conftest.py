@@ -1,4 +1,4 @@
-"""What runs where is said by markers, in the test files:
+"""Markers in the test files decide which tests run where:
 
 - no marker: `make test`, which runs every behaviour at least once;
 - `slow`: `make test-all` only, because the test takes long or repeats a behaviour in another setting;

@@ -1,7 +1,7 @@
 """Labelled real logs, read with this project's own importers. They stay where they are: nothing of them is kept here.
 
-A run counts once however many files it left. False alarms are counted on the random draw alone, which nobody picked for
-its looks; all quiet runs are shown beside it, and are biased. Labels and events under 0.6 confidence are left out. An
+A run counts once, however many files it left. False alarms are counted only on the runs drawn at random. All quiet runs are
+shown as well, and are biased. Labels and events under 0.6 confidence are left out. An
 event is found by an alarm within 2% of the run or 3 log intervals of it.
 """
 

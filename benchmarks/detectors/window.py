@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Window:
-    """Running sums, taken anew each time the window has turned over once, so that rounding does not add up."""
+    """Running sums, recomputed each time the window has turned over once, so that rounding errors do not add up."""
 
     def __init__(self, size: int) -> None:
         self.values: deque[float] = deque(maxlen=size)

@@ -40,7 +40,7 @@ class Reference:
         return path
 
     def sites(self, variant: str) -> list[tuple[bool, str, int]]:
-        """Every site there is: whether in a later life or in a first one, and how often it comes there."""
+        """Return every call site: whether in a resumed process, its name, and how often it is reached."""
         again = self._folder / variant / "again"
         if not again.exists():
             shutil.copytree(self.half(variant), again)
@@ -78,7 +78,7 @@ class Directory:
         self._had_good = False
 
     def check(self, ended: Ended) -> Path | None:
-        """All that holds whatever happened; the checkpoint that the next life goes on from."""
+        """Check all that must hold in any case. Return the checkpoint that the next process resumes from."""
         self._lives += 1
         self._opened += ended.opened
         if not self.path.exists():
@@ -127,7 +127,7 @@ class Directory:
         return offered
 
     def went_on_from(self) -> str | None:
-        """The checkpoint the last life went on from, by the journal; None where it began, or came to neither."""
+        """Return the checkpoint that the last process resumed from, by the journal; None if it did not resume."""
         events = read(self.path / "journal.jsonl").events
         begun = max(i for i, e in enumerate(events) if e["event"] in ("run_begin", "restart"))
         return next((e["checkpoint"] for e in events[begun:] if e["event"] == "resumed"), None)

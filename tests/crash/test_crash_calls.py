@@ -1,5 +1,5 @@
-"""Each file-system call in turn fails: the run goes on, or ends with an error that says why; and the next life, on a sound
-disk, ends bit for bit as the run that nothing happened to."""
+"""Each file-system call in turn fails: the run continues, or ends with an error that names the cause. The next process, on a
+sound disk, ends bit for bit as a run without a fault."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPENING = (
 
 
 class Case(NamedTuple):
-    """The `nth` call at a site meets with `how`, in a first life or in one that goes on."""
+    """The `nth` call at a site fails with `how`, in a first process or in one that resumes."""
 
     how: str
     late: bool

@@ -20,7 +20,7 @@ from holdfast import RunDirError
 def test_a_life_that_has_just_begun_rolls_back_as_far_as_the_one_before_would_have(
     lives: Server, references: Reference, tmp_path: Path
 ) -> None:
-    """Killed when step 6 has become good: the next life has nothing older in memory, and its second rollback wants it."""
+    """Killed when step 6 has become good: the next process has nothing older in memory, and its second rollback needs it."""
     directory = Directory(tmp_path / "run")
     ended = lives.live(directory.path, "again", before_step=9)
     assert ended.signal == signal.SIGKILL

@@ -98,7 +98,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass
 class Case:
-    """One way to train. `build` makes everything anew from the seed."""
+    """One way to train. `build` makes everything from the seed."""
 
     optimizer: str = "adamw"
     scheduler: str = "cosine"

@@ -55,7 +55,7 @@ def _block(page: Path, first: int, language: str, lines: list[str]) -> Block:
 
 
 def commands(block: Block) -> list[str]:
-    """Return the commands of a block, without what is said about them after two spaces or in a comment.
+    """Return the commands of a block, without the explanation after two spaces or in a comment.
 
     In a block with `$ ` only the lines that begin so are commands; the others are what is printed.
     """

@@ -21,7 +21,7 @@ import holdfast
 
 @dataclass
 class Parts:
-    """Everything one run is made of, made anew for every run."""
+    """Everything one run is made of. Each run makes its own."""
 
     model: Any
     optimizers: list[torch.optim.Optimizer]

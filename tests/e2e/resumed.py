@@ -1,4 +1,4 @@
-"""Lives of a run: made anew in fresh objects, ended at any instant, and compared with a run that was never ended.
+"""Processes of a run: made of fresh objects, ended at any instant, and compared with an uninterrupted run.
 
 A run's directory copied between two steps, while nothing is being written, is what a kill at that instant leaves. So one
 uninterrupted run gives the reference and any number of runs that died on the way.
@@ -199,7 +199,7 @@ def state_of(life: Life) -> dict[str, Any]:
 def assert_continued(life: Life, whole: Life, *, seen: bool = True) -> None:
     """The life ended as the uninterrupted run did, and was fed what that was fed from where it began.
 
-    seen: both have seen the same batches. One that went on from before a skip never loads what was skipped.
+    seen: both have seen the same batches. One that resumed from before a skip never loads what was skipped.
     """
     assert life.fed.keys() == {n for n in whole.fed if n > life.began}, f"steps {sorted(life.fed)} after {life.began}"
     for number, given in life.fed.items():
@@ -289,7 +289,7 @@ def actions_of(path: Path) -> list[str]:
 
 
 class Written(Run):
-    """The journal of all lives as that of one: to go on from a checkpoint is to go back to it."""
+    """Return the journals of all processes as that of one: resuming from a checkpoint is rolling back to it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -332,7 +332,7 @@ def relay(recipe: Recipe, path: Path, stops: Iterable[int], **more: Any) -> Life
     stands = 0
     for at in [*stops, None]:
         life = live(recipe, path, between=None if at is None else Ends(at), **more)
-        assert life.began == stands, f"it went on from step {life.began}, not from {stands}"
+        assert life.began == stands, f"it resumed from step {life.began}, not from {stands}"
         stands = life.guard.step
         fed.update(life.fed)
     life.fed, life.began = fed, 0

@@ -1,4 +1,4 @@
-"""What a user's own code is told, and what it may say: hooks, plans, shifts, stops, summaries, budgets."""
+"""What hooks receive and what they may answer: plans, shifts, stops, summaries, budgets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ mse = nn.functional.mse_loss
 
 
 class Notes:
-    """A hook with every method; writes down what it was told, and when."""
+    """A hook with every method; records each call and its step."""
 
     def __init__(self, guard=None, plan=None):
         self.calls, self.guard, self._plan = [], guard, plan
@@ -74,7 +74,7 @@ def test_every_hook_is_called_at_its_time_with_what_it_is_about(gate, tmp_path):
     assert notes.named("on_eval_end") == [0.25]
     ends = notes.named("on_step_end")
     assert all(e.status == "committed" and math.isfinite(e.signal.loss) for e in ends)
-    # The number it has been told of is the number of steps committed then; after the rollback it goes on from there.
+    # The number is that of the steps committed then; after the rollback it continues from there.
     assert all(step == outcome.step for name, outcome, step in notes.calls if name == "on_step_end")
     numbers = [e.step for e in ends]
     back = next(e for e in journal(tmp_path / "run") if e.get("action") == "rollback")
@@ -386,7 +386,7 @@ def test_stop_ends_after_the_current_step(gate, where, tmp_path):
     assert events[-1]["stopped"] == "seen enough"
     assert "error" not in events[-1]
     assert [e["reason"] for e in events if e["event"] == "stop_requested"] == ["seen enough"]
-    # Not a stop by policy: the next life begins without an acknowledgement.
+    # Not a stop by policy: the next process starts without an acknowledgement.
     with holdfast.Guard(**case.build(), run_dir=tmp_path / "run"):
         pass
 
@@ -558,7 +558,7 @@ def test_data_that_stays_bad_stops_the_run_after_two_rollbacks(kind, gate, tmp_p
 
 
 def test_budgets_hold_in_the_next_life_until_somebody_acknowledges(tmp_path):
-    """Two rollbacks in one life that ends on probation; the next life has none left; after an ack it has two again."""
+    """Two rollbacks in one process that ends on probation; the next process has none left; after an ack it has two again."""
 
     def live(steps):
         case = Case(shuffle="unique", count=160, epochs=6, norm=False, max_steps=steps)

@@ -1,4 +1,4 @@
-"""A checkpoint that is not what was saved is found out, named, set aside, and the next good one is gone on from."""
+"""A checkpoint that is not what was saved is detected, named and set aside, and the run resumes from the next good one."""
 
 from __future__ import annotations
 

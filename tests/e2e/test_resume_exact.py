@@ -220,7 +220,7 @@ def test_a_checkpoint_asked_for_inside_a_step_is_refused(gate, tmp_path):
 
 @pytest.mark.parametrize(("gate", "at_step"), [("host", 6), ("device", 8)])
 def test_a_loop_left_when_the_next_step_is_served_already(at_step, gate, tmp_path):
-    """`break` at the top of the loop, where a step has been served: its data must come again in the next life."""
+    """`break` at the top of the loop, after a step was drawn: the next process must draw its data again."""
     r = simple(gate, way="shuffle")
     whole = live(r, tmp_path / "whole")
     parts = r.make()

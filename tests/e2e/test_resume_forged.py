@@ -1,4 +1,4 @@
-"""Checkpoints edited by somebody who knows how, and states that must not become one."""
+"""Checkpoints edited by an expert, and states that must not become one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dead(tmp_path_factory) -> Dead:
     return Dead(tmp_path_factory.mktemp("dead"), with_idle)
 
 
-# ---- the small files, written anew by somebody who knows how
+# ---- the small files, rewritten by an expert
 
 
 def rewritten(folder, **changes) -> None:

@@ -263,7 +263,7 @@ def test_a_group_added_before_the_save_and_made_at_the_start_of_the_next_life(tm
 
 
 def test_no_space_for_the_start_checkpoint(tmp_path, monkeypatch, caplog):
-    """The run goes on without it, says so, and the next save is one to go on from."""
+    """The run continues without it, reports that, and can resume from the next save."""
     real, failing = durable.write_file, [True]
 
     def full(path, *rest, **more):

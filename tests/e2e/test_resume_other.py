@@ -230,7 +230,7 @@ def test_a_candidate_by_load_path_is_taken_with_a_warning(dead, tmp_path, caplog
     assert_continued(life, dead.whole)
 
 
-# ---- beginning anew, and not resuming
+# ---- starting over instead of resuming
 
 
 def test_resume_never_begins_anew_and_keeps_nothing_of_the_old_branch_in_the_way(dead, tmp_path):

@@ -1,4 +1,4 @@
-"""A recovery, then a crash: the next life goes on as the run that was never ended."""
+"""A recovery, then a crash: the next process continues as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_real_kills_right_after_a_rollback_and_in_its_ramp(tmp_path):
     killed(r, path, lambda guard, parts, step: step.outcome.status == "rolled_back")
     assert actions_of(path).count("rollback") == 1
     killed(r, path, lambda guard, parts, step: guard._run.context.state.interventions.lr_ramp is not None)
-    assert sum(e.get("action") == "cut_lr" for e in events_of(path)) >= 2, "made again by the second life"
+    assert sum(e.get("action") == "cut_lr" for e in events_of(path)) >= 2, "made again by the second process"
     killed(r, path, lambda guard, parts, step: guard.step == 30)
     life = live(r, path)
     assert life.actions().count("rollback") == 1

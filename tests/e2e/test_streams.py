@@ -227,7 +227,7 @@ def test_a_batch_that_the_loss_changed_in_place_is_dropped_and_that_is_on_record
 
 
 class Endless:
-    """An iterable that makes its batches anew every time."""
+    """An iterable that makes new batches every time."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -308,7 +308,7 @@ def test_stretches_quarantined_in_one_life_are_not_served_in_the_next(tmp_path):
 
 
 def test_the_window_of_a_rollback_is_not_served_in_the_next_life_either(tmp_path):
-    """Most of it had been drawn when it was excluded; the next life starts at the beginning and passes over it."""
+    """Most of it had been drawn when it was excluded; the next process starts at the beginning and skips it."""
 
     class Late(Rows):
         def __iter__(self):

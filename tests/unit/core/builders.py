@@ -46,7 +46,7 @@ def only_policy(**recover: Any) -> Config:
 
 
 class Scripted:
-    """A detector that says what it is told to say, once."""
+    """A detector that reports a given finding, once."""
 
     name = "scripted"
 

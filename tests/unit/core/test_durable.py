@@ -1,4 +1,4 @@
-"""What is said to be on disk is on disk: short writes, interruptions, full disks, leftovers."""
+"""What a call reports as written is on disk: short writes, interruptions, full disks, leftovers."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_observed_run_that_stays_bad_is_written_down_at_powers_of_two():
     assert [e["step"] for e in memory.events if e["event"] == "plan"] == [1, 2, 4, 8, 16, 32, 64]
     assert engine.judge(signal(101)) is None
     engine.judge(bad(102))
-    assert memory.events[-1]["step"] == 102, "after a good step it is said again"
+    assert memory.events[-1]["step"] == 102, "after a good step it is reported again"
 
 
 def test_observed_spike_that_turns_out_worse_is_written_down_when_it_does():
@@ -426,9 +426,9 @@ def test_incident_goes_on_in_the_next_life_with_its_number_its_budget_and_its_fi
     plan = second.judge(signal(5))
     assert plan.incident == 1
     record = incident_file(folder, 1)
-    assert len(record["events"]) == 2, "what the first life found, and what this one did"
+    assert len(record["events"]) == 2, "what the first process found, and what this one did"
     assert len(record["signals_before"]) == 1
-    assert second.judge(signal(5)).first(Stop) is not None, "the rollback of the first life counts"
+    assert second.judge(signal(5)).first(Stop) is not None, "the rollback of the first process counts"
     heal(second, 5, 5)
     assert incident_file(folder, 1)["state"] == "closed"
 

@@ -1,4 +1,4 @@
-"""Expected shifts that nobody has to declare: batch size and sequence length, and how they reach the detectors."""
+"""Expected shifts that need no declaration: batch size and sequence length, and how they reach the detectors."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def test_flipped_bit_between_two_updates_is_found_and_named(where):
     run.steps(3)
     weight = run.model[0].weight
     tensor = weight if where == "parameter" else run.optimizer.state[weight][where]
-    tensor.detach().numpy().reshape(-1).view("uint8")[1] ^= 4  # as hardware would: nobody is told
+    tensor.detach().numpy().reshape(-1).view("uint8")[1] ^= 4  # as hardware would: without a trace
     assert run.step() == [DIFFERS]
     (wrong,) = run.wrong
     assert (wrong.kind, wrong.step, wrong.ranks) == ("window", 4, (0,))

@@ -64,7 +64,7 @@ class Table:
 
 
 class Fake:
-    """The `Ranks` of one thread. What is told goes through JSON, as it would between processes."""
+    """The `Ranks` of one thread. Values go through JSON, as they would between processes."""
 
     def __init__(self, table: Table, rank: int) -> None:
         self._table, self.rank, self.size = table, rank, table.size

@@ -106,7 +106,7 @@ class Policy:
         return self._stop(verdict, reason)
 
     def adopt(self, plan: Plan) -> Plan:
-        """Count a plan that will be carried out, whoever made it, and return it.
+        """Count a plan that will be carried out, from the policy or from a hook, and return it.
 
         A plan beyond the budgets becomes a stop: a rollback too many, a hook that continues forever without a committed
         step, and anything after a stop.

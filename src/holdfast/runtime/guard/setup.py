@@ -142,7 +142,7 @@ def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimize
     for p in updated:
         if p.is_floating_point() and not bool(torch.isfinite(local(p)).all()):
             raise SetupError(
-                f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load or initialise it anew"
+                f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load it or initialise it again"
             )
 
 

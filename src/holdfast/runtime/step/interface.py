@@ -1,4 +1,4 @@
-"""The interface between a run and whoever drives it.
+"""The interface between a run and the loop that drives it.
 
 A driver owns the loop. The one that ships is `guard.steps()`; a loop that belongs to someone else drives a run the same way:
 

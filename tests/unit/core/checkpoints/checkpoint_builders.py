@@ -1,4 +1,4 @@
-"""Checkpoints for the tests: small, real, on disk; and file-system calls that fail when they are told to."""
+"""Checkpoints for the tests: small, real, on disk; and file-system calls that fail on request."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def simulated(costs: Costs, every: int, failures: int, seed: int) -> tuple[float
         left -= costs.restart
         wall += costs.restart + left
         clock, trained, kept = 0.0, 0.0, 0.0
-        saves: list[tuple[float, float]] = []  # when it can be gone on from, what it holds
+        saves: list[tuple[float, float]] = []  # when a run can resume from it, what it holds
         while True:
             for _ in range(every):
                 if clock + costs.step_time > left:

@@ -30,7 +30,7 @@ class Saved:
     """A checkpoint as the model knows it."""
 
     number: int
-    """the how-manieth save of the run's whole life"""
+    """number of this save, counted over all processes of the run"""
     step: int
     lineage: Lineage
     through: frozenset[int]
@@ -190,7 +190,7 @@ WHAT = [*OFTEN, *OFTEN, *BACK, *SELDOM]
 
 
 def live(events: Iterable[tuple[str, int]]) -> Iterator[tuple[Life, Saved | None]]:
-    """A life, and after each event what it would go on from."""
+    """One process, and after each event the checkpoint it would resume from."""
     life = Life()
     life.save()
     life.disk[0].health = GOOD

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: by lineage, health and bytes; and what is said of the others."""
+"""Which checkpoint a run resumes from, by lineage, health and bytes; and why not from the others."""
 
 from __future__ import annotations
 

@@ -334,7 +334,7 @@ def test_what_a_stranger_owns_is_refused_unless_the_run_is_theirs(folder, name, 
 
 
 def test_what_belongs_to_neither_the_user_nor_the_run_is_refused(folder, monkeypatch):
-    """The same rule where nobody is root: the files are ours, and we are made out to be somebody else."""
+    """The same rule without root: the files are ours, and we pretend to be another user."""
     owner = os.stat(newest(folder)).st_uid
     real = os.stat
 

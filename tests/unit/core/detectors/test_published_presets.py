@@ -145,7 +145,7 @@ def test_monotone_as_written_needs_all_of_its_two_hundred_rises():
 
 
 def test_nan_ends_a_spike_for_curry_train_as_written_and_not_fixed():
-    """Every comparison with it is false, and so the count begins anew."""
+    """Every comparison with it is false, and so the count starts over."""
     losses = noisy(1000) + ([50.0] * 90 + [math.nan]) * 5
     assert watch(CurryTrain(False), losses) == []
     assert [(f.onset, f.step) for f in watch(CurryTrain(True), losses)] == [(1001, 1101)]

@@ -11,12 +11,10 @@ def path():
     return trace_step()
 
 
-@pytest.mark.xfail(strict=True, reason="the step pipeline is not yet in one place")
 def test_a_healthy_step_passes_through_few_files(path):
     assert len(path.files) <= MAX_FILES, sorted(path.files)
 
 
-@pytest.mark.xfail(strict=True, reason="the step pipeline is not yet in one place")
 def test_a_healthy_step_hops_between_files_seldom(path):
     assert path.hops <= MAX_HOPS, report(path)
 

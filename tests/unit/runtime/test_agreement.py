@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.errors import RanksDisagree
 from holdfast.core.decide.engine import Limits
-from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMeasurements, Rows, agree, agree_alone
+from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMeasurements, Rows, agree
+from holdfast.runtime.step.pipeline import agree_alone
 from holdfast.runtime.tensors.norms import Norm
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.core.base.types import Flag
 from holdfast.runtime.state.optimizers import Optimizers
-from holdfast.runtime.update.measurements import DeviceMeasurements, MeasurementPacker
-from holdfast.runtime.update.update_size import UpdateSize, rms_of_worst, sums_of_squares
+from holdfast.runtime.update.measurements import DeviceMeasurements, MeasurementPacker, rms_of_worst
+from holdfast.runtime.update.update_size import UpdateSize, sums_of_squares
 
 STEPS = 12
 

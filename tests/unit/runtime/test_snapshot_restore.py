@@ -28,11 +28,11 @@ class Disk:
     lineage = Lineage()
 
     def __init__(self, every: int = 0) -> None:
-        self.every = every
+        self.every_steps = every
         self.reading: list[Any] = []
 
     def save_reason(self, step: int, *, initial: bool = False) -> str | None:
-        return "scheduled" if self.every and step and step % self.every == 0 else None
+        return "scheduled" if self.every_steps and step and step % self.every_steps == 0 else None
 
     def submit(self, snapshot: Any, stalled_seconds: float) -> None:
         snapshot.written.clear()

@@ -20,7 +20,7 @@ from holdfast.core.base.types import Finding, Incident, Kind, Outcome, Plan, Sev
 from holdfast.core.decide.policy import Policy
 from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
-from holdfast.core.detectors.base import Detector, LimitlessDetector
+from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.expected_shifts import ExpectedShifts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal
@@ -56,8 +56,9 @@ class Engine:
         self.policy = Policy(config.recover)
         built_in = build(config.detect)
         self.detectors = [*built_in, *detectors]
+        self._needs = [getattr(d, "needs", None) for d in self.detectors]
         # A user's detector is asked before every step, since its limits may change at any time.
-        self._limiting = [*(d for d in built_in if not isinstance(d, LimitlessDetector)), *detectors]
+        self._limiting = [d for d in self.detectors if getattr(d, "sets_limits", True)]
         names = [_SHIFTS, *(d.name for d in self.detectors)]
         if (duplicate := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {duplicate!r}, and their states would be mixed up; rename one")
@@ -126,7 +127,12 @@ class Engine:
         """
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
-        detected = [f for d in self.detectors if (f := d.observe(signal)) is not None]
+        detected = []
+        for detector, field in zip(self.detectors, self._needs, strict=True):
+            if field is None or getattr(signal, field):
+                finding = detector.observe(signal)
+                if finding is not None:
+                    detected.append(finding)
         self._recent.append(signal)
         if not detected and not more:
             return None

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from holdfast.core.base.config import DetectSection
+from holdfast.core.detectors.advisory import DeadRun, DuplicateBatch, LearningRate, Plateau, WeightNorm
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.curry_train import CurryTrain
-from holdfast.core.detectors.dead_run import DeadRun
 from holdfast.core.detectors.divergence import Divergence
-from holdfast.core.detectors.duplicate_batch import DuplicateBatch
 from holdfast.core.detectors.grad_spike import GradSpike
-from holdfast.core.detectors.learning_rate import LearningRate
-from holdfast.core.detectors.loss_scale import LossScale
 from holdfast.core.detectors.loss_spike import LossSpike
 from holdfast.core.detectors.monotone import Monotone
-from holdfast.core.detectors.nonfinite import NonFinite
-from holdfast.core.detectors.plateau import Plateau
+from holdfast.core.detectors.nonfinite import LossScale, NonFinite
 from holdfast.core.detectors.three_sigma import ThreeSigma
 from holdfast.core.detectors.update_spike import UpdateSpike
-from holdfast.core.detectors.weight_norm import WeightNorm
 
 _PUBLISHED_RULES = {"curry-train": CurryTrain, "three-sigma": ThreeSigma, "monotone-200": Monotone}
 

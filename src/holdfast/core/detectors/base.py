@@ -31,6 +31,10 @@ class BuiltInDetector:
 
     name: str
     confidence = 1.0
+    needs: str | None = None
+    """a field of the signal; the engine does not pass signals in which it is 0 or None to `observe`"""
+    sets_limits = True
+    """False: the engine does not ask for limits"""
 
     def report(
         self,
@@ -57,7 +61,9 @@ class BuiltInDetector:
 
 
 class LimitlessDetector(BuiltInDetector):
-    """Base of the built-in detectors that never set a limit; the engine does not ask them for one."""
+    """Base of the built-in detectors that never set a limit."""
+
+    sets_limits = False
 
     def limits(self) -> dict[str, float]:
         return {}

@@ -44,8 +44,12 @@ class Baseline:
         self._falling = falling
         self._pending: list[float] = []
         self.count = 0
+        self.ready = start <= 0
+        """whether enough values were taken in for a baseline"""
         self.level = 0.0
         self.trend = 0.0
+        self.next_expected = 0.0
+        """the value expected next: `expected()`"""
         self.scale = 0.0
         self.tail = NORMAL_TAIL
         self._products: tuple[float, ...] = (0.0, 1.0, -0.5, 1.0)
@@ -60,13 +64,12 @@ class Baseline:
         """single outliers, each fading with the values after it"""
         self._uncertainty = _UNCERTAINTY
 
-    @property
-    def ready(self) -> bool:
-        return self.count >= self._start
-
     def expected(self, ahead: int = 1) -> float:
         """Return the value expected next, or `ahead` values from now."""
         return self.level + self.trend * (len(self._pending) + ahead)
+
+    def _set_next(self) -> None:
+        self.next_expected = self.level + self.trend * (len(self._pending) + 1)
 
     def z(self, value: float, ahead: int = 1) -> float:
         """Return how far a value would be from the expected one, `ahead` values from now, in deviations."""
@@ -106,17 +109,20 @@ class Baseline:
         self._pending.append(value)
         if self.count < self._start:
             self.count += 1
+            self.ready = self.count >= self._start
             del self._pending[:-_INITIAL_VALUES]
             if self.ready:
                 self._initialize()
         elif len(self._pending) >= self._block_size():
             self._update_from_block()
+        self._set_next()
 
     def extend(self, values: Sequence[float]) -> None:
         """Take in at most `values_until_update()` values at once, all of them finite."""
         self._pending.extend(values)
         if len(self._pending) >= self._block_size():
             self._update_from_block()
+        self._set_next()
 
     def _update_from_block(self) -> None:
         values, self._pending = self._pending, []
@@ -244,7 +250,8 @@ class Baseline:
         if start is not None:
             self._start, self._uncertainty = start, _UNCERTAINTY_AFTER_SHIFT
         self._pending = []
-        self.count = 0
+        self.count, self.ready = 0, self._start <= 0
+        self._set_next()
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -269,11 +276,13 @@ class Baseline:
         self._start = state["start"]
         self._pending = list(state["waiting"])
         self.count = state["count"]
+        self.ready = self.count >= self._start
         self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
         self.tail, self._products, self._sample = state["tail"], tuple(state["products"]), list(state["sample"])
         self.autocorrelation, self._blocks, self._last_was_near = state["kin"], state["blocks"], state["near"]
         self._outlier_rate, self._uncertainty = state["habit"], state["doubt"]
         self._last_was_far_below = state["low"]
+        self._set_next()
 
 
 def _smallest_scale(level: float) -> float:

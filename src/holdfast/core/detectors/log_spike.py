@@ -50,7 +50,7 @@ class LogSpike(BuiltInDetector):
     def _limit(self) -> float | None:
         """Return the value above which the next one is a spike; None before there is a baseline."""
         if self._baseline.ready:
-            return _exp(self._baseline.expected() + self._rise())
+            return math.exp(min(700.0, self._baseline.next_expected + self._rise()))
         return self._gross
 
     def _rise(self) -> float:
@@ -108,7 +108,7 @@ class LogSpike(BuiltInDetector):
     def _finding(self, signal: Signal, value: float, limit: float, message: str, new: bool = False) -> Finding:
         evidence = {
             self.field: value,
-            "expected": _exp(self._baseline.expected()),
+            "expected": _exp(self._baseline.next_expected),
             "limit": limit,
             "in_a_row": self._high_in_a_row,
             "loss": signal.loss,
@@ -117,7 +117,7 @@ class LogSpike(BuiltInDetector):
 
     def rebaseline(self) -> None:
         if self._baseline.ready:
-            self._gross = _exp(self._baseline.expected() + max(2.0 * self._rise(), _GROSS_RISE))
+            self._gross = _exp(self._baseline.next_expected + max(2.0 * self._rise(), _GROSS_RISE))
         # Before the first baseline is learned, learning takes as long as the first time.
         self._baseline.restart(None if self._gross is None else min(_REBASELINE, self._warmup))
         self._high_in_a_row = 0

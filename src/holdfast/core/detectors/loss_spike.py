@@ -79,11 +79,15 @@ class LossSpike(BuiltInDetector):
     def _limit(self, z: float, share: float, ahead: int = 1) -> float:
         """Return the loss that is `z` deviations and a share `share` above both baselines."""
         baseline, log_baseline = self._baseline, self._log_baseline
-        expected = baseline.expected(ahead)
-        limit = expected + max(baseline.threshold_distance(z), self._smallest_rise(share, expected))
-        if self._positive and log_baseline.ready:
-            rise = min(_LARGEST_LOG_RISE, _LOG_SHARE * log_baseline.threshold_distance(z))
-            limit = max(limit, math.exp(min(700.0, log_baseline.expected(ahead) + rise)))
+        expected = baseline.next_expected if ahead == 1 else baseline.expected(ahead)
+        smallest_rise = self._smallest_rise(share, expected)
+        distance = baseline.threshold_distance(z)
+        log_distance = log_baseline.threshold_distance(z) if self._positive and log_baseline.ready else None
+        limit = expected + max(distance, smallest_rise)
+        if log_distance is not None:
+            rise = min(_LARGEST_LOG_RISE, _LOG_SHARE * log_distance)
+            log_expected = log_baseline.next_expected if ahead == 1 else log_baseline.expected(ahead)
+            limit = max(limit, math.exp(min(700.0, log_expected + rise)))
         return limit
 
     def _smallest_rise(self, share: float, expected: float) -> float:
@@ -92,7 +96,7 @@ class LossSpike(BuiltInDetector):
     def _deviations(self, loss: float, ahead: int = 1) -> float:
         """Return how far a loss is above the baseline, scaled so that `loss_z_rollback` deviations are `_UNIT`."""
         baseline, log_baseline = self._baseline, self._log_baseline
-        expected = baseline.expected(ahead)
+        expected = baseline.next_expected if ahead == 1 else baseline.expected(ahead)
         rise = loss - expected
         if loss == 0.0 or rise < self._smallest_rise(self._config.loss_rise_rollback, expected):
             return 0.0
@@ -148,7 +152,7 @@ class LossSpike(BuiltInDetector):
             return self._observe_while_learning(signal, high, limit)
         self._depth *= _DEPTH_DECAY
         if loss != 0.0 and not flags:
-            self._depth = max(self._depth, min(_LARGEST_DEPTH, -baseline.z(loss)))
+            self._depth = max(self._depth, min(_LARGEST_DEPTH, (baseline.next_expected - loss) / baseline.scale))
         gain = self._score_gain(self._deviations(loss)) if not high else _LARGEST_GAIN
         if self._score == 0.0:
             self._onset = signal.step
@@ -251,7 +255,7 @@ class LossSpike(BuiltInDetector):
 
     def _report_persistent(self, signal: Signal, limit: float) -> Finding:
         onset, steps_out, peak = self._onset, self._steps_out, self._peak[1]
-        expected = self._baseline.expected()
+        expected = self._baseline.next_expected
         self._accept_level(signal.loss)
         message = f"the loss has not recovered in {steps_out} steps since step {onset}: accepted as the new level"
         evidence = {"outcome": "persistent", "peak": peak, "steps_out": steps_out, "loss": signal.loss}
@@ -281,10 +285,10 @@ class LossSpike(BuiltInDetector):
             Kind.LOSS_SPIKE,
             severity,
             onset,
-            f"{what} far above the baseline: {signal.loss:.6g} against {baseline.expected():.6g}",
+            f"{what} far above the baseline: {signal.loss:.6g} against {baseline.next_expected:.6g}",
             {
                 "loss": signal.loss,
-                "expected": baseline.expected(),
+                "expected": baseline.next_expected,
                 "deviation": baseline.scale,
                 "tail": baseline.tail,
                 "z": baseline.z(signal.loss) if baseline.ready else None,
@@ -301,7 +305,7 @@ class LossSpike(BuiltInDetector):
 
     def rebaseline(self) -> None:
         if self._baseline.ready:
-            expected = self._baseline.expected()
+            expected = self._baseline.next_expected
             self._gross = expected + max(_GROSS_Z * self._baseline.scale, _GROSS_RATIO * abs(expected))
         # Before the first baseline is learned, learning takes as long as the first time.
         start = None if self._gross is None else min(_REBASELINE, self._config.warmup_steps)

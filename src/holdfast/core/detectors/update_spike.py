@@ -18,6 +18,7 @@ class UpdateSpike(LogSpike):
     what = "update size"
     severity = Severity.NOTE
     limit_name = None
+    sets_limits = False
 
     def __init__(self, config: DetectSection) -> None:
         super().__init__(config.warmup_steps, config.update_z, config.update_ratio)

@@ -21,11 +21,16 @@ class Quarantine:
         self._spans: dict[int, list[tuple[int, int]]] = {}
         self._samples: set[int] = set()
         self._ahead: list[dict[str, Any]] = []
-        self.entries: list[dict[str, Any]] = []
-        """in the order of exclusion; read only outside this class"""
+        self._entries: list[dict[str, Any]] = []
+        self.has_entries = False
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._load(path)
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """Return a copy of all exclusions, in order."""
+        return list(self._entries)
 
     @property
     def samples(self) -> frozenset[int]:
@@ -96,7 +101,7 @@ class Quarantine:
 
     def complete(self, events: Iterable[dict[str, Any]]) -> None:
         """Add exclusions that only the journal has: the file is lost, or a process died between the two writes."""
-        known, rollback = len(self.entries), None
+        known, rollback = len(self._entries), None
         for event in events:
             for entry in _entries_of(event):
                 self._add_unsaved({**entry, "reason": str(event.get("reason"))})
@@ -108,14 +113,14 @@ class Quarantine:
         if rollback is not None and isinstance(window, dict):  # the process may have died before it excluded this
             ahead = [int(window[key]) for key in ("epoch", "first", "batches")]
             self._add_unsaved({"ahead": ahead, "reason": str(rollback.get("reason"))})
-        if len(self.entries) > known:
+        if len(self._entries) > known:
             self.save()
 
     def _add_unsaved(self, entry: dict[str, Any]) -> None:
         spans = [s for s in _spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
         samples = [i for i in map(int, entry.get("samples", ())) if i not in self._samples]
         ahead = entry.get("ahead")
-        if ahead is not None and not any(e.get("ahead") == ahead for e in self.entries):
+        if ahead is not None and not any(e.get("ahead") == ahead for e in self._entries):
             self._ahead.append(entry)
         elif spans or samples:
             for span in spans:
@@ -123,7 +128,8 @@ class Quarantine:
             self._samples.update(samples)
         else:
             return
-        self.entries.append(entry)
+        self._entries.append(entry)
+        self.has_entries = True
 
     def _merge(self, span: Span) -> None:
         """Insert a range and join it with those that it overlaps or touches."""
@@ -138,16 +144,17 @@ class Quarantine:
 
     def _record(self, entry: dict[str, Any]) -> None:
         """Save the entry first: if that fails, nothing is excluded, and the caller may try again."""
-        self.entries.append(entry)
+        self._entries.append(entry)
+        self.has_entries = True
         try:
             self.save()
         except Exception:
-            self.entries.pop()
+            self._entries.pop()
             raise
 
     def save(self) -> None:
         if self._path is not None:
-            write_atomically(self._path, to_json({"version": 1, "entries": self.entries}))
+            write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
 
     def adopt(self, entries: list[dict[str, Any]]) -> None:
         """Load entries that another rank has read from the file."""
@@ -159,7 +166,7 @@ class Quarantine:
                 epoch, first, batches = map(int, entry["ahead"])
                 entry["ahead"] = [epoch, first, batches]
                 self._ahead.append(entry)
-        self.entries = list(entries)
+        self._entries, self.has_entries = list(entries), bool(entries)
 
     def _load(self, path: Path) -> None:
         try:

@@ -140,16 +140,6 @@ def agree(ranks: Ranks, host: HostFields, local: LocalMeasurements) -> AgreedSte
     )
 
 
-def agree_alone(limits: Limits, local: LocalMeasurements) -> AgreedStep:
-    """Return the step's numbers of a single process."""
-    norm = local.norm.value if local.norm.is_total else local.norm.value.sqrt()
-    weight_norm = None
-    if local.weight_norm is not None:
-        weight_norm = _combine_norms(local.weight_norm.value.reshape(1), local.weight_norm.is_total)
-    extra = None if local.checks is None else local.checks.view(torch.float64)
-    return AgreedStep(local.loss, norm, limits, local.found_inf, None, weight_norm, None, None, extra)
-
-
 def _pack_row(host: HostFields, local: LocalMeasurements, device: torch.device) -> Tensor:
     update_count = 0.0 if local.update is None else local.update[1]
     limits = [math.inf if limit is None else limit for limit in host.limits]

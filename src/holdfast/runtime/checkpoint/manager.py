@@ -57,6 +57,7 @@ class CheckpointManager:
         config = context.config.checkpoint
         self.context, self.config, self._feeder = context, config, feeder
         self.store = store if config.enabled else None
+        self.every_steps = 0 if self.store is None else config.every_steps
         self.lineage = Lineage()
         self.records: dict[str, CheckpointRecord] = {}
         self._is_new_run = True
@@ -191,7 +192,8 @@ class CheckpointManager:
     def count_healthy_step(self, step: int) -> None:
         """Count one healthy committed step for every candidate, and mark those good that have seen enough."""
         self._last_saved = None  # the run has moved on
-        self.poll()
+        if self.store is not None and self.store.events:
+            self.poll()
         for record in self.records.values():
             if record.health is not Health.CANDIDATE or record.step >= step:
                 continue

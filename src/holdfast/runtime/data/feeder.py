@@ -1,21 +1,14 @@
-"""Feed a run from the user's loader: open it as a batch source and count the epochs that end."""
+"""Hold the batch source of a run, opened from the user's loader, and the epochs that end in it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.open import open_source
-from holdfast.runtime.data.source import BatchSource, Draw, OnExclusion
+from holdfast.runtime.data.source import BatchSource, OnExclusion
 from holdfast.runtime.state.rng import Rng
-
-
-class Drawn(NamedTuple):
-    """One batch, or None at the end of the data, and how many epochs ended right before it."""
-
-    draw: Draw | None
-    ended_epochs: int
 
 
 class Feeder:
@@ -27,7 +20,8 @@ class Feeder:
     def __init__(self, rng: Rng, on_exclusion: OnExclusion, *, is_distributed: bool) -> None:
         self._rng, self._on_exclusion, self._is_distributed = rng, on_exclusion, is_distributed
         self._loader: Any = None
-        self._ended_epochs = 0
+        self.ended_epochs: list[int] = []
+        """epochs that ended since the pipeline cleared it"""
         self.is_attached = False
 
     def attach(
@@ -50,7 +44,7 @@ class Feeder:
             quarantine=quarantine,
             epochs=epochs,
             first_epoch=self.source.next_epoch if self.is_attached else 0,
-            on_epoch_end=self._epoch_ended,
+            on_epoch_end=self.ended_epochs.append,
             before_iter=lambda: before_iter(self._loader),
             on_exclusion=self._on_exclusion,
             keep_batch_size=self._is_distributed,
@@ -60,23 +54,11 @@ class Feeder:
         self.source, self._loader, self.is_attached = source, loader, True
         return True
 
-    def _epoch_ended(self, epoch: int) -> None:
-        self._ended_epochs += 1
-
-    def draw(self) -> Drawn:
-        """Draw one batch."""
-        self._ended_epochs = 0
-        try:
-            draw: Draw | None = self.source.draw()
-        except StopIteration:
-            draw = None
-        return Drawn(draw, self._ended_epochs)
-
     def report_epoch_ends(self) -> int:
         """Return how many epoch ends were taken back and are reported again now."""
-        self._ended_epochs = 0
+        self.ended_epochs.clear()
         self.source.emit_epoch_ends()
-        return self._ended_epochs
+        return len(self.ended_epochs)
 
     def close(self) -> None:
         self._loader = None

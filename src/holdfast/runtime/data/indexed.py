@@ -139,7 +139,7 @@ class IndexedSource:
                 return
             batch, given, span = served
             k += 1
-            ids = self._allowed(given, span) if self._quarantine.entries else given
+            ids = self._allowed(given, span) if self._quarantine.has_entries else given
             if not ids:
                 continue
             rng = self._rng.capture() if self._in_process else None
@@ -187,7 +187,8 @@ class IndexedSource:
             self._position = Position(epoch, pending.k + 1, pending.span.stop)
             self._order.mark_served(pending.k + 1)
             self._empty_epochs = 0
-            self.emit_epoch_ends()
+            if self._deferred:
+                self.emit_epoch_ends()
             samples = count_samples(batch) or 1 if self._sampler.is_single else len(pending.ids)
             begin = Position(epoch, pending.k, pending.span.start)
             return Draw(batch, pending.span, pending.ids, samples, before, begin, rng or pending.rng)

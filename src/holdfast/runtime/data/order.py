@@ -14,6 +14,8 @@ from holdfast.runtime.data.packing import pack_rng
 from holdfast.runtime.data.world import RankShare, ServedShare, describe_sampler, share_of
 from holdfast.runtime.state.rng import Rng
 
+_DIGEST_EVERY = 256
+
 
 class LoaderSampler:
     """The sampler of a loader. It yields batches of indices, or single ones if the loader does not batch."""
@@ -125,7 +127,7 @@ class EpochOrder:
     def get(self, k: int) -> Any | None:
         """Return the k-th batch of indices, or None past the end. Asks the sampler only for unrecorded batches."""
         while not self._ended and k >= self.first_recorded + len(self._batches):
-            before = self._rng.user_states()
+            before = self._rng.user_states() if self._rng.has_user_generators else ()
             if self._iterator is None:
                 self._about = describe_sampler(self._sampler.inner)
                 self._initial_rng = pack_rng(self._rng.capture(), self._generator_states())
@@ -138,7 +140,7 @@ class EpochOrder:
                 self._last_was_short = self._sampler.batch_size is not None and size < self._sampler.batch_size
             except StopIteration:
                 self._ended = True
-            after = self._rng.user_states()
+            after = self._rng.user_states() if self._rng.has_user_generators else ()
             if any(map(_differ, before, after)):
                 self._draws[self.first_recorded + len(self._batches) - (not self._ended)] = (before, after)
         i = k - self.first_recorded
@@ -164,7 +166,12 @@ class EpochOrder:
         return Span(self.epoch, self._starts[i], self._starts[i + 1])
 
     def mark_served(self, k: int) -> None:
-        """Record that all batches before k were served. Updates the digest now, so that saving is fast."""
+        """Record that all batches before k were served. Updates the digest now and then, so that saving is fast."""
+        if not 0 <= k - self._digested < _DIGEST_EVERY:
+            self._update_digest(k)
+
+    def _update_digest(self, k: int) -> None:
+        """Digest exactly the batches before k."""
         if k < self._digested:
             self._digest, self._digested = self._oldest_digest.copy(), self.first_recorded
         for batch in self._batches[self._digested - self.first_recorded : k - self.first_recorded]:
@@ -183,7 +190,7 @@ class EpochOrder:
 
     def save(self, k: int) -> dict[str, Any]:
         """Return what another process needs to continue before batch k: plain values and tensors that do not change."""
-        self.mark_served(k)
+        self._update_digest(k)
         share = self._sampler.share
         count = (self._starts[k - self.first_recorded] - self._start) // self.stride
         asked = (self._starts[-1] - self._start) // self.stride

@@ -115,14 +115,14 @@ class StepAttempt:
         total = sum(self._shares)
         return self._loss_sum if total == 1.0 else self._loss_sum / total
 
-    def correction(self, is_distributed: bool) -> float:
-        """Return the factor that makes the gradient the mean over all parts; 1 if all parts weighed the same.
+    def complete(self, is_distributed: bool) -> tuple[Tensor, float]:
+        """Return the mean loss, and the factor that makes the gradient the mean over all parts; 1 if all weighed the same.
 
-        On several ranks no rank knows it alone: see `total_if_equal`.
+        On several ranks no rank knows the factor alone: see `total_if_equal`.
         """
-        total = sum(self._shares)
-        assert self.parts is not None
-        return 1.0 if total == self.parts or not total or is_distributed else self.parts / total
+        loss, total = self.mean_loss(), sum(self._shares)
+        assert loss is not None and self.parts is not None, "a complete step has a loss"
+        return loss, 1.0 if total == self.parts or not total or is_distributed else self.parts / total
 
     @property
     def weight(self) -> float:

@@ -33,26 +33,15 @@ class Steps:
     def __next__(self) -> Step:
         if self._last is not None:
             self._last.require_finished()
-        pipeline, progress = self._pipeline, self._pipeline.progress
+        pipeline = self._pipeline
         while not self._is_done:
-            pipeline.settle_for_hooks()
-            if progress.stopping is None and not progress.exhausted and not self._has_enough():
-                attempt = pipeline.draw_step(self._accumulate)
-                if attempt is not None:
-                    self._last = Step(pipeline, attempt, self._clock)
-                    return self._last
+            attempt = pipeline.draw_step(self._accumulate, self._max_steps)
+            if attempt is not None:
+                self._last = Step(pipeline, attempt, self._clock)
+                return self._last
             # Settling the last step may undo it and requeue its data: then there is more to do.
-            self._is_done = pipeline.flush() or progress.stopping is not None
+            self._is_done = pipeline.flush() or pipeline.progress.stopping is not None
         raise StopIteration
-
-    def _has_enough(self) -> bool:
-        """Return whether enough steps are committed. A pending step counts only once it has settled."""
-        progress = self._pipeline.progress
-        if self._max_steps is None:
-            return False
-        if progress.step + (progress.pending is not None) >= self._max_steps:
-            self._pipeline.flush()
-        return progress.step >= self._max_steps
 
 
 class Step:
@@ -227,7 +216,8 @@ class _Microbatches:
         piece, step._part_samples = self._pieces.pop(0)
         step._drawn_parts += 1
         step._pieces_left = len(self._pieces)
-        step._pipeline.before_forward(is_last=self._taken == attempt.accumulate and not self._pieces)
+        if step._pipeline.averages_gradients:
+            step._pipeline.before_forward(is_last=self._taken == attempt.accumulate and not self._pieces)
         return piece
 
     def _split(self, draw: Draw) -> list[tuple[Any, int | None]]:

@@ -18,7 +18,7 @@ from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import Hooks
-from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.buffers import NO_BUFFERS
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.step.progress import Progress
@@ -29,7 +29,6 @@ from holdfast.runtime.update.gradient_sync import GradientSync
 from holdfast.runtime.update.measurements import DeviceMeasurements
 
 _START = Position(0, 0, 0)
-_NO_BUFFERS = BufferCapture((), [])
 
 
 class UnguardedRun:
@@ -41,6 +40,7 @@ class UnguardedRun:
         self._state, self._hooks, self._clip = state, hooks, clip
         self._ranks, self._norms = distributed.ranks, distributed.norms
         self._sync = GradientSync(state.wrapped_modules)
+        self.averages_gradients = self._sync.has_modules
         self._gate = Gate(state.optimizers, state.scaler, "host", armed=False, on_cuda=False, norms=distributed.norms)
         self._loader: Iterable[Any] | None = None
         self._epochs_left: int | None = None
@@ -59,12 +59,16 @@ class UnguardedRun:
         self._epochs_left = None if epochs is None else epochs + (self._batches is not None)
         self.progress.exhausted = False
 
-    def draw_step(self, accumulate: int) -> StepAttempt | None:
+    def draw_step(self, accumulate: int, max_steps: int | None = None) -> StepAttempt | None:
+        progress = self.progress
+        is_enough = max_steps is not None and progress.step >= max_steps
+        if is_enough or progress.stopping is not None or progress.exhausted:
+            return None
         draw = self._draw()
         if draw is None:
             return None
         return StepAttempt(
-            self.progress.step + 1, 1, accumulate, [draw], _NO_BUFFERS, BatchFingerprint(fingerprint=False)
+            self.progress.step + 1, 1, accumulate, [draw], NO_BUFFERS, BatchFingerprint(fingerprint=False)
         )
 
     def draw_batch(self, attempt: StepAttempt) -> bool:
@@ -118,11 +122,10 @@ class UnguardedRun:
 
     def submit(self, attempt: StepAttempt) -> None:
         state, parameters = self._state, self._state.trained_parameters()
-        if (factor := attempt.correction(self.is_distributed)) != 1.0:
+        loss, factor = attempt.complete(self.is_distributed)
+        if factor != 1.0:
             scale_gradients(parameters, factor)
         found_inf = {} if state.scaler is None else state.scaler.unscale(state.optimizers.outer)
-        loss = attempt.mean_loss()
-        assert loss is not None
         if (total := attempt.total_if_equal()) is not None and self.is_distributed:
             self._weigh_gradients(attempt, parameters, total, loss)
         norm = loss
@@ -168,7 +171,6 @@ class UnguardedRun:
     # ---- what there is nothing to do for
 
     def open(self, about: dict[str, Any]) -> None: ...
-    def settle_for_hooks(self) -> None: ...
     def close(self, error: BaseException | None) -> None: ...
     def expect_shift(self, reason: str) -> None: ...
     def quarantine(self, samples: Iterable[int], reason: str) -> None: ...

@@ -47,6 +47,9 @@ class CheckpointSink(Protocol):
 
     lineage: Lineage
 
+    every_steps: int
+    """steps between scheduled saves; 0: none are scheduled"""
+
     def save_reason(self, step: int, *, initial: bool = False) -> str | None: ...
     def submit(self, snapshot: Snapshot, stalled_seconds: float) -> None: ...
 
@@ -68,6 +71,8 @@ class SnapshotManager:
         devices = {p.device for p in state.trained_parameters()}
         self.ring = Ring(config, ranks_per_host, () if config.place == "host" else devices)
         self._copier = Copier(state.allowed_nonfinite, staging=config.device_staging)
+        self.copies_in_flight = self._copier.reading
+        """copies that the next update must wait for"""
         self._placement = Placement(state, self._copier, self.ring, config.place, devices)
         self.restorer = Restorer(state, self._copier, rng)
         self._in_progress: Snapshot | None = None
@@ -101,11 +106,19 @@ class SnapshotManager:
         return self._start(step) if self._is_due(step) else None
 
     def _is_due(self, step: int) -> bool:
-        return self.ring.due(step) or self._sink.save_reason(step) is not None
+        ring, every = self.ring, self._sink.every_steps
+        if ring.enabled and step % ring.every_steps == 0:
+            return True
+        return every > 0 and step % every == 0 and self._sink.save_reason(step) is not None
 
-    def on_commit(self, step: int, detectors: DetectorState) -> None:
-        """Add the small state if the next step has begun already. Otherwise take the snapshot when it begins: what the
-        loop does between two steps, such as an evaluation that moves the schedule, belongs to the first of them."""
+    def on_commit(self, step: int, detectors: DetectorState, *, is_healthy: bool = True) -> None:
+        """Count a healthy step, and add the small state to a snapshot in progress if the next step has begun already.
+
+        Otherwise take the snapshot when the next step begins: what the loop does between two steps, such as an evaluation
+        that moves the schedule, belongs to the first of them.
+        """
+        if is_healthy:
+            self.count_healthy_step(step)
         if not self._placement.is_preallocated:
             self._placement.preallocate()
         if self._in_progress is not None and self._in_progress.position is not None:
@@ -309,10 +322,9 @@ class SnapshotManager:
 
     def wait_for_copies(self) -> None:
         """Wait until the next update may write to tensors that are being copied."""
-        if self._copier.reading:
-            began = time.perf_counter()
-            self._copier.wait()
-            self.stalled_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        self._copier.wait()
+        self.stalled_seconds += time.perf_counter() - began
 
     def release_device_memory(self) -> str | None:
         """Give back the device memory that copies use for speed, because the device ran out of memory."""

@@ -64,7 +64,7 @@ class _StableBuffers:
             value = own_buffers(module)[key]
             assert value is not None
             groups.setdefault((value.device, value.dtype, min(2, value.dim())), []).append((index, module, key))
-        self._places = [place for group in groups.values() for place in group]
+        self.places = [place for group in groups.values() for place in group]
         self._values = self._current()
         self._shapes, self._dtypes = _shapes(self._values), _dtypes(self._values)
         self._packs: list[tuple[BufferPack, list[Tensor]]] = []
@@ -89,19 +89,19 @@ class _StableBuffers:
         before = zip(self._values, self._shapes, self._dtypes, strict=True)
         return [
             index
-            for (index, _, _), now, (value, shape, dtype) in zip(self._places, self._current(), before, strict=True)
+            for (index, _, _), now, (value, shape, dtype) in zip(self.places, self._current(), before, strict=True)
             if now is not value or value.shape != shape or value.dtype != dtype
         ]
 
     def _current(self) -> list[Tensor]:
-        return [own_buffers(module).get(key) for _, module, key in self._places]  # type: ignore[misc]
+        return [own_buffers(module).get(key) for _, module, key in self.places]  # type: ignore[misc]
 
 
 class ModuleBuffers:
     """All buffers of the modules, found by module and name, so that one that forward rebinds is followed."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._places: list[tuple[str, nn.Module, str]] = []
+        self.places: list[tuple[str, nn.Module, str]] = []
         seen: set[int] = set()
         for prefix, root in modules:
             for path, module in root.named_modules():
@@ -109,20 +109,20 @@ class ModuleBuffers:
                     continue
                 seen.add(id(module))
                 for name in own_buffers(module):
-                    self._places.append((".".join(filter(None, (prefix, path, name))), module, name))
-        self._copies: list[Tensor | None] = [None] * len(self._places)
+                    self.places.append((".".join(filter(None, (prefix, path, name))), module, name))
+        self._copies: list[Tensor | None] = [None] * len(self.places)
         # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are reused.
-        self._copied_from: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self._places)
+        self._copied_from: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.places)
         """the buffer each copy was made of, and its version"""
-        self._unchanged = [0] * len(self._places)
+        self._unchanged = [0] * len(self.places)
         """captures in a row that found the same small buffer"""
-        self._single = list(range(len(self._places)))
+        self._single = list(range(len(self.places)))
         """the buffers that are copied one by one"""
         self._stable = _StableBuffers(())
 
     def named_whole(self) -> dict[str, Tensor]:
         """Return the buffers by full name, sharded ones as DTensors."""
-        named = ((name, own_buffers(module).get(key)) for name, module, key in self._places)
+        named = ((name, own_buffers(module).get(key)) for name, module, key in self.places)
         return {name: value for name, value in named if value is not None}
 
     def named(self) -> dict[str, Tensor]:
@@ -131,8 +131,8 @@ class ModuleBuffers:
 
     def capture(self) -> BufferCapture:
         """Return copies of all buffers as they are now."""
-        if not self._places:
-            return _NO_BUFFERS
+        if not self.places:
+            return NO_BUFFERS
         with torch.no_grad():
             packs = self._stable.copy()
             if packs is None:
@@ -147,7 +147,7 @@ class ModuleBuffers:
 
     def _copy_single(self, i: int) -> bool:
         """Copy one buffer if needed. Returns whether it has been in place long enough to be copied with others."""
-        _, module, key = self._places[i]
+        _, module, key = self.places[i]
         value, copied_from = own_buffers(module).get(key), self._copied_from[i]
         if value is None:
             self._copies[i], self._copied_from[i], self._unchanged[i] = None, None, 0
@@ -167,14 +167,14 @@ class ModuleBuffers:
             self._unchanged[i] = 0
         stable = [i for i, count in enumerate(self._unchanged) if count >= _STABLE_CAPTURES]
         self._single = [i for i, count in enumerate(self._unchanged) if count < _STABLE_CAPTURES]
-        self._stable = _StableBuffers((i, *self._places[i][1:]) for i in stable)
+        self._stable = _StableBuffers((i, *self.places[i][1:]) for i in stable)
         for i in stable:
             self._copies[i] = self._copied_from[i] = None
 
     @torch.no_grad()
     def restore(self, capture: BufferCapture) -> None:
         """Restore every buffer to its value in `capture`."""
-        for (_, module, key), saved in zip(self._places, capture.tensors(), strict=True):
+        for (_, module, key), saved in zip(self.places, capture.tensors(), strict=True):
             value = own_buffers(module).get(key)
             part = None if value is None else local(value)
             if saved is None:
@@ -185,18 +185,18 @@ class ModuleBuffers:
                 own_buffers(module)[key] = shard_like(value, saved.clone())
             else:
                 own_buffers(module)[key] = saved.clone()
-        self._copied_from = [None] * len(self._places)
+        self._copied_from = [None] * len(self.places)
 
     def as_named(self, capture: BufferCapture) -> dict[str, Tensor]:
         """Return the copies of a capture by full name, without those that were None."""
-        return {name: c for (name, _, _), c in zip(self._places, capture.tensors(), strict=True) if c is not None}
+        return {name: c for (name, _, _), c in zip(self.places, capture.tensors(), strict=True) if c is not None}
 
     def from_named(self, tensors: dict[str, Tensor]) -> BufferCapture:
         """Invert `as_named`: a name that is missing was None."""
-        return BufferCapture([tensors.get(name) for name, _, _ in self._places], [])
+        return BufferCapture([tensors.get(name) for name, _, _ in self.places], [])
 
 
-_NO_BUFFERS = BufferCapture((), [])
+NO_BUFFERS = BufferCapture((), [])
 
 
 def _shapes(tensors: list[Tensor]) -> list[torch.Size]:

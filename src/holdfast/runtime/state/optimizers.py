@@ -44,6 +44,8 @@ class Optimizers:
         self.outer = list(optimizers)
         self.all = with_wrapped(self.outer)
         self._hooks: list[Any] = []
+        self.allows_step = False
+        """set by the pipeline around the guard's own update"""
         self._listed: list[Tensor] = []
         self._unique: list[Tensor] = []
         self._ids: frozenset[int] = frozenset()
@@ -92,11 +94,11 @@ class Optimizers:
         """Whether every optimizer takes a `found_inf` tensor and changes nothing if it is 1."""
         return len(self.all) == len(self.outer) and all(map(takes_found_inf, self.outer))
 
-    def forbid_foreign_steps(self, allowed: Callable[[], bool], error: Callable[[], Exception]) -> None:
-        """Raise `error()` when anyone but the guard calls `step()`: the update would be applied twice, or past the gate."""
+    def forbid_foreign_steps(self, error: Callable[[], Exception]) -> None:
+        """Raise `error()` when `step()` is called while `allows_step` is False: the update would be applied twice."""
 
         def check(*_: Any) -> None:
-            if not allowed():
+            if not self.allows_step:
                 raise error()
 
         self._hooks = [o.register_step_pre_hook(check) for o in self.outer]

@@ -47,6 +47,7 @@ class Rng:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = sorted({d.index or 0 for d in devices if d.type == "cuda"})
         self._generators: list[torch.Generator] = []
+        self.has_user_generators = False
         if self._devices:
             torch.cuda.init()  # type: ignore[no-untyped-call]
 
@@ -54,6 +55,7 @@ class Rng:
         """Capture this generator too. Ignores None and a generator that is already included."""
         if isinstance(generator, torch.Generator) and all(g is not generator for g in self._generators):
             self._generators.append(generator)
+            self.has_user_generators = True
 
     def user_states(self) -> tuple[torch.Tensor, ...]:
         """Return the states of the included generators."""

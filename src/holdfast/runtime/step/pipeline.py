@@ -15,26 +15,28 @@ from itertools import takewhile
 from typing import Any, NamedTuple
 
 import msgspec
-from torch import OutOfMemoryError, Tensor
+from torch import OutOfMemoryError, Tensor, float64
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, StepError
 from holdfast.core.base.types import Finding, Flag, Outcome, Signal, Status
+from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.runtime import effects
 from holdfast.runtime.agree.attribution import describe_data
 from holdfast.runtime.agree.coordinator import RankCoordinator
-from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements, agree_alone
+from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects import RecoveryParts, Situation, Transition
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import rewind
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
-from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
@@ -89,12 +91,11 @@ class GuardedPipeline:
         self.context, self.parts, self.progress = context, parts, Progress()
         self.is_distributed = parts.coordinator.is_distributed
         self._is_armed = context.config.recover.mode == "heal"
+        self.averages_gradients = parts.gradient_sync.has_modules
         self._clip = clip
         self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
         self._parameters: list[Tensor] = []
         self._parameter_ids: frozenset[int] | None = None
-        self._is_stepping = False
-        """inside the guard's own optimizer.step()"""
         self._overflows = 0
         """overflowed attempts in a row"""
         self.has_failed = False
@@ -106,14 +107,21 @@ class GuardedPipeline:
         if is_new_loader:
             self.progress.positions.clear()
 
-    def owns_optimizer_step(self) -> bool:
-        """Return whether the running optimizer.step() is the guard's own."""
-        return self._is_stepping
-
     # ---- 1. draw
 
-    def draw_step(self, accumulate: int) -> StepAttempt | None:
-        """Return the next step with its first batch, or None when the data has ended."""
+    def draw_step(self, accumulate: int, max_steps: int | None = None) -> StepAttempt | None:
+        """Return the next step with its first batch.
+
+        None if the run was asked to stop, `max_steps` are committed, or the data has ended.
+        """
+        progress = self.progress
+        if self.context.hooks.runs_between_steps:  # an average or a teacher moves before the next forward sees it
+            self.flush()
+        if max_steps is not None and progress.step + (progress.pending is not None) >= max_steps:
+            self.flush()  # a pending step counts only once it has settled
+        is_enough = max_steps is not None and progress.step >= max_steps
+        if is_enough or progress.stopping is not None or progress.exhausted:
+            return None
         if self.parts.snapshots.restorer.is_partial:
             raise StepError("the run's state was restored in part and could not be verified: start the process again")
         if self.parts.streams is not None:
@@ -128,7 +136,7 @@ class GuardedPipeline:
         progress, feeder = self.progress, self.parts.feeder
         while True:
             buffers = self._begin_step()
-            draw, ended_epochs = feeder.draw()
+            draw, ended_epochs = self._draw()
             if draw is not None:
                 break
             if progress.pending is None:
@@ -144,23 +152,34 @@ class GuardedPipeline:
         attempt = StepAttempt(number, attempt_number, accumulate, [draw], buffers, inputs)
         if is_behind_pending:
             attempt.epochs_before = ended_epochs
-        else:
+        elif ended_epochs:
             self._end_epochs(ended_epochs)
         progress.served = attempt
         return attempt
 
+    def _draw(self) -> tuple[Draw | None, int]:
+        """Return one batch, or None at the end of the data, and how many epochs ended right before it."""
+        feeder = self.parts.feeder
+        feeder.ended_epochs.clear()
+        try:
+            return feeder.source.draw(), len(feeder.ended_epochs)
+        except StopIteration:
+            return None, len(feeder.ended_epochs)
+
     def _begin_step(self) -> BufferCapture:
         """Capture the buffers, and complete a snapshot of the step before: RNG and data position are right now."""
         context, parts = self.context, self.parts
-        buffers = context.state.buffers.capture()
-        self.note(
-            parts.snapshots.on_step_begin(context.rng.capture, buffers, parts.feeder.source, context.engine.state_dict)
+        buffers = context.state.buffers.capture() if context.state.buffers.places else NO_BUFFERS
+        message = parts.snapshots.on_step_begin(
+            context.rng.capture, buffers, parts.feeder.source, context.engine.state_dict
         )
+        if message is not None:
+            self.note(message)
         return buffers
 
     def draw_batch(self, attempt: StepAttempt) -> bool:
         """Draw one more batch for a step in progress. Return False if the data ended inside it."""
-        draw, ended_epochs = self.parts.feeder.draw()
+        draw, ended_epochs = self._draw()
         attempt.epochs_inside += ended_epochs
         if draw is None:
             attempt.data_ended = True
@@ -171,7 +190,7 @@ class GuardedPipeline:
     def redraw(self, attempt: StepAttempt) -> None:
         """Give an attempt that was drawn but not entered its data again: the step before it was undone."""
         attempt.buffers = self._begin_step()
-        draw, ended_epochs = self.parts.feeder.draw()
+        draw, ended_epochs = self._draw()
         attempt.draws, attempt.data_ended = ([], True) if draw is None else ([draw], False)
         attempt.number, attempt.attempt, attempt.epochs_before = self.progress.step + 1, self.progress.attempt, 0
         self._end_epochs(ended_epochs)
@@ -201,8 +220,7 @@ class GuardedPipeline:
 
     def before_forward(self, *, is_last: bool) -> None:
         """Have DDP and FSDP2 average gradients in the backward of the step's last part, and in no other."""
-        if self.parts.gradient_sync.has_modules:
-            self.parts.gradient_sync.before_forward(is_last=is_last)
+        self.parts.gradient_sync.before_forward(is_last=is_last)
 
     def backward(self, attempt: StepAttempt, value: Tensor, factor: float) -> None:
         """Run the scaled backward of one part. A factor of 0 adds nothing to any gradient."""
@@ -250,7 +268,8 @@ class GuardedPipeline:
         if progress.pending is not None and not self._settle(attempt):
             self._discard(attempt)
             return
-        self._move_epoch_schedule(attempt)
+        if attempt.epochs_before or attempt.epochs_inside:
+            self._move_epoch_schedule(attempt)
         attempt.number, attempt.attempt = progress.step + 1, progress.attempt
         agreed = self._agree(attempt, stats)
         self._update(attempt, stats, agreed)
@@ -262,14 +281,14 @@ class GuardedPipeline:
 
     def _measure(self, attempt: StepAttempt) -> GradientStats:
         """Enqueue the norm of the gradients where the step ran. The host does not wait."""
+        state, interventions = self.context.state, self.context.state.interventions
+        attempt.clip = self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
         self._follow_param_groups()
-        if (factor := attempt.correction(self.is_distributed)) != 1.0:
+        loss, factor = attempt.complete(self.is_distributed)
+        if factor != 1.0:
             scale_gradients(self._parameters, factor)
-        state = self.context.state
         found_inf = {} if state.scaler is None else state.scaler.unscale(state.optimizers.outer)
-        norm = self.parts.norms.gradient_norm(self._parameters, to_clip=self._max_norm() is not None)
-        loss = attempt.mean_loss()
-        assert loss is not None, "a complete step has a loss"
+        norm = self.parts.norms.gradient_norm(self._parameters, to_clip=attempt.clip is not None)
         return GradientStats(loss, norm, found_inf)
 
     def _move_epoch_schedule(self, attempt: StepAttempt) -> None:
@@ -292,7 +311,7 @@ class GuardedPipeline:
             stats.loss,
             stats.norm,
             None if scaler is None else scaler.scale_tensor(),
-            self._found_inf_flags(stats),
+            [] if scaler is None else self._found_inf_flags(stats),
             parts.update_size.sum_of_squares(stats.loss.device) if self.is_distributed and parts.update_size else None,
             parts.norms.weight_norm(self._parameters, stats.loss.device) if is_weighed else None,
             parts.local_grad_norms.pop() if self.is_distributed else None,
@@ -328,10 +347,8 @@ class GuardedPipeline:
 
     def _found_inf_flags(self, stats: GradientStats) -> list[Tensor]:
         """Return the loss scaler's flag of each optimizer, so that every rank has equally many."""
-        state = self.context.state
-        if state.scaler is None:
-            return []
-        return [stats.found_inf.get(id(o), stats.loss.new_zeros(())) for o in state.optimizers.outer]
+        optimizers = self.context.state.optimizers.outer
+        return [stats.found_inf.get(id(o), stats.loss.new_zeros(())) for o in optimizers]
 
     def _update(self, attempt: StepAttempt, stats: GradientStats, agreed: AgreedStep) -> None:
         """Clip and step the optimizers unless the gate vetoes the update."""
@@ -352,19 +369,21 @@ class GuardedPipeline:
             agreed.norms_differ,
             agreed.extra,
         )
-        attempt.clip = self._max_norm()
+        interventions = state.interventions
+        attempt.clip = self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
         lr_factor = 1.0 if state.interventions.lr_ramp is None else state.interventions.lr_factor()
         attempt.lr = state.optimizers.lr() * lr_factor
-        parts.snapshots.wait_for_copies()
+        if parts.snapshots.copies_in_flight:
+            parts.snapshots.wait_for_copies()
         if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
             state.reshard()
-        self._is_stepping = True
+        state.optimizers.allows_step = True
         try:
             attempt.handle = parts.gate.apply(
                 measurements, self._parameters, found_inf, attempt.clip, lr_factor, local_norm=local_norm
             )
         finally:
-            self._is_stepping = False
+            state.optimizers.allows_step = False
         if attempt.number + 1 >= parts.integrity.checks.next_check:
             parts.integrity.after_update(attempt.number)
         clear_gradients(self._parameters)
@@ -390,10 +409,6 @@ class GuardedPipeline:
         local_share = share.to(local_norm.dtype)
         scale_gradients(self._parameters, local_share)
         return agreed._replace(norm=agreed.norm * share), local_norm * local_share
-
-    def _max_norm(self) -> float | None:
-        interventions = self.context.state.interventions
-        return self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
 
     def _follow_param_groups(self) -> None:
         """Include parameter groups that were added on the way (gradual unfreezing)."""
@@ -425,18 +440,14 @@ class GuardedPipeline:
                 self.redraw(served)
         return is_settled
 
-    def settle_for_hooks(self) -> None:
-        """Settle between two steps if a hook changes the run at the end of a step (EMA, a teacher)."""
-        if self.context.hooks.runs_between_steps:
-            self.flush()
-
     def _settle(self, following: StepAttempt | None) -> bool:
         """Judge the pending step and act on it. Return False if data was requeued: `following` is void then."""
         progress, parts, coordinator = self.progress, self.parts, self.parts.coordinator
         attempt, progress.pending = progress.pending, None
         assert attempt is not None and attempt.handle is not None
-        measured = attempt.handle.read()
-        self._read_rows(attempt, measured.extra)
+        measured = attempt.handle.measurements or attempt.handle.read()
+        if self.is_distributed or measured.extra is not None:
+            self._read_rows(attempt, measured.extra)
         signal = attempt.signal(measured)
         if self.is_distributed:
             signal = coordinator.merge_signal(signal, attempt.rows)
@@ -448,7 +459,11 @@ class GuardedPipeline:
             attempt.origin = coordinator.find_origin(
                 attempt.rows, signal, lambda find: describe_data(attempt.draws, attempt.losses, find_nonfinite=find)
             )
-        findings = self._check_state(attempt, signal)
+        findings: list[Finding] = []
+        has_alarm = parts.snapshots.nonfinite is not None or parts.checkpoints.nonfinite is not None
+        self._overflows = self._overflows + 1 if signal.overflow else 0
+        if signal.flags or signal.overflow or has_alarm or self.is_distributed:
+            findings = self._check_state(attempt, signal)
         if attempt.rows is not None:
             findings += parts.integrity.findings(attempt.number, attempt.rows, signal)
         plan = self.context.engine.judge(signal, findings, None if attempt.origin is None else attempt.origin.evidence)
@@ -456,7 +471,11 @@ class GuardedPipeline:
             coordinator.add_decision(signal, plan)
         has_actions = plan is not None and bool(plan.actions)
         if not has_actions and not is_vetoed:
-            self._keep(attempt, signal, is_healthy=plan is None or plan.by != "observe")
+            is_healthy = plan is None or plan.by != "observe"
+            if signal.overflow:
+                self._record_overflow(attempt, signal)
+            else:
+                self._commit(attempt, signal, is_healthy)
             return True
         situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
         if not has_actions:
@@ -467,7 +486,6 @@ class GuardedPipeline:
 
     def _check_state(self, attempt: StepAttempt, signal: Signal) -> list[Finding]:
         """Find out whether the state was non-finite before the batch. Checked only when something is wrong already."""
-        self._overflows = self._overflows + 1 if signal.overflow else 0
         is_suspect = bool(signal.flags & _NONFINITE) or self._overflows in _STATE_CHECK_AT_OVERFLOWS
         is_checked = self.context.config.detect.nonfinite and is_suspect
         tensor = self.context.state.first_nonfinite(attempt.buffers) if is_checked else None
@@ -486,15 +504,14 @@ class GuardedPipeline:
             return None
         return snapshots.pop_nonfinite() or checkpoints.pop_nonfinite()
 
-    def _keep(self, attempt: StepAttempt, signal: Signal, *, is_healthy: bool) -> None:
-        """Keep the attempt: its update has landed, or the loss scaler kept it from landing."""
-        if signal.overflow:
-            # As torch does it: data, RNG and buffers are consumed, the scale has backed off, the schedule stays.
-            self.parts.snapshots.discard_in_progress()
-            outcome = Outcome(status=Status.OVERFLOWED, signal=signal)
-            self._record_outcome(attempt, outcome, loss_scale=signal.loss_scale)
-        else:
-            self._commit(attempt, signal, is_healthy)
+    def _record_overflow(self, attempt: StepAttempt, signal: Signal) -> None:
+        """Record an attempt that the loss scaler kept from landing.
+
+        As torch does it: data, RNG and buffers are consumed, the scale has backed off, the schedule stays.
+        """
+        self.parts.snapshots.discard_in_progress()
+        outcome = Outcome(status=Status.OVERFLOWED, signal=signal)
+        self._record_outcome(attempt, outcome, loss_scale=signal.loss_scale)
 
     def _commit(self, attempt: StepAttempt, signal: Signal, is_healthy: bool) -> None:
         progress, context, parts = self.progress, self.context, self.parts
@@ -502,7 +519,8 @@ class GuardedPipeline:
         assert progress.step == signal.step, "committed steps are numbered without gaps"
         progress.attempt = 1
         progress.positions[progress.step] = attempt.draws[0].begin
-        self.step_schedulers("step")
+        if context.state.schedulers.all:
+            self.step_schedulers("step")
         interventions = context.state.interventions
         is_intervening = interventions.lr_ramp is not None or interventions.tightened_clip is not None
         if is_intervening or attempt.is_weighted or context.history.interventions:
@@ -510,14 +528,13 @@ class GuardedPipeline:
         if is_healthy:
             if context.engine.commit(signal) is not None:
                 parts.integrity.incident_closed(progress.step)
-            parts.snapshots.count_healthy_step(progress.step)
             parts.checkpoints.count_healthy_step(progress.step)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
             context.records.metrics.write(outcome)
         if "on_step_end" in context.hooks.callbacks:
             context.hooks.call("on_step_end", outcome)
-        parts.snapshots.on_commit(progress.step, context.engine.state_dict)
+        parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy)
         if progress.step % _FORGET_EVERY == 0:
             self._forget_positions()
 
@@ -553,8 +570,10 @@ class GuardedPipeline:
             self._roll_back_to(transition.rolled_back_to)
         if transition.stop_reason is not None:
             progress.stopping = transition.stop_reason
-        if outcome is None:
-            self._keep(attempt, signal, is_healthy=True)
+        if outcome is None and signal.overflow:
+            self._record_overflow(attempt, signal)
+        elif outcome is None:
+            self._commit(attempt, signal, is_healthy=True)
         else:
             if transition.rolled_back_to is not None:
                 self._intervene(transition, part_of_rollback=True)
@@ -659,7 +678,7 @@ class GuardedPipeline:
 
     def _read_rows(self, attempt: StepAttempt, extra: Tensor | None) -> bool:
         """Read the rows of all ranks, once a step, and apply their requests. Return whether limits have changed."""
-        if attempt.rows is not None or (extra is None and not self.is_distributed):
+        if attempt.rows is not None:
             return False
         state = self.context.state
         scaled_optimizers = 0 if state.scaler is None else len(state.optimizers.outer)
@@ -704,3 +723,14 @@ class GuardedPipeline:
         """Journal and log that something works less well than asked."""
         if message is not None:
             self.context.engine.note(self.progress.step, message)
+
+
+def agree_alone(limits: Limits, local: LocalMeasurements) -> AgreedStep:
+    """Return the step's numbers of a single process."""
+    norm = local.norm.value if local.norm.is_total else local.norm.value.sqrt()
+    weight_norm = None
+    if local.weight_norm is not None:
+        total = local.weight_norm.value
+        weight_norm = total if local.weight_norm.is_total else total.sqrt()
+    extra = None if local.checks is None else local.checks.view(float64)
+    return AgreedStep(local.loss, norm, limits, local.found_inf, None, weight_norm, None, None, extra)

@@ -48,7 +48,7 @@ class GuardedRun:
             self.pipeline.report_failure(error, "opening the run directory")
             self._release()
             raise
-        context.state.optimizers.forbid_foreign_steps(self.pipeline.owns_optimizer_step, _foreign_step_error)
+        context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
 
     def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
         """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues."""

@@ -16,8 +16,14 @@ from torch import Tensor
 
 from holdfast.runtime.tensors.norms import clip_factor
 from holdfast.runtime.tensors.triton_kernels import OptionalKernel
-from holdfast.runtime.update.measurements import DeviceMeasurements, HostMeasurements, host_limits, host_measurements
-from holdfast.runtime.update.update_size import UpdateSample, rms_of_worst
+from holdfast.runtime.update.measurements import (
+    DeviceMeasurements,
+    HostMeasurements,
+    host_limits,
+    host_measurements,
+    rms_of_worst,
+)
+from holdfast.runtime.update.update_size import UpdateSample
 from holdfast.runtime.update.veto import FLOAT32_MAX, Slot, upper_bound
 
 _ALREADY_CURRENT = nullcontext()

@@ -44,13 +44,14 @@ class UpdateHandle:
         self._packed = packed
         self._without_state = without_state
         self._found_inf = found_inf or {}
-        self._measurements: HostMeasurements | None = None
+        self.measurements: HostMeasurements | None = None
+        """None until `read`"""
 
     def read(self) -> HostMeasurements:
         """Return the measurements. The first call waits for the device."""
-        if self._measurements is None:
-            self._measurements = self._packed.read()
-        return self._measurements
+        if self.measurements is None:
+            self.measurements = self._packed.read()
+        return self.measurements
 
     def drop_new_optimizer_state(self, *, overflow: bool) -> None:
         """Delete the optimizer state that a vetoed or overflowed step created.

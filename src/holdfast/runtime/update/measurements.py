@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.runtime.update.update_size import UpdateSamples, rms_of_worst, sums_of_squares
+from holdfast.runtime.update.update_size import UpdateSamples, sums_of_squares
 from holdfast.runtime.update.veto import FLOAT32_MAX, Slot, bounds_on_device, flags_on_host, veto_on_device
 
 HostLimits = tuple[float | None, float | None]
@@ -63,6 +63,17 @@ def host_measurements(
     loss, grad_norm, scale = numbers[Slot.LOSS], numbers[Slot.GRAD_NORM], numbers.get(Slot.LOSS_SCALE)
     weight_norm = numbers.get(Slot.WEIGHT_NORM)
     return HostMeasurements(loss, grad_norm, flags, overflow, scale, update_rms, weight_norm, extra)
+
+
+def rms_of_worst(sums: Sequence[float], counts: Sequence[Sequence[int]]) -> float | None:
+    """Return the update size of the optimizer with the largest; NaN if one is NaN. None if nothing was sampled."""
+    worst, start = None, 0
+    for elements in counts:
+        total = sum(sums[start : start + len(elements)])
+        start += len(elements)
+        rms = math.sqrt(total / sum(elements)) if total >= 0 else math.nan
+        worst = rms if worst is None or not rms <= worst else worst
+    return worst
 
 
 class PackedMeasurements:
@@ -137,7 +148,8 @@ class MeasurementPacker:
         tensors = [by_slot[slot] for slot in Slot]
         parts = [self._absent if t is None else t.to(device, dtype).view(1) for t in tensors]
         if m.update_samples is not None:
-            parts += [sums.to(device, dtype) for sums in sums_of_squares(m.update_samples)]
+            for sums in sums_of_squares(m.update_samples):
+                parts.append(sums.to(device, dtype))
         if m.extra is not None:
             parts.append(m.extra.to(device))
         return PackedMeasurements(

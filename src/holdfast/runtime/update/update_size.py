@@ -8,7 +8,6 @@ rank measures its own part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -136,17 +135,6 @@ class UpdateSize:
 def sums_of_squares(samples: UpdateSamples) -> list[Tensor]:
     """Return for each optimizer, param group and device a row with the sum of g^2 / v of each sample."""
     return [_sums(group) for groups in samples.by_optimizer for group in groups]
-
-
-def rms_of_worst(sums: Sequence[float], counts: Sequence[Sequence[int]]) -> float | None:
-    """Return the update size of the optimizer with the largest; NaN if one is NaN. None if nothing was sampled."""
-    worst, start = None, 0
-    for elements in counts:
-        total = sum(sums[start : start + len(elements)])
-        start += len(elements)
-        rms = math.sqrt(total / sum(elements)) if total >= 0 else math.nan
-        worst = rms if worst is None or not rms <= worst else worst
-    return worst
 
 
 def _choose(optimizer: Optimizer, count: int) -> list[_Choice]:

@@ -10,11 +10,11 @@
 """
 
 import gc
-from collections import Counter
-from itertools import combinations
 
 import pytest
 from hypothesis import settings
+
+from marks import covering
 
 # The same examples in every run; more of them in `make test-all`.
 settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=60)
@@ -51,22 +51,6 @@ def values(item):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         given.append((*names, *(id(item.callspec.params[name.strip()]) for name in names)))
     return given
-
-
-def covering(cases, strength):
-    """Return the numbers of a few cases in which every combination of `strength` values occurs that occurs in any case.
-
-    The rule is greedy: take the case with the most combinations not yet covered, until nothing is left to cover. Of several
-    such cases take the one whose values were used least so far, then the first.
-    """
-    covers = [set(combinations(case, min(strength, len(case)))) for case in cases]
-    missing, chosen, used = set().union(*covers), set(), Counter()
-    while missing:
-        best = max(range(len(cases)), key=lambda n: (len(covers[n] & missing), -sum(used[value] for value in cases[n])))
-        chosen.add(best)
-        used.update(cases[best])
-        missing -= covers[best]
-    return chosen
 
 
 def pytest_collection_finish(session):

@@ -42,7 +42,6 @@ NOT_RUN = {
 STATUS = {
     "holdfast diagnose runs/* --fail-on nan --fail-on divergence": 3,  # runs/b has a NaN
 }
-LOADS_TORCH = re.compile(r"holdfast (train|demo)|torchrun|python")
 
 
 def every_command() -> list[str]:
@@ -104,12 +103,9 @@ def prepared(tmp_path_factory) -> Path:
     return folder
 
 
-def case(command: str) -> object:
-    return pytest.param(command, id=command, marks=[pytest.mark.slow] if LOADS_TORCH.match(command) else [])
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("command", [case(c) for c in every_command() if not reason_not_to_run(c)])
+@pytest.mark.parametrize("command", [c for c in every_command() if not reason_not_to_run(c)])
 def test_every_command_in_the_docs_runs(command, prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "docs")
     if not command.startswith("holdfast init"):
@@ -151,7 +147,7 @@ PYTHON = [block for block in doc_blocks.blocks() if doc_blocks.is_python(block)]
 
 
 @pytest.mark.parametrize("page", list(dict.fromkeys(block.page for block in PYTHON)))
-def test_every_python_block_in_the_docs_runs(page, prepared, tmp_path, monkeypatch):
+def test_every_python_block_in_the_docs_runs(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, after the prelude. They run on the CPU if they name a GPU."""
     monkeypatch.chdir(tmp_path)
     Path("holdfast.toml").write_text(template())
@@ -185,8 +181,8 @@ def test_every_policy_in_the_docs_is_valid(block: Block):
     config.load(tomllib.loads(block.text))  # raises if a key is wrong
 
 
-@pytest.mark.parametrize("command", [c for c in every_command() if reason_not_to_run(c)])
-def test_a_command_that_is_not_run_exists_with_these_options(command):
+@pytest.mark.parametrize("command", every_command())
+def test_every_command_in_the_docs_exists_with_these_options(command):
     words = shlex.split(command)
     if words[0] == "make":
         assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()

@@ -198,13 +198,13 @@ def _watch(board: Board) -> list[Any]:
     """Around what is done now and then, say so on the board. The tiers that are opened are listed."""
     from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
     from holdfast.runtime.effects import rollback
-    from holdfast.runtime.step import pipeline
+    from holdfast.runtime.step import run
 
     for owner, name, slot, phase, then in (
         (DiskCheckpointStore, "_save", 1, "saving", ""),
         (DiskCheckpointStore, "_mark", 1, "marking", ""),
         (DiskCheckpointStore, "_remove", 1, "pruning", ""),
-        (pipeline, "resume", 0, "resuming", "startup"),
+        (run, "resume", 0, "resuming", "startup"),
         (rollback, "perform", 0, "rollback", "step"),
     ):
         setattr(owner, name, _told(board, getattr(owner, name), slot, phase, then))

@@ -91,6 +91,15 @@ def test_skip_anywhere(where, optimizer, gate, shuffle, tmp_path):
     assert run.guard.summary().skipped == len(WHERE[where])
 
 
+@pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
+def test_epoch_schedule_moves_after_the_last_step_of_the_epoch_has_settled(optimizer, gate, tmp_path):
+    """On a device the next epoch's first batch is computed before the last step of the epoch before is judged."""
+    case = Case(optimizer=optimizer, scheduler="exponential", interval="epoch", shuffle="unique", epochs=3)
+    case.config, case.faults = quick(gate), at(case, 11, 23)
+    run = check(case, tmp_path, "skip")
+    assert run.scheduler.last_epoch == 3
+
+
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 def test_a_finite_loss_with_a_non_finite_gradient(optimizer, gate, tmp_path):
     class Rooted(Case):

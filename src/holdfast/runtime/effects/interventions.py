@@ -1,6 +1,6 @@
 """Change the LR or the clip for a while: with a recovery, or again when a later process reaches the same step.
 
-The LR factor and the tighter clip are laid over the schedule and taken off shard_like every update. No scheduler reads them.
+They apply to one update at a time and are taken off after it. No scheduler reads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Skip data: exclude a window of the data stream shard_like the onset. Part of a rollback."""
+"""Skip data: exclude a window of the data stream around the onset. Part of a rollback."""
 
 from __future__ import annotations
 

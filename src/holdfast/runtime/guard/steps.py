@@ -82,7 +82,6 @@ class Step:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
         attempt, pipeline = self._attempt, self._pipeline
-        attempt.phase = "left"
         if error is not None:
             pipeline.abandon(attempt, error)
         elif attempt.data_ended and self._drawn_parts == self._backwards:
@@ -211,7 +210,6 @@ class _Microbatches:
                 raise StopIteration
             draw = attempt.draws[self._taken]
             self._taken += 1
-            attempt.inputs.add(draw.batch)
             self._pieces = self._split(draw)
         piece, step._part_samples = self._pieces.pop(0)
         step._drawn_parts += 1

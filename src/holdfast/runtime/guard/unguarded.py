@@ -121,6 +121,7 @@ class UnguardedRun:
         (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
 
     def submit(self, attempt: StepAttempt) -> None:
+        attempt.phase = "left"
         state, parameters = self._state, self._state.trained_parameters()
         loss, factor = attempt.complete(self.is_distributed)
         if factor != 1.0:
@@ -154,9 +155,11 @@ class UnguardedRun:
         attempt.result = Outcome(status=status, signal=Signal(step=attempt.number, loss=attempt.loss))
 
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
+        attempt.phase = "left"
         self._drop_gradients()
 
     def discard_remainder(self, attempt: StepAttempt) -> None:
+        attempt.phase = "left"
         self._drop_gradients()
         self._finish(attempt, Status.DISCARDED)
         self.progress.exhausted = True

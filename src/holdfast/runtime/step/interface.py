@@ -2,15 +2,18 @@
 
 A driver owns the loop. The one that ships is `guard.steps()`; a loop that belongs to someone else drives a run the same way:
 
-    attempt = pipeline.draw_step(accumulate)        a batch, or None at the end of the data
+    attempt = pipeline.draw_step(accumulate)        a step with its first batch; None: there is no more to do
+    attempt.parts = accumulate                      how many losses the step will have
     pipeline.enter(attempt)                         the forward pass begins
-    factor = attempt.add_part(loss, weight, ...)    for each part, with attempt.parts set before
-    pipeline.backward(attempt, loss, factor)
-    attempt.phase = "left"; pipeline.submit(attempt)
-    pipeline.flush()                                at the end, or to know attempt.result now
+    pipeline.draw_batch(attempt)                    for each further batch; False if the data has ended
+    factor = attempt.add_part(loss, weight, ...)    for each part
+    pipeline.backward(attempt, loss, factor)        or a backward of the driver's own, of factor * loss / attempt.parts
+    pipeline.submit(attempt)
+    pipeline.flush()                                after the last step, or to know attempt.result now
 
 An update that does not land has no effect on optimizer, scheduler or counters. Its data is left out or served again by the
-next `draw_step`, so a driver draws until `progress` says that it is done.
+next `draw_step`. If `attempt.data_ended` inside a step, `discard_remainder` ends it; if an error comes out, `abandon` does.
+A driver's own backward serves one process without a loss scaler: `backward` scales the loss and measures each rank.
 """
 
 from __future__ import annotations

@@ -185,6 +185,7 @@ class GuardedPipeline:
             attempt.data_ended = True
         else:
             attempt.draws.append(draw)
+            attempt.inputs.add(draw.batch)
         return draw is not None
 
     def redraw(self, attempt: StepAttempt) -> None:
@@ -211,6 +212,8 @@ class GuardedPipeline:
     def enter(self, attempt: StepAttempt) -> None:
         """Note that the user's forward and backward begin."""
         attempt.phase = "open"
+        for draw in attempt.draws:  # none if settling the step before has redrawn it at the end of the data
+            attempt.inputs.add(draw.batch)
         # As it is now: settling the step before may change it meanwhile.
         attempt.unit = self.context.state.interventions.weight_unit
         if self.parts.streams is not None:
@@ -250,6 +253,7 @@ class GuardedPipeline:
 
     def submit(self, attempt: StepAttempt) -> None:
         """Take a complete step: its update lands, or does not. Its outcome is known once it has settled."""
+        attempt.phase = "left"
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
         try:
@@ -616,6 +620,7 @@ class GuardedPipeline:
 
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
+        attempt.phase = "left"
         self.report_failure(error, attempt.running)
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()
@@ -627,6 +632,7 @@ class GuardedPipeline:
 
     def discard_remainder(self, attempt: StepAttempt) -> None:
         """Drop a last step for which fewer batches than `accumulate` were left."""
+        attempt.phase = "left"
         feeder, engine = self.parts.feeder, self.context.engine
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()

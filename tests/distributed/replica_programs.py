@@ -161,7 +161,7 @@ def check_flips(held: CheckedModel, name: str, groups: Groups | None, rank: int,
         assert wrong.ranks == ((guilty,) if len(suspects) > 2 else suspects), (tensor, found)
         names, fresh = corrupt_tensors(wrong, account, held.checks.groups(held.number))
         assert names == (tensor,) and not fresh, (tensor, names)
-        decision = Recurrence(size).seen(wrong, names, fresh)
+        decision = Recurrence(size).diagnose(wrong, names, fresh)
         decisions = held.world.all_gather_object([list(wrong.ranks), wrong.named, list(names), decision.text])
         assert all(other == decisions[0] for other in decisions)
     assert held.step() == []
@@ -228,7 +228,7 @@ def partial_optimizer_state(folder: Path, rank: int, size: int) -> None:
     assert wrong.ranks == (0, 1, 2, 3) and not wrong.named
     accounts = held.world.all_gather_object(held.checks.account(2))
     names, fresh = corrupt_tensors(wrong, accounts, held.checks.groups(2))
-    decision = Recurrence(size).seen(wrong, names, fresh)
+    decision = Recurrence(size).diagnose(wrong, names, fresh)
     assert decision.leave_out and all(n.startswith("optimizer.") for n in decision.leave_out)
     held.checks.leave_out("replica", decision.leave_out)
     assert [held.step() for _ in range(3)] == [[]] * 3

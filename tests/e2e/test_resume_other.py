@@ -158,7 +158,7 @@ def test_an_older_one_by_load_path_forks_and_leaves_the_newer_behind(dead, tmp_p
     config["checkpoint"]["load_path"] = str(older)
     life = live(often(), path, before=look, config=config, about=dead.about)
     assert life.began == 3
-    assert f"would have taken {name_of(9, 0)}" in caplog.text
+    assert f"would have chosen {name_of(9, 0)}" in caplog.text
     assert seen["first"][name_of(6, 0)] == seen["first"][name_of(9, 0)] == "quarantined"
     assert_continued(life, dead.whole)
     left = entries_of(path)

@@ -356,7 +356,7 @@ def test_unguarded_run_refuses_to_resume(tmp_path, monkeypatch):
 @pytest.mark.parametrize("by_name", [False, True])
 def test_checkpoint_of_another_model_is_refused(tmp_path, sections, by_name):
     checkpoint = Done(configuration(tmp_path / "a"), stop_at=4).result.checkpoint
-    with pytest.raises(SetupError, match="another run than this one"):
+    with pytest.raises(SetupError, match="belongs to another run"):
         Done(configuration(tmp_path / ("b" if by_name else "a"), **sections), resume=checkpoint if by_name else None)
 
 

@@ -283,12 +283,12 @@ def test_wrong_flags_are_refused(main: Any, words: list[str], capsys: pytest.Cap
 
 
 def test_without_an_axis_the_models_of_the_bars_come_first() -> None:
-    options = overhead.parsed(["--device", "cpu", "--variants", "guard"])
-    wished = overhead.wishes(options)
+    options = overhead.parse_options(["--device", "cpu", "--variants", "guard"])
+    wished = overhead.requested_cases(options)
     assert {w.model for w in wished} == set(overhead.BARS) and wished[0].model == "160m"
     assert all(w.variants == ["guard"] for w in wished)
-    options = overhead.parsed(["--device", "cpu", "--models", "30m", "1.4b", "--precision", "bf16", "fp16"])
-    assert [(w.model, w.precision) for w in overhead.wishes(options)] == [
+    options = overhead.parse_options(["--device", "cpu", "--models", "30m", "1.4b", "--precision", "bf16", "fp16"])
+    assert [(w.model, w.precision) for w in overhead.requested_cases(options)] == [
         ("30m", "bf16"),
         ("30m", "fp16"),
         ("1.4b", "bf16"),
@@ -297,9 +297,11 @@ def test_without_an_axis_the_models_of_the_bars_come_first() -> None:
 
 
 def test_what_fills_a_disk_is_asked_for_by_name() -> None:
-    (large,) = overhead.wishes(overhead.parsed(["--device", "cpu", "--models", "1.4b"]))
+    (large,) = overhead.requested_cases(overhead.parse_options(["--device", "cpu", "--models", "1.4b"]))
     assert "disk" not in large.variants and {"guard", "snap10", "arc"} < set(large.variants)
-    (asked,) = overhead.wishes(overhead.parsed(["--device", "cpu", "--models", "1.4b", "--variants", "disk"]))
+    (asked,) = overhead.requested_cases(
+        overhead.parse_options(["--device", "cpu", "--models", "1.4b", "--variants", "disk"])
+    )
     assert asked.variants == ["disk"]
 
 
@@ -452,7 +454,7 @@ def test_a_rollback_is_made_to_happen_and_timed(tmp_path: Path) -> None:
     assert one["seconds"]["count"] == rollback.TIMES and 0 < one["share"] < one["copy_share"]
     steps_of_adam = 4 * len(list(tiny().model().parameters()))
     assert one["bytes"] == Subject(tiny()).nbytes() + steps_of_adam
-    assert found["lines"][0].startswith("tiny 4x16 eager fp32 fused: rollback from host memory: 0.000 GB back in ")
+    assert found["lines"][0].startswith("tiny 4x16 eager fp32 fused: rollback from host memory: 0.000 GB restored in ")
 
 
 def test_a_rollback_below_its_share_is_a_problem() -> None:

@@ -172,7 +172,7 @@ def test_run_directory_of_another_model_is_refused_with_what_differs(holdfast, f
     assert holdfast("train", file, "--stop-at", 3).status == 75
     answer = holdfast("train", file, "--model.layers=2", "--json")
     assert answer.status == 78
-    assert "another run than this one" in answer.json["errors"][0]
+    assert "belongs to another run" in answer.json["errors"][0]
     assert "parameters" in answer.json["errors"][0]
 
 

@@ -110,7 +110,8 @@ class GuardBase:
                 store=wiring.store,
                 distributed=wiring.distributed,
             )
-        self._about = {**describe_run(state, clip_grad_norm), **(about or {})}
+        # Described when the guard opens: until then the caller may add parameter groups.
+        self._describe = lambda: {**describe_run(state, clip_grad_norm), **(about or {})}
         self._phase: Literal["new", "open", "closed"] = "new"
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
@@ -131,7 +132,7 @@ class GuardBase:
             return
         if self._phase == "closed":
             raise StepError("this guard is closed; make a new Guard to continue training")
-        self._run.open(self._about)
+        self._run.open(self._describe())
         self._phase = "open"
         try:
             self._hooks.call("on_train_begin", self)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast import RunDirError
+from marks import slow
 
 
 def test_a_life_that_has_just_begun_rolls_back_as_far_as_the_one_before_would_have(
@@ -100,13 +101,12 @@ def test_an_end_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp_p
         ("KILL_AFTER", "fsync /journal.jsonl", 7),
         ("KILL", "create /.quarantine.json.aside", 3),
         ("KILL_AFTER", "replace /.quarantine.json.aside", 3),
-        ("KILL_AFTER", "rename /checkpoints/.tmp-STEP", 1),
         ("KILL", "fsync /checkpoints", 1),
         ("KILL_AFTER", "rename /checkpoints/STEP", 1),
         ("KILL_AFTER", "replace /checkpoints/STEP/.health.json.aside", 1),
-        ("KILL", "mkdir /checkpoints", 1),
         ("KILL", "close /journal.jsonl", 1),
-        ("KILL_AFTER", "replace /.run.json.aside", 1),
+        *slow(("KILL_AFTER", "rename /checkpoints/.tmp-STEP", 1), ("KILL", "mkdir /checkpoints", 1)),
+        *slow(("KILL_AFTER", "replace /.run.json.aside", 1)),
     ],
 )
 def test_killed_there_and_once_more_as_soon_as_the_next_life_has_begun(

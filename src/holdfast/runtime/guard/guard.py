@@ -110,8 +110,7 @@ class GuardBase:
                 store=wiring.store,
                 distributed=wiring.distributed,
             )
-        # Described when the guard opens: until then the caller may add parameter groups.
-        self._describe = lambda: {**describe_run(state, clip_grad_norm), **(about or {})}
+        self._clip, self._about = clip_grad_norm, dict(about or {})
         self._phase: Literal["new", "open", "closed"] = "new"
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
@@ -132,7 +131,8 @@ class GuardBase:
             return
         if self._phase == "closed":
             raise StepError("this guard is closed; make a new Guard to continue training")
-        self._run.open(self._describe())
+        # Not described earlier: until now the caller may have added parameter groups.
+        self._run.open({**describe_run(self._state, self._clip), **self._about})
         self._phase = "open"
         try:
             self._hooks.call("on_train_begin", self)

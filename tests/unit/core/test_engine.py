@@ -612,3 +612,15 @@ def test_a_dead_run_that_is_only_observed_is_not_written_down_at_every_step(tmp_
     kept.close()
     found = [e["step"] for e in journal.read(tmp_path / "journal.jsonl").events if e["event"] == "finding"]
     assert found == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+# ---- signals that detectors are not given
+
+
+def test_a_loss_scale_of_zero_is_still_judged():
+    """Not like no loss scale: at 0 every further step overflows."""
+    engine = Engine(Config())
+    engine.open(Memory(), IncidentFiles(None))
+    limit = Config().detect.overflow_streak
+    plans = [engine.judge(signal(5, overflow=True, loss_scale=0.0, attempt=n + 1)) for n in range(limit)]
+    assert plans[-1] is not None and Kind.SCALE_COLLAPSE in plans[-1].reason

@@ -193,6 +193,17 @@ def test_every_so_many_steps_and_in_the_first_two_of_a_life():
     assert not any(any(never.due(n)) for n in range(100)) and never.before_update(1) is None
 
 
+def test_another_attempt_of_a_step_with_a_check_is_checked_too():
+    """The pipeline asks only from `next_check` on."""
+    checks = pair({"w": torch.ones(2)}, replicas_every=10, between_updates_every=15)
+    attempts = [7, 7, 7, 8, 8, 9, 9, 10, 10, 11, *range(12, 31), 30, 31]
+    checked = [n for n in attempts if n >= checks.next_check and checks.before_update(n) is not None]
+    assert checked == [7, 7, 7, 8, 8, 10, 10, 15, 20, 30, 30]
+    assert checks.next_check == 40
+    never = pair({"w": torch.ones(2)}, replicas_every=0, between_updates_every=0)
+    assert never.before_update(1) is None and never.next_check > 10**9
+
+
 # ---- the window, on one process and a real model
 
 

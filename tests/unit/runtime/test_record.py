@@ -155,6 +155,7 @@ def test_guard_without_a_folder_or_taken_out_keeps_nothing(tmp_path, monkeypatch
     off = guard(tmp_path / "off")
     off.record(vocab_size=3)
     off.fit(loss, LOADER, max_steps=1)
+    off.record(vocab_size=4)
     assert not (tmp_path / "off").exists()
     with pytest.raises(ConfigError):
         off.record(vocab_size="many")

@@ -56,9 +56,9 @@ class Engine:
         self.policy = Policy(config.recover)
         built_in = build(config.detect)
         self.detectors = [*built_in, *detectors]
-        self._needs = [getattr(d, "needs", None) for d in self.detectors]
-        # A user's detector is asked before every step, since its limits may change at any time.
-        self._limiting = [d for d in self.detectors if getattr(d, "sets_limits", True)]
+        # A user's detector is asked at every step: what it needs, and when its limits change, is its own affair.
+        self._needs = [*(getattr(d, "needs", None) for d in built_in), *(None for _ in detectors)]
+        self._limiting = [*(d for d in built_in if getattr(d, "sets_limits", True)), *detectors]
         names = [_SHIFTS, *(d.name for d in self.detectors)]
         if (duplicate := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {duplicate!r}, and their states would be mixed up; rename one")
@@ -129,7 +129,8 @@ class Engine:
             self.shift(reason, signal.step)
         detected = []
         for detector, field in zip(self.detectors, self._needs, strict=True):
-            if field is None or getattr(signal, field):
+            value = None if field is None else getattr(signal, field)
+            if field is None or (value if field == "flags" else value is not None):
                 finding = detector.observe(signal)
                 if finding is not None:
                     detected.append(finding)

@@ -32,7 +32,7 @@ class BuiltInDetector:
     name: str
     confidence = 1.0
     needs: str | None = None
-    """a field of the signal; the engine does not pass signals in which it is 0 or None to `observe`"""
+    """a field of the signal; the engine does not pass signals without it to `observe`: None, or no flag set"""
     sets_limits = True
     """False: the engine does not ask for limits"""
 

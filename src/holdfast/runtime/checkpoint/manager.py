@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ class CheckpointRecord:
         self.healthy_steps = 0
         self.on_disk = self.is_being_marked = False
         self.reason = ""
+        self.path: Path | None = None
+        """set when this process has written it"""
         self.stall_seconds = 0.0
 
     @property
@@ -79,7 +82,9 @@ class CheckpointManager:
         if initial:
             return START if self._is_new_run and self.config.at_start else None
         if self.config.every_steps and step % self.config.every_steps == 0:
-            return None if self._is_saved(step) else SCHEDULED
+            # No exchange unless the step was saved before: ranks whose rings differ ask differently often.
+            is_saved = name_of(step, self.lineage.branch) in self.records and self._is_saved(step)
+            return None if is_saved else SCHEDULED
         return None
 
     def _is_saved(self, step: int) -> bool:
@@ -126,8 +131,11 @@ class CheckpointManager:
         if reason == END and record is not None and record.on_disk and record.health is Health.CANDIDATE:
             record.handover = True
             self.mark(record, Health.CANDIDATE, "the state an orderly end left")
+        is_new = record is not None and not record.on_disk
         self.store.wait()
         self.poll()
+        if record is not None and is_new and record.path is not None:
+            return str(record.path)
         return next((str(entry.path) for entry in self.store.entries() if entry.name == name), None)
 
     def _is_unchanged(self, step: int) -> bool:
@@ -172,7 +180,7 @@ class CheckpointManager:
             write_seconds=event.seconds,
         )
         if event.status == "saved":
-            record.on_disk = True
+            record.on_disk, record.path = True, event.path
             if record.health is Health.QUARANTINED:
                 self.mark(record, Health.QUARANTINED, "the run left its branch while it was written")
             self.context.hooks.call("on_checkpoint_save", str(event.path))

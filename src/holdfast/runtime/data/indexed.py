@@ -139,16 +139,15 @@ class IndexedSource:
                 return
             batch, given, span = served
             k += 1
-            ids = self._allowed(given, span) if self._quarantine.has_entries else given
+            ids = self._allowed(order, given, span) if self._quarantine.has_entries else given
             if not ids:
                 continue
             rng = self._rng.capture() if self._in_process else None
             self._queue.append(_PendingBatch(k - 1, span, list(ids), rng))
             yield batch if ids is given else ids
 
-    def _allowed(self, given: Any, span: Span) -> Any:
+    def _allowed(self, order: EpochOrder, given: Any, span: Span) -> Any:
         """Return the ids of a batch without the quarantined ones; the very same object if none is."""
-        order = self._order
         if self._quarantine.covers(*span):
             return []
         ids = remove_excluded(given, span, order.stride, self._excluded_in(order.epoch))

@@ -26,6 +26,15 @@ class RecoveryParts(NamedTuple):
     checkpoints: CheckpointManager
 
 
+class ExcludedWindow(NamedTuple):
+    """`batches` batches, from batch `first` of an epoch on."""
+
+    epoch: int
+    first: int
+    batches: int
+    start: Position
+
+
 class Situation(NamedTuple):
     """A settled step about which something must be done."""
 
@@ -51,6 +60,8 @@ class Transition(NamedTuple):
     outcome_fields: Mapping[str, Any] = {}
     """further fields of the outcome's event"""
     rolled_back_to: int | None = None
+    excluded: ExcludedWindow | None = None
+    """the data to exclude once the run is back at that step"""
     interventions: Sequence[Intervention] = ()
     stop_reason: str | None = None
     error: BaseException | None = None

@@ -67,14 +67,13 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
         lost = position_before.batch - point.position.batch
         message = f"the loader cannot go back: {lost} batches drawn since step {point.step} are not served again"
         engine.write("note", step=signal.step, message=message, batches=lost)
-    if window is not None:
-        skip_data.perform(recovery, plan, window, point.step)
     lost_seconds += context.clock.monotonic() - began
     log.warning("holdfast: step %d: %s: rolled back to step %d", signal.step, plan.reason, point.step)
     return Transition(
         Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan),
         outcome_fields={"from_step": situation.committed, "to_step": point.step, "seconds_lost": lost_seconds},
         rolled_back_to=point.step,
+        excluded=window,
         interventions=planned,
     )
 

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from holdfast.core.base.types import Plan, SkipData
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.effects.base import RecoveryParts, Situation
-
-
-class ExcludedWindow(NamedTuple):
-    """`batches` batches, from batch `first` of an epoch on."""
-
-    epoch: int
-    first: int
-    batches: int
-    start: Position
+from holdfast.runtime.effects.base import ExcludedWindow, RecoveryParts, Situation
 
 
 def choose_window(

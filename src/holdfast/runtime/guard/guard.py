@@ -242,8 +242,9 @@ class GuardBase:
         if step is None and "eval" in facts and self._phase == "open":
             step = self.step
         checked = check_facts(facts, step)
-        if self._phase == "closed" and self._records.rundir is not None:
-            record_in_folder(self._records.rundir.path, checked, step)
+        rundir = self._records.rundir
+        if self._phase == "closed" and rundir is not None and not isinstance(self._run, UnguardedRun):
+            record_in_folder(rundir.path, checked, step)
         else:
             self._run.record(dict(checked), step)
 

@@ -1,9 +1,9 @@
-"""What is handed to the guard, checked once, with the cure in every refusal."""
+"""Check what the user gave to the Guard, once, and build the run's state from it. Every refusal names its cure."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -144,7 +144,3 @@ def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimize
             raise SetupError(
                 f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load it or initialise it again"
             )
-
-
-def devices_of(modules: Iterable[tuple[str, nn.Module]]) -> list[torch.device]:
-    return list({p.device for _, m in modules for p in m.parameters()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.norms import scale_gradients
+from holdfast.runtime.tensors.sharded import zero_gradients
 from holdfast.runtime.tensors.torch_private import drop_accumulated_gradients
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.gradient_sync import GradientSync
@@ -111,14 +113,20 @@ class UnguardedRun:
         self._sync.before_forward(is_last=is_last)
 
     def backward(self, attempt: StepAttempt, value: Tensor, factor: float) -> None:
-        if factor == 0 and not self.is_distributed:
-            return
         assert attempt.parts is not None
-        value = value * (factor / attempt.parts) if factor != 1.0 else value
-        if factor == 1.0 and attempt.parts != 1:
-            value = value / attempt.parts
         scaler = self._state.scaler
-        (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
+        with ExitStack() as stack:
+            if factor == 0:
+                if not self.is_distributed:
+                    return
+                # The other ranks wait for this rank's gradients, and 0 times a loss of NaN would spread NaN to all.
+                for _, module in self._state.modules:
+                    stack.enter_context(zero_gradients(module))
+            if factor != 1.0:
+                value = value * (factor / attempt.parts)
+            elif attempt.parts != 1:
+                value = value / attempt.parts
+            (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
 
     def submit(self, attempt: StepAttempt) -> None:
         attempt.phase = "left"

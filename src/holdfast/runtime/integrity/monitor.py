@@ -44,7 +44,8 @@ class IntegrityMonitor:
             self._has_warned = True
             names = ", ".join(self.checks.unmatched[:8])
             self._context.engine.note(
-                number, f"the ranks do not agree on which ranks hold copies of these, so they are not compared: {names}"
+                number - 1,
+                f"the ranks do not agree on which ranks hold copies of these, so they are not compared: {names}",
             )
         return row
 

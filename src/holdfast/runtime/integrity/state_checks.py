@@ -59,7 +59,7 @@ class StateChecks:
         """one for each class of a row, equal on every rank"""
         self._first: int | None = None
         self.next_check = 0
-        """no step before this one has a check"""
+        """no step from here to this one has a check; a step that has one may be tried again, and is checked again"""
         self._after: StateChecksums | None = None
         self._checks: dict[int, StateCheck] = {}
         self._left_out: dict[str, set[str]] = {"replica": set(), "window": set()}
@@ -86,10 +86,12 @@ class StateChecks:
         if self._first is None:
             self._first = number
         due = self.due(number)
+        if due.replicas or due.window:
+            self.next_check = number  # not later: another attempt of this step is checked too
+            return self._check(number, due)
         intervals = [n for n in (self._config.replicas_every, self._config.between_updates_every) if n > 0]
-        later = [number + 1] if number <= self._first else [(number // n + 1) * n for n in intervals]
-        self.next_check = min(later) if intervals else sys.maxsize
-        return self._check(number, due) if due.replicas or due.window else None
+        self.next_check = min(((number // n + 1) * n for n in intervals), default=sys.maxsize)
+        return None
 
     @torch.no_grad()
     def _check(self, number: int, due: DueChecks) -> Tensor:

@@ -502,11 +502,15 @@ class GuardedPipeline:
         return coordinator.nonfinite_state(tensor, onset, how, signal)
 
     def _pop_alarm(self) -> NonfiniteSnapshot | None:
-        """Return a snapshot or checkpoint of this rank that was found to hold NaN or Inf."""
+        """Return a snapshot or checkpoint of this rank that was found to hold NaN or Inf.
+
+        If both were, they hold the same broken state: one alarm, one recovery.
+        """
         snapshots, checkpoints = self.parts.snapshots, self.parts.checkpoints
         if snapshots.nonfinite is None and checkpoints.nonfinite is None:
             return None
-        return snapshots.pop_nonfinite() or checkpoints.pop_nonfinite()
+        in_checkpoint = checkpoints.pop_nonfinite()
+        return snapshots.pop_nonfinite() or in_checkpoint
 
     def _record_overflow(self, attempt: StepAttempt, signal: Signal) -> None:
         """Record an attempt that the loss scaler kept from landing.
@@ -572,6 +576,10 @@ class GuardedPipeline:
         progress, outcome = self.progress, transition.outcome
         if transition.rolled_back_to is not None:
             self._roll_back_to(transition.rolled_back_to)
+            if transition.excluded is not None:
+                assert outcome is not None and outcome.plan is not None
+                effects.skip_data.perform(self._recovery, outcome.plan, transition.excluded, progress.step)
+            self._intervene(transition, part_of_rollback=True)
         if transition.stop_reason is not None:
             progress.stopping = transition.stop_reason
         if outcome is None and signal.overflow:
@@ -579,8 +587,6 @@ class GuardedPipeline:
         elif outcome is None:
             self._commit(attempt, signal, is_healthy=True)
         else:
-            if transition.rolled_back_to is not None:
-                self._intervene(transition, part_of_rollback=True)
             self._record_outcome(attempt, outcome, **transition.outcome_fields)
             if transition.error is not None:
                 raise transition.error

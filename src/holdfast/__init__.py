@@ -7,12 +7,12 @@
                 for batch in step.microbatches():
                     step.backward(loss_fn(model(batch["x"]), batch["y"]))
 
-Importing this module imports neither torch nor numpy; `Guard` does.
+Importing this module imports neither torch nor numpy; `Guard` and `Step` do on first use.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import (
@@ -21,6 +21,7 @@ from holdfast.core.base.errors import (
     HoldfastError,
     HoldfastWarning,
     InstabilityError,
+    LogRefused,
     MissingDependency,
     PolicyStop,
     RanksDisagree,
@@ -28,6 +29,7 @@ from holdfast.core.base.errors import (
     SetupError,
     StepError,
     StepIncomplete,
+    UnreadableError,
 )
 from holdfast.core.base.types import (
     CutLR,
@@ -42,17 +44,21 @@ from holdfast.core.base.types import (
     Signal,
     Skip,
     SkipData,
+    Span,
     Status,
     Stop,
     TightenClip,
 )
 from holdfast.core.base.version import __version__
 from holdfast.core.checkpoints.resume import resolve_resume_path
+from holdfast.core.detectors.base import Detector
 from holdfast.core.record.facts import record
 from holdfast.core.record.fingerprint import fingerprint
+from holdfast.core.record.tally import Summary
 
 if TYPE_CHECKING:
     from holdfast.compose import Guard
+    from holdfast.runtime.guard.steps import Step
     from holdfast.runtime.ports.hooks import Hook
 
 __all__ = [
@@ -60,6 +66,7 @@ __all__ = [
     "ConfigError",
     "CutLR",
     "DataError",
+    "Detector",
     "Finding",
     "Guard",
     "HoldfastError",
@@ -68,6 +75,7 @@ __all__ = [
     "Incident",
     "InstabilityError",
     "Kind",
+    "LogRefused",
     "MissingDependency",
     "Outcome",
     "Plan",
@@ -81,11 +89,15 @@ __all__ = [
     "Signal",
     "Skip",
     "SkipData",
+    "Span",
     "Status",
+    "Step",
     "StepError",
     "StepIncomplete",
     "Stop",
+    "Summary",
     "TightenClip",
+    "UnreadableError",
     "__version__",
     "fingerprint",
     "record",
@@ -93,20 +105,26 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Guard":
-        try:
-            import torch  # noqa: F401
-        except ImportError as error:
-            raise MissingDependency(
-                f"holdfast.Guard needs torch, which cannot be imported ({error}); "
-                "install it with: pip install 'holdfast[torch]'"
-            ) from None
-        from holdfast.compose import Guard
+if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts any misspelled name
 
-        return Guard
-    if name == "Hook":
-        from holdfast.runtime.ports.hooks import Hook
+    def __getattr__(name: str) -> object:
+        if name in ("Guard", "Step"):
+            try:
+                import torch  # noqa: F401
+            except ImportError as error:
+                raise MissingDependency(
+                    f"holdfast.{name} needs torch, which cannot be imported ({error}); "
+                    "install it with: pip install 'holdfast[torch]'"
+                ) from None
+            if name == "Step":
+                from holdfast.runtime.guard.steps import Step
 
-        return Hook
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+                return Step
+            from holdfast.compose import Guard
+
+            return Guard
+        if name == "Hook":
+            from holdfast.runtime.ports.hooks import Hook
+
+            return Hook
+        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -80,15 +80,16 @@ except SystemExit:
     assert answer(source, *words) is False
 
 
-def test_guard_without_torch_names_the_command_that_installs_it():
+@pytest.mark.parametrize("name", ["Guard", "Step"])
+def test_name_that_needs_torch_tells_how_to_install_it(name):
     source = """
 import json, holdfast
 try:
-    holdfast.Guard
+    getattr(holdfast, sys.argv[1])
 except holdfast.MissingDependency as error:
     print(json.dumps(str(error)))
 """
-    assert "pip install 'holdfast[torch]'" in answer(BLOCK_TORCH + source)
+    assert "pip install 'holdfast[torch]'" in answer(BLOCK_TORCH + source, name)
 
 
 def test_everything_else_works_without_torch(tmp_path):
@@ -96,7 +97,7 @@ def test_everything_else_works_without_torch(tmp_path):
 import json, holdfast
 from holdfast.cli import main
 for name in holdfast.__all__:
-    if name != "Guard":
+    if name not in ("Guard", "Step"):
         getattr(holdfast, name)
 statuses = []
 for words in (["init", sys.argv[1]], ["check", sys.argv[1]], ["ack", sys.argv[2], "--json"]):

@@ -162,6 +162,8 @@ def test_a_model_that_is_already_broken():
         ({"scaler": 3}, "GradScaler"),
         ({"scheduler_interval": "often"}, "'step', 'epoch' or 'eval'|for 0 schedulers"),
         ({"hooks": [object()]}, "none of the methods"),
+        ({"hooks": holdfast.Hook()}, r"expected a list; write hooks=\[\.\.\.\]"),
+        ({"detectors": 3}, r"Guard\(detectors=3\): expected a list"),
         ({"detectors": [object()]}, "not a detector"),
         ({"config": 7}, "expected a path"),
         ({"config": {"recover": {"nan_action": "explode"}}}, "'warn', 'skip', 'raise'"),

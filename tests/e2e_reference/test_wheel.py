@@ -54,6 +54,11 @@ def test_shipped_configuration_trains_from_an_empty_folder(from_wheel, tmp_path)
 
 
 @pytest.mark.slow
+def test_type_checkers_find_the_marker_of_a_typed_package(installed):
+    assert (installed / "holdfast" / "py.typed").is_file()
+
+
+@pytest.mark.slow
 def test_every_shipped_configuration_is_valid(from_wheel):
     for name in ("tiny", "160m", "1.4b"):
         assert from_wheel("-m", "holdfast", "check", f"configs/{name}.toml").stdout.startswith("ok: ")

@@ -35,7 +35,7 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Stop) -> Tran
             f"{action.reason}; loss {signal.loss}, gradient norm {signal.grad_norm}; nothing was applied"
         )
     else:
-        # A SystemExit that no one catches ends the process without a message; `except Exception` does not see it.
+        # A SystemExit ends the process without a message, and an `except Exception` around the loop hides it.
         log.error("%s", message)
         error = PolicyStop(message, action.code)
     outcome = Outcome(status=Status.STOPPED, signal=signal, plan=plan)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,9 +28,15 @@ from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import AnyHook, Hooks
 from holdfast.runtime.record.environment import describe_loop, describe_run
 from holdfast.runtime.record.records import Records
+from holdfast.runtime.state.schedule import Interval
 from holdfast.runtime.step.interface import Run
 
-Interval = Literal["step", "epoch", "eval"]
+
+class Stateful(Protocol):
+    """An object whose state can be saved and restored."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
 
 
 class Wiring(NamedTuple):
@@ -85,6 +91,9 @@ class GuardBase:
         is_number = isinstance(clip_grad_norm, int | float) and not isinstance(clip_grad_norm, bool)
         if clip_grad_norm is not None and not (is_number and 0 < clip_grad_norm < math.inf):
             raise SetupError(f"Guard(clip_grad_norm={clip_grad_norm!r}): a maximum norm is a positive number, or None")
+        for name, value in (("hooks", hooks), ("detectors", detectors)):
+            if not isinstance(value, Iterable):
+                raise SetupError(f"Guard({name}={value!r}): expected a list; write {name}=[...]")
         for detector in detectors:
             if not isinstance(detector, Detector):
                 raise SetupError(
@@ -119,11 +128,11 @@ class GuardBase:
 
     # ---- begin and end
 
-    def __enter__(self) -> GuardBase:
+    def __enter__(self) -> Self:
         self._open()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(error)
 
     def _open(self) -> None:
@@ -208,7 +217,7 @@ class GuardBase:
 
     # ---- requests
 
-    def register(self, name: str, thing: Any) -> None:
+    def register(self, name: str, thing: Stateful | Generator) -> None:
         """Add an object with state (EMA, a curriculum, a replay buffer) or a torch.Generator: rollbacks restore it."""
         if self._run.pipeline.progress.step > 0 or self._run.pipeline.progress.served is not None:
             raise SetupError(

@@ -27,7 +27,7 @@ _REFUSED_MODULES = {
 
 
 def build_state(model: Any, optimizer: Any, scheduler: Any, scaler: Any, scheduler_interval: Any) -> RunState:
-    """The run's state from what the user has. SetupError for what cannot be guarded."""
+    """Return the run's state. Raise SetupError if an object cannot be guarded."""
     modules = _modules(model)
     optimizers = _optimizers(optimizer)
     schedulers = _schedulers(scheduler, scheduler_interval, optimizers)
@@ -39,7 +39,7 @@ def build_state(model: Any, optimizer: Any, scheduler: Any, scaler: Any, schedul
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(model, Mapping):
         named = [(str(k), v) for k, v in model.items()]
-    elif isinstance(model, list | tuple):
+    elif isinstance(model, Sequence):
         named = [(str(i), v) for i, v in enumerate(model)]
     else:
         named = [("", model)]
@@ -54,14 +54,14 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
     return named
 
 
-def _several(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _optimizers(optimizer: Any) -> Optimizers:
-    chosen = _several(optimizer)
+    chosen = _as_list(optimizer)
     if not chosen:
         raise SetupError("Guard(optimizer=...): no optimizer given")
     for o in chosen:
@@ -76,19 +76,20 @@ def _optimizers(optimizer: Any) -> Optimizers:
 
 
 def _schedulers(scheduler: Any, interval: Any, optimizers: Optimizers) -> Schedulers:
-    chosen = _several(scheduler)
+    chosen = _as_list(scheduler)
     for s in chosen:
         if not isinstance(s, LRScheduler):
             raise SetupError(f"Guard(scheduler=...): expected a torch LR scheduler, not a {type(s).__name__}")
-        own = getattr(s, "optimizer", None)
-        if own is not None and all(own is not o for o in optimizers.all):
+        driven = getattr(s, "optimizer", None)
+        if driven is not None and all(driven is not o for o in optimizers.all):
             raise SetupError(
                 f"Guard(scheduler={type(s).__name__}): it drives another optimizer than the one given; build it on that one"
             )
     if interval is None:
         intervals: Sequence[Any] = ["eval" if isinstance(s, ReduceLROnPlateau) else "step" for s in chosen]
     else:
-        intervals = list(interval) if isinstance(interval, list | tuple) else [interval] * len(chosen)
+        is_one = isinstance(interval, str) or not isinstance(interval, Sequence)
+        intervals = [interval] * len(chosen) if is_one else list(interval)
     if len(intervals) != len(chosen):
         raise SetupError(f"Guard: {len(intervals)} scheduler_interval for {len(chosen)} schedulers; give one for each")
     checked: list[Interval] = []

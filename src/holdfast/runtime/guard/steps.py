@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
@@ -70,7 +70,7 @@ class Step:
         """The stretches of the data stream drawn for it so far."""
         return self._attempt.spans() if self._attempt.draws else ()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> Self:
         if self._attempt.phase != "drawn":
             raise StepError(
                 f"step {self.number} was entered twice: `with step:` belongs once into the body of "
@@ -80,7 +80,7 @@ class Step:
         self._began = self._clock.monotonic()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
         attempt, pipeline = self._attempt, self._pipeline
         if error is not None:
             pipeline.abandon(attempt, error)

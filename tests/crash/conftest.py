@@ -17,14 +17,14 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(scope="session")
-def lives():
-    """What starts lives, and ends them."""
+def server():
+    """The server that starts the processes of the runs."""
     server = Server()
     yield server
     server.close()
 
 
 @pytest.fixture(scope="session")
-def references(lives, tmp_path_factory):
-    """What a life that nothing happens to ends as, by variant: its digests, its seconds and its number of calls."""
-    return Reference(lives, tmp_path_factory.mktemp("references"))
+def references(server, tmp_path_factory):
+    """Uninterrupted runs by variant: their digests, seconds and numbers of calls."""
+    return Reference(server, tmp_path_factory.mktemp("references"))

@@ -1,4 +1,4 @@
-"""The file-system calls of a life, and some of them made to fail, to be cut short, or to be its last.
+"""The file-system calls of a process; chosen calls fail, are cut short, or kill the process.
 
 All of Holdfast goes through functions of `os` looked up when they are called. Only calls on the run directory count, by path
 or by a descriptor opened there. A site is a call and what it is made on, such as "write /checkpoints/STEP/health.json":

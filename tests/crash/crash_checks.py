@@ -1,4 +1,4 @@
-"""What must hold of a run directory after any death, and of a run that came to its end in many lives."""
+"""What must hold of a run directory after any kill, and of a run that took many processes to its end."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from holdfast.core.record.journal import read
 from holdfast.core.record.quarantine import Quarantine
 
 SUMMARY: list[str] = []
-"""what is shown at the end of the whole test"""
+"""printed at the end of all tests"""
 HALF = 20
-"""the sync of the journal that a life killed in the middle does not come to"""
+"""the fsync of the journal before which a process is killed, in the middle of a run"""
 
 
 class Reference:
     """Uninterrupted runs, made when they are first asked for."""
 
-    def __init__(self, lives: Server, folder: Path) -> None:
-        self._lives, self._folder = lives, folder
+    def __init__(self, server: Server, folder: Path) -> None:
+        self._server, self._folder = server, folder
         self._known: dict[str, Ended] = {}
         self._later: dict[str, Ended] = {}
 
     def half(self, variant: str) -> Path:
-        """A run directory whose life was killed in the middle, with rollbacks behind it and before it."""
+        """Return a run directory whose process was killed in the middle, with rollbacks before and after that."""
         path = self._folder / variant / "half"
         if not path.exists():
-            ended = self._lives.live(path, variant, how="KILL", site="fsync /journal.jsonl", nth=HALF)
+            ended = self._server.run(path, variant, how="KILL", site="fsync /journal.jsonl", nth=HALF)
             assert ended.signal == signal.SIGKILL
         return path
 
@@ -44,15 +44,15 @@ class Reference:
         again = self._folder / variant / "again"
         if not again.exists():
             shutil.copytree(self.half(variant), again)
-            later = self._lives.live(again, variant)
+            later = self._server.run(again, variant)
             same(later, self(variant))
             self._later[variant] = later
-        lives = ((False, self(variant)), (True, self._later[variant]))
-        return [(late, site, count) for late, life in lives for site, count in sorted((life.sites or {}).items())]
+        processes = ((False, self(variant)), (True, self._later[variant]))
+        return [(late, site, count) for late, ended in processes for site, count in sorted((ended.sites or {}).items())]
 
     def __call__(self, variant: str) -> Ended:
         if variant not in self._known:
-            ended = self._lives.live(self._folder / variant / "whole", variant)
+            ended = self._server.run(self._folder / variant / "whole", variant)
             assert (ended.signal, ended.kind) == (0, ""), ended.text
             check_rich(self._folder / variant / "whole")
             self._known[variant] = ended
@@ -70,16 +70,16 @@ def check_rich(run_dir: Path) -> None:
 
 
 class Directory:
-    """A run directory, looked at after every life in it."""
+    """A run directory, checked after every process that used it."""
 
-    def __init__(self, path: Path, lives: int = 0, opened: int = 0) -> None:
+    def __init__(self, path: Path, processes: int = 0, opened: int = 0) -> None:
         self.path = path
-        self._lives, self._opened, self._events = lives, opened, 0
+        self._processes, self._opened, self._events = processes, opened, 0
         self._had_good = False
 
     def check(self, ended: Ended) -> Path | None:
         """Check all that must hold in any case. Return the checkpoint that the next process resumes from."""
-        self._lives += 1
+        self._processes += 1
         self._opened += ended.opened
         if not self.path.exists():
             assert not ended.opened
@@ -101,7 +101,7 @@ class Directory:
         assert len(record.events) >= self._events, "events have been lost"
         self._events = len(record.events)
         begun = sum(e["event"] in ("run_begin", "restart") for e in record.events)
-        assert self._opened <= begun <= self._lives, "the journal tells of every life that came to hold the directory"
+        assert self._opened <= begun <= self._processes, "the journal names every process that held the directory"
         return record.events
 
     def _small_files(self) -> None:
@@ -126,7 +126,7 @@ class Directory:
             assert offered.name in {e.name for e in entries} and verify(offered) is None
         return offered
 
-    def went_on_from(self) -> str | None:
+    def resumed_from(self) -> str | None:
         """Return the checkpoint that the last process resumed from, by the journal; None if it did not resume."""
         events = read(self.path / "journal.jsonl").events
         begun = max(i for i, e in enumerate(events) if e["event"] in ("run_begin", "restart"))

@@ -1,6 +1,6 @@
-"""Starts lives in milliseconds: one process that has imported everything and has no threads, and forks.
+"""Starts processes in milliseconds: a server that has imported everything, has no threads, and forks.
 
-Run as a program it reads orders, one JSON object a line, and answers each with one line when that life has ended.
+As a program it reads orders, one JSON object a line, and answers each with one line when that process has ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOST_SECONDS = 60.0
-"""no life takes this long: one that does hangs"""
+"""a process that takes longer hangs"""
 _PHASES = ("", "startup", "step", "closing", "resuming", "rollback", "saving", "marking", "pruning", "over")
 _ROOM = 4096
 _CHOSEN = ("how", "site", "nth", "every")
@@ -29,7 +29,7 @@ _NOTHING: dict[str, Any] = {"kind": "", "holdfast": False, "text": "", "result":
 
 
 class Ended(NamedTuple):
-    """How a life ended."""
+    """How a process ended."""
 
     signal: int
     """the one that ended it, or 0"""
@@ -43,7 +43,7 @@ class Ended(NamedTuple):
     """whether it came to hold the run directory"""
     phase: str
     sites: dict[str, int] | None
-    """the file-system calls of a life that came to an end of its own"""
+    """its file-system calls, if it was not killed"""
     hits: int
     """how many of them were made to fail"""
     hit: str
@@ -60,8 +60,8 @@ class Server:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._answer() == {"ready": True}
 
-    def live(self, run_dir: Path, variant: str, **how: Any) -> Ended:
-        """One life to its end. after: seconds until it is killed; how, site, nth, every: see crash_calls.
+    def run(self, run_dir: Path, variant: str, **how: Any) -> Ended:
+        """Run one process to its end. after: seconds until it is killed; how, site, nth, every: see crash_calls.
 
         before_step: it waits for the disk before every step, and dies before this one.
         """
@@ -73,9 +73,9 @@ class Server:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], 3 * MOST_SECONDS)
-        assert ready, "the server of lives does not answer"
+        assert ready, "the crash server does not answer"
         line = self._process.stdout.readline()
-        assert line, f"the server of lives has ended: {self._process.poll()}"
+        assert line, f"the crash server has ended: {self._process.poll()}"
         return json.loads(line)
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Server:
 
 
 class Board:
-    """Memory shared with a life: what it is doing at this instant, readable after it is dead."""
+    """Memory shared with a process: its current phase, readable after it is dead."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, _ROOM)
@@ -124,7 +124,7 @@ def serve() -> None:
 
     import holdfast
 
-    assert crash_workload.Life and holdfast.Guard  # which is imported when it is first asked for
+    assert crash_workload.GuardedRun and holdfast.Guard  # which is imported when it is first asked for
     logging.getLogger("holdfast").setLevel(logging.CRITICAL)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -155,11 +155,11 @@ def _one(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _child(order: dict[str, Any], board: Board, there: int) -> None:
-    """The life; it never returns."""
+    """The forked process. It never returns."""
     faulthandler.enable()
     told = dict(_NOTHING)
     try:
-        told |= _live(order, board)
+        told |= _train(order, board)
     except BaseException as error:
         import holdfast
 
@@ -171,9 +171,9 @@ def _child(order: dict[str, Any], board: Board, there: int) -> None:
     os._exit(0)
 
 
-def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
+def _train(order: dict[str, Any], board: Board) -> dict[str, Any]:
     from crash_calls import Calls
-    from crash_workload import Life
+    from crash_workload import GuardedRun
 
     board.put(0, "startup")
     tiers = _watch(board)
@@ -181,17 +181,17 @@ def _live(order: dict[str, Any], board: Board) -> dict[str, Any]:
     chosen = {"how": "", "site": "", "nth": 1, "every": 0} | {k: order[k] for k in _CHOSEN if k in order}
     calls = Calls(run_dir, board.hit, **chosen)
     calls.install()
-    life = Life(run_dir, order["variant"])
+    guarded = GuardedRun(run_dir, order["variant"])
 
     def at(phase: str) -> None:
         board.put(0, phase)
         if order.get("before_step"):
             for tier in tiers:
                 tier.wait()
-            if life.guard.step + 1 == order["before_step"]:
+            if guarded.guard.step + 1 == order["before_step"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    return {"result": life.train(at, board.opened), "sites": dict(calls.sites)}
+    return {"result": guarded.train(at, board.opened), "sites": dict(calls.sites)}
 
 
 def _watch(board: Board) -> list[Any]:

@@ -4,8 +4,8 @@ Dropout, BatchNorm, AdamW, a schedule, a shuffled loader over several epochs, ac
 diary of what was trained on; a row that holds NaN (skipped) and rows far out (a rollback each time one comes by). So saves,
 marks, prunes, skips and rollbacks fill its few dozen steps.
 
-Cadences are such that where a rollback lands does not depend on which checkpoint a life began from: a checkpoint takes at
-least as many healthy steps to become good as a snapshot in memory does, so no life begins later than a rollback lands.
+The step a rollback returns to does not depend on the checkpoint a process resumed from: a checkpoint takes at least as many
+healthy steps to become good as a snapshot in memory, so no process begins later than a rollback returns to.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Diary:
 
 
 class BackFromSpikes:
-    """Every spike is rolled back, its data left out and the LR cut: the same answer whatever the life has seen so far."""
+    """Every spike is rolled back, its data left out and the LR cut: the same answer whatever the process has seen so far."""
 
     def on_instability(self, incident: Any) -> Plan | None:
         step = incident.findings[-1].step
@@ -132,7 +132,7 @@ def config(gate: str) -> dict[str, Any]:
     }
 
 
-class Life:
+class GuardedRun:
     """One process's part of the run."""
 
     def __init__(self, run_dir: Path, variant: str, seed: int = 3) -> None:

@@ -23,7 +23,7 @@ OPENING = (
     *("fstat /journal.jsonl", "close /journal.jsonl", "fstat /metrics.jsonl", "close /metrics.jsonl"),
     *("mkdir /incidents", "mkdir /incidents/N"),
 )
-"""where the run directory is opened and closed, before and after anybody looks"""
+"""calls that open and close the run directory, before and after the run"""
 
 
 class Case(NamedTuple):
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     nth: int
 
     def __str__(self) -> str:
-        return f"{self.how} at {self.site}, number {self.nth} of a {'later' if self.late else 'first'} life"
+        return f"{self.how} at {self.site}, number {self.nth} of a {'resumed' if self.late else 'first'} process"
 
 
 def cases(references: Reference, hows: tuple[str, ...], count: int) -> list[Case]:
@@ -53,29 +53,29 @@ def cases(references: Reference, hows: tuple[str, ...], count: int) -> list[Case
 def begin(references: Reference, path: Path, late: bool) -> Directory:
     if late:
         shutil.copytree(references.half(VARIANT), path)
-    return Directory(path, lives=int(late), opened=int(late))
+    return Directory(path, processes=int(late), opened=int(late))
 
 
-def go_on(lives: Server, directory: Directory, reference: Ended) -> None:
-    """A life without faults: it ends as the reference did, and nothing is left in the making."""
-    ended = lives.live(directory.path, VARIANT)
+def go_on(server: Server, directory: Directory, reference: Ended) -> None:
+    """Run a process without faults: it ends as the reference did, and leaves no partial checkpoint."""
+    ended = server.run(directory.path, VARIANT)
     directory.check(ended)
     same(ended, reference)
     left = [n for n in os.listdir(directory.path / "checkpoints") if n.startswith(".")]
     assert not left, left
 
 
-def meet(lives: Server, references: Reference, case: Case, path: Path) -> str:
-    """One call fails. What became of the life: it went on, or the class of the error it ended with."""
+def meet(server: Server, references: Reference, case: Case, path: Path) -> str:
+    """Let one call fail. Return "went on", or the class of the error that ended the process."""
     reference, directory = references(VARIANT), begin(references, path, case.late)
-    ended = lives.live(path, VARIANT, how=case.how, site=case.site, nth=case.nth)
+    ended = server.run(path, VARIANT, how=case.how, site=case.site, nth=case.nth)
     try:
         assert not ended.hung and ended.signal == 0, ended.text
         assert ended.kind == "" or (ended.holdfast and ended.kind != "PolicyStop"), ended.text
         directory.check(ended)
         if ended.kind == "":
             same(ended, reference)
-        go_on(lives, directory, reference)
+        go_on(server, directory, reference)
     except AssertionError as error:
         raise AssertionError(f"{case}: {error}") from error
     shutil.rmtree(path)
@@ -87,12 +87,12 @@ def meet(lives: Server, references: Reference, case: Case, path: Path) -> str:
     "count",
     [6, *slow(40), pytest.param(300, marks=pytest.mark.soak)],
 )
-def test_a_call_that_fails_costs_a_checkpoint_or_ends_the_life_and_never_the_run(
-    count: int, lives: Server, references: Reference, tmp_path: Path
+def test_a_failing_call_costs_a_checkpoint_or_ends_the_process_but_never_the_run(
+    count: int, server: Server, references: Reference, tmp_path: Path
 ) -> None:
     became: Counter[str] = Counter()
     for number, case in enumerate(cases(references, ("ENOSPC", "EIO"), count), 1):
-        became[meet(lives, references, case, tmp_path / "run")] += 1
+        became[meet(server, references, case, tmp_path / "run")] += 1
         if number % 25 == 0:
             print(f"\n{number} calls made to fail: {dict(became)}", end="", flush=True)
     SUMMARY.append(f"{count} calls that failed, ENOSPC or EIO, one in each process; it then: {dict(became)}")
@@ -100,25 +100,25 @@ def test_a_call_that_fails_costs_a_checkpoint_or_ends_the_life_and_never_the_run
 
 @pytest.mark.parametrize("site", OPENING)
 def test_no_error_of_the_system_comes_out_as_it_is(
-    site: str, lives: Server, references: Reference, tmp_path: Path
+    site: str, server: Server, references: Reference, tmp_path: Path
 ) -> None:
-    assert meet(lives, references, Case("EIO", False, site, 1), tmp_path / "run") == "RunDirError"
+    assert meet(server, references, Case("EIO", False, site, 1), tmp_path / "run") == "RunDirError"
 
 
 @pytest.mark.parametrize("how", ["EINTR", "SHORT"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("every", [3, *slow(2, 5, 7)])
 def test_interrupted_calls_and_short_writes_make_no_difference(
-    how: str, late: bool, every: int, lives: Server, references: Reference, tmp_path: Path
+    how: str, late: bool, every: int, server: Server, references: Reference, tmp_path: Path
 ) -> None:
     directory = begin(references, tmp_path / "run", late)
-    ended = lives.live(directory.path, VARIANT, how=how, every=every)
+    ended = server.run(directory.path, VARIANT, how=how, every=every)
     assert ended.hits >= 30
     same(ended, references(VARIANT))
     directory.check(ended)
-    go_on(lives, directory, references(VARIANT))
+    go_on(server, directory, references(VARIANT))
     SUMMARY.append(
-        f"{ended.hits} of {sum((ended.sites or {}).values())} calls of one life met with {how}: no difference"
+        f"{ended.hits} of {sum((ended.sites or {}).values())} calls of one process met with {how}: no difference"
     )
 
 
@@ -128,15 +128,15 @@ FULL_AT = [13 / 24, *slow(*(n / 24 for n in range(1, 24, 2) if n != 13))]
 
 @pytest.mark.parametrize("place", FULL_AT)
 def test_on_a_full_disk_training_goes_on_and_earlier_checkpoints_stay(
-    place: float, lives: Server, references: Reference, tmp_path: Path
+    place: float, server: Server, references: Reference, tmp_path: Path
 ) -> None:
     reference, path = references(VARIANT), tmp_path / "run"
     nth = int(place * sum((reference.sites or {}).values()))
-    ended = lives.live(path, VARIANT, how="FULL", nth=nth)
+    ended = server.run(path, VARIANT, how="FULL", nth=nth)
     assert not ended.hung
     same(ended, reference)
     directory = Directory(path)
     directory.check(ended)
     failed = [e for e in read(path / "journal.jsonl").events if e["event"] == "checkpoint" and e["status"] == "failed"]
     assert failed and all("No space left" in e["why"] for e in failed)
-    go_on(lives, directory, reference)
+    go_on(server, directory, reference)

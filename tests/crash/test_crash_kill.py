@@ -20,24 +20,30 @@ class Tally:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self.kills, self.lives, self.runs = 0, 0, 0
+        self.kills, self.processes, self.runs = 0, 0, 0
         self.under_way: Counter[str] = Counter()
 
     def count(self, ended: Ended) -> None:
-        self.lives += 1
+        self.processes += 1
         if ended.signal == signal.SIGKILL:
             self.kills += 1
             self.under_way[ended.phase or "startup"] += 1
-        if self.lives % 25 == 0:
-            print(f"\n{self._what}: {self.lives} lives, {self.kills} killed, {self.runs} runs done", end="", flush=True)
+        if self.processes % 25 == 0:
+            print(
+                f"\n{self._what}: {self.processes} processes, {self.kills} killed, {self.runs} runs done",
+                end="",
+                flush=True,
+            )
 
     def sum_up(self) -> str:
         spread = ", ".join(f"{n} {phase}" for phase, n in self.under_way.most_common())
-        return f"{self._what}: {self.kills} killed in {self.lives} lives of {self.runs} runs; under way: {spread}"
+        return (
+            f"{self._what}: {self.kills} killed in {self.processes} processes of {self.runs} runs; under way: {spread}"
+        )
 
 
 def when(dice: random.Random, how: str, reference: Ended, sites: list[tuple[bool, str, int]]) -> dict[str, Any]:
-    """An instant in the life to come; some lie after its end."""
+    """Choose an instant in the next process; some are after its end."""
     if how == "by the clock":
         return {"after": dice.uniform(0.0, 1.1) * reference.seconds}
     _, site, often = dice.choice(sites)
@@ -46,22 +52,22 @@ def when(dice: random.Random, how: str, reference: Ended, sites: list[tuple[bool
 
 
 def run_to_its_end(
-    lives: Server, path: Path, variant: str, how: str, dice: random.Random, references: Reference, tally: Tally
+    server: Server, path: Path, variant: str, how: str, dice: random.Random, references: Reference, tally: Tally
 ) -> None:
-    """One run in as many lives as it takes, each killed at an instant of its own, until one comes to its end."""
+    """Start processes of one run, each killed at a random instant, until one reaches the end."""
     reference, sites = references(variant), references.sites(variant)
     directory, offered = Directory(path), None
     while True:
         chosen = when(dice, how, reference, sites)
-        ended = lives.live(path, variant, **chosen)
+        ended = server.run(path, variant, **chosen)
         tally.count(ended)
-        about = f"{variant} {path.name}, life {tally.lives}, {chosen}, killed while {ended.phase} {ended.hit}"
+        about = f"{variant} {path.name}, process {tally.processes}, {chosen}, killed while {ended.phase} {ended.hit}"
         assert not ended.hung, about + ended.text
         assert ended.signal == signal.SIGKILL or ended.kind == "", about + ended.text
         try:
             before, offered = offered, directory.check(ended)
             if ended.phase not in ("", "startup", "resuming"):
-                assert directory.went_on_from() == (None if before is None else before.name)
+                assert directory.resumed_from() == (None if before is None else before.name)
             if ended.signal == 0:
                 same(ended, reference)
                 tally.runs += 1
@@ -83,13 +89,13 @@ def run_to_its_end(
         pytest.param("at a call", 75, marks=pytest.mark.soak),
     ],
 )
-def test_a_run_killed_at_random_instants_ends_as_if_it_never_was(
-    how: str, kills: int, variant: str, lives: Server, references: Reference, tmp_path: Path
+def test_a_run_killed_at_random_instants_ends_as_an_uninterrupted_run(
+    how: str, kills: int, variant: str, server: Server, references: Reference, tmp_path: Path
 ) -> None:
     dice = random.Random(f"{how} {variant}")
     tally = Tally(f"{variant}, {how}")
     while tally.kills < kills:
-        run_to_its_end(lives, tmp_path / f"run_{tally.runs}", variant, how, dice, references, tally)
+        run_to_its_end(server, tmp_path / f"run_{tally.runs}", variant, how, dice, references, tally)
     SUMMARY.append(tally.sum_up())
     if kills > 3:  # three instants by the clock of a busy machine may all fall into one save
         assert len(tally.under_way) >= 2, tally.under_way

@@ -1,4 +1,4 @@
-"""Instants that chance would seldom hit: what a killed life left, or a call that failed, leads the next one astray."""
+"""Instants that random kills seldom hit: the leftovers of a killed process, or of a failed call, mislead the next one."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from holdfast import RunDirError
 from marks import slow
 
 
-def test_a_life_that_has_just_begun_rolls_back_as_far_as_the_one_before_would_have(
-    lives: Server, references: Reference, tmp_path: Path
+def test_a_new_process_rolls_back_as_far_as_the_one_before_would_have(
+    server: Server, references: Reference, tmp_path: Path
 ) -> None:
     """Killed when step 6 has become good: the next process has nothing older in memory, and its second rollback needs it."""
     directory = Directory(tmp_path / "run")
-    ended = lives.live(directory.path, "again", before_step=9)
+    ended = server.run(directory.path, "again", before_step=9)
     assert ended.signal == signal.SIGKILL
     offered = directory.check(ended)
     assert offered is not None and offered.name == "step_00000006"
-    same(lives.live(directory.path, "again"), references("again"))
+    same(server.run(directory.path, "again"), references("again"))
 
 
-def only_the_first_checkpoint(lives: Server, path: Path) -> Directory:
+def only_the_first_checkpoint(server: Server, path: Path) -> Directory:
     """A run killed when the state it began with was on disk, and nothing else."""
     directory = Directory(path)
-    ended = lives.live(path, "host", how="KILL_AFTER", site="rename /checkpoints/.tmp-STEP", nth=1)
+    ended = server.run(path, "host", how="KILL_AFTER", site="rename /checkpoints/.tmp-STEP", nth=1)
     offered = directory.check(ended)
     assert offered is not None and offered.name == "step_00000000"
     return directory
@@ -49,13 +49,13 @@ def only_the_first_checkpoint(lives: Server, path: Path) -> Directory:
     ],
 )
 def test_a_read_that_fails_once_does_not_condemn_the_only_checkpoint(
-    site: str, nth: int, lives: Server, references: Reference, tmp_path: Path
+    site: str, nth: int, server: Server, references: Reference, tmp_path: Path
 ) -> None:
-    directory = only_the_first_checkpoint(lives, tmp_path / "run")
-    ended = lives.live(directory.path, "host", how="EIO", site=site, nth=nth)
+    directory = only_the_first_checkpoint(server, tmp_path / "run")
+    ended = server.run(directory.path, "host", how="EIO", site=site, nth=nth)
     assert ended.hits == 1 and ended.kind in ("", "RunDirError", "Unreadable"), ended.text
     directory.check(ended)
-    same(lives.live(directory.path, "host"), references("host"))
+    same(server.run(directory.path, "host"), references("host"))
 
 
 def small(path: Path) -> tuple[holdfast.Guard, torch.nn.Module, DataLoader]:
@@ -109,8 +109,8 @@ def test_an_end_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp_p
         *slow(("KILL_AFTER", "replace /.run.json.aside", 1)),
     ],
 )
-def test_killed_there_and_once_more_as_soon_as_the_next_life_has_begun(
-    how: str, site: str, nth: int, lives: Server, references: Reference, tmp_path: Path
+def test_killed_there_and_again_when_the_next_process_has_begun(
+    how: str, site: str, nth: int, server: Server, references: Reference, tmp_path: Path
 ) -> None:
     """Plan and action, action and quarantine, published and on record, renamed and removed, marked and on record, the
     first save, the last line: killed there, then while resuming, and then left alone."""
@@ -119,10 +119,10 @@ def test_killed_there_and_once_more_as_soon_as_the_next_life_has_begun(
         {"how": how, "site": site, "nth": nth},
         {"how": "KILL_HALF", "site": "write /journal.jsonl", "nth": 2},
     ):
-        ended = lives.live(directory.path, "host", **chosen)
+        ended = server.run(directory.path, "host", **chosen)
         assert ended.signal == signal.SIGKILL
         directory.check(ended)
-    ended = lives.live(directory.path, "host")
+    ended = server.run(directory.path, "host")
     directory.check(ended)
     same(ended, reference)
     shutil.rmtree(directory.path)

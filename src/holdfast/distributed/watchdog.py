@@ -148,10 +148,13 @@ class StoreWatchdog:
         self._wake.set()
         seconds = self._config.timeout_seconds
         if not self._all_finished.wait(seconds):
-            message = (
-                "rank %d finished after step %d, but some ranks are still training after %g s; exiting without them"
+            log.warning(
+                "holdfast: rank %d finished after step %d, but some ranks are still training after %g s; "
+                "exiting without them",
+                self._rank,
+                step,
+                seconds,
             )
-            log.warning(message, self._rank, step, seconds)
 
     def close(self) -> None:
         """Stop the thread. After a failure it keeps running until the process ends."""
@@ -339,12 +342,12 @@ class StoreWatchdog:
             try:
                 self._write_record(event, **fields, host=failure.host, posted=failure.time, **more)
             except Exception as error:
-                log.error("rank %d could not record the event %r: %s", self._rank, event, error)
+                log.error("holdfast: rank %d could not record the event %r: %s", self._rank, event, error)
 
         call_with_timeout(write, _WRITE_SECONDS)
 
     def _log_error(self, message: str) -> None:
-        call_with_timeout(lambda: log.error("%s", message), 0.5)
+        call_with_timeout(lambda: log.error("holdfast: %s", message), 0.5)
 
 
 def _describe(failure: RankFailure, rank: int) -> str:

@@ -209,7 +209,7 @@ def test_finished_rank_waits_for_the_others_and_warns_after_the_timeout(
     with caplog.at_level(logging.WARNING):
         start(policy=FAST).watchdog.wait_for_others_to_finish(4)
     assert (
-        "rank 0 finished after step 4, but some ranks are still training after 0.6 s; exiting without them"
+        "holdfast: rank 0 finished after step 4, but some ranks are still training after 0.6 s; exiting without them"
         in caplog.text
     )
 

@@ -143,9 +143,8 @@ class LineFile:
         return None if is_complete else start
 
     def append(self, data: bytes) -> None:
-        ending = (
-            b"\n" if self._half_written else b""
-        )  # otherwise this line would join the torn one, and both would be lost
+        # Without a line end this line would join the torn one, and both would be lost.
+        ending = b"\n" if self._half_written else b""
         view = memoryview(ending + data)
         self.bytes_written = 0
         try:

@@ -68,7 +68,7 @@ class DiskCheckpointStore:
             try:
                 self._folder.sweep()
             except RunDirError as error:
-                log.warning("%s", error)
+                log.warning("holdfast: %s", error)
         self._world.barrier(self._timeout)
 
     def broadcast_object(self, value: Any) -> Any:

@@ -151,21 +151,23 @@ class RankCoordinator:
         if not self.is_distributed:
             action()
             return
-        own: BaseException | None = None
+        local: BaseException | None = None
         try:
             action()
         except Exception as error:
-            own = error
-        code = own.code if isinstance(own, PolicyStop) else None
-        refusals = self._ranks.all_gather_object(None if own is None else [f"{type(own).__name__}: {own}", code])
-        if own is not None:
-            raise own
+            local = error
+        code = local.code if isinstance(local, PolicyStop) else None
+        refusals = self._ranks.all_gather_object(None if local is None else [f"{type(local).__name__}: {local}", code])
+        if local is not None:
+            raise local
         for rank, refusal in enumerate(refusals):
             if refusal is not None:
                 message = f"rank {rank}: {refusal[0]}"
                 if refusal[1] is None:
                     raise RanksDisagree(message)
-                log.error("%s", message)  # an `except Exception` around the loop would hide the stop otherwise
+                log.error(
+                    "holdfast: %s", message
+                )  # an `except Exception` around the loop would hide the stop otherwise
                 raise PolicyStop(message, refusal[1])
 
     def compare_loops(self, loop: dict[str, Any], hooks: Hooks) -> tuple[str | None, str | None, bool]:

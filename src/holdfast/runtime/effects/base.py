@@ -36,7 +36,7 @@ class ExcludedWindow(NamedTuple):
 
 
 class Situation(NamedTuple):
-    """A settled step about which something must be done."""
+    """Holds a settled step that needs an action."""
 
     attempt: StepAttempt
     following: StepAttempt | None
@@ -51,7 +51,7 @@ class Situation(NamedTuple):
 
 
 class Transition(NamedTuple):
-    """What an effect has decided about the run's progress."""
+    """Holds what an effect decided about the run's progress; the pipeline applies it."""
 
     outcome: Outcome | None
     """None: the step keeps its update"""

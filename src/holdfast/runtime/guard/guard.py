@@ -64,7 +64,7 @@ class GuardBase:
     run_dir: the folder for journal, metrics, incidents and checkpoints; None keeps no record.
     config: a path to a policy file, a mapping of its sections, or None for the defaults.
     hooks: objects with any of the methods of `holdfast.Hook`.
-    detectors: detectors of your own, beside the built-in ones.
+    detectors: detectors of your own, in addition to the built-in ones.
     about: further facts for run.json (data, code, anything that tells this run from another).
 
     HOLDFAST_OFF=1 in the environment switches the guard off: the same loop, unguarded, writing nothing.
@@ -280,7 +280,7 @@ class GuardBase:
         self._open()
         self._run.quarantine(samples, reason)
 
-    # ---- what it knows
+    # ---- state
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""The loop of our own: `for step in guard.steps(...)`, `with step:`, `step.microbatches()`, `step.backward(loss)`."""
+"""The loop that ships: `for step in guard.steps(...)`, `with step:`, `step.microbatches()`, `step.backward(loss)`."""
 
 from __future__ import annotations
 

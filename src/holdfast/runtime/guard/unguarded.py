@@ -179,7 +179,7 @@ class UnguardedRun:
         if self._state.scaler is not None:
             self._state.scaler.reset_after_skip()
 
-    # ---- what there is nothing to do for
+    # ---- nothing to do without the guard
 
     def open(self, about: dict[str, Any]) -> None: ...
     def close(self, error: BaseException | None) -> None: ...

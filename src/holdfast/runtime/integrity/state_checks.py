@@ -31,7 +31,7 @@ class DueChecks(NamedTuple):
 
 
 class StateCheck(NamedTuple):
-    """What was compared right before an update."""
+    """Holds what one check compared, right before an update."""
 
     checksums: StateChecksums
     classes: list[ReplicaClass]

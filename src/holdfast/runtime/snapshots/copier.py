@@ -123,10 +123,8 @@ class Copier:
         """
         values = list(sources.values())
         buffer: SnapshotBuffer | None = None
-        tensors, apart = (
-            sources,
-            {n for n, v in sources.items() if v.layout is not torch.strided} if not live else set(),
-        )
+        tensors = sources
+        apart = set() if live else {n for n, v in sources.items() if v.layout is not torch.strided}
         devices = [] if live else list(dict.fromkeys(v.device for v in values))
         if live or (on_host and any(d != HOST for d in devices)):
             layout = layout or self.layout(part, sources, on_host=on_host)

@@ -116,8 +116,7 @@ class Placement:
         for snapshot in [s for s in self._leaving if not s.in_use]:
             self._leaving.remove(snapshot)
             self._copier.reclaim("update_tensors", snapshot.copy)
-            if (
-                snapshot.reason is None
-            ):  # a saved one is compared later with the run's state, to see if anything changed
+            # A saved one keeps these: the run's state is compared with them later, to see if anything changed.
+            if snapshot.reason is None:
                 self._copier.reclaim("small_state", snapshot.small_state_copy)
                 self._copier.reclaim("buffers", snapshot.buffers)

@@ -1,8 +1,7 @@
-"""NumPy's global random state: captured, restored, and converted for a file."""
+"""NumPy's global random state: restored, and converted for a file."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -12,14 +11,8 @@ from holdfast.core.base.errors import SetupError
 _DTYPE_KEY = "type of the array"
 
 
-def numpy_state() -> Any:
-    """Return NumPy's global state, of whichever bit generator; None if NumPy has not been imported."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state(legacy=False)
-
-
 def restore_numpy(state: Any) -> None:
-    """Restore what `numpy_state` returned, perhaps in another process. SetupError if the bit generator is another one."""
+    """Restore a captured state, perhaps of another process. SetupError if the bit generator is another one."""
     import numpy
 
     try:

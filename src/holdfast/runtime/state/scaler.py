@@ -44,9 +44,8 @@ class Scaler:
             flags = list(self._internals.found_inf_per_device(id(optimizer)).values())
             assert self._internals.scale is not None, "unscale_ has made it"
             device = self._internals.scale.device
-            total = flags[0].to(
-                device, copy=True
-            )  # `update` adds the other optimizers' flags to the first one in place
+            # A copy: `update` adds the other optimizers' flags to the first one in place.
+            total = flags[0].to(device, copy=True)
             for flag in flags[1:]:
                 total = torch.maximum(total, flag.to(device))  # not a sum: fused optimizers need exactly 1
             found_inf[id(optimizer)] = total

@@ -344,9 +344,8 @@ class GuardedPipeline:
                 limits = context.engine.limits()
                 agreed = agreed._replace(limits=limits)
         attempt.loss_limit, attempt.grad_limit = limits
-        parts.watchdog.get().ping(
-            number
-        )  # when the host knows the rows, only after they show all ranks at the same step
+        # If the host reads the rows, only after they show all ranks at the same step.
+        parts.watchdog.get().ping(number)
         return agreed
 
     def _found_inf_flags(self, stats: GradientStats) -> list[Tensor]:

@@ -190,8 +190,8 @@ def takes_found_inf(optimizer: Optimizer) -> bool:
     if not supported and name not in _warned:
         _warned.add(name)
         log.warning(
-            "%s is fused but has no _step_supports_amp_scaling (torch %s): the host decides whether an update is applied, "
-            "and waits for the device at every step",
+            "holdfast: %s is fused but has no _step_supports_amp_scaling (torch %s): the host decides whether an update is "
+            "applied, and waits for the device at every step",
             name,
             torch.__version__,
         )

@@ -35,5 +35,5 @@ class OptionalKernel(Generic[T]):
 
     def disable(self, error: Exception) -> None:
         """Stop using the kernel, because a variant of it could not be built."""
-        log.info("%s: %s: %s", self._fallback, type(error).__name__, str(error)[:200])
+        log.info("holdfast: %s: %s: %s", self._fallback, type(error).__name__, str(error)[:200])
         self._tried, self._kernel = True, None

@@ -99,9 +99,7 @@ def _thin(block: ColumnBlock) -> ColumnBlock:
             buckets[bucket_index, np.argmax(np.where(np.isfinite(values), values, -np.inf), axis=1)] = True
     nonfinite = np.zeros(full, dtype=bool)
     if "loss" in block.columns:
-        nonfinite |= ~np.isfinite(
-            block.columns["loss"][:full]
-        )  # including a missing loss: some logs write NaN that way
+        nonfinite |= ~np.isfinite(block.columns["loss"][:full])  # also a missing loss: some logs write NaN that way
     if "grad_norm" in block.columns:
         nonfinite |= ~np.isfinite(block.columns["grad_norm"][:full]) & block.is_present("grad_norm")[:full]
     nonfinite_buckets = nonfinite.reshape(-1, BUCKET)

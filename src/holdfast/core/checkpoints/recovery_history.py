@@ -2,7 +2,7 @@
 
 A rollback that cut the LR is part of the run from then on. A process that resumes from an older checkpoint
 reaches that step again. It must make the same cut there, or it trains a different run. The saved state counts how
-many interventions it includes (`Interventions.turns`); the journal has all of them.
+many interventions it includes (`Interventions.applied`); the journal has all of them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Pipeline:
         self.checked: list[int] = []
         self.remembered: list[int] = []
 
-    def step(self, number: int) -> None:
+    def step(self, number: int, *, is_vetoed: bool = False) -> None:
         due = self.checks.due(number)
         had_after = self.checks._after is not None
         row = None
@@ -47,6 +47,9 @@ class Pipeline:
             self.checked.append(number)
         if due.window and had_after:
             self.remembered.append(number)
+        if is_vetoed:
+            self.checks.forget()
+            return
         if number + 1 >= self.checks.next_check:
             self.checks.after_update(number)
         assert (self.checks._after is not None) == self.checks.due(number + 1).window
@@ -59,12 +62,13 @@ intervals = st.one_of(st.just(0), st.integers(1, 9))
     intervals, intervals, st.integers(1, 30), st.lists(st.tuples(st.integers(1, 25), st.integers(0, 25)), max_size=4)
 )
 def test_no_step_that_has_a_check_is_passed_over(replicas, window, first, stretches):
-    """A run resumes at any step, trains for a stretch, rolls back, and so on."""
+    """A run resumes at any step, trains for a stretch, tries a step twice, rolls back, and so on."""
     run, number = Pipeline(replicas, window), first
     for length, back in [*stretches, (25, 0)]:
         for _ in range(length):
             run.step(number)
             number += 1
+        run.step(number, is_vetoed=True)
         if back:
             number = max(1, number - back)
             run.checks.rolled_back_to(number - 1)
@@ -83,12 +87,12 @@ def test_checks_come_in_the_first_two_steps_of_a_process_and_then_every_so_many(
     assert run.checked == [13, 14, 16, 20]
 
 
-def test_a_checked_step_that_is_tried_again_is_not_checked_again():
+def test_a_checked_step_that_is_tried_again_is_checked_again():
     run = Pipeline(0, 4)
-    for number in range(1, 5):
-        run.step(number)
-    assert run.checks.due(4).window
-    assert run.checks.next_check == 8
+    for number, is_vetoed in ((1, False), (2, False), (3, False), (4, True), (4, True), (4, False), (5, False)):
+        run.step(number, is_vetoed=is_vetoed)
+    assert run.checked == [1, 2, 4, 4, 4]
+    assert run.remembered == [2, 4], "only the first try follows right after an update"
 
 
 def test_without_any_check_none_is_ever_due():

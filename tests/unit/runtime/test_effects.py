@@ -21,7 +21,7 @@ from holdfast.core.base.types import CutLR, Flag, Plan, Replay, Rollback, Skip, 
 from holdfast.core.checkpoints.recovery_history import Intervention
 from holdfast.core.record.journal import read
 from holdfast.runtime import effects
-from holdfast.runtime.effects import interventions, replay, rollback, skip, stop
+from holdfast.runtime.effects import Transition, interventions, replay, rollback, skip, skip_data, stop
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import Situation
 
@@ -140,7 +140,7 @@ def test_skip_restores_what_the_batch_drew_and_quarantines_its_data(scene):
     before, now = scene.history[-1], scene.state()
     transition = skip.perform(scene.recovery, scene.situation(Skip()))
     assert transition.outcome.status is Status.SKIPPED
-    assert transition == (transition.outcome, True, {}, None, (), None, None)
+    assert transition == Transition(transition.outcome, following_is_valid=True), "nothing else changes"
     after = scene.state()
     assert changed(before, now) == {"model", "rng", "position"}
     assert changed(before, after) == {"position", "quarantine"}, "random streams and buffers are as before the batch"
@@ -191,14 +191,24 @@ def test_rollback_restores_a_certified_state_and_returns_its_interventions(scene
     assert transition.interventions == [Intervention(6, plan[2], 1, "nonfinite_loss")]
     assert (transition.outcome_fields["from_step"], transition.outcome_fields["to_step"]) == (9, 6)
     after = scene.state()
-    assert changed(scene.history[6], after) == {"quarantine", "history", "lineage"}
+    assert changed(scene.history[6], after) == {"history", "lineage"}
     assert after["interventions"] == scene.history[6]["interventions"], "the pipeline applies them, not the effect"
     assert after["lineage"].branch == 1
-    assert [tuple(span) for span in after["quarantine"][-1]["spans"]] == [(0, 24, 32)]
-    back, data = scene.journal()
-    assert (back["action"], back["from_step"], back["to_step"], back["branch"]) == ("rollback", 9, 6, 1)
-    assert msgspec.convert(back["interventions"], list[Intervention]) == transition.interventions
-    assert (data["action"], data["batches"], back["skip_window"]["batches"]) == ("skip_data", 2, 2)
+    (event,) = scene.journal()
+    assert (event["action"], event["from_step"], event["to_step"], event["branch"]) == ("rollback", 9, 6, 1)
+    assert msgspec.convert(event["interventions"], list[Intervention]) == transition.interventions
+    assert (event["skip_window"]["epoch"], event["skip_window"]["first"], event["skip_window"]["batches"]) == (0, 6, 2)
+
+
+def test_skip_data_excludes_the_window_of_the_rollback(scene):
+    plan = (Rollback(before=6, at_latest=9), SkipData(batches=2, around=8))
+    situation = scene.situation(*plan)
+    transition = rollback.perform(scene.recovery, situation, plan[0])
+    assert transition.excluded is not None and scene.state()["quarantine"] == []
+    skip_data.perform(scene.recovery, situation.plan, transition.excluded, 6)
+    assert [tuple(span) for span in scene.state()["quarantine"][-1]["spans"]] == [(0, 24, 32)]
+    assert [event["action"] for event in scene.journal()] == ["rollback", "skip_data"]
+    assert scene.parts.feeder.source.draw().span == (0, 32, 36)
 
 
 def test_rollback_stops_the_run_if_there_is_no_state_to_return_to(scene):

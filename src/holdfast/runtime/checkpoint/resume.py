@@ -55,16 +55,14 @@ def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: Batch
 
 def _load_named(manager: CheckpointManager, store: CheckpointStore) -> tuple[CheckpointEntry, RestoredCheckpoint]:
     """Load the checkpoint a person named. It wins over the automatic choice, with a note."""
-    named = store.find(manager.load_path)
+    context, named = manager.context, store.find(manager.load_path)
     automatic = None
     if manager.config.resume == "auto":
-        automatic, _ = store.choose(lambda entry: _why_abandoned(manager.context, entry))
+        automatic, _ = store.choose(lambda entry: _why_abandoned(context, entry))
     if automatic is None or automatic.path != named.path:
         other = "nothing" if automatic is None else automatic.name
-        manager.context.engine.note(
-            0, f"resuming from load_path = {named.path}; automatic resume would have chosen {other}"
-        )
-    return named, store.load(named, manager.context.state.target())
+        context.engine.note(0, f"resuming from load_path = {named.path}; automatic resume would have chosen {other}")
+    return named, store.load(named, context.state.target())
 
 
 def _load_newest(

@@ -51,8 +51,8 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
 
 def _find_nonfinite_samples(recovery: RecoveryParts, situation: Situation) -> list[int]:
     """Return the ids of rows that hold NaN or Inf themselves, on any rank, if the policy quarantines them."""
-    if situation.attempt.origin is not None:
-        return situation.attempt.origin.samples
+    if (origin := situation.attempt.origin) is not None:
+        return origin.samples
     is_nonfinite = situation.signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
     if not is_nonfinite or not recovery.context.config.quarantine.nonfinite_samples:
         return []

@@ -30,6 +30,7 @@ from holdfast.runtime.record.environment import describe_loop, describe_run
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.state.schedule import Interval
 from holdfast.runtime.step.interface import Run
+from holdfast.runtime.step.progress import Progress
 
 
 class Stateful(Protocol):
@@ -219,7 +220,7 @@ class GuardBase:
 
     def register(self, name: str, thing: Stateful | Generator) -> None:
         """Add an object with state (EMA, a curriculum, a replay buffer) or a torch.Generator: rollbacks restore it."""
-        if self._run.pipeline.progress.step > 0 or self._run.pipeline.progress.served is not None:
+        if self.step > 0 or self._progress.served is not None:
             raise SetupError(
                 f"register({name!r}, ...): register before the first step, so that every snapshot holds it"
             )
@@ -283,14 +284,18 @@ class GuardBase:
     # ---- state
 
     @property
+    def _progress(self) -> Progress:
+        return self._run.pipeline.progress
+
+    @property
     def step(self) -> int:
         """Committed steps."""
-        return self._run.pipeline.progress.step
+        return self._progress.step
 
     @property
     def stopping(self) -> str | None:
         """Why the run was asked to stop, or None."""
-        return self._run.pipeline.progress.stopping
+        return self._progress.stopping
 
     def summary(self) -> Summary:
         """Return whether the run is clean or recovered, what was done, and what it cost."""

@@ -154,9 +154,10 @@ class Restorer:
         writes = BatchedWrites()
         known: list[Checksums] = []
         if matching is not None:
-            assert snapshot is not None and snapshot.copy.buffer is not None
+            buffer = None if snapshot is None else snapshot.copy.buffer
+            assert buffer is not None
             with self._copier.concurrent_checksums() as checksum:
-                known = snapshot.copy.buffer.copy_back(list(matching.values()), checksum)
+                known = buffer.copy_back(list(matching.values()), checksum)
             writes.live.update(matching)
         if tensors is None:
             assert snapshot is not None

@@ -738,10 +738,11 @@ class GuardedPipeline:
 
 def agree_alone(limits: Limits, local: LocalMeasurements) -> AgreedStep:
     """Return the step's numbers of a single process."""
-    norm = local.norm.value if local.norm.is_total else local.norm.value.sqrt()
-    weight_norm = None
-    if local.weight_norm is not None:
-        total = local.weight_norm.value
-        weight_norm = total if local.weight_norm.is_total else total.sqrt()
+    norm, weight_norm = _root(local.norm), None if local.weight_norm is None else _root(local.weight_norm)
     extra = None if local.checks is None else local.checks.view(float64)
     return AgreedStep(local.loss, norm, limits, local.found_inf, None, weight_norm, None, None, extra)
+
+
+def _root(norm: Norm) -> Tensor:
+    """Return the norm itself: a partial one is a sum of squares."""
+    return norm.value if norm.is_total else norm.value.sqrt()

@@ -193,6 +193,19 @@ def test_a_checkpoint_that_is_still_being_written_is_marked_once_it_is_on_disk()
     run.store.report(name_of(EVERY, 0), "saved")
     run.step(1)
     assert run.store.marks == [(name_of(EVERY, 0), "good", False)]
+    run.step(CERTIFY)
+    assert len(run.store.marks) == 1, "a mark that is being written is not asked for again"
+
+
+def test_only_later_steps_count_for_a_checkpoint():
+    run = Training()
+    run.step(EVERY)
+    run.guard.checkpoint("asked for")
+    record = run.checkpoints.records[name_of(EVERY, 0)]
+    run.checkpoints.count_healthy_step(EVERY)
+    assert record.healthy_steps == 0
+    run.checkpoints.count_healthy_step(EVERY + 1)
+    assert record.healthy_steps == 1
 
 
 def test_healthy_steps_are_counted_again_after_a_finding():
@@ -213,7 +226,9 @@ def test_a_mark_that_failed_is_tried_again_after_as_many_healthy_steps():
     run.step(CERTIFY)
     assert len(run.store.marks) == 1
     run.store.refuses_marks = False
-    run.step(CERTIFY)
+    run.step(CERTIFY - 1)
+    assert len(run.store.marks) == 1
+    run.step(1)
     assert len(run.store.marks) == 2
     run.step(1)
     assert run.checkpoints.records[name_of(1, 0)].health is Health.GOOD

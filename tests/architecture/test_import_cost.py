@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,15 @@ def test_import_brings_in_neither_torch_nor_numpy():
 
 
 def test_whole_process_that_imports_it_takes_less_than_the_limit():
+    """Processor time: on a busy machine a process waits longer for its turn."""
     seconds: list[float] = []
     while len(seconds) < 8 and min(seconds, default=LIMIT_SECONDS) >= LIMIT_SECONDS:  # a busy machine gets more tries
-        started = time.perf_counter()
+        before = os.times()
         assert python("import holdfast").returncode == 0
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < LIMIT_SECONDS
+        after = os.times()
+        used = after.children_user + after.children_system - before.children_user - before.children_system
+        seconds.append(used)
+    assert 0 < min(seconds) < LIMIT_SECONDS
 
 
 @pytest.mark.parametrize(

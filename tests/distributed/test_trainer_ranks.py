@@ -142,7 +142,9 @@ def test_program_exits_alike_on_every_rank_and_resumes_under_torchrun(tmp_path):
     first, second = wait_for(ranks)
     assert first[0] == second[0] == 75, first[2] + second[2]
     assert "on 2 ranks (data 2) of" in first[2]
-    assert first[2].splitlines()[-1].startswith("stopped at step 6: asked to stop at step 6; the same command goes on")
+    assert (
+        first[2].splitlines()[-1].startswith("stopped at step 6: asked to stop at step 6; the same command resumes it")
+    )
     assert second[1:] == ("", ""), "only rank 0 prints"
 
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, "--json"]

@@ -53,25 +53,36 @@ class Begun:
         self.ready.send(True)
 
 
+def wait_until_larger(path: Path, size: int) -> None:
+    """Wait until the process has journaled something: on a busy machine that takes a while."""
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.stat().st_size <= size:
+        assert time.monotonic() < deadline, "the process journals nothing"
+        time.sleep(0.005)
+
+
 @pytest.mark.parametrize("lane", [0, *slow(*range(1, LANES))])
 def test_killed_at_random_instants(lane, tmp_path):
     """Many processes of one run directory, each killed at a random moment, so that the next one meets the damage."""
     dice = random.Random(lane)
     run_dir = tmp_path / "run"
     events = 0
+    journal = run_dir / "journal.jsonl"
     for number in range(PROCESSES // LANES):
+        size = journal.stat().st_size if journal.exists() else 0
         here, there = SPAWN.Pipe()
         child = SPAWN.Process(target=live, args=(run_dir, there), daemon=True)
         child.start()
         if number % 4:
             assert here.poll(60)
+            wait_until_larger(journal, size)
         time.sleep(dice.random() * 0.3)  # the instant is what is being tested
         os.kill(child.pid, signal.SIGKILL)
         child.join(60)
         assert child.exitcode == -signal.SIGKILL
-        if (run_dir / "journal.jsonl").exists():
+        if journal.exists():
             events = _check(run_dir, events, number)
-    assert events > 20
+    assert events > PROCESSES // LANES
     _check_restartable(run_dir)
 
 

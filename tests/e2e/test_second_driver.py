@@ -95,6 +95,15 @@ def test_without_a_fault_it_is_the_plain_loop_bit_for_bit(optimizer, gate, accum
     assert classic.guard.summary().status == "clean"
 
 
+def test_with_the_guard_switched_off_it_is_the_plain_loop(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOLDFAST_OFF", "1")
+    case = Case(accumulate=4, epochs=2, augment=True)
+    classic, plain = drive(case, tmp_path / "classic"), case.plain()
+    assert_same(classic, plain)
+    assert (classic.losses, classic.guard.step) == (plain.losses, 6)
+    assert not (tmp_path / "classic").exists()
+
+
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 def test_batches_left_over_at_the_end_are_dropped_alike(optimizer, gate, tmp_path):
     case = Case(optimizer=optimizer, accumulate=5, augment=True, epochs=2, config=quick(gate))

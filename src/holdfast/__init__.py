@@ -12,6 +12,7 @@ Importing this module imports neither torch nor numpy; `Guard` and `Step` do on 
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 from holdfast.core.base.config import Config
@@ -51,13 +52,13 @@ from holdfast.core.base.types import (
 )
 from holdfast.core.base.version import __version__
 from holdfast.core.checkpoints.resume import resolve_resume_path
-from holdfast.core.detectors.base import Detector
 from holdfast.core.record.facts import record
 from holdfast.core.record.fingerprint import fingerprint
 from holdfast.core.record.tally import Summary
 
 if TYPE_CHECKING:
     from holdfast.compose import Guard
+    from holdfast.core.detectors.base import Detector
     from holdfast.runtime.guard.steps import Step
     from holdfast.runtime.ports.hooks import Hook
 
@@ -105,9 +106,18 @@ __all__ = [
 ]
 
 
+_IMPORTED_ON_FIRST_USE = {
+    "Detector": "holdfast.core.detectors.base",
+    "Guard": "holdfast.compose",
+    "Hook": "holdfast.runtime.ports.hooks",
+    "Step": "holdfast.runtime.guard.steps",
+}
+
 if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts any misspelled name
 
     def __getattr__(name: str) -> object:
+        if name not in _IMPORTED_ON_FIRST_USE:
+            raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
         if name in ("Guard", "Step"):
             try:
                 import torch  # noqa: F401
@@ -116,15 +126,4 @@ if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts a
                     f"holdfast.{name} needs torch, which cannot be imported ({error}); "
                     "install it with: pip install 'holdfast[torch]'"
                 ) from None
-            if name == "Step":
-                from holdfast.runtime.guard.steps import Step
-
-                return Step
-            from holdfast.compose import Guard
-
-            return Guard
-        if name == "Hook":
-            from holdfast.runtime.ports.hooks import Hook
-
-            return Hook
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+        return getattr(importlib.import_module(_IMPORTED_ON_FIRST_USE[name]), name)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from holdfast.cli import checkpoint_list, prune, verify
+from holdfast.cli.checked_command import CheckedCommand
 from holdfast.cli.output import Json, console, emit
 from holdfast.cli.run_paths import checkpoint_settings, find_run, is_run, unfinished_checkpoints
 from holdfast.core.checkpoints.resume import resolve_resume_path, survey
@@ -22,8 +23,8 @@ from holdfast.reports.clean import clean
 EXIT_NOTHING = verify.EXIT_NOTHING
 
 app = typer.Typer(name="checkpoints", add_completion=False, rich_markup_mode=None)
-app.command()(verify.verify)
-app.command()(prune.prune)
+app.command(cls=CheckedCommand)(verify.verify)
+app.command(cls=CheckedCommand)(prune.prune)
 
 
 @app.callback(invoke_without_command=True)
@@ -43,7 +44,7 @@ def checkpoints(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@app.command("ls")
+@app.command("ls", cls=CheckedCommand)
 def list_checkpoints(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
     as_json: Json = False,
@@ -67,7 +68,7 @@ def list_checkpoints(
         checkpoint_list.print_list(console(), surveyed, Path(run), checkpoint_settings(folder), unfinished)
 
 
-@app.command("resume-path")
+@app.command("resume-path", cls=CheckedCommand)
 def resume_path(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
     load_path: Annotated[

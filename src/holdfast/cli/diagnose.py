@@ -82,6 +82,8 @@ def diagnose(
         raise ConfigError([f"--format {format}: no such format; the formats are {', '.join(FORMATS)}"], "diagnose")
     if output is not None and not postmortem:
         raise ConfigError(["-o needs --postmortem; write: holdfast diagnose PATH --postmortem -o FILE.md"], "diagnose")
+    if output is not None and output.is_dir():
+        raise ConfigError([f"-o {output}: is a folder; name a file in it: -o {output / 'postmortem.md'}"], "diagnose")
     reports: list[DiagnosisReport] = []
     refusals: list[RefusedLog] = []
     texts: list[str] = []

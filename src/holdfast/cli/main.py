@@ -22,6 +22,7 @@ import typer
 
 import holdfast
 from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, overrides, plan, prepare, train
+from holdfast.cli.checked_command import CheckedCommand
 from holdfast.cli.output import emit
 from holdfast.core.base.errors import ConfigError, HoldfastError, PolicyStop
 
@@ -34,16 +35,18 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 # Plain help: rich would read the [brackets] of a usage line as markup and reflow the examples.
 app = typer.Typer(name="holdfast", add_completion=False, rich_markup_mode=None)
-_with_overrides = app.command(context_settings=overrides.CONTEXT_SETTINGS, options_metavar=overrides.OPTIONS_METAVAR)
-app.command()(demo.demo)
+_with_overrides = app.command(
+    cls=CheckedCommand, context_settings=overrides.CONTEXT_SETTINGS, options_metavar=overrides.OPTIONS_METAVAR
+)
+app.command(cls=CheckedCommand)(demo.demo)
 _with_overrides(train.train)
-app.command()(prepare.prepare)
-app.command()(init.init)
+app.command(cls=CheckedCommand)(prepare.prepare)
+app.command(cls=CheckedCommand)(init.init)
 _with_overrides(check.check)
-app.command()(ack.ack)
-app.command()(diagnose.diagnose)
-app.command()(diff.diff)
-app.command()(plan.plan)
+app.command(cls=CheckedCommand)(ack.ack)
+app.command(cls=CheckedCommand)(diagnose.diagnose)
+app.command(cls=CheckedCommand)(diff.diff)
+app.command(cls=CheckedCommand)(plan.plan)
 app.add_typer(checkpoints.app)
 
 

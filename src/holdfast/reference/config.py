@@ -246,7 +246,8 @@ def _cross_section_errors(config: TrainConfig) -> Iterator[tuple[str, ...]]:
         )
     if config.scheduler.warmup_steps >= config.train.steps:
         yield (
-            f"[scheduler] warmup_steps = {config.scheduler.warmup_steps} leaves nothing of {config.train.steps} steps",
+            f"[scheduler] warmup_steps = {config.scheduler.warmup_steps} leaves nothing of {config.train.steps} steps; "
+            "make it smaller, or [train] steps larger",
             "scheduler.warmup_steps",
             "train.steps",
         )

@@ -24,7 +24,8 @@ def prepare(
     """
     for path in inputs:
         if not path.is_file():
-            raise DataError(f"{path}: no such file; name text files, or .jsonl files with the text under {field!r}")
+            problem = "is a folder" if path.is_dir() else "no such file"
+            raise DataError(f"{path}: {problem}; name text files, or .jsonl files with the text under {field!r}")
     _check_output(output, inputs)
     encode, vocab_size, end = _load_tokenizer(tokenizer)
     try:

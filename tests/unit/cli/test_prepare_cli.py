@@ -166,7 +166,7 @@ def test_missing_input_is_refused(holdfast, folder):
 
 
 def test_folder_as_input_is_refused(holdfast, folder):
-    assert "no such file" in refused(holdfast("prepare", folder, "-o", "out.tokens"), folder)
+    assert "is a folder" in refused(holdfast("prepare", folder, "-o", "out.tokens"), folder)
 
 
 def test_empty_input_is_refused(holdfast, folder):

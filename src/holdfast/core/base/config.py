@@ -276,9 +276,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     except IsADirectoryError:
         raise ConfigError(["is a folder; name the file in it"], str(path)) from None
     except UnicodeDecodeError as error:
-        raise ConfigError([f"is not UTF-8 text: {error.reason} at byte {error.start}"], str(path)) from None
+        raise ConfigError(
+            [f"is not UTF-8 text: {error.reason} at byte {error.start}; name a TOML file"], str(path)
+        ) from None
     except OSError as error:
-        raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
+        raise ConfigError(
+            [f"cannot be read: {error.strerror}; check the path and its permissions"], str(path)
+        ) from None
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

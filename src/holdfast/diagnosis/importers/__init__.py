@@ -11,6 +11,7 @@ reason. formats/ holds a module for each format; reading/ holds what they share.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -70,6 +71,7 @@ FORMATS: dict[str, str] = {
 }
 """Every format by name, with a description."""
 
+_JSON_START = re.compile(rb"""\s*(\{\s*["}]|\[\s*[\[{"\]])""")
 MAX_FILES = 5000
 MAX_FILES_READ = 40
 
@@ -171,9 +173,11 @@ def _describe_content(source: LogSource, sample: bytes) -> str:
     head = source.head(4096)
     control_bytes = sum(byte < 9 or 13 < byte < 27 for byte in head)
     if control_bytes * 20 > len(head) and not source.is_utf16:
-        return f"{source.size} bytes that are not text, and not in a known format"
-    if sample.lstrip()[:1] in (b"{", b"[") and not sample_objects(sample):
-        return "JSON, but neither a trainer_state.json nor one object on each line"
+        return (
+            f"{source.size} bytes that are not text, and not in a known format; `holdfast diagnose --help` lists them"
+        )
+    if _JSON_START.match(sample) and not sample_objects(sample):
+        return "JSON, but neither a trainer_state.json nor one object on each line; export the log as JSON lines or CSV"
     return describe_no_metrics(TextReader(lambda line: None).read([sample]), source)
 
 
@@ -206,7 +210,7 @@ def _list_folder(folder: Path) -> tuple[str, list[Path]]:
     if event_files:
         return tensorboard.NAME, event_files[:MAX_FILES]
     if not others:
-        raise LogRefused(str(folder), "no file in this folder can be a log")
+        raise LogRefused(str(folder), "no file in this folder can be a log; name the log, or a run directory")
     return "files", others
 
 

@@ -49,7 +49,8 @@ def _import(place: Path) -> Table:
         if inside:
             message = f"{place} is not a run directory: it has no {journal}; did you mean {place / inside[0]}?"
             raise RunDirError(message) from None
-        raise error from None
+        reason = re.split(r"\. [^.]*\b[Tt]ry --map ", error.reason)[0]  # `holdfast diff` has no --map
+        raise LogRefused(error.path, f"{reason}; name a run directory or another log") from None
     if not tables:
         raise LogRefused(str(place), "it has no training records; name a run directory or a log with losses")
     longest = max(tables, key=len)

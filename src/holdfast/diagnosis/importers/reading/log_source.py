@@ -42,13 +42,16 @@ class LogSource:
                 raise LogRefused(self.name, "neither a regular file nor a folder; nothing was read")
             with self.path.open("rb") as file:
                 self.magic = file.read(4)
+        except FileNotFoundError:
+            raise LogRefused(self.name, "no such file or folder; name a log or a run directory") from None
         except OSError as error:
-            raise LogRefused(self.name, f"cannot be read: {error.strerror or error}") from None
+            problem = error.strerror or str(error)
+            raise LogRefused(self.name, f"cannot be read: {problem}; check the path and its permissions") from None
         except ValueError as error:
             raise LogRefused(self.name, f"cannot be opened: {error}") from None
         self.size = status.st_size
         if self.size == 0:
-            raise LogRefused(self.name, "the file is empty")
+            raise LogRefused(self.name, "the file is empty; name the log of a run that has trained")
         self.is_gzipped = self.magic[:2] == b"\x1f\x8b"
         self.is_utf16 = self.magic[:2] in (b"\xff\xfe", b"\xfe\xff")
 

@@ -1,0 +1,113 @@
+"""Wrong input to every command: no traceback; the message has the problem, the value and the cure."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+PATHS = {
+    "missing": r"no such (file|folder)",
+    "folder": r"is a folder|not a run directory|no file in this folder can be a log|has no checkpoints",
+    "empty.log": r"is a file; name the run directory|the file is empty; name|hold no text",
+    "binary.log": r"is a file; name the run directory|bytes that are not text|is not UTF-8 text.*; name a TOML file",
+    "words.log": r"is a file; name the run directory|no step, loss or other metric|is not TOML",
+}
+RUN_COMMANDS = ["ack", "plan", "checkpoints ls", "checkpoints verify", "checkpoints prune", "checkpoints resume-path"]
+COMMANDS = [*RUN_COMMANDS, "check", "train", "diagnose", "diff", "prepare"]
+ACCEPTED = {
+    ("check", "empty.log"),  # every key is optional
+    ("train", "empty.log"),
+    ("prepare", "binary.log"),  # the tokens are bytes
+    ("prepare", "words.log"),
+    ("checkpoints resume-path", "missing"),  # a run that has not begun starts from the beginning
+}
+
+
+@pytest.fixture(autouse=True)
+def inputs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.log").touch()
+    (tmp_path / "binary.log").write_bytes(bytes(range(256)) * 4)
+    (tmp_path / "words.log").write_text("[rank0] hello\nno numbers at all\n")
+    (tmp_path / "good.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.9}\n')
+
+
+def words(command: str, path: str) -> list[str]:
+    more = {"diff": ["good.jsonl"], "prepare": ["-o", "out.tokens"], "checkpoints prune": ["--yes"]}
+    return [*command.split(), path, *more.get(command, [])]
+
+
+@pytest.mark.parametrize(("command", "path"), [(c, p) for c in COMMANDS for p in PATHS if (c, p) not in ACCEPTED])
+def test_wrong_path_is_named_with_the_problem(holdfast, command, path):
+    answer = holdfast(*words(command, path))
+    assert answer.status in (1, 3, 78)
+    message = " ".join(answer.err.split())
+    assert path in message or (path == "empty.log" and command == "prepare")
+    assert answer.out == "" and "Traceback" not in message
+    assert re.search(PATHS[path], message), message
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "init"])
+def test_empty_argument_is_a_usage_error_not_the_working_folder(holdfast, command):
+    answer = holdfast(*words(command, ""))
+    assert answer.status == 2
+    assert "'' names no file or folder; is a shell variable unset?" in answer.err
+
+
+def test_empty_argument_among_others_is_refused(holdfast):
+    assert holdfast("diagnose", "good.jsonl", "").status == 2
+
+
+def test_empty_option_is_no_empty_argument(holdfast):
+    assert holdfast("ack", "folder", "--note", "").status == 1
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "init", "demo"])
+def test_unknown_option_is_named(holdfast, command):
+    answer = holdfast(*command.split(), "--nope", *([] if command == "demo" else ["missing"]))
+    assert answer.status == (78 if command in ("check", "train") else 2)
+    assert "--nope" in answer.err and "o such option" in answer.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "demo --steps ten",
+        "demo --seed=ten",
+        "train missing --stop-at ten",
+        "plan --nodes ten",
+        "plan --save-cost ten",
+        "checkpoints prune folder --keep-last ten",
+        "diagnose good.jsonl --map ten",
+        "diagnose good.jsonl --format ten",
+        "diagnose good.jsonl --fail-on ten",
+        "prepare words.log -o out.tokens --tokenizer ten",
+        "check good.jsonl ten",
+    ],
+)
+def test_wrong_option_value_is_in_the_message(holdfast, line):
+    answer = holdfast(*line.split())
+    assert answer.status in (2, 78)
+    assert "ten" in answer.err.replace("integer", "")
+
+
+def test_value_out_of_range_precedes_the_range(holdfast):
+    assert "Invalid value for '--steps': '3': Input should be" in holdfast("demo", "--steps", "3").err
+
+
+def test_refused_log_of_diff_does_not_suggest_an_option_that_diff_lacks(holdfast):
+    answer = holdfast("diff", "words.log", "good.jsonl")
+    assert "--map" not in answer.err and "; name a run directory or another log" in answer.err
+    assert "--map" in holdfast("diagnose", "words.log").err
+
+
+def test_log_that_begins_with_a_bracket_is_not_called_json(holdfast):
+    assert "JSON" not in holdfast("diagnose", "words.log").err
+
+
+def test_post_mortem_into_a_folder_names_a_file_in_it(holdfast):
+    answer = holdfast("diagnose", "good.jsonl", "--postmortem", "-o", "folder")
+    assert (answer.status, answer.out) == (78, "")
+    assert "-o folder: is a folder; name a file in it: -o folder/postmortem.md" in answer.err

@@ -7,9 +7,12 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+_PATHS = ("PATH", "FILE", "FILE.md")
+"""metavars of options that name a file or folder"""
+
 
 class CheckedCommand(TyperCommand):
-    """Refuses empty arguments, and adds the given value to typer's messages about wrong values."""
+    """Refuses empty paths, and adds the given value to typer's messages about wrong values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Read before typer converts the values: an empty path becomes the working folder.
@@ -17,7 +20,8 @@ class CheckedCommand(TyperCommand):
         param: Any  # typer's own classes differ between its versions
         for param in self.params:
             value = given.get(param.name or "")
-            if param.param_type_name == "argument" and "" in (value if isinstance(value, list | tuple) else [value]):
+            is_path = param.param_type_name == "argument" or param.metavar in _PATHS
+            if is_path and "" in (value if isinstance(value, list | tuple) else [value]):
                 raise typer.BadParameter("'' names no file or folder; is a shell variable unset?", ctx, param)
         try:
             return super().parse_args(ctx, args)

@@ -25,7 +25,9 @@ COLOURS = {"calm": "green", "unguarded": "red", "guarded": "cyan"}
 def demo(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and data order.")] = 0,
     steps: Annotated[int, typer.Option(min=700, help="Steps per run.")] = 1200,
-    folder: Annotated[Path | None, typer.Option("--folder", help="Folder for the run directories.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--folder", metavar="PATH", help="Folder for the run directories.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a small model with faults, unguarded and guarded.

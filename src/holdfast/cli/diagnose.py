@@ -84,6 +84,8 @@ def diagnose(
         raise ConfigError(["-o needs --postmortem; write: holdfast diagnose PATH --postmortem -o FILE.md"], "diagnose")
     if output is not None and output.is_dir():
         raise ConfigError([f"-o {output}: is a folder; name a file in it: -o {output / 'postmortem.md'}"], "diagnose")
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError([f"-o {output}: no folder {output.parent}; make it: mkdir -p {output.parent}"], "diagnose")
     reports: list[DiagnosisReport] = []
     refusals: list[RefusedLog] = []
     texts: list[str] = []

@@ -18,7 +18,7 @@ def prepare(
     inputs: Annotated[
         list[Path], typer.Argument(metavar="INPUT...", help="Text files, or .jsonl with the text in a field.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The token file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The token file to write.")],
     tokenizer: Annotated[str, typer.Option(help="'bytes', or the path of a tokenizer.json file.")] = "bytes",
     field: Annotated[str, typer.Option(help="The JSON field that holds the text.")] = "text",
     as_json: Json = False,

@@ -60,7 +60,7 @@ def run(seed: int, steps: int, folder: Path, listen: Listener) -> DemoResult:
 
     Raises ConfigError if `folder` cannot be written or holds the runs of an earlier demo, and KeyboardInterrupt on Ctrl-C.
     """
-    check_run_dir(str(folder), "--folder")
+    check_run_dir(str(folder), "--folder", "demo")
     if any((folder / name).exists() for name in RUNS):  # a run would skip the data that the earlier one quarantined
         raise ConfigError([f"--folder {folder}: holds the runs of an earlier demo; name another, or remove it"], "demo")
     reports: dict[str, dict[str, Any]] = {}

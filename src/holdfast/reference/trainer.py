@@ -418,7 +418,7 @@ def build(config: TrainConfig, *, faults: FaultInjector | None = None) -> Traine
         raise ConfigError([str(error)], "train") from None
 
 
-def check_run_dir(path: str, key: str = "[train] run_dir =") -> None:
+def check_run_dir(path: str, key: str = "[train] run_dir =", command: str = "train") -> None:
     """Raise ConfigError if the folder cannot be created or written; `key` is the setting that named it."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -426,7 +426,7 @@ def check_run_dir(path: str, key: str = "[train] run_dir =") -> None:
             pass
     except OSError as error:
         problem = "is a file, but must be a folder" if Path(path).is_file() else f"cannot be written: {error.strerror}"
-        raise ConfigError([f"{key} {path!r} {problem}; choose another"], "train") from None
+        raise ConfigError([f"{key} {path!r} {problem}; choose another"], command) from None
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

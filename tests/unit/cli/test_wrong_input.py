@@ -60,7 +60,23 @@ def test_empty_argument_among_others_is_refused(holdfast):
     assert holdfast("diagnose", "good.jsonl", "").status == 2
 
 
-def test_empty_option_is_no_empty_argument(holdfast):
+@pytest.mark.parametrize(
+    "line",
+    [
+        "demo --folder",
+        "train good.jsonl --resume",
+        "checkpoints resume-path folder --load-path",
+        "prepare words.log -o",
+        "diagnose good.jsonl --postmortem -o",
+    ],
+)
+def test_empty_path_of_an_option_is_refused_too(holdfast, line):
+    answer = holdfast(*line.split(), "")
+    assert (answer.status, answer.out) == (2, "")
+    assert "is a shell variable unset?" in answer.err
+
+
+def test_empty_option_that_is_no_path_is_accepted(holdfast):
     assert holdfast("ack", "folder", "--note", "").status == 1
 
 
@@ -107,7 +123,9 @@ def test_log_that_begins_with_a_bracket_is_not_called_json(holdfast):
     assert "JSON" not in holdfast("diagnose", "words.log").err
 
 
-def test_post_mortem_into_a_folder_names_a_file_in_it(holdfast):
+def test_post_mortem_that_cannot_be_written_tells_what_to_do(holdfast):
     answer = holdfast("diagnose", "good.jsonl", "--postmortem", "-o", "folder")
     assert (answer.status, answer.out) == (78, "")
     assert "-o folder: is a folder; name a file in it: -o folder/postmortem.md" in answer.err
+    answer = holdfast("diagnose", "good.jsonl", "--postmortem", "-o", "missing/a.md")
+    assert "-o missing/a.md: no folder missing; make it: mkdir -p missing" in answer.err

@@ -105,6 +105,7 @@ def test_a_cost_that_comes_in_one_block_shows_in_the_overall_ratio() -> None:
 # ---- on a GPU, tried out on the CPU
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_every_variant(tmp_path: Path) -> None:
     status, found = run(overhead.main, [*TINY, "--check-equal"], tmp_path)
     (case,) = found["cases"]

@@ -149,6 +149,7 @@ def test_a_corpus_that_is_not_there_is_none(tmp_path, monkeypatch):
     assert folder() is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(folder() is None, reason="the corpus of real logs is not here; set HOLDFAST_CORPUS to its folder")
 def test_real_logs_are_diagnosed_as_they_are_labelled():
     corpus = folder()

@@ -218,7 +218,7 @@ def silence():
 @pytest.mark.parametrize(
     ("gate", "size", "count"),
     [
-        *[("host", 2, 80), ("device", 2, 80), ("host", 3, 20), ("device", 3, 20)],
+        *[("host", 2, 40), ("device", 2, 40), ("host", 3, 10), ("device", 3, 10)],
         *slow(*THOUSAND),
     ],
 )

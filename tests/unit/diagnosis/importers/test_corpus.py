@@ -94,6 +94,7 @@ def differences(table: Table, entry: dict) -> set[str]:
     return differing
 
 
+@pytest.mark.slow
 @needs_corpus
 @pytest.mark.parametrize("entry", FILES, ids=[entry["file"][-60:] for entry in FILES])
 def test_real_log_of_any_format_is_read_or_refused_with_a_reason(entry):

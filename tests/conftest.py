@@ -17,7 +17,7 @@ from hypothesis import settings
 from marks import covering
 
 # The same examples in every run; more of them in `make test-all`.
-settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=60)
+settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=30)
 settings.register_profile("all", settings.get_profile("quick"), max_examples=200)
 
 QUICK = "not slow and not soak"

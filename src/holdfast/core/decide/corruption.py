@@ -83,7 +83,7 @@ def _differing_groups(
 def _suspects(
     minorities: Sequence[frozenset[int]], groups: Sequence[tuple[int, ...]], changed: set[int]
 ) -> tuple[set[int], set[int]]:
-    """Return the ranks that are at fault, and those of which it cannot be told.
+    """Return the ranks at fault, and the ranks that may be at fault.
 
     In a group without a majority, a member that another group outvotes, or whose state changed between two updates, is
     at fault.

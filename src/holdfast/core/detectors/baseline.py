@@ -212,7 +212,7 @@ class Baseline:
         self.autocorrelation = max(0.0, min(1.0, estimate))
 
     def add_outlier(self, z: float) -> None:
-        """Widen the tail for a value `z` deviations away that came alone and left nothing behind.
+        """Widen the tail for a single value `z` deviations away after which the series was normal again.
 
         A single one moves the tail a little. If outliers are frequent (two kinds of batches, a rare data source), they
         are normal for this series, and the tail extends to them.

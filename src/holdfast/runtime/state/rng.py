@@ -91,7 +91,7 @@ class Rng:
 
 
 def _numpy_equal(a: Any, b: Any) -> bool:
-    """Compare two NumPy states bit by bit, of whichever bit generator."""
+    """Compare two NumPy states bit by bit, for any bit generator."""
     if a is b:
         return True
     if isinstance(a, dict) and isinstance(b, dict):

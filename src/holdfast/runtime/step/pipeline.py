@@ -85,7 +85,7 @@ class GradientStats(NamedTuple):
 
 
 class GuardedPipeline:
-    """Runs the steps of one guarded run, from `open` to `close`. The only writer of `progress`."""
+    """Runs the steps of one guarded run. It is the only writer of `progress`."""
 
     def __init__(self, context: Context, parts: Parts, clip: float | None) -> None:
         self.context, self.parts, self.progress = context, parts, Progress()
@@ -167,7 +167,7 @@ class GuardedPipeline:
             return None, len(feeder.ended_epochs)
 
     def _begin_step(self) -> BufferCapture:
-        """Capture the buffers, and complete a snapshot of the step before: RNG and data position are right now."""
+        """Capture the buffers, and complete a snapshot of the step before with random state and data position."""
         context, parts = self.context, self.parts
         buffers = context.state.buffers.capture() if context.state.buffers.places else NO_BUFFERS
         message = parts.snapshots.on_step_begin(
@@ -285,14 +285,13 @@ class GuardedPipeline:
 
     def _measure(self, attempt: StepAttempt) -> GradientStats:
         """Enqueue the norm of the gradients where the step ran. The host does not wait."""
-        state, interventions = self.context.state, self.context.state.interventions
-        attempt.clip = self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
+        state, is_clipped = self.context.state, self._max_norm() is not None
         self._follow_param_groups()
         loss, factor = attempt.complete(self.is_distributed)
         if factor != 1.0:
             scale_gradients(self._parameters, factor)
         found_inf = {} if state.scaler is None else state.scaler.unscale(state.optimizers.outer)
-        norm = self.parts.norms.gradient_norm(self._parameters, to_clip=attempt.clip is not None)
+        norm = self.parts.norms.gradient_norm(self._parameters, to_clip=is_clipped)
         return GradientStats(loss, norm, found_inf)
 
     def _move_epoch_schedule(self, attempt: StepAttempt) -> None:
@@ -356,6 +355,7 @@ class GuardedPipeline:
     def _update(self, attempt: StepAttempt, stats: GradientStats, agreed: AgreedStep) -> None:
         """Clip and step the optimizers unless the gate vetoes the update."""
         state, parts = self.context.state, self.parts
+        attempt.clip = self._max_norm()  # settling the step before may have changed it
         found_inf, local_norm = stats.found_inf, stats.norm.value if stats.norm.is_total else agreed.norm
         if self.is_distributed:
             found_inf = self._agree_on_overflow(found_inf, agreed)
@@ -372,8 +372,6 @@ class GuardedPipeline:
             agreed.norms_differ,
             agreed.extra,
         )
-        interventions = state.interventions
-        attempt.clip = self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
         lr_factor = 1.0 if state.interventions.lr_ramp is None else state.interventions.lr_factor()
         attempt.lr = state.optimizers.lr() * lr_factor
         if parts.snapshots.copies_in_flight:
@@ -412,6 +410,11 @@ class GuardedPipeline:
         local_share = share.to(local_norm.dtype)
         scale_gradients(self._parameters, local_share)
         return agreed._replace(norm=agreed.norm * share), local_norm * local_share
+
+    def _max_norm(self) -> float | None:
+        """Return the clip norm in force."""
+        interventions = self.context.state.interventions
+        return self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
 
     def _follow_param_groups(self) -> None:
         """Include parameter groups that were added on the way (gradual unfreezing)."""
@@ -526,8 +529,7 @@ class GuardedPipeline:
         assert progress.step == signal.step, "committed steps are numbered without gaps"
         progress.attempt = 1
         progress.positions[progress.step] = attempt.draws[0].begin
-        if context.state.schedulers.all:
-            self.step_schedulers("step")
+        self.step_schedulers("step")
         interventions = context.state.interventions
         is_intervening = interventions.lr_ramp is not None or interventions.tightened_clip is not None
         if is_intervening or attempt.is_weighted or context.history.interventions:

@@ -65,8 +65,10 @@ class ShardedParameters:
         self._sharded = {name: p for name, p in module.named_parameters() if is_sharded(p)}
 
     def named(self, updated: Container[int] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and parameters. `updated` holds the ids of the optimizers' parameters: such a one was not gathered by
-        FSDP2, so it replaces the sharded one that had its name."""
+        """Yield names and parameters. `updated` holds the ids of the optimizers' parameters.
+
+        FSDP2 did not gather a parameter that an optimizer holds, so it replaces the sharded one of that name.
+        """
         for name, p in self._module.named_parameters():
             if id(p) in updated:
                 self._sharded.pop(name, None)

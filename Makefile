@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: test test-all check soak mutate demo bench bench-detectors bench-diagnosis bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
+.PHONY: test test-all check soak mutate demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
 # Every behaviour at least once, under 5 minutes on two cores. tests/conftest.py says how tests are chosen.
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_OPTIONS)
@@ -44,6 +44,14 @@ bench-diagnosis: $(READY)
 	$(BIN)/python -m benchmarks.diagnosis.score
 	$(BIN)/python -m benchmarks.diagnosis.big_log
 	$(BIN)/python -m benchmarks.diagnosis.fuzz
+
+# Clean loops of many kinds, guarded and unguarded: none may be harmed (half an hour on two cores).
+bench-clean: $(READY)
+	$(BIN)/python -m benchmarks.experiments.clean --json build/clean.json
+
+# Every fault on three models, beside calm and unguarded runs (half an hour on two cores).
+bench-faults: $(READY)
+	$(BIN)/python -m benchmarks.experiments.faults --json build/faults.json
 
 # Checkpoints beside torch.save, DCP save and DCP async_save, interleaved; docs/checkpoints.md has its table.
 bench-checkpoint: $(READY)

@@ -29,7 +29,7 @@ CountOrZero = Annotated[int, Meta(ge=0, le=10**12)]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
-Rung = Literal["skip", "replay", "rollback", "stop"]
+Rung = Literal["replay", "skip", "rollback", "stop"]
 
 
 def doc(text: str) -> Meta:
@@ -52,6 +52,12 @@ class DetectSection(ConfigSection, frozen=True):
         ],
         doc("rule for the loss: the default, or a published rule, fixed or as written"),
     ] = "default"
+    objective: Annotated[
+        Literal["auto", "descent", "wandering"],
+        doc(
+            "what the loss does: auto: judged by its own course; wandering (adversarial, RL, annealed): a rise is no fault"
+        ),
+    ] = "auto"
     nonfinite: Annotated[bool, doc("NaN or Inf in loss, gradient, parameters or optimizer state")] = True
     loss_spike: Annotated[bool, doc("a loss far above its recent baseline")] = True
     grad_spike: Annotated[bool, doc("a gradient norm far above its recent baseline")] = True
@@ -62,18 +68,19 @@ class DetectSection(ConfigSection, frozen=True):
         doc("recorded only: plateau, LR jump or freeze, stuck loss scale, repeated batch, weight norm, dead run"),
     ] = True
     warmup_steps: Annotated[Count, doc("healthy steps to learn from before a spike can be reported")] = 40
-    loss_z: Annotated[Positive, doc("skip a step whose loss is this many deviations above its baseline")] = 8.0
-    loss_z_rollback: Annotated[
-        Positive, doc("roll back when several losses are about this many deviations above it")
-    ] = 6.0
+    loss_z: Annotated[Positive, doc("recorded: a loss this many deviations above its baseline")] = 8.0
+    loss_z_rollback: Annotated[Positive, doc("watched: several losses are about this many deviations above it")] = 6.0
     loss_rise: Annotated[NonNegative, doc("and at least this share of the loss above it")] = 0.25
     loss_rise_rollback: Annotated[NonNegative, doc("counting losses at least this share above it")] = 0.015
     loss_rise_initial: Annotated[NonNegative, doc("and at least this share of the initial loss")] = 0.002
-    grad_z: Annotated[Positive, doc("skip a step whose log gradient norm is this many deviations up")] = 8.0
+    grad_z: Annotated[Positive, doc("recorded: the log of the gradient norm is this many deviations up")] = 8.0
     grad_ratio: Annotated[Positive, doc("and at least this many times its baseline")] = 5.0
+    grad_veto_ratio: Annotated[
+        Positive, doc("do not apply an update whose clipped gradient norm is this many times any before")
+    ] = 100.0
     update_z: Annotated[Positive, doc("recorded: the log of the update size is this many deviations up")] = 8.0
     update_ratio: Annotated[Positive, doc("and at least this many times its baseline")] = 3.0
-    divergence_z: Annotated[Positive, doc("roll back when the loss is this many deviations above its best level")] = 6.0
+    divergence_z: Annotated[Positive, doc("watched: the loss is this many deviations above its best level")] = 6.0
     divergence_rise: Annotated[NonNegative, doc("and at least this share of it")] = 0.03
     overflow_streak: Annotated[Count, doc("fp16: this many overflows in a row are a finding")] = 32
     plateau_steps: Annotated[Count, doc("recorded: no new best level for this many steps")] = 2000
@@ -91,29 +98,51 @@ class RecoverSection(ConfigSection, frozen=True):
     """What is done about it, and how often."""
 
     mode: Annotated[Literal["heal", "observe"], doc("observe: find and record everything, act on nothing")] = "heal"
-    preset: Annotated[Literal["default", "strict"], doc("strict: the third spike of the run stops it")] = "default"
+    preset: Annotated[
+        Literal["default", "strict"],
+        doc(
+            "strict: no experiments; a sustained spike is rolled back and its data left out, the third one stops the run"
+        ),
+    ] = "default"
     nan_action: Annotated[
         Literal["warn", "skip", "raise"],
         doc("a non-finite step is skipped with a warning, skipped with a journal entry only, or raises"),
     ] = "warn"
-    max_consecutive: Annotated[Count, doc("this many bad steps in a row climb the ladder")] = 10
-    max_skips_per_incident: Annotated[Count, doc("and so do this many skips in one incident")] = 100
-    ladder: Annotated[tuple[Rung, ...], doc("what is tried, mildest first")] = ("skip", "replay", "rollback", "stop")
+    max_consecutive: Annotated[Count, doc("this many skipped steps in a row: the state is suspect, not the data")] = 5
+    max_skips_per_incident: Annotated[Count, doc("and so are this many skips in one incident")] = 100
+    ladder: Annotated[tuple[Rung, ...], doc("what may be done")] = ("replay", "skip", "rollback", "stop")
+    watch_steps: Annotated[
+        Count, doc("steps an excursion is watched before an experiment: it may come back by itself")
+    ] = 32
+    watch_steps_slow: Annotated[Count, doc("the same for a slow rise with sound gradients")] = 128
+    experiment_steps: Annotated[Count, doc("longest experiment, in committed steps")] = 400
+    exhausted: Annotated[
+        Literal["continue", "stop"],
+        doc("when the experiments of a finite loss are spent: accept it and go on, or stop"),
+    ] = "continue"
+    lr_jump: Annotated[
+        Literal["hold", "stop"], doc("a jump of the LR that broke the run: keep the LR it came from, or stop")
+    ] = "hold"
+    dead_steps: Annotated[
+        Count, doc("stop a run whose loss stays at its untrained level this long after all experiments failed")
+    ] = 500
     rollback_to: Annotated[
         Literal["last_good"] | Count,
         doc('"last_good": the newest certified snapshot before the onset; or a number: at least that many steps back'),
     ] = "last_good"
     rollback_margin: Annotated[CountOrZero, doc("prefer a snapshot at least this many steps older than the onset")] = 10
     probation_steps: Annotated[Count, doc("healthy steps after which an incident is closed")] = 100
-    max_rollbacks_per_incident: Annotated[CountOrZero, doc("the next finding stops the run")] = 2
-    max_rollbacks_per_window: Annotated[CountOrZero, doc("in the sliding window below")] = 8
+    max_rollbacks_per_incident: Annotated[CountOrZero, doc("returns that the experiments of one incident may take")] = 6
+    max_rollbacks_per_window: Annotated[CountOrZero, doc("in the sliding window below")] = 16
     window_steps: Annotated[Count, doc("length of that window, in committed steps")] = 2000
-    skip_batches: Annotated[CountOrZero, doc("batches quarantined by a rollback, half of them before the onset")] = 200
+    skip_batches: Annotated[
+        CountOrZero, doc("most batches that one incident leaves out; 0: data is never left out")
+    ] = 200
     lr_factor: Annotated[
-        Fraction, doc("learning rate after a rollback, as a share of the scheduled one; 1: unchanged")
+        Fraction, doc("learning rate of that experiment, as a share of the scheduled one; 1: never cut")
     ] = 0.5
     lr_ramp_steps: Annotated[Count, doc("committed steps over which it returns to the schedule, linearly")] = 100
-    clip_after_rollback: Annotated[NonNegative, doc("gradient clip after a rollback; 0: unchanged")] = 0.0
+    clip_after_rollback: Annotated[NonNegative, doc("gradient clip set together with a cut; 0: unchanged")] = 0.0
     clip_after_rollback_steps: Annotated[Count, doc("committed steps this clip holds for")] = 100
 
 
@@ -185,6 +214,10 @@ class LivenessSection(ConfigSection, frozen=True):
 class QuarantineSection(ConfigSection, frozen=True):
     """Data that is never drawn again."""
 
+    max_share: Annotated[
+        NonNegative, doc("when more than this share of the recent batches was left out, no more data is left out")
+    ] = 0.005
+    share_batches: Annotated[Count, doc("how many batches count as recent")] = 10_000
     nonfinite_samples: Annotated[
         bool, doc("remember the ids of rows that hold NaN or Inf, and leave them out of later epochs")
     ] = True
@@ -384,13 +417,10 @@ def _nearest(name: str, known: Mapping[str, Any]) -> str:
 def _cross_check(config: Config) -> Iterator[tuple[str, ...]]:
     """Yield each conflict between keys that are valid by themselves: the error, then the keys."""
     ladder = config.recover.ladder
-    order = list(get_args(Rung))
     if not ladder:
         yield ('[recover] ladder = []: needs at least one rung; the mildest policy is ["stop"]',)
     elif len(set(ladder)) != len(ladder):
         yield (f"[recover] ladder = {list(ladder)!r}: lists a rung twice",)
-    elif sorted(ladder, key=order.index) != list(ladder):
-        yield (f"[recover] ladder = {list(ladder)!r}: out of order; the order is {', '.join(order)}",)
     snapshot = config.snapshot
     if snapshot.reach_steps < snapshot.every_steps:
         yield (

@@ -129,6 +129,9 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
     """the sequence length, if all samples are sequences of the same length"""
     weight: float | None = None
     seconds: float | None = None
+    batches: int = 1
+    group: str | None = None
+    """the kind of loss, if the loop names one"""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +177,8 @@ class Rollback(msgspec.Struct, frozen=True, tag="rollback", tag_field="action"):
 
     before: int
     at_latest: int
+    restore_data: bool = False
+    """serve the batches again that this incident has left out"""
 
 
 class SkipData(msgspec.Struct, frozen=True, tag="skip_data", tag_field="action"):
@@ -190,6 +195,12 @@ class CutLR(msgspec.Struct, frozen=True, tag="cut_lr", tag_field="action"):
     ramp_steps: int
 
 
+class HoldLR(msgspec.Struct, frozen=True, tag="hold_lr", tag_field="action"):
+    """Keep the learning rate at `max_lr` while the one that is set is higher."""
+
+    max_lr: float
+
+
 class TightenClip(msgspec.Struct, frozen=True, tag="tighten_clip", tag_field="action"):
     """Clip at `max_norm` (or at the user's limit, if that is lower) for `steps` committed steps."""
 
@@ -204,7 +215,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="action"):
     code: int = 70
 
 
-Action = Skip | Replay | Rollback | SkipData | CutLR | TightenClip | Stop
+Action = Skip | Replay | Rollback | SkipData | CutLR | HoldLR | TightenClip | Stop
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,6 +225,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     incident: int | None = None
     by: Literal["policy", "hook", "observe"] = "policy"
+    experiment: str | None = None
+    """the experiment that this plan begins"""
 
     def first(self, action_type: type[Any]) -> Any:
         """Return the first action of a type, or None."""
@@ -243,6 +256,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def step(self) -> int:
         return self.signal.step
+
+
+class Cause(StrEnum):
+    """What the experiments of an incident established."""
+
+    TRANSIENT = "transient"
+    """it did not come back when the same data ran again from the same state"""
+    DATA = "data"
+    LR = "lr"
+    OBJECTIVE = "objective"
+    """it belongs to the run: nothing that was tried made it go away"""
+    NOT_ESTABLISHED = "not_established"
 
 
 class Incident(msgspec.Struct, kw_only=True):

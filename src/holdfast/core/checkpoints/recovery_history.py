@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.core.base.types import CutLR, TightenClip
+from holdfast.core.base.types import CutLR, HoldLR, TightenClip
 from holdfast.core.checkpoints.lineage import Lineage
 
 
@@ -21,7 +21,7 @@ class Intervention(msgspec.Struct, frozen=True):
     """Holds one intervention, made when `step` steps were committed."""
 
     step: int
-    action: CutLR | TightenClip
+    action: CutLR | HoldLR | TightenClip
     incident: int | None = None
     reason: str = ""
 
@@ -51,7 +51,11 @@ class RecoveryHistory:
             elif name == "action" and action == "rollback":
                 kept, added = event.get("interventions_kept"), event.get("interventions")
                 self.rolled_back(_int_or_zero(kept), _interventions(added))
-            elif name == "action" and action in ("cut_lr", "tighten_clip") and not event.get("part_of_rollback"):
+            elif (
+                name == "action"
+                and action in ("cut_lr", "hold_lr", "tighten_clip")
+                and not event.get("part_of_rollback")
+            ):
                 self.interventions.extend(_interventions([event.get("intervention")]))
 
     def state_dict(self) -> dict[str, Any]:

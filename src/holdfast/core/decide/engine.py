@@ -16,8 +16,23 @@ import msgspec
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.plain import plain
-from holdfast.core.base.types import Finding, Incident, Kind, Outcome, Plan, Severity, Signal, Status, Stop, Verdict
-from holdfast.core.decide.policy import Policy
+from holdfast.core.base.types import (
+    Cause,
+    Finding,
+    Incident,
+    Kind,
+    Outcome,
+    Plan,
+    Severity,
+    Signal,
+    Skip,
+    Status,
+    Stop,
+    Verdict,
+    family,
+)
+from holdfast.core.decide.experiments import Experiments, Ruling
+from holdfast.core.decide.policy import Established, Policy
 from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import Detector
@@ -30,7 +45,9 @@ log = logging.getLogger("holdfast")
 
 _PROGRESS_EVERY = 1000
 _RECENT_SIGNALS = 64
-_SHIFTS = "expected_shifts"
+_SAME_DATA_AGAIN = "again on the same data"
+_SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
+_WITHOUT_EXPERIMENTS = {"nonfinite", "state", "corruption"}
 _WARNED_KINDS = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
 """notes that are logged as warnings, since a person should know"""
 
@@ -54,12 +71,13 @@ class Engine:
     ) -> None:
         self.config = config
         self.policy = Policy(config.recover)
+        self.experiments = Experiments(config.detect, config.recover, config.quarantine)
         built_in = build(config.detect)
         self.detectors = [*built_in, *detectors]
         # A user's detector is asked at every step: what it needs, and when its limits change, is its own affair.
         self._needs = [*(getattr(d, "needs", None) for d in built_in), *(None for _ in detectors)]
         self._limiting = [*(d for d in built_in if getattr(d, "sets_limits", True)), *detectors]
-        names = [_SHIFTS, *(d.name for d in self.detectors)]
+        names = [_SHIFTS, _EXPERIMENTS, *(d.name for d in self.detectors)]
         if (duplicate := next((n for n in names if names.count(n) > 1), None)) is not None:
             raise SetupError(f"two detectors are named {duplicate!r}, and their states would be mixed up; rename one")
         self._on_instability = on_instability or (lambda incident: None)
@@ -117,6 +135,8 @@ class Engine:
             for name, value in detector.limits().items():
                 if not math.isnan(value):  # no loss is above NaN: it would remove the limit
                     tightest[name] = min(value, tightest.get(name, value))
+        if (on_trial := self.experiments.loss_limit()) is not None:
+            tightest["loss"] = min(on_trial, tightest.get("loss", on_trial))
         return Limits(tightest.get("loss"), tightest.get("grad_norm"))
 
     def judge(self, signal: Signal, more: Sequence[Finding] = (), origin: dict[str, Any] | None = None) -> Plan | None:
@@ -135,24 +155,36 @@ class Engine:
                 if finding is not None:
                     detected.append(finding)
         self._recent.append(signal)
-        if not detected and not more:
+        ruling = self.experiments.observe(signal, detected)
+        if ruling is not None and ruling.is_return and not ruling.is_final:
+            spent = self.policy.exhausted_budget()
+            ruling = ruling if spent is None else self.experiments.give_up(signal, spent)
+        if not detected and not more and ruling is None:
             return None
         findings = (*more, *(detected if origin is None else [_with_origin(f, origin) for f in detected]))
-        verdict = merge(signal, findings)
-        assert verdict is not None, "there are findings"
-        # Notes lead to no action, in either mode.
-        observing = self.config.recover.mode == "observe" and verdict.severity > Severity.NOTE
-        if observing and self._is_repeated(verdict):
-            return self.policy.observe(verdict)
-        for finding in findings:
-            self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
-            _log_note(finding)
+        observing = self.config.recover.mode == "observe"
+        verdict = merge(signal, [self._as_acted_on(f, signal) for f in findings])
+        if verdict is not None:
+            # Notes lead to no action, in either mode.
+            if observing and verdict.severity > Severity.NOTE and self._is_repeated(verdict):
+                return self.policy.observe(verdict)
+            for finding in findings:
+                self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
+                _log_note(finding)
         number = self.policy.incident_number()
-        if observing:
-            plan = self.policy.observe(verdict)
+        if ruling is not None and (
+            verdict is None or verdict.severity == Severity.NOTE or ruling.rung == "leave_out_data"
+        ):
+            plan = self._plan_ruling(ruling, signal, findings, observing)
         else:
-            proposed = self.policy.propose(verdict)
-            plan = self.policy.adopt(self._consult(verdict.findings, proposed))
+            assert verdict is not None, "there are findings"
+            if verdict.severity > Severity.NOTE and self.experiments.in_progress:
+                self._end_experiment(signal, f"{verdict.kind} came in between")
+            if observing and verdict.severity > Severity.NOTE:
+                plan = self.policy.observe(verdict)
+            else:
+                plan = self.policy.adopt(self._consult(verdict.findings, self.policy.propose(verdict)))
+                self._write_skip_cause(plan, verdict, signal, origin)
         if plan.incident is not None and plan.incident != number:
             self._open_incident(plan.incident)
         self.write(
@@ -164,7 +196,55 @@ class Engine:
             **_fields(plan),
         )
         self._files.add_findings(findings, signal, plan)
+        if ruling is not None:
+            self._write_ruling(ruling, signal, plan)
         return plan
+
+    def _as_acted_on(self, finding: Finding, signal: Signal) -> Finding:
+        """Return a finding as a note if nothing is done about it here: a finite step has landed, and is watched."""
+        if signal.flags or self.config.recover.preset == "strict" or family(finding.kind) in _WITHOUT_EXPERIMENTS:
+            return finding
+        if finding.kind not in set(Kind) and finding.severity >= Severity.SKIP:
+            return finding  # a user's own detector asks for it
+        is_watched = finding.kind != Kind.SCALE_COLLAPSE and finding.severity < Severity.STOP
+        return msgspec.structs.replace(finding, severity=Severity.NOTE) if is_watched else finding
+
+    def _plan_ruling(self, ruling: Ruling, signal: Signal, findings: tuple[Finding, ...], observing: bool) -> Plan:
+        """Return the plan of an experiment, of a result, or of what a hook wants instead."""
+        if not ruling.actions:
+            return Plan(reason=ruling.reason, incident=self.policy.incident_number())
+        kind, onset = ruling.kind, ruling.onset
+        proposed = self.policy.plan_experiment(ruling.actions, ruling.reason, ruling.rung, kind, signal.step, onset)
+        if observing:
+            self.experiments.abandon()
+            return self.policy.observe_plan(proposed, kind, signal.step, onset, Severity.ROLLBACK)
+        plan = self.policy.adopt(self._consult(findings, proposed))
+        if plan.by == "hook":
+            self._end_experiment(signal, "a hook took over")
+        return plan
+
+    def _write_ruling(self, ruling: Ruling, signal: Signal, plan: Plan) -> None:
+        """Journal what an experiment is or has shown, and log it."""
+        for name, fields in ruling.events if plan.by == "policy" else ():
+            self.write(name, durable=True, incident=plan.incident, step=signal.step, **fields)
+        if ruling.note is not None and plan.by == "policy":
+            log.warning("holdfast: step %d: %s", signal.step, ruling.note)
+        if ruling.shift is not None:
+            self.shift(ruling.shift, signal.step)
+
+    def _end_experiment(self, signal: Signal, why: str) -> None:
+        self.experiments.abandon()
+        number = self.policy.incident_number()
+        self.write("experiment", step=signal.step, incident=number, result="not_established", text=why)
+
+    def _write_skip_cause(self, plan: Plan, verdict: Verdict, signal: Signal, origin: dict[str, Any] | None) -> None:
+        """Journal the cause of a skip: the same data failed twice from the same state."""
+        if plan.by == "policy" and plan.first(Skip) is not None and plan.reason.endswith(_SAME_DATA_AGAIN):
+            text = f"the data: {verdict.kind} twice on the same batch, from the same state"
+            fields: dict[str, Any] = {"cause": Cause.DATA, "text": text, "data": signal.data}
+            if origin is not None:
+                fields["origin"] = origin
+            self.write("cause", step=signal.step, incident=plan.incident, **fields)
 
     def _is_repeated(self, verdict: Verdict) -> bool:
         """Return whether to omit a verdict that repeats at every step: only the 1st, 2nd, 4th, 8th, ... are recorded."""
@@ -220,6 +300,8 @@ class Engine:
             data=signal.data or None,
             **fields,
         )
+        if outcome.status is Status.SKIPPED:
+            self.policy.skipped()
         if outcome.status is not Status.OVERFLOWED:
             self._files.add_outcome(step=signal.step, attempt=signal.attempt, status=outcome.status, **fields)
         if outcome.status is Status.STOPPED:
@@ -227,7 +309,9 @@ class Engine:
 
     def commit(self, signal: Signal) -> int | None:
         """Count a committed step. Return the number of the incident that it closed, or None."""
-        closed = self.policy.commit()
+        closed, established = self.policy.commit(signal.step, is_suspect=self.experiments.is_suspect)
+        if established is not None:
+            self._write_cause(established, signal)
         if closed is not None:
             self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
             self._files.close("closed")
@@ -235,6 +319,24 @@ class Engine:
         if self.policy.state.clock % _PROGRESS_EVERY == 0:
             self.write("progress", step=signal.step, policy=self.policy.state_dict())
         return closed
+
+    def _write_cause(self, established: Established, signal: Signal) -> None:
+        cause, text = established.cause, established.text
+        self.write("cause", step=signal.step, incident=established.incident, cause=cause, text=text)
+        log.warning("holdfast: step %d: incident %d: %s", signal.step, established.incident, text)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return whether the loss is off its course, so that the present state is not certified."""
+        return self.experiments.is_suspect
+
+    def cannot_return(self, plan: Plan, step: int, why: str) -> None:
+        """End an experiment that has no state to return to. The step keeps its update."""
+        ruling = self.experiments.cannot_return(why)
+        if ruling is not None:
+            for name, fields in ruling.events:
+                self.write(name, durable=True, incident=plan.incident, step=step, **fields)
+            log.warning("holdfast: step %d: %s", step, ruling.note)
 
     def shift(self, reason: str, step: int) -> None:
         """Record an expected shift and let the detectors learn the new level; non-finite and gross alarms stay."""
@@ -255,7 +357,10 @@ class Engine:
 
     def rolled_back(self, detectors: dict[str, Any], step: int) -> None:
         """Restore the detectors' windows, and give the policy the step that the rollback returned to."""
-        self.load_state_dict(detectors)
+        self.load_state_dict({name: state for name, state in detectors.items() if name != _EXPERIMENTS})
+        if _EXPERIMENTS in detectors:
+            self.experiments.load_courses(detectors[_EXPERIMENTS])
+        self.experiments.returned_to(step)
         self.policy.rolled_back_to(step)
 
     def load_saved_windows(self, state: dict[str, Any], step: int) -> None:
@@ -263,7 +368,7 @@ class Engine:
         lost = [
             name for name, owner in self._stateful().items() if name not in state or not _load(name, owner, state[name])
         ]
-        lost = [name for name in lost if name != _SHIFTS]
+        lost = [name for name in lost if name not in (_SHIFTS, _EXPERIMENTS)]
         if lost:
             self.write("shift", step=step, reason="resumed without their windows", detectors=lost)
             for detector in self.detectors:
@@ -271,7 +376,7 @@ class Engine:
                     detector.rebaseline()
 
     def _stateful(self) -> dict[str, Any]:
-        return {_SHIFTS: self._shifts, **{d.name: d for d in self.detectors}}
+        return {_SHIFTS: self._shifts, _EXPERIMENTS: self.experiments, **{d.name: d for d in self.detectors}}
 
 
 def _load(name: str, owner: Any, state: Any) -> bool:

@@ -1,10 +1,11 @@
 """The policy: turns a verdict into a plan, within budgets that a rollback never refills.
 
-The ladder is skip, replay, roll back, stop. The severity of a finding sets its first rung. It climbs after
-`max_consecutive` bad steps in a row, when the skips of the incident are used up, or after a rollback for its family.
-Each rollback of an incident goes further back, skips more data and lowers the LR more than the last.
+It answers what is broken beyond doubt: values that are not finite, updates out of all proportion, corrupted state. A
+vetoed step is run again; if it fails again, its data is skipped. `max_consecutive` skips in a row point at the state: the
+run returns, the data is put back, and the next return cuts the LR. A finite loss that leaves its course is for the
+experiments (`experiments.py`); the policy only counts what they spend.
 
-An incident is open from its first finding until `probation_steps` healthy steps have followed the last one. Time counts
+An incident is open from its first plan until `probation_steps` healthy steps have followed the last one. Time counts
 committed steps and never moves back, so that steps undone by a rollback still count against the window. A stop latches:
 the policy plans nothing else until a person acknowledges it.
 """
@@ -21,6 +22,7 @@ from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import (
     Action,
+    Cause,
     CutLR,
     Plan,
     Replay,
@@ -34,8 +36,10 @@ from holdfast.core.base.types import (
     family,
 )
 
-_RUNGS = ("skip", "replay", "rollback", "stop")
 _STRICT_SPIKES = 3
+_CHECKED_AFTER = 8
+"""a return has helped when this many steps after the bad one are committed"""
+_CHANGES_NOTHING, _CUTS_LR, _SKIPS_DATA = "changes nothing", "cuts the LR", "skips data"
 
 
 class IncidentAccount(msgspec.Struct):
@@ -51,8 +55,11 @@ class IncidentAccount(msgspec.Struct):
     healthy: int = 0
     cause: str = ""
     """the family of the newest finding"""
-    rolled: list[str] = []
-    """the families that caused a rollback"""
+    rolled: dict[str, int] = {}
+    """returns by family of finding"""
+    check_at: int | None = None
+    """the step at which the last return has helped"""
+    last_return: str = ""
     target: int | None = None
     """the step that the last rollback returned to"""
 
@@ -62,12 +69,25 @@ class PolicyState(msgspec.Struct):
 
     clock: int = 0
     consecutive: int = 0
+    """bad attempts since the last commit"""
+    skipped: int = 0
+    """batches skipped since the last commit"""
+    just_replayed: bool = False
+    """the attempt judged next runs the same data again"""
     next_number: int = 1
     rollbacks: list[int] = []
     """the clock at each rollback inside the window"""
     spikes: int = 0
     latched: str | None = None
     incident: IncidentAccount | None = None
+
+
+class Established(msgspec.Struct, frozen=True):
+    """A cause that the policy's own actions have established."""
+
+    incident: int
+    cause: Cause
+    text: str
 
 
 class Policy:
@@ -86,7 +106,7 @@ class Policy:
             )
         if verdict.severity == Severity.NOTE:
             return Plan(reason="recorded only", incident=self.incident_number())
-        incident = self._incident(verdict)
+        incident = self._incident(verdict.kind, verdict.step, verdict.onset, verdict.severity)
         state.consecutive += 1
         incident.healthy = 0
         cause = incident.cause = family(verdict.kind)
@@ -105,6 +125,16 @@ class Policy:
             return self._roll_back(verdict, incident, cause, reason)
         return self._stop(verdict, reason)
 
+    def plan_experiment(
+        self, actions: tuple[Action, ...], reason: str, rung: str, kind: str, step: int, onset: int
+    ) -> Plan:
+        """Return the plan of an experiment, and open its incident."""
+        if self.state.latched is not None:
+            return Plan(actions=(Stop(self.state.latched),), reason="the run is already stopped")
+        incident = self._incident(kind, step, onset, Severity.ROLLBACK)
+        incident.healthy, incident.cause = 0, family(kind)
+        return Plan(actions=actions, reason=reason, incident=incident.number, experiment=rung)
+
     def adopt(self, plan: Plan) -> Plan:
         """Count a plan that will be carried out, from the policy or from a hook, and return it.
 
@@ -119,23 +149,36 @@ class Policy:
             state.latched = stop.reason if stop.code == 70 else None
         elif plan.first(Rollback) is not None:
             state.rollbacks = [*self._in_window(), state.clock]
-            state.consecutive = 0
+            state.consecutive, state.skipped, state.just_replayed = 0, 0, False
             if incident is not None:
                 incident.rollbacks += 1
-                incident.rolled = sorted({*incident.rolled, incident.cause})
-        elif plan.first(Replay) is not None and incident is not None:
-            incident.replays += 1
-        elif plan.first(Skip) is not None and incident is not None:
-            incident.skips += 1
+                if plan.experiment is None:
+                    incident.rolled[incident.cause] = incident.rolled.get(incident.cause, 0) + 1
+        elif plan.first(Replay) is not None:
+            state.just_replayed = True
+            if incident is not None:
+                incident.replays += 1
+        elif plan.first(Skip) is not None:
+            state.skipped, state.just_replayed = state.skipped + 1, False
+            if incident is not None:
+                incident.skips += 1
         return plan
+
+    def skipped(self) -> None:
+        """Note that an attempt was skipped: a replay was not possible."""
+        self.state.just_replayed = False
 
     def observe(self, verdict: Verdict) -> Plan:
         """Return the plan of observe mode: it has no actions; its reason tells what the policy would do."""
         trial = copy.deepcopy(self)
         trial.state.latched = None
         plan = trial.adopt(trial.propose(verdict))
-        if verdict.severity > Severity.NOTE:
-            self._incident(verdict).healthy = 0
+        return self.observe_plan(plan, verdict.kind, verdict.step, verdict.onset, verdict.severity)
+
+    def observe_plan(self, plan: Plan, kind: str, step: int, onset: int, severity: Severity) -> Plan:
+        """Return a plan without its actions. Its reason tells what would be done."""
+        if severity > Severity.NOTE:
+            self._incident(kind, step, onset, severity).healthy = 0
         return Plan(reason=_describe_unperformed(plan), incident=self.incident_number(), by="observe")
 
     def rolled_back_to(self, step: int) -> None:
@@ -143,91 +186,108 @@ class Policy:
         if self.state.incident is not None:
             self.state.incident.target = step
 
-    def commit(self) -> int | None:
-        """Count a healthy committed step. Return the number of the incident that it closed, or None."""
+    def commit(self, step: int, *, is_suspect: bool = False) -> tuple[int | None, Established | None]:
+        """Count a committed step. Return the number of the incident that it closed, and a cause it established."""
         state = self.state
         state.clock += 1
-        state.consecutive = 0
-        incident = state.incident
+        state.consecutive = state.skipped = 0
+        incident, established = state.incident, None
         if incident is None:
-            return None
+            state.just_replayed = False
+            return None, None
+        if state.just_replayed:
+            text = "a transient fault: the same data ran again from the same state, and it did not come back"
+            established = Established(incident.number, Cause.TRANSIENT, text)
+        elif incident.check_at is not None and step >= incident.check_at:
+            cause, text = _RETURNS[incident.last_return]
+            established = Established(incident.number, cause, text)
+            incident.check_at = None
+        state.just_replayed = False
+        if is_suspect:
+            return None, established
         incident.healthy += 1
         if incident.healthy < self._config.probation_steps:
-            return None
+            return None, established
         state.incident = None
-        return incident.number
+        return incident.number, established
 
     def acknowledge(self) -> None:
         """Reset the budgets, since a person has looked."""
         state = self.state
-        state.rollbacks, state.spikes, state.consecutive = [], 0, 0
+        state.rollbacks, state.spikes = [], 0
+        state.consecutive, state.skipped, state.just_replayed = 0, 0, False
         state.latched, state.incident = None, None
 
-    def _incident(self, verdict: Verdict) -> IncidentAccount:
+    def _incident(self, kind: str, step: int, onset: int, severity: Severity) -> IncidentAccount:
         state = self.state
         if state.incident is None:
-            state.incident = IncidentAccount(
-                number=state.next_number, kind=verdict.kind, opened=verdict.step, onset=verdict.onset
-            )
+            state.incident = IncidentAccount(number=state.next_number, kind=kind, opened=step, onset=onset)
             state.next_number += 1
-        elif family(state.incident.kind) != family(verdict.kind) and verdict.severity == Severity.ROLLBACK:
-            state.incident.kind = verdict.kind
+        elif family(state.incident.kind) != family(kind) and severity == Severity.ROLLBACK:
+            state.incident.kind = kind
         return state.incident
 
     def _choose_rung(self, verdict: Verdict, incident: IncidentAccount, cause: str) -> tuple[str, str]:
         """Return the rung for a verdict, and why."""
-        config = self._config
+        config, state = self._config, self.state
+        # A first return has shown that the same data fails again: then it may be as much data as one incident leaves out.
+        most_skips = max(config.max_consecutive, config.skip_batches if incident.rolled.get(cause) else 0)
         if verdict.severity >= Severity.STOP:
             return "stop", next(f.message for f in verdict.findings if f.severity == verdict.severity)
-        if verdict.severity >= Severity.ROLLBACK:
-            rung, reason = "rollback", f"{verdict.kind}: the state itself is suspect"
-        elif not verdict.vetoed:
-            rung, reason = "rollback", f"{verdict.kind}: found after the update was applied, too late to skip"
+        if verdict.severity >= Severity.ROLLBACK or not verdict.vetoed:
+            rung, reason = "rollback", f"{verdict.kind}"
+        elif not state.just_replayed and not (cause in incident.rolled and state.skipped):
+            rung, reason = "replay", f"{verdict.kind}: the same step runs again"
         elif cause == "corruption":
-            rung, reason = "replay", f"{verdict.kind}: the data is not the cause"
-        elif cause in incident.rolled:
-            rung, reason = "rollback", f"{verdict.kind} again, on probation after a rollback"
-        elif self.state.consecutive >= config.max_consecutive:
-            rung, reason = "replay", f"{self.state.consecutive} bad steps in a row"
-        elif incident.skips >= config.max_skips_per_incident:
-            rung, reason = "replay", f"{incident.skips} skips in this incident"
+            rung, reason = "rollback", f"{verdict.kind}, and running the step again did not help"
+        elif state.skipped >= most_skips:
+            rung, reason = "rollback", f"{verdict.kind}: {state.skipped} batches in a row: the state is suspect"
+        elif incident.skips >= max(most_skips, config.max_skips_per_incident):
+            rung, reason = "rollback", f"{verdict.kind}: {incident.skips} skips in this incident"
         else:
-            rung, reason = "skip", verdict.kind
-        if rung == "replay" and incident.replays > 0:
-            rung, reason = "rollback", f"{reason}, and a replay did not help"
-        for allowed in _RUNGS[_RUNGS.index(rung) :]:
-            if allowed in config.ladder and not (allowed == "replay" and incident.replays > 0):
-                return allowed, reason
-        return "stop", f"{reason}; the ladder has no further rung"
+            rung, reason = "skip", f"{verdict.kind} again on the same data"
+        if rung in config.ladder:
+            return rung, reason
+        for milder in ("skip", "rollback"):
+            if rung == "replay" and milder in config.ladder:
+                return milder, str(verdict.kind)
+        if rung == "skip" and "rollback" in config.ladder:
+            return "rollback", reason
+        return "stop", f"{reason}; [recover] ladder allows nothing else"
 
     def _roll_back(self, verdict: Verdict, incident: IncidentAccount, cause: str, reason: str) -> Plan:
-        if (exhausted := self._exhausted_budget()) is not None:
+        """Return to before the onset. The first return of a family changes nothing; the next ones change one thing."""
+        if (exhausted := self.exhausted_budget()) is not None:
             return self._stop(verdict, f"{reason}; {exhausted}")
-        config, depth = self._config, incident.rollbacks
+        config, depth = self._config, incident.rolled.get(cause, 0)
         onset = max(1, min(verdict.onset, verdict.step))
         latest = onset - 1
         before = latest - config.rollback_margin * 2**depth
         if isinstance(config.rollback_to, int):
             before = min(before, verdict.step - config.rollback_to)
-        if incident.target is not None:
+        if incident.target is not None and depth:
             latest = min(latest, incident.target)
-            before = min(before, incident.target - 1)
-        actions: list[Action] = [Rollback(before=max(0, before), at_latest=latest)]
-        # The data does not cause non-finite state under finite losses, so the first rollback changes nothing else. It never
-        # causes silent corruption, and the diagnosis depends on whether that returns on the same data.
-        data_is_innocent = cause == "corruption" or (cause == "state" and depth == 0)
-        if config.skip_batches and not data_is_innocent:
-            actions.append(SkipData(batches=config.skip_batches * 2**depth, around=onset))
-        if config.lr_factor < 1 and not data_is_innocent:
-            actions.append(CutLR(factor=config.lr_factor ** (depth + 1), ramp_steps=config.lr_ramp_steps))
-        if config.clip_after_rollback > 0:
-            actions.append(TightenClip(max_norm=config.clip_after_rollback, steps=config.clip_after_rollback_steps))
-        return self._plan(tuple(actions), reason)
+            before = min(before, incident.target)
+        actions: list[Action] = [Rollback(before=max(0, before), at_latest=latest, restore_data=True)]
+        incident.last_return, incident.check_at = _CHANGES_NOTHING, verdict.step + _CHECKED_AFTER
+        is_strict = cause == "spike" and config.preset == "strict"
+        is_custom = cause not in ("nonfinite", "state", "corruption")
+        if (is_strict or (is_custom and depth == 1)) and config.skip_batches:
+            actions.append(SkipData(batches=config.skip_batches, around=onset))
+            incident.last_return = _SKIPS_DATA
+        elif depth > is_custom and cause != "corruption":
+            if config.lr_factor == 1 or depth > is_custom + 1:
+                return self._stop(verdict, f"{reason}; it came back after {depth} returns")
+            actions.append(CutLR(factor=config.lr_factor, ramp_steps=config.lr_ramp_steps))
+            incident.last_return = _CUTS_LR
+            if config.clip_after_rollback > 0:
+                actions.append(TightenClip(max_norm=config.clip_after_rollback, steps=config.clip_after_rollback_steps))
+        return self._plan(tuple(actions), f"{reason}: the return {incident.last_return}")
 
     def _in_window(self) -> list[int]:
         return [at for at in self.state.rollbacks if self.state.clock - at < self._config.window_steps]
 
-    def _exhausted_budget(self) -> str | None:
+    def exhausted_budget(self) -> str | None:
         """Return why no further rollback is allowed, or None."""
         config, incident = self._config, self.state.incident
         if incident is not None and incident.rollbacks >= config.max_rollbacks_per_incident:
@@ -244,8 +304,8 @@ class Policy:
             return latched
         if stop is not None:
             return None
-        if plan.first(Rollback) is not None:
-            return self._exhausted_budget()
+        if plan.first(Rollback) is not None and plan.experiment is None:
+            return self.exhausted_budget()
         bad, limit = self.state.consecutive, self._config.max_consecutive + self._config.max_skips_per_incident
         if plan.by == "hook" and bad > limit:
             return f"{bad} bad steps in a row and none committed, and the on_instability hook would continue"
@@ -265,6 +325,9 @@ class Policy:
         return msgspec.to_builtins(self.state)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        incident = state.get("incident")
+        if isinstance(incident, dict) and isinstance(incident.get("rolled"), list):  # as version 0.1 wrote it
+            state = {**state, "incident": {**incident, "rolled": dict.fromkeys(incident["rolled"], 1)}}
         self.state = msgspec.convert(state, PolicyState)
 
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
@@ -304,6 +367,16 @@ class Policy:
                 f"{event.get('step')}) cannot be read: {error}; use the version of Holdfast that wrote it, "
                 "or start over in another run_dir"
             ) from None
+
+
+_RETURNS = {
+    _CHANGES_NOTHING: (
+        Cause.TRANSIENT,
+        "a transient fault: the same data ran again from the state before it, and it did not come back",
+    ),
+    _CUTS_LR: (Cause.LR, "the LR: it came back on the same data, and did not at a lower LR"),
+    _SKIPS_DATA: (Cause.NOT_ESTABLISHED, "the data around the onset was left out, and it did not come back"),
+}
 
 
 def _is_unperformed(event: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ _REBASELINE = 24
 _ACCEPTED_STEPS = 8
 _GROSS_RATIO = 100.0
 _GROSS_RISE = math.log(_GROSS_RATIO)
-_LOSS_HIGH, _GRAD_HIGH = int(Flag.LOSS_HIGH), int(Flag.GRAD_HIGH)
+_LOSS_HIGH = int(Flag.LOSS_HIGH)
 _SINGLE_STEPS = 2
 
 
@@ -30,8 +30,6 @@ class LogSpike(BuiltInDetector):
     what: str
     severity: Severity
     needs_loss, max_block = True, 16
-    limit_name: str | None
-    """the limit it sets for the gate, if any"""
 
     def __init__(self, warmup: int, z: float, ratio: float) -> None:
         self._warmup, self._z, self._ratio = warmup, z, math.log(ratio)
@@ -42,10 +40,7 @@ class LogSpike(BuiltInDetector):
         self._gross: float | None = None
 
     def limits(self) -> dict[str, float]:
-        if self.limit_name is None:
-            return {}
-        limit = self._limit()
-        return {} if limit is None else {self.limit_name: limit}
+        return {}
 
     def _limit(self) -> float | None:
         """Return the value above which the next one is a spike; None before there is a baseline."""
@@ -63,13 +58,9 @@ class LogSpike(BuiltInDetector):
         if not math.isfinite(signal.loss):
             return None
         known = self._gross is not None or self._baseline.ready
-        limit = signal.grad_limit if self.limit_name is not None else None
-        if limit is not None:
-            high = bool(signal.flags & _GRAD_HIGH)
-        else:
-            limit = self._limit()
-            limit = math.inf if limit is None else limit
-            high = value > limit
+        limit = self._limit()
+        limit = math.inf if limit is None else limit
+        high = value > limit
         if not high or not known:
             if 0 < self._high_in_a_row <= _SINGLE_STEPS and self._baseline.ready:
                 self._baseline.add_outlier(self._peak)

@@ -1,4 +1,4 @@
-"""A loss far above its baseline: one step (skip it), or several of the last few (the state is suspect).
+"""A loss far above its baseline: one step, or several of the last few.
 
 When the excursion ends, a note tells how: recovered, or persistent; then the new level becomes the baseline.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
-from holdfast.core.detectors.base import BuiltInDetector
+from holdfast.core.detectors.base import LimitlessDetector
 from holdfast.core.detectors.baseline import LARGEST, Baseline
 
 _REBASELINE = 24
@@ -33,12 +33,13 @@ _WIDE_DEPTH, _DEPTH_DECAY, _LARGEST_DEPTH = 2.4, 0.985, 6.0
 _LOSS_HIGH = int(Flag.LOSS_HIGH)
 
 
-class LossSpike(BuiltInDetector):
+class LossSpike(LimitlessDetector):
     """Raises two alarms, each with its own threshold.
 
-    Skip: the loss is more than `loss_z` deviations above its baseline, and by at least `loss_rise`. Roll back: a running
+    SKIP: the loss is more than `loss_z` deviations above its baseline, and by at least `loss_rise`. ROLLBACK: a running
     score of the deviations (a CUSUM) shows that at least three losses are high together; it is reported once per
-    excursion. The more neighbouring losses correlate, the more it takes. While a new baseline is
+    excursion. In a run neither vetoes anything: a finite step lands, and an excursion is watched. The more neighbouring
+    losses correlate, the more it takes. While a new baseline is
     learned after an expected shift, only a gross rise over the old one counts. A loss of exactly zero (a hinge that no
     sample violates) is never high and does not enter the baseline.
     """
@@ -70,11 +71,11 @@ class LossSpike(BuiltInDetector):
         self._reported = False
         self._gross: float | None = None
 
-    def limits(self) -> dict[str, float]:
-        """Return the loss above which the gate should veto the next step."""
+    def _high_limit(self) -> float:
+        """Return the loss above which a single step is reported."""
         if self._baseline.ready:
-            return {"loss": self._limit(self._config.loss_z, self._config.loss_rise)}
-        return {} if self._gross is None else {"loss": self._gross}
+            return self._limit(self._config.loss_z, self._config.loss_rise)
+        return math.inf if self._gross is None else self._gross
 
     def _limit(self, z: float, share: float, ahead: int = 1) -> float:
         """Return the loss that is `z` deviations and a share `share` above both baselines."""
@@ -144,10 +145,8 @@ class LossSpike(BuiltInDetector):
         if self._gross is None and not baseline.ready:
             self._learn(signal)
             return None
-        limit, high = signal.loss_limit, bool(flags & _LOSS_HIGH)
-        if limit is None:
-            limit = self.limits()["loss"]
-            high = high or loss > limit
+        limit = self._high_limit()
+        high = loss > limit or bool(flags & _LOSS_HIGH)
         if not baseline.ready:
             return self._observe_while_learning(signal, high, limit)
         self._depth *= _DEPTH_DECAY

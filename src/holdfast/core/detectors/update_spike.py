@@ -17,7 +17,6 @@ class UpdateSpike(LogSpike):
     kind = Kind.UPDATE_SPIKE
     what = "update size"
     severity = Severity.NOTE
-    limit_name = None
     sets_limits = False
 
     def __init__(self, config: DetectSection) -> None:

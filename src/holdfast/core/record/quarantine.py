@@ -1,4 +1,4 @@
-"""Data that is never drawn again: ranges of the index stream, and sample ids. It only grows."""
+"""Data that is left out: ranges of the index stream, and sample ids. An experiment that clears a range puts it back."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class Quarantine:
         self._ahead: list[dict[str, Any]] = []
         self._entries: list[dict[str, Any]] = []
         self.has_entries = False
+        self.version = 0
+        """counts the changes"""
         if path is not None:
             with contextlib.suppress(FileNotFoundError):
                 self._load(path)
@@ -72,6 +74,25 @@ class Quarantine:
         for span in added:
             self._merge(span)
 
+    def left_out_by(self, incident: int) -> list[Span]:
+        """Return the ranges that an incident has left out and not put back."""
+        spans: dict[Span, None] = {}
+        for entry in self._entries:
+            if entry.get("incident") == incident:
+                spans.update(dict.fromkeys(_spans(entry.get("spans"))))
+            for span in _spans(entry.get("released")):
+                spans.pop(span, None)
+        return list(spans)
+
+    def release(self, spans: Iterable[Span]) -> None:
+        """Put ranges back: they are drawn again. Their entries keep them, marked as released."""
+        released = [list(span) for span in spans]
+        if not released:
+            return
+        self._record({"released": released})
+        for span in released:
+            self._subtract(Span(*span))
+
     def add_ahead(self, epoch: int, first: int, batches: int, reason: str) -> None:
         """Exclude batches of an epoch that has not begun; their samples are known when it begins."""
         entry = {"ahead": [epoch, first, batches], "reason": reason}
@@ -102,9 +123,19 @@ class Quarantine:
     def complete(self, events: Iterable[dict[str, Any]]) -> None:
         """Add exclusions that only the journal has: the file is lost, or a process died between the two writes."""
         known, rollback = len(self._entries), None
+        events = list(events)
+        final: dict[tuple[int, ...], bool] = {}
+        """whether each range is left out after the last event about it"""
         for event in events:
             for entry in _entries_of(event):
-                self._add_unsaved({**entry, "reason": str(event.get("reason"))})
+                final.update({tuple(span): True for span in _spans(entry.get("spans"))})
+            if event.get("event") == "released":
+                final.update({tuple(span): False for span in _spans(event.get("spans"))})
+        self.release(span for span in (Span(*s) for s, is_out in final.items() if not is_out) if self.covers(*span))
+        for event in events:
+            for entry in _entries_of(event):
+                spans = [list(s) for s in _spans(entry.get("spans")) if final[tuple(s)]]
+                self._add_unsaved({**entry, "spans": spans, "reason": str(event.get("reason"))})
             if event.get("event") == "action" and event.get("action") == "rollback":
                 rollback = event
             elif event.get("event") == "outcome":
@@ -131,8 +162,17 @@ class Quarantine:
         self._entries.append(entry)
         self.has_entries = True
 
+    def _subtract(self, span: Span) -> None:
+        """Remove a range from those that are left out."""
+        pieces = []
+        for low, high in self._spans.get(span.epoch, []):
+            pieces += [(low, min(high, span.start)), (max(low, span.stop), high)]
+        self._spans[span.epoch] = [(low, high) for low, high in pieces if low < high]
+        self.version += 1
+
     def _merge(self, span: Span) -> None:
         """Insert a range and join it with those that it overlaps or touches."""
+        self.version += 1
         start, stop = span.start, span.stop
         separate = []
         for low, high in self._spans.get(span.epoch, []):
@@ -161,6 +201,8 @@ class Quarantine:
         for entry in entries:
             for epoch, start, stop in entry.get("spans", ()):
                 self._merge(Span(int(epoch), int(start), int(stop)))
+            for epoch, start, stop in entry.get("released", ()):
+                self._subtract(Span(int(epoch), int(start), int(stop)))
             self._samples.update(int(i) for i in entry.get("samples", ()))
             if "ahead" in entry and not entry.get("resolved"):
                 epoch, first, batches = map(int, entry["ahead"])

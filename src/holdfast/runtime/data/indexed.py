@@ -156,8 +156,8 @@ class IndexedSource:
         return self._quarantine.stand_in(ids, self._replacements)
 
     def _excluded_in(self, epoch: int) -> list[Span]:
-        """Return the spans excluded in an epoch. Cached until an entry is added."""
-        key = epoch, len(self._quarantine.entries)
+        """Return the spans excluded in an epoch. Cached until they change."""
+        key = epoch, self._quarantine.version
         if key != self._spans_key:
             self._spans_key, self._spans = key, [s for s in self._quarantine.spans() if s.epoch == epoch]
         return self._spans

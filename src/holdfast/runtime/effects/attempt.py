@@ -58,6 +58,8 @@ class StepAttempt:
         """micro-batches in the step; None until the driver has said"""
         self.losses: list[Tensor] = []
         """mean loss of each part that counts"""
+        self.group: str | None = None
+        """the kind of loss, if the loop names one"""
         self.is_weighted = False
         """the loop passes weight= to backward"""
         self.unit = 1.0
@@ -183,6 +185,8 @@ class StepAttempt:
             samples=self.samples,
             length=self.inputs.sequence_length,
             seconds=self.seconds,
+            batches=len(self.draws),
+            group=self.group,
         )
 
     def unmeasured_signal(self) -> Signal:

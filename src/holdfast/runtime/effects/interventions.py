@@ -5,16 +5,19 @@ They apply to one update at a time and are taken off after it. No scheduler read
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from holdfast.core.base.types import CutLR, Plan, TightenClip
+from holdfast.core.base.types import CutLR, HoldLR, Plan, TightenClip
 from holdfast.core.checkpoints.recovery_history import Intervention
 from holdfast.runtime.context import Context
+
+log = logging.getLogger("holdfast")
 
 
 def interventions_of(plan: Plan, step: int) -> list[Intervention]:
     """Return the interventions of a plan, to be applied when `step` steps are committed."""
-    actions = [plan.first(CutLR), plan.first(TightenClip)]
+    actions = [plan.first(CutLR), plan.first(HoldLR), plan.first(TightenClip)]
     return [Intervention(step, action, plan.incident, plan.reason) for action in actions if action is not None]
 
 
@@ -25,19 +28,19 @@ def apply(
 
     part_of_rollback: the rollback's own event holds it already. is_repeat: a previous process applied it at this step.
     """
-    action, current = intervention.action, context.state.interventions
+    action, current, scheduled = intervention.action, context.state.interventions, context.state.optimizers.lr()
+    details: dict[str, Any]
     if isinstance(action, CutLR):
-        name, message = "cut_lr", "a previous process cut the LR here"
-        scheduled = context.state.optimizers.lr()
-        details: dict[str, Any] = {
-            "factor": action.factor,
-            "ramp_steps": action.ramp_steps,
-            "lr_from": scheduled * current.lr_factor(),
-            "lr_to": scheduled * action.factor,
-        }
+        name, what = "cut_lr", f"the LR is cut to {action.factor:g} of {scheduled:g}, back in {action.ramp_steps} steps"
+        details = {"factor": action.factor, "ramp_steps": action.ramp_steps, "lr_to": scheduled * action.factor}
+        details["lr_from"] = scheduled * current.lr_factor(scheduled)
+    elif isinstance(action, HoldLR):
+        name, what = "hold_lr", f"the LR is kept at {action.max_lr:g} while a higher one is set"
+        details = {"max_lr": action.max_lr}
     else:
-        name, message = "tighten_clip", "a previous process tightened the clip here"
+        name, what = "tighten_clip", f"the gradient clip is {action.max_norm:g} for {action.steps} steps"
         details = {"max_norm": action.max_norm, "steps": action.steps}
+    message = f"{what}, as a previous process did here" if is_repeat else what
     context.engine.write(
         "note" if is_repeat else "action",
         durable=True,
@@ -51,6 +54,7 @@ def apply(
         part_of_rollback=part_of_rollback or None,
     )
     current.apply(action)
+    log.warning("holdfast: step %d: %s", step, message)
 
 
 def repeat_due(context: Context, step: int) -> None:

@@ -29,6 +29,9 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
     if point is None:
         engine.write("note", step=signal.step, message="no snapshot to return to", passed_over=rejected)
         why = f"no certified snapshot at or before step {action.at_latest} to return to"
+        if plan.experiment is not None:
+            engine.cannot_return(plan, signal.step, why)
+            return Transition(outcome=None, following_is_valid=True)
         return stop.instead_of(recovery, situation, why)
     skip_action = plan.first(SkipData)
     window = None
@@ -57,6 +60,8 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
         skip_window=None if window is None else window._asdict(),
     )
     context.history.rolled_back(point.interventions, planned)
+    if action.restore_data and plan.incident is not None:
+        _put_data_back(recovery, plan.incident, point.step)
     recovery.checkpoints.quarantine_abandoned(f"left by the rollback to step {point.step}: {plan.reason}")
     lost_seconds = (situation.committed - point.step) * (signal.seconds or 0.0)
     position_before = source.position
@@ -68,7 +73,7 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
         message = f"the loader cannot go back: {lost} batches drawn since step {point.step} are not served again"
         engine.write("note", step=signal.step, message=message, batches=lost)
     lost_seconds += context.clock.monotonic() - began
-    log.warning("holdfast: step %d: %s: rolled back to step %d", signal.step, plan.reason, point.step)
+    log.warning("holdfast: step %d: %s: back at step %d", signal.step, plan.reason, point.step)
     return Transition(
         Outcome(status=Status.ROLLED_BACK, signal=signal, plan=plan),
         outcome_fields={"from_step": situation.committed, "to_step": point.step, "seconds_lost": lost_seconds},
@@ -76,6 +81,17 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
         excluded=window,
         interventions=planned,
     )
+
+
+def _put_data_back(recovery: RecoveryParts, incident: int, step: int) -> None:
+    """Serve the batches again that an incident has left out."""
+    quarantine, engine = recovery.context.records.quarantine, recovery.context.engine
+    spans = quarantine.left_out_by(incident)
+    if spans:
+        why = "the data was not the cause"
+        engine.write("released", durable=True, incident=incident, step=step, spans=spans, reason=why)
+        quarantine.release(spans)
+        log.warning("holdfast: step %d: %d batches that were left out are served again", step, len(spans))
 
 
 def _find(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from holdfast.core.base.types import Flag, Outcome, Status, family
+from holdfast.core.base.types import Flag, Outcome, Status
 from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
 from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
 
@@ -33,11 +33,17 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
         batches=len(attempt.draws),
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
-    if family(reason) == "nonfinite" and context.config.recover.nan_action != "skip":
+    is_nonfinite = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
+    if not is_nonfinite or context.config.recover.nan_action != "skip":
         ranks = [] if attempt.origin is None else attempt.origin.ranks
         origin = f"; from rank {', '.join(map(str, ranks))}" if ranks else ""
         log.warning(
-            "holdfast: step %d skipped: loss %s, gradient norm %s%s", signal.step, signal.loss, signal.grad_norm, origin
+            "holdfast: step %d: skipped a batch: %s: loss %s, gradient norm %s%s",
+            signal.step,
+            reason,
+            signal.loss,
+            signal.grad_norm,
+            origin,
         )
     recovery.snapshots.discard_in_progress()
     _quarantine(recovery, situation, sample_ids, reason, incident)

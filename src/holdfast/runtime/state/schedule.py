@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.base.errors import SetupError, StepError
-from holdfast.core.base.types import CutLR, TightenClip
+from holdfast.core.base.types import CutLR, HoldLR, TightenClip
 
 Interval = Literal["step", "epoch", "eval"]
 
@@ -99,22 +99,33 @@ class Interventions(msgspec.Struct):
     lr_ramp: LrRamp | None = msgspec.field(default=None, name="ramp")
     tightened_clip: float | None = msgspec.field(default=None, name="clip")
     clip_steps_left: int = msgspec.field(default=0, name="clip_left")
+    held_lr: float | None = None
+    """the highest LR that is used, while the one that is set is above it"""
     applied: int = msgspec.field(default=0, name="turns")
     """how many of the run's interventions this state includes"""
     weight_unit: float = msgspec.field(default=1.0, name="unit")
     """the divisor of micro-batch weights, the same on all ranks: about the weight of a micro-batch in the last step. It is a
     power of two, so it changes no bit of the result"""
 
-    def apply(self, action: CutLR | TightenClip) -> None:
+    @property
+    def is_active(self) -> bool:
+        """Return whether anything about the next update is changed."""
+        return self.lr_ramp is not None or self.held_lr is not None or self.tightened_clip is not None
+
+    def apply(self, action: CutLR | HoldLR | TightenClip) -> None:
         """Apply one intervention from the next update on."""
         if isinstance(action, CutLR):
             self.lr_ramp = LrRamp(action.factor, action.ramp_steps)
+        elif isinstance(action, HoldLR):
+            self.held_lr = action.max_lr
         else:
             self.tightened_clip, self.clip_steps_left = action.max_norm, action.steps
         self.applied += 1
 
-    def commit(self) -> None:
-        """Count one committed step towards the end of the ramp and of the tightened clip."""
+    def commit(self, lr: float) -> None:
+        """Count one committed step. `lr` is the LR that is set: the hold ends when it is no higher than the held one."""
+        if self.held_lr is not None and lr <= self.held_lr:
+            self.held_lr = None
         if self.lr_ramp is not None:
             self.lr_ramp.steps_done += 1
             if self.lr_ramp.steps_done >= self.lr_ramp.steps:
@@ -124,8 +135,12 @@ class Interventions(msgspec.Struct):
             if self.clip_steps_left <= 0:
                 self.tightened_clip = None
 
-    def lr_factor(self) -> float:
-        return 1.0 if self.lr_ramp is None else self.lr_ramp.value()
+    def lr_factor(self, lr: float) -> float:
+        """Return the factor for the next update, given the LR that is set."""
+        factor = 1.0 if self.lr_ramp is None else self.lr_ramp.value()
+        if self.held_lr is not None and lr > self.held_lr:
+            factor *= self.held_lr / lr
+        return factor
 
     def max_norm(self, configured: float | None) -> float | None:
         """Return the clip norm in force: the tighter of the configured one and the recovery's."""

@@ -372,8 +372,9 @@ class GuardedPipeline:
             agreed.norms_differ,
             agreed.extra,
         )
-        lr_factor = 1.0 if state.interventions.lr_ramp is None else state.interventions.lr_factor()
-        attempt.lr = state.optimizers.lr() * lr_factor
+        attempt.lr = state.optimizers.lr()
+        lr_factor = state.interventions.lr_factor(attempt.lr) if state.interventions.is_active else 1.0
+        attempt.lr *= lr_factor
         if parts.snapshots.copies_in_flight:
             parts.snapshots.wait_for_copies()
         if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
@@ -531,12 +532,13 @@ class GuardedPipeline:
         progress.positions[progress.step] = attempt.draws[0].begin
         self.step_schedulers("step")
         interventions = context.state.interventions
-        is_intervening = interventions.lr_ramp is not None or interventions.tightened_clip is not None
-        if is_intervening or attempt.is_weighted or context.history.interventions:
+        if interventions.is_active or attempt.is_weighted or context.history.interventions:
             self._count_interventions(attempt)
         if is_healthy:
             if context.engine.commit(signal) is not None:
                 parts.integrity.incident_closed(progress.step)
+            is_healthy = not context.engine.is_suspect
+        if is_healthy:
             parts.checkpoints.count_healthy_step(progress.step)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
@@ -550,12 +552,13 @@ class GuardedPipeline:
     def _count_interventions(self, attempt: StepAttempt) -> None:
         """Move LR ramp, tightened clip and weight unit on by one committed step."""
         context, interventions, step = self.context, self.context.state.interventions, self.progress.step
-        before = interventions.lr_factor()
-        interventions.commit()
+        lr = context.state.optimizers.lr()
+        before = interventions.lr_factor(lr)
+        interventions.commit(lr)
         if self.is_distributed and attempt.is_weighted and attempt.rows is not None:
             unit = self.parts.coordinator.next_unit(attempt.rows, attempt.parts or 1)
             interventions.weight_unit = interventions.weight_unit if unit is None else unit
-        if (after := interventions.lr_factor()) > LR_JUMP * before:
+        if (after := interventions.lr_factor(lr)) > LR_JUMP * before:
             context.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", step)
         if len(context.history.interventions) > interventions.applied:
             effects.interventions.repeat_due(context, step)

@@ -1,0 +1,527 @@
+"""The ladder of experiments for a finite loss that stays off its course.
+
+A finite step lands, and an excursion is watched: it may come back by itself. If it stays, the run returns to certified
+state before the onset and changes one thing at a time:
+
+    same_data        nothing. It does not come back: a transient fault
+    hold_lr          the LR stays what it was before a jump that is on record
+    leave_out_data   batches whose own loss is off are left out while the state is good
+    cut_lr           the LR, for as far as the schedule had moved
+    accept           nothing helped: it belongs to the run. Everything is put back, and the loss is disarmed
+
+Each experiment ends after a bounded number of steps. Every rank sees the same signals and reaches the same result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.core.base.config import DetectSection, QuarantineSection, RecoverSection
+from holdfast.core.base.types import (
+    Action,
+    Cause,
+    CutLR,
+    Finding,
+    Flag,
+    HoldLR,
+    Kind,
+    Rollback,
+    Severity,
+    Signal,
+    Skip,
+    Stop,
+    TightenClip,
+    family,
+)
+from holdfast.core.decide.course import Course, LrJump, is_falling
+
+_WATCH, _LANDED = "watch", "landed"
+SAME_DATA, HOLD_LR, LEAVE_OUT, CUT_LR, ACCEPT = "same_data", "hold_lr", "leave_out_data", "cut_lr", "accept"
+_RECENT, _FEW = 8, 3
+_SETTLING_STEPS = 8
+"""an experiment is judged this many steps after the place at which the excursion was found"""
+_UNTRAINED_SHARE = 0.8
+"""a loss at this share of its untrained level is as bad as no training"""
+_GROSS_RATIO = 5.0
+_SAME_LOSS = 1e-5
+_FAMILIES = {"nonfinite", "state", "corruption"}
+"""families that the policy answers without experiments"""
+
+
+class Excursion(msgspec.Struct):
+    """A loss that has left its course, and the experiment that is under way."""
+
+    group: str
+    kind: str
+    onset: int
+    found: int
+    level: float
+    """the loss before the onset"""
+    limit: float
+    """a loss above this is off its course"""
+    until: int
+    """watch until this step"""
+    phase: str = _WATCH
+    tried: list[str] = []
+    decide_at: int = 0
+    first_pass: dict[int, float] = {}
+    """the losses of the excursion as they were first seen"""
+    lr_jump: LrJump | None = None
+    returned_to: int = 0
+    same: int = 0
+    vetoed: int = 0
+    """batches left out by the experiment"""
+    since_veto: int = 0
+    spans: list[list[int]] = []
+    lr_time: float = 0.0
+    """the sum of the LR factors since the return"""
+    final_text: str = ""
+
+
+class DeadWatch(msgspec.Struct):
+    """A run whose loss is at its untrained level after all experiments: does it fall again?"""
+
+    group: str
+    since: int
+    level: float
+
+
+class Ruling(NamedTuple):
+    """What the experiments ask for, and what is written down."""
+
+    actions: tuple[Action, ...]
+    reason: str
+    rung: str
+    kind: str
+    onset: int
+    events: tuple[tuple[str, dict[str, Any]], ...] = ()
+    shift: str | None = None
+    """have the detectors learn a new level, for this reason"""
+    is_final: bool = False
+    """it only puts everything back, so no budget forbids it"""
+    note: str | None = None
+    """a line for the console"""
+
+    @property
+    def is_return(self) -> bool:
+        return any(isinstance(action, Rollback) for action in self.actions)
+
+
+class Experiments:
+    """Watches the loss, of each group its own, and runs one experiment at a time."""
+
+    def __init__(self, detect: DetectSection, recover: RecoverSection, quarantine: QuarantineSection) -> None:
+        self._detect, self._recover, self._quarantine = detect, recover, quarantine
+        self._courses: dict[str, Course] = {}
+        self.excursion: Excursion | None = None
+        self._disarmed: dict[str, str] = {}
+        """group -> "small": only a loss as bad as untrained counts; "all": no rise counts any more"""
+        self._dead: DeadWatch | None = None
+        self._left_out: list[list[int]] = []
+        """[step, batches] of what proven incidents have left out"""
+        self.can_serve_again = True
+        """whether the loader can serve the same data twice"""
+
+    @property
+    def is_suspect(self) -> bool:
+        """Return whether the present state must not be certified."""
+        return self.excursion is not None and self.excursion.phase != ACCEPT
+
+    @property
+    def in_progress(self) -> str | None:
+        """Return the experiment under way, if any."""
+        phase = None if self.excursion is None else self.excursion.phase
+        return None if phase in (None, _WATCH, _LANDED) else phase
+
+    def loss_limit(self) -> float | None:
+        """Return the loss above which the gate vetoes a step: only while data is being left out on trial."""
+        ex = self.excursion
+        if ex is None or ex.phase != LEAVE_OUT:
+            return None
+        off = [loss for loss in ex.first_pass.values() if loss > ex.limit]
+        return max(ex.limit, ex.level + 0.5 * (median(off) - ex.level)) if off else ex.limit
+
+    def observe(self, signal: Signal, findings: Sequence[Finding]) -> Ruling | None:
+        """Take in a settled step. Return what to do, or None."""
+        group = signal.group or ""
+        course = self._courses.get(group)
+        if course is None:
+            course = self._courses[group] = Course()
+        has_landed = not signal.flags and not signal.overflow and math.isfinite(signal.loss)
+        if has_landed:
+            course.add(signal)
+        ex = self.excursion
+        if ex is None:
+            if self._dead is not None and has_landed and (ruling := self._check_dead(course, signal)) is not None:
+                return ruling
+            if not findings or not has_landed:
+                return None
+            ex = self.excursion = self._open(course, signal, findings)
+        if ex is None or ex.group != group or signal.overflow:
+            return None
+        if ex.phase == LEAVE_OUT and signal.flags & Flag.LOSS_HIGH:
+            return self._veto(ex, signal)
+        return getattr(self, f"_in_{ex.phase}")(ex, course, signal) if has_landed else None
+
+    # ---- the excursion
+
+    def _open(self, course: Course, signal: Signal, findings: Sequence[Finding]) -> Excursion | None:
+        """Return the excursion that a finding opens, or None."""
+        finding = next(
+            (f for f in findings if f.severity >= Severity.SKIP and family(f.kind) not in _FAMILIES and _is_loss(f)),
+            None,
+        )
+        if finding is None:
+            return None
+        is_slow = finding.kind == Kind.DIVERGENCE
+        onset = max(1, min(finding.onset, signal.step))
+        reference = course.reference(onset)
+        best, limit = finding.evidence.get("best"), finding.evidence.get("limit")
+        if is_slow and isinstance(best, float) and isinstance(limit, float):
+            reference = best, limit
+        recent = course.recent(_FEW, onset)
+        if reference is None or recent is None or not recent > reference[1]:
+            return None
+        level, limit = reference
+        armed = self._disarmed.get(signal.group or "")
+        if armed == "all" or (armed == "small" and not self._is_as_untrained(course, level, recent)):
+            return None
+        watch = self._recover.watch_steps_slow if is_slow else self._recover.watch_steps
+        return Excursion(
+            group=signal.group or "",
+            kind=finding.kind,
+            onset=onset,
+            found=signal.step,
+            level=level,
+            limit=limit,
+            until=signal.step + watch,
+            lr_jump=course.lr_jump(onset),
+        )
+
+    def _is_descent(self, course: Course, level: float) -> bool:
+        if self._detect.objective != "auto":
+            return self._detect.objective == "descent"
+        return course.is_descent(level)
+
+    def _is_as_untrained(self, course: Course, level: float, loss: float) -> bool:
+        """Return whether a run that had descended to `level` is now no better than untrained."""
+        untrained = course.untrained
+        return untrained is not None and self._is_descent(course, level) and loss >= _UNTRAINED_SHARE * untrained
+
+    def _is_gross(self, ex: Excursion, course: Course) -> bool:
+        recent = course.recent(_FEW, ex.onset)
+        if recent is None:
+            return False
+        return self._is_as_untrained(course, ex.level, recent) or recent > ex.level + _GROSS_RATIO * abs(ex.level)
+
+    def _is_severe(self, ex: Excursion, course: Course) -> bool:
+        """Return whether the excursion, as it was first seen, is as bad as no training."""
+        off = [loss for step, loss in sorted(ex.first_pass.items()) if loss > ex.limit][-_RECENT:]
+        return bool(off) and self._is_as_untrained(course, ex.level, median(off))
+
+    def _in_watch(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        if ex.kind != Kind.DIVERGENCE and self._is_gross(ex, course):
+            return self._begin(ex, course, SAME_DATA, signal)
+        recent = course.recent(_RECENT, ex.found)
+        if recent is not None and recent <= ex.limit:
+            self.excursion = None
+            return None
+        if signal.step >= ex.until and recent is not None:
+            return self._begin(ex, course, SAME_DATA, signal)
+        return None
+
+    # ---- beginning and ending an experiment
+
+    def _begin(self, ex: Excursion, course: Course, rung: str, signal: Signal, *changes: Action) -> Ruling:
+        """Return to certified state before the onset, with one change or none."""
+        if not ex.first_pass:
+            ex.first_pass = {s.step: s.loss for s in course.steps if s.step >= ex.onset - _FEW}
+        restore = LEAVE_OUT in ex.tried
+        ex.decide_at = max(ex.decide_at, signal.step, ex.onset + _SETTLING_STEPS)
+        ex.phase = rung
+        ex.tried = [*ex.tried, rung]
+        margin = self._recover.rollback_margin
+        before = max(0, ex.onset - 1 - margin)
+        if isinstance(self._recover.rollback_to, int):
+            before = max(0, min(before, signal.step - self._recover.rollback_to))
+        back = Rollback(before=before, at_latest=ex.onset - 1, restore_data=restore)
+        text = f"{ex.kind} since step {ex.onset}: {_DONE[rung]}"
+        if rung == SAME_DATA and not self.can_serve_again:
+            text = f"{ex.kind} since step {ex.onset}: nothing is changed, but this loader serves new data"
+        events = (("experiment", self._event(ex, rung, "begun", text)),)
+        return Ruling((back, *changes), text, rung, ex.kind, ex.onset, events, is_final=rung == ACCEPT)
+
+    def _event(self, ex: Excursion, rung: str, result: str, text: str) -> dict[str, Any]:
+        return {"rung": rung, "result": result, "onset": ex.onset, "level": ex.level, "limit": ex.limit, "text": text}
+
+    def returned_to(self, step: int) -> None:
+        """Note that the run has returned to `step` for the experiment that has begun."""
+        ex = self.excursion
+        if ex is not None and ex.phase not in (_WATCH, _LANDED):
+            ex.returned_to, ex.same, ex.vetoed, ex.since_veto, ex.lr_time, ex.spans = step, 0, 0, 0, 0.0, []
+
+    def cannot_return(self, why: str) -> Ruling | None:
+        """End the experiments because there is no state to return to. Nothing was changed."""
+        ex = self.excursion
+        if ex is None:
+            return None
+        return self._conclude(ex, Cause.NOT_ESTABLISHED, f"{why}; the run goes on as it is", result="not_established")
+
+    def give_up(self, signal: Signal, why: str) -> Ruling:
+        """End the experiments because their budget is spent."""
+        ex = self.excursion
+        assert ex is not None, "only an experiment returns"
+        text = f"{why}; it is not established what it was"
+        ex.tried = ex.tried[:-1]  # the one that was about to begin
+        if {HOLD_LR, LEAVE_OUT, CUT_LR} & set(ex.tried):
+            return self._put_back(ex, signal, text)
+        return self._disarm(ex, self._courses[ex.group], signal, text)
+
+    def abandon(self) -> None:
+        """Forget the excursion: a hook or another recovery has taken over."""
+        self.excursion = None
+
+    def _conclude(self, ex: Excursion, cause: Cause, text: str, result: str, *, shift: str | None = None) -> Ruling:
+        """Write down what was found out. The run goes on as it is now."""
+        rung = ex.tried[-1] if ex.tried else _WATCH
+        self.excursion = None
+        fields: dict[str, Any] = {"cause": cause, "text": text, "onset": ex.onset, "tried": list(ex.tried)}
+        if cause is Cause.DATA:
+            fields["data"] = ex.spans
+        if ex.lr_jump is not None and cause is Cause.LR:
+            fields["lr_jump"] = ex.lr_jump._asdict()
+        events = (("experiment", self._event(ex, rung, result, text)), ("cause", fields))
+        note = f"{ex.kind} since step {ex.onset}: {text}"
+        return Ruling((), text, rung, ex.kind, ex.onset, events, shift=shift, note=note)
+
+    def _came_back(self, ex: Excursion, course: Course) -> bool:
+        recent = course.recent(_RECENT, ex.returned_to + 1) or course.recent(_FEW, ex.returned_to + 1)
+        return recent is not None and recent > ex.limit
+
+    # ---- same data
+
+    def _in_same_data(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        first = ex.first_pass.get(signal.step)
+        if first is not None and signal.loss > ex.limit and math.isclose(signal.loss, first, rel_tol=_SAME_LOSS):
+            ex.same += 1
+        is_there = signal.step >= ex.decide_at
+        if ex.same >= _FEW or (is_there and self._came_back(ex, course)):
+            return self._after_same_data(ex, course, signal)
+        if not is_there:
+            return None
+        if ex.lr_jump is not None:
+            text = f"the LR jumped from {ex.lr_jump.before:g} to {ex.lr_jump.after:g} at step {ex.lr_jump.step}; "
+            text += "the same steps ran again without the jump, and it did not come back"
+            return self._conclude(ex, Cause.LR, text, "gone")
+        if not self.can_serve_again:
+            text = "it did not come back on new data: a transient fault, or the data of that stretch"
+            return self._conclude(ex, Cause.NOT_ESTABLISHED, text, "gone")
+        text = "a transient fault: the same data ran again from the same state, and it did not come back"
+        return self._conclude(ex, Cause.TRANSIENT, text, "gone")
+
+    def _after_same_data(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        """Choose the next experiment. The run is where it would be without the guard."""
+        is_severe = self._is_severe(ex, course)
+        jump = course.lr_jump(ex.onset)
+        if jump is not None and is_severe:
+            ex.lr_jump = jump
+            if self._recover.lr_jump == "stop":
+                text = f"the LR jumped from {jump.before:g} to {jump.after:g} at step {jump.step} and broke the run"
+                ruling = self._conclude(ex, Cause.LR, text, "came_back")
+                return ruling._replace(actions=(Stop(f"{text}; correct the LR, then acknowledge"),))
+            return self._begin(ex, course, HOLD_LR, signal, HoldLR(jump.before))
+        if not is_severe:
+            return self._accept(ex, course, signal)
+        ex.phase = _LANDED
+        ex.until = max(signal.step, ex.onset + 2 * self._recover.watch_steps)
+        return None
+
+    def _in_landed(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        """Watch the excursion, which came back on the same data: does it end, or fall below the untrained level?"""
+        ex.first_pass[signal.step] = signal.loss
+        ended = signal.step > ex.decide_at and (course.recent(_FEW, ex.onset) or math.inf) <= ex.limit
+        if not ended and signal.step < ex.until:
+            return None
+        losses = course.losses(ex.onset)
+        untrained = course.untrained or math.inf
+        if not ended and median(losses[-_RECENT:]) < _UNTRAINED_SHARE * untrained:
+            return self._accept(ex, course, signal)
+        if not ended and is_falling(losses, 2 * _RECENT) and signal.step < ex.onset + 4 * self._recover.watch_steps:
+            ex.until = signal.step + _RECENT
+            return None
+        off = [loss for step, loss in sorted(ex.first_pass.items()) if step >= ex.onset and loss > ex.limit]
+        is_jump = bool(off) and off[0] >= ex.level + 0.5 * (median(off) - ex.level)
+        if is_jump and self._may_leave_out(signal):
+            return self._begin(ex, course, LEAVE_OUT, signal)
+        if ended:
+            text = "it came back on the same data and ended by itself; nothing was left out"
+            return self._conclude(ex, Cause.NOT_ESTABLISHED, text, "not_established")
+        return self._cut_lr(ex, course, signal)
+
+    # ---- leave out data
+
+    def _may_leave_out(self, signal: Signal) -> bool:
+        return self._recover.skip_batches > 0 and self.can_serve_again and self.allows_leaving_out(signal.step)
+
+    def allows_leaving_out(self, step: int) -> bool:
+        """Return whether the share of recent batches that was left out is within its limit."""
+        window, share = self._quarantine.share_batches, self._quarantine.max_share
+        self._left_out = [[at, count] for at, count in self._left_out if at > step - window]
+        return sum(count for _, count in self._left_out) <= share * window
+
+    def count_left_out(self, step: int, batches: int) -> None:
+        """Count batches that are left out for good."""
+        self._left_out.append([step, batches])
+
+    def _veto(self, ex: Excursion, signal: Signal) -> Ruling:
+        """Leave out one batch on trial; give up if there are too many of them."""
+        ex.vetoed += signal.batches
+        ex.since_veto = 0
+        ex.spans += [list(span) for span in signal.data]
+        if ex.vetoed > self._recover.skip_batches:
+            text = f"{ex.vetoed} batches in a row are off in a good state: the data or the objective has changed"
+            return self._put_back(ex, signal, text)
+        reason = "left out on trial: its loss is off in a good state"
+        return Ruling((Skip(),), reason, LEAVE_OUT, ex.kind, ex.onset)
+
+    def _in_leave_out_data(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        ex.since_veto += 1
+        steps = signal.step - ex.returned_to
+        if ex.vetoed:
+            if ex.since_veto < self._recover.watch_steps:
+                return None
+            if not self._came_back(ex, course):
+                self.count_left_out(signal.step, ex.vetoed)
+                text = f"the data: without {ex.vetoed} batches whose loss is off in a good state, it did not come back"
+                return self._conclude(ex, Cause.DATA, text, "gone")
+            return self._cut_lr(ex, course, signal)
+        if signal.step < ex.decide_at + _SETTLING_STEPS and steps < self._recover.experiment_steps:
+            return None
+        if self._came_back(ex, course):
+            return self._cut_lr(ex, course, signal)
+        text = "it did not come back, although nothing was left out: not the data"
+        return self._conclude(ex, Cause.NOT_ESTABLISHED, text, "gone")
+
+    # ---- learning rate
+
+    def _in_hold_lr(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        if signal.step < ex.decide_at + _SETTLING_STEPS:
+            return None
+        if self._came_back(ex, course):
+            return self._cut_lr(ex, course, signal)
+        assert ex.lr_jump is not None
+        text = f"the LR jumped from {ex.lr_jump.before:g} to {ex.lr_jump.after:g} at step {ex.lr_jump.step}; "
+        text += f"kept at {ex.lr_jump.before:g}, it did not come back"
+        return self._conclude(ex, Cause.LR, text, "gone")
+
+    def _cut_lr(self, ex: Excursion, course: Course, signal: Signal) -> Ruling:
+        recover = self._recover
+        if recover.lr_factor >= 1 or CUT_LR in ex.tried:
+            return self._accept(ex, course, signal)
+        changes: list[Action] = [CutLR(factor=recover.lr_factor, ramp_steps=recover.lr_ramp_steps)]
+        if recover.clip_after_rollback > 0:
+            changes.append(TightenClip(max_norm=recover.clip_after_rollback, steps=recover.clip_after_rollback_steps))
+        return self._begin(ex, course, CUT_LR, signal, *changes)
+
+    def _in_cut_lr(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        """At a lower LR everything comes later: judge when the schedule has moved as far as it had the first time."""
+        recover = self._recover
+        done = min(1.0, (signal.step - ex.returned_to - 1) / recover.lr_ramp_steps)
+        ex.lr_time += recover.lr_factor + (1.0 - recover.lr_factor) * done
+        goal = ex.decide_at - ex.returned_to + _SETTLING_STEPS
+        if ex.lr_time < goal and signal.step - ex.returned_to < recover.experiment_steps:
+            return None
+        if ex.lr_time < goal or self._came_back(ex, course):
+            return self._accept(ex, course, signal)
+        text = f"the LR: at {recover.lr_factor:g} of it the same data did not bring it back; the LR returns by its ramp"
+        return self._conclude(ex, Cause.LR, text, "gone")
+
+    # ---- accept
+
+    def _accept(self, ex: Excursion, course: Course, signal: Signal) -> Ruling:
+        """Accept the new course. If anything is changed, return once more and put it back first."""
+        text = "nothing that was tried made it go away, and the state is sound: it belongs to the run"
+        if not {HOLD_LR, LEAVE_OUT, CUT_LR} & set(ex.tried):
+            return self._disarm(ex, course, signal, text)
+        return self._put_back(ex, signal, text)
+
+    def _put_back(self, ex: Excursion, signal: Signal, text: str) -> Ruling:
+        ex.final_text = text
+        return self._begin(ex, self._courses[ex.group], ACCEPT, signal)
+
+    def _in_accept(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        if signal.step < ex.decide_at:
+            return None
+        return self._disarm(ex, course, signal, ex.final_text)
+
+    def _disarm(self, ex: Excursion, course: Course, signal: Signal, text: str) -> Ruling:
+        is_severe = self._is_severe(ex, course)
+        if self._recover.exhausted == "stop":
+            ruling = self._conclude(ex, Cause.NOT_ESTABLISHED, text, "came_back")
+            return ruling._replace(actions=(Stop(f'{text}; [recover] exhausted = "stop"'),))
+        self._disarmed[ex.group] = "all" if is_severe or not self._is_descent(course, ex.level) else "small"
+        recent = course.recent(_RECENT)
+        if is_severe and LEAVE_OUT not in ex.tried and recent is not None:
+            self._dead = DeadWatch(ex.group, signal.step, recent)
+        where = f" of group {ex.group}" if ex.group else ""
+        text = f"{text}. The loss{where} is accepted as it is; a rise like this is only recorded from now on"
+        return self._conclude(ex, Cause.OBJECTIVE, text, "came_back", shift=f"{ex.kind} accepted")
+
+    def _check_dead(self, course: Course, signal: Signal) -> Ruling | None:
+        """Stop a run whose loss stays at its untrained level and does not fall again."""
+        dead = self._dead
+        assert dead is not None
+        if dead.group != (signal.group or "") or signal.step < dead.since + self._recover.dead_steps:
+            return None
+        recent, untrained = course.recent(4 * _RECENT), course.untrained
+        self._dead = None
+        if recent is None or untrained is None or recent < min(_UNTRAINED_SHARE * untrained, 0.9 * dead.level):
+            return None
+        steps = signal.step - dead.since
+        reason = (
+            f"the loss is {recent:.4g}, no better than untrained ({untrained:.4g}), and has not fallen in {steps} steps"
+        )
+        return Ruling((Stop(reason),), reason, "stop", Kind.DIVERGENCE, dead.since)
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "courses": {group: course.state_dict() for group, course in self._courses.items()},
+            "excursion": msgspec.to_builtins(self.excursion, str_keys=True),
+            "disarmed": dict(self._disarmed),
+            "dead": msgspec.to_builtins(self._dead),
+            "left_out": [list(pair) for pair in self._left_out],
+        }
+
+    def load_courses(self, state: dict[str, Any]) -> None:
+        """Load only the courses, as a rollback does: what was found out stays."""
+        self._courses = {}
+        for group, saved in state["courses"].items():
+            self._courses[group] = Course()
+            self._courses[group].load_state_dict(saved)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.load_courses(state)
+        self.excursion = msgspec.convert(state["excursion"], Excursion | None, strict=False)
+        self._disarmed, self._left_out = dict(state["disarmed"]), [list(pair) for pair in state["left_out"]]
+        self._dead = msgspec.convert(state["dead"], DeadWatch | None)
+
+
+_DONE = {
+    SAME_DATA: "the same data runs again, nothing is changed",
+    HOLD_LR: "it came back; the LR is kept where it was before its jump",
+    LEAVE_OUT: "it came back; batches whose own loss is off are left out",
+    CUT_LR: "it came back; the LR is cut",
+    ACCEPT: "it came back all the same; everything is put back as it was",
+}
+
+
+def _is_loss(finding: Finding) -> bool:
+    """Return whether a finding is about the loss: the gradient alone is only recorded."""
+    return finding.kind not in (Kind.GRAD_SPIKE, Kind.UPDATE_SPIKE)

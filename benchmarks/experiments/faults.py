@@ -29,7 +29,7 @@ WORSE = 1.005
 HEALED = 1.05
 """a healed run ends at most this much above calm"""
 DEAD = 0.9
-"""a run at this share of its untrained loss has lost what it had learned; to stop it is right"""
+"""a run at this share of the loss of an uninformed answer has lost what it had learned; to stop it is right"""
 NAMED = 0.9
 
 
@@ -168,15 +168,11 @@ def run(task: Task, name: str | None, seed: int, steps: int, folder: Any) -> tup
 def calm(model: str, epochs: bool, seed: int, steps: int) -> dict[str, Any]:
     """Train without a fault, guarded."""
     task = build(model, seed, steps, epochs=epochs)
-    untrained = task.evaluate()
+    uninformed = task.uninformed()
     with run_folder(None) as folder:
         result, loss = run(task, None, seed, steps, folder)
-    return {
-        "untrained": untrained,
-        "loss": loss,
-        "digest": result.digest,
-        "note": f"calm {untrained:.3g} -> {loss:.3g}",
-    }
+    note = f"calm {uninformed:.3g} -> {loss:.3g}"
+    return {"uninformed": uninformed, "loss": loss, "digest": result.digest, "note": note}
 
 
 def measure(
@@ -192,7 +188,7 @@ def measure(
         "fault": name,
         "seed": seed,
         "at": at,
-        "untrained": reference["untrained"],
+        "uninformed": reference["uninformed"],
         "calm": reference["loss"],
         "unguarded": bare,
         "guarded": loss,
@@ -238,7 +234,7 @@ def outcome(row: Mapping[str, Any]) -> str:
 
 
 def _is_dead(loss: float, row: Mapping[str, Any]) -> bool:
-    return not loss < DEAD * row["untrained"]
+    return not loss < DEAD * row["uninformed"]
 
 
 def missed(row: Mapping[str, Any]) -> list[str]:
@@ -260,6 +256,26 @@ def needs_cause(row: Mapping[str, Any]) -> bool:
     return row["incidents"] > 0 or row["missed"] != "" or not abs(row["guarded"] / row["calm"] - 1) <= WORSE - 1
 
 
+def by_fault(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one line for each model and fault, over its seeds."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["fault"]), []).append(row)
+    return [
+        {
+            "model": model,
+            "fault": fault,
+            "passed": f"{sum(not row['missed'] for row in group)} of {len(group)}",
+            "exact": f"{sum(row['exact'] for row in group)} of {len(group)}",
+            "cause": group[0]["expected"],
+            "named": ", ".join(dict.fromkeys(str(row["named"]) for row in group)),
+            "worst vs calm": f"{max(100 * (row['guarded'] / row['calm'] - 1) for row in group):+.2f}%",
+            "missed": ", ".join(dict.fromkeys(row["missed"] for row in group if row["missed"])),
+        }
+        for (model, fault), group in groups.items()
+    ]
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = options(__doc__, steps=1200)
     parser.add_argument("--models", default=None, help=f"separated by commas: {', '.join(MODELS)}")
@@ -274,19 +290,19 @@ def main(words: Sequence[str] | None = None) -> int:
     jobs = [(m, n, s, steps, chosen.folder, references[m, FAULTS[n].epochs, s, steps]) for m, n, s in cases]
     rows = run_all(measure, jobs, chosen.workers)
     write(chosen.json, {"about": about("cpu"), "steps": steps, "runs": rows})
-    print(table(rows, COLUMNS))
+    print(table(rows, COLUMNS), "\n")
+    groups = by_fault(rows)
+    print(table(groups, {key: key for key in groups[0]}))
     failed = [row for row in rows if row["missed"]]
     due = [row for row in rows if needs_cause(row)]
     right = sum(row["named"] == row["expected"] for row in due)
     exact = [row["exact"] for row in rows if row["expected"] == "transient"]
-    print(
-        f"{len(rows) - len(failed)} of {len(rows)} runs healed or rightly stopped, not worse than unguarded, exact if due"
-    )
+    print(f"{len(rows) - len(failed)} of {len(rows)} runs healed or rightly stopped, not worse than unguarded, exact")
     print(f"causes named right: {right} of {len(due)}; transient faults exact: {sum(exact)} of {len(exact)}")
-    untrained = [f"{m} seed {s}" for (m, _, s, _), r in references.items() if not r["loss"] < 0.7 * r["untrained"]]
-    if untrained:
-        print(f"calm runs that did not learn: {', '.join(untrained)}; take more steps")
-    return 1 if failed or untrained or right < NAMED * len(due) else 0
+    unlearned = [f"{m} seed {s}" for (m, _, s, _), r in references.items() if not r["loss"] < 0.7 * r["uninformed"]]
+    if unlearned:
+        print(f"calm runs that did not learn: {', '.join(unlearned)}; take more steps")
+    return 1 if failed or unlearned or right < NAMED * len(due) else 0
 
 
 if __name__ == "__main__":

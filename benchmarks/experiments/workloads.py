@@ -241,8 +241,7 @@ def rlhf(seed: int) -> Training:
         (x,) = batch
         new, sampled_from = functional.log_softmax(policy(x), 1), functional.log_softmax(old(x), 1)
         answer = torch.multinomial(sampled_from.exp(), 1)
-        reward = reward_model(torch.cat([x, functional.one_hot(answer[:, 0], 20).float()], 1))
-        advantage = (reward - reward.mean()) / (reward.std() + 1e-6)
+        advantage = 5 * reward_model(torch.cat([x, functional.one_hot(answer[:, 0], 20).float()], 1))
         ratio = (new - sampled_from).gather(1, answer).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
         kl = (new.exp() * (new - functional.log_softmax(reference(x), 1))).sum(1).mean()

@@ -17,8 +17,12 @@ _BEFORE = 32
 _OFF_DEVIATIONS, _OFF_SHARE = 4.0, 0.015
 _LR_JUMP = 1.5
 _LR_JUMP_STEPS = 16
-_DESCENDED = 0.75
-"""a loss that fell below this share of its untrained level is a descent"""
+_DESCENDED = 0.6
+"""a loss that fell below this share of its untrained level has descended"""
+_WANDERS = 0.15
+"""a descent never rises by this share of its untrained level and comes back by itself"""
+_BLOCK = 8
+_RESIDUAL_WINDOW = 15
 
 
 class CourseStep(NamedTuple):
@@ -30,7 +34,7 @@ class CourseStep(NamedTuple):
     lr: float | None
 
 
-class LrJump(NamedTuple):
+class RecordedLrJump(NamedTuple):
     """A jump of the learning rate on record."""
 
     step: int
@@ -46,6 +50,10 @@ class Course:
         self._first: list[float] = []
         self.is_signed = False
         """whether a loss was below zero"""
+        self._block: list[float] = []
+        self._best = math.inf
+        self._rises: list[tuple[int, float]] = []
+        """step and height of the largest rises above the best level so far, of medians of blocks, each above the last"""
 
     def add(self, signal: Signal) -> None:
         """Add a committed step."""
@@ -53,6 +61,12 @@ class Course:
             self._first.append(signal.loss)
         if signal.loss < 0:
             self.is_signed = True
+        self._block.append(signal.loss)
+        if len(self._block) == _BLOCK:
+            middle, self._block = median(self._block), []
+            self._best = min(self._best, middle)
+            if not self._rises or middle - self._best > self._rises[-1][1]:
+                self._rises = [*self._rises[-_BLOCK:], (signal.step, middle - self._best)]
         self.steps.append(CourseStep(signal.step, signal.loss, signal.grad_norm, signal.lr))
 
     @property
@@ -71,32 +85,53 @@ class Course:
 
     def reference(self, onset: int) -> tuple[float, float] | None:
         """Return the level before `onset`, and the loss above which the course is off; None if too little is on record."""
-        before = self.losses(last=onset - 1)[-_BEFORE:]
+        past = self.losses(last=onset - 1)
+        before = past[-_BEFORE:]
         if len(before) < _FIRST_LOSSES:
             return None
         level = median(before)
         spread = 1.4826 * median([abs(loss - level) for loss in before])
-        return level, level + max(_OFF_DEVIATIONS * spread, _OFF_SHARE * abs(level))
+        return level, level + max(_OFF_DEVIATIONS * spread, _OFF_SHARE * abs(level), _second_largest_residual(past))
 
-    def is_descent(self, level: float) -> bool:
-        """Return whether the loss had fallen well below its untrained level when it was at `level`."""
+    def is_descent(self, level: float, onset: int) -> bool:
+        """Return whether the loss was at `level` before `onset` by a descent: far below untrained, and never wandering."""
         untrained = self.untrained
-        return untrained is not None and not self.is_signed and level < _DESCENDED * untrained
+        if untrained is None or self.is_signed or not level < _DESCENDED * untrained:
+            return False
+        rises = [height for step, height in self._rises if step < onset]
+        return not rises or rises[-1] < _WANDERS * untrained
 
-    def lr_jump(self, onset: int) -> LrJump | None:
+    def lr_jump(self, onset: int) -> RecordedLrJump | None:
         """Return the last jump of the learning rate up to `onset`, if there was one shortly before."""
         rates = [(s.step, s.lr) for s in self.steps if s.lr and onset - _LR_JUMP_STEPS <= s.step <= onset + 1]
         for (_, before), (step, after) in reversed(list(pairwise(rates))):
             if after > _LR_JUMP * before:
-                return LrJump(step, before, after)
+                return RecordedLrJump(step, before, after)
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": [list(s) for s in self.steps], "first": list(self._first), "signed": self.is_signed}
+        return {
+            "steps": [list(s) for s in self.steps],
+            "first": list(self._first),
+            "signed": self.is_signed,
+            "block": list(self._block),
+            "best": self._best if math.isfinite(self._best) else None,
+            "rises": [list(rise) for rise in self._rises],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = deque((CourseStep(*s) for s in state["steps"]), maxlen=_REMEMBERED)
         self._first, self.is_signed = list(state["first"]), state["signed"]
+        self._block, self._best = list(state["block"]), math.inf if state["best"] is None else state["best"]
+        self._rises = [(int(step), float(height)) for step, height in state["rises"]]
+
+
+def _second_largest_residual(losses: Sequence[float]) -> float:
+    """Return how far above its neighbours a loss has been, the farthest one aside: batches of another kind are normal."""
+    residuals = [0.0, 0.0]
+    for n in range(_RESIDUAL_WINDOW, len(losses)):
+        residuals.append(losses[n] - median(losses[n - _RESIDUAL_WINDOW : n]))
+    return sorted(residuals)[-2]
 
 
 def is_falling(losses: Sequence[float], count: int) -> bool:

@@ -163,7 +163,7 @@ class Engine:
             return None
         findings = (*more, *(detected if origin is None else [_with_origin(f, origin) for f in detected]))
         observing = self.config.recover.mode == "observe"
-        verdict = merge(signal, [self._as_acted_on(f, signal) for f in findings])
+        verdict = merge(signal, [self._as_acted_on(f, signal, ruling) for f in findings])
         if verdict is not None:
             # Notes lead to no action, in either mode.
             if observing and verdict.severity > Severity.NOTE and self._is_repeated(verdict):
@@ -200,9 +200,10 @@ class Engine:
             self._write_ruling(ruling, signal, plan)
         return plan
 
-    def _as_acted_on(self, finding: Finding, signal: Signal) -> Finding:
+    def _as_acted_on(self, finding: Finding, signal: Signal, ruling: Ruling | None) -> Finding:
         """Return a finding as a note if nothing is done about it here: a finite step has landed, and is watched."""
-        if signal.flags or self.config.recover.preset == "strict" or family(finding.kind) in _WITHOUT_EXPERIMENTS:
+        is_vetoed = signal.flags != 0 and ruling is None
+        if is_vetoed or self.config.recover.preset == "strict" or family(finding.kind) in _WITHOUT_EXPERIMENTS:
             return finding
         if finding.kind not in set(Kind) and finding.severity >= Severity.SKIP:
             return finding  # a user's own detector asks for it

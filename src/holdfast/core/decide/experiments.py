@@ -38,7 +38,7 @@ from holdfast.core.base.types import (
     TightenClip,
     family,
 )
-from holdfast.core.decide.course import Course, LrJump, is_falling
+from holdfast.core.decide.course import Course, RecordedLrJump, is_falling
 
 _WATCH, _LANDED = "watch", "landed"
 SAME_DATA, HOLD_LR, LEAVE_OUT, CUT_LR, ACCEPT = "same_data", "hold_lr", "leave_out_data", "cut_lr", "accept"
@@ -71,15 +71,21 @@ class Excursion(msgspec.Struct):
     decide_at: int = 0
     first_pass: dict[int, float] = {}
     """the losses of the excursion as they were first seen"""
-    lr_jump: LrJump | None = None
+    lr_jump: RecordedLrJump | None = None
     returned_to: int = 0
     same: int = 0
+    different: int = 0
+    """steps of the excursion that are off again, and that are not"""
+    commits: int = 0
     vetoed: int = 0
     """batches left out by the experiment"""
+    vetoed_steps: int = 0
     since_veto: int = 0
     spans: list[list[int]] = []
     lr_time: float = 0.0
     """the sum of the LR factors since the return"""
+    has_ended: bool = False
+    """the excursion ended by itself when the same data ran again"""
     final_text: str = ""
 
 
@@ -119,8 +125,8 @@ class Experiments:
         self._detect, self._recover, self._quarantine = detect, recover, quarantine
         self._courses: dict[str, Course] = {}
         self.excursion: Excursion | None = None
-        self._disarmed: dict[str, str] = {}
-        """group -> "small": only a loss as bad as untrained counts; "all": no rise counts any more"""
+        self._disarmed: set[str] = set()
+        """groups of which a rise was accepted: further ones are only recorded"""
         self._dead: DeadWatch | None = None
         self._left_out: list[list[int]] = []
         """[step, batches] of what proven incidents have left out"""
@@ -143,8 +149,12 @@ class Experiments:
         ex = self.excursion
         if ex is None or ex.phase != LEAVE_OUT:
             return None
-        off = [loss for loss in ex.first_pass.values() if loss > ex.limit]
-        return max(ex.limit, ex.level + 0.5 * (median(off) - ex.level)) if off else ex.limit
+        off = {step: loss for step, loss in ex.first_pass.items() if step >= ex.onset and loss > ex.limit}
+        # The batch of the next step, as the first pass numbered it.
+        number = ex.returned_to + ex.commits + ex.vetoed_steps + 1
+        if not off or number < ex.onset or (ex.has_ended and number > max(off)):
+            return None
+        return max(ex.limit, ex.level + 0.5 * (median(off.values()) - ex.level))
 
     def observe(self, signal: Signal, findings: Sequence[Finding]) -> Ruling | None:
         """Take in a settled step. Return what to do, or None."""
@@ -159,7 +169,7 @@ class Experiments:
         if ex is None:
             if self._dead is not None and has_landed and (ruling := self._check_dead(course, signal)) is not None:
                 return ruling
-            if not findings or not has_landed:
+            if not findings or not has_landed or self._recover.preset == "strict":
                 return None
             ex = self.excursion = self._open(course, signal, findings)
         if ex is None or ex.group != group or signal.overflow:
@@ -188,8 +198,7 @@ class Experiments:
         if reference is None or recent is None or not recent > reference[1]:
             return None
         level, limit = reference
-        armed = self._disarmed.get(signal.group or "")
-        if armed == "all" or (armed == "small" and not self._is_as_untrained(course, level, recent)):
+        if (signal.group or "") in self._disarmed:
             return None
         watch = self._recover.watch_steps_slow if is_slow else self._recover.watch_steps
         return Excursion(
@@ -203,26 +212,28 @@ class Experiments:
             lr_jump=course.lr_jump(onset),
         )
 
-    def _is_descent(self, course: Course, level: float) -> bool:
+    def _is_descent(self, course: Course, level: float, onset: int) -> bool:
         if self._detect.objective != "auto":
             return self._detect.objective == "descent"
-        return course.is_descent(level)
+        return course.is_descent(level, onset)
 
-    def _is_as_untrained(self, course: Course, level: float, loss: float) -> bool:
-        """Return whether a run that had descended to `level` is now no better than untrained."""
+    def _is_as_untrained(self, ex: Excursion, course: Course, loss: float) -> bool:
+        """Return whether a run that had descended is now no better than untrained."""
         untrained = course.untrained
-        return untrained is not None and self._is_descent(course, level) and loss >= _UNTRAINED_SHARE * untrained
+        is_descent = self._is_descent(course, ex.level, ex.onset)
+        return untrained is not None and is_descent and loss >= _UNTRAINED_SHARE * untrained
 
     def _is_gross(self, ex: Excursion, course: Course) -> bool:
-        recent = course.recent(_FEW, ex.onset)
-        if recent is None:
+        losses = course.losses(ex.onset)[-_FEW:]
+        if len(losses) < _FEW or min(losses) <= ex.limit:
             return False
-        return self._is_as_untrained(course, ex.level, recent) or recent > ex.level + _GROSS_RATIO * abs(ex.level)
+        recent = median(losses)
+        return self._is_as_untrained(ex, course, recent) or recent > ex.level + _GROSS_RATIO * abs(ex.level)
 
     def _is_severe(self, ex: Excursion, course: Course) -> bool:
         """Return whether the excursion, as it was first seen, is as bad as no training."""
         off = [loss for step, loss in sorted(ex.first_pass.items()) if loss > ex.limit][-_RECENT:]
-        return bool(off) and self._is_as_untrained(course, ex.level, median(off))
+        return bool(off) and self._is_as_untrained(ex, course, median(off))
 
     def _in_watch(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
         if ex.kind != Kind.DIVERGENCE and self._is_gross(ex, course):
@@ -263,7 +274,8 @@ class Experiments:
         """Note that the run has returned to `step` for the experiment that has begun."""
         ex = self.excursion
         if ex is not None and ex.phase not in (_WATCH, _LANDED):
-            ex.returned_to, ex.same, ex.vetoed, ex.since_veto, ex.lr_time, ex.spans = step, 0, 0, 0, 0.0, []
+            ex.returned_to, ex.same, ex.different, ex.commits = step, 0, 0, 0
+            ex.vetoed, ex.vetoed_steps, ex.since_veto, ex.lr_time, ex.spans = 0, 0, 0, 0.0, []
 
     def cannot_return(self, why: str) -> Ruling | None:
         """End the experiments because there is no state to return to. Nothing was changed."""
@@ -281,6 +293,10 @@ class Experiments:
         if {HOLD_LR, LEAVE_OUT, CUT_LR} & set(ex.tried):
             return self._put_back(ex, signal, text)
         return self._disarm(ex, self._courses[ex.group], signal, text)
+
+    def arm(self) -> None:
+        """Act on rises again: the loop has declared a new level of the loss."""
+        self._disarmed.clear()
 
     def abandon(self) -> None:
         """Forget the excursion: a hook or another recovery has taken over."""
@@ -307,10 +323,15 @@ class Experiments:
 
     def _in_same_data(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
         first = ex.first_pass.get(signal.step)
-        if first is not None and signal.loss > ex.limit and math.isclose(signal.loss, first, rel_tol=_SAME_LOSS):
-            ex.same += 1
+        if first is not None and signal.step >= ex.onset and first > ex.limit:
+            is_same = signal.loss > ex.limit or math.isclose(signal.loss, first, rel_tol=_SAME_LOSS)
+            ex.same, ex.different = ex.same + is_same, ex.different + (not is_same)
         is_there = signal.step >= ex.decide_at
-        if ex.same >= _FEW or (is_there and self._came_back(ex, course)):
+        if self.can_serve_again:
+            came_back = ex.same >= ex.different
+        else:
+            came_back = self._came_back(ex, course)
+        if (is_there and came_back) or (self.can_serve_again and ex.same >= _FEW and not ex.different):
             return self._after_same_data(ex, course, signal)
         if not is_there:
             return None
@@ -335,7 +356,7 @@ class Experiments:
                 ruling = self._conclude(ex, Cause.LR, text, "came_back")
                 return ruling._replace(actions=(Stop(f"{text}; correct the LR, then acknowledge"),))
             return self._begin(ex, course, HOLD_LR, signal, HoldLR(jump.before))
-        if not is_severe:
+        if not is_severe or not self.can_serve_again:
             return self._accept(ex, course, signal)
         ex.phase = _LANDED
         ex.until = max(signal.step, ex.onset + 2 * self._recover.watch_steps)
@@ -344,7 +365,8 @@ class Experiments:
     def _in_landed(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
         """Watch the excursion, which came back on the same data: does it end, or fall below the untrained level?"""
         ex.first_pass[signal.step] = signal.loss
-        ended = signal.step > ex.decide_at and (course.recent(_FEW, ex.onset) or math.inf) <= ex.limit
+        last = course.losses(ex.onset)[-_FEW:]
+        ended = ex.has_ended = signal.step > ex.decide_at and max(last) <= ex.limit
         if not ended and signal.step < ex.until:
             return None
         losses = course.losses(ex.onset)
@@ -360,7 +382,7 @@ class Experiments:
             return self._begin(ex, course, LEAVE_OUT, signal)
         if ended:
             text = "it came back on the same data and ended by itself; nothing was left out"
-            return self._conclude(ex, Cause.NOT_ESTABLISHED, text, "not_established")
+            return self._disarm(ex, course, signal, text, Cause.NOT_ESTABLISHED)
         return self._cut_lr(ex, course, signal)
 
     # ---- leave out data
@@ -381,6 +403,7 @@ class Experiments:
     def _veto(self, ex: Excursion, signal: Signal) -> Ruling:
         """Leave out one batch on trial; give up if there are too many of them."""
         ex.vetoed += signal.batches
+        ex.vetoed_steps += 1
         ex.since_veto = 0
         ex.spans += [list(span) for span in signal.data]
         if ex.vetoed > self._recover.skip_batches:
@@ -391,6 +414,7 @@ class Experiments:
 
     def _in_leave_out_data(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
         ex.since_veto += 1
+        ex.commits += 1
         steps = signal.step - ex.returned_to
         if ex.vetoed:
             if ex.since_veto < self._recover.watch_steps:
@@ -459,18 +483,21 @@ class Experiments:
             return None
         return self._disarm(ex, course, signal, ex.final_text)
 
-    def _disarm(self, ex: Excursion, course: Course, signal: Signal, text: str) -> Ruling:
+    def _disarm(
+        self, ex: Excursion, course: Course, signal: Signal, text: str, cause: Cause = Cause.OBJECTIVE
+    ) -> Ruling:
+        """Let the run go on as it is. From now on a rise of this loss is only recorded."""
         is_severe = self._is_severe(ex, course)
         if self._recover.exhausted == "stop":
             ruling = self._conclude(ex, Cause.NOT_ESTABLISHED, text, "came_back")
             return ruling._replace(actions=(Stop(f'{text}; [recover] exhausted = "stop"'),))
-        self._disarmed[ex.group] = "all" if is_severe or not self._is_descent(course, ex.level) else "small"
+        self._disarmed.add(ex.group)
         recent = course.recent(_RECENT)
-        if is_severe and LEAVE_OUT not in ex.tried and recent is not None:
+        if is_severe and LEAVE_OUT not in ex.tried and not ex.has_ended and recent is not None:
             self._dead = DeadWatch(ex.group, signal.step, recent)
         where = f" of group {ex.group}" if ex.group else ""
-        text = f"{text}. The loss{where} is accepted as it is; a rise like this is only recorded from now on"
-        return self._conclude(ex, Cause.OBJECTIVE, text, "came_back", shift=f"{ex.kind} accepted")
+        text = f"{text}. The loss{where} is accepted as it is; from now on a rise of it is only recorded (guard.expect_shift arms it again)"
+        return self._conclude(ex, cause, text, "came_back", shift=f"{ex.kind} accepted")
 
     def _check_dead(self, course: Course, signal: Signal) -> Ruling | None:
         """Stop a run whose loss stays at its untrained level and does not fall again."""
@@ -494,7 +521,7 @@ class Experiments:
         return {
             "courses": {group: course.state_dict() for group, course in self._courses.items()},
             "excursion": msgspec.to_builtins(self.excursion, str_keys=True),
-            "disarmed": dict(self._disarmed),
+            "disarmed": sorted(self._disarmed),
             "dead": msgspec.to_builtins(self._dead),
             "left_out": [list(pair) for pair in self._left_out],
         }
@@ -509,7 +536,8 @@ class Experiments:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_courses(state)
         self.excursion = msgspec.convert(state["excursion"], Excursion | None, strict=False)
-        self._disarmed, self._left_out = dict(state["disarmed"]), [list(pair) for pair in state["left_out"]]
+        self._disarmed = set(state["disarmed"])
+        self._left_out = [list(pair) for pair in state["left_out"]]
         self._dead = msgspec.convert(state["dead"], DeadWatch | None)
 
 

@@ -34,6 +34,8 @@ class Kind(StrEnum):
     DEAD_RUN = "dead_run"
     DESYNC = "desync"
     SILENT_CORRUPTION = "silent_corruption"
+    STATE_JUMP = "state_jump"
+    """weights or second moments changed by more than updates can"""
 
 
 _FAMILIES = {
@@ -46,7 +48,10 @@ _FAMILIES = {
     Kind.DIVERGENCE: "divergence",
     Kind.DESYNC: "corruption",
     Kind.SILENT_CORRUPTION: "corruption",
+    Kind.STATE_JUMP: "jump",
 }
+ANSWERED_AT_ONCE = frozenset({"nonfinite", "state", "corruption", "jump"})
+"""families that the policy answers; a finite loss that leaves its course is watched instead"""
 
 
 def family(kind: str) -> str:
@@ -196,9 +201,11 @@ class CutLR(msgspec.Struct, frozen=True, tag="cut_lr", tag_field="action"):
 
 
 class HoldLR(msgspec.Struct, frozen=True, tag="hold_lr", tag_field="action"):
-    """Keep the learning rate at `max_lr` while the one that is set is higher."""
+    """From step `from_step` on, multiply the learning rate by `ratio`, until it falls back to `max_lr` in one step."""
 
     max_lr: float
+    ratio: float
+    from_step: int = 1
 
 
 class TightenClip(msgspec.Struct, frozen=True, tag="tighten_clip", tag_field="action"):

@@ -17,11 +17,11 @@ _BEFORE = 32
 _OFF_DEVIATIONS, _OFF_SHARE = 4.0, 0.015
 _LR_JUMP = 1.5
 _LR_JUMP_STEPS = 16
-_DESCENDED = 0.6
+_DESCENDED = 0.8
 """a loss that fell below this share of its untrained level has descended"""
 _WANDERS = 0.15
 """a descent never rises by this share of its untrained level and comes back by itself"""
-_BLOCK = 8
+_BLOCK = 32
 _RESIDUAL_WINDOW = 15
 
 
@@ -66,13 +66,18 @@ class Course:
             middle, self._block = median(self._block), []
             self._best = min(self._best, middle)
             if not self._rises or middle - self._best > self._rises[-1][1]:
-                self._rises = [*self._rises[-_BLOCK:], (signal.step, middle - self._best)]
+                self._rises = [*self._rises[-_FIRST_LOSSES:], (signal.step, middle - self._best)]
         self.steps.append(CourseStep(signal.step, signal.loss, signal.grad_norm, signal.lr))
 
     @property
     def untrained(self) -> float | None:
         """Return the level of the first losses, or None if there are too few."""
         return median(self._first) if len(self._first) == _FIRST_LOSSES else None
+
+    @property
+    def best(self) -> float:
+        """Return the lowest median of a block of steps."""
+        return self._best
 
     def losses(self, first: int = 0, last: float = math.inf) -> list[float]:
         """Return the losses of steps `first` to `last`."""

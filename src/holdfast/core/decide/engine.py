@@ -17,6 +17,7 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import (
+    ANSWERED_AT_ONCE,
     Cause,
     Finding,
     Incident,
@@ -47,7 +48,6 @@ _PROGRESS_EVERY = 1000
 _RECENT_SIGNALS = 64
 _SAME_DATA_AGAIN = "again on the same data"
 _SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
-_WITHOUT_EXPERIMENTS = {"nonfinite", "state", "corruption"}
 _WARNED_KINDS = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
 """notes that are logged as warnings, since a person should know"""
 
@@ -185,6 +185,8 @@ class Engine:
             else:
                 plan = self.policy.adopt(self._consult(verdict.findings, self.policy.propose(verdict)))
                 self._write_skip_cause(plan, verdict, signal, origin)
+                for established in self.policy.pop_established():
+                    self._write_cause(established, signal)
         if plan.incident is not None and plan.incident != number:
             self._open_incident(plan.incident)
         self.write(
@@ -203,7 +205,7 @@ class Engine:
     def _as_acted_on(self, finding: Finding, signal: Signal, ruling: Ruling | None) -> Finding:
         """Return a finding as a note if nothing is done about it here: a finite step has landed, and is watched."""
         is_vetoed = signal.flags != 0 and ruling is None
-        if is_vetoed or self.config.recover.preset == "strict" or family(finding.kind) in _WITHOUT_EXPERIMENTS:
+        if is_vetoed or self.config.recover.preset == "strict" or family(finding.kind) in ANSWERED_AT_ONCE:
             return finding
         if finding.kind not in set(Kind) and finding.severity >= Severity.SKIP:
             return finding  # a user's own detector asks for it
@@ -310,8 +312,8 @@ class Engine:
 
     def commit(self, signal: Signal) -> int | None:
         """Count a committed step. Return the number of the incident that it closed, or None."""
-        closed, established = self.policy.commit(signal.step, is_suspect=self.experiments.is_suspect)
-        if established is not None:
+        closed = self.policy.commit(signal.step, is_suspect=self.experiments.is_suspect)
+        for established in self.policy.pop_established():
             self._write_cause(established, signal)
         if closed is not None:
             self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())

@@ -23,6 +23,7 @@ import msgspec
 
 from holdfast.core.base.config import DetectSection, QuarantineSection, RecoverSection
 from holdfast.core.base.types import (
+    ANSWERED_AT_ONCE,
     Action,
     Cause,
     CutLR,
@@ -48,9 +49,17 @@ _SETTLING_STEPS = 8
 _UNTRAINED_SHARE = 0.8
 """a loss at this share of its untrained level is as bad as no training"""
 _GROSS_RATIO = 5.0
+_DEAD_RANGE, _DEAD_CHECK_STEPS = 3.0, 50
+"""a dead run stays between the untrained level and a few times it"""
 _SAME_LOSS = 1e-5
-_FAMILIES = {"nonfinite", "state", "corruption"}
-"""families that the policy answers without experiments"""
+_UNTRAINED_RETURN = 0.75
+"""and so is one that has lost this share of what was learned"""
+_START_STEPS = 200
+_NO_DESCENT, _DESCENT = 0.9, 0.93
+"""shares of the untrained level: a run is not learning above the first, and learning below the second"""
+_START_GROWTH = 5.0
+"""an LR that is far too high makes the weights this many times larger at once"""
+_START_FACTORS = (0.1, 0.01)
 
 
 class Excursion(msgspec.Struct):
@@ -84,6 +93,10 @@ class Excursion(msgspec.Struct):
     spans: list[list[int]] = []
     lr_time: float = 0.0
     """the sum of the LR factors since the return"""
+    start_lr: float | None = None
+    """the LR of a run that does not begin to learn"""
+    start_losses: list[float] = []
+    """what lower LRs came to"""
     has_ended: bool = False
     """the excursion ended by itself when the same data ran again"""
     final_text: str = ""
@@ -130,6 +143,8 @@ class Experiments:
         self._dead: DeadWatch | None = None
         self._left_out: list[list[int]] = []
         """[step, batches] of what proven incidents have left out"""
+        self._weight_norms: list[float] = []
+        """the first and the largest norm of the weights"""
         self.can_serve_again = True
         """whether the loader can serve the same data twice"""
 
@@ -169,7 +184,13 @@ class Experiments:
         if ex is None:
             if self._dead is not None and has_landed and (ruling := self._check_dead(course, signal)) is not None:
                 return ruling
-            if not findings or not has_landed or self._recover.preset == "strict":
+            if not has_landed or self._recover.preset == "strict":
+                return None
+            if signal.weight_norm is not None:
+                self._weigh(signal)
+            if signal.step == _START_STEPS and self._fails_to_start(course, signal):
+                return self._open_start(course, signal)
+            if not findings:
                 return None
             ex = self.excursion = self._open(course, signal, findings)
         if ex is None or ex.group != group or signal.overflow:
@@ -183,7 +204,11 @@ class Experiments:
     def _open(self, course: Course, signal: Signal, findings: Sequence[Finding]) -> Excursion | None:
         """Return the excursion that a finding opens, or None."""
         finding = next(
-            (f for f in findings if f.severity >= Severity.SKIP and family(f.kind) not in _FAMILIES and _is_loss(f)),
+            (
+                f
+                for f in findings
+                if f.severity >= Severity.SKIP and family(f.kind) not in ANSWERED_AT_ONCE and _is_loss(f)
+            ),
             None,
         )
         if finding is None:
@@ -220,8 +245,9 @@ class Experiments:
     def _is_as_untrained(self, ex: Excursion, course: Course, loss: float) -> bool:
         """Return whether a run that had descended is now no better than untrained."""
         untrained = course.untrained
-        is_descent = self._is_descent(course, ex.level, ex.onset)
-        return untrained is not None and is_descent and loss >= _UNTRAINED_SHARE * untrained
+        if untrained is None or not self._is_descent(course, ex.level, ex.onset):
+            return False
+        return loss >= max(_UNTRAINED_SHARE * untrained, ex.level + _UNTRAINED_RETURN * (untrained - ex.level))
 
     def _is_gross(self, ex: Excursion, course: Course) -> bool:
         losses = course.losses(ex.onset)[-_FEW:]
@@ -245,6 +271,59 @@ class Experiments:
         if signal.step >= ex.until and recent is not None:
             return self._begin(ex, course, SAME_DATA, signal)
         return None
+
+    # ---- a run that does not begin to learn
+
+    def _weigh(self, signal: Signal) -> None:
+        norm = signal.weight_norm
+        if signal.step == 1 and norm and math.isfinite(norm):
+            self._weight_norms = [norm, norm]
+        elif self._weight_norms and norm is not None and signal.step <= _START_STEPS:
+            self._weight_norms[1] = max(self._weight_norms[1], norm)
+
+    def _fails_to_start(self, course: Course, signal: Signal) -> bool:
+        """Return whether the weights grew many times larger while the loss never fell: the LR may be far too high."""
+        untrained, group = course.untrained, signal.group or ""
+        if untrained is None or untrained <= 0 or course.is_signed or self._detect.objective == "wandering":
+            return False
+        if not self._weight_norms or group in self._disarmed or not self.can_serve_again:
+            return False
+        has_grown = self._weight_norms[1] > _START_GROWTH * self._weight_norms[0]
+        return has_grown and course.best >= _NO_DESCENT * untrained
+
+    def _open_start(self, course: Course, signal: Signal) -> Ruling:
+        untrained = course.untrained
+        assert untrained is not None
+        rates = [s.lr for s in course.steps if s.lr]
+        ex = self.excursion = Excursion(
+            group=signal.group or "",
+            kind=Kind.DIVERGENCE,
+            onset=1,
+            found=signal.step,
+            level=untrained,
+            limit=_DESCENT * untrained,
+            until=signal.step,
+            start_lr=max(rates, default=0.0),
+        )
+        return self._begin(ex, course, SAME_DATA, signal)
+
+    def _after_start(self, ex: Excursion, course: Course, signal: Signal) -> Ruling:
+        """Try lower LRs from the beginning, and keep the one at which the loss descends."""
+        if ex.phase == HOLD_LR:
+            ex.start_losses = [*ex.start_losses, course.recent(4 * _RECENT) or math.inf]
+        tried = len(ex.start_losses)
+        assert ex.start_lr is not None
+        if ex.start_lr > 0 and tried < len(_START_FACTORS):
+            factor = _START_FACTORS[tried]
+            return self._begin(ex, course, HOLD_LR, signal, HoldLR(factor * ex.start_lr, factor))
+        best = min(ex.start_losses, default=math.inf)
+        if best >= ex.limit:
+            return self._accept(ex, course, signal)
+        factor = _START_FACTORS[ex.start_losses.index(best) % len(_START_FACTORS)]
+        if best != ex.start_losses[-1]:
+            return self._begin(ex, course, HOLD_LR, signal, HoldLR(factor * ex.start_lr, factor))
+        text = f"the LR: the loss does not fall at {ex.start_lr:g}, and falls at {factor:g} of it, which is used from now on"
+        return self._conclude(ex, Cause.LR, text, "gone")
 
     # ---- beginning and ending an experiment
 
@@ -322,6 +401,13 @@ class Experiments:
     # ---- same data
 
     def _in_same_data(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        if ex.start_lr is not None:
+            if signal.step < _START_STEPS:
+                return None
+            if course.best >= _NO_DESCENT * ex.level:
+                return self._after_start(ex, course, signal)
+            text = "a transient fault: the same data ran again from the beginning, and the loss falls"
+            return self._conclude(ex, Cause.TRANSIENT, text, "gone")
         first = ex.first_pass.get(signal.step)
         if first is not None and signal.step >= ex.onset and first > ex.limit:
             is_same = signal.loss > ex.limit or math.isclose(signal.loss, first, rel_tol=_SAME_LOSS)
@@ -355,7 +441,7 @@ class Experiments:
                 text = f"the LR jumped from {jump.before:g} to {jump.after:g} at step {jump.step} and broke the run"
                 ruling = self._conclude(ex, Cause.LR, text, "came_back")
                 return ruling._replace(actions=(Stop(f"{text}; correct the LR, then acknowledge"),))
-            return self._begin(ex, course, HOLD_LR, signal, HoldLR(jump.before))
+            return self._begin(ex, course, HOLD_LR, signal, HoldLR(jump.before, jump.before / jump.after, jump.step))
         if not is_severe or not self.can_serve_again:
             return self._accept(ex, course, signal)
         ex.phase = _LANDED
@@ -434,13 +520,15 @@ class Experiments:
     # ---- learning rate
 
     def _in_hold_lr(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
+        if ex.start_lr is not None:
+            return None if signal.step < _START_STEPS else self._after_start(ex, course, signal)
         if signal.step < ex.decide_at + _SETTLING_STEPS:
             return None
         if self._came_back(ex, course):
             return self._cut_lr(ex, course, signal)
         assert ex.lr_jump is not None
         text = f"the LR jumped from {ex.lr_jump.before:g} to {ex.lr_jump.after:g} at step {ex.lr_jump.step}; "
-        text += f"kept at {ex.lr_jump.before:g}, it did not come back"
+        text += f"with the LR back at {ex.lr_jump.before:g} it did not come back"
         return self._conclude(ex, Cause.LR, text, "gone")
 
     def _cut_lr(self, ex: Excursion, course: Course, signal: Signal) -> Ruling:
@@ -496,19 +584,23 @@ class Experiments:
         if is_severe and LEAVE_OUT not in ex.tried and not ex.has_ended and recent is not None:
             self._dead = DeadWatch(ex.group, signal.step, recent)
         where = f" of group {ex.group}" if ex.group else ""
-        text = f"{text}. The loss{where} is accepted as it is; from now on a rise of it is only recorded (guard.expect_shift arms it again)"
+        text += f". The loss{where} is accepted as it is; from now on a rise of it is only recorded"
+        text += " (guard.expect_shift arms it again)"
         return self._conclude(ex, cause, text, "came_back", shift=f"{ex.kind} accepted")
 
     def _check_dead(self, course: Course, signal: Signal) -> Ruling | None:
         """Stop a run whose loss stays at its untrained level and does not fall again."""
         dead = self._dead
         assert dead is not None
-        if dead.group != (signal.group or "") or signal.step < dead.since + self._recover.dead_steps:
+        if dead.group != (signal.group or "") or (signal.step - dead.since) % _DEAD_CHECK_STEPS:
             return None
         recent, untrained = course.recent(4 * _RECENT), course.untrained
-        self._dead = None
-        if recent is None or untrained is None or recent < min(_UNTRAINED_SHARE * untrained, 0.9 * dead.level):
+        if recent is None or untrained is None or not _UNTRAINED_SHARE <= recent / untrained <= _DEAD_RANGE:
+            self._dead = None
             return None
+        if recent < 0.9 * dead.level or signal.step < dead.since + self._recover.dead_steps:
+            return None
+        self._dead = None
         steps = signal.step - dead.since
         reason = (
             f"the loss is {recent:.4g}, no better than untrained ({untrained:.4g}), and has not fallen in {steps} steps"
@@ -523,6 +615,7 @@ class Experiments:
             "excursion": msgspec.to_builtins(self.excursion, str_keys=True),
             "disarmed": sorted(self._disarmed),
             "dead": msgspec.to_builtins(self._dead),
+            "weight_norms": list(self._weight_norms),
             "left_out": [list(pair) for pair in self._left_out],
         }
 
@@ -536,7 +629,7 @@ class Experiments:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.load_courses(state)
         self.excursion = msgspec.convert(state["excursion"], Excursion | None, strict=False)
-        self._disarmed = set(state["disarmed"])
+        self._disarmed, self._weight_norms = set(state["disarmed"]), list(state["weight_norms"])
         self._left_out = [list(pair) for pair in state["left_out"]]
         self._dead = msgspec.convert(state["dead"], DeadWatch | None)
 

@@ -21,6 +21,7 @@ import msgspec
 from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import (
+    ANSWERED_AT_ONCE,
     Action,
     Cause,
     CutLR,
@@ -78,6 +79,8 @@ class PolicyState(msgspec.Struct):
     rollbacks: list[int] = []
     """the clock at each rollback inside the window"""
     spikes: int = 0
+    accepted: list[str] = []
+    """families of findings that came back on the same data, and are only recorded from then on"""
     latched: str | None = None
     incident: IncidentAccount | None = None
 
@@ -96,6 +99,15 @@ class Policy:
     def __init__(self, config: RecoverSection) -> None:
         self._config = config
         self.state = PolicyState()
+        self._established: list[Established] = []
+
+    def _establish(self, incident: int, cause: Cause, text: str) -> None:
+        self._established.append(Established(incident, cause, text))
+
+    def pop_established(self) -> list[Established]:
+        """Return the causes that were established since the last call."""
+        established, self._established = self._established, []
+        return established
 
     def propose(self, verdict: Verdict) -> Plan:
         """Return the plan for a verdict. Opens the incident and counts the finding, but spends no budget."""
@@ -116,6 +128,14 @@ class Policy:
             return self._stop(verdict, "nan_action is 'raise'", code=1)
         if cause == "spike" and self._config.preset == "strict" and state.spikes >= _STRICT_SPIKES:
             return self._stop(verdict, f"spike {state.spikes} of the run, under the strict preset")
+        if cause == "jump" and (cause in state.accepted or incident.rolled.get(cause)):
+            if cause not in state.accepted:
+                state.accepted.append(cause)
+                incident.check_at = None
+                self._establish(
+                    incident.number, Cause.OBJECTIVE, "it came back on the same data: it belongs to the run"
+                )
+            return Plan(reason="recorded only", incident=incident.number)
         rung, reason = self._choose_rung(verdict, incident, cause)
         if rung == "skip":
             return self._plan((Skip(),), reason)
@@ -186,30 +206,28 @@ class Policy:
         if self.state.incident is not None:
             self.state.incident.target = step
 
-    def commit(self, step: int, *, is_suspect: bool = False) -> tuple[int | None, Established | None]:
-        """Count a committed step. Return the number of the incident that it closed, and a cause it established."""
+    def commit(self, step: int, *, is_suspect: bool = False) -> int | None:
+        """Count a committed step. Return the number of the incident that it closed, or None."""
         state = self.state
         state.clock += 1
+        was_replayed, state.just_replayed = state.just_replayed, False
         state.consecutive = state.skipped = 0
-        incident, established = state.incident, None
+        incident = state.incident
         if incident is None:
-            state.just_replayed = False
-            return None, None
-        if state.just_replayed:
+            return None
+        if was_replayed:
             text = "a transient fault: the same data ran again from the same state, and it did not come back"
-            established = Established(incident.number, Cause.TRANSIENT, text)
+            self._establish(incident.number, Cause.TRANSIENT, text)
         elif incident.check_at is not None and step >= incident.check_at:
-            cause, text = _RETURNS[incident.last_return]
-            established = Established(incident.number, cause, text)
+            self._establish(incident.number, *_RETURNS[incident.last_return])
             incident.check_at = None
-        state.just_replayed = False
         if is_suspect:
-            return None, established
+            return None
         incident.healthy += 1
         if incident.healthy < self._config.probation_steps:
-            return None, established
+            return None
         state.incident = None
-        return incident.number, established
+        return incident.number
 
     def acknowledge(self) -> None:
         """Reset the budgets, since a person has looked."""
@@ -271,7 +289,7 @@ class Policy:
         actions: list[Action] = [Rollback(before=max(0, before), at_latest=latest, restore_data=True)]
         incident.last_return, incident.check_at = _CHANGES_NOTHING, verdict.step + _CHECKED_AFTER
         is_strict = cause == "spike" and config.preset == "strict"
-        is_custom = cause not in ("nonfinite", "state", "corruption")
+        is_custom = cause not in ANSWERED_AT_ONCE
         if (is_strict or (is_custom and depth == 1)) and config.skip_batches:
             actions.append(SkipData(batches=config.skip_batches, around=onset))
             incident.last_return = _SKIPS_DATA

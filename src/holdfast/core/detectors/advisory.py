@@ -251,6 +251,10 @@ class DuplicateBatch(LimitlessDetector):
         self._distances, self._reported_distance = list(state["recent"]), state["said"]
 
 
+_IMPOSSIBLE_GROWTH = 10.0
+"""no run of updates between two measurements makes the weights this much larger"""
+
+
 class WeightNorm(LimitlessDetector):
     """Compares each norm after `warmup_steps` with the oldest of the last `_WEIGHT_NORM_STEPS` steps."""
 
@@ -263,10 +267,16 @@ class WeightNorm(LimitlessDetector):
         self._reported = False
 
     def observe(self, signal: Signal) -> Finding | None:
-        norm = signal.weight_norm
-        if norm is None or not math.isfinite(norm) or norm <= 0 or signal.flags or signal.step <= self._warmup:
+        norm, recent = signal.weight_norm, self._recent
+        if norm is None or norm <= 0 or signal.flags or signal.step <= self._warmup:
             return None
-        recent = self._recent
+        if recent and not norm < _IMPOSSIBLE_GROWTH * recent[-1][1]:
+            since, before = recent[-1]
+            message = f"the norm of the weights went from {before:.6g} to {norm:.6g} in {signal.step - since} steps"
+            jump = {"weight_norm": norm, "before": before, "steps": signal.step - since}
+            return self.report(signal, Kind.STATE_JUMP, Severity.ROLLBACK, since + 1, message, jump)
+        if not math.isfinite(norm):
+            return None
         recent.append((signal.step, norm))
         while recent[0][0] < signal.step - _WEIGHT_NORM_STEPS:
             recent.popleft()

@@ -33,10 +33,10 @@ def apply(
     if isinstance(action, CutLR):
         name, what = "cut_lr", f"the LR is cut to {action.factor:g} of {scheduled:g}, back in {action.ramp_steps} steps"
         details = {"factor": action.factor, "ramp_steps": action.ramp_steps, "lr_to": scheduled * action.factor}
-        details["lr_from"] = scheduled * current.lr_factor(scheduled)
+        details["lr_from"] = scheduled * current.lr_factor(scheduled, step)
     elif isinstance(action, HoldLR):
-        name, what = "hold_lr", f"the LR is kept at {action.max_lr:g} while a higher one is set"
-        details = {"max_lr": action.max_lr}
+        name, what = "hold_lr", f"from step {action.from_step} on the LR is {action.ratio:.3g} of the one that is set"
+        details = {"max_lr": action.max_lr, "ratio": action.ratio, "from_step": action.from_step}
     else:
         name, what = "tighten_clip", f"the gradient clip is {action.max_norm:g} for {action.steps} steps"
         details = {"max_norm": action.max_norm, "steps": action.steps}

@@ -19,6 +19,8 @@ from holdfast.core.base.errors import SetupError, StepError
 from holdfast.core.base.types import CutLR, HoldLR, TightenClip
 
 Interval = Literal["step", "epoch", "eval"]
+_FALLS_BACK = 0.67
+"""an LR that is at most this share of the one a step before has jumped down"""
 
 
 class Schedulers:
@@ -99,8 +101,10 @@ class Interventions(msgspec.Struct):
     lr_ramp: LrRamp | None = msgspec.field(default=None, name="ramp")
     tightened_clip: float | None = msgspec.field(default=None, name="clip")
     clip_steps_left: int = msgspec.field(default=0, name="clip_left")
-    held_lr: float | None = None
-    """the highest LR that is used, while the one that is set is above it"""
+    hold: HoldLR | None = None
+    """the LR before a jump, or a lower one than a run began with"""
+    last_lr: float = 0.0
+    """the LR that was set at the last step of a hold"""
     applied: int = msgspec.field(default=0, name="turns")
     """how many of the run's interventions this state includes"""
     weight_unit: float = msgspec.field(default=1.0, name="unit")
@@ -110,22 +114,25 @@ class Interventions(msgspec.Struct):
     @property
     def is_active(self) -> bool:
         """Return whether anything about the next update is changed."""
-        return self.lr_ramp is not None or self.held_lr is not None or self.tightened_clip is not None
+        return self.lr_ramp is not None or self.hold is not None or self.tightened_clip is not None
 
     def apply(self, action: CutLR | HoldLR | TightenClip) -> None:
         """Apply one intervention from the next update on."""
         if isinstance(action, CutLR):
             self.lr_ramp = LrRamp(action.factor, action.ramp_steps)
         elif isinstance(action, HoldLR):
-            self.held_lr = action.max_lr
+            self.hold, self.last_lr = action, 0.0
         else:
             self.tightened_clip, self.clip_steps_left = action.max_norm, action.steps
         self.applied += 1
 
-    def commit(self, lr: float) -> None:
-        """Count one committed step. `lr` is the LR that is set: the hold ends when it is no higher than the held one."""
-        if self.held_lr is not None and lr <= self.held_lr:
-            self.held_lr = None
+    def commit(self, lr: float, step: int) -> None:
+        """Count committed step `step`. `lr` is the LR that was set: a hold ends when it falls back in one step."""
+        if self.hold is not None:
+            fell = lr <= _FALLS_BACK * self.last_lr and lr <= 1.05 * self.hold.max_lr
+            if step > self.hold.from_step and fell:
+                self.hold = None
+            self.last_lr = lr
         if self.lr_ramp is not None:
             self.lr_ramp.steps_done += 1
             if self.lr_ramp.steps_done >= self.lr_ramp.steps:
@@ -135,11 +142,11 @@ class Interventions(msgspec.Struct):
             if self.clip_steps_left <= 0:
                 self.tightened_clip = None
 
-    def lr_factor(self, lr: float) -> float:
-        """Return the factor for the next update, given the LR that is set."""
+    def lr_factor(self, lr: float, step: int) -> float:
+        """Return the factor for the update of `step`, given the LR that is set."""
         factor = 1.0 if self.lr_ramp is None else self.lr_ramp.value()
-        if self.held_lr is not None and lr > self.held_lr:
-            factor *= self.held_lr / lr
+        if self.hold is not None and step >= self.hold.from_step:
+            factor *= self.hold.ratio
         return factor
 
     def max_norm(self, configured: float | None) -> float | None:

@@ -309,7 +309,7 @@ class GuardedPipeline:
         limits = context.engine.limits()
         checks = parts.integrity.before_update(number) if number >= parts.integrity.checks.next_check else None
         scaler, detect = context.state.scaler, context.config.detect
-        is_weighed = detect.advisory and number % _WEIGHT_NORM_EVERY == 0
+        is_weighed = detect.advisory and (number % _WEIGHT_NORM_EVERY == 0 or number == 1)
         local = LocalMeasurements(
             stats.loss,
             stats.norm,
@@ -373,7 +373,7 @@ class GuardedPipeline:
             agreed.extra,
         )
         attempt.lr = state.optimizers.lr()
-        lr_factor = state.interventions.lr_factor(attempt.lr) if state.interventions.is_active else 1.0
+        lr_factor = state.interventions.lr_factor(attempt.lr, attempt.number) if state.interventions.is_active else 1.0
         attempt.lr *= lr_factor
         if parts.snapshots.copies_in_flight:
             parts.snapshots.wait_for_copies()
@@ -553,12 +553,12 @@ class GuardedPipeline:
         """Move LR ramp, tightened clip and weight unit on by one committed step."""
         context, interventions, step = self.context, self.context.state.interventions, self.progress.step
         lr = context.state.optimizers.lr()
-        before = interventions.lr_factor(lr)
-        interventions.commit(lr)
+        before = interventions.lr_factor(lr, step)
+        interventions.commit(lr, step)
         if self.is_distributed and attempt.is_weighted and attempt.rows is not None:
             unit = self.parts.coordinator.next_unit(attempt.rows, attempt.parts or 1)
             interventions.weight_unit = interventions.weight_unit if unit is None else unit
-        if (after := interventions.lr_factor(lr)) > LR_JUMP * before:
+        if (after := interventions.lr_factor(lr, step)) > LR_JUMP * before:
             context.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", step)
         if len(context.history.interventions) > interventions.applied:
             effects.interventions.repeat_due(context, step)

@@ -21,17 +21,8 @@ _DESCENDED = 0.8
 """a loss that fell below this share of its untrained level has descended"""
 _WANDERS = 0.15
 """a descent never rises by this share of its untrained level and comes back by itself"""
-_BLOCK = 32
+BLOCK = 32
 _RESIDUAL_WINDOW = 15
-
-
-class CourseStep(NamedTuple):
-    """One committed step."""
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    lr: float | None
 
 
 class RecordedLrJump(NamedTuple):
@@ -46,33 +37,31 @@ class Course:
     """Holds the last committed steps of one kind of loss, and the level it began at. A rollback restores it."""
 
     def __init__(self) -> None:
-        self.steps: deque[CourseStep] = deque(maxlen=_REMEMBERED)
+        self.signals: deque[Signal] = deque(maxlen=_REMEMBERED)
+        """append each committed step, count it, and call `close_block` after every `BLOCK` of them"""
+        self.count = 0
         self._first: list[float] = []
         self.is_signed = False
         """whether a loss was below zero"""
-        self._block: list[float] = []
         self._best = math.inf
         self._rises: list[tuple[int, float]] = []
         """step and height of the largest rises above the best level so far, of medians of blocks, each above the last"""
 
-    def add(self, signal: Signal) -> None:
-        """Add a committed step."""
-        if len(self._first) < _FIRST_LOSSES:
-            self._first.append(signal.loss)
-        if signal.loss < 0:
-            self.is_signed = True
-        self._block.append(signal.loss)
-        if len(self._block) == _BLOCK:
-            middle, self._block = median(self._block), []
-            self._best = min(self._best, middle)
-            if not self._rises or middle - self._best > self._rises[-1][1]:
-                self._rises = [*self._rises[-_FIRST_LOSSES:], (signal.step, middle - self._best)]
-        self.steps.append(CourseStep(signal.step, signal.loss, signal.grad_norm, signal.lr))
+    def close_block(self) -> None:
+        """Take in the last `BLOCK` steps."""
+        block = [signal.loss for signal in self.signals][-BLOCK:]
+        if not self._first:
+            self._first = block[:_FIRST_LOSSES]
+        self.is_signed = self.is_signed or min(block) < 0
+        middle = median(block)
+        self._best = min(self._best, middle)
+        if not self._rises or middle - self._best > self._rises[-1][1]:
+            self._rises = [*self._rises[-_FIRST_LOSSES:], (self.signals[-1].step, middle - self._best)]
 
     @property
     def untrained(self) -> float | None:
         """Return the level of the first losses, or None if there are too few."""
-        return median(self._first) if len(self._first) == _FIRST_LOSSES else None
+        return median(self._first) if self._first else None
 
     @property
     def best(self) -> float:
@@ -81,7 +70,7 @@ class Course:
 
     def losses(self, first: int = 0, last: float = math.inf) -> list[float]:
         """Return the losses of steps `first` to `last`."""
-        return [s.loss for s in self.steps if first <= s.step <= last]
+        return [s.loss for s in self.signals if first <= s.step <= last]
 
     def recent(self, count: int, since: int = 0) -> float | None:
         """Return the median of the last `count` losses from step `since` on; None if there are fewer."""
@@ -108,7 +97,7 @@ class Course:
 
     def lr_jump(self, onset: int) -> RecordedLrJump | None:
         """Return the last jump of the learning rate up to `onset`, if there was one shortly before."""
-        rates = [(s.step, s.lr) for s in self.steps if s.lr and onset - _LR_JUMP_STEPS <= s.step <= onset + 1]
+        rates = [(s.step, s.lr) for s in self.signals if s.lr and onset - _LR_JUMP_STEPS <= s.step <= onset + 1]
         for (_, before), (step, after) in reversed(list(pairwise(rates))):
             if after > _LR_JUMP * before:
                 return RecordedLrJump(step, before, after)
@@ -116,18 +105,20 @@ class Course:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "steps": [list(s) for s in self.steps],
+            "steps": [[s.step, s.loss, s.lr] for s in self.signals],
+            "count": self.count,
             "first": list(self._first),
             "signed": self.is_signed,
-            "block": list(self._block),
             "best": self._best if math.isfinite(self._best) else None,
             "rises": [list(rise) for rise in self._rises],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = deque((CourseStep(*s) for s in state["steps"]), maxlen=_REMEMBERED)
+        signals = (Signal(step=step, loss=loss, lr=lr) for step, loss, lr in state["steps"])
+        self.signals = deque(signals, maxlen=_REMEMBERED)
+        self.count = state["count"]
         self._first, self.is_signed = list(state["first"]), state["signed"]
-        self._block, self._best = list(state["block"]), math.inf if state["best"] is None else state["best"]
+        self._best = math.inf if state["best"] is None else state["best"]
         self._rises = [(int(step), float(height)) for step, height in state["rises"]]
 
 

@@ -33,7 +33,7 @@ from holdfast.core.base.types import (
     family,
 )
 from holdfast.core.decide.experiments import Experiments, Ruling
-from holdfast.core.decide.policy import Established, Policy
+from holdfast.core.decide.policy import Policy
 from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import Detector
@@ -135,7 +135,7 @@ class Engine:
             for name, value in detector.limits().items():
                 if not math.isnan(value):  # no loss is above NaN: it would remove the limit
                     tightest[name] = min(value, tightest.get(name, value))
-        if (on_trial := self.experiments.loss_limit()) is not None:
+        if self.experiments.excursion is not None and (on_trial := self.experiments.loss_limit()) is not None:
             tightest["loss"] = min(on_trial, tightest.get("loss", on_trial))
         return Limits(tightest.get("loss"), tightest.get("grad_norm"))
 
@@ -185,8 +185,7 @@ class Engine:
             else:
                 plan = self.policy.adopt(self._consult(verdict.findings, self.policy.propose(verdict)))
                 self._write_skip_cause(plan, verdict, signal, origin)
-                for established in self.policy.pop_established():
-                    self._write_cause(established, signal)
+                self._write_causes(signal)
         if plan.incident is not None and plan.incident != number:
             self._open_incident(plan.incident)
         self.write(
@@ -312,9 +311,10 @@ class Engine:
 
     def commit(self, signal: Signal) -> int | None:
         """Count a committed step. Return the number of the incident that it closed, or None."""
-        closed = self.policy.commit(signal.step, is_suspect=self.experiments.is_suspect)
-        for established in self.policy.pop_established():
-            self._write_cause(established, signal)
+        is_suspect = self.experiments.excursion is not None and self.experiments.is_suspect
+        closed = self.policy.commit(signal.step, is_suspect=is_suspect)
+        if self.policy.established:
+            self._write_causes(signal)
         if closed is not None:
             self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
             self._files.close("closed")
@@ -323,15 +323,11 @@ class Engine:
             self.write("progress", step=signal.step, policy=self.policy.state_dict())
         return closed
 
-    def _write_cause(self, established: Established, signal: Signal) -> None:
-        cause, text = established.cause, established.text
-        self.write("cause", step=signal.step, incident=established.incident, cause=cause, text=text)
-        log.warning("holdfast: step %d: incident %d: %s", signal.step, established.incident, text)
-
-    @property
-    def is_suspect(self) -> bool:
-        """Return whether the loss is off its course, so that the present state is not certified."""
-        return self.experiments.is_suspect
+    def _write_causes(self, signal: Signal) -> None:
+        """Journal and log the causes that the policy has established."""
+        for incident, cause, text in self.policy.pop_established():
+            self.write("cause", step=signal.step, incident=incident, cause=cause, text=text)
+            log.warning("holdfast: step %d: incident %d: %s", signal.step, incident, text)
 
     def cannot_return(self, plan: Plan, step: int, why: str) -> None:
         """End an experiment that has no state to return to. The step keeps its update."""

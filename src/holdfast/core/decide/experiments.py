@@ -39,7 +39,7 @@ from holdfast.core.base.types import (
     TightenClip,
     family,
 )
-from holdfast.core.decide.course import Course, RecordedLrJump, is_falling
+from holdfast.core.decide.course import BLOCK, Course, RecordedLrJump, is_falling
 
 _WATCH, _LANDED = "watch", "landed"
 SAME_DATA, HOLD_LR, LEAVE_OUT, CUT_LR, ACCEPT = "same_data", "hold_lr", "leave_out_data", "cut_lr", "accept"
@@ -179,7 +179,10 @@ class Experiments:
             course = self._courses[group] = Course()
         has_landed = not signal.flags and not signal.overflow and math.isfinite(signal.loss)
         if has_landed:
-            course.add(signal)
+            course.signals.append(signal)
+            course.count += 1
+            if course.count % BLOCK == 0:
+                course.close_block()
         ex = self.excursion
         if ex is None:
             if self._dead is not None and has_landed and (ruling := self._check_dead(course, signal)) is not None:
@@ -294,7 +297,7 @@ class Experiments:
     def _open_start(self, course: Course, signal: Signal) -> Ruling:
         untrained = course.untrained
         assert untrained is not None
-        rates = [s.lr for s in course.steps if s.lr]
+        rates = [s.lr for s in course.signals if s.lr]
         ex = self.excursion = Excursion(
             group=signal.group or "",
             kind=Kind.DIVERGENCE,
@@ -330,7 +333,7 @@ class Experiments:
     def _begin(self, ex: Excursion, course: Course, rung: str, signal: Signal, *changes: Action) -> Ruling:
         """Return to certified state before the onset, with one change or none."""
         if not ex.first_pass:
-            ex.first_pass = {s.step: s.loss for s in course.steps if s.step >= ex.onset - _FEW}
+            ex.first_pass = {s.step: s.loss for s in course.signals if s.step >= ex.onset - _FEW}
         restore = LEAVE_OUT in ex.tried
         ex.decide_at = max(ex.decide_at, signal.step, ex.onset + _SETTLING_STEPS)
         ex.phase = rung

@@ -85,28 +85,21 @@ class PolicyState(msgspec.Struct):
     incident: IncidentAccount | None = None
 
 
-class Established(msgspec.Struct, frozen=True):
-    """A cause that the policy's own actions have established."""
-
-    incident: int
-    cause: Cause
-    text: str
-
-
 class Policy:
     """Plans recoveries: `propose` a plan for a verdict, `adopt` the plan to carry out, `commit` each healthy step."""
 
     def __init__(self, config: RecoverSection) -> None:
         self._config = config
         self.state = PolicyState()
-        self._established: list[Established] = []
+        self.established: list[tuple[int, Cause, str]] = []
+        """incident, cause and text of what was found out since `pop_established`"""
 
     def _establish(self, incident: int, cause: Cause, text: str) -> None:
-        self._established.append(Established(incident, cause, text))
+        self.established.append((incident, cause, text))
 
-    def pop_established(self) -> list[Established]:
+    def pop_established(self) -> list[tuple[int, Cause, str]]:
         """Return the causes that were established since the last call."""
-        established, self._established = self._established, []
+        established, self.established = self.established, []
         return established
 
     def propose(self, verdict: Verdict) -> Plan:

@@ -7,12 +7,11 @@ from holdfast.core.detectors.advisory import DeadRun, DuplicateBatch, LearningRa
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.curry_train import CurryTrain
 from holdfast.core.detectors.divergence import Divergence
-from holdfast.core.detectors.grad_spike import GradSpike
+from holdfast.core.detectors.log_spike import GradSpike, UpdateSpike
 from holdfast.core.detectors.loss_spike import LossSpike
 from holdfast.core.detectors.monotone import Monotone
 from holdfast.core.detectors.nonfinite import LossScale, NonFinite
 from holdfast.core.detectors.three_sigma import ThreeSigma
-from holdfast.core.detectors.update_spike import UpdateSpike
 
 _PUBLISHED_RULES = {"curry-train": CurryTrain, "three-sigma": ThreeSigma, "monotone-200": Monotone}
 

@@ -1,4 +1,9 @@
-"""A positive quantity far above its baseline, which is that of its logarithm: its noise has an even scale."""
+"""A positive quantity far above its baseline, which is that of its logarithm: gradient norm and update size.
+
+Gradients rise before the loss does. A high norm alone is only recorded: clipping and the optimizer's second moment keep
+most such updates small. Adam divides the gradient by the root of its second moment; if that lags behind the gradient, the
+update grows one to eight steps before the loss does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.core.base.types import Finding, Flag, Severity, Signal
+from holdfast.core.base.config import DetectSection
+from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
 from holdfast.core.detectors.base import BuiltInDetector
 from holdfast.core.detectors.baseline import Baseline
 
@@ -15,6 +21,10 @@ _ACCEPTED_STEPS = 8
 _GROSS_RATIO = 100.0
 _GROSS_RISE = math.log(_GROSS_RATIO)
 _LOSS_HIGH = int(Flag.LOSS_HIGH)
+_DECAY = 0.9997
+_IMPOSSIBLE_RISE = math.log(30.0)
+_ORDINARY_UPDATE = 3.0
+_CONFIRMED_STEPS = 8
 _SINGLE_STEPS = 2
 
 
@@ -126,6 +136,114 @@ class LogSpike(BuiltInDetector):
         self._baseline.load_state_dict(state["course"])
         self._high_in_a_row, self._onset = state["run"], state["onset"]
         self._peak, self._gross = state["peak"], state["gross"]
+
+
+class GradSpike(LogSpike):
+    """Sets the limit for the gate: `grad_veto_ratio` times the largest norm, after clipping, of any recent step."""
+
+    name = "grad_spike"
+    field = "grad_norm"
+    kind = Kind.GRAD_SPIKE
+    what = "gradient norm"
+    severity = Severity.SKIP
+
+    def __init__(self, config: DetectSection) -> None:
+        super().__init__(config.warmup_steps, config.grad_z, config.grad_ratio)
+        self._veto_ratio = config.grad_veto_ratio
+        self._largest, self._count = 0.0, 0
+        self._clip: float | None = None
+
+    def limits(self) -> dict[str, float]:
+        limit = self._veto_ratio * self._largest
+        # A clip below the limit keeps every update in proportion.
+        if self._count < self._warmup or (self._clip is not None and self._clip <= limit):
+            return {}
+        return {"grad_norm": limit}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        norm = signal.grad_norm
+        if norm is not None and math.isfinite(norm) and norm > 0 and not signal.flags and not signal.overflow:
+            self._clip = signal.clip
+            self._largest = max(_DECAY * self._largest, norm if self._clip is None else min(norm, self._clip))
+            self._count += 1
+        if signal.flags & Flag.GRAD_HIGH:
+            message = f"gradient norm {norm:.6g}: an update out of all proportion"
+            evidence = {"grad_norm": norm, "limit": signal.grad_limit, "loss": signal.loss}
+            return self.report(signal, self.kind, self.severity, signal.step, message, evidence)
+        return super().observe(signal)
+
+    def rebaseline(self) -> None:
+        super().rebaseline()
+        self._largest, self._count = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "largest": self._largest, "count": self._count, "clip": self._clip}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._largest, self._count, self._clip = state.get("largest", 0.0), state.get("count", 0), state.get("clip")
+
+
+class UpdateSpike(LogSpike):
+    """Reports an update that is far larger than the second moment predicts, and a second moment that no update made.
+
+    The first is a note: only the spike itself, if it comes, has consequences. The gradient norm over the update size
+    follows the root of the second moment, and rises in one step by no more than the gradient allows. If it rises far
+    more and stays there, something else has changed the second moment.
+    """
+
+    name = "update_spike"
+    field = "update_rms"
+    kind = Kind.UPDATE_SPIKE
+    what = "update size"
+    severity = Severity.NOTE
+    sets_limits = False
+
+    def __init__(self, config: DetectSection) -> None:
+        super().__init__(config.warmup_steps, config.update_z, config.update_ratio)
+        self._last: tuple[float, float] | None = None
+        """the update size, and the log of the gradient norm over it, of the last step"""
+        self._before: float | None = None
+        """that log before it rose"""
+        self._rose_at = 0
+
+    def observe(self, signal: Signal) -> Finding | None:
+        size, norm = signal.update_rms, signal.grad_norm
+        if size and norm and not signal.flags and not signal.overflow and math.isfinite(size) and math.isfinite(norm):
+            finding = self._follow_second_moment(signal, size, math.log(norm) - math.log(size))
+            if finding is not None:
+                return finding
+        return super().observe(signal)
+
+    def _follow_second_moment(self, signal: Signal, size: float, root: float) -> Finding | None:
+        last, self._last = self._last, (size, root)
+        if self._before is None:
+            if last is not None and last[0] < _ORDINARY_UPDATE and root - last[1] > _IMPOSSIBLE_RISE:
+                self._before, self._rose_at = last[1], signal.step
+            return None
+        if root - self._before < _IMPOSSIBLE_RISE:
+            self._before = None
+            return None
+        if signal.step < self._rose_at + _CONFIRMED_STEPS:
+            return None
+        ratio, self._before = math.exp(min(300.0, root - self._before)), None
+        message = f"the optimizer's second moments are {ratio:.3g} squared times what the gradients make them"
+        evidence = {"ratio": ratio, "update_rms": size, "grad_norm": signal.grad_norm}
+        return self.report(signal, Kind.STATE_JUMP, Severity.ROLLBACK, self._rose_at, message, evidence)
+
+    def rebaseline(self) -> None:
+        super().rebaseline()
+        self._last = self._before = None
+
+    def state_dict(self) -> dict[str, Any]:
+        moment = {"last": self._last, "before": self._before, "rose_at": self._rose_at}
+        return {**super().state_dict(), "moment": moment}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        moment = state.get("moment", {"last": None, "before": None, "rose_at": 0})
+        self._last = None if moment["last"] is None else (moment["last"][0], moment["last"][1])
+        self._before, self._rose_at = moment["before"], moment["rose_at"]
 
 
 def _exp(value: float) -> float:

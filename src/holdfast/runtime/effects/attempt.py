@@ -71,6 +71,8 @@ class StepAttempt:
         # Update.
         self.seconds = 0.0
         self.lr = 0.0
+        self.set_lr = 0.0
+        """the LR that the schedule or the loop set, if an intervention changes it"""
         self.clip: float | None = None
         self.loss_limit: float | None = None
         self.grad_limit: float | None = None

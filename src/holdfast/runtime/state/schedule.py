@@ -111,11 +111,6 @@ class Interventions(msgspec.Struct):
     """the divisor of micro-batch weights, the same on all ranks: about the weight of a micro-batch in the last step. It is a
     power of two, so it changes no bit of the result"""
 
-    @property
-    def is_active(self) -> bool:
-        """Return whether anything about the next update is changed."""
-        return self.lr_ramp is not None or self.hold is not None or self.tightened_clip is not None
-
     def apply(self, action: CutLR | HoldLR | TightenClip) -> None:
         """Apply one intervention from the next update on."""
         if isinstance(action, CutLR):
@@ -129,8 +124,7 @@ class Interventions(msgspec.Struct):
     def commit(self, lr: float, step: int) -> None:
         """Count committed step `step`. `lr` is the LR that was set: a hold ends when it falls back in one step."""
         if self.hold is not None:
-            fell = lr <= _FALLS_BACK * self.last_lr and lr <= 1.05 * self.hold.max_lr
-            if step > self.hold.from_step and fell:
+            if self._has_fallen_back(self.hold, lr, step):
                 self.hold = None
             self.last_lr = lr
         if self.lr_ramp is not None:
@@ -145,9 +139,13 @@ class Interventions(msgspec.Struct):
     def lr_factor(self, lr: float, step: int) -> float:
         """Return the factor for the update of `step`, given the LR that is set."""
         factor = 1.0 if self.lr_ramp is None else self.lr_ramp.value()
-        if self.hold is not None and step >= self.hold.from_step:
-            factor *= self.hold.ratio
+        hold = self.hold
+        if hold is not None and step >= hold.from_step and not self._has_fallen_back(hold, lr, step):
+            factor *= hold.ratio
         return factor
+
+    def _has_fallen_back(self, hold: HoldLR, lr: float, step: int) -> bool:
+        return step > hold.from_step and lr <= _FALLS_BACK * self.last_lr and lr <= 1.05 * hold.max_lr
 
     def max_norm(self, configured: float | None) -> float | None:
         """Return the clip norm in force: the tighter of the configured one and the recovery's."""

@@ -372,9 +372,11 @@ class GuardedPipeline:
             agreed.norms_differ,
             agreed.extra,
         )
-        attempt.lr = state.optimizers.lr()
-        lr_factor = state.interventions.lr_factor(attempt.lr, attempt.number) if state.interventions.is_active else 1.0
-        attempt.lr *= lr_factor
+        lr_factor, attempt.lr = 1.0, state.optimizers.lr()
+        if state.interventions.lr_ramp is not None or state.interventions.hold is not None:
+            attempt.set_lr = attempt.lr
+            lr_factor = state.interventions.lr_factor(attempt.lr, attempt.number)
+            attempt.lr *= lr_factor
         if parts.snapshots.copies_in_flight:
             parts.snapshots.wait_for_copies()
         if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
@@ -532,12 +534,19 @@ class GuardedPipeline:
         progress.positions[progress.step] = attempt.draws[0].begin
         self.step_schedulers("step")
         interventions = context.state.interventions
-        if interventions.is_active or attempt.is_weighted or context.history.interventions:
+        is_intervening = interventions.lr_ramp is not None or interventions.hold is not None
+        if (
+            is_intervening
+            or interventions.tightened_clip is not None
+            or attempt.is_weighted
+            or context.history.interventions
+        ):
             self._count_interventions(attempt)
         if is_healthy:
             if context.engine.commit(signal) is not None:
                 parts.integrity.incident_closed(progress.step)
-            is_healthy = not context.engine.is_suspect
+            experiments = context.engine.experiments
+            is_healthy = experiments.excursion is None or not experiments.is_suspect
         if is_healthy:
             parts.checkpoints.count_healthy_step(progress.step)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
@@ -552,13 +561,13 @@ class GuardedPipeline:
     def _count_interventions(self, attempt: StepAttempt) -> None:
         """Move LR ramp, tightened clip and weight unit on by one committed step."""
         context, interventions, step = self.context, self.context.state.interventions, self.progress.step
-        lr = context.state.optimizers.lr()
+        lr = attempt.set_lr
         before = interventions.lr_factor(lr, step)
         interventions.commit(lr, step)
         if self.is_distributed and attempt.is_weighted and attempt.rows is not None:
             unit = self.parts.coordinator.next_unit(attempt.rows, attempt.parts or 1)
             interventions.weight_unit = interventions.weight_unit if unit is None else unit
-        if (after := interventions.lr_factor(lr, step)) > LR_JUMP * before:
+        if (after := interventions.lr_factor(lr, step + 1)) > LR_JUMP * before:
             context.engine.shift(f"the LR returned from {before:.4g} to {after:.4g} of its schedule", step)
         if len(context.history.interventions) > interventions.applied:
             effects.interventions.repeat_due(context, step)

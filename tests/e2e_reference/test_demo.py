@@ -69,9 +69,16 @@ def test_answer_has_exactly_this_shape(demo):
     assert answer.keys() == {"calm", "unguarded", "guarded"}
     assert answer["calm"].keys() == {"eval_loss", "seconds"}
     assert answer["unguarded"].keys() - {"stopped"} == {"eval_loss", "seconds"}
-    assert answer["guarded"].keys() == {"eval_loss", "seconds", "incidents", "summary", "journal"}
+    assert answer["guarded"].keys() == {
+        "eval_loss",
+        "seconds",
+        "incidents",
+        "summary",
+        "diagnosis",
+        "journal",
+    }
     for incident in answer["guarded"]["incidents"]:
-        assert incident.keys() == {"kind", "step", "actions"}
+        assert incident.keys() == {"kind", "step", "actions", "cause", "text"}
         assert isinstance(incident["kind"], str)
         assert isinstance(incident["step"], int)
         assert incident["actions"] and all(isinstance(action, str) for action in incident["actions"])
@@ -131,6 +138,15 @@ def test_journal_path_is_right_and_has_the_same_incidents(demo):
     opened = [e for e in events(demo) if e["event"] == "incident_opened"]
     reported = [(i["kind"], i["step"]) for i in demo.answer["guarded"]["incidents"]]
     assert [(e["kind"], e["step"]) for e in opened] == reported
+
+
+@pytest.mark.slow
+def test_diagnosis_of_the_guarded_run_has_the_causes_of_its_summary(demo):
+    guarded = demo.answer["guarded"]
+    for incident in guarded["incidents"]:
+        if incident["cause"] not in (None, "not_established"):
+            assert any(f"cause: {incident['cause']}" in line for line in guarded["diagnosis"])
+            assert f"cause: {incident['cause']}" in guarded["summary"]
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ class _DemoScreen:
         self._console.print(line, soft_wrap=True)
 
     def print_summary(self, answer: dict[str, Any]) -> None:
-        """Print the curves, the three losses, the summary and the path of the journal."""
+        """Print the curves, the three losses, the summary with its causes, the diagnosis and the path of the journal."""
         console = self._console
         console.print(self._chart.render(min(console.width, 110), 16))
         calm = answer["calm"]["eval_loss"]
@@ -118,5 +118,8 @@ class _DemoScreen:
             compared = f"  {100 * (loss / calm - 1):+.2f}% of calm" if math.isfinite(loss) else "  dead"
             text = f"{name:>9}  eval loss {loss:.4f}{'' if name == 'calm' else compared}"
             console.print(Text(text, style=COLOURS[name]))
-        console.print(Text(answer["guarded"]["summary"]))
+        console.print(Text(answer["guarded"]["summary"]), soft_wrap=True)
+        console.print(Text("`holdfast diagnose` says:"))
+        for line in answer["guarded"]["diagnosis"]:
+            console.print(Text(f"  {line}"), soft_wrap=True)
         console.print(Text(f"journal: {answer['guarded']['journal']}"), soft_wrap=True)

@@ -12,7 +12,7 @@ from holdfast.diagnosis.model.answers import fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS, Episode
 from holdfast.diagnosis.model.run_journal import RunJournal, read_run_journal
 from holdfast.diagnosis.model.table import Table
-from holdfast.diagnosis.tree import walk
+from holdfast.diagnosis.tree import recorded_cause, walk
 from holdfast.diagnosis.tree.load import DecisionTree, load_tree
 
 SCHEMA_VERSION = 1
@@ -76,6 +76,8 @@ class NoteLine(msgspec.Struct, kw_only=True):
     confirm: str = ""
     leaf: str = ""
     confidence: float | None = None
+    cause: str = ""
+    """transient, data, lr, objective or not_established, if the journal names one"""
 
 
 class DiagnosisReport(msgspec.Struct, kw_only=True):
@@ -97,6 +99,7 @@ def diagnose(table: Table, tree: DecisionTree | None = None) -> DiagnosisReport:
     detected, curve_notes = episodes.find(table)
     detected = [*detected, *find_machine_episodes(table, tree)]
     journal = read_run_journal(table.path)
+    detected = journal_incidents.without_known_causes(detected, journal)
     verdicts = _journal_verdicts(tree, table, journal, detected)
     notes = _journal_notes(journal, {verdict.incident for verdict in verdicts})
     notes += [NoteLine(kind=n.kind, step_start=n.start, step_end=n.end, text=n.text) for n in curve_notes]
@@ -158,13 +161,14 @@ def _verdict(episode: Episode, conclusion: walk.Conclusion) -> IncidentVerdict:
 def _journal_verdicts(
     tree: DecisionTree, table: Table, journal: RunJournal, detected: list[Episode]
 ) -> list[IncidentVerdict]:
-    """Judge the incidents that Holdfast handled online, except those the curve shows too."""
+    """Judge the incidents that Holdfast handled online, except those without a cause that the curve shows too."""
     verdicts = []
     for incident in journal_incidents.find(table, journal):
         episode, line = incident.episode, incident.line
-        if any(e.kind == episode.kind and e.start <= episode.end and e.end >= episode.start for e in detected):
+        shown = any(e.kind == episode.kind and e.start <= episode.end and e.end >= episode.start for e in detected)
+        if shown and line.cause is None:
             continue
-        conclusion = walk.walk(tree, incident.table, episode)
+        conclusion = recorded_cause.conclude(line, journal, episode, walk.walk(tree, incident.table, episode))
         if not conclusion.leaf.incident:
             continue
         verdict = _verdict(episode, conclusion)
@@ -176,17 +180,19 @@ def _journal_verdicts(
 
 
 def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLine]:
-    """Note the journal incidents without a verdict: observed only, or of a kind that the tree does not know."""
-    return [
-        NoteLine(
-            kind=f"incident_{line.state}",
-            step_start=float(line.onset),
-            step_end=float(line.step),
-            text=f"incident {line.number} of the journal: {line.kind}; actions: {_count(line.actions)}; {line.state}",
-        )
-        for line in journal.incidents
-        if line.number not in judged
-    ]
+    """Note the incidents without a verdict: observed only, or of a kind that the tree does not know; and noted causes."""
+    notes = []
+    for line in [*(line for line in journal.incidents if line.number not in judged), *journal.noted_causes]:
+        text = f"incident {line.number} of the journal: {line.kind}; actions: {_count(line.actions)}; {line.state}"
+        kind = f"incident_{line.state}"
+        if not line.number:
+            kind, text = line.kind, "not an incident"
+        note = NoteLine(kind=kind, step_start=float(line.onset), step_end=float(line.step), text=text)
+        if line.cause is not None:
+            note.cause, note.text = line.cause, f"{text}; cause: {recorded_cause.describe_cause(line)}"
+            note.action, note.confirm = recorded_cause.advise(line.cause, line, journal)
+        notes.append(note)
+    return notes
 
 
 def restored_view(table: Table, verdict: IncidentVerdict) -> tuple[Table, IncidentVerdict]:

@@ -14,6 +14,9 @@ import msgspec
 from holdfast.compose import Guard
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.base.types import Outcome
+from holdfast.diagnosis.diagnose import diagnose
+from holdfast.diagnosis.importers import read
+from holdfast.diagnosis.model.answers import fmt_steps
 from holdfast.drill.fault_schedule import demo_schedule
 from holdfast.reference.config import TrainConfig, parse
 from holdfast.reference.trainer import INTERRUPTED, TrainResult, build, check_run_dir
@@ -83,12 +86,32 @@ def run(seed: int, steps: int, folder: Path, listen: Listener) -> DemoResult:
 def _report(name: str, result: TrainResult) -> dict[str, Any]:
     report: dict[str, Any] = {"eval_loss": result.eval_loss, "seconds": round(result.seconds, 1)}
     if name == "guarded":
-        report["incidents"] = [{"kind": i.kind, "step": i.step, "actions": i.actions} for i in result.summary.incidents]
+        report["incidents"] = [
+            {"kind": i.kind, "step": i.step, "actions": i.actions, "cause": i.cause, "text": i.text}
+            for i in result.summary.incidents
+        ]
         report["summary"] = str(result.summary)
+        report["diagnosis"] = _diagnose(result.run_dir)
         report["journal"] = str(Path(result.run_dir) / "journal.jsonl")
     if result.stopped is not None:
         report["stopped"] = result.stopped
     return report
+
+
+def _diagnose(run_dir: str) -> list[str]:
+    """Return what `holdfast diagnose` says about the run, a line for each incident and each note with a cause."""
+    lines = []
+    for table in read(run_dir):
+        answer = diagnose(table)
+        for verdict in answer.verdicts:
+            steps = fmt_steps(verdict.step_start, verdict.step_end)
+            lines.append((verdict.step_start, f"{verdict.kind} at {steps}; cause: {verdict.cause}"))
+        for note in answer.notes:
+            if note.cause:
+                lines.append(
+                    (note.step_start, f"{note.kind} at {fmt_steps(note.step_start, note.step_end)}: {note.text}")
+                )
+    return [text for _, text in sorted(lines)]
 
 
 @contextmanager

@@ -12,11 +12,18 @@ from rich.console import Console
 from holdfast.cli import demo as command
 from holdfast.drill import demo as drill
 
-INCIDENT = {"kind": "loss_spike", "step": 9, "actions": ["skip", "rollback"]}
+INCIDENT = {
+    "kind": "loss_spike",
+    "step": 9,
+    "actions": ["rollback", "skip"],
+    "cause": "data",
+    "text": "it was the data",
+}
 RESULT = {
     "calm": {"eval_loss": 2.0, "seconds": 1.0},
     "unguarded": {"eval_loss": math.nan, "seconds": 1.0, "stopped": "dead: not a number since step 7"},
     "guarded": {"eval_loss": 2.02, "seconds": 1.0, "incidents": [INCIDENT], "summary": "recovered: all of it",
+                "diagnosis": ["spike_recovered at step 9; cause: data: it was the data"],
                 "journal": "runs/x/guarded/journal.jsonl"},
 }  # fmt: skip
 
@@ -59,6 +66,8 @@ def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, calls)
         "unguarded  eval loss nan  dead",
         "  guarded  eval loss 2.0200  +1.00% of calm",
         "recovered: all of it",
+        "`holdfast diagnose` says:",
+        "  spike_recovered at step 9; cause: data: it was the data",
         "journal: runs/x/guarded/journal.jsonl",
     ):
         assert line in lines

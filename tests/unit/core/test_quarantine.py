@@ -111,6 +111,26 @@ def test_samples_are_added_once_and_only_the_new_ones_are_returned():
     assert [entry["samples"] for entry in quarantine.entries] == [[3, 5], [7]]
 
 
+@pytest.mark.parametrize(
+    ("some_spans", "ids", "words"),
+    [
+        ([Span(0, 0, 16)], [], "left out of this epoch"),
+        ([Span(0, 4, 8), Span(0, 8, 12)], [3], "left out of this epoch"),
+        ([Span(0, 0, 16)], [5, 7], "left out for good"),
+        ([], [5], "left out for good"),
+        ([Span(0, 0, 16), Span(1, 0, 16)], [], "partly left out"),
+        ([], [3, 5], "partly left out"),
+        ([Span(1, 0, 16)], [3], "not left out"),
+        ([], [], "not left out"),
+    ],
+)
+def test_whether_data_is_left_out_in_words(some_spans, ids, words):
+    quarantine = Quarantine()
+    quarantine.add_spans([Span(0, 0, 16)], "spike")
+    quarantine.add_samples([5, 7], "NaN")
+    assert quarantine.describe(some_spans, ids).startswith(words)
+
+
 def test_keep_leaves_out_excluded_ids_and_keeps_the_order():
     quarantine = Quarantine()
     quarantine.add_samples([3, 5], "bad row")

@@ -130,6 +130,58 @@ def test_summary_in_words():
     assert "data left out: 0 batches, 2 sample ids" in str(tally({"event": "quarantine", "samples": [1, 2]}))
 
 
+LOOP = {"event": "facts", "facts": {"loop": {"accumulate": 1, "batch_size": 16}}}
+
+
+def cause(cause: str = "data", **more: Any) -> dict[str, Any]:
+    return {"event": "cause", "incident": 1, "step": 50, "cause": cause, "text": "it came back with the data", **more}
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([LOOP, cause(data=[[0, 4976, 4992], [0, 4992, 5168]])], "data (batches 312 to 323)"),
+        ([LOOP, cause(data=[[0, 160, 176]])], "data (batch 11)"),
+        (
+            [LOOP, cause(data=[[0, 160, 176], [2, 0, 32], [2, 64, 80]])],
+            "data (batches 11, 1 to 2 of epoch 2, 5 of epoch 2)",
+        ),
+        ([LOOP, cause(data=[[1, 160, 170]])], "data (positions 160 to 169 of epoch 1)"),
+        ([cause(data=[[0, 7, 8]])], "data (position 7)"),
+        ([LOOP, cause(data=[[0, 0, 16]], samples=[3])], "data (sample 3)"),
+        ([cause(samples=[1, 2, 3, 4, 5, 6])], "data (samples 1, 2, 3, 4 and 2 more)"),
+        ([cause()], "data"),
+        ([cause(data=[[0, 0, 16]]), cause("transient")], "transient"),
+        ([cause("not_established")], "not established"),
+    ],
+)
+def test_line_of_an_incident_has_its_last_cause_and_the_data_at_fault(events, words):
+    (incident,) = tally(opened(), action("rollback"), *events, CLOSED).incidents
+    assert str(incident) == f"incident 1: loss_spike at step 40: rollback; cause: {words}; closed"
+    assert incident.text == "it came back with the data"
+
+
+def test_cause_of_an_incident_that_is_not_on_record_is_ignored():
+    assert tally(cause()).incidents == []
+
+
+def test_note_with_a_cause_is_kept_and_is_no_incident():
+    made = Tally()
+    evidence = {"cause": "data", "data": [[0, 160, 176]]}
+    note = {"event": "finding", "severity": "note", "kind": "loss_spike", "step": 12, "onset": 11, "message": "back"}
+    for event in (
+        LOOP,
+        {**note, "evidence": {"peak": 9.0}},
+        {**note, "evidence": evidence},
+        {**note, "evidence": evidence},
+    ):
+        made.feed(event)
+    (kept,) = made.notes.values()
+    assert (kept.kind, kept.onset, kept.step, kept.cause, kept.text) == ("loss_spike", 11, 12, "data", "back")
+    assert kept.where == "batch 11"
+    assert made.summary(100).incidents == []
+
+
 def test_summary_taken_early_does_not_change_when_the_run_goes_on():
     made = Tally()
     early = made.summary(1)

@@ -47,6 +47,12 @@ class IncidentFiles:
     def add_outcome(self, **outcome: Any) -> None:
         self._add({"outcome": outcome})
 
+    def add_event(self, event: str, fields: dict[str, Any]) -> None:
+        """Add an experiment or a cause from the journal. The last cause is the cause of the incident."""
+        if event == "cause" and self._incident is not None:
+            self._incident["cause"] = fields
+        self._add({event: fields})
+
     def close(self, state: str) -> None:
         if self._incident is not None:
             self._incident["state"] = state

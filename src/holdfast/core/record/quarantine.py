@@ -45,6 +45,15 @@ class Quarantine:
         """Return whether all of [start, stop) of an epoch is excluded."""
         return any(low <= start and stop <= high for low, high in self._spans.get(epoch, ()))
 
+    def describe(self, spans: Iterable[Span], samples: Iterable[int]) -> str:
+        """Say in words whether this data is excluded."""
+        are_covered, are_excluded = {self.covers(*span) for span in spans}, {i in self._samples for i in samples}
+        if are_excluded == {True}:
+            return "left out for good"
+        if are_covered == {True}:
+            return "left out of this epoch; guard.quarantine(samples, reason) leaves it out for good"
+        return "partly left out" if True in are_covered | are_excluded else "not left out"
+
     def keep(self, ids: list[Any]) -> list[Any]:
         """Return the ids that may be drawn; the same list if all of them may."""
         if not self._samples or not any(_as_key(i) in self._samples for i in ids):
@@ -148,7 +157,7 @@ class Quarantine:
             self.save()
 
     def _add_unsaved(self, entry: dict[str, Any]) -> None:
-        spans = [s for s in _spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
+        spans = [s for s in read_spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
         samples = [i for i in map(int, entry.get("samples", ())) if i not in self._samples]
         ahead = entry.get("ahead")
         if ahead is not None and not any(e.get("ahead") == ahead for e in self._entries):
@@ -235,5 +244,6 @@ def _entries_of(event: dict[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def _spans(value: Any) -> list[Span]:
+def read_spans(value: Any) -> list[Span]:
+    """Return the spans of an event or a file, where they are lists of three numbers."""
     return [Span(*map(int, span)) for span in value or ()]

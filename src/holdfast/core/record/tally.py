@@ -6,6 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.core.base.types import Span
+from holdfast.core.record.quarantine import read_spans
+
+_MAX_PLACES = 4
+"""spans or sample ids that a description names; the others are counted"""
+
 
 class IncidentSummary(msgspec.Struct, kw_only=True):
     """One incident in short."""
@@ -16,6 +22,21 @@ class IncidentSummary(msgspec.Struct, kw_only=True):
     onset: int
     actions: list[str] = []
     state: Literal["open", "closed", "stopped"] = "open"
+    cause: str | None = None
+    """what the run's experiments established: transient, data, lr, objective or not_established; None: nothing yet"""
+    text: str = ""
+    """the cause in one sentence"""
+    data: list[Span] = []
+    samples: list[int] = []
+    """the data at fault: stretches of the index stream, and sample ids"""
+    where: str = ""
+    """the same in words, in batches if the journal has the batch size"""
+
+    def __str__(self) -> str:
+        done = ", ".join(self.actions) or "recorded only"
+        cause = "" if self.cause is None else f"; cause: {self.cause.replace('_', ' ')}"
+        where = f" ({self.where})" if self.where and self.cause == "data" else ""
+        return f"incident {self.number}: {self.kind} at step {self.step}: {done}{cause}{where}; {self.state}"
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -52,14 +73,38 @@ class Summary(msgspec.Struct, kw_only=True):
             lines.append(f"data left out: {self.batches_skipped} batches, {self.samples_quarantined} sample ids")
         if self.seconds_lost:
             lines.append(f"time lost: {self.seconds_lost:.1f} s")
-        for incident in self.incidents:
-            done = ", ".join(incident.actions) or "recorded only"
-            lines.append(
-                f"incident {incident.number}: {incident.kind} at step {incident.step}: {done}; {incident.state}"
-            )
+        lines += map(str, self.incidents)
         if self.stopped:
             lines.append(f"stopped: {self.stopped}")
         return "\n".join(lines)
+
+
+def describe_data(spans: list[Span], samples: list[int], batch_size: int | None = None) -> str:
+    """Name data in words: by its sample ids, by its batches, counted from 1 in each epoch, or by its positions there."""
+    if samples:
+        return _list_places("sample", "samples", list(map(str, samples)))
+    joined: list[Span] = []
+    for span in sorted(spans):
+        if joined and joined[-1].epoch == span.epoch and joined[-1].stop >= span.start:
+            joined[-1] = span._replace(start=joined[-1].start, stop=max(span.stop, joined[-1].stop))
+        else:
+            joined.append(span)
+    # Batches of another size than usual cannot be counted by position.
+    is_whole = batch_size is not None and not any(s.start % batch_size or s.stop % batch_size for s in joined)
+    size, names = (batch_size or 1, ("batch", "batches")) if is_whole else (1, ("position", "positions"))
+    places = []
+    for epoch, start, stop in joined:
+        first, last = start // size + is_whole, (stop - 1) // size + is_whole
+        place = f"{first} to {last}" if last > first else str(first)
+        places.append(f"{place} of epoch {epoch}" if epoch else place)
+    return _list_places(*names, places)
+
+
+def _list_places(one: str, several: str, places: list[str]) -> str:
+    more = len(places) - _MAX_PLACES
+    unit = one if len(places) == 1 and " to " not in places[0] else several
+    listed = f"{unit} {', '.join(places[:_MAX_PLACES])}" if places else ""
+    return f"{listed} and {more} more" if more > 0 else listed
 
 
 _COUNTED = {"skipped": "skipped", "replayed": "replayed", "rolled_back": "rollbacks", "overflowed": "overflowed"}
@@ -73,6 +118,9 @@ class Tally:
         self._summary = Summary()
         self._incidents: dict[int, IncidentSummary] = {}
         self._acted = False
+        self._batch_size: int | None = None
+        self.notes: dict[tuple[str, int], IncidentSummary] = {}
+        """notes with a cause, by kind and onset; they are no incidents and have no number"""
 
     def feed(self, event: dict[str, Any]) -> None:
         handler = getattr(self, f"_on_{event.get('event')}", None)
@@ -91,6 +139,30 @@ class Tally:
     def _on_incident_closed(self, event: dict[str, Any]) -> None:
         if event["incident"] in self._incidents:
             self._incidents[event["incident"]].state = "closed"
+
+    def _on_cause(self, event: dict[str, Any]) -> None:
+        """Take the cause of an incident; a later one replaces it."""
+        line = self._incidents.get(event["incident"])
+        if line is not None:
+            self._set_cause(line, event, event.get("text"))
+
+    def _on_finding(self, event: dict[str, Any]) -> None:
+        """Keep a note with a cause, such as a spike that came back by itself."""
+        evidence = event.get("evidence")
+        if event.get("severity") == "note" and isinstance(evidence, dict) and evidence.get("cause"):
+            step, onset = int(event["step"]), int(event["onset"])
+            note = IncidentSummary(number=0, kind=str(event["kind"]), step=step, onset=onset, state="closed")
+            self._set_cause(note, evidence, event.get("message"))
+            self.notes[note.kind, onset] = note
+
+    def _set_cause(self, line: IncidentSummary, about: dict[str, Any], text: Any) -> None:
+        line.cause, line.text = str(about["cause"]), str(text or "")
+        line.data, line.samples = read_spans(about.get("data")), [int(i) for i in about.get("samples") or ()]
+        line.where = describe_data(line.data, line.samples, self._batch_size)
+
+    def _on_facts(self, event: dict[str, Any]) -> None:
+        size = (event["facts"].get("loop") or {}).get("batch_size")
+        self._batch_size = size if isinstance(size, int) and size > 0 else self._batch_size
 
     def _on_action(self, event: dict[str, Any]) -> None:
         self._acted = True

@@ -12,15 +12,17 @@ import numpy as np
 
 from holdfast.core.base.types import Kind
 from holdfast.core.record.tally import IncidentSummary
-from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.episode import CURVE_KINDS, Episode
 from holdfast.diagnosis.model.run_journal import RunJournal
 from holdfast.diagnosis.model.table import Series, Table
 
 MAX_INCIDENTS = 200
 _ROWS_BEFORE, _ROWS_AFTER = 150, 60
+_EARLY_STEPS = 20
+"""the curve may date the beginning this much earlier than the journal, or by the length of the incident"""
 _KINDS = {
     Kind.NONFINITE_LOSS: "nan",
-    Kind.NONFINITE_STATE: "nan",
+    Kind.NONFINITE_STATE: "nonfinite_state",
     Kind.NONFINITE_GRAD: "grad_nonfinite",
     Kind.SCALE_COLLAPSE: "scale_collapse",
     Kind.LOSS_SPIKE: "spike",
@@ -41,23 +43,35 @@ class JournalIncident(NamedTuple):
 
 
 def find(table: Table, journal: RunJournal) -> list[JournalIncident]:
-    """Return every incident with a vetoed or undone row. The curve itself shows incidents that were only observed."""
+    """Return every incident with a cause, or with a vetoed or undone row. The curve shows those only observed."""
     incidents = (restore(table, line, journal) for line in journal.incidents[:MAX_INCIDENTS])
     return [incident for incident in incidents if incident is not None]
 
 
+def without_known_causes(detected: list[Episode], journal: RunJournal) -> list[Episode]:
+    """Return the episodes of the curve but those that are part of an incident, or of a note, with a recorded cause."""
+    known = [(line.onset, journal.last_step(line)) for line in journal.incidents if line.cause is not None]
+    known += [(note.onset, note.step) for note in journal.noted_causes]
+    return [
+        episode
+        for episode in detected
+        if episode.kind not in CURVE_KINDS
+        or not any(first - max(_EARLY_STEPS, last - first) <= episode.start <= last for first, last in known)
+    ]
+
+
 def restore(table: Table, line: IncidentSummary, journal: RunJournal) -> JournalIncident | None:
-    """Insert the vetoed or undone rows of an incident; return None if it has none or has no kind of ours."""
+    """Insert the vetoed or undone rows of an incident; return None if it has no kind of ours, or neither row nor cause."""
     kind = _KINDS.get(line.kind)  # type: ignore[call-overload]
     undone = {name: _undone(table.evals.get(f"undone_{name}"), line, journal) for name in ("loss", "grad_norm")}
     steps = max((series.step for series in undone.values()), key=len)
-    if kind is None or not len(steps):
+    if kind is None or not (len(steps) or (line.cause is not None and len(table))):
         return None
-    if kind == "spike" and line.state == "closed":
+    if kind == "spike" and line.state == "closed" and line.cause != "objective":
         kind = "spike_recovered"
-    row = int(np.searchsorted(table.step, float(line.onset)))
+    row = min(int(np.searchsorted(table.step, float(line.onset))), len(table) if len(steps) else len(table) - 1)
     head = slice(max(0, row - _ROWS_BEFORE), row)
-    resumes = int(np.searchsorted(table.step, float(steps.max()), "right"))
+    resumes = int(np.searchsorted(table.step, float(steps.max()), "right")) if len(steps) else row
     tail = slice(resumes, resumes + _ROWS_AFTER)
     restored = Table(
         table.path,
@@ -77,9 +91,9 @@ def restore(table: Table, line: IncidentSummary, journal: RunJournal) -> Journal
     episode = Episode(
         kind=kind,
         start=float(line.onset),
-        end=float(max(line.step, steps.max())),
+        end=float(max([line.step, *steps])),
         first=first,
-        last=first + len(steps) - 1,
+        last=first + max(1, len(steps)) - 1,
         confidence=0.95,
     )
     return JournalIncident(line, restored, episode, min(row, max(0, len(table) - 1)))
@@ -89,8 +103,9 @@ def _undone(series: Series | None, line: IncidentSummary, journal: RunJournal) -
     """Return the vetoed or undone values between the onset of an incident and its last action."""
     if series is None:
         return Series(np.empty(0), np.empty(0))
-    last = max([line.step, *journal.steps_of_incident(line.number)])
-    inside = (series.step >= line.onset) & (series.step <= last)
+    inside = np.flatnonzero((series.step >= line.onset) & (series.step <= journal.last_step(line)))
+    again = np.flatnonzero(np.diff(series.step[inside]) < 0)  # an experiment runs these steps another time
+    inside = inside[: again[0] + 1] if len(again) else inside
     return Series(series.step[inside], series.value[inside])
 
 

@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.record.journal import read
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.tally import IncidentSummary, Summary, Tally
 
 MISSING = "not recorded"
@@ -17,8 +19,8 @@ MISSING = "not recorded"
 class RunJournal:
     """Holds the events of a run directory. `exists` is False for the log of another tool."""
 
-    def __init__(self, events: list[dict[str, Any]], torn_lines: int, exists: bool) -> None:
-        self.events, self.torn_lines, self.exists = events, torn_lines, exists
+    def __init__(self, events: list[dict[str, Any]], torn_lines: int, file: Path | None) -> None:
+        self.events, self.torn_lines, self.exists, self._file = events, torn_lines, file is not None, file
 
     def select(self, *names: str) -> list[dict[str, Any]]:
         """Return the events with one of these names, in their order."""
@@ -28,17 +30,21 @@ class RunJournal:
         return [event for event in self.select("action") if event.get("action") in names]
 
     @functools.cached_property
+    def _tally(self) -> Tally:
+        tally = Tally()
+        for event in self.events:
+            # A malformed event, of another version or edited by hand, must not hide the others.
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                tally.feed(event)
+        return tally
+
+    @functools.cached_property
     def summary(self) -> Summary | None:
         """The summary of the run; None without events."""
         if not self.events:
             return None
-        tally = Tally()
-        for event in self.events:
-            # A malformed event, of another version or edited by hand, must not hide the others.
-            with contextlib.suppress(KeyError, TypeError, AttributeError):
-                tally.feed(event)
         ends = [event["step"] for event in self.select("run_end", "progress") if isinstance(event.get("step"), int)]
-        return tally.summary(ends[-1] if ends else 0)
+        return self._tally.summary(ends[-1] if ends else 0)
 
     @property
     def incidents(self) -> list[IncidentSummary]:
@@ -51,10 +57,45 @@ class RunJournal:
         spans = [(event.get("from_step"), event.get("to_step")) for event in self.actions("rollback")]
         return sum(start - end for start, end in spans if isinstance(start, int) and isinstance(end, int))
 
-    def steps_of_incident(self, incident: int) -> list[int]:
-        """Return the steps of all actions and outcomes for an incident."""
-        steps = [event.get("step") for event in self.select("action", "outcome") if event.get("incident") == incident]
-        return [step for step in steps if isinstance(step, int)]
+    @functools.cached_property
+    def _last_steps(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for event in self.select("action", "outcome", "experiment", "cause"):
+            step, incident = event.get("step"), event.get("incident")
+            if isinstance(step, int) and isinstance(incident, int):
+                last[incident] = max(step, last.get(incident, step))
+        return last
+
+    def last_step(self, line: IncidentSummary) -> int:
+        """Return the last step of an incident with an action, an outcome, an experiment or a cause."""
+        return max(line.step, self._last_steps.get(line.number, line.step))
+
+    def experiments(self, incident: int) -> list[dict[str, Any]]:
+        """Return the experiments of an incident: those with a result, and a last one that has none yet."""
+        events = [event for event in self.select("experiment") if event.get("incident") == incident]
+        return [event for event in events if event.get("result") != "begun" or event is events[-1]]
+
+    def findings(self, first: int, last: int, kind: str | None = None) -> list[dict[str, Any]]:
+        """Return the findings of steps `first` to `last`, of one kind or of all."""
+        found = [event for event in self._findings if first <= event["step"] <= last]
+        return [event for event in found if kind is None or event.get("kind") == kind]
+
+    @functools.cached_property
+    def _findings(self) -> list[dict[str, Any]]:
+        return [event for event in self.select("finding") if isinstance(event.get("step"), int)]
+
+    @property
+    def noted_causes(self) -> list[IncidentSummary]:
+        """The notes with a cause; they are no incidents."""
+        return list(self._tally.notes.values())
+
+    def describe_exclusion(self, line: IncidentSummary) -> str:
+        """Say whether the data at fault is left out, as quarantine.json has it."""
+        try:
+            file = None if self._file is None else self._file.with_name("quarantine.json")
+            return f"it is {Quarantine(file).describe(line.data, line.samples)}"
+        except RunDirError:
+            return "whether it is left out is not known, because quarantine.json is damaged"
 
     def batches_skipped(self) -> int:
         counts = [event.get("batches") for event in self.actions("skip", "skip_data")]
@@ -107,7 +148,7 @@ def read_run_journal(path: str) -> RunJournal:
     try:
         state = file.stat()
     except (OSError, ValueError):
-        return RunJournal([], 0, exists=False)
+        return RunJournal([], 0, None)
     return _read(file, state.st_mtime_ns, state.st_size)
 
 
@@ -116,8 +157,8 @@ def _read(file: Path, modified: int, size: int) -> RunJournal:
     try:
         record = read(file)
     except OSError:
-        return RunJournal([], 0, exists=False)
-    return RunJournal(record.events, len(record.torn), exists=True)
+        return RunJournal([], 0, None)
+    return RunJournal(record.events, len(record.torn), file)
 
 
 def fmt_recorded(value: Any) -> str:

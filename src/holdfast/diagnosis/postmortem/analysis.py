@@ -93,10 +93,11 @@ def timeline(context: PostmortemContext) -> list[Part]:
     covered = _KINDS_IN_JOURNAL if journal.exists else {"overflow", "skipped"}
     events = [(e.step, e.kind, e.text[:120]) for e in table.events if e.kind not in covered]
     rows += [(float(step), kind, text) for step, kind, text in events if step is not None][: 4 * _MAX_EVENTS]
-    for event in journal.select("action", "restart", "incident_closed", "ack"):
-        step = event.get("step")
+    for event in journal.select("action", "experiment", "cause", "restart", "incident_closed", "ack"):
+        step, tried = event.get("step"), [event.get("rung"), event.get("result"), event.get("cause"), event.get("text")]
         if isinstance(step, int) and event.get("action") != "skip":
-            rows.append((float(step), str(event["event"]), str(event.get("action") or event.get("incident") or "")))
+            text = ": ".join(str(part) for part in tried if part) or event.get("action") or event.get("incident")
+            rows.append((float(step), str(event["event"]), str(text or "")[:120]))
     first = float(table.step[0]) if len(table) else 0.0
     for note in context.report.notes:
         if not note.kind.startswith("incident_") and note.step_start > first:
@@ -133,7 +134,9 @@ def root_cause(context: PostmortemContext) -> list[Part]:
     items = []
     for verdict in context.verdicts:
         step = next((s for s in verdict.trail if s.question in TRIGGERS and s.answer == "yes"), None)
-        trigger = f"{TRIGGERS[step.question]}: {step.sentence}" if step else "not established"
+        trigger = f"trigger: {TRIGGERS[step.question]}: {step.sentence}" if step else "trigger: not established"
+        if verdict.status == "established" and verdict.leaf.startswith("journal_"):
+            trigger = "established by the experiments of the run"
         steps = fmt_steps(verdict.step_start, verdict.step_end)
-        items.append(f"{steps}: root cause: {verdict.cause}; trigger: {trigger}")
+        items.append(f"{steps}: root cause: {verdict.cause}; {trigger}")
     return [bullets(items, "no incident, no cause")]

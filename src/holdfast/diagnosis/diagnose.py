@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 import numpy as np
 
@@ -174,7 +172,9 @@ def _journal_verdicts(
         verdict = _verdict(episode, conclusion)
         verdict.incident, verdict.state = line.number, line.state
         verdict.row_start = verdict.row_end = incident.row
-        verdict.evidence.append(f"incident {line.number} of the journal, {line.state}: {_count(line.actions)}")
+        verdict.evidence.append(
+            f"incident {line.number} of the journal, {line.state}: {line.describe_actions() or 'none'}"
+        )
         verdicts.append(verdict)
     return verdicts
 
@@ -183,7 +183,8 @@ def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLin
     """Note the incidents without a verdict: observed only, or of a kind that the tree does not know; and noted causes."""
     notes = []
     for line in [*(line for line in journal.incidents if line.number not in judged), *journal.noted_causes]:
-        text = f"incident {line.number} of the journal: {line.kind}; actions: {_count(line.actions)}; {line.state}"
+        done = line.describe_actions() or "none"
+        text = f"incident {line.number} of the journal: {line.kind}; actions: {done}; {line.state}"
         kind = f"incident_{line.state}"
         if not line.number:
             kind, text = line.kind, "not an incident"
@@ -204,10 +205,6 @@ def restored_view(table: Table, verdict: IncidentVerdict) -> tuple[Table, Incide
         return table, verdict
     rows = {"row_start": incident.episode.first, "row_end": incident.episode.last}
     return incident.table, msgspec.structs.replace(verdict, **rows)
-
-
-def _count(actions: list[str]) -> str:
-    return ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(actions).items()) or "none"
 
 
 def _leaf_note(conclusion: walk.Conclusion, kind: str, start: float, end: float) -> NoteLine:

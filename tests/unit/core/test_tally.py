@@ -148,7 +148,7 @@ def cause(cause: str = "data", **more: Any) -> dict[str, Any]:
         ),
         ([LOOP, cause(data=[[1, 160, 170]])], "data (positions 160 to 169 of epoch 1)"),
         ([cause(data=[[0, 7, 8]])], "data (position 7)"),
-        ([LOOP, cause(data=[[0, 0, 16]], samples=[3])], "data (sample 3)"),
+        ([LOOP, cause(data=[[0, 0, 16]], samples=[3])], "data (batch 1, sample 3)"),
         ([cause(samples=[1, 2, 3, 4, 5, 6])], "data (samples 1, 2, 3, 4 and 2 more)"),
         ([cause()], "data"),
         ([cause(data=[[0, 0, 16]]), cause("transient")], "transient"),
@@ -156,13 +156,34 @@ def cause(cause: str = "data", **more: Any) -> dict[str, Any]:
     ],
 )
 def test_line_of_an_incident_has_its_last_cause_and_the_data_at_fault(events, words):
-    (incident,) = tally(opened(), action("rollback"), *events, CLOSED).incidents
-    assert str(incident) == f"incident 1: loss_spike at step 40: rollback; cause: {words}; closed"
+    (incident,) = tally(opened(), action("rollback"), action("skip"), action("skip"), *events, CLOSED).incidents
+    assert str(incident) == f"incident 1: loss_spike at step 40: rollback, skip x2; cause: {words}; closed"
     assert incident.text == "it came back with the data"
+
+
+def test_samples_that_an_incident_quarantines_are_the_data_at_fault():
+    quarantined = {"event": "quarantine", "samples": [7, 9], "incident": 1}
+    (incident,) = tally(opened(), cause(data=[[0, 0, 16]]), quarantined, quarantined).incidents
+    assert (incident.samples, incident.where) == ([7, 9], "positions 0 to 15, samples 7, 9")
+    (innocent,) = tally(opened(), cause("transient"), quarantined).incidents
+    assert innocent.samples == []
+
+
+def test_every_batch_of_an_incident_that_was_at_fault_is_named():
+    (incident,) = tally(opened(), LOOP, cause(data=[[0, 0, 16]]), cause(data=[[0, 64, 80]], samples=[70])).incidents
+    assert incident.where == "batches 1, 5, sample 70"
+
+
+def test_batches_that_are_served_again_are_not_left_out():
+    quarantined = [{"event": "quarantine", "spans": [[0, n, n + 16]], "batches": 1} for n in (0, 16, 32)]
+    released = {"event": "released", "spans": [[0, 0, 16], [0, 16, 32]]}
+    assert tally(*quarantined, released).batches_skipped == 1
+    assert tally(released).batches_skipped == 0
 
 
 def test_cause_of_an_incident_that_is_not_on_record_is_ignored():
     assert tally(cause()).incidents == []
+    assert tally(opened(), {"event": "cause", "cause": "lr"}).incidents[0].cause is None
 
 
 def test_note_with_a_cause_is_kept_and_is_no_incident():
@@ -172,6 +193,9 @@ def test_note_with_a_cause_is_kept_and_is_no_incident():
     for event in (
         LOOP,
         {**note, "evidence": {"peak": 9.0}},
+        {**note, "kind": "desync", "evidence": {"cause": "software"}},
+        {**note, "kind": "own", "evidence": {"cause": ["data"]}},
+        {**note, "kind": "own", "evidence": {"cause": "data", "data": "all of it"}},
         {**note, "evidence": evidence},
         {**note, "evidence": evidence},
     ):

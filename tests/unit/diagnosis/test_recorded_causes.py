@@ -102,9 +102,8 @@ def garbage_batches(run: RecordedRun) -> IncidentVerdict:
     run.experiment("same_data", "begun")
     run.train(299)
     run.train(303, rise=6.0, grad_norm=20.0)
-    run.experiment("same_data", "came_back", "at the same batch")
     run.roll_back(290)
-    run.experiment("leave_out_data", "begun")
+    run.experiment("leave_out_data", "begun", "it came back; batches whose own loss is off are left out")
     run.quarantine.add_spans(spans, "loss_spike")
     run.journal.write("quarantine", spans=spans, batches=6, reason="loss_spike", incident=1)
     run.train(320)
@@ -129,7 +128,7 @@ def test_garbage_data_is_named_with_its_batches_and_what_became_of_them(run):
 def test_evidence_is_the_experiments_that_were_run_and_what_came_of_each(run):
     evidence = garbage_batches(run).evidence
     assert [text for text in evidence if text.startswith("experiment")] == [
-        "experiment at step 303, the same data again, nothing changed: it came back (at the same batch)",
+        "experiment at step 290, the same data again, nothing changed: it came back",
         "experiment at step 320, without the data at the onset: it did not come back",
     ]
     assert "online, step 305: several losses are far above the baseline: 8 against 2" in evidence
@@ -141,7 +140,7 @@ def test_every_report_of_the_run_says_the_same_cause(run):
     text = run.postmortem()
     assert f"root cause: {verdict.cause}; established by the experiments of the run" in text.replace("\\", "")
     assert "| 320 | cause | data: the loss rises with these batches" in text
-    assert "| 303 | experiment | same_data: came_back: at the same batch" in text
+    assert "| 320 | experiment | leave_out_data: gone" in text
     (table,) = read(run.folder)
     console = Console(width=200, record=True, file=io.StringIO())
     terminal.show(console, table, diagnose(table))
@@ -187,7 +186,8 @@ def jump_of_the_learning_rate(run: RecordedRun) -> None:
 
 def test_learning_rate_is_named_with_its_numbers(run):
     jump_of_the_learning_rate(run)
-    run.experiment("same_data", "came_back")
+    run.experiment("same_data", "came_back", "at the same batch")
+    run.journal.write("action", action="hold_lr", incident=1, step=291, max_lr=1e-3)
     run.journal.write("action", action="cut_lr", incident=1, step=291, lr_from=0.3, lr_to=1e-3)
     run.train(330)
     run.experiment("hold_lr", "gone")
@@ -196,7 +196,11 @@ def test_learning_rate_is_named_with_its_numbers(run):
     (verdict,) = run.diagnose().verdicts
     assert verdict.cause == "lr: the run is unstable at 0.3"
     assert verdict.action.startswith("Lower the learning rate, or look at the code that set it: the learning rate went")
-    assert "from 0.001 to 0.3" in verdict.action and "cut from 0.3 to 0.001 at step 291" in verdict.action
+    assert "from 0.001 to 0.3" in verdict.action in verdict.action
+    assert "held at 0.001 at step 291; cut from 0.3 to 0.001 at step 291" in verdict.action
+    assert "experiment at step 291, the same data again, nothing changed: it came back (at the same batch)" in (
+        verdict.evidence
+    )
     assert "experiment at step 330, at the learning rate from before its jump: it did not come back" in verdict.evidence
 
 
@@ -244,6 +248,25 @@ def test_cause_that_is_not_established_lists_what_is_missing(run):
     assert verdict.action.endswith(f"try what is missing: {'; '.join(missing)}.")
 
 
+def test_experiment_that_another_recovery_ended_has_no_result(run):
+    run.spike(300)
+    run.experiment("same_data", "begun")
+    run.journal.write("experiment", incident=1, step=295, result="not_established", text="a hook took over")
+    run.close()
+    run.cause("not_established", "a hook took over")
+    (verdict,) = run.diagnose().verdicts
+    (experiment,) = [text for text in verdict.evidence if text.startswith("experiment")]
+    assert experiment == "experiment at step 295, the same data again, nothing changed: not established"
+
+
+def test_sentence_that_repeats_the_cause_is_shortened(run):
+    run.spike(300)
+    run.cause("transient", "a transient fault: the same data ran again, and it did not come back")
+    run.close()
+    (verdict,) = run.diagnose().verdicts
+    assert verdict.cause == "transient: the same data ran again, and it did not come back"
+
+
 def test_last_of_several_causes_holds(run):
     run.spike(300)
     run.cause("data", "it seems so", data=[Span(0, 0, 16)])
@@ -251,6 +274,7 @@ def test_last_of_several_causes_holds(run):
     run.close()
     (verdict,) = run.diagnose().verdicts
     assert verdict.cause == "transient: it was not the data"
+    assert "before, step 290: it seems so" in verdict.evidence
 
 
 def test_incident_without_an_undone_row_has_its_cause_too(run):
@@ -367,6 +391,7 @@ def _break_quarantine(run: RecordedRun) -> None:
         (lambda run: run.cause("data", "x", number=9), "data: before"),
         (lambda run: run.journal.write("cause", incident=[1], cause="lr"), "data: before"),
         (lambda run: run.journal.write("cause", incident=1), "data: before"),
+        (lambda run: run.journal.write("cause", cause="lr", text="of no incident"), "data: before"),
         (lambda run: run.cause("cosmic", "a cause of another version"), "cosmic: a cause of another version"),
         (lambda run: run.journal.write("experiment", incident=1, rung=["a"], result={}, step="x"), "data: before"),
         (lambda run: run.finding("lr_jump", Severity.NOTE, "", onset=None, evidence=[]), "data: before"),

@@ -107,6 +107,8 @@ class Engine:
         fields = {k: v for k, v in fields.items() if v is not None}
         if self._journal is not None:
             self._journal.write(event, durable=durable, **fields)
+        if event in ("experiment", "cause"):
+            self._files.add_event(event, fields)
         self._tally.feed(plain({"event": event, **fields}))
 
     def note(self, step: int, message: str) -> None:

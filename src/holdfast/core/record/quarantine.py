@@ -157,7 +157,7 @@ class Quarantine:
             self.save()
 
     def _add_unsaved(self, entry: dict[str, Any]) -> None:
-        spans = [s for s in read_spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
+        spans = [s for s in _spans(entry.get("spans")) if s.stop > s.start and not self.covers(*s)]
         samples = [i for i in map(int, entry.get("samples", ())) if i not in self._samples]
         ahead = entry.get("ahead")
         if ahead is not None and not any(e.get("ahead") == ahead for e in self._entries):
@@ -244,6 +244,5 @@ def _entries_of(event: dict[str, Any]) -> list[dict[str, Any]]:
     return []
 
 
-def read_spans(value: Any) -> list[Span]:
-    """Return the spans of an event or a file, where they are lists of three numbers."""
+def _spans(value: Any) -> list[Span]:
     return [Span(*map(int, span)) for span in value or ()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
-from holdfast.core.base.types import Span
-from holdfast.core.record.quarantine import read_spans
+from holdfast.core.base.types import Cause, Span
 
 _MAX_PLACES = 4
 """spans or sample ids that a description names; the others are counted"""
@@ -32,10 +34,13 @@ class IncidentSummary(msgspec.Struct, kw_only=True):
     where: str = ""
     """the same in words, in batches if the journal has the batch size"""
 
+    def describe_actions(self) -> str:
+        return ", ".join(f"{name} x{n}" if n > 1 else name for name, n in Counter(self.actions).items())
+
     def __str__(self) -> str:
-        done = ", ".join(self.actions) or "recorded only"
+        done = self.describe_actions() or "recorded only"
         cause = "" if self.cause is None else f"; cause: {self.cause.replace('_', ' ')}"
-        where = f" ({self.where})" if self.where and self.cause == "data" else ""
+        where = f" ({self.where})" if self.where and self.cause == Cause.DATA else ""
         return f"incident {self.number}: {self.kind} at step {self.step}: {done}{cause}{where}; {self.state}"
 
 
@@ -80,9 +85,7 @@ class Summary(msgspec.Struct, kw_only=True):
 
 
 def describe_data(spans: list[Span], samples: list[int], batch_size: int | None = None) -> str:
-    """Name data in words: by its sample ids, by its batches, counted from 1 in each epoch, or by its positions there."""
-    if samples:
-        return _list_places("sample", "samples", list(map(str, samples)))
+    """Name data in words: by its batches, counted from 1 in each epoch, or its positions there, and by its sample ids."""
     joined: list[Span] = []
     for span in sorted(spans):
         if joined and joined[-1].epoch == span.epoch and joined[-1].stop >= span.start:
@@ -97,7 +100,8 @@ def describe_data(spans: list[Span], samples: list[int], batch_size: int | None 
         first, last = start // size + is_whole, (stop - 1) // size + is_whole
         place = f"{first} to {last}" if last > first else str(first)
         places.append(f"{place} of epoch {epoch}" if epoch else place)
-    return _list_places(*names, places)
+    ids = _list_places("sample", "samples", list(map(str, samples)))
+    return ", ".join(filter(None, (_list_places(*names, places), ids)))
 
 
 def _list_places(one: str, several: str, places: list[str]) -> str:
@@ -141,23 +145,32 @@ class Tally:
             self._incidents[event["incident"]].state = "closed"
 
     def _on_cause(self, event: dict[str, Any]) -> None:
-        """Take the cause of an incident; a later one replaces it."""
-        line = self._incidents.get(event["incident"])
+        """Take the cause of an incident. A later one replaces it, but one more batch is added to the data at fault."""
+        line = self._incidents.get(event.get("incident") or 0)
         if line is not None:
             self._set_cause(line, event, event.get("text"))
 
     def _on_finding(self, event: dict[str, Any]) -> None:
         """Keep a note with a cause, such as a spike that came back by itself."""
         evidence = event.get("evidence")
-        if event.get("severity") == "note" and isinstance(evidence, dict) and evidence.get("cause"):
-            step, onset = int(event["step"]), int(event["onset"])
-            note = IncidentSummary(number=0, kind=str(event["kind"]), step=step, onset=onset, state="closed")
-            self._set_cause(note, evidence, event.get("message"))
-            self.notes[note.kind, onset] = note
+        if event.get("severity") != "note" or not isinstance(evidence, dict):
+            return
+        if str(evidence.get("cause")) in set(Cause):  # a finding of corruption has other causes, such as "software"
+            with contextlib.suppress(TypeError, ValueError):  # the evidence of a user's detector may hold anything
+                step, onset = int(event["step"]), int(event["onset"])
+                note = IncidentSummary(number=0, kind=str(event["kind"]), step=step, onset=onset, state="closed")
+                self._set_cause(note, evidence, event.get("message"))
+                self.notes[note.kind, onset] = note
 
     def _set_cause(self, line: IncidentSummary, about: dict[str, Any], text: Any) -> None:
+        if line.cause != about["cause"]:
+            line.data, line.samples = [], []
         line.cause, line.text = str(about["cause"]), str(text or "")
-        line.data, line.samples = read_spans(about.get("data")), [int(i) for i in about.get("samples") or ()]
+        line.data = [*line.data, *(Span(*map(int, span)) for span in about.get("data") or ())]
+        self._add_samples(line, about.get("samples") or ())
+
+    def _add_samples(self, line: IncidentSummary, samples: Iterable[Any]) -> None:
+        line.samples = list(dict.fromkeys([*line.samples, *map(int, samples)]))
         line.where = describe_data(line.data, line.samples, self._batch_size)
 
     def _on_facts(self, event: dict[str, Any]) -> None:
@@ -185,7 +198,15 @@ class Tally:
 
     def _on_quarantine(self, event: dict[str, Any]) -> None:
         self._summary.batches_skipped += event.get("batches") or 0
-        self._summary.samples_quarantined += len(event.get("samples") or ())
+        samples = event.get("samples") or ()
+        self._summary.samples_quarantined += len(samples)
+        line = self._incidents.get(event.get("incident") or 0)
+        if line is not None and line.cause == Cause.DATA:
+            self._add_samples(line, samples)
+
+    def _on_released(self, event: dict[str, Any]) -> None:
+        """Take back the batches that are served again."""
+        self._summary.batches_skipped = max(0, self._summary.batches_skipped - len(event.get("spans") or ()))
 
     def _on_ack(self, event: dict[str, Any]) -> None:
         self._summary.stopped = None

@@ -71,9 +71,23 @@ class RunJournal:
         return max(line.step, self._last_steps.get(line.number, line.step))
 
     def experiments(self, incident: int) -> list[dict[str, Any]]:
-        """Return the experiments of an incident: those with a result, and a last one that has none yet."""
-        events = [event for event in self.select("experiment") if event.get("incident") == incident]
-        return [event for event in events if event.get("result") != "begun" or event is events[-1]]
+        """Return the experiments of an incident, each with its result: if another has begun after it, it came back."""
+        experiments: list[dict[str, Any]] = []
+        for event in self.select("experiment"):
+            if event.get("incident") != incident:
+                continue
+            if experiments and experiments[-1].get("result") == "begun":
+                last = experiments.pop()
+                event = {**event, "rung": event.get("rung") or last.get("rung")}
+                if event["rung"] != last.get("rung"):
+                    experiments.append({**last, "result": "came_back", "text": ""})
+            experiments.append(event)
+        return experiments
+
+    def earlier_causes(self, line: IncidentSummary) -> list[dict[str, Any]]:
+        """Return the other causes that an incident had before its last one, such as that of a fault before it."""
+        events = [event for event in self.select("cause") if event.get("incident") == line.number]
+        return [event for event in events if event.get("cause") != line.cause]
 
     def findings(self, first: int, last: int, kind: str | None = None) -> list[dict[str, Any]]:
         """Return the findings of steps `first` to `last`, of one kind or of all."""

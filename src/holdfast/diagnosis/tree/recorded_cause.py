@@ -33,6 +33,8 @@ _RUNGS = {
     "hold_lr": "at the learning rate from before its jump",
     "accept": "accepted, as the new course of the loss",
 }
+_NAMES = {"a transient fault", "the data", "the LR"}
+"""how the sentence of a cause begins if it repeats the cause"""
 _RESULTS = {"begun": "no result on record", "gone": "it did not come back", "came_back": "it came back"}
 _ADVICE = {
     "data": ("Inspect {data}.", "the loss of this data from a checkpoint before step {start}: it is as bad again"),
@@ -80,7 +82,8 @@ def conclude(line: IncidentSummary, journal: RunJournal, episode: Episode, measu
     shown = [*(jumps if cause == "lr" else []), *reversed(first.values())]
     trail = [step for step in measured.trail if step.question in _MEASUREMENTS and step.answer == "yes"]
     evidence = [f"online, step {finding['step']}: {finding.get('message')}" for finding in shown]
-    evidence += [_describe_experiment(event) for event in journal.experiments(line.number)]
+    evidence += [_describe_experiment(event, line) for event in journal.experiments(line.number)]
+    evidence += [f"before, step {event.get('step')}: {event.get('text')}" for event in journal.earlier_causes(line)]
     evidence += [step.sentence for step in trail]
     action, confirm = advise(cause, line, journal)
     leaf = Leaf(
@@ -107,7 +110,8 @@ def describe_cause(line: IncidentSummary) -> str:
     if line.cause == "not_established":
         return "not established"
     where = f" ({line.where})" if line.where and line.where not in line.text else ""
-    return f"{line.cause}{where}: {line.text}".removesuffix(": ")
+    name, _, text = line.text.partition(": ")
+    return f"{line.cause}{where}: {text if name in _NAMES else line.text}".removesuffix(": ")
 
 
 def advise(cause: str, line: IncidentSummary, journal: RunJournal) -> tuple[str, str]:
@@ -128,20 +132,20 @@ def _lr_jumps(line: IncidentSummary, journal: RunJournal) -> list[dict[str, Any]
     return journal.findings(line.onset - _LR_JUMP_STEPS, line.step, Kind.LR_JUMP)
 
 
-def _describe_experiment(event: dict[str, Any]) -> str:
-    rung, result = str(event.get("rung")), str(event.get("result"))
-    text = f" ({event['text']})" if event.get("text") else ""
+def _describe_experiment(event: dict[str, Any], line: IncidentSummary) -> str:
+    rung, result, text = str(event.get("rung")), str(event.get("result")), str(event.get("text") or "")
+    text = f" ({text})" if text and text != line.text and result != "begun" else ""
     outcome = _RESULTS.get(result, result.replace("_", " "))
     return f"experiment at step {event.get('step')}, {_RUNGS.get(rung, rung)}: {outcome}{text}"
 
 
 def _describe_rates(line: IncidentSummary, journal: RunJournal) -> str:
     texts = [f"{jump.get('message')} (step {jump['step']})" for jump in _lr_jumps(line, journal)]
-    cuts = [cut for cut in journal.actions("cut_lr") if cut.get("incident") == line.number]
-    texts += [
-        f"cut from {fmt_recorded(cut.get('lr_from'))} to {fmt_recorded(cut.get('lr_to'))} at step {cut.get('step')}"
-        for cut in cuts
-    ]
+    for action in journal.actions("cut_lr", "hold_lr"):
+        if action.get("incident") == line.number:
+            cut = f"cut from {fmt_recorded(action.get('lr_from'))} to {fmt_recorded(action.get('lr_to'))}"
+            held = f"held at {fmt_recorded(action.get('max_lr'))}"
+            texts.append(f"{held if action['action'] == 'hold_lr' else cut} at step {action.get('step')}")
     return f": {'; '.join(texts)}" if texts else ""
 
 

@@ -48,10 +48,12 @@ class IncidentFiles:
         self._add({"outcome": outcome})
 
     def add_event(self, event: str, fields: dict[str, Any]) -> None:
-        """Add an experiment or a cause from the journal. The last cause is the cause of the incident."""
-        if event == "cause" and self._incident is not None:
+        """Add an experiment, or set the cause, as the journal has it. A later cause replaces an earlier one."""
+        if event == "experiment":
+            self._add({event: fields})
+        elif self._incident is not None:
             self._incident["cause"] = fields
-        self._add({event: fields})
+            self._save()
 
     def close(self, state: str) -> None:
         if self._incident is not None:

@@ -201,7 +201,9 @@ def test_learning_rate_is_named_with_its_numbers(run):
     assert "experiment at step 291, the same data again, nothing changed: it came back (at the same batch)" in (
         verdict.evidence
     )
-    assert "experiment at step 330, at the learning rate from before its jump: it did not come back" in verdict.evidence
+    assert (
+        "experiment at step 330, with the learning rate held at a lower one: it did not come back" in verdict.evidence
+    )
 
 
 def test_jump_of_the_learning_rate_is_not_evidence_for_another_cause(run):
@@ -325,7 +327,20 @@ def test_broken_state_whose_finding_is_lost_is_still_broken_state(run):
     run.roll_back(290)
     run.close()
     (verdict,) = run.diagnose().verdicts
-    assert verdict.cause == "the state holds NaN or Inf; what wrote it is not established"
+    assert verdict.cause == (
+        "the weights, the optimizer state or a buffer hold NaN or Inf; what wrote it is not established"
+    )
+
+
+def test_state_that_no_update_could_have_made_is_named_with_its_tensor(run):
+    run.train(300)
+    message = "0.weight grew by a factor of 50 in one step"
+    run.finding("state_jump", Severity.ROLLBACK, message)
+    run.open("state_jump")
+    run.roll_back(290)
+    run.close()
+    (verdict,) = run.diagnose().verdicts
+    assert (verdict.kind, verdict.cause) == ("state_jump", f"{message}; what wrote it is not established")
 
 
 def test_jump_of_the_learning_rate_before_an_incident_is_named(run):

@@ -12,6 +12,7 @@ CURVE_KINDS = {
     "nan": "the loss is NaN or Inf",
     "grad_nonfinite": "the gradient is NaN or Inf while the loss is finite",
     "nonfinite_state": "the weights, the optimizer state or a buffer hold NaN or Inf",
+    "state_jump": "the weights or the optimizer state change by more than updates can",
     "spike_recovered": "the loss jumps and returns to its baseline",
     "spike": "the loss jumps and does not return to its baseline",
     "divergence": "the loss rises fast and stays high",

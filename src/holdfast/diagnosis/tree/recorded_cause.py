@@ -12,7 +12,7 @@ import msgspec
 from holdfast.core.base.types import Kind
 from holdfast.core.record.tally import IncidentSummary, describe_data
 from holdfast.diagnosis.model.answers import fmt
-from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.episode import INCIDENT_KINDS, Episode
 from holdfast.diagnosis.model.run_journal import RunJournal, fmt_recorded
 from holdfast.diagnosis.tree.load import Leaf
 from holdfast.diagnosis.tree.walk import Conclusion
@@ -21,6 +21,7 @@ _ESTABLISHED, _SUPPORTED = 0.95, 0.85
 """confidence in a cause that experiments established, and in one that a finding suggests"""
 _LR_JUMP_STEPS = 50
 """a jump of the learning rate at most this many steps before an incident counts as its cause"""
+_STATE_KINDS = (Kind.NONFINITE_STATE, Kind.STATE_JUMP)
 _MEASUREMENTS = {
     "loss_nonfinite", "gradient_nonfinite", "loss_jumped", "gradient_exploded", "grad_norm_far_above", "gradient_leads",
     "loss_trends_up", "spike_lasts",
@@ -30,7 +31,7 @@ _RUNGS = {
     "same_data": "the same data again, nothing changed",
     "leave_out_data": "without the data at the onset",
     "cut_lr": "at a lower learning rate",
-    "hold_lr": "at the learning rate from before its jump",
+    "hold_lr": "with the learning rate held at a lower one",
     "accept": "accepted, as the new course of the loss",
 }
 _NAMES = {"a transient fault", "the data", "the LR"}
@@ -66,15 +67,15 @@ _ADVICE = {
 def conclude(line: IncidentSummary, journal: RunJournal, episode: Episode, measured: Conclusion) -> Conclusion:
     """Return what the journal says about an incident. If it names no cause, return `measured`, the tree's conclusion."""
     findings = journal.findings(line.onset, journal.last_step(line))
-    broken = [finding for finding in findings if finding.get("kind") == Kind.NONFINITE_STATE]
+    broken = [finding for finding in findings if finding.get("kind") in _STATE_KINDS]
     jumps = _lr_jumps(line, journal)
     if line.cause is not None:
         cause, text = line.cause, describe_cause(line)
     elif jumps:
         cause, text = "lr", str(jumps[-1].get("message"))
-    elif broken or line.kind == Kind.NONFINITE_STATE:
-        tensor = str(broken[0].get("message")) if broken else "the state holds NaN or Inf"
-        cause, text = "state", f"{tensor}; what wrote it is not established"
+    elif broken or line.kind in _STATE_KINDS:
+        state = str(broken[0].get("message")) if broken else INCIDENT_KINDS[line.kind]
+        cause, text = "state", f"{state}; what wrote it is not established"
     else:
         return measured
     # The first finding of each kind. A jump of the learning rate would contradict any cause but itself.

@@ -46,7 +46,7 @@ class RecoveryHistory:
             name, action = event.get("event"), event.get("action")
             if name == "started_over":
                 self.interventions.clear()
-            elif name == "resumed" and event.get("interventions_kept") is not None:
+            elif name in ("resumed", "experiment") and event.get("interventions_kept") is not None:
                 self.rolled_back(_int_or_zero(event["interventions_kept"]), ())
             elif name == "action" and action == "rollback":
                 kept, added = event.get("interventions_kept"), event.get("interventions")

@@ -87,6 +87,21 @@ class Course:
         spread = 1.4826 * median([abs(loss - level) for loss in before])
         return level, level + max(_OFF_DEVIATIONS * spread, _OFF_SHARE * abs(level), _second_largest_residual(past))
 
+    def batches_at_fault(self, onset: int) -> list[Signal]:
+        """Return the steps of an excursion that began and ended from one batch to the next: their data was the cause."""
+        reference = self.reference(onset)
+        if reference is None:
+            return []
+        level, limit = reference
+        off = [s for s in self.signals if s.step >= onset and s.loss > limit]
+        if not off:
+            return []
+        height = median([s.loss for s in off]) - level
+        after = next((s.loss for s in self.signals if s.step > off[-1].step), math.inf)
+        is_solid = len(off) >= 0.8 * (off[-1].step - off[0].step + 1)
+        is_sharp = off[0].loss >= level + 0.5 * height and after <= level + 0.25 * height
+        return off if is_solid and is_sharp else []
+
     def is_descent(self, level: float, onset: int) -> bool:
         """Return whether the loss was at `level` before `onset` by a descent: far below untrained, and never wandering."""
         untrained = self.untrained

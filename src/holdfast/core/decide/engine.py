@@ -86,6 +86,8 @@ class Engine:
         self._recent: deque[Signal] = deque(maxlen=_RECENT_SIGNALS)
         self._incident: Incident | None = None
         self._observed: tuple[tuple[str, int, int], int] = (("", 0, 0), 0)
+        self._interrupted: int | None = None
+        self._is_over_share = False
         self._journal: Journal | None = None
         self._files = IncidentFiles(None)
 
@@ -98,6 +100,8 @@ class Engine:
         self.policy.rebuild(past)
         for event in past:
             self._tally.feed(event)
+            if event.get("event") == "experiment":
+                self._interrupted = event.get("incident") if event.get("result") == "begun" else None
         account = self.policy.state.incident
         if account is not None:
             self._files.reopen(account.number, account.kind, account.opened, account.onset)
@@ -158,6 +162,11 @@ class Engine:
                     detected.append(finding)
         self._recent.append(signal)
         ruling = self.experiments.observe(signal, detected)
+        if detected:
+            detected = [
+                self.experiments.explain(f, signal.group) if f.evidence.get("outcome") == "recovered" else f
+                for f in detected
+            ]
         if ruling is not None and ruling.is_return and not ruling.is_final:
             spent = self.policy.exhausted_budget()
             ruling = ruling if spent is None else self.experiments.give_up(signal, spent)
@@ -313,8 +322,7 @@ class Engine:
 
     def commit(self, signal: Signal) -> int | None:
         """Count a committed step. Return the number of the incident that it closed, or None."""
-        is_suspect = self.experiments.excursion is not None and self.experiments.is_suspect
-        closed = self.policy.commit(signal.step, is_suspect=is_suspect)
+        closed = self.policy.commit(signal.step, is_open=self.experiments.excursion is not None)
         if self.policy.established:
             self._write_causes(signal)
         if closed is not None:
@@ -331,6 +339,38 @@ class Engine:
             self.write("cause", step=signal.step, incident=incident, cause=cause, text=text)
             log.warning("holdfast: step %d: incident %d: %s", signal.step, incident, text)
 
+    def may_quarantine_samples(self, step: int, batches: int) -> bool:
+        """Count skipped batches. Return whether sample ids may be left out of later epochs; log once when they may not."""
+        experiments = self.experiments
+        if experiments.in_progress is None:
+            experiments.count_left_out(step, batches)
+        if experiments.allows_leaving_out(step):
+            self._is_over_share = False
+            return True
+        if not self._is_over_share:
+            self._is_over_share = True
+            limits = self.config.quarantine
+            self.note(
+                step,
+                f"more than {limits.max_share:.2%} of the last {limits.share_batches} batches were left out: no more data is "
+                "left out, except steps that are not finite; look at the data",
+            )
+        return False
+
+    @property
+    def interrupted(self) -> int | None:
+        """Return the incident whose experiment a previous process began and did not end, if this one does not go on."""
+        return None if self.experiments.in_progress is not None else self._interrupted
+
+    def end_interrupted(self, step: int, interventions_kept: int) -> None:
+        """Journal that the experiment of a previous process is not continued."""
+        text = "the process ended in the middle of the experiment: nothing of it is kept"
+        number, self._interrupted = self._interrupted, None
+        fields = {"result": "not_established", "text": text, "interventions_kept": interventions_kept}
+        self.write("experiment", durable=True, incident=number, step=step, **fields)
+        self.write("cause", incident=number, step=step, cause=Cause.NOT_ESTABLISHED, text=text)
+        log.warning("holdfast: step %d: incident %s: %s", step, number, text)
+
     def cannot_return(self, plan: Plan, step: int, why: str) -> None:
         """End an experiment that has no state to return to. The step keeps its update."""
         ruling = self.experiments.cannot_return(why)
@@ -338,6 +378,11 @@ class Engine:
             for name, fields in ruling.events:
                 self.write(name, durable=True, incident=plan.incident, step=step, **fields)
             log.warning("holdfast: step %d: %s", step, ruling.note)
+
+    def declare_shift(self, reason: str, step: int) -> None:
+        """Record a shift that the loop has declared. A loss whose rise was accepted is acted on again."""
+        self.experiments.arm()
+        self.shift(reason, step)
 
     def shift(self, reason: str, step: int) -> None:
         """Record an expected shift and let the detectors learn the new level; non-finite and gross alarms stay."""

@@ -202,6 +202,19 @@ class Experiments:
             return self._veto(ex, signal)
         return getattr(self, f"_in_{ex.phase}")(ex, course, signal) if has_landed else None
 
+    def explain(self, finding: Finding, group: str | None) -> Finding:
+        """Return the note that a spike has come back by itself, with its cause if the data shows it."""
+        course = self._courses.get(group or "")
+        batches = [] if course is None else course.batches_at_fault(finding.onset)
+        if not batches or self.excursion is not None:
+            return finding
+        first, last = batches[0].step, batches[-1].step
+        where = f"step {first}" if first == last else f"steps {first} to {last}"
+        text = f"the data: the loss was high at {where} only, and not at the batches before and after"
+        data = [list(span) for batch in batches for span in batch.data]
+        evidence = {**finding.evidence, "cause": Cause.DATA, "text": text, "data": data}
+        return msgspec.structs.replace(finding, message=f"{finding.message}; {text}", evidence=evidence)
+
     # ---- the excursion
 
     def _open(self, course: Course, signal: Signal, findings: Sequence[Finding]) -> Excursion | None:
@@ -265,7 +278,8 @@ class Experiments:
         return bool(off) and self._is_as_untrained(ex, course, median(off))
 
     def _in_watch(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
-        if ex.kind != Kind.DIVERGENCE and self._is_gross(ex, course):
+        is_gross = ex.kind != Kind.DIVERGENCE and self._is_gross(ex, course)
+        if is_gross and self.can_serve_again:
             return self._begin(ex, course, SAME_DATA, signal)
         recent = course.recent(_RECENT, ex.found)
         if recent is not None and recent <= ex.limit:
@@ -430,7 +444,7 @@ class Experiments:
             return self._conclude(ex, Cause.LR, text, "gone")
         if not self.can_serve_again:
             text = "it did not come back on new data: a transient fault, or the data of that stretch"
-            return self._conclude(ex, Cause.NOT_ESTABLISHED, text, "gone")
+            return self._disarm(ex, course, signal, text, Cause.NOT_ESTABLISHED)
         text = "a transient fault: the same data ran again from the same state, and it did not come back"
         return self._conclude(ex, Cause.TRANSIENT, text, "gone")
 

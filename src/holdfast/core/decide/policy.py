@@ -199,8 +199,11 @@ class Policy:
         if self.state.incident is not None:
             self.state.incident.target = step
 
-    def commit(self, step: int, *, is_suspect: bool = False) -> int | None:
-        """Count a committed step. Return the number of the incident that it closed, or None."""
+    def commit(self, step: int, *, is_open: bool = False) -> int | None:
+        """Count a committed step. Return the number of the incident that it closed, or None.
+
+        is_open: an experiment is under way, so the incident stays open.
+        """
         state = self.state
         state.clock += 1
         was_replayed, state.just_replayed = state.just_replayed, False
@@ -214,7 +217,7 @@ class Policy:
         elif incident.check_at is not None and step >= incident.check_at:
             self._establish(incident.number, *_RETURNS[incident.last_return])
             incident.check_at = None
-        if is_suspect:
+        if is_open:
             return None
         incident.healthy += 1
         if incident.healthy < self._config.probation_steps:

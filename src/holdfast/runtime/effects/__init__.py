@@ -7,7 +7,7 @@ effect writes the run's progress.
 from __future__ import annotations
 
 from holdfast.core.base.types import Replay, Rollback, Skip, SkipData, Stop
-from holdfast.runtime.effects import interventions, replay, rollback, skip, skip_data, stop
+from holdfast.runtime.effects import interrupted, interventions, replay, rollback, skip, skip_data, stop
 from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition
 
 _TOO_LATE = "the update had landed before it was found: only a rollback undoes it"
@@ -40,4 +40,4 @@ def carry_out(recovery: RecoveryParts, situation: Situation) -> Transition:
     return transition._replace(interventions=interventions.interventions_of(plan, situation.committed))
 
 
-__all__ = ["RecoveryParts", "Situation", "Transition", "carry_out", "interventions", "skip", "skip_data"]
+__all__ = ["RecoveryParts", "Situation", "Transition", "carry_out", "interrupted", "interventions", "skip", "skip_data"]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from holdfast.core.base.types import Flag, Outcome, Status
 from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
+from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
 
 log = logging.getLogger("holdfast")
 
+_NONFINITE = Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE
+_LISTED_IDS = 64
 _NONFINITE_ROW = "the row holds NaN or Inf"
 
 
@@ -31,20 +35,10 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
         samples=sample_ids or None,
         **origin_fields(attempt),
         batches=len(attempt.draws),
+        ids=_batch_ids(attempt.draws),
         evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
-    is_nonfinite = signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
-    if not is_nonfinite or context.config.recover.nan_action != "skip":
-        ranks = [] if attempt.origin is None else attempt.origin.ranks
-        origin = f"; from rank {', '.join(map(str, ranks))}" if ranks else ""
-        log.warning(
-            "holdfast: step %d: skipped a batch: %s: loss %s, gradient norm %s%s",
-            signal.step,
-            reason,
-            signal.loss,
-            signal.grad_norm,
-            origin,
-        )
+    _log_skip(recovery, situation, reason)
     recovery.snapshots.discard_in_progress()
     _quarantine(recovery, situation, sample_ids, reason, incident)
     rewind(recovery, attempt)
@@ -55,12 +49,40 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
     return Transition(Outcome(status=Status.SKIPPED, signal=signal, plan=plan), following_is_valid)
 
 
+def _log_skip(recovery: RecoveryParts, situation: Situation, reason: str) -> None:
+    """Log a skip: of an incident the 1st, 2nd, 4th, 8th, ... one."""
+    signal, config = situation.signal, recovery.context.config
+    account = recovery.context.engine.policy.state.incident
+    count = 1 if account is None else max(1, account.skips)
+    if count & (count - 1):
+        return
+    is_quiet = signal.flags & _NONFINITE and config.recover.nan_action == "skip"
+    origin = situation.attempt.origin
+    ranks = "" if origin is None else f"; from rank {', '.join(map(str, origin.ranks))}"
+    more = "" if count == 1 else f" ({count} in this incident)"
+    log.log(
+        logging.INFO if is_quiet else logging.WARNING,
+        "holdfast: step %d: skipped a batch%s: %s: loss %s, gradient norm %s%s",
+        signal.step,
+        more,
+        reason,
+        signal.loss,
+        signal.grad_norm,
+        ranks,
+    )
+
+
+def _batch_ids(draws: list[Draw]) -> list[Any] | None:
+    """Return the indices of the first samples, if there are any."""
+    ids = [sample for draw in draws for sample in draw.ids or ()][:_LISTED_IDS]
+    return ids if all(isinstance(sample, int) for sample in ids) and ids else None
+
+
 def _find_nonfinite_samples(recovery: RecoveryParts, situation: Situation) -> list[int]:
     """Return the ids of rows that hold NaN or Inf themselves, on any rank, if the policy quarantines them."""
     if (origin := situation.attempt.origin) is not None:
         return origin.samples
-    is_nonfinite = situation.signal.flags & (Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
-    if not is_nonfinite or not recovery.context.config.quarantine.nonfinite_samples:
+    if not situation.signal.flags & _NONFINITE or not recovery.context.config.quarantine.nonfinite_samples:
         return []
     return nonfinite_samples(situation.attempt.draws)
 
@@ -73,6 +95,8 @@ def _quarantine(
     signal, batches = situation.signal, len(situation.attempt.draws)
     quarantine.add_spans(signal.data, reason, step=signal.step, incident=incident)
     engine.write("quarantine", spans=signal.data, batches=batches, reason=reason, incident=incident)
+    if not engine.may_quarantine_samples(signal.step, batches):
+        return
     added = quarantine.add_samples(samples, _NONFINITE_ROW, incident=incident)
     if added:
         engine.write("quarantine", samples=added, reason=_NONFINITE_ROW, incident=incident)

@@ -729,7 +729,7 @@ class GuardedPipeline:
             self.progress.stopping = reason
             engine.write("stop_requested", step=number, reason=reason, rank=rank)
         for reason in requests.shifts:
-            engine.shift(reason, number - 1)
+            engine.declare_shift(reason, number - 1)
         for rank, samples, reason in requests.quarantines:
             self.quarantine_samples(samples, reason, rank=rank)
         return bool(requests.shifts)

@@ -68,6 +68,7 @@ class GuardedRun:
         is_trusted = True
         if is_first:
             step, is_trusted = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
+            effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
         pipeline.begin_loop(step, is_new_loader=True)
         pipeline.note(parts.snapshots.begin_run(step, trusted=is_trusted))
@@ -119,7 +120,7 @@ class GuardedRun:
             self.parts.coordinator.request("shift", reason)
         else:
             self.pipeline.flush()
-            self.context.engine.shift(reason, self.pipeline.progress.step)
+            self.context.engine.declare_shift(reason, self.pipeline.progress.step)
 
     def quarantine(self, samples: Iterable[int], reason: str) -> None:
         """Exclude sample ids from all further draws."""

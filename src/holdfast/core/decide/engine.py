@@ -32,7 +32,7 @@ from holdfast.core.base.types import (
     Verdict,
     family,
 )
-from holdfast.core.decide.experiments import Experiments, Ruling
+from holdfast.core.decide.experiments import SAME_DATA, Experiments, Ruling
 from holdfast.core.decide.policy import Policy
 from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
@@ -86,6 +86,8 @@ class Engine:
         self._recent: deque[Signal] = deque(maxlen=_RECENT_SIGNALS)
         self._incident: Incident | None = None
         self._observed: tuple[tuple[str, int, int], int] = (("", 0, 0), 0)
+        self._groups: dict[str, list[Detector]] = {}
+        """the detectors of each group that the loop has named"""
         self._interrupted: int | None = None
         self._is_over_share = False
         self._journal: Journal | None = None
@@ -154,7 +156,8 @@ class Engine:
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
         detected = []
-        for detector, field in zip(self.detectors, self._needs, strict=True):
+        detectors = self.detectors if signal.group is None else self._detectors_of(signal.group)
+        for detector, field in zip(detectors, self._needs, strict=True):
             value = None if field is None else getattr(signal, field)
             if field is None or (value if field == "flags" else value is not None):
                 finding = detector.observe(signal)
@@ -198,6 +201,8 @@ class Engine:
                 self._write_skip_cause(plan, verdict, signal, origin)
                 self._write_causes(signal)
         if plan.incident is not None and plan.incident != number:
+            if number is not None:
+                self._close_incident(number, signal.step)
             self._open_incident(plan.incident)
         self.write(
             "plan",
@@ -211,6 +216,13 @@ class Engine:
         if ruling is not None:
             self._write_ruling(ruling, signal, plan)
         return plan
+
+    def _detectors_of(self, group: str) -> list[Detector]:
+        """Return the detectors for a group of losses: those that follow the loss are its own."""
+        if group not in self._groups:
+            fresh = {d.name: d for d in build(self.config.detect) if getattr(d, "per_group", False)}
+            self._groups[group] = [fresh.get(d.name, d) for d in self.detectors]
+        return self._groups[group]
 
     def _as_acted_on(self, finding: Finding, signal: Signal, ruling: Ruling | None) -> Finding:
         """Return a finding as a note if nothing is done about it here: a finite step has landed, and is watched."""
@@ -227,7 +239,9 @@ class Engine:
         if not ruling.actions:
             return Plan(reason=ruling.reason, incident=self.policy.incident_number())
         kind, onset = ruling.kind, ruling.onset
-        proposed = self.policy.plan_experiment(ruling.actions, ruling.reason, ruling.rung, kind, signal.step, onset)
+        proposed = self.policy.plan_experiment(
+            ruling.actions, ruling.reason, ruling.rung, kind, signal.step, onset, is_first=ruling.rung == SAME_DATA
+        )
         if observing:
             self.experiments.abandon()
             return self.policy.observe_plan(proposed, kind, signal.step, onset, Severity.ROLLBACK)
@@ -240,6 +254,8 @@ class Engine:
         """Journal what an experiment is or has shown, and log it."""
         for name, fields in ruling.events if plan.by == "policy" else ():
             self.write(name, durable=True, incident=plan.incident, step=signal.step, **fields)
+            if name == "cause":
+                self.policy.settle()
         if ruling.note is not None and plan.by == "policy":
             log.warning("holdfast: step %d: %s", signal.step, ruling.note)
         if ruling.shift is not None:
@@ -289,6 +305,11 @@ class Engine:
         self.write("incident_opened", incident=number, kind=account.kind, step=account.opened, onset=account.onset)
         self._files.open(number, account.kind, account.opened, account.onset, list(self._recent))
 
+    def _close_incident(self, number: int, step: int) -> None:
+        self.write("incident_closed", incident=number, step=step, policy=self.policy.state_dict())
+        self._files.close("closed")
+        self._incident = None
+
     # ---- outcomes
 
     def stop_instead(self, plan: Plan, why: str) -> Plan:
@@ -326,9 +347,7 @@ class Engine:
         if self.policy.established:
             self._write_causes(signal)
         if closed is not None:
-            self.write("incident_closed", incident=closed, step=signal.step, policy=self.policy.state_dict())
-            self._files.close("closed")
-            self._incident = None
+            self._close_incident(closed, signal.step)
         if self.policy.state.clock % _PROGRESS_EVERY == 0:
             self.write("progress", step=signal.step, policy=self.policy.state_dict())
         return closed
@@ -352,8 +371,8 @@ class Engine:
             limits = self.config.quarantine
             self.note(
                 step,
-                f"more than {limits.max_share:.2%} of the last {limits.share_batches} batches were left out: no more data is "
-                "left out, except steps that are not finite; look at the data",
+                f"more than {limits.max_share:.2%} of the last {limits.share_batches} batches were left out: no more data "
+                "is left out, except steps that are not finite; look at the data",
             )
         return False
 
@@ -389,6 +408,12 @@ class Engine:
         self.write("shift", step=step, reason=reason)
         for detector in self.detectors:
             detector.rebaseline()
+        for group in self._groups:
+            for detector in self._own_detectors(group).values():
+                detector.rebaseline()
+
+    def _own_detectors(self, group: str) -> dict[str, Detector]:
+        return {f"{d.name}@{group}": d for d in self._detectors_of(group) if d not in self.detectors}
 
     # ---- detector windows, which a rollback restores
 
@@ -397,6 +422,7 @@ class Engine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the windows in `state`; the others stay as they are."""
+        self._open_groups(state)
         for name, owner in self._stateful().items():
             if name in state:
                 owner.load_state_dict(state[name])
@@ -411,6 +437,7 @@ class Engine:
 
     def load_saved_windows(self, state: dict[str, Any], step: int) -> None:
         """Load the windows that an earlier process saved. A detector without a readable window learns a new level."""
+        self._open_groups(state)
         lost = [
             name for name, owner in self._stateful().items() if name not in state or not _load(name, owner, state[name])
         ]
@@ -421,8 +448,16 @@ class Engine:
                 if detector.name in lost:
                     detector.rebaseline()
 
+    def _open_groups(self, state: dict[str, Any]) -> None:
+        for group in {name.split("@", 1)[1] for name in state if "@" in name}:
+            self._detectors_of(group)
+
     def _stateful(self) -> dict[str, Any]:
-        return {_SHIFTS: self._shifts, _EXPERIMENTS: self.experiments, **{d.name: d for d in self.detectors}}
+        owners: dict[str, Any] = {_SHIFTS: self._shifts, _EXPERIMENTS: self.experiments}
+        owners |= {d.name: d for d in self.detectors}
+        for group in self._groups:
+            owners |= self._own_detectors(group)
+        return owners
 
 
 def _load(name: str, owner: Any, state: Any) -> bool:

@@ -63,6 +63,8 @@ class IncidentAccount(msgspec.Struct):
     last_return: str = ""
     target: int | None = None
     """the step that the last rollback returned to"""
+    is_settled: bool = False
+    """its cause is established: trouble of another kind is another incident"""
 
 
 class PolicyState(msgspec.Struct):
@@ -96,6 +98,12 @@ class Policy:
 
     def _establish(self, incident: int, cause: Cause, text: str) -> None:
         self.established.append((incident, cause, text))
+        self.settle()
+
+    def settle(self) -> None:
+        """Note that the cause of the open incident is established."""
+        if self.state.incident is not None:
+            self.state.incident.is_settled = True
 
     def pop_established(self) -> list[tuple[int, Cause, str]]:
         """Return the causes that were established since the last call."""
@@ -139,11 +147,13 @@ class Policy:
         return self._stop(verdict, reason)
 
     def plan_experiment(
-        self, actions: tuple[Action, ...], reason: str, rung: str, kind: str, step: int, onset: int
+        self, actions: tuple[Action, ...], reason: str, rung: str, kind: str, step: int, onset: int, *, is_first: bool
     ) -> Plan:
-        """Return the plan of an experiment, and open its incident."""
+        """Return the plan of an experiment, and open its incident. is_first: the excursion is new."""
         if self.state.latched is not None:
             return Plan(actions=(Stop(self.state.latched),), reason="the run is already stopped")
+        if is_first and self.state.incident is not None and self.state.incident.is_settled:
+            self.state.incident = None
         incident = self._incident(kind, step, onset, Severity.ROLLBACK)
         incident.healthy, incident.cause = 0, family(kind)
         return Plan(actions=actions, reason=reason, incident=incident.number, experiment=rung)
@@ -234,6 +244,8 @@ class Policy:
 
     def _incident(self, kind: str, step: int, onset: int, severity: Severity) -> IncidentAccount:
         state = self.state
+        if state.incident is not None and state.incident.is_settled and family(state.incident.kind) != family(kind):
+            state.incident = None
         if state.incident is None:
             state.incident = IncidentAccount(number=state.next_number, kind=kind, opened=step, onset=onset)
             state.next_number += 1

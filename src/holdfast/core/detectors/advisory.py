@@ -33,6 +33,7 @@ class Plateau(LimitlessDetector):
     """Reports, once per plateau, that the smoothed loss has set no new best level for `plateau_steps` steps."""
 
     name = "plateau"
+    per_group = True
     confidence = 0.7
     field, needs_loss, max_block = "loss", True, _PLATEAU_BLOCK
 

@@ -33,6 +33,8 @@ class BuiltInDetector:
     confidence = 1.0
     needs: str | None = None
     """a field of the signal; the engine does not pass signals without it to `observe`: None, or no flag set"""
+    per_group = False
+    """True: each group of losses that the loop names has its own"""
     sets_limits = True
     """False: the engine does not ask for limits"""
 

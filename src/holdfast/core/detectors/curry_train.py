@@ -24,6 +24,7 @@ class CurryTrain(LimitlessDetector):
     """
 
     name = "curry_train"
+    per_group = True
 
     def __init__(
         self, fixed: bool = True, ratio: float = RATIO, sustain: int = SUSTAIN, history: int = HISTORY

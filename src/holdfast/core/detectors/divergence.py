@@ -109,6 +109,7 @@ class Divergence(LimitlessDetector):
     """Asks for a rollback once, then waits for a new best level or an expected shift."""
 
     name = "divergence"
+    per_group = True
     confidence = 0.9
     field, needs_loss, max_block = "loss", True, _BLOCK
 

@@ -45,6 +45,7 @@ class LossSpike(LimitlessDetector):
     """
 
     name = "loss_spike"
+    per_group = True
     field, needs_loss, max_block = "loss", True, 16
 
     def __init__(self, config: DetectSection) -> None:

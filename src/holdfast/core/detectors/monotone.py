@@ -25,6 +25,7 @@ class Monotone(LimitlessDetector):
     """
 
     name = "monotone"
+    per_group = True
 
     def __init__(self, fixed: bool = True, steps: int = STEPS) -> None:
         self._fixed, self._steps = fixed, steps

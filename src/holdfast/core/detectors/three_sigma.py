@@ -26,6 +26,7 @@ class ThreeSigma(LimitlessDetector):
     """
 
     name = "three_sigma"
+    per_group = True
 
     def __init__(self, fixed: bool = True, sigmas: float = SIGMAS, window: int = WINDOW) -> None:
         self._fixed, self._sigmas, self._window = fixed, sigmas, window

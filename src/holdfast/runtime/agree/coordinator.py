@@ -28,6 +28,10 @@ from holdfast.runtime.snapshots.manager import NonfiniteSnapshot
 log = logging.getLogger("holdfast")
 
 
+_SEVERAL_GROUPS = "several groups"
+"""the group of a step to which ranks bring losses of different groups"""
+
+
 class Requests(NamedTuple):
     """What any rank has asked for, in the order of ranks."""
 
@@ -81,6 +85,7 @@ class RankCoordinator:
             seconds=rows.highest[Column.SECONDS],
             loss_limit=loss_limit if loss_limit < math.inf else None,
             grad_limit=grad_limit if grad_limit < math.inf else None,
+            group=signal.group if lowest[Column.GROUP] == rows.highest[Column.GROUP] else _SEVERAL_GROUPS,
         )
 
     def next_unit(self, rows: Rows, parts: int) -> float | None:

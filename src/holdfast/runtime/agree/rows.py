@@ -7,6 +7,7 @@ in its own row: it spoils no sum and names the rank it came from.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -41,12 +42,14 @@ class Column(IntEnum):
     UPDATE_COUNT = 11
     IS_WEIGHTED = 12
     """1 if the loop passes weight= to backward"""
-    LOSS = 13
-    NORM = 14
-    SCALE = 15
-    UPDATE = 16
-    WEIGHT_NORM = 17
-    LOCAL_GRAD_NORM = 18
+    GROUP = 13
+    """checksum of the name of the group of losses; -1 if there is none"""
+    LOSS = 14
+    NORM = 15
+    SCALE = 16
+    UPDATE = 17
+    WEIGHT_NORM = 18
+    LOCAL_GRAD_NORM = 19
     """norm of a few gradients of this rank before they were averaged over the ranks"""
 
 
@@ -75,6 +78,7 @@ class HostFields(NamedTuple):
     weight: float
     is_weighted: bool
     limits: Limits
+    group: str | None = None
     decisions: int = 0
     has_requests: bool = False
 
@@ -147,6 +151,7 @@ def _pack_row(host: HostFields, local: LocalMeasurements, device: torch.device) 
         *(host.step, host.attempt, host.decisions, host.has_requests, host.seconds),
         *(-1.0 if value is None else value for value in (host.batch, host.samples, host.length)),
         *(host.weight, *limits, update_count, host.is_weighted),
+        -1 if host.group is None else zlib.crc32(host.group.encode()),
     ]
     host_part = torch.tensor([float(v) for v in known], dtype=torch.float64, pin_memory=device.type == "cuda")
     zero = local.loss.new_zeros((), dtype=torch.float64)

@@ -112,6 +112,12 @@ class StepAttempt:
         # Without weight= every part counts alike on several ranks, as it does when DDP averages gradients.
         return 1.0 if is_distributed and not is_explicit else share
 
+    def add_group(self, group: str | None) -> None:
+        """Note the group of one part. A step of several groups is a group of its own."""
+        if group is not None and group != self.group:
+            names = {group} if self.group is None else {*self.group.split("+"), group}
+            self.group = "+".join(sorted(names))
+
     def mean_loss(self) -> Tensor | None:
         """Return the weighted mean loss over the parts; NaN if none of them counts, None if there is none."""
         if self._loss_sum is None:

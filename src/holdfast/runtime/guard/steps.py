@@ -105,10 +105,11 @@ class Step:
         self._attempt.parts = parts * self._attempt.accumulate
         return _Microbatches(self, parts, splitter)
 
-    def backward(self, loss: Tensor, weight: float | None = None) -> None:
+    def backward(self, loss: Tensor, weight: float | None = None, *, group: str | None = None) -> None:
         """Backpropagate one part's mean loss. Parts are weighted so that the gradient is that of the mean over all.
 
-        `weight` (tokens, say) replaces the number of samples.
+        `weight` (tokens, say) replaces the number of samples. `group` names the kind of loss, such as a task: the losses
+        of each group are compared with their own past only.
         """
         self._require_open("backward()")
         _check_loss(loss)
@@ -122,7 +123,10 @@ class Step:
         part_weight = samples if weight is None else float(weight)
         if not part_weight >= 0 or part_weight == float("inf"):
             raise StepError(f"backward(weight={weight!r}): a weight is a finite number, not negative")
+        if group is not None and not (isinstance(group, str) and group and "@" not in group):
+            raise StepError(f"backward(group={group!r}): a group is a name, without '@'")
         self._backwards += 1
+        attempt.add_group(group)
         value = loss if loss.dim() == 0 else loss.reshape(())
         factor = attempt.add_part(
             value, part_weight, is_explicit=weight is not None, is_distributed=self._pipeline.is_distributed

@@ -335,6 +335,7 @@ class GuardedPipeline:
             attempt.weight,
             attempt.is_weighted,
             limits,
+            attempt.group,
         )
         agreed = parts.coordinator.agree(host, local)
         if not parts.gate.on_device:

@@ -23,13 +23,16 @@ WIDTH = 8
 class Points(Dataset):
     """Item i is a function of i, plus noise from the global generator where `augment`: a random augmentation.
 
-    `faults` maps an index to a function of its x: the fault sits in the data.
+    `faults` maps an index to a function of its x: the fault sits in the data. `linear`: easy to learn, the loss descends.
     """
 
-    def __init__(self, count: int, augment: bool = False, faults: dict[int, Callable] | None = None) -> None:
+    def __init__(
+        self, count: int, augment: bool = False, faults: dict[int, Callable] | None = None, linear: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(count, WIDTH, generator=generator)
-        self.y = self.x.sum(1, keepdim=True).sin() + 0.05 * torch.randn(count, 1, generator=generator)
+        total = self.x.sum(1, keepdim=True)
+        self.y = (total if linear else total.sin()) + 0.05 * torch.randn(count, 1, generator=generator)
         self.augment, self.faults = augment, faults or {}
 
     def __len__(self) -> int:
@@ -114,6 +117,7 @@ class Case:
     workers: int = 0
     shuffle: str = "global"
     augment: bool = False
+    linear: bool = False
     dropout: float = 0.2
     norm: bool = True
     compiled: bool = False
@@ -124,7 +128,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
 
     def loader(self, excluded: Any = None, faults: bool = True) -> DataLoader:
-        data = Points(self.count, self.augment, self.faults if faults else None)
+        data = Points(self.count, self.augment, self.faults if faults else None, self.linear)
         generator = torch.Generator().manual_seed(11) if self.shuffle == "generator" else None
         if self.shuffle == "none":
             sampler: Sampler = SequentialSampler(data)
@@ -315,10 +319,14 @@ class Run:
         entries = []
         if (self.path / "quarantine.json").exists():
             entries = json.loads((self.path / "quarantine.json").read_text())["entries"]
-        spans = [tuple(s) for e in entries for s in e.get("spans", ())]
+        spans: dict[tuple[int, int, int], None] = {}
+        for entry in entries:  # in order: what was put back may have been left out again
+            spans.update({tuple(s): None for s in entry.get("spans", ())})
+            for span in entry.get("released", ()):
+                spans.pop(tuple(span), None)
         # A sample id is left out from the epoch after the one it was found in.
         samples = {i: 0 for e in entries for i in e.get("samples", ())}
-        return {"spans": _joined(spans), "samples": samples}
+        return {"spans": _joined(list(spans)), "samples": samples}
 
     def lr_factor(self) -> Callable[[int], float]:
         """The factor on the LR of the update made after `done` committed steps, by the journal alone."""

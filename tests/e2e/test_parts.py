@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from cases import OPTIMIZERS, SCHEDULERS, WIDTH, Case, Net
+from cases import OPTIMIZERS, SCHEDULERS, WIDTH, Case, Net, assert_same
 from parts import Done, Parts, Recipe, assert_equal
-from test_exact import at, check, quick
+from test_exact import Heals, at, check, quick, without
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedules
@@ -399,8 +399,8 @@ def test_skip(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     r.case.faults = at(r.case, 0, 9, 15)
     run = r.guarded(tmp_path / "run")
-    assert run.actions() == ["skip"] * 3
-    assert_equal(run.state, r.reference(run).state)
+    assert run.actions() == ["replay", "skip"] * 3
+    assert_equal(run.state, r.plain(without(r.case, 0, 9, 15)).state)
 
 
 @pytest.mark.parametrize(("make", "gate"), ways(turn=0))
@@ -408,7 +408,19 @@ def test_rollback(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     r.case.faults = at(r.case, 21, 22, 23)
     run = r.guarded(tmp_path / "run")
-    assert run.actions()[:5] == ["skip", "replay", "rollback", "skip_data", "cut_lr"]
+    assert run.actions() == [*["replay", "skip"] * 2, "replay", "rollback", "replay", *["skip"] * 3]
+    assert_equal(run.state, r.plain(without(r.case, 21, 22, 23)).state)
+
+
+@pytest.mark.parametrize(("make", "gate"), ways(turn=1))
+def test_rollback_with_a_cut_lr(make, gate, request, tmp_path):
+    r = recipe(make, gate, request)
+    r.case.config["recover"] |= {"skip_batches": 2}
+    heals = Heals(returns=2)
+    r.case.faults = at(r.case, 21, 22, 23, how=heals)
+    run = r.guarded(tmp_path / "run", hooks=[heals])
+    assert run.actions()[-2:] == ["rollback", "cut_lr"]
+    assert run.excluded() == {"spans": [], "samples": {}}
     assert_equal(run.state, r.reference(run).state)
 
 
@@ -417,7 +429,8 @@ def test_every_optimizer_through_a_vetoed_first_step_and_a_rollback(optimizer, t
     gate = "device" if optimizer.endswith("fused") else "host"
     case = Case(optimizer=optimizer, shuffle="unique", count=64, epochs=4, config=quick(gate, max_consecutive=2))
     case.faults = at(case, 0, 21, 22, 23)
-    check(case, tmp_path, "skip", "rollback")
+    run = check(case, tmp_path, "skip", "rollback")
+    assert_same(run, case.plain(without(case, 0, 21, 22, 23)))
 
 
 @pytest.mark.quick_cases(1)
@@ -425,9 +438,12 @@ def test_every_optimizer_through_a_vetoed_first_step_and_a_rollback(optimizer, t
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"none", "plateau"}))
 def test_every_scheduler_through_a_rollback(scheduler, interval, tmp_path):
     case = Case(scheduler=scheduler, interval=interval, shuffle="unique", count=64, epochs=4)
-    case.config = quick(max_consecutive=2)
-    case.faults = at(case, 21, 22, 23)
-    check(case, tmp_path, "rollback", "cut_lr")
+    case.config = quick(max_consecutive=2, skip_batches=2)
+    heals = Heals(returns=2)
+    case.faults = at(case, 21, 22, 23, how=heals)
+    run = case.guarded(tmp_path / "run", hooks=[heals])
+    assert run.actions()[-2:] == ["rollback", "cut_lr"]
+    assert_same(run, case.reference(run))
 
 
 def test_the_recipes_do_what_they_are_for(tmp_path):

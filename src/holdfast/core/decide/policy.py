@@ -139,6 +139,8 @@ class Policy:
             return Plan(reason="recorded only", incident=incident.number)
         rung, reason = self._choose_rung(verdict, incident, cause)
         if rung == "skip":
+            if cause in incident.rolled:
+                incident.check_at = None  # the return did not help: the same data has failed again
             return self._plan((Skip(),), reason)
         if rung == "replay":
             return self._plan((Replay(),), reason)
@@ -230,7 +232,7 @@ class Policy:
         if is_open:
             return None
         incident.healthy += 1
-        if incident.healthy < self._config.probation_steps:
+        if incident.healthy < self._config.probation_steps or incident.check_at is not None:
             return None
         state.incident = None
         return incident.number

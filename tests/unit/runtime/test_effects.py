@@ -17,7 +17,19 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast.core.base.errors import InstabilityError, PolicyStop
-from holdfast.core.base.types import CutLR, Flag, Plan, Replay, Rollback, Skip, SkipData, Status, Stop, TightenClip
+from holdfast.core.base.types import (
+    CutLR,
+    Flag,
+    HoldLR,
+    Plan,
+    Replay,
+    Rollback,
+    Skip,
+    SkipData,
+    Status,
+    Stop,
+    TightenClip,
+)
 from holdfast.core.checkpoints.recovery_history import Intervention
 from holdfast.core.record.journal import read
 from holdfast.runtime import effects
@@ -235,14 +247,15 @@ def test_stop_returns_the_error_and_does_not_raise_it(scene, code, error):
 
 
 @pytest.mark.parametrize(
-    ("action", "lr_factor", "max_norm"), [(CutLR(0.25, 8), 0.25, 2.0), (TightenClip(0.5, 8), 1.0, 0.5)]
+    ("action", "lr_factor", "max_norm"),
+    [(CutLR(0.25, 8), 0.25, 2.0), (HoldLR(5e-3, 0.5, 9), 0.5, 2.0), (TightenClip(0.5, 8), 1.0, 0.5)],
 )
 def test_intervention_applies_from_the_next_update_on(scene, action, lr_factor, max_norm):
     now = scene.state()
     interventions.apply(scene.context, 9, Intervention(9, action, 1, "spike"))
     assert changed(now, scene.state()) == {"interventions"}
     current = scene.context.state.interventions
-    assert (current.lr_factor(), current.max_norm(2.0)) == (lr_factor, max_norm)
+    assert (current.lr_factor(1e-2, 10), current.max_norm(2.0)) == (lr_factor, max_norm)
     (event,) = scene.journal()
     assert msgspec.convert(event["intervention"], Intervention).action == action
 
@@ -253,7 +266,7 @@ def test_interventions_of_a_previous_process_are_repeated_once_their_step_is_rea
     history.add(Intervention(11, TightenClip(0.5, 8)))
     interventions.repeat_due(scene.context, 9)
     interventions.repeat_due(scene.context, 10)
-    assert (current.applied, current.lr_factor(), current.max_norm(None)) == (1, 0.25, None)
+    assert (current.applied, current.lr_factor(1e-2, 10), current.max_norm(None)) == (1, 0.25, None)
     interventions.repeat_due(scene.context, 11)
     assert (current.applied, current.max_norm(None)) == (2, 0.5)
     assert scene.journal() == [], "the action is in the journal of the previous process"
@@ -332,4 +345,4 @@ def test_intervention_does_not_apply_if_it_cannot_be_journaled(scene, monkeypatc
     monkeypatch.setattr(scene.context.engine, "write", fail)
     with pytest.raises(DiskFull):
         interventions.apply(scene.context, 9, Intervention(9, CutLR(0.25, 8)))
-    assert scene.context.state.interventions.lr_factor() == 1.0
+    assert scene.context.state.interventions.lr_factor(1e-2, 10) == 1.0

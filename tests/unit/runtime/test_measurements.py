@@ -363,14 +363,14 @@ def test_packed_measurements_are_read_back(scale, update, weights, extra):
 # ---- weight norm
 
 
-def test_weight_norm_is_measured_before_every_fiftieth_update():
+def test_weight_norm_is_measured_before_the_first_and_every_fiftieth_update():
     def norm(m, _):
         return math.sqrt(sum(float(p.detach().double().square().sum()) for p in m.parameters()))
 
     batches = DataLoader(TensorDataset(*(torch.randn(64, 16),) * 2), batch_size=8)
     signals, known = train(OPTIMIZERS["adamw"], steps=110, look=norm, batches=batches)
     seen = {s.step: s.weight_norm for s in signals if s.weight_norm is not None}
-    assert seen == {50: pytest.approx(known[49]), 100: pytest.approx(known[99])}
+    assert seen == {n: pytest.approx(known[n - 1]) for n in (1, 50, 100)}
 
 
 def test_weight_norm_and_fingerprint_are_not_measured_without_advisory_detectors():
@@ -403,4 +403,4 @@ def test_metrics_have_the_measurements_but_not_the_fingerprint(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert not any("batch" in row for row in rows)
     assert [n for n, row in enumerate(rows, 1) if "update_rms" not in row] == [1]
-    assert [row["step"] for row in rows if "weight_norm" in row] == [50]
+    assert [row["step"] for row in rows if "weight_norm" in row] == [1, 50]

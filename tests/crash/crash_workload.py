@@ -122,6 +122,7 @@ def config(gate: str) -> dict[str, Any]:
         "checkpoint": {"every_steps": 3, "certify_after": 2, "keep_last": 2},
         "detect": {"gate": gate, "warmup_steps": 6, "divergence": False, "grad_spike": False},
         "recover": {
+            "preset": "strict",
             "nan_action": "skip",
             "probation_steps": 2,
             "max_consecutive": 1000,

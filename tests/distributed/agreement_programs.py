@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import GLOBAL, QUICK, Guarded, Layout, on_all, same, train_unguarded
+from layouts import GLOBAL, QUICK, BackWithoutData, Guarded, Layout, on_all, same, train_unguarded
 
 import holdfast
 
@@ -47,34 +47,78 @@ def guard_changes_nothing(kind: str, folder: Path, rank: int, size: int) -> None
 
 
 def skipped_exactly(kind: str, folder: Path, rank: int, size: int) -> None:
-    cases = [("nan", "host"), ("explosion", "device"), ("spike", "host"), ("nan", "device"), ("explosion", "host")]
-    for fault, gate in cases[: 2 if size > 2 else 3 + (kind == "ddp")]:
+    """A step that is not finite, or out of all proportion, runs again and is then skipped."""
+    cases = [("nan", "host", 1.0), ("explosion", "device", None), ("explosion", "host", None), ("nan", "device", 1.0)]
+    for fault, gate, clip in cases[: 2 if size > 2 else 3 + (kind == "ddp")]:
         optimizer = "adamw" if gate == "host" else "adamw_fused"
-        layout = Layout(kind, rank, size, optimizer)
-        run = Guarded(layout, folder / f"e-{fault}-{gate}", faults=_bad(layout, fault), config=_config(gate))
+        layout, faults = Layout(kind, rank, size, optimizer), _bad(Layout(kind, rank, size), fault)
+        run = Guarded(layout, folder / f"e-{fault}-{gate}", faults=faults, clip=clip, config=_config(gate))
         assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
-        assert (BAD_STEP, 1, "skipped") in run.outcomes, (fault, run.outcomes)
+        tried = [o for o in run.outcomes if o[0] == BAD_STEP]
+        assert tried == [(BAD_STEP, 1, "replayed"), (BAD_STEP, 2, "skipped"), (BAD_STEP, 3, "committed")], tried
         dist.barrier()
-        without = run.excluded()
-        assert BAD_STEP in without and len(without) < 4, without
-        same(layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), 1.0, without))
+        assert run.excluded() == {BAD_STEP}, run.excluded()
+        same(layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), clip, {BAD_STEP}))
         if rank == 0:
-            (action,) = run.events("action")
+            again, action = run.events("action")
+            assert again["action"] == "replay", again
             assert action["action"] == "skip" and action["ranks"] == _culprits(layout), action
-            bad = next(iter(_bad(layout, fault)))
-            assert all(bad in s["samples"] for s in action["suspects"]), action["suspects"]
+            assert all(next(iter(faults)) in s["samples"] for s in action["suspects"]), action["suspects"]
             finding = next(e for e in run.events("finding") if e["severity"] != "note")
             assert finding["evidence"]["origin"]["ranks"] == _culprits(layout), finding
+            (cause,) = run.events("cause")
+            assert cause["cause"] == "data", cause
+
+
+def landed(kind: str, folder: Path, rank: int, size: int) -> None:
+    """A finite spike of one rank lands on all ranks, as without a guard."""
+    for optimizer, gate in (("adamw", "host"), ("adamw_fused", "device")):
+        layout, faults = Layout(kind, rank, size, optimizer), _bad(Layout(kind, rank, size), "spike")
+        run = Guarded(layout, folder / f"l-{gate}", faults=faults, config=_config(gate))
+        assert {o[2] for o in run.outcomes} == {"committed"}, run.outcomes
+        same(layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), 1.0, set(), faults=faults))
+        dist.barrier()
+        assert not (run.run_dir / "quarantine.json").exists() or not run.excluded()
+        if rank == 0:
+            assert any(e["kind"] == "loss_spike" and e["step"] == BAD_STEP for e in run.events("finding"))
+            assert not run.events("action", "experiment", "cause"), run.events("action", "experiment", "cause")
 
 
 def rolled_back(kind: str, folder: Path, rank: int, size: int) -> None:
-    """Without skip in the ladder all ranks roll back to the same step and skip the data."""
+    """Without skip in the ladder all ranks return to the same step. The fault does not come back: all is as before."""
     for optimizer, gate in (("adamw_fused", "device"), ("adamw", "host"))[: 1 if size > 2 else 2]:
         layout = Layout(kind, rank, size, optimizer)
-        run_dir = folder / f"r-{gate}"
-        recover = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "skip_batches": 2, "lr_factor": 1.0}
-        config = {**_config(gate), "recover": {**recover, "probation_steps": 6}}
-        run = Guarded(layout, run_dir, faults=_bad(layout, "nan"), config=config)
+        recover = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "probation_steps": 20}
+        fault = NanGradientOnce(layout, BAD_STEP - 6)
+        run = Guarded(layout, folder / f"r-{gate}", config={**_config(gate), "recover": recover}, each=fault)
+        assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
+        assert [o for o in run.outcomes if o[2] != "committed"] == [(BAD_STEP - 6, 1, "rolled_back")], run.outcomes
+        same(layout.state(), train_unguarded(Layout(kind, rank, size, optimizer), 1.0, set()))
+        dist.barrier()
+        if rank == 0:
+            (cause,) = run.events("cause")
+            assert cause["cause"] == "transient", cause
+
+
+class NanGradientOnce:
+    """Fills a gradient of the last rank with NaN, once."""
+
+    def __init__(self, layout: Layout, step: int) -> None:
+        self._layout, self._step = layout, step
+
+    def __call__(self, guard: Any, step: Any) -> None:
+        if step.number == self._step and self._layout.rank == self._layout.size - 1:
+            self._step = 0
+            gradient = next(self._layout.model.parameters()).grad
+            getattr(gradient, "_local_tensor", gradient).fill_(float("nan"))
+
+
+def rolled_back_without_data(kind: str, folder: Path, rank: int, size: int) -> None:
+    """All ranks roll back to the same step and leave out the same data."""
+    for optimizer, gate in (("adamw_fused", "device"), ("adamw", "host"))[: 1 if size > 2 else 2]:
+        layout = Layout(kind, rank, size, optimizer)
+        hooks = [BackWithoutData()]
+        run = Guarded(layout, folder / f"d-{gate}", faults=_bad(layout, "nan"), config=_config(gate), hooks=hooks)
         assert len({str(o) for o in on_all(run.outcomes)}) == 1, on_all(run.outcomes)
         assert (BAD_STEP, 1, "rolled_back") in run.outcomes, run.outcomes
         dist.barrier()
@@ -102,7 +146,7 @@ def stopped(kind: str, folder: Path, rank: int, size: int) -> None:
 
 def everything(folder: Path, rank: int, size: int) -> None:
     kind = folder.name
-    for part in (guard_changes_nothing, skipped_exactly, rolled_back, stopped):
+    for part in (guard_changes_nothing, skipped_exactly, landed, rolled_back, rolled_back_without_data, stopped):
         part(kind, folder, rank, size)
     if kind == "ddp":
         weighted(folder, rank, size)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import GLOBAL, QUICK, Data, Guarded, Layout, Model, loss_of, on_all, same, train_unguarded
+from layouts import GLOBAL, QUICK, BackWithoutData, Data, Guarded, Layout, Model, loss_of, on_all, same, train_unguarded
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -27,7 +27,6 @@ BAD_STEP = 15
 """the step whose data is bad"""
 HOST_GATE = {"detect": {"gate": "host", "warmup_steps": 8}}
 DEVICE_GATE = {"detect": {"gate": "device", "warmup_steps": 8}}
-ROLL_BACK = {"recover": {**QUICK["recover"], "ladder": ["rollback", "stop"]}}
 CHECKPOINTS = {"checkpoint": {"every_steps": 4, "certify_after": 1, "rank_timeout_seconds": 20}}
 
 
@@ -116,7 +115,12 @@ def resume_and_roll_back_on_mesh_slices(folder: Path, rank: int, size: int) -> N
 
         layout = Layout("fsdp_tp", rank, size)
         guard = train(
-            layout, folder / "run", {**HOST_GATE, **CHECKPOINTS, **ROLL_BACK}, faults=bad(layout), each=drop_snapshots
+            layout,
+            folder / "run",
+            {**HOST_GATE, **CHECKPOINTS},
+            faults=bad(layout),
+            each=drop_snapshots,
+            hooks=[BackWithoutData()],
         )
         assert guard.summary().status == "recovered"
         same(layout.state(), train_unguarded(Layout("fsdp_tp", rank, size), 1.0, quarantined_steps(folder / "run")))
@@ -300,7 +304,8 @@ def checkpoint_events_arrive_earlier(folder: Path, rank: int, size: int) -> None
                     good = [k for k in run.parts.checkpoints.records.values() if str(k.health) == "good"]
                     del run.parts.checkpoints.records[max(good, key=lambda k: k.step).name]
 
-        train(layout, folder / "run", {**HOST_GATE, **CHECKPOINTS, **ROLL_BACK}, faults=bad(layout), each=each)
+        config, hooks = {**HOST_GATE, **CHECKPOINTS}, [BackWithoutData()]
+        train(layout, folder / "run", config, faults=bad(layout), each=each, hooks=hooks)
         same(layout.state(), train_unguarded(Layout("ddp", rank, size), 1.0, quarantined_steps(folder / "run")))
 
 
@@ -332,8 +337,8 @@ def loader_error_without_with_block(folder: Path, rank: int, size: int) -> None:
 def combinations_on_two_ranks(folder: Path, rank: int, size: int) -> None:
     with time_limit(60):
         layout = Layout("fsdp", rank, size, "adamw_fused")
-        options = {"faults": bad(layout), "parts": 2, "accumulate": 2, "hooks": [_Evaluates(layout)]}
-        guard = train(layout, folder / "evaluates", {**DEVICE_GATE, **CHECKPOINTS, **ROLL_BACK}, **options)
+        options = {"faults": bad(layout), "parts": 2, "accumulate": 2, "hooks": [_Evaluates(layout), BackWithoutData()]}
+        guard = train(layout, folder / "evaluates", {**DEVICE_GATE, **CHECKPOINTS}, **options)
         assert guard.summary().status == "recovered" and on_all(guard.step) == [9, 9], on_all(guard.step)
         _overflows(folder, rank, size)
         _workers(folder, rank, size)
@@ -382,7 +387,7 @@ def _workers(folder: Path, rank: int, size: int) -> None:
     data = Data(bad(layout))
     sampler = DistributedSampler(data, size, rank, shuffle=False)
     loader = DataLoader(data, GLOBAL // size, sampler=sampler, num_workers=1, persistent_workers=True)
-    train(layout, folder / "workers", {**DEVICE_GATE, **ROLL_BACK}, loader=loader)
+    train(layout, folder / "workers", DEVICE_GATE, loader=loader, hooks=[BackWithoutData()])
     same(
         layout.state(),
         train_unguarded(Layout("fsdp", rank, size, "adamw_fused"), 1.0, quarantined_steps(folder / "workers")),
@@ -410,12 +415,12 @@ def several_culprits(folder: Path, rank: int, size: int) -> None:
     """All culprits of one step are named, and no other rank."""
     with time_limit(60):
         first = (BAD_STEP - 1) * GLOBAL
-        for name, faults, culprits in (
-            ("spikes", {first + 6: "spike", first + 3: "spike"}, [2, 3]),
-            ("explosions", {first: "explosion", first + 3: "explosion"}, [0, 3]),
-            ("mixed", {first + 1: "nan", first + 2: "spike"}, [1]),
+        for name, faults, culprits, clip in (
+            ("explosions", {first: "explosion", first + 3: "explosion"}, [0, 3], None),
+            ("nans", {first + 6: "nan", first + 3: "nan"}, [2, 3], 1.0),
+            ("mixed", {first + 1: "nan", first + 2: "spike"}, [1], 1.0),
         ):
-            run = Guarded(Layout("ddp", rank, size), folder / name, faults=faults, config=HOST_GATE)
+            run = Guarded(Layout("ddp", rank, size), folder / name, faults=faults, clip=clip, config=HOST_GATE)
             if rank == 0:
-                (action,) = run.events("action")
-                assert action["ranks"] == culprits, (name, action)
+                again, action = run.events("action")
+                assert again["action"] == "replay" and action["ranks"] == culprits, (name, action)

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
+from holdfast import Plan, Rollback, SkipData
+from holdfast.core.record.quarantine import Quarantine
 from holdfast.distributed.norms import MeshNorms
 from holdfast.runtime.tensors.norms import ClipSpec
 
@@ -148,10 +150,25 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def train_unguarded(layout: Layout, clip: float | None, without: set[int], steps: int = STEPS) -> list[Tensor]:
+class BackWithoutData:
+    """Plans a rollback that leaves out the two batches around the bad step, on every rank."""
+
+    def on_instability(self, incident: Any) -> Plan:
+        step = incident.findings[-1].step
+        back = Rollback(before=max(0, step - 2), at_latest=step - 1)
+        return Plan(actions=(back, SkipData(batches=2, around=step)), reason="back, without the data")
+
+
+def train_unguarded(
+    layout: Layout,
+    clip: float | None,
+    without: set[int],
+    steps: int = STEPS,
+    faults: dict[int, str] | None = None,
+) -> list[Tensor]:
     """Run the loop without a guard over one epoch, without the steps in `without`."""
     done = 0
-    for number, batch in enumerate(layout.loader(), 1):
+    for number, batch in enumerate(layout.loader(faults), 1):
         if number in without or done == steps:
             continue
         loss_of(layout.model, batch).backward()
@@ -211,8 +228,7 @@ class Guarded:
 
     def excluded(self) -> set[int]:
         """Return the steps of the epoch whose data is quarantined, counted from 1."""
-        entries = json.loads((self.run_dir / "quarantine.json").read_text())["entries"]
-        spans = [span for entry in entries for span in entry.get("spans", [])]
+        spans = Quarantine(self.run_dir / "quarantine.json").spans()
         return {n + 1 for n in range(STEPS) for _, a, b in spans if a < (n + 1) * GLOBAL and n * GLOBAL < b}
 
 

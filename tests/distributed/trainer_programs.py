@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from layouts import BackWithoutData
 from torch.utils.data import Dataset
 
 from holdfast.reference.config import parse
@@ -78,11 +79,19 @@ def configuration(run_dir: Path, distributed: dict[str, int], **sections: dict[s
     return parse({name: {**small.get(name, {}), **sections.get(name, {})} for name in {**small, **sections}}, "test")
 
 
-def trained(folder: Path, name: str, config: Any, *, stop_at: int | None = None, bad: int | None = None) -> Trainer:
+def trained(
+    folder: Path,
+    name: str,
+    config: Any,
+    *,
+    stop_at: int | None = None,
+    bad: int | None = None,
+    hooks: tuple[Any, ...] = (),
+) -> Trainer:
     """Train one run and write this rank's report to `name`-RANK.json."""
     recording, losses = RecordingDataset(bad), Losses()
     trainer = build(config, faults=recording)
-    result = trainer.run(hooks=[losses], stop_at=stop_at)
+    result = trainer.run(hooks=[losses, *hooks], stop_at=stop_at)
     curve = losses.seen
     if result.summary.status == "off":  # each rank has then seen its own losses only
         each: list[list[float]] = [[] for _ in range(trainer.layout.size)]
@@ -106,12 +115,12 @@ def curves(folder: Path, rank: int, size: int) -> None:
     """Train every layout with a NaN in the sixth batch, which causes a rollback and skips two batches."""
     sections: dict[str, Any] = {
         "snapshot": {"every_steps": 1, "certify_after": 1},
-        "recover": {"rollback_margin": 1, "skip_batches": 2, "ladder": ["rollback", "stop"]},
         "detect": {"gate": "device"},
     }
     for distributed in LAYOUTS[size]:
         name = name_of(size, distributed)
-        trained(folder, name, configuration(folder / name, distributed, **sections), bad=5 * BATCH + 3)
+        config = configuration(folder / name, distributed, **sections)
+        trained(folder, name, config, bad=5 * BATCH + 3, hooks=(BackWithoutData(),))
 
 
 def unguarded(folder: Path, rank: int, size: int) -> None:

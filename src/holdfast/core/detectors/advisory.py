@@ -275,7 +275,8 @@ class WeightNorm(LimitlessDetector):
             since, before = recent[-1]
             message = f"the norm of the weights went from {before:.6g} to {norm:.6g} in {signal.step - since} steps"
             jump = {"weight_norm": norm, "before": before, "steps": signal.step - since}
-            return self.report(signal, Kind.STATE_JUMP, Severity.ROLLBACK, since + 1, message, jump)
+            onset = min(since + 1, signal.step)
+            return self.report(signal, Kind.STATE_JUMP, Severity.ROLLBACK, onset, message, jump)
         if not math.isfinite(norm):
             return None
         recent.append((signal.step, norm))

@@ -162,7 +162,9 @@ class GradSpike(LogSpike):
 
     def observe(self, signal: Signal) -> Finding | None:
         norm = signal.grad_norm
-        if norm is not None and math.isfinite(norm) and norm > 0 and not signal.flags and not signal.overflow:
+        if norm is None or not math.isfinite(norm) or norm <= 0 or signal.overflow or not math.isfinite(signal.loss):
+            return None
+        if not signal.flags:
             self._clip = signal.clip
             self._largest = max(_DECAY * self._largest, norm if self._clip is None else min(norm, self._clip))
             self._count += 1
@@ -209,17 +211,24 @@ class UpdateSpike(LogSpike):
 
     def observe(self, signal: Signal) -> Finding | None:
         size, norm = signal.update_rms, signal.grad_norm
-        if size and norm and not signal.flags and not signal.overflow and math.isfinite(size) and math.isfinite(norm):
+        has_landed = not signal.flags and not signal.overflow and math.isfinite(signal.loss)
+        if has_landed and size is not None and norm is not None and 0 < size < math.inf and 0 < norm < math.inf:
             finding = self._follow_second_moment(signal, size, math.log(norm) - math.log(size))
             if finding is not None:
                 return finding
         return super().observe(signal)
 
+    def absorb_normal(self, values: Sequence[float], steps: Sequence[float]) -> int:
+        """Return 0: a block of update sizes lacks the gradient norms."""
+        return 0
+
     def _follow_second_moment(self, signal: Signal, size: float, root: float) -> Finding | None:
         last, self._last = self._last, (size, root)
         if self._before is None:
-            if last is not None and last[0] < _ORDINARY_UPDATE and root - last[1] > _IMPOSSIBLE_RISE:
-                self._before, self._rose_at = last[1], signal.step
+            if last is not None and last[0] < _ORDINARY_UPDATE:
+                gradient_rise = max(0.0, root + math.log(size) - last[1] - math.log(last[0]))
+                if root - last[1] > _IMPOSSIBLE_RISE + gradient_rise:
+                    self._before, self._rose_at = last[1], signal.step
             return None
         if root - self._before < _IMPOSSIBLE_RISE:
             self._before = None

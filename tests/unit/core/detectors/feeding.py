@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -92,6 +93,12 @@ def costly(found: Iterable[Finding]) -> list[Finding]:
 def only(limits: dict[str, float]) -> float:
     (value,) = limits.values()
     return value
+
+
+def high_above(detector: Detector) -> float:
+    """Return the loss above which the next one is reported; infinity while none would be."""
+    found = copy.deepcopy(detector).observe(signal(10**6, 1e308, None))
+    return math.inf if found is None else float(found.evidence["limit"])
 
 
 def same(one: Any, other: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Gradient norms: they lead the loss, so a spike there is acted on before the loss shows anything."""
+"""Gradient norms: they lead the loss, so a spike there is on record before the loss shows anything. Only an update out of
+all proportion is vetoed."""
 
 from __future__ import annotations
 
@@ -88,11 +89,13 @@ def test_high_gradient_norms_under_a_normal_loss_are_accepted_as_the_new_level(l
     assert [f.step for f in found] == list(range(301, 309)), "eight, not five hundred"
     assert [f.new for f in found] == [True] + [False] * 7
     assert "new level" in found[-1].message
-    assert only(detector.limits()) == pytest.approx(level * 5, rel=0.1)
+    assert watch_norms(detector, [level * 4.5], first=801) == []
+    (found,) = watch_norms(detector, [level * 6], first=802)
+    assert found.evidence["limit"] == pytest.approx(level * 5, rel=0.1)
 
 
 def test_high_gradient_norms_under_a_high_loss_are_not_accepted():
-    found = watch_norms(learned(), [44.0] * 50, first=301, flags=int(Flag.LOSS_HIGH | Flag.GRAD_HIGH))
+    found = watch_norms(learned(), [44.0] * 50, first=301, flags=int(Flag.LOSS_HIGH))
     assert len(found) == 50
     assert all("far above" in f.message for f in found)
 
@@ -113,10 +116,72 @@ def test_norm_that_was_not_measured_or_belongs_to_an_overflow_is_not_a_norm():
     assert json.dumps(detector.state_dict()) == before
 
 
-def test_flag_of_the_gate_is_the_truth_where_there_is_a_limit():
-    assert watch_norms(learned(), [1e9], first=301, grad_limit=5.0) == []
-    (found,) = watch_norms(learned(), [2.2], first=301, grad_limit=2.0, flags=int(Flag.GRAD_HIGH))
-    assert found.evidence["limit"] == 2.0
+def test_vetoed_norm_is_found_with_the_limit_of_the_gate_and_leaves_no_trace():
+    detector = learned()
+    before = json.dumps(detector.state_dict())
+    (found,) = watch_norms(detector, [2.2], first=301, grad_limit=2.0, flags=int(Flag.GRAD_HIGH))
+    assert (found.severity, found.onset, found.new) == (Severity.SKIP, 301, True)
+    assert "out of all proportion" in found.message
+    assert found.evidence == {"grad_norm": 2.2, "limit": 2.0, "loss": 2.0}
+    assert json.dumps(detector.state_dict()) == before
+
+
+def test_norm_that_landed_is_judged_by_its_baseline_whatever_the_limit_of_the_gate():
+    (found,) = watch_norms(learned(), [22.0], first=301, grad_limit=220.0)
+    assert "far above its baseline" in found.message
+    assert watch_norms(learned(), [2.2], first=301, grad_limit=1.0) == []
+
+
+# ---- the limit for the gate
+
+
+def test_gate_vetoes_only_a_norm_a_hundred_times_any_before_it():
+    detector = GradSpike(DetectSection())
+    norms = [*noisy(200), 7.0, *noisy(99, 1)]
+    watch_norms(detector, norms)
+    assert only(detector.limits()) == pytest.approx(700.0, rel=0.05), "the largest counts, not the usual one"
+
+
+@pytest.mark.parametrize("ratio", [2.0, 30.0])
+def test_ratio_of_the_veto_is_set_by_the_policy_file(ratio):
+    assert only(learned(grad_veto_ratio=ratio).limits()) == pytest.approx(ratio * max(noisy(300)), rel=0.1)
+
+
+def test_largest_norm_fades_so_that_an_early_one_does_not_open_the_gate_for_good():
+    detector = GradSpike(DetectSection())
+    watch_norms(detector, [1e4] + [1.0] * 2000)
+    early = only(detector.limits())
+    watch_norms(detector, [1.0] * 30_000, first=2002)
+    assert early > 5e5
+    assert only(detector.limits()) == pytest.approx(100.0)
+
+
+def test_largest_norm_is_counted_as_the_clip_leaves_it():
+    """A norm of 50 clipped at 1 is an update of 1: the limit follows the updates, not the raw norms."""
+    detector = GradSpike(DetectSection(grad_veto_ratio=2.0))
+    watch_norms(detector, [50.0] * 100, clip=10.0)
+    assert detector.limits() == {}, "a clip below the limit keeps every update in proportion"
+    watch_norms(detector, [50.0], first=101, clip=25.0)
+    assert detector.limits() == {}, "the clip is 25, the limit is 50"
+    watch_norms(detector, [1.0], first=102, clip=1000.0)
+    assert only(detector.limits()) == pytest.approx(2 * 25.0, rel=0.01)
+    watch_norms(detector, [1.0], first=103)
+    assert only(detector.limits()) == pytest.approx(2 * 25.0, rel=0.01)
+
+
+def test_clip_above_the_limit_does_not_open_the_gate():
+    detector = GradSpike(DetectSection())
+    watch_norms(detector, noisy(100), clip=1e6)
+    assert only(detector.limits()) == pytest.approx(100 * max(noisy(100)), rel=0.05)
+
+
+def test_clip_and_largest_norm_survive_a_restart():
+    for clip in (None, 1.0, 1e6):
+        detector, back = GradSpike(DetectSection()), GradSpike(DetectSection())
+        watch_norms(detector, noisy(100), clip=clip)
+        back.load_state_dict(json.loads(json.dumps(detector.state_dict())))
+        assert back.limits() == detector.limits()
+        assert (back.limits() == {}) is (clip == 1.0)
 
 
 def test_vetoed_norms_are_not_learned_from():
@@ -131,21 +196,20 @@ def test_vetoed_norms_are_not_learned_from():
 def test_announced_shift_is_learned_and_only_a_gross_norm_counts_meanwhile():
     detector = learned()
     detector.rebaseline()
-    gross = only(detector.limits())
-    assert gross == pytest.approx(220.0, rel=0.02), "a hundred times the old course"
+    assert detector.limits() == {}, "the largest norm belongs to what was before"
     found = watch_norms(detector, [44.0, 1e5, *noisy(23, level=44.0)], first=301)
     assert [(f.step, f.new, f.evidence["in_a_row"]) for f in found] == [(302, True, 1)]
-    assert only(detector.limits()) < 44.0 * 10
+    assert found[0].evidence["limit"] == pytest.approx(220.0, rel=0.02), "a hundred times the old course"
     assert watch_norms(detector, noisy(300, 5, level=44.0), first=330) == []
     assert watch_norms(detector, [44.0 * 6], first=700) != []
 
 
 def test_second_shift_before_the_first_was_learned_keeps_the_gross_limit():
-    detector = learned()
-    detector.rebaseline()
-    gross = detector.limits()
-    detector.rebaseline()
-    assert detector.limits() == gross != {}
+    once, twice = learned(), learned()
+    for detector in (once, twice, twice):
+        detector.rebaseline()
+    (one,), (two,) = watch_norms(once, [1e5], first=301), watch_norms(twice, [1e5], first=301)
+    assert one.evidence["limit"] == two.evidence["limit"] == pytest.approx(220.0, rel=0.02)
 
 
 @pytest.mark.parametrize("wobble", [0.1, 0.3, 0.6])

@@ -1,4 +1,4 @@
-"""Loss spikes: one step to be skipped, several to be rolled back, and how they ended."""
+"""Loss spikes: one high loss, several together, and how they ended. None sets a limit for the gate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feeding import ar1, costly, noisy, only, signal, watch
+from feeding import ar1, costly, high_above, noisy, signal, watch
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity
@@ -36,18 +36,18 @@ def test_warm_up_is_silent_and_ends_after_as_many_healthy_steps_as_configured():
     detector = LossSpike(DetectSection(warmup_steps=50))
     for step, value in enumerate(noisy(49), 1):
         assert detector.observe(signal(step, value, None)) is None
-        assert detector.limits() == {}
+        assert high_above(detector) == math.inf
     assert detector.observe(signal(50, 1e4, None)) is None, "in the warm-up nothing is called a spike"
-    assert detector.limits() != {}
+    assert high_above(detector) < math.inf
 
 
 def test_shift_declared_in_the_warm_up_does_not_shorten_it():
     detector = LossSpike(DetectSection(warmup_steps=50))
     detector.rebaseline()
     watch(detector, noisy(49))
-    assert detector.limits() == {}
+    assert high_above(detector) == math.inf
     watch(detector, [2.2], first=50)
-    assert detector.limits() != {}
+    assert high_above(detector) < math.inf
 
 
 @pytest.mark.parametrize("size", [10.0, 1e3, 1e30])
@@ -64,7 +64,7 @@ def test_shift_declared_in_the_warm_up_does_not_shorten_it():
 def test_spikes_inside_the_warm_up_do_not_blind_it_afterwards(size, spikes):
     detector = LossSpike(DetectSection(warmup_steps=40))
     watch(detector, [size * v if n in spikes else v for n, v in enumerate(noisy(40), 1)])
-    assert only(detector.limits()) < 2.2 * 2.5
+    assert high_above(detector) < 2.2 * 2.5
     assert costly(watch(detector, [2.2 * 3] * 5, first=41)) != []
 
 
@@ -123,17 +123,17 @@ def test_loss_that_stays_high_is_rolled_back_once_and_ends_as_persistent():
 def test_after_a_persistent_excursion_the_new_level_is_the_course():
     detector = learned()
     watch(detector, noisy(300, 1, level=4.4), first=301)
-    assert only(detector.limits()) == pytest.approx(4.4 * 1.25, rel=0.1)
+    assert high_above(detector) == pytest.approx(4.4 * 1.25, rel=0.1)
     assert brief(watch(detector, [9.0], first=601)) == [(601, "SKIP", True)]
 
 
 def test_excursion_under_a_veto_is_never_taken_as_the_new_level():
     """Each update was kept from landing, so the model is still the one of the old course."""
     detector = learned()
-    limit = only(detector.limits())
-    found = watch(detector, [10.8] * 300, first=301, flags=HIGH, loss_limit=limit)
+    limit = high_above(detector)
+    found = watch(detector, [10.8] * 300, first=301, flags=HIGH, loss_limit=5.0)
     assert len(found) == 300
-    assert only(detector.limits()) == limit
+    assert high_above(detector) == limit
 
 
 @pytest.mark.parametrize("size", [1.1, 1.15, 1.2])
@@ -192,26 +192,30 @@ def test_burst_of_spikes_is_skipped_one_by_one_and_ends_as_recovered(seed):
 def test_batches_skipped_one_after_another_at_the_same_step_are_one_spike():
     """A skipped step keeps its number: three bad batches in a row are three attempts at one step."""
     detector = learned()
-    limit = only(detector.limits())
-    found = [detector.observe(signal(301, 9.0, None, attempt=n, flags=HIGH, loss_limit=limit)) for n in (1, 2, 3, 4)]
+    found = [detector.observe(signal(301, 9.0, None, attempt=n, flags=HIGH, loss_limit=5.0)) for n in (1, 2, 3, 4)]
     assert brief(found) == [(301, "SKIP", True), (301, "SKIP", False), (301, "ROLLBACK", False), (301, "SKIP", False)]
 
 
 # ---- what the gate said
 
 
-def test_flag_of_the_gate_is_the_truth_where_there_is_a_limit():
+def test_it_sets_no_limit_for_the_gate_since_a_finite_loss_vetoes_nothing():
     detector = learned()
-    assert watch(detector, [9.0], first=301, loss_limit=5.0) == [], "the gate let it pass: it was not high there"
-    found = watch(learned(), [2.2], first=301, loss_limit=5.0, flags=HIGH)
-    assert brief(found) == [(301, "SKIP", True)]
-    assert found[0].evidence["limit"] == 5.0
+    assert detector.limits() == {}
+    watch(detector, [9.0] * 50, first=301)
+    assert detector.limits() == {}
 
 
-def test_without_a_limit_from_the_gate_its_own_decides():
-    limit = only(learned().limits())
-    assert watch(learned(), [limit], first=301) == []
-    found = watch(learned(), [math.nextafter(limit, math.inf)], first=301)
+def test_loss_that_the_gate_vetoed_on_trial_is_high_wherever_its_own_limit_is():
+    (found,) = watch(learned(), [2.2], first=301, loss_limit=2.1, flags=HIGH)
+    assert brief([found]) == [(301, "SKIP", True)]
+
+
+@pytest.mark.parametrize("of_the_gate", [None, 1.0, 50.0])
+def test_loss_that_landed_is_judged_by_its_own_limit_only(of_the_gate):
+    limit = high_above(learned())
+    assert watch(learned(), [limit], first=301, loss_limit=of_the_gate) == []
+    found = watch(learned(), [math.nextafter(limit, math.inf)], first=301, loss_limit=of_the_gate)
     assert found[0].evidence["limit"] == limit
 
 
@@ -221,7 +225,7 @@ def test_vetoed_steps_are_not_learned_from():
         detector.observe(signal(step, 3.0, None, flags=int(Flag.GRAD_NONFINITE)))
         detector.observe(signal(step, value, None))
         clean.observe(signal(step, value, None))
-    assert detector.limits() == clean.limits()
+    assert detector.state_dict()["course"] == clean.state_dict()["course"]
 
 
 def test_overflow_of_the_loss_scaler_is_looked_past():
@@ -233,9 +237,9 @@ def test_overflow_of_the_loss_scaler_is_looked_past():
 
 def test_spike_is_found_right_after_a_burst_of_nans():
     detector = learned()
-    limit = only(detector.limits())
+    limit = high_above(detector)
     assert watch(detector, [math.nan, math.inf, -math.inf] * 30, first=301) == []
-    assert only(detector.limits()) == limit
+    assert high_above(detector) == limit
     assert brief(watch(detector, [100.0], first=391)) == [(391, "SKIP", True)]
 
 
@@ -256,7 +260,7 @@ def test_loss_that_is_vouched_for_leaves_the_state_that_observe_leaves(rho):
     watch(taught, [2.2] * 20, first=2001)
     state = json.loads(json.dumps(taught.state_dict()))
     assert state["score"] == 0.0
-    for loss in np.linspace(2.0, 2.0 * only(taught.limits()) - 2.2, 200).tolist():
+    for loss in np.linspace(2.0, 2.0 * high_above(taught) - 2.2, 200).tolist():
         looked, vouched = LossSpike(DetectSection()), LossSpike(DetectSection())
         for detector in (looked, vouched):
             detector.load_state_dict(json.loads(json.dumps(state)))
@@ -271,11 +275,11 @@ def test_loss_that_is_vouched_for_leaves_the_state_that_observe_leaves(rho):
 
 def test_spike_does_not_enter_the_course_it_is_measured_by():
     detector = learned()
-    limit = only(detector.limits())
+    limit = high_above(detector)
     watch(detector, [10.8] * 50, first=301)
-    assert only(detector.limits()) == limit
+    assert high_above(detector) == limit
     watch(detector, noisy(50), first=351)
-    assert only(detector.limits()) == pytest.approx(limit, rel=0.05)
+    assert high_above(detector) == pytest.approx(limit, rel=0.05)
 
 
 def test_zero_is_never_high_and_never_enters():
@@ -286,7 +290,7 @@ def test_zero_is_never_high_and_never_enters():
             assert detector.observe(signal(step, 0.0, None)) is None
         assert detector.observe(signal(step, value, None)) is None
         clean.observe(signal(step, value, None))
-    assert detector.limits() == clean.limits()
+    assert detector.state_dict()["course"] == clean.state_dict()["course"]
 
 
 def test_zeros_before_a_rise_do_not_hide_it():
@@ -302,7 +306,7 @@ def test_level_that_dropped_is_no_trend_and_hides_nothing_that_follows():
     assert course["level"] == pytest.approx(1.5, rel=0.05)
     assert abs(course["trend"]) < 0.01
     assert watch(detector, noisy(300, 6, level=1.5), first=2065) == []
-    assert only(detector.limits()) == pytest.approx(1.5 * 1.25, rel=0.1)
+    assert high_above(detector) == pytest.approx(1.5 * 1.25, rel=0.1)
 
 
 def test_rise_soon_after_a_drop_of_the_level_is_found():
@@ -345,7 +349,7 @@ def test_negative_losses_are_watched_like_positive_ones():
 def test_limit_on_a_negative_loss_is_not_the_one_of_when_it_was_positive():
     detector = LossSpike(DetectSection())
     watch(detector, noisy(100, level=3.0) + [-5.0 + v - 2.2 for v in noisy(1000)])
-    assert only(detector.limits()) < -3.0
+    assert high_above(detector) < -3.0
 
 
 def test_loss_that_crosses_zero_slowly_alarms_nobody():
@@ -358,7 +362,7 @@ def test_loss_that_crosses_zero_fast_does_not_break_it():
     """The course is already under zero while no loss has been, and then comes the first that is, above the course."""
     detector = LossSpike(DetectSection(warmup_steps=33))
     watch(detector, [10 - 0.3 * n for n in range(33)] + [0.05, -0.1])
-    assert math.isfinite(only(detector.limits()))
+    assert math.isfinite(high_above(detector))
     for seed in range(100):
         noise = np.random.default_rng(seed).normal(size=120)
         assert costly(watch(LossSpike(DetectSection()), 3 - 0.06 * np.arange(120) + 0.05 * noise)) == []
@@ -463,19 +467,19 @@ def test_gross_loss_after_an_announced_shift_is_found_and_not_learned():
     assert brief(found) == [(302, "SKIP", True), (303, "SKIP", False), (305, "SKIP", True)]
     assert [f.evidence["z"] for f in found] == [None] * 3, "there is no course to measure it by"
     watch(detector, noisy(122, level=3.3), first=306)
-    assert only(detector.limits()) < 3.3 * 2
+    assert high_above(detector) < 3.3 * 2
 
 
 def test_after_an_announced_shift_only_gross_losses_are_high_until_24_steps_are_learned():
     detector = learned()
     detector.rebaseline()
-    gross = only(detector.limits())
+    gross = high_above(detector)
     assert gross == pytest.approx(6 * 2.2, rel=0.02)
     for step, value in enumerate(noisy(23, level=4.4), 301):
         assert detector.observe(signal(step, 9.0 if step == 310 else value, None)) is None
-        assert only(detector.limits()) == gross
+        assert high_above(detector) == gross
     watch(detector, [4.4], first=324)
-    assert only(detector.limits()) < gross
+    assert high_above(detector) < gross
 
 
 def test_gross_is_fifty_deviations_where_the_noise_is_wide():
@@ -483,14 +487,14 @@ def test_gross_is_fifty_deviations_where_the_noise_is_wide():
     watch(detector, noisy(300, noise=0.2))
     deviation = detector.state_dict()["course"]["scale"]
     detector.rebaseline()
-    assert only(detector.limits()) == pytest.approx(2.2 + 50 * deviation, rel=0.02)
+    assert high_above(detector) == pytest.approx(2.2 + 50 * deviation, rel=0.02)
 
 
 def test_announced_shift_downwards_leaves_no_limit_from_above():
     detector = learned()
     detector.rebaseline()
     watch(detector, noisy(124, level=0.3), first=301)
-    assert only(detector.limits()) < 0.6
+    assert high_above(detector) < 0.6
 
 
 def test_excursion_before_an_announced_shift_neither_adds_up_with_nor_mutes_one_after_it():
@@ -512,7 +516,7 @@ def test_gross_level_that_stays_after_an_announced_shift_is_accepted_in_the_end(
 def test_second_shift_before_the_first_was_learned_keeps_the_gross_limit():
     detector = learned()
     detector.rebaseline()
-    gross = detector.limits()
-    assert gross != {}
+    gross = high_above(detector)
+    assert gross < math.inf
     detector.rebaseline()
-    assert detector.limits() == gross
+    assert high_above(detector) == gross

@@ -14,7 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from cases import Case, assert_same
-from test_exact import at, check, quick
+from test_exact import Heals, at, check, garbage, quick, without
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -54,8 +54,33 @@ def test_skip(optimizer, precision, batches, tmp_path):
 def test_rollback_across_an_epoch_border(optimizer, accumulate, tmp_path):
     case = Case(optimizer=optimizer, shuffle="unique_generator", accumulate=accumulate, epochs=5, device="cuda")
     case.config = quick("auto", max_consecutive=3)
-    case.faults = at(case, *range(22, 22 + 4 * accumulate))
-    check(case, tmp_path, "rollback", "skip_data", "cut_lr")
+    bad = range(22, 22 + 4 * accumulate)
+    case.faults = at(case, *bad)
+    run = check(case, tmp_path)
+    assert run.actions() == [*["replay", "skip"] * 3, "replay", "rollback", "replay", *["skip"] * 4]
+    assert_same(run, case.plain(without(case, *bad)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "sgd_fused"])
+def test_a_second_return_cuts_the_lr(optimizer, tmp_path):
+    case = Case(optimizer=optimizer, shuffle="unique", epochs=5, augment=True, device="cuda")
+    case.config = quick("auto", max_consecutive=2, skip_batches=2)
+    heals = Heals(returns=2)
+    case.faults = at(case, 22, 23, 24, how=heals)
+    run = case.guarded(tmp_path / "run", hooks=[heals])
+    assert run.actions()[-3:] == ["skip", "rollback", "cut_lr"]
+    assert run.excluded() == {"spans": [], "samples": {}}
+    assert_same(run, case.reference(run))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused", "sgd_fused"])
+def test_garbage_data_lands_comes_back_and_is_left_out(optimizer, tmp_path):
+    case = Case(optimizer=optimizer, shuffle="unique", count=160, epochs=7, norm=False, linear=True, device="cuda")
+    case.config = quick("auto", watch_steps=8)
+    case.faults = at(case, *range(90, 95), how=garbage)
+    run = check(case, tmp_path)
+    assert run.actions() == ["rollback", "rollback", *["skip"] * 5]
+    assert_same(run, case.plain(without(case, *range(90, 95))))
 
 
 @pytest.mark.parametrize("what", ["parameter", "moment"])
@@ -70,7 +95,7 @@ def test_broken_state(what, tmp_path):
             (weight.data if what == "parameter" else parts["optimizer"].state[weight]["exp_avg"])[3, 2] = float("nan")
 
     run = case.guarded(tmp_path / "run", before_step=strike)
-    assert run.actions()[0] == "rollback"
+    assert run.actions() == ["rollback"]
     assert_same(run, case.plain())
 
 

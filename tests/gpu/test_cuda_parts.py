@@ -72,7 +72,8 @@ def test_skips_and_a_rollback(make, fused, tmp_path):
     r = recipe(make, fused)
     r.case.faults = at(r.case, 0, 9, 21, 22, 23)
     run = r.guarded(tmp_path / "run")
-    assert {"skip", "replay", "rollback", "cut_lr"} <= set(run.actions())
+    again = ["replay", "skip"]
+    assert run.actions() == [*again * 4, "replay", "rollback", "replay", *["skip"] * 3]
     assert_equal(run.state, r.reference(run).state)
 
 

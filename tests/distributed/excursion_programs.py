@@ -1,0 +1,189 @@
+"""Finite excursions of the loss on several ranks: every rank runs the same experiments and reaches the same result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts import GLOBAL, QUICK, Data, Layout, loss_of, on_all, same
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import holdfast
+from holdfast.core.record.quarantine import Quarantine
+
+STEPS = 150
+ONSET = 90
+WINDOW = range(ONSET, ONSET + 5)
+RECOVER = {**QUICK["recover"], "watch_steps": 8, "skip_batches": 12, "lr_factor": 0.5, "lr_ramp_steps": 20}
+LayoutFault = Callable[[Layout, int], None]
+LossFault = Callable[[Layout, int, Tensor], Tensor]
+
+
+class LongData(Data):
+    """Every step has samples of its own."""
+
+    def __len__(self) -> int:
+        return STEPS * GLOBAL
+
+
+def loader_of(layout: Layout, faults: dict[int, str] | None) -> DataLoader:
+    data = LongData(faults or {})
+    sampler = DistributedSampler(data, num_replicas=layout.data[0], rank=layout.data[1], shuffle=False)
+    return DataLoader(data, batch_size=GLOBAL // layout.data[0], sampler=sampler)
+
+
+def unguarded(
+    layout: Layout,
+    faults: dict[int, str] | None = None,
+    without: set[int] | None = None,
+    alter: LossFault = lambda layout, batch, loss: loss,
+) -> list[Tensor]:
+    """Train without a guard, and without the batches in `without`, counted from 1."""
+    for number, batch in enumerate(loader_of(layout, faults), 1):
+        if number not in (without or set()):
+            alter(layout, number, loss_of(layout.model, batch)).backward()
+            layout.clip(1.0)
+            layout.optimizer.step()
+            layout.optimizer.zero_grad()
+    return layout.state()
+
+
+class Experiment:
+    """A guarded run, the outcomes of its steps on this rank, and its decisions."""
+
+    late = True
+
+    def __init__(
+        self,
+        layout: Layout,
+        run_dir: Path,
+        gate: str,
+        *,
+        faults: dict[int, str] | None = None,
+        before: LayoutFault = lambda layout, number: None,
+        alter: LossFault = lambda layout, batch, loss: loss,
+    ) -> None:
+        self.layout, self.run_dir = layout, run_dir
+        self.outcomes: list[tuple[int, int, str]] = []
+        config = {**QUICK, "recover": RECOVER, "detect": {"gate": gate, "warmup_steps": 20}}
+        guard = holdfast.Guard(
+            layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=run_dir, config=config, hooks=[self]
+        )
+        with guard:
+            for step in guard.steps(loader_of(layout, faults), epochs=1):
+                with step:
+                    before(layout, step.number)
+                    for batch in step.microbatches():
+                        number = int(batch["id"].min()) // GLOBAL + 1
+                        step.backward(alter(layout, number, loss_of(layout.model, batch)))
+            self.decisions = guard._run.parts.coordinator._decisions
+        self.step = guard.step
+
+    def on_step_end(self, outcome: Any) -> None:
+        self.outcomes.append((outcome.step, outcome.signal.attempt, str(outcome.status)))
+
+    on_recovery = on_step_end
+
+    def check_agreed(self) -> None:
+        """All ranks took the same decisions at the same steps, and there were some."""
+        assert len({str(o) for o in on_all(self.outcomes)}) == 1, on_all(self.outcomes)
+        assert len(set(on_all(self.decisions))) == 1 and self.decisions, on_all(self.decisions)
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        """Return these events of the journal, on every rank."""
+        dist.barrier()
+        lines = (self.run_dir / "journal.jsonl").read_text().splitlines()
+        return [e for e in map(json.loads, lines) if e["event"] in names]
+
+    def causes(self) -> list[str]:
+        return [e["cause"] for e in self.events("cause")]
+
+    def rungs(self) -> list[tuple[str, str]]:
+        return [(e["rung"], e["result"]) for e in self.events("experiment")]
+
+    def left_out(self) -> set[int]:
+        """Return the steps whose data is left out."""
+        dist.barrier()
+        spans = Quarantine(self.run_dir / "quarantine.json").spans()
+        return {n + 1 for n in range(STEPS) for _, a, b in spans if a < (n + 1) * GLOBAL and n * GLOBAL < b}
+
+
+class Scale:
+    """Multiplies the weights of some ranks by 50, once."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        self._ranks, self._is_due = ranks, True
+
+    def __call__(self, layout: Layout, number: int) -> None:
+        if number == ONSET and self._is_due:
+            self._is_due = False
+            if layout.rank in self._ranks:
+                with torch.no_grad():
+                    for p in layout.model.parameters():
+                        getattr(p, "_local_tensor", p).mul_(50.0)
+
+
+WAYS = (("host", "adamw"), ("device", "adamw_fused"))
+
+
+def scaled_weights(kind: str, ranks: set[int], folder: Path, rank: int, size: int) -> None:
+    """Weights times 50: all ranks return together, and the run ends as one that never had it."""
+    for gate, optimizer in WAYS:
+        layout = Layout(kind, rank, size, optimizer)
+        run = Experiment(layout, folder / f"{gate}-{len(ranks)}", gate, before=Scale(ranks))
+        run.check_agreed()
+        returns = [o for o in run.outcomes if o[2] == "rolled_back"]
+        assert len(returns) == 1 and ONSET <= returns[0][0] < ONSET + 10, returns
+        assert {o[2] for o in run.outcomes} == {"committed", "rolled_back"}, run.outcomes
+        assert run.step == STEPS and not run.left_out()
+        same(layout.state(), unguarded(Layout(kind, rank, size, optimizer)))
+        assert not {e["action"] for e in run.events("action")} - {"rollback"}
+        (back,) = run.events("action")
+        assert back["to_step"] < ONSET
+
+
+def scaled_on_all_ranks(folder: Path, rank: int, size: int) -> None:
+    for kind in ("ddp", "fsdp"):
+        (folder / kind).mkdir(exist_ok=True)
+        scaled_weights(kind, set(range(size)), folder / kind, rank, size)
+
+
+def scaled_on_one_rank(folder: Path, rank: int, size: int) -> None:
+    scaled_weights("ddp", {size - 1}, folder, rank, size)
+
+
+def garbage_on_one_rank(folder: Path, rank: int, size: int) -> None:
+    """Garbage in the samples of one rank, for a few steps: left out on all ranks, and nothing else is."""
+    faults = {(n - 1) * GLOBAL + i: "spike" for n in WINDOW for i in range(GLOBAL) if i % size == size - 1}
+    for gate, optimizer in WAYS:
+        layout = Layout("ddp", rank, size, optimizer)
+        run = Experiment(layout, folder / gate, gate, faults=faults)
+        run.check_agreed()
+        skips = [o for o in run.outcomes if o[2] == "skipped"]
+        assert [step for step, _, _ in skips] == [ONSET] * len(WINDOW), skips
+        assert run.left_out() == set(WINDOW), run.left_out()
+        assert run.step == STEPS - len(WINDOW)
+        same(layout.state(), unguarded(Layout("ddp", rank, size, optimizer), without=set(WINDOW)))
+        assert run.causes() == ["data"], run.events("cause")
+        assert run.rungs() == [("same_data", "begun"), ("leave_out_data", "begun"), ("leave_out_data", "gone")]
+
+
+def jump_of_the_objective(folder: Path, rank: int, size: int) -> None:
+    """The loss of one rank is redefined for good: all ranks accept it, and the run is as without a guard."""
+
+    def alter(layout: Layout, batch: int, loss: Tensor) -> Tensor:
+        return loss + 8.0 if batch >= ONSET and layout.rank == size - 1 else loss
+
+    for gate, optimizer in WAYS:
+        layout = Layout("ddp", rank, size, optimizer)
+        run = Experiment(layout, folder / gate, gate, alter=alter)
+        run.check_agreed()
+        assert run.step == STEPS and not run.left_out()
+        same(layout.state(), unguarded(Layout("ddp", rank, size, optimizer), alter=alter))
+        assert run.causes()[-1] == "objective", run.events("cause")
+        assert run.rungs()[-1][1] == "came_back", run.rungs()

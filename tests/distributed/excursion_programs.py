@@ -158,9 +158,12 @@ def scaled_on_one_rank(folder: Path, rank: int, size: int) -> None:
 
 
 def garbage_on_one_rank(folder: Path, rank: int, size: int) -> None:
-    """Garbage in the samples of one rank, for a few steps: left out on all ranks, and nothing else is."""
+    """Garbage in the samples of one rank, for a few steps: left out on all ranks, and nothing else is.
+
+    A clipped step of SGD is small, so the loss is back on its course when the garbage ends.
+    """
     faults = {(n - 1) * GLOBAL + i: "spike" for n in WINDOW for i in range(GLOBAL) if i % size == size - 1}
-    for gate, optimizer in WAYS:
+    for gate, optimizer in (("host", "sgd"), ("device", "sgd_fused")):
         layout = Layout("ddp", rank, size, optimizer)
         run = Experiment(layout, folder / gate, gate, faults=faults)
         run.check_agreed()

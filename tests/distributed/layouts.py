@@ -147,6 +147,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "sgd_fused": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, fused=True),
 }
 
 

@@ -1,6 +1,9 @@
 """Clean runs, guarded and unguarded with the same seed: the guard must leave them as they are.
 
     python -m benchmarks.experiments.clean [--kinds multi_task,gan] [--seeds 5] [--steps 4000] [--json FILE]
+    python -m benchmarks.experiments.clean --held-back
+
+--held-back runs other kinds, those of held_back.py, with two seeds of their own: once, when the guard is finished.
 
 Status 1 if a run was stopped, lost data, kept a cut LR, had more than one incident of experiments, or ended with another
 loss than unguarded: bit for bit if there was no experiment.
@@ -13,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.blocks import about, write
+from benchmarks.experiments import held_back
 from benchmarks.experiments.training import SEEDS, choose, options, run_all, run_folder, table, train
 from benchmarks.experiments.workloads import KINDS, build
 
+EVERY_KIND = {**KINDS, **held_back.KINDS}
 COLUMNS = {
     "kind": "kind", "seed": "seed", "experiments": "experiments", "incidents": "incidents", "skipped": "skipped",
     "left_out": "left out", "samples": "samples", "cut_steps": "cut LR", "stopped_at": "stopped at",
@@ -27,8 +32,8 @@ COLUMNS = {
 def measure(kind: str, seed: int, steps: int, keep: str | None) -> dict[str, Any]:
     """Train one kind twice and return its row."""
     with run_folder(keep, kind, seed) as folder:
-        guarded = train(build(kind, seed), steps, folder)
-    bare = train(build(kind, seed), steps, None)
+        guarded = train(build(kind, seed, EVERY_KIND), steps, folder)
+    bare = train(build(kind, seed, EVERY_KIND), steps, None)
     ended, usual = guarded.final_losses(), bare.final_losses()
     row: dict[str, Any] = {
         "kind": kind,
@@ -75,9 +80,11 @@ def missed(row: Mapping[str, Any]) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = options(__doc__, steps=4000)
     parser.add_argument("--kinds", default=None, help=f"separated by commas: {', '.join(KINDS)}")
+    parser.add_argument("--held-back", action="store_true", help="the kinds of held_back.py, with their own two seeds")
     chosen = parser.parse_args(words)
-    kinds = choose(parser, "--kinds", chosen.kinds, KINDS)
-    jobs = [(kind, seed, chosen.steps, chosen.folder) for kind in kinds for seed in SEEDS[: chosen.seeds]]
+    known, seeds = (held_back.KINDS, held_back.SEEDS) if chosen.held_back else (KINDS, SEEDS)
+    kinds = choose(parser, "--kinds", chosen.kinds, known)
+    jobs = [(kind, seed, chosen.steps, chosen.folder) for kind in kinds for seed in seeds[: chosen.seeds]]
     rows = run_all(measure, jobs, chosen.workers)
     write(chosen.json, {"about": about("cpu"), "steps": chosen.steps, "runs": rows})
     print(table(rows, COLUMNS))

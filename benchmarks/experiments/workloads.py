@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 
 import torch
@@ -293,7 +293,7 @@ KINDS: dict[str, Callable[[int], Training]] = {
 }  # fmt: skip
 
 
-def build(kind: str, seed: int) -> Training:
+def build(kind: str, seed: int, kinds: Mapping[str, Callable[[int], Training]] = KINDS) -> Training:
     """Return a new training loop; the same bits for the same seed."""
     torch.manual_seed(seed)
-    return KINDS[kind](seed)
+    return kinds[kind](seed)

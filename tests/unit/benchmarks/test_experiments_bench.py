@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.experiments import clean, faults, tasks, workloads
+from benchmarks.experiments import clean, faults, held_back, tasks, workloads
 from benchmarks.experiments.training import train
 
 ROW = {
@@ -30,11 +30,19 @@ def test_a_clean_run_that_is_left_alone_misses_no_bar() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", workloads.KINDS)
+@pytest.mark.parametrize("kind", clean.EVERY_KIND)
 def test_a_kind_is_the_same_for_the_same_seed(kind: str) -> None:
-    one, again, other = (train(workloads.build(kind, seed), 20, None) for seed in (3, 3, 4))
+    one, again, other = (train(workloads.build(kind, seed, clean.EVERY_KIND), 20, None) for seed in (3, 3, 4))
     assert one.digest == again.digest != other.digest
-    assert len(one.losses) == 20
+    assert len(one.losses) == 20 and all(math.isfinite(loss) for loss in one.losses.values())
+
+
+def test_kinds_held_back_run_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--kinds", "wgan"], ["--held-back", "--kinds", "gan"]):
+        with pytest.raises(SystemExit):
+            clean.main(words)
+        assert f"--kinds: unknown {words[-1]}" in capsys.readouterr().err
+    assert not set(held_back.KINDS) & set(workloads.KINDS)
 
 
 @pytest.mark.parametrize(

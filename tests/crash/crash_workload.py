@@ -29,23 +29,28 @@ from holdfast.core.base.types import family
 WIDTH = 6
 ROWS = 96
 BATCH, ACCUMULATE, EPOCHS = 4, 2, 3
-NAN_ROWS = (17, 40)
+RETURNS = {
+    "recover": {"max_consecutive": 1, "rollback_margin": 2},
+    "quarantine": {"nonfinite_samples": False},
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "host": {"fused": False, "gate": "host", "far": (45, 86)},
     "device": {"fused": True, "gate": "device", "far": (45, 86)},
     "again": {"fused": False, "gate": "host", "far": (48, 70)},
+    "released": {"fused": False, "gate": "host", "nan": (58, 16), "config": RETURNS},
 }
-"""again: a second spike soon after the first rollback, which has to go back further than that one did"""
+"""again: a second spike soon after the first rollback, which has to go back further than that one did
+released: two bad steps in a row, so that the run returns and the skipped data is put back; then it fails again"""
 
 
 class Rows(Dataset):
     """Row i is a function of i, plus noise from the three global generators; some rows are bad."""
 
-    def __init__(self, far: tuple[int, ...]) -> None:
+    def __init__(self, far: tuple[int, ...] = (), nan: tuple[int, ...] = (17, 40)) -> None:
         generator = torch.Generator().manual_seed(7)
         self.x = torch.randn(ROWS, WIDTH, generator=generator)
         self.y = self.x.sum(1, keepdim=True).sin()
-        self.x[list(NAN_ROWS)] = float("nan")
+        self.x[list(nan)] = float("nan")
         self.y[list(far)] = 1e4
 
     def __len__(self) -> int:
@@ -116,8 +121,8 @@ class BackFromSpikes:
         return Plan(actions=actions, reason="a spike")
 
 
-def config(gate: str) -> dict[str, Any]:
-    return {
+def config(gate: str, more: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    sections: dict[str, dict[str, Any]] = {
         "snapshot": {"every_steps": 3, "certify_after": 2},
         "checkpoint": {"every_steps": 3, "certify_after": 2, "keep_last": 2},
         "detect": {"gate": gate, "warmup_steps": 6, "divergence": False, "grad_spike": False},
@@ -131,6 +136,7 @@ def config(gate: str) -> dict[str, Any]:
         },
         "metrics": {"flush_seconds": 0.0},
     }
+    return {name: {**sections.get(name, {}), **more.get(name, {})} for name in {**sections, **more}}
 
 
 class GuardedRun:
@@ -144,7 +150,9 @@ class GuardedRun:
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=options["fused"])
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 60)
-        self.loader = DataLoader(Rows(options["far"]), batch_size=BATCH, shuffle=True)
+        self.loader = DataLoader(
+            Rows(**{k: options[k] for k in ("far", "nan") if k in options}), batch_size=BATCH, shuffle=True
+        )
         self.average, self.diary = Average(self.model), Diary()
         self.guard = holdfast.Guard(
             self.model,
@@ -152,7 +160,7 @@ class GuardedRun:
             scheduler=self.scheduler,
             clip_grad_norm=1.0,
             run_dir=run_dir,
-            config=config(options["gate"]),
+            config=config(options["gate"], options.get("config", {})),
             hooks=[self.average, self.diary, BackFromSpikes()],
         )
         self.guard.register("average", self.average)

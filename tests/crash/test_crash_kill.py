@@ -14,6 +14,8 @@ from crash_calls import applies
 from crash_checks import SUMMARY, Directory, Reference, same
 from crash_server import Ended, Server
 
+from marks import slow
+
 
 class Tally:
     """How many were killed, and what was under way."""
@@ -77,7 +79,7 @@ def run_to_its_end(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("variant", ["host", "device", "again"])
+@pytest.mark.parametrize("variant", ["host", "device", "again", *slow("released")])
 @pytest.mark.parametrize(
     ("how", "kills"),
     [

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast import RunDirError
+from holdfast.core.base.types import Span
+from holdfast.core.record.journal import read
+from holdfast.core.record.quarantine import Quarantine
 from marks import slow
 
 
@@ -126,3 +130,41 @@ def test_killed_there_and_again_when_the_next_process_has_begun(
     directory.check(ended)
     same(ended, reference)
     shutil.rmtree(directory.path)
+
+
+@pytest.mark.parametrize(
+    ("how", "site", "nth", "is_released"),
+    [
+        ("KILL", "create /.quarantine.json.aside", 2, False),
+        ("KILL", "replace /.quarantine.json.aside", 2, False),
+        ("KILL_AFTER", "replace /.quarantine.json.aside", 2, True),
+    ],
+)
+def test_data_that_is_put_back_stays_put_back_if_the_process_dies_before_the_file_says_so(
+    how: str, site: str, nth: int, is_released: bool, server: Server, references: Reference, tmp_path: Path
+) -> None:
+    """Killed between the journal's `released` event and the quarantine file, then while resuming, and then left alone."""
+    reference, directory = references("released"), Directory(tmp_path / "run")
+    ended = server.run(directory.path, "released", how=how, site=site, nth=nth)
+    assert ended.signal == signal.SIGKILL
+    directory.check(ended)
+    (event,) = released(directory.path)
+    spans = [Span(*span) for span in event["spans"]]
+    assert left_out(directory.path, spans) != is_released
+    ended = server.run(directory.path, "released", how="KILL_HALF", site="write /journal.jsonl", nth=4)
+    assert ended.signal == signal.SIGKILL and len(released(directory.path)) == 1
+    assert not left_out(directory.path, spans), "the next process completes it"
+    directory.check(ended)
+    ended = server.run(directory.path, "released")
+    directory.check(ended)
+    same(ended, reference)
+    assert left_out(directory.path, spans), "it failed again, and was skipped again"
+
+
+def released(path: Path) -> list[dict[str, Any]]:
+    return [e for e in read(path / "journal.jsonl").events if e["event"] == "released"]
+
+
+def left_out(path: Path, spans: list[Span]) -> bool:
+    quarantine = Quarantine(path / "quarantine.json")
+    return all(quarantine.covers(*span) for span in spans)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -42,6 +42,10 @@ FAULTS = (
     "shift",
     "quarantine",
 )
+LONG_STEPS = 72
+"""enough for a course of the loss, an excursion from it and a few experiments"""
+EXCURSIONS = ("garbage_data", "objective_data", "scaled_weights", "scaled_everywhere", "lr_jump_data")
+LONG_FAULTS = (*EXCURSIONS * 2, "nan_data", "nan_state", "spoilt_snapshots", "stop", "shift", "quarantine")
 
 
 class Table:
@@ -112,13 +116,18 @@ class Rank:
     table: Table
     faults: dict[int, list[str]]
     config: dict[str, Any]
+    steps: int = STEPS
     outcomes: list[tuple[int, int, str]] = field(default_factory=list)
+    experiments: list[tuple[str, int]] = field(default_factory=list)
+    decisions: int = 0
     ended: str = ""
     weights: list[float] = field(default_factory=list)
     late = True
 
     def on_step_end(self, outcome: Any) -> None:
         self.outcomes.append((outcome.step, outcome.signal.attempt, str(outcome.status)))
+        if outcome.plan is not None and outcome.plan.experiment is not None:
+            self.experiments.append((outcome.plan.experiment, outcome.step))
 
     on_recovery = on_step_end
 
@@ -138,29 +147,35 @@ class Rank:
         model = nn.Linear(3, 1)
         with torch.no_grad():
             model.weight.copy_(torch.tensor([[0.3, -0.2, 0.1]]))
-            model.bias.zero_()
+            model.bias.fill_(0.0 if self.steps == STEPS else 2.0)
         fused = self.config["detect"]["gate"] == "device"
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-        data = [(i, torch.tensor([i % 3, i % 5, 1.0]) / 5, torch.tensor([0.1 * (i % 4)])) for i in range(4 * STEPS)]
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
+        if self.steps > STEPS:  # a clipped step of SGD is small: the loss is soon back after a garbage window
+            optimizer = torch.optim.SGD(model.parameters(), lr=5e-2, momentum=0.5, fused=fused)
+        count = 4 * self.steps
+        data = [(i, torch.tensor([i % 3, i % 5, 1.0]) / 5, torch.tensor([0.1 * (i % 4)])) for i in range(count)]
         self.model, self.optimizer, self._struck = model, optimizer, set()
         ranks = Fake(self.table, self.rank)
         company = DistributedContext(ranks, replicas=Replicated(ranks.size))
         self.guard = RankGuard(company, model, optimizer, clip_grad_norm=1.0, config=self.config, hooks=[self])
         with self.guard:
-            for step in self.guard.steps(DataLoader(data, batch_size=2), max_steps=STEPS, epochs=2):
+            for step in self.guard.steps(DataLoader(data, batch_size=2), max_steps=self.steps, epochs=2):
                 with step:
                     for ids, x, y in step.microbatches():
                         self._one(step, int(ids[0]) // 2 + 1, x, y)
+            self.decisions = self.guard._run.parts.coordinator._decisions
         self.weights = [v for p in model.parameters() for v in p.detach().flatten().tolist()]
 
     def _one(self, step: Any, batch: int, x: Tensor, y: Tensor) -> None:
         now = self._due(step.number, batch)
         if "nan_data" in now:
             x = x * float("nan")
-        if "spike_data" in now:
+        if "spike_data" in now or "garbage_data" in now:
             y = y + 1000.0
         self._before(now)
         loss = (self.model(x) - y).square().mean()
+        if "objective_data" in now:
+            loss = loss + 20.0
         step.backward(loss, weight=0.0 if "no_weight" in now else 3.0)
         gradients = torch.cat([p.grad.flatten() for p in self.model.parameters()])
         if "explosion" in now:
@@ -183,6 +198,11 @@ class Rank:
             guard.quarantine([5, 6], "a person says so")
         if "nan_state" in now:
             self.model.weight.data[0, 0] = float("nan")
+        if {"scaled_weights", "scaled_everywhere"} & now:
+            for p in self.model.parameters():
+                p.data.mul_(50.0)
+        if "lr_jump_data" in now:
+            self.optimizer.param_groups[0]["lr"] = 5.0
         if "flipped_bit" in now:
             self.model.weight.data.view(torch.int32)[0, 1] ^= 1 << 19
         if "spoilt_snapshots" in now:
@@ -200,11 +220,38 @@ class Rank:
         return due
 
 
+def expand(schedule: list[tuple[int, int, str]], size: int) -> list[dict[int, list[str]]]:
+    """Return the faults of each rank by step. A garbage window has three batches; a new objective or LR stays."""
+    faults: list[dict[int, list[str]]] = [{} for _ in range(size)]
+    for rank, step, fault in schedule:
+        # What differs from the first comparison on is taken for intended, and what differs after the last is not seen.
+        step = 3 if fault == "flipped_bit" else step
+        steps = {"garbage_data": 3, "objective_data": 2 * LONG_STEPS, "lr_jump_data": 2 * LONG_STEPS}.get(fault, 1)
+        ranks = range(size) if fault in ("scaled_everywhere", "lr_jump_data") else [rank % size]
+        for each in ranks:
+            for n in range(steps):
+                faults[each].setdefault(step + n, []).append(fault)
+    return faults
+
+
 RECOVER = {"probation_steps": 3, "max_consecutive": 2, "rollback_margin": 0, "skip_batches": 2, "lr_ramp_steps": 3}
 LADDERS = (["skip", "replay", "rollback", "stop"], ["skip", "rollback", "stop"], ["rollback", "stop"], ["stop"])
 schedules = st.lists(
     st.tuples(st.integers(0, 3), st.integers(1, STEPS), st.sampled_from(FAULTS)), min_size=1, max_size=5
 )
+
+
+def run_all(size: int, faults: list[dict[int, list[str]]], config: dict[str, Any], steps: int = STEPS) -> list[Rank]:
+    """Run all ranks to their end."""
+    table = Table(size)
+    ranks = [Rank(r, table, faults[r], config, steps) for r in range(size)]
+    threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * WAIT_SECONDS)
+    assert not any(thread.is_alive() for thread in threads), "a rank was left waiting"
+    return ranks
 
 
 @pytest.fixture(autouse=True)
@@ -234,25 +281,13 @@ def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, co
     )
     @given(schedule=schedules, ladder=st.sampled_from(LADDERS))
     def agree(schedule: list[tuple[int, int, str]], ladder: list[str]) -> None:
-        table = Table(size)
-        faults: list[dict[int, list[str]]] = [{} for _ in range(size)]
-        for rank, step, fault in schedule:
-            # What differs from the first comparison on is taken for intended, and what differs after the last is not seen.
-            step = 3 if fault == "flipped_bit" else step
-            faults[rank % size].setdefault(step, []).append(fault)
         config = {
             "detect": {"gate": gate, "warmup_steps": 2},
             "recover": {**RECOVER, "ladder": ladder},
             "snapshot": {"every_steps": 2, "certify_after": 1},
             "integrity": {"replicas_every": 2, "between_updates_every": 4},
         }
-        ranks = [Rank(r, table, faults[r], config) for r in range(size)]
-        threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * WAIT_SECONDS)
-        assert not any(thread.is_alive() for thread in threads), "a rank was left waiting"
+        ranks = run_all(size, expand(schedule, size), config)
         first = ranks[0]
         seen_to_the_end = (STEPS, "committed") in {(step, status) for step, _, status in first.outcomes[-1:]}
         for other in ranks[1:]:
@@ -265,3 +300,46 @@ def test_ranks_never_disagree_whatever_befalls_which_of_them_when(gate, size, co
 
     agree()
     assert len(left) >= count and any(e == "done" for e in left) and any(e != "done" for e in left)
+
+
+LONG_RECOVER = {**RECOVER, "watch_steps": 8, "watch_steps_slow": 8, "experiment_steps": 16, "lr_ramp_steps": 8}
+long_schedules = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(36, 50), st.sampled_from(LONG_FAULTS)), min_size=1, max_size=3
+)
+
+
+@pytest.mark.parametrize(
+    ("gate", "size", "count"), [("host", 2, 8), ("device", 2, 8), *slow(("host", 3, 60), ("device", 2, 120))]
+)
+def test_ranks_run_the_same_experiments_whatever_befalls_which_of_them_when(gate, size, count):
+    seen: set[str] = set()
+
+    @settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(schedule=long_schedules)
+    @example(schedule=[(1, 40, "garbage_data")])
+    @example(schedule=[(0, 40, "objective_data")])
+    @example(schedule=[(1, 40, "scaled_weights")])
+    def agree(schedule: list[tuple[int, int, str]]) -> None:
+        config = {
+            "detect": {"gate": gate, "warmup_steps": 8},
+            "recover": {**LONG_RECOVER, "skip_batches": 4},
+            "snapshot": {"every_steps": 2, "certify_after": 1},
+            "integrity": {"replicas_every": 2, "between_updates_every": 4},
+        }
+        ranks = run_all(size, expand(schedule, size), config, LONG_STEPS)
+        first = ranks[0]
+        for other in ranks[1:]:
+            assert other.ended == first.ended, [r.ended for r in ranks]
+            assert (other.outcomes, other.experiments) == (first.outcomes, first.experiments)
+            assert (other.decisions, other.weights) == (first.decisions, first.weights)
+        assert first.ended == "done" or first.ended.startswith("PolicyStop"), first.ended
+        seen.update(rung for rung, _ in first.experiments)
+
+    agree()
+    assert {"same_data", "leave_out_data"} <= seen, seen

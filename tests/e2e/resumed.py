@@ -210,6 +210,8 @@ def assert_continued(life: Life, whole: Life, *, seen: bool = True) -> None:
 
 def _compared(state: dict[str, Any], seen: bool) -> dict[str, Any]:
     windows = {name: w for name, w in state["detectors"].items() if seen or name != "duplicate_batch"}
+    if not seen:
+        windows["experiments"] = {**windows["experiments"], "left_out": None}
     return {**state, "detectors": windows}
 
 

@@ -18,7 +18,7 @@ def snapshots(guard):
 
 
 class Late:
-    """A detector that finds, at step `found`, what began at `onset`."""
+    """A user's own detector that finds, at step `found`, what began at `onset`."""
 
     name = "late"
 
@@ -33,7 +33,7 @@ class Late:
             return None
         self.done = True
         return Finding(
-            kind="divergence",
+            kind="found_late",
             severity=Severity.ROLLBACK,
             step=signal.step,
             onset=self.onset,
@@ -52,13 +52,14 @@ class Late:
 
 
 @pytest.mark.parametrize("gate", ["host", *slow("device")])
-def test_a_divergence_found_350_steps_late_rolls_back_to_before_its_onset(gate, tmp_path):
+def test_what_a_users_detector_finds_350_steps_late_rolls_back_to_before_its_onset(gate, tmp_path):
     case = Case(optimizer="adamw_fused", shuffle="unique", epochs=60, max_steps=520, config={"detect": {"gate": gate}})
     run = case.guarded(tmp_path / "run", detectors=[Late(found=480, onset=130)])
     back = next(e for e in run.journal() if e.get("action") == "rollback")
     assert back["to_step"] < 130
     assert back["from_step"] in (479, 480)
-    assert_same(run, case.reference(run))
+    assert run.actions() == ["rollback"]
+    assert_same(run, case.plain({"spans": [], "samples": {}}))
 
 
 @pytest.mark.parametrize("way", ["host", "device", "proven_in_place"])
@@ -172,7 +173,7 @@ def test_a_buffer_that_becomes_nan_is_not_certified(tmp_path):
     assert_same(run, case.plain())
 
 
-def test_a_buffer_broken_where_the_loss_shows_it_is_put_back_with_the_skip(tmp_path):
+def test_a_buffer_broken_where_the_loss_shows_it_is_put_back_with_the_replay(tmp_path):
     case = Case(epochs=4, config=quick(), norm=False, shuffle="seeded")
     struck = []
 
@@ -182,8 +183,8 @@ def test_a_buffer_broken_where_the_loss_shows_it_is_put_back_with_the_skip(tmp_p
             parts["model"].mask[3] = float("nan")
 
     run = case.guarded(tmp_path / "run", before_step=strike)
-    assert run.actions() == ["skip"]
-    assert_same(run, case.reference(run))
+    assert run.actions() == ["replay"]
+    assert_same(run, case.plain({"spans": [], "samples": {}}))
 
 
 def test_no_snapshot_is_good_before_enough_healthy_steps(tmp_path):

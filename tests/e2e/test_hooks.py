@@ -51,6 +51,10 @@ def journal(run_dir):
     return read(run_dir / "journal.jsonl").events
 
 
+RECOVERED = [*["replayed", "skipped"] * 3, "replayed", "rolled_back", "replayed", *["skipped"] * 3]
+"""one bad batch, then three in a row when max_consecutive is 2: the return puts back the two that were skipped"""
+
+
 # ---- when, and with what
 
 
@@ -82,12 +86,12 @@ def test_every_hook_is_called_at_its_time_with_what_it_is_about(gate, tmp_path):
     assert numbers == [*range(1, back["from_step"] + 1), *range(back["to_step"] + 1, guard.step + 1)]
     assert turn == back["from_step"]
     recovered = [o.status for o in notes.named("on_recovery")]
-    assert recovered == ["skipped", "skipped", "replayed", "rolled_back"]
+    assert recovered == RECOVERED
     # The incident is one object that grows; each time a plan is proposed with it.
     incidents = notes.named("on_instability")
     assert [i.number for i in incidents] == [1] * len(incidents)
     assert incidents[-1].findings[0].kind == "nonfinite_loss"
-    assert len(incidents[-1].findings) == len(incidents) == 4
+    assert len(incidents[-1].findings) == len(incidents) == len(RECOVERED)
     order = [name for name, *_ in notes.calls]
     assert order.index("on_instability") < order.index("on_recovery")
     assert order[-1] == "on_train_end"
@@ -172,9 +176,9 @@ class Says:
 def test_none_leaves_it_to_the_policy(gate, tmp_path):
     case, hook = case_of(gate, [9]), Says(None)
     run = case.guarded(tmp_path / "run", hooks=[hook])
-    assert hook.asked == [(1, 10, (holdfast.Skip(),))]
-    assert run.actions() == ["skip"]
-    assert [e["by"] for e in run.journal() if e["event"] == "plan"] == ["policy"]
+    assert hook.asked == [(1, 10, (holdfast.Replay(),)), (1, 10, (holdfast.Skip(),))]
+    assert run.actions() == ["replay", "skip"]
+    assert [e["by"] for e in run.journal() if e["event"] == "plan"] == ["policy", "policy"]
     assert_same(run, case.reference(run))
 
 
@@ -221,9 +225,7 @@ def test_a_rollback_without_a_word_on_data_meets_the_batch_again(gate, tmp_path)
     run = case.guarded(
         tmp_path / "run", hooks=[Says(holdfast.Plan(actions=(holdfast.Rollback(before=12, at_latest=13),)))]
     )
-    # Found again on probation after a rollback: the policy climbs.
-    assert run.actions()[0] == "rollback"
-    assert run.guard.summary().rollbacks == 2
+    assert run.actions() == ["rollback", "replay", "skip"]
     assert_same(run, case.reference(run))
 
 
@@ -352,7 +354,7 @@ def test_a_declared_shift_is_learned_and_an_undeclared_one_rolled_back(gate, tmp
 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_declared_shift_does_not_mute_nan(gate, tmp_path):
-    assert shifted(tmp_path, True, gate, nan=True) == ["skip"]
+    assert shifted(tmp_path, True, gate, nan=True) == ["replay", "skip"]
 
 
 # ---- what a loop may say and ask
@@ -424,7 +426,7 @@ def test_the_outcome_of_each_step_is_what_became_of_it(gate, tmp_path):
             assert outcome is step.outcome
             assert (outcome.step, outcome.signal.attempt) == (step.number, step.attempt)
             seen.append(outcome.status)
-    assert [s for s in seen if s != "committed"] == ["skipped", "skipped", "replayed", "rolled_back"]
+    assert [s for s in seen if s != "committed"] == RECOVERED
     quiet = case.guarded(tmp_path / "other")
     for p, q in zip(parts["model"].parameters(), quiet.model.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -434,10 +436,10 @@ def test_the_summary_says_it_in_words(tmp_path):
     case = case_of(faults=[3, 12, 13, 14], max_consecutive=2, probation_steps=50)
     run = case.guarded(tmp_path / "run")
     lines = str(run.guard.summary()).splitlines()
-    assert lines[0] == f"recovered: {run.guard.step} steps committed, 2 skipped, 1 replayed, 1 rolled back"
+    assert lines[0] == f"recovered: {run.guard.step} steps committed, 6 skipped, 5 replayed, 1 rolled back"
     assert lines[1].startswith("data left out: ")
     assert lines[-1].startswith(
-        "incident 1: nonfinite_loss at step 4: skip, skip, replay, rollback, skip_data, cut_lr; "
+        "incident 1: nonfinite_loss at step 4: replay x5, skip x6, rollback; cause: data (batch"
     )
     clean = case_of().guarded(tmp_path / "clean").guard.summary()
     assert str(clean) == "clean: 24 steps committed"
@@ -520,26 +522,27 @@ def garbage(x):
 
 
 def test_under_the_strict_preset_the_third_spike_stops_the_run(tmp_path):
-    """Three single batches of garbage, far apart: two are skipped, the third is one too many."""
+    """Three single batches of garbage, far apart: two are rolled back and left out, the third is one too many. By default
+    they land."""
     case = Case(shuffle="unique", count=160, epochs=4, norm=False, config=quick(preset="strict"))
     case.faults = at(case, 20, 40, 60, how=garbage)
     with pytest.raises(holdfast.PolicyStop, match="spike 3 of the run, under the strict preset") as stop:
         case.guarded(tmp_path / "run")
     assert stop.value.code == 70
     actions = [e["action"] for e in journal(tmp_path / "run") if e["event"] == "action"]
-    assert actions == ["skip", "skip", "stop"]
+    assert actions == [*["rollback", "skip_data"] * 2, "stop"]
     case.config = quick()
-    assert case.guarded(tmp_path / "default").actions() == ["skip"] * 3
+    run = case.guarded(tmp_path / "default")
+    assert run.actions() == []
+    assert_same(run, case.plain({"spans": [], "samples": {}}))
 
 
-@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("kind", ["nan", "garbage"])
-def test_data_that_stays_bad_stops_the_run_after_two_rollbacks(kind, gate, tmp_path):
+def test_data_that_stays_non_finite_stops_the_run_after_two_rollbacks(gate, tmp_path):
     case = Case(optimizer="adamw_fused", shuffle="unique", count=160, epochs=6, norm=False)
     case.config = quick(gate, max_consecutive=3, probation_steps=50)
-    case.faults = at(case, *range(40, 120), how=garbage if kind == "garbage" else NAN["nan"])
-    with pytest.raises(holdfast.PolicyStop, match="the 2 rollbacks allowed per incident are spent") as stop:
+    case.faults = at(case, *range(40, 120), how=NAN["nan"])
+    with pytest.raises(holdfast.PolicyStop, match="it came back after 2 returns") as stop:
         case.guarded(tmp_path / "run")
     assert stop.value.code == 70
     assert isinstance(stop.value, SystemExit)
@@ -548,13 +551,12 @@ def test_data_that_stays_bad_stops_the_run_after_two_rollbacks(kind, gate, tmp_p
     assert actions.count("rollback") == 2
     assert actions[-1] == "stop"
     assert events[-1]["event"] == "run_end"
-    # Each goes deeper, skips more and lowers the LR further than the one before.
+    # The first return changes nothing, the second one cuts the LR. Each puts back what was skipped before it.
     to = [e["to_step"] for e in events if e.get("action") == "rollback"]
-    windows = [e["batches"] for e in events if e.get("action") == "skip_data"]
-    factors = [e["factor"] for e in events if e.get("action") == "cut_lr"]
-    assert to[1] < to[0]
-    assert windows == [6, 12]
-    assert factors == [0.5, 0.25]
+    assert to[1] <= to[0] < 40
+    assert [e["factor"] for e in events if e.get("action") == "cut_lr"] == [0.5]
+    assert [len(e["spans"]) for e in events if e["event"] == "released"] == [3, 6]
+    assert "skip_data" not in actions
 
 
 def test_budgets_hold_in_the_next_life_until_somebody_acknowledges(tmp_path):
@@ -569,7 +571,7 @@ def test_budgets_hold_in_the_next_life_until_somebody_acknowledges(tmp_path):
 
     first = live(38)
     assert first.actions() == []
-    with pytest.raises(holdfast.PolicyStop, match="are spent"):
+    with pytest.raises(holdfast.PolicyStop, match="it came back after 2 returns"):
         live(None)
     spent = journal(tmp_path / "run")
     assert [e.get("action") for e in spent].count("rollback") == 2
@@ -577,18 +579,18 @@ def test_budgets_hold_in_the_next_life_until_somebody_acknowledges(tmp_path):
         live(10)
     ack(str(tmp_path / "run"), note="a test has looked")
     assert journal(tmp_path / "run")[-1]["event"] == "ack"
-    with pytest.raises(holdfast.PolicyStop, match="are spent"):
+    with pytest.raises(holdfast.PolicyStop, match="it came back after 2 returns"):
         live(None)
     after = journal(tmp_path / "run")[len(spent) :]
     assert [e.get("action") for e in after].count("rollback") == 2
 
 
 def test_an_incident_left_open_by_one_life_counts_in_the_next(tmp_path):
-    """One rollback, then the life ends; in the next one more is allowed, and no third."""
+    """One rollback that changes nothing, then the life ends; the next one cuts the LR, and there is no third."""
 
     def live(faults, stop_at=None):
         case = Case(shuffle="unique", count=160, epochs=3, norm=False)
-        case.config = quick(max_consecutive=3, probation_steps=1000, skip_batches=4)
+        case.config = quick(max_consecutive=2, probation_steps=1000, skip_batches=4)
         case.faults = at(case, *faults)
 
         class Ends:
@@ -602,7 +604,9 @@ def test_an_incident_left_open_by_one_life_counts_in_the_next(tmp_path):
 
     first = live([20, 21, 22], stop_at=1)
     assert first.actions().count("rollback") == 1
-    second = live([30], stop_at=1)
+    assert "cut_lr" not in first.actions()
+    second = live(range(30, 35), stop_at=1)
     assert second.actions().count("rollback") == 2
-    with pytest.raises(holdfast.PolicyStop, match="the 2 rollbacks allowed per incident are spent"):
-        live([40])
+    assert second.actions()[-1] == "cut_lr"
+    with pytest.raises(holdfast.PolicyStop, match="it came back after 2 returns"):
+        live(range(40, 45))

@@ -18,7 +18,7 @@ from resumed import (
 from test_exact import at
 
 import holdfast
-from holdfast.core.base.types import CutLR, Skip, TightenClip
+from holdfast.core.base.types import CutLR, Rollback, Skip, SkipData, TightenClip
 from marks import slow
 
 
@@ -83,7 +83,7 @@ def test_a_crash_after_the_lines_of_a_recovery(what, gate, every, tmp_path):
 
 
 @pytest.mark.parametrize(("what", "gate"), [("a rollback", "device"), *slow(("two rollbacks", "host"))])
-def test_a_crash_in_the_ramp_and_after_it(what, gate, tmp_path):
+def test_a_crash_before_and_after_a_rollback(what, gate, tmp_path):
     r = faulty(gate, FAULTS[what])
     last = FAULTS[what][-1]
     dies = Dies(tmp_path, *range(last - 5, last + 4, 2))
@@ -92,16 +92,24 @@ def test_a_crash_in_the_ramp_and_after_it(what, gate, tmp_path):
         check_the_rest_of(r, whole, path)
 
 
+class Returns:
+    """Answers the first finding with a rollback that leaves out three batches and cuts the LR."""
+
+    def on_instability(self, incident):
+        actions = (Rollback(before=18, at_latest=21), SkipData(batches=3, around=22), CutLR(0.5, 5))
+        return holdfast.Plan(actions=actions, reason="mine")
+
+
 def test_real_kills_right_after_a_rollback_and_in_its_ramp(tmp_path):
-    r = faulty("host", FAULTS["a rollback"])
-    whole = live(r, tmp_path / "whole")
+    r, hooks = faulty("host", [21]), [Returns()]
+    whole = live(r, tmp_path / "whole", hooks=hooks)
     path = tmp_path / "run"
-    killed(r, path, lambda guard, parts, step: step.outcome.status == "rolled_back")
+    killed(r, path, lambda guard, parts, step: step.outcome.status == "rolled_back", hooks=hooks)
     assert actions_of(path).count("rollback") == 1
-    killed(r, path, lambda guard, parts, step: guard._run.context.state.interventions.lr_ramp is not None)
+    killed(r, path, lambda guard, *_: guard._run.context.state.interventions.lr_ramp is not None, hooks=hooks)
     assert sum(e.get("action") == "cut_lr" for e in events_of(path)) >= 2, "made again by the second process"
-    killed(r, path, lambda guard, parts, step: guard.step == 30)
-    life = live(r, path)
+    killed(r, path, lambda guard, parts, step: guard.step == 30, hooks=hooks)
+    life = live(r, path, hooks=hooks)
     assert life.actions().count("rollback") == 1
     assert_as_written(r, life)
     assert_continued(life, whole, seen=False)
@@ -140,7 +148,7 @@ def test_quarantined_rows_are_left_out_of_the_next_epoch_in_every_life(way, tmp_
     r.case.faults = {10: lambda x: x * float("nan")}
     dies = Dies(tmp_path, 6, 12)
     whole = live(r, tmp_path / "whole", between=dies)
-    assert whole.guard.summary().samples_quarantined == 1 and whole.actions() == ["skip"]
+    assert whole.guard.summary().samples_quarantined == 1 and whole.actions() == ["replay", "skip"]
     for path in dies.died.values():
         life = live(r, path)
         assert_continued(life, whole, seen=False)

@@ -60,7 +60,7 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
         skip_window=None if window is None else window._asdict(),
     )
     context.history.rolled_back(point.interventions, planned)
-    if action.restore_data and plan.incident is not None:
+    if action.restore_data and source.exact and plan.incident is not None:
         _put_data_back(recovery, plan.incident, point.step)
     recovery.checkpoints.quarantine_abandoned(f"left by the rollback to step {point.step}: {plan.reason}")
     lost_seconds = (situation.committed - point.step) * (signal.seconds or 0.0)

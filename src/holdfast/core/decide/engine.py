@@ -226,6 +226,8 @@ class Engine:
 
     def _as_acted_on(self, finding: Finding, signal: Signal, ruling: Ruling | None) -> Finding:
         """Return a finding as a note if nothing is done about it here: a finite step has landed, and is watched."""
+        if family(finding.kind) in self.policy.state.accepted:
+            return msgspec.structs.replace(finding, severity=Severity.NOTE)
         is_vetoed = signal.flags != 0 and ruling is None
         if is_vetoed or self.config.recover.preset == "strict" or family(finding.kind) in ANSWERED_AT_ONCE:
             return finding
@@ -357,6 +359,11 @@ class Engine:
         for incident, cause, text in self.policy.pop_established():
             self.write("cause", step=signal.step, incident=incident, cause=cause, text=text)
             log.warning("holdfast: step %d: incident %d: %s", signal.step, incident, text)
+
+    def skips_in_incident(self) -> int:
+        """Return how many batches the open incident has skipped."""
+        account = self.policy.state.incident
+        return 0 if account is None else account.skips
 
     def may_quarantine_samples(self, step: int, batches: int) -> bool:
         """Count skipped batches. Return whether sample ids may be left out of later epochs; log once when they may not."""

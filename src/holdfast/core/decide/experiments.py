@@ -348,7 +348,6 @@ class Experiments:
         """Return to certified state before the onset, with one change or none."""
         if not ex.first_pass:
             ex.first_pass = {s.step: s.loss for s in course.signals if s.step >= ex.onset - _FEW}
-        restore = LEAVE_OUT in ex.tried
         ex.decide_at = max(ex.decide_at, signal.step, ex.onset + _SETTLING_STEPS)
         ex.phase = rung
         ex.tried = [*ex.tried, rung]
@@ -356,7 +355,7 @@ class Experiments:
         before = max(0, ex.onset - 1 - margin)
         if isinstance(self._recover.rollback_to, int):
             before = max(0, min(before, signal.step - self._recover.rollback_to))
-        back = Rollback(before=before, at_latest=ex.onset - 1, restore_data=restore)
+        back = Rollback(before=before, at_latest=ex.onset - 1, restore_data=True)
         text = f"{ex.kind} since step {ex.onset}: {_DONE[rung]}"
         if rung == SAME_DATA and not self.can_serve_again:
             text = f"{ex.kind} since step {ex.onset}: nothing is changed, but this loader serves new data"

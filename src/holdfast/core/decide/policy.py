@@ -63,6 +63,8 @@ class IncidentAccount(msgspec.Struct):
     last_return: str = ""
     target: int | None = None
     """the step that the last rollback returned to"""
+    last_bad: int = 0
+    """the step of its newest bad attempt"""
     is_settled: bool = False
     """its cause is established: trouble of another kind is another incident"""
 
@@ -121,7 +123,7 @@ class Policy:
             return Plan(reason="recorded only", incident=self.incident_number())
         incident = self._incident(verdict.kind, verdict.step, verdict.onset, verdict.severity)
         state.consecutive += 1
-        incident.healthy = 0
+        incident.healthy, incident.last_bad = 0, verdict.step
         cause = incident.cause = family(verdict.kind)
         if cause == "spike" and any(f.new and family(f.kind) == "spike" for f in verdict.findings):
             state.spikes += 1
@@ -154,7 +156,8 @@ class Policy:
         """Return the plan of an experiment, and open its incident. is_first: the excursion is new."""
         if self.state.latched is not None:
             return Plan(actions=(Stop(self.state.latched),), reason="the run is already stopped")
-        if is_first and self.state.incident is not None and self.state.incident.is_settled:
+        open_now = self.state.incident
+        if is_first and open_now is not None and open_now.is_settled and open_now.last_bad < onset - 1:
             self.state.incident = None
         incident = self._incident(kind, step, onset, Severity.ROLLBACK)
         incident.healthy, incident.cause = 0, family(kind)
@@ -397,6 +400,7 @@ class Policy:
             ) from None
 
 
+_UPDATES_MAKE_IT = "it came back on the same data: the updates themselves make it"
 _RETURNS = {
     _CHANGES_NOTHING: (
         Cause.TRANSIENT,

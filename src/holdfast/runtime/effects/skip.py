@@ -52,8 +52,7 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
 def _log_skip(recovery: RecoveryParts, situation: Situation, reason: str) -> None:
     """Log a skip: of an incident the 1st, 2nd, 4th, 8th, ... one."""
     signal, config = situation.signal, recovery.context.config
-    account = recovery.context.engine.policy.state.incident
-    count = 1 if account is None else max(1, account.skips)
+    count = max(1, recovery.context.engine.skips_in_incident())
     if count & (count - 1):
         return
     is_quiet = signal.flags & _NONFINITE and config.recover.nan_action == "skip"

@@ -354,12 +354,12 @@ def test_a_skipped_step_is_a_problem(tmp_path: Path) -> None:
     loop.block(3)
     sound = subject.loss
     subject.loss = lambda batch: sound(batch) * float("nan")  # type: ignore[method-assign]
-    loop.block(1)
+    loop.block(2)  # it runs again, and is skipped when it fails again
     subject.loss = sound  # type: ignore[method-assign]
     loop.block(3)
     loop.close()
     said = loop.problems()
-    assert "1 steps skipped" in said and "6 of 7 steps committed" in said
+    assert {"1 steps skipped", "1 steps replayed", "6 of 8 steps committed"} <= set(said)
 
 
 def test_snapshots_that_were_not_taken_are_a_problem(tmp_path: Path) -> None:

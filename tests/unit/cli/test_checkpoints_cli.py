@@ -735,7 +735,7 @@ def leveled(text: str) -> list[str]:
     """The lines of an answer without sizes, ages, checksums and repeated blanks."""
     for pattern, put in (
         (r"[\d.]+ kB", "N kB"),
-        (r"\b\d+ s\b", "N s"),
+        (r"\b\d+ s\b|\b[\d.]+ min\b", "N s"),
         (r"crc32:[0-9a-f]{8}", "crc32:N"),
         (r" +", " "),
     ):

@@ -274,7 +274,7 @@ def test_wrong_choice_lists_the_choices():
 
 
 def test_wrong_rung_lists_the_rungs():
-    assert "'skip', 'replay', 'rollback', 'stop'" in only_error({"recover": {"ladder": ["skip", "jump"]}})
+    assert "'replay', 'skip', 'rollback', 'stop'" in only_error({"recover": {"ladder": ["skip", "jump"]}})
 
 
 def test_error_carries_the_value_and_the_default():
@@ -313,14 +313,14 @@ def test_value_of_the_wrong_type_or_range_is_refused(section, key, value):
 
 @pytest.mark.parametrize(
     ("ladder", "says"),
-    [([], "at least one"), (["stop", "skip"], "order"), (["skip", "skip"], "twice")],
+    [([], "at least one"), (["skip", "skip"], "twice")],
 )
 def test_ladder_that_cannot_be_climbed_is_refused(ladder, says):
     assert says in only_error({"recover": {"ladder": ladder}})
 
 
-@pytest.mark.parametrize("ladder", [["stop"], ["skip", "stop"], ["replay", "rollback"]])
-def test_ladder_with_rungs_left_out_is_accepted(ladder):
+@pytest.mark.parametrize("ladder", [["stop"], ["skip", "stop"], ["stop", "skip"], ["rollback", "replay"]])
+def test_ladder_with_rungs_left_out_in_any_order_is_accepted(ladder):
     assert parse({"recover": {"ladder": ladder}}, "test").recover.ladder == tuple(ladder)
 
 

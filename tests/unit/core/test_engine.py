@@ -27,6 +27,7 @@ from holdfast.core.base.types import (
     Severity,
     Signal,
     Skip,
+    Span,
     Status,
     Stop,
 )
@@ -39,7 +40,7 @@ from holdfast.core.record.rundir import RunDir
 
 VETOED = int(Flag.LOSS_NONFINITE)
 NAN = finding(Kind.NONFINITE_LOSS, step=5)
-BAD = finding(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=5)
+BAD = finding(Kind.NONFINITE_STATE, Severity.ROLLBACK, step=5)
 NOTE = finding(Kind.SCALE_COLLAPSE, Severity.NOTE, step=5)
 
 
@@ -83,12 +84,66 @@ def test_finding_then_incident_then_plan_are_written_before_judge_returns():
     assert (sensed["kind"], found["kind"]) == ("nonfinite_state", "nonfinite_loss"), "the sensors' own come first"
     assert found["step"] == 5 and found["severity"] == "skip" and found["detector"] == "test"
     assert opened == {"event": "incident_opened", "incident": 1, "kind": "nonfinite_state", "step": 5, "onset": 5}
-    assert planned["actions"] == [{"action": "skip"}]
+    assert planned["actions"] == [{"action": "replay"}]
     assert planned["incident"] == 1 and planned["by"] == "policy" and planned["step"] == 5
-    assert plan.actions == (Skip(),)
+    assert plan.actions == (Replay(),)
     assert engine.judge(bad(5, attempt=2)).incident == 1
-    assert memory.names()[4:] == ["finding", "plan"], "the incident is open already"
+    assert memory.names()[4:] == ["finding", "cause", "plan"], "the incident is open already"
     assert memory.events[-1]["attempt"] == 2
+
+
+def test_skip_of_data_that_failed_twice_is_on_record_with_its_data_and_its_origin():
+    engine, memory = make(NAN, NAN, None)
+    origin = {"ranks": [1], "samples": [7, 8]}
+    for attempt in (1, 2):
+        seen = signal(5, math.nan, flags=VETOED, attempt=attempt, data=(Span(0, 32, 48),))
+        plan = engine.judge(seen, origin=origin)
+    assert plan.actions == (Skip(),)
+    (cause,) = [e for e in memory.events if e["event"] == "cause"]
+    assert (cause["cause"], cause["incident"], cause["step"]) == ("data", 1, 5)
+    assert cause["text"] == "the data: nonfinite_loss twice on the same batch, from the same state"
+    assert cause["data"] == [[0, 32, 48]]
+    assert cause["origin"] == origin
+
+
+def test_step_that_is_sound_when_it_runs_again_is_on_record_as_transient(caplog):
+    engine, memory = make(NAN, None)
+    engine.judge(bad(5))
+    assert engine.judge(signal(5, attempt=2)) is None
+    engine.commit(signal(5, attempt=2))
+    assert [(e["cause"], e["incident"]) for e in memory.events if e["event"] == "cause"] == [("transient", 1)]
+    assert "holdfast: step 5: incident 1: a transient fault" in caplog.text
+
+
+SPIKE = finding(Kind.LOSS_SPIKE, Severity.ROLLBACK, step=5)
+UPDATE = finding(Kind.GRAD_SPIKE, Severity.SKIP, step=5)
+
+
+@pytest.mark.parametrize("found", [SPIKE, UPDATE, finding(Kind.DIVERGENCE, Severity.ROLLBACK, step=5)])
+def test_finite_step_that_landed_is_only_recorded(found):
+    engine, memory = make(found)
+    plan = engine.judge(signal(5))
+    assert (plan.actions, plan.incident) == ((), None)
+    assert memory.events[0]["severity"] == found.severity.name.lower(), "as the detector reported it"
+    assert engine.policy.state.incident is None
+
+
+def test_update_out_of_all_proportion_was_vetoed_and_runs_again():
+    engine, _ = make(UPDATE, UPDATE)
+    seen = signal(5, flags=int(Flag.GRAD_HIGH))
+    assert [engine.judge(seen).actions for _ in range(2)] == [(Replay(),), (Skip(),)]
+
+
+def test_spike_is_acted_on_at_once_under_the_strict_preset():
+    engine, _ = make(SPIKE, config=only_policy(preset="strict"))
+    assert [type(a).__name__ for a in engine.judge(signal(5)).actions] == ["Rollback", "SkipData"]
+
+
+@pytest.mark.parametrize("severity", [Severity.SKIP, Severity.ROLLBACK])
+def test_detector_of_the_users_own_is_answered_although_the_step_has_landed(severity):
+    engine, memory = make(finding("mine", severity, step=5))
+    assert [type(a).__name__ for a in engine.judge(signal(5)).actions] == ["Rollback"]
+    assert memory.names() == ["finding", "incident_opened", "plan"]
 
 
 def test_plan_carries_the_state_of_the_policy_after_it():
@@ -163,14 +218,14 @@ def test_where_it_came_from_is_in_the_finding_and_not_in_a_note():
 
 def test_engine_without_a_journal_judges_all_the_same():
     engine = Engine(only_policy(), detectors=[Scripted(NAN)])
-    assert engine.judge(bad(5)).actions == (Skip(),)
+    assert engine.judge(bad(5)).actions == (Replay(),)
 
 
 def test_impossible_plan_becomes_a_stop_that_is_written_and_latches():
     engine, memory = make(BAD)
     plan = engine.judge(signal(5))
     stop = engine.stop_instead(plan, "no snapshot")
-    assert stop.actions == (Stop("loss_spike: the state itself is suspect; no snapshot"),)
+    assert stop.actions == (Stop("nonfinite_state: the return changes nothing; no snapshot"),)
     assert memory.events[-1]["event"] == "plan"
     assert memory.events[-1]["policy"]["latched"] == stop.actions[0].reason
     assert memory.durable == ["plan", "plan"]
@@ -195,7 +250,7 @@ def test_reason_that_the_hook_gives_is_kept():
 def test_hook_that_has_nothing_to_say_leaves_it_to_the_policy():
     engine, _ = make(NAN, hook=lambda incident: None)
     plan = engine.judge(bad(5))
-    assert (plan.actions, plan.by) == ((Skip(),), "policy")
+    assert (plan.actions, plan.by) == ((Replay(),), "policy")
 
 
 def test_hook_is_told_all_that_was_found_and_done_in_the_incident():
@@ -208,10 +263,10 @@ def test_hook_is_told_all_that_was_found_and_done_in_the_incident():
     engine.judge(bad(5))
     engine.judge(bad(5))
     engine.judge(signal(5))
-    assert [t[:4] for t in told] == [(1, 1, 0, 0), (1, 2, 1, 0), (1, 3, 2, 0)]
-    assert [type(t[4].actions[0]) for t in told] == [Skip, Skip, Rollback]
-    heal(engine, 5, 3)
-    engine.judge(bad(9))
+    assert [t[:4] for t in told] == [(1, 1, 0, 0), (1, 2, 0, 0), (1, 3, 1, 0)]
+    assert [type(t[4].actions[0]) for t in told] == [Replay, Skip, Rollback]
+    heal(engine, 5, 9)
+    engine.judge(bad(20))
     assert told[-1][:4] == (2, 1, 0, 0)
 
 
@@ -268,7 +323,7 @@ def test_incident_file_holds_the_evidence_before_and_what_was_found_done_and_bec
     assert math.isnan(record["signals_before"][2]["loss"])
     found, became = record["events"]
     assert found["findings"][0]["kind"] == "nonfinite_loss"
-    assert found["plan"]["actions"] == [{"action": "skip"}]
+    assert found["plan"]["actions"] == [{"action": "replay"}]
     assert math.isnan(found["signal"]["loss"])
     assert became["outcome"] == {"step": 3, "attempt": 1, "status": "skipped", "seconds_lost": 0.5, "extra": "told"}
     heal(engine, 3, 2)
@@ -429,7 +484,7 @@ def test_incident_goes_on_in_the_next_life_with_its_number_its_budget_and_its_fi
     assert len(record["events"]) == 2, "what the first process found, and what this one did"
     assert len(record["signals_before"]) == 1
     assert second.judge(signal(5)).first(Stop) is not None, "the rollback of the first process counts"
-    heal(second, 5, 5)
+    heal(second, 5, 9)
     assert incident_file(folder, 1)["state"] == "closed"
 
 
@@ -510,7 +565,7 @@ HOLDS_ITSELF.update(me=HOLDS_ITSELF, too=[HOLDS_ITSELF])
 def test_any_value_in_the_evidence_of_a_detector_is_written_and_the_run_goes_on(folder, value, written):
     found = finding(Kind.NONFINITE_LOSS, evidence={"value": value, "loss": math.nan})
     engine = live(folder, [], found)
-    assert engine.judge(bad(5)).actions == (Skip(),)
+    assert engine.judge(bad(5)).actions == (Replay(),)
     (event,) = [e for e in journal.read(folder.journal).events if e["event"] == "finding"]
     assert event["severity"] == "skip"
     assert math.isnan(event["evidence"]["loss"])
@@ -518,7 +573,7 @@ def test_any_value_in_the_evidence_of_a_detector_is_written_and_the_run_goes_on(
         assert event["evidence"]["value"] == written
     (record,) = incident_file(folder, 1)["events"]
     assert record["findings"][0]["evidence"].keys() == {"value", "loss"}
-    assert record["plan"]["actions"] == [{"action": "skip"}], "and all around it is written as ever"
+    assert record["plan"]["actions"] == [{"action": "replay"}], "and all around it is written as ever"
 
 
 def test_evidence_too_deep_to_be_written_is_cut_short(folder):

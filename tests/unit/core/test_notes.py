@@ -65,7 +65,9 @@ def test_how_a_spike_ended_does_not_disturb_the_incident(outcome, caplog):
             plan = engine.judge(signal(step))
             assert plan is None or not plan.actions
             engine.commit(signal(step))
-    assert [r.levelname for r in caplog.records] == ["INFO"]
+    cause, ended = caplog.records
+    assert (cause.levelname, ended.levelname) == ("WARNING", "INFO")
+    assert "a transient fault: the same data ran again" in cause.message, "the vetoed step ran again and was sound"
     assert engine.policy.state.spikes == spikes == 1
     assert engine.policy.state.incident is None, "three healthy steps have closed it"
     assert memory.names().count("incident_opened") == memory.names().count("incident_closed") == 1
@@ -74,6 +76,6 @@ def test_how_a_spike_ended_does_not_disturb_the_incident(outcome, caplog):
 def test_note_beside_a_finding_leaves_the_plan_to_the_finding():
     engine, memory = make(finding(Kind.GRAD_SPIKE, step=5))
     plan = engine.judge(signal(5, flags=8), more=[note(Kind.UPDATE_SPIKE)])
-    assert [type(a).__name__ for a in plan.actions] == ["Skip"]
+    assert [type(a).__name__ for a in plan.actions] == ["Replay"]
     assert engine.policy.state.incident.kind == Kind.GRAD_SPIKE
     assert memory.names() == ["finding", "finding", "incident_opened", "plan"]

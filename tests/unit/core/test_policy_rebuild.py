@@ -40,7 +40,7 @@ def test_landing_of_a_rollback_is_remembered_so_that_the_next_one_goes_before_it
     plan = {"event": "plan", "policy": first.state_dict()}
     second = Policy(RecoverSection(rollback_margin=0))
     second.rebuild([plan, {"event": "action", "action": "rollback", "to_step": 60}])
-    assert second.propose(BAD_SPIKE).first(Rollback) == Rollback(before=59, at_latest=60)
+    assert second.propose(BAD_SPIKE).first(Rollback) == Rollback(before=60, at_latest=60, restore_data=True)
 
 
 def test_landing_before_the_incident_at_hand_is_not_its_own():

@@ -61,6 +61,7 @@ def test_kinds_that_share_a_cause_share_a_family_and_any_other_is_its_own():
         Kind.DIVERGENCE: "divergence",
         Kind.DESYNC: "corruption",
         Kind.SILENT_CORRUPTION: "corruption",
+        Kind.STATE_JUMP: "jump",
     }
     assert {kind: family(kind) for kind in Kind} == {kind: shared.get(kind, kind.value) for kind in Kind}
     assert family("loss_spike") == "spike", "as read back from a journal"

@@ -261,27 +261,26 @@ class Policy:
     def _choose_rung(self, verdict: Verdict, incident: IncidentAccount, cause: str) -> tuple[str, str]:
         """Return the rung for a verdict, and why."""
         config, state = self._config, self.state
+        can_replay = "replay" in config.ladder
         # A first return has shown that the same data fails again: then it may be as much data as one incident leaves out.
         most_skips = max(config.max_consecutive, config.skip_batches if incident.rolled.get(cause) else 0)
         if verdict.severity >= Severity.STOP:
             return "stop", next(f.message for f in verdict.findings if f.severity == verdict.severity)
         if verdict.severity >= Severity.ROLLBACK or not verdict.vetoed:
             rung, reason = "rollback", f"{verdict.kind}"
-        elif not state.just_replayed and not (cause in incident.rolled and state.skipped):
+        elif can_replay and not state.just_replayed and not (cause in incident.rolled and state.skipped):
             rung, reason = "replay", f"{verdict.kind}: the same step runs again"
         elif cause == "corruption":
-            rung, reason = "rollback", f"{verdict.kind}, and running the step again did not help"
+            tried = ", and running the step again did not help" if can_replay else ""
+            rung, reason = "rollback", f"{verdict.kind}{tried}"
         elif state.skipped >= most_skips:
             rung, reason = "rollback", f"{verdict.kind}: {state.skipped} batches in a row: the state is suspect"
         elif incident.skips >= max(most_skips, config.max_skips_per_incident):
             rung, reason = "rollback", f"{verdict.kind}: {incident.skips} skips in this incident"
         else:
-            rung, reason = "skip", f"{verdict.kind} again on the same data"
+            rung, reason = "skip", f"{verdict.kind} again on the same data" if can_replay else str(verdict.kind)
         if rung in config.ladder:
             return rung, reason
-        for milder in ("skip", "rollback"):
-            if rung == "replay" and milder in config.ladder:
-                return milder, str(verdict.kind)
         if rung == "skip" and "rollback" in config.ladder:
             return "rollback", reason
         return "stop", f"{reason}; [recover] ladder allows nothing else"

@@ -248,3 +248,75 @@ def test_about_may_hold_what_json_takes(tmp_path):
     about: dict[str, Any] = {"step": 3, "kinds": ["a"], "loss": float("inf")}
     Quarantine(path).add_samples([1], "bad row", **about)
     assert Quarantine(path).entries == [{"samples": [1], "reason": "bad row", **about}]
+
+
+# ---- data that is put back
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(spans, max_size=3)), max_size=8))
+def test_release_puts_back_what_a_set_of_positions_would(calls):
+    with tempfile.TemporaryDirectory() as folder:
+        quarantine, model = Quarantine(Path(folder) / "quarantine.json"), set()
+        for is_out, some in calls:
+            proper = [span for span in some if span.start < span.stop]
+            if is_out:
+                quarantine.add_spans(proper, "spike")
+                model |= positions(proper)
+            else:
+                quarantine.release(proper)
+                model -= positions(proper)
+            assert positions(quarantine.spans()) == model
+        assert Quarantine(Path(folder) / "quarantine.json").spans() == quarantine.spans()
+
+
+def test_release_of_nothing_is_no_entry():
+    quarantine = Quarantine()
+    quarantine.release([])
+    assert quarantine.entries == []
+
+
+def test_what_an_incident_left_out_is_known_until_it_is_put_back():
+    quarantine = Quarantine()
+    quarantine.add_spans([Span(0, 0, 4)], "spike", incident=1)
+    quarantine.add_spans([Span(0, 4, 8), Span(0, 8, 12)], "spike", incident=2)
+    assert quarantine.left_out_by(2) == [Span(0, 4, 8), Span(0, 8, 12)]
+    quarantine.release([Span(0, 4, 8)])
+    assert quarantine.left_out_by(2) == [Span(0, 8, 12)]
+    assert quarantine.left_out_by(1) == [Span(0, 0, 4)]
+    quarantine.add_spans([Span(0, 4, 8)], "again", incident=2)
+    assert quarantine.left_out_by(2) == [Span(0, 8, 12), Span(0, 4, 8)]
+
+
+batches = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["quarantine", "skip", "released"]), batches), max_size=10), st.data())
+def test_journal_completes_a_file_of_any_age_to_what_its_last_event_about_each_batch_says(history, data):
+    """The file may be lost, or of any moment: a process died between the journal and the file."""
+    events, left_out = [], set()
+    for name, numbers in history:
+        ranges = [[0, 4 * n, 4 * n + 4] for n in numbers]
+        if name == "skip":
+            events.append({"event": "action", "action": "skip", "data": ranges, "reason": "spike"})
+        else:
+            events.append({"event": name, "spans": ranges, "reason": "spike"})
+        left_out = left_out - set(numbers) if name == "released" else left_out | set(numbers)
+    wanted = positions([Span(0, 4 * n, 4 * n + 4) for n in left_out])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "quarantine.json"
+        old = Quarantine(path)
+        for name, numbers in history[: data.draw(st.integers(0, len(history)))]:
+            some = [Span(0, 4 * n, 4 * n + 4) for n in numbers]
+            if name == "released":
+                old.release(some)
+            else:
+                old.add_spans(some, "spike")
+        quarantine = Quarantine(path)
+        quarantine.complete(events)
+        assert positions(quarantine.spans()) == wanted
+        assert positions(Quarantine(path).spans()) == wanted
+        entries = quarantine.entries
+        quarantine.complete(events)
+        assert quarantine.entries == entries, "once it is complete, nothing is added"

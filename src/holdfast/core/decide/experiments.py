@@ -274,7 +274,7 @@ class Experiments:
 
     def _is_severe(self, ex: Excursion, course: Course) -> bool:
         """Return whether the excursion, as it was first seen, is as bad as no training."""
-        off = [loss for step, loss in sorted(ex.first_pass.items()) if loss > ex.limit][-_RECENT:]
+        off = [loss for step, loss in sorted(ex.first_pass.items()) if loss > ex.limit][-_FEW:]
         return bool(off) and self._is_as_untrained(ex, course, median(off))
 
     def _in_watch(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:

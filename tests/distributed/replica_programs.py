@@ -35,8 +35,9 @@ def ddp(model: nn.Module) -> nn.Module:
 
 
 def fsdp(model: nn.Module) -> nn.Module:
-    fully_shard(model[0])
-    fully_shard(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))  # the default would be a GPU, if there is one
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return model
 
 

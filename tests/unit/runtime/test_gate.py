@@ -63,6 +63,8 @@ def apply(gate, loss, lr_factor=1.0):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_vetoed_updates_leave_no_trace(make, location):
     ours, reference = make(parameters(), fused=True), make(parameters(), fused=True)
+    if location == "device" and not getattr(ours, "_step_supports_amp_scaling", False):
+        pytest.skip("this version of torch lets the host decide for this optimizer")
     gate = Gate(Optimizers([ours]), None, location, armed=True, on_cuda=False)
     for seed, vetoed in enumerate([True, True, False, True, False, False, True, False]):
         before = state_of(ours)

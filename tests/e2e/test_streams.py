@@ -239,7 +239,7 @@ class Endless:
 @pytest.mark.parametrize("gate", GATES)
 def test_a_rollback_on_a_stream_draws_and_drops_and_says_so(gate, tmp_path):
     """Three bad batches in a row in the third epoch: what was drawn since the snapshot is not served again, nothing is put
-    back."""
+    back, and the cause is not established."""
 
     class Late(Rows):
         def __iter__(self):
@@ -258,6 +258,8 @@ def test_a_rollback_on_a_stream_draws_and_drops_and_says_so(gate, tmp_path):
     assert again == ({2, 3, 4} if gate == "host" else {2, 3, 4, 5})
     assert [e["spans"] for e in run.events("quarantine")] == [[[2, 16, 24]], [[2, 24, 32]]]
     assert run.events("released") == []
+    cause = run.events("cause")[-1]
+    assert cause["cause"] == "not_established" and "new data" in cause["text"]
     assert torch.isfinite(run.model.first.weight).all()
 
 

@@ -41,6 +41,7 @@ _STRICT_SPIKES = 3
 _CHECKED_AFTER = 8
 """a return has helped when this many steps after the bad one are committed"""
 _CHANGES_NOTHING, _CUTS_LR, _SKIPS_DATA = "changes nothing", "cuts the LR", "skips data"
+_NEW_DATA = "new data"
 
 
 class IncidentAccount(msgspec.Struct):
@@ -97,6 +98,8 @@ class Policy:
         self.state = PolicyState()
         self.established: list[tuple[int, Cause, str]] = []
         """incident, cause and text of what was found out since `pop_established`"""
+        self.can_serve_again = True
+        """whether the loader can serve the same data twice"""
 
     def _establish(self, incident: int, cause: Cause, text: str) -> None:
         self.established.append((incident, cause, text))
@@ -230,7 +233,8 @@ class Policy:
             text = "a transient fault: the same data ran again from the same state, and it did not come back"
             self._establish(incident.number, Cause.TRANSIENT, text)
         elif incident.check_at is not None and step >= incident.check_at:
-            self._establish(incident.number, *_RETURNS[incident.last_return])
+            is_new_data = incident.last_return == _CHANGES_NOTHING and not self.can_serve_again
+            self._establish(incident.number, *_RETURNS[_NEW_DATA if is_new_data else incident.last_return])
             incident.check_at = None
         if is_open:
             return None
@@ -404,6 +408,10 @@ _RETURNS = {
     _CHANGES_NOTHING: (
         Cause.TRANSIENT,
         "a transient fault: the same data ran again from the state before it, and it did not come back",
+    ),
+    _NEW_DATA: (
+        Cause.NOT_ESTABLISHED,
+        "it did not come back on new data: a transient fault, or the data of that stretch",
     ),
     _CUTS_LR: (Cause.LR, "the LR: it came back on the same data, and did not at a lower LR"),
     _SKIPS_DATA: (Cause.NOT_ESTABLISHED, "the data around the onset was left out, and it did not come back"),

@@ -59,7 +59,8 @@ class GuardedRun:
         if not parts.feeder.attach(loader, epochs, context.records.quarantine, self._before_workers_start):
             pipeline.begin_loop(step, is_new_loader=False)
             return
-        context.engine.experiments.can_serve_again = parts.feeder.source.exact
+        engine, is_exact = context.engine, parts.feeder.source.exact
+        engine.experiments.can_serve_again = engine.policy.can_serve_again = is_exact
         if not is_first:
             context.engine.shift("another loader", step)
         elif not parts.feeder.source.exact:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from cases import Case
-from test_exact import bad
+from test_exact import Heals
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -161,10 +161,11 @@ def test_restarted_without_a_checkpoint_detectors_begin_anew_and_find_nothing(tm
 )
 def test_the_ramp_back_to_the_schedule_raises_nothing(factor, ramp, tmp_path):
     case = Case(scheduler="none", shuffle="none", count=8 * 400, epochs=1, dropout=0.0)
-    case.faults = bad(*range(150, 154))
-    recover = {"max_consecutive": 2, "lr_factor": factor, "lr_ramp_steps": ramp, "skip_batches": 6}
+    heals = Heals(returns=2)
+    case.faults = {8 * batch: heals for batch in range(150, 154)}
+    recover = {"max_consecutive": 2, "lr_factor": factor, "lr_ramp_steps": ramp, "skip_batches": 2}
     case.config = {"recover": recover, "quarantine": {"nonfinite_samples": False}}
-    run = case.guarded(tmp_path / "run")
+    run = case.guarded(tmp_path / "run", hooks=[heals])
     assert {"rollback", "cut_lr"} <= set(run.actions())
     journal = run.journal()
     cut = next(n for n, e in enumerate(journal) if e.get("action") == "cut_lr")

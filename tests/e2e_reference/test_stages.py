@@ -6,7 +6,7 @@ import pytest
 from test_trainer import Done, configuration, events, token_file
 
 from holdfast.drill.fault_schedule import FaultSchedule
-from holdfast.drill.faults.nan_batch import NanBatch
+from holdfast.drill.faults.inf_gradient import InfGradient
 
 BORDER = 26
 """the first step with samples of the second stage: stages begin with blocks of 1000 samples, 40 to a step"""
@@ -58,9 +58,9 @@ def test_boundary_crossed_again_after_a_rollback_is_declared_again(fault, margin
         tmp_path,
         detect={"gate": gate},
         snapshot={"every_steps": 1, "certify_after": 1},
-        recover={"rollback_margin": margin, "skip_batches": 2, "ladder": ["rollback", "stop"]},
+        recover={"rollback_margin": margin, "ladder": ["rollback", "stop"]},
     )
-    done = Done(config, faults=FaultSchedule([NanBatch(fault)], 40))
+    done = Done(config, faults=FaultSchedule([InfGradient(fault)], 40))
     to = [e["to_step"] for e in events(tmp_path / "run") if e.get("action") == "rollback"]
     assert to == [back_to]
     crossed = 2 if back_to < BORDER else 1

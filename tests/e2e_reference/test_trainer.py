@@ -137,7 +137,7 @@ CASES = {
         lambda: FaultSchedule([NanBatch(4)], 8),
         lambda: FaultSchedule([NanBatch(4)], 8),
     ),
-    "bad gradient skipped before": ({}, lambda: FaultSchedule([InfGradient(4)], 4), lambda: None),
+    "bad gradient replayed before": ({}, lambda: FaultSchedule([InfGradient(4)], 4), lambda: None),
 }
 
 
@@ -157,7 +157,7 @@ def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_pa
     assert first.losses + second.losses == whole.losses
     assert second.result.eval_loss == whole.result.eval_loss
     assert without_times(metrics(tmp_path / "parted")) == without_times(metrics(tmp_path / "whole"))
-    skipped = 0 if faults() is None else 1
+    skipped = 0 if faults_after() is None else 1
     assert whole.result.summary.skipped == second.result.summary.skipped == skipped
 
 
@@ -286,8 +286,8 @@ def test_metrics_have_one_line_for_every_step(tmp_path):
 def test_skipped_step_has_a_line_of_its_own(tmp_path):
     Done(configuration(tmp_path), faults=FaultSchedule([NanBatch(5)], 4))
     rows = metrics(tmp_path)
-    assert len(rows) == STEPS + 1
-    assert [row["status"] for row in rows if row["step"] == 5] == ["skipped", "committed"]
+    assert len(rows) == STEPS + 2
+    assert [row["status"] for row in rows if row["step"] == 5] == ["replayed", "skipped", "committed"]
 
 
 def test_run_json_describes_the_run(tmp_path):

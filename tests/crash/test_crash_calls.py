@@ -19,11 +19,14 @@ from holdfast.core.record.journal import read
 from marks import slow
 
 VARIANT = "host"
-OPENING = (
-    *("fstat /journal.jsonl", "close /journal.jsonl", "fstat /metrics.jsonl", "close /metrics.jsonl"),
-    *("mkdir /incidents", "mkdir /incidents/N"),
+OPENING = ("fstat /journal.jsonl", "fstat /metrics.jsonl", "create /.run.json.aside")
+"""calls that open the run directory, before the run"""
+RECORDING = (
+    *("write /journal.jsonl", "fsync /journal.jsonl", "stat /journal.jsonl", "close /journal.jsonl"),
+    *("write /metrics.jsonl", "close /metrics.jsonl", "mkdir /incidents", "mkdir /incidents/N"),
+    *("create /incidents/N/.incident.json.aside", "create /.quarantine.json.aside"),
 )
-"""calls that open and close the run directory, before and after the run"""
+"""calls that write the records of a run"""
 
 
 class Case(NamedTuple):
@@ -103,6 +106,14 @@ def test_no_error_of_the_system_comes_out_as_it_is(
     site: str, server: Server, references: Reference, tmp_path: Path
 ) -> None:
     assert meet(server, references, Case("EIO", False, site, 1), tmp_path / "run") == "RunDirError"
+
+
+@pytest.mark.parametrize("site", RECORDING)
+@pytest.mark.parametrize("how", ["ENOSPC", *slow("EIO")])
+def test_a_record_that_cannot_be_written_at_once_never_ends_a_run(
+    how: str, site: str, server: Server, references: Reference, tmp_path: Path
+) -> None:
+    assert meet(server, references, Case(how, False, site, 1), tmp_path / "run") == "went on"
 
 
 @pytest.mark.parametrize("how", ["EINTR", "SHORT"])

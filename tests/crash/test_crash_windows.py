@@ -15,7 +15,6 @@ from crash_server import Server
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast import RunDirError
 from holdfast.core.base.types import Span
 from holdfast.core.record.journal import read
 from holdfast.core.record.quarantine import Quarantine
@@ -88,9 +87,10 @@ def _fails(descriptor: int) -> None:
     raise OSError(5, "Input/output error")
 
 
-def test_a_guard_that_cannot_write_its_end_lets_the_run_directory_go(tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunDirError, match="cannot be forced to disk"):
+def test_a_guard_that_cannot_write_its_end_logs_it_and_lets_the_run_directory_go(tmp_path: Path, caplog) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         train(tmp_path / "run", at_end=patch)
+    assert "journal.jsonl cannot be written: Input/output error" in caplog.text
     assert train(tmp_path / "run") == 4
 
 

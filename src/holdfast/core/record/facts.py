@@ -16,6 +16,7 @@ from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.errors import ConfigError, RunDirError
 from holdfast.core.base.plain import text
 from holdfast.core.record import journal
+from holdfast.core.record.outage import WaitingFiles
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 
 MAX_BYTES = 262_144
@@ -162,9 +163,15 @@ def merge_facts(
     return result, changes, previous
 
 
-def write_facts(folder: RunDir, write: Callable[..., None], facts: Mapping[str, Any], step: int | None) -> None:
+def write_facts(
+    folder: RunDir,
+    write: Callable[..., None],
+    facts: Mapping[str, Any],
+    step: int | None,
+    files: WaitingFiles | None = None,
+) -> None:
     """Write checked facts to the journal, by `write`, and then to run.json. The caller has locked the folder."""
-    about = read_run_json(folder.run) or {}
+    about = read_run_json(folder.run, files) or {}
     result, changes, previous = merge_facts(about.get("facts") or {}, facts)
     if step is not None and _MERGED in facts:
         changes[_MERGED] = facts[_MERGED]  # the same score at a later step is another result
@@ -174,7 +181,8 @@ def write_facts(folder: RunDir, write: Callable[..., None], facts: Mapping[str, 
         write("facts", durable=True, step=step, facts=changes)
     else:
         write("facts", durable=True, facts=changes, **({"previous": previous} if previous else {}))
-    write_atomically(folder.run, to_json({**about, "facts": result}))
+    replace = write_atomically if files is None else files.write
+    replace(folder.run, to_json({**about, "facts": result}))
 
 
 def rebuild_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -186,13 +194,14 @@ def rebuild_facts(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return known
 
 
-def read_run_json(path: Path) -> dict[str, Any] | None:
+def read_run_json(path: Path, files: WaitingFiles | None = None) -> dict[str, Any] | None:
     """Return the content of run.json, with the keys of this version; None if there is no file.
 
-    Raises RunDirError if it cannot be read or is damaged.
+    Content that waits in `files` for the disk is newer than the file. Raises RunDirError if it cannot be read or is damaged.
     """
+    waiting = None if files is None else files.contents.get(path)
     try:
-        about = json.loads(path.read_bytes())
+        about = json.loads(path.read_bytes() if waiting is None else waiting)
     except FileNotFoundError:
         return None
     except OSError as error:

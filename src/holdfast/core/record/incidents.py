@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from holdfast.core.base.types import Finding, Plan, Signal
-from holdfast.core.record.rundir import RunDir, to_json, write_atomically
+from holdfast.core.record.outage import DiskOutage, WaitingFiles
+from holdfast.core.record.rundir import RunDir, to_json
 
 
 class IncidentFiles:
@@ -14,8 +15,9 @@ class IncidentFiles:
 
     _MAX_EVENTS = 500
 
-    def __init__(self, rundir: RunDir | None) -> None:
+    def __init__(self, rundir: RunDir | None, files: WaitingFiles | None = None) -> None:
         self._rundir = rundir
+        self._files = WaitingFiles(rundir.path, DiskOutage()) if files is None and rundir is not None else files
         self._incident: dict[str, Any] | None = None
 
     def open(self, number: int, kind: str, step: int, onset: int, before: list[Signal]) -> None:
@@ -74,6 +76,6 @@ class IncidentFiles:
                 self._save()
 
     def _save(self) -> None:
-        if self._rundir is not None and self._incident is not None:
+        if self._rundir is not None and self._files is not None and self._incident is not None:
             folder = self._rundir.incident(self._incident["incident"])
-            write_atomically(folder / "incident.json", to_json(self._incident))
+            self._files.write(folder / "incident.json", to_json(self._incident))

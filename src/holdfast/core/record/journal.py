@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +22,13 @@ from holdfast.core.base.clock import Clock, SystemClock
 from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.plain import plain, text
+from holdfast.core.record.outage import DiskOutage
+
+log = logging.getLogger("holdfast")
+
+MAX_WAITING_BYTES = 64 << 20
+"""most bytes of lines that wait for the disk"""
+_LINES_A_WRITE = 64
 
 
 class TornLine(NamedTuple):
@@ -106,28 +116,42 @@ def read(path: str | os.PathLike[str]) -> JournalContents:
 
 
 class LineFile:
-    """Appends lines to a file. Opening it ends a torn last line; `torn_at` is the offset of that line."""
+    """Appends lines to a file, in order. Opening it ends a torn last line; `torn_at` is the offset of that line.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    With an `outage`, lines that the disk refuses wait in memory, and the next `write_out` continues where the disk stopped.
+    Beyond `MAX_WAITING_BYTES` the oldest of them are lost. Without one, a refused line is dropped, and RunDirError raised.
+    """
+
+    def __init__(self, path: Path, outage: DiskOutage | None = None) -> None:
+        self.path, self._outage = path, outage
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._is_half_written = False
+        """the first waiting line is the rest of a line whose beginning is in the file"""
+        self._waited = self._lost = 0
+        """lines of the present outage"""
+        self._is_refused = self._must_sync = False
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = self._open()
         except OSError as error:
             raise RunDirError(
                 f"{path} cannot be opened for writing: {error.strerror}; choose another run_dir"
             ) from None
-        self._half_written = False
-        self.bytes_written = 0
-        """how many bytes of the last append are in the file"""
         try:
+            self.size_at_open = self.length = os.fstat(self._descriptor).st_size
+            """bytes in the file when it was opened; and with every line added since, written or not"""
             self.torn_at = self._end_torn_line()
         except OSError as error:
             with contextlib.suppress(OSError):
                 durable.close(self._descriptor)
             raise RunDirError(f"{path} cannot be read: {error.strerror}; choose another run_dir") from None
 
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        return durable.retry_interrupted(os.open, self.path, flags, 0o644)
+
     def _end_torn_line(self) -> int | None:
-        size = os.fstat(self._descriptor).st_size
+        size = self.size_at_open
         if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
             return None
         start, position = 0, size
@@ -139,64 +163,146 @@ class LineFile:
                 break
             position = begin
         is_complete = _parse(os.pread(self._descriptor, size - start, start)) is not None
-        self.append(b"\n")
+        self.add(b"\n")
+        self._is_half_written = True
         return None if is_complete else start
 
-    def append(self, data: bytes) -> None:
-        # Without a line end this line would join the torn one, and both would be lost.
-        ending = b"\n" if self._half_written else b""
-        view = memoryview(ending + data)
-        self.bytes_written = 0
-        try:
-            while view:
-                view = view[durable.write_some(self._descriptor, view) :]
-                self.bytes_written = max(0, len(data) - len(view))
-            self._half_written = False
-        except OSError as error:
-            self._half_written = True
-            raise RunDirError(f"{self.path} cannot be written: {error.strerror}; nothing else was done") from None
+    @property
+    def has_waiting(self) -> bool:
+        """Return whether lines are not in the file yet."""
+        return bool(self._waiting)
 
-    def sync(self) -> None:
+    def add(self, line: bytes) -> None:
+        """Queue one line. Call `write_out` to write it."""
+        self._waiting.append(line)
+        self._waiting_bytes += len(line)
+        self.length += len(line)
+        while self._waiting_bytes > MAX_WAITING_BYTES and len(self._waiting) > 2:
+            oldest = int(self._is_half_written)
+            self._waiting_bytes -= len(self._waiting[oldest])
+            del self._waiting[oldest]
+            self._lost += 1
+            if self._lost == 1:
+                log.warning(
+                    "holdfast: %s: more than %d MB wait for the disk; the oldest lines are lost from here on",
+                    self.path,
+                    MAX_WAITING_BYTES >> 20,
+                )
+
+    def write_out(self, *, sync: bool = False) -> bool:
+        """Write every waiting line, and force the file to disk if asked. Return whether the disk accepted all of it."""
         if self._descriptor < 0:
-            return
+            return not self._waiting
+        self._must_sync = self._must_sync or sync
+        operation = "written"
         try:
-            durable.retry_interrupted(os.fsync, self._descriptor)
+            self._follow_path()
+            while self._waiting:
+                batch = b"".join(islice(self._waiting, _LINES_A_WRITE))
+                self._drop_written(durable.write_some(self._descriptor, batch))
+            if self._must_sync:
+                operation = "forced to disk"
+                durable.retry_interrupted(os.fsync, self._descriptor)
+                self._must_sync = False
         except OSError as error:
-            raise RunDirError(
-                f"{self.path} cannot be forced to disk: {error.strerror}; nothing else was done"
-            ) from None
+            if self._outage is None:
+                self._drop_waiting()
+                raise RunDirError(
+                    f"{self.path} cannot be {operation}: {error.strerror}; nothing else was done"
+                ) from None
+            self._is_refused, self._waited = True, max(self._waited, len(self._waiting))
+            self._outage.begin(self.path, error)
+            return False
+        if self._is_refused and self._outage is not None:
+            self._outage.end(self.path, self._waited, self._lost)
+            self._is_refused, self._waited, self._lost = False, 0, 0
+        return True
+
+    def _follow_path(self) -> None:
+        """Open the path again if it leads to another file now: it was deleted, or a network disk has come back."""
+        try:
+            if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+                return
+        except OSError:
+            pass
+        descriptor, self._descriptor = self._descriptor, self._open()
+        with contextlib.suppress(OSError):
+            durable.close(descriptor)
+        if self._is_half_written:  # its beginning is not in this file
+            self._waiting_bytes -= len(self._waiting.popleft())
+            self._is_half_written, self._lost = False, self._lost + 1
+        log.warning("holdfast: %s was deleted or replaced; what follows goes to the file of that name", self.path)
+
+    def _drop_written(self, count: int) -> None:
+        """Drop the waiting lines whose first `count` bytes are in the file now."""
+        self._waiting_bytes -= count
+        while count:
+            line = self._waiting.popleft()
+            self._is_half_written = count < len(line)
+            if self._is_half_written:
+                self._waiting.appendleft(line[count:])
+            count -= min(count, len(line))
+
+    def _drop_waiting(self) -> int:
+        """Drop the waiting lines. Only the end of a line that is half in the file stays: the next one must not join it."""
+        count = len(self._waiting)
+        self._waiting.clear()
+        if self._is_half_written:
+            self._waiting.append(b"\n")
+        self._waiting_bytes, self._must_sync = len(self._waiting), False
+        return count
 
     def close(self) -> None:
+        """Close the file. Lines that still wait are lost."""
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            try:
-                durable.close(descriptor)
-            except OSError as error:
-                raise RunDirError(f"{self.path} cannot be closed: {error.strerror}; its end may be lost") from None
+        if descriptor < 0:
+            return
+        lost = self._lost + self._drop_waiting() if self._outage is not None else 0
+        if lost:
+            log.warning("holdfast: %s: lines lost because the disk refused them: %d", self.path, lost)
+        try:
+            durable.close(descriptor)
+        except OSError as error:
+            message = f"{self.path} cannot be closed: {error.strerror}; its end may be lost"
+            if self._outage is None:
+                raise RunDirError(message) from None
+            log.warning("holdfast: %s", message)
 
 
 class Journal:
-    """Writes events. A `durable` event is on disk when `write` returns."""
+    """Writes events. A `durable` event is on disk when `write` returns.
 
-    def __init__(self, path: str | os.PathLike[str], *, fsync: bool = True, clock: Clock | None = None) -> None:
+    With an `outage`, an event that the disk refuses waits in memory, and the caller goes on; without one, RunDirError.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        fsync: bool = True,
+        clock: Clock | None = None,
+        outage: DiskOutage | None = None,
+    ) -> None:
         self._clock = clock or SystemClock()
         self._fsync = fsync
-        self._lines = LineFile(Path(path))
+        self.lines = LineFile(Path(path), outage)
         self._sequence = 0
-        if self._lines.torn_at is not None:
-            self.write("torn", offset=self._lines.torn_at)
+        if self.lines.torn_at is not None:
+            self.write("torn", offset=self.lines.torn_at)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         self._sequence += 1
-        self._lines.append(dumps({"event": event, "time": self._clock.wall(), "n": self._sequence, **fields}))
-        if durable and self._fsync:
-            self._lines.sync()
+        self.lines.add(dumps({"event": event, "time": self._clock.wall(), "n": self._sequence, **fields}))
+        self.lines.write_out(sync=durable and self._fsync)
+
+    def write_out(self) -> None:
+        """Write the events that wait for the disk."""
+        self.lines.write_out()
 
     def close(self) -> None:
-        if self._fsync:
-            with contextlib.suppress(RunDirError):
-                self._lines.sync()
-        self._lines.close()
+        with contextlib.suppress(RunDirError):
+            self.lines.write_out(sync=self._fsync)
+        self.lines.close()
 
 
 class NullJournal(Journal):
@@ -206,6 +312,9 @@ class NullJournal(Journal):
         pass
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        pass
+
+    def write_out(self) -> None:
         pass
 
     def close(self) -> None:

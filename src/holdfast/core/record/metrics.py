@@ -1,7 +1,7 @@
 """metrics.jsonl: one line per settled step. A background thread encodes and writes the rows.
 
-No row is lost: rows that the disk does not accept stay in memory, and if there are too many, training waits. A kill
-loses at most the rows of the last `flush_seconds`.
+Rows that a full disk refuses wait in memory, up to a bound, and training continues. If the disk is only slow, no row is
+lost: with too many rows queued, training waits. A kill loses at most the rows of the last `flush_seconds`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from holdfast.core.base.clock import Clock, SystemClock
 from holdfast.core.record.journal import LineFile, dumps
+from holdfast.core.record.outage import DiskOutage
 
 log = logging.getLogger("holdfast")
 
@@ -33,8 +34,8 @@ _MAX_WAIT = 3600.0
 class MetricsFile:
     """Writes rows, encoded by `encode`, at least every `flush_seconds`, and at `flush` and `close`.
 
-    The next call raises an error of the disk; the rows are kept, and written once the disk accepts them. In a forked
-    process all calls do nothing.
+    Rows that the disk refuses are kept and tried again as often; `outage` reports it. An error of `encode` is raised by the
+    next call. In a forked process all calls do nothing.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class MetricsFile:
         flush_seconds: float,
         clock: Clock | None = None,
         encode: Callable[[Any], bytes] = dumps,
+        outage: DiskOutage | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._lines = LineFile(path)
+        self._lines = LineFile(path, outage or DiskOutage(self._clock))
+        """guarded by `_writing`"""
         self._flush_seconds, self._encode = flush_seconds, encode
         self._rows: deque[Any] = deque()
-        self._encoded: list[bytes] = []
-        """rows on their way into the file; guarded by `_writing`"""
         self._writing = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -73,13 +74,14 @@ class MetricsFile:
             self._handle_backlog()
 
     def flush(self) -> None:
-        """Write all queued rows to the file."""
+        """Write all queued rows to the file, as far as the disk accepts them."""
         if self._is_forked():
             return
         error, self._error = self._error, None
         with self._writing:
-            while self._rows or self._encoded:
-                self._append()
+            is_accepted = True
+            while self._rows or (is_accepted and self._lines.has_waiting):
+                is_accepted = self._write_some(is_accepted)
             self._flushed = self._clock.monotonic()
         if error is not None:
             raise error
@@ -94,13 +96,13 @@ class MetricsFile:
         self.flush()
 
     def close(self) -> None:
-        """Write all rows and close the file. Raise the error if some cannot be written; they are lost then."""
+        """Write all rows and close the file. Rows that cannot be written now are lost, and the log tells how many."""
         if self._closed:
             return
         self._closed = True
         with contextlib.ExitStack() as closing:
-            closing.callback(self._lines.close)
-            closing.callback(self._encoded.clear)
+            if not self._is_forked():
+                closing.callback(self._lines.close)
             closing.callback(self._rows.clear)
             self.idle()
 
@@ -148,34 +150,20 @@ class MetricsFile:
                 self._write_out()
 
     def _write_out(self) -> None:
+        is_accepted = True
         try:
-            while self._rows or self._encoded:
+            while self._rows or (is_accepted and self._lines.has_waiting):
                 if self._stop:
                     return
                 with self._writing:
-                    self._append()
+                    is_accepted = self._write_some(is_accepted)
                 time.sleep(_PAUSE)
         except Exception as error:  # the next call raises it
             self._error = error
         self._flushed = self._clock.monotonic()
 
-    def _append(self) -> None:
-        """Write some rows to the file, in order."""
-        rows, encoded = self._rows, self._encoded
-        while rows and len(encoded) < _BATCH:
-            encoded.append(self._encode(rows.popleft()))
-        if encoded:
-            try:
-                self._lines.append(b"".join(encoded))
-            finally:
-                self._drop_written(self._lines.bytes_written)
-
-    def _drop_written(self, written: int) -> None:
-        """Drop the rows that are in the file. A row that lacks only its newline can be read already."""
-        done = 0
-        for line in self._encoded:
-            if written < len(line) - 1:
-                break
-            written -= len(line)
-            done += 1
-        del self._encoded[:done]
+    def _write_some(self, is_accepted: bool) -> bool:
+        """Encode some rows, in order, and write them unless the disk has just refused. Return whether it accepted them."""
+        for _ in range(min(_BATCH, len(self._rows))):
+            self._lines.add(self._encode(self._rows.popleft()))
+        return is_accepted and self._lines.write_out()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from holdfast.core.record.rundir import to_json, write_atomically
 
 
 class Quarantine:
-    """Holds what is excluded and why. Its file is replaced before an exclusion takes effect."""
+    """Holds what is excluded and why. `write` replaces its file before an exclusion takes effect."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None = None, write: Callable[[Path, str], None] = write_atomically) -> None:
+        self._path, self._write = path, write
         self._spans: dict[int, list[tuple[int, int]]] = {}
         self._samples: set[int] = set()
         self._ahead: list[dict[str, Any]] = []
@@ -203,7 +203,7 @@ class Quarantine:
 
     def save(self) -> None:
         if self._path is not None:
-            write_atomically(self._path, to_json({"version": 1, "entries": self._entries}))
+            self._write(self._path, to_json({"version": 1, "entries": self._entries}))
 
     def adopt(self, entries: list[dict[str, Any]]) -> None:
         """Load entries that another rank has read from the file."""

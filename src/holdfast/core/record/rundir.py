@@ -98,10 +98,5 @@ class RunDir:
                 self._held.discard(self.path)
 
     def incident(self, number: int) -> Path:
-        """Make and return the folder of an incident."""
-        folder = self.incidents / f"{number:04d}"
-        try:
-            durable.make_folder(folder)
-        except OSError as error:
-            raise durable.run_dir_error(folder, "made", error) from None
-        return folder
+        """Return the folder of an incident. It is made with its first file."""
+        return self.incidents / f"{number:04d}"

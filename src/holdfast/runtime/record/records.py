@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from holdfast.core.base import durable
@@ -22,6 +23,7 @@ from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal, NullJournal, dumps, read
 from holdfast.core.record.metrics import MetricsFile
+from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 from holdfast.runtime.record.environment import environment
@@ -30,6 +32,8 @@ log = logging.getLogger("holdfast")
 
 _FIELDS = tuple(name for name in Signal.__struct_fields__ if name != "batch")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_RETRY_SECONDS = 1.0
+"""how often the disk is asked again to write what it refused"""
 
 
 class Records:
@@ -38,6 +42,10 @@ class Records:
     def __init__(self, path: str | os.PathLike[str] | None, config: Config, clock: Clock) -> None:
         self._config, self._clock = config, clock
         self.rundir = None if path is None else RunDir(path)
+        self.outage = DiskOutage(clock)
+        """what the disk refuses waits in memory, and the run continues"""
+        self._files = WaitingFiles(Path() if self.rundir is None else self.rundir.path, self.outage)
+        self._next_retry = 0.0
         self.quarantine = Quarantine()
         self._journal: Journal = NullJournal()
         self.metrics: MetricsFile | None = None
@@ -63,9 +71,10 @@ class Records:
         self.rundir.acquire()
         try:
             past = _read_past(self.rundir)
-            self.quarantine = Quarantine(self.rundir.quarantine)
-            self._journal = Journal(self.rundir.journal, fsync=self._config.journal.fsync, clock=self._clock)
-            engine.open(self._journal, IncidentFiles(self.rundir), past)
+            self.quarantine = Quarantine(self.rundir.quarantine, self._files.write)
+            fsync = self._config.journal.fsync
+            self._journal = Journal(self.rundir.journal, fsync=fsync, clock=self._clock, outage=self.outage)
+            engine.open(self._journal, IncidentFiles(self.rundir, self._files), past)
             history.rebuild(past)
             self.quarantine.complete(past)
             if (reason := engine.stopped_by) is not None:
@@ -94,12 +103,12 @@ class Records:
             engine.write("run_begin", durable=True, environment=self._environment)
         self._is_open = True
         for step, facts in self._early_facts:
-            write_facts(self.rundir, engine.write, facts, step)
+            write_facts(self.rundir, engine.write, facts, step, self._files)
         self._early_facts.clear()
         self._read_facts()
         if self._config.metrics.enabled:
             every = self._config.metrics.flush_seconds
-            self.metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode=encode_metrics)
+            self.metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode_metrics, self.outage)
 
     def _restore_run_json(self, past: list[dict[str, Any]]) -> None:
         """Keep the first process's run.json. A lost or damaged one is rebuilt with the facts from the journal."""
@@ -109,7 +118,7 @@ class Records:
                 return
         except RunDirError as error:
             log.warning("holdfast: %s; it is rebuilt from the journal", str(error).split(";")[0])
-        write_atomically(self.rundir.run, to_json({**self._environment, "facts": rebuild_facts(past)}))
+        self._files.write(self.rundir.run, to_json({**self._environment, "facts": rebuild_facts(past)}))
 
     @property
     def place(self) -> str:
@@ -126,7 +135,7 @@ class Records:
     def _read_facts(self) -> None:
         assert self.rundir is not None
         try:
-            self.facts = (read_run_json(self.rundir.run) or {}).get("facts") or {}
+            self.facts = (read_run_json(self.rundir.run, self._files) or {}).get("facts") or {}
         except RunDirError as error:  # damaged by another program since: no reason to end the run
             log.warning("holdfast: %s", error)
 
@@ -144,7 +153,7 @@ class Records:
         if self.rundir is None:
             return
         if self._is_open:
-            write_facts(self.rundir, engine.write, facts, step)
+            write_facts(self.rundir, engine.write, facts, step, self._files)
             self._read_facts()
         else:
             self._early_facts.append((step, facts))
@@ -154,6 +163,17 @@ class Records:
         if self.metrics is not None:
             self.metrics.idle()
 
+    def retry(self, engine: Engine) -> None:
+        """Ask the disk again, at most once a second, to write what it refused. Journal the outage when it is over."""
+        now = self._clock.monotonic()
+        if now < self._next_retry:
+            return
+        self._next_retry = now + _RETRY_SECONDS
+        self._journal.write_out()
+        self._files.write_out()
+        if (outage := self.outage.pop_finished()) is not None:
+            engine.write("outage", **outage)
+
     def flush(self) -> None:
         """Write all metrics handed over so far."""
         if self.metrics is not None:
@@ -161,6 +181,7 @@ class Records:
 
     def close(self) -> None:
         """Release metrics, journal and lock, even if one of them fails; raise the failure afterwards."""
+        self._files.close()
         metrics, self.metrics = self.metrics, None
         journal, self._journal = self._journal, NullJournal()
         self._is_open = False

@@ -553,6 +553,8 @@ class GuardedPipeline:
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
             context.records.metrics.write(outcome)
+        if context.records.outage.is_active:
+            context.records.retry(context.engine)
         if "on_step_end" in context.hooks.callbacks:
             context.hooks.call("on_step_end", outcome)
         parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy)

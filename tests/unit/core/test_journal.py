@@ -18,6 +18,7 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Finding, Kind, Severity, Span
 from holdfast.core.record import journal
 from holdfast.core.record.journal import Journal, NullJournal
+from holdfast.core.record.outage import DiskOutage
 
 
 def write(path: Path, *events: dict[str, Any]) -> bytes:
@@ -230,6 +231,82 @@ def test_event_after_a_half_written_one_is_not_lost_with_it(tmp_path, start):
     record = journal.read(path)
     assert [event["event"] for event in record.events] == ["first", "after"]
     assert len(record.torn) == 1
+
+
+PATIENT = """
+import resource, sys
+from holdfast.core.record.journal import Journal
+from holdfast.core.record.outage import DiskOutage
+outage = DiskOutage()
+log = Journal(sys.argv[1], outage=outage)
+log.write("first")
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+for number in range(50):
+    log.write("plan", durable=True, number=number, filling="x" * 100)
+assert outage.is_active
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+log.write("after")
+print(outage.pop_finished(), outage.pop_finished(), flush=True)
+log.close()
+"""
+
+
+def test_events_that_a_full_disk_refuses_wait_and_are_written_in_order(tmp_path, start):
+    path = tmp_path / "journal.jsonl"
+    process = start(PATIENT, path)
+    ended = process.line()
+    assert "'files': ['journal.jsonl'], 'why': 'File too large', 'lines_waited': 50, 'lines_lost': 0" in ended
+    assert ended.endswith(" None")
+    record = journal.read(path)
+    assert record.torn == [], "a line that was half written is completed"
+    assert [event["n"] for event in record.events] == list(range(1, 53))
+    assert [event["number"] for event in record.events[1:-1]] == list(range(50))
+
+
+def test_an_event_that_cannot_be_forced_to_disk_is_forced_later(tmp_path, monkeypatch, caplog):
+    forced, problems = [], [OSError(5, "Input/output error")]
+
+    def fsync(descriptor: int) -> None:
+        if problems:
+            raise problems.pop()
+        forced.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    outage = DiskOutage(FakeClock())
+    log = Journal(tmp_path / "journal.jsonl", outage=outage)
+    log.write("plan", durable=True)
+    assert outage.is_active and forced == []
+    assert [event["event"] for event in journal.read(tmp_path / "journal.jsonl").events] == ["plan"]
+    log.write_out()
+    assert len(forced) == 1
+    assert outage.pop_finished() is not None and not outage.is_active
+    assert len(caplog.messages) == 2
+    log.close()
+
+
+def test_a_deleted_journal_is_continued_in_a_new_file_of_that_name(tmp_path, caplog):
+    path = tmp_path / "journal.jsonl"
+    log = Journal(path, outage=DiskOutage())
+    log.write("lost")
+    path.unlink()
+    log.write("kept")
+    log.close()
+    assert [event["event"] for event in journal.read(path).events] == ["kept"]
+    assert "was deleted or replaced" in caplog.text
+
+
+def test_events_wait_while_the_folder_is_gone_and_are_written_when_it_is_back(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    log = Journal(folder / "journal.jsonl", outage=DiskOutage())
+    log.write("first")
+    folder.rename(tmp_path / "away")
+    log.write("second", durable=True)
+    (tmp_path / "away").rename(folder)
+    log.write("third")
+    log.close()
+    assert [event["event"] for event in journal.read(folder / "journal.jsonl").events] == ["first", "second", "third"]
 
 
 def test_full_disk_is_a_run_dir_error_that_names_the_file():

@@ -80,19 +80,33 @@ class StoreGuard(GuardBase):
         return Wiring(None, self._store, DistributedContext())
 
 
+class HandClock:
+    """A clock that stands still until the test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def wall(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Training:
     """A run whose checkpoints go to a remembering store. `step()` commits steps."""
 
-    def __init__(self, **checkpoint: Any) -> None:
+    def __init__(self, gate: str = "host", clock: Any = None, **checkpoint: Any) -> None:
         torch.manual_seed(0)
         self.store, self.model = RememberingStore(), nn.Linear(3, 1)
         self._loader = DataLoader(TensorDataset(torch.randn(400, 3)), batch_size=4)
         config = {
-            "detect": {"gate": "host"},
+            "detect": {"gate": gate},
             "checkpoint": {"every_steps": EVERY, "certify_after": CERTIFY, "at_start": False, **checkpoint},
         }
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
-        self.guard = StoreGuard(self.store, self.model, optimizer, config=config)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, fused=gate == "device")
+        guard_type = StoreGuard if clock is None else type("Timed", (StoreGuard,), {"_clock": clock})
+        self.guard = guard_type(self.store, self.model, optimizer, config=config)
         self.checkpoints = self.guard._run.parts.checkpoints
         OPENED.append(self.guard)
 
@@ -166,6 +180,63 @@ def test_the_same_step_in_another_state_is_written_to_a_branch_of_its_own():
     run.guard.checkpoint("after")
     assert run.names() == [name_of(EVERY, 0), name_of(EVERY, 1)]
     run.guard.close()
+
+
+def step_for(run: Training, clock: HandClock, minutes: float, steps: int) -> None:
+    """Take `steps` steps that take `minutes` minutes in all."""
+    for _ in range(steps):
+        clock.now += 60 * minutes / steps
+        run.step(1)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+def test_a_checkpoint_is_written_when_the_time_has_come_before_enough_steps(gate):
+    clock = HandClock()
+    run = Training(gate, clock, every_steps=1000, every_minutes=10.0)
+    step_for(run, clock, 9, 9)
+    assert run.names() == []
+    step_for(run, clock, 6, 6)  # due after step 11, which is 10 minutes after the first; step 12 is saved
+    assert run.names() == [name_of(12, 0)]
+    step_for(run, clock, 8, 4)
+    assert len(run.names()) == 1, "the time counts from the last checkpoint"
+    step_for(run, clock, 4, 2)
+    step_for(run, clock, 1, 2)
+    assert len(run.names()) == 2
+    assert {label.reason for _, label in run.store.saved} == {"scheduled"}
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+def test_checkpoints_by_steps_start_the_time_again(gate):
+    clock = HandClock()
+    run = Training(gate, clock, every_minutes=1.0)
+    step_for(run, clock, 5, 20)  # 15 s a step, so a minute and EVERY steps take the same time
+    assert run.names() == [name_of(step, 0) for step in range(EVERY, 20, EVERY)]
+
+
+def test_time_alone_decides_with_every_steps_0_and_never_with_every_minutes_0():
+    clock = HandClock()
+    by_time, never = Training("host", clock, every_steps=0), Training("host", clock, every_steps=0, every_minutes=0)
+    for run in (by_time, never):
+        step_for(run, clock, 25, 25)
+    assert len(by_time.names()) == 2
+    assert never.names() == []
+
+
+def test_a_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_logged_once(caplog):
+    logging.disable(logging.NOTSET)
+    clock = HandClock()
+    run = Training("host", clock, every_steps=1000)
+    run.store.result, run.store.why = "failed", "No space left on device"
+    step_for(run, clock, 13, 13)
+    assert run.names() == [name_of(12, 0)]
+    step_for(run, clock, 5, 10)
+    assert 3 <= len(run.names()) <= 6
+    run.store.result = "saved"
+    step_for(run, clock, 3, 6)
+    step_for(run, clock, 3, 6)
+    failures = [message for message in caplog.messages if "the checkpoint was failed" in message]
+    again = [message for message in caplog.messages if "checkpoints are written again" in message]
+    assert (len(failures), len(again)) == (1, 1), caplog.messages
 
 
 # ---- health

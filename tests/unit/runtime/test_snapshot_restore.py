@@ -28,7 +28,7 @@ class Disk:
     lineage = Lineage()
 
     def __init__(self, every: int = 0) -> None:
-        self.every_steps = every
+        self.every_steps, self.timed_step = every, None
         self.reading: list[Any] = []
 
     def save_reason(self, step: int, *, initial: bool = False) -> str | None:
@@ -42,7 +42,7 @@ class Disk:
 class Data:
     position = Position(*([0] * len(Position._fields)))
 
-    def save(self) -> dict[str, Any]:
+    def save(self, *, user_code: bool = True) -> dict[str, Any]:
         return {}
 
 

@@ -166,9 +166,10 @@ class CheckpointSection(ConfigSection, frozen=True):
     """Copies of the run on disk, to resume from in another process. They need a run_dir."""
 
     enabled: Annotated[bool, doc("without checkpoints a run that dies starts over")] = True
-    every_steps: Annotated[
-        CountOrZero, doc("committed steps between checkpoints; 0: only at the start, at the end and on request")
-    ] = 1000
+    every_steps: Annotated[CountOrZero, doc("committed steps between checkpoints; 0: not by steps")] = 1000
+    every_minutes: Annotated[NonNegative, doc("minutes between checkpoints, if that comes first; 0: not by time")] = (
+        10.0
+    )
     at_start: Annotated[bool, doc("save the initial state, so that there is always one to resume from")] = True
     at_end: Annotated[bool, doc("save the state at an orderly end, to resume exactly there")] = True
     certify_after: Annotated[Count, doc("healthy steps that must follow before a checkpoint counts as good")] = 10

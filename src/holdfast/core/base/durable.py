@@ -217,6 +217,8 @@ def _cure(path: Path, error: OSError) -> str:
         return f"{_free(path)}; free some, keep fewer checkpoints, or choose another run_dir"
     if error.errno == errno.EDQUOT:
         return "the quota is used up: free some, keep fewer checkpoints, or choose another run_dir"
+    if error.errno == errno.EFBIG:
+        return "the limit on the size of a file is reached: raise it (ulimit -f), or choose another run_dir"
     if error.errno in (errno.EACCES, errno.EPERM):
         return "fix its permissions, or choose another run_dir"
     if error.errno == errno.EROFS:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.checkpoints.lost import lost_checkpoints, usable_by_journal
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.checkpoints.verify import verify as verify_bytes
@@ -28,6 +29,7 @@ Check = Callable[[CheckpointEntry], str | None]
 CHECKPOINTS = "checkpoints"
 JOURNAL = "journal.jsonl"
 _ABANDONED = "the journal says that the run left its branch"
+_GONE = "its folder is gone, but the journal has it as usable"
 
 
 class RejectedCheckpoint(NamedTuple):
@@ -165,10 +167,11 @@ class Survey(NamedTuple):
 def survey(run_dir: Path, check: Check = verify_bytes) -> Survey:
     """Choose as resolve_resume_path does, but report unusable checkpoints in the result and log nothing."""
     folder = Folder(run_dir / CHECKPOINTS)
-    journaled = journal_lineage(run_dir)
+    events = _journal_events(run_dir)
+    journaled, usable = _lineage_of(events), usable_by_journal(events)
     entries = [_with_journal(e, journaled) for e in folder.entries()]
     if not entries:
-        return Survey([], None, journaled, None, [], None)
+        return Survey([], None, journaled, None, list_gone(usable, [], None), None)
     try:
         run = _identity(run_dir, entries)
     except RunDirError as error:
@@ -176,6 +179,7 @@ def survey(run_dir: Path, check: Check = verify_bytes) -> Survey:
     saved = _last_lineage(entries, run)
     lineage = saved if journaled is None or (saved is not None and saved.branch > journaled.branch) else journaled
     chosen, rejected = pick(entries, run, check)
+    rejected = [*list_gone(usable, entries, chosen), *rejected]
     refusal = None
     if chosen is None and any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in entries):
         refusal = (
@@ -185,13 +189,25 @@ def survey(run_dir: Path, check: Check = verify_bytes) -> Survey:
     return Survey(entries, run, lineage, chosen, rejected, refusal)
 
 
-def journal_lineage(run_dir: Path) -> Lineage | None:
-    """Return the branches of the run by its journal; None if it has none or cannot be read."""
-    history = RecoveryHistory()
+def list_gone(
+    usable: Mapping[str, int], entries: Sequence[CheckpointEntry], chosen: CheckpointEntry | None
+) -> list[RejectedCheckpoint]:
+    """Return the checkpoints newer than the chosen one that the journal has as usable and the disk has not."""
+    lost = lost_checkpoints(usable, {entry.name for entry in entries}, -1 if chosen is None else chosen.step)
+    return [RejectedCheckpoint(name, step, _GONE) for name, step in lost]
+
+
+def _journal_events(run_dir: Path) -> list[dict[str, Any]]:
     try:
-        history.rebuild(journal.read(run_dir / JOURNAL).events)
+        return journal.read(run_dir / JOURNAL).events
     except OSError:
-        return None
+        return []
+
+
+def _lineage_of(events: Sequence[dict[str, Any]]) -> Lineage | None:
+    """Return the branches of the run by its journal; None if it has none."""
+    history = RecoveryHistory()
+    history.rebuild(events)
     return history.lineage
 
 
@@ -219,7 +235,7 @@ def _newest(run_dir: Path, check: Check, *, quiet: bool = False) -> Path | None:
         if not quiet:
             log.info("holdfast: resuming from %s%s", result.chosen.path, _listed("; passed over", result.rejected))
         return result.chosen.path
-    if result.entries and not quiet:
+    if result.rejected and not quiet:
         where, rejected = run_dir / CHECKPOINTS, _listed("", result.rejected)
         log.warning("holdfast: %s has no usable checkpoint: the run starts from the beginning%s", where, rejected)
     return None

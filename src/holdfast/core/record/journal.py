@@ -285,21 +285,25 @@ class Journal:
     ) -> None:
         self._clock = clock or SystemClock()
         self._fsync = fsync
-        self.lines = LineFile(Path(path), outage)
+        lines = LineFile(Path(path), outage)
+        self.lines: LineFile | None = lines
         self._sequence = 0
-        if self.lines.torn_at is not None:
-            self.write("torn", offset=self.lines.torn_at)
+        if lines.torn_at is not None:
+            self.write("torn", offset=lines.torn_at)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
+        assert self.lines is not None
         self._sequence += 1
         self.lines.add(dumps({"event": event, "time": self._clock.wall(), "n": self._sequence, **fields}))
         self.lines.write_out(sync=durable and self._fsync)
 
     def write_out(self) -> None:
         """Write the events that wait for the disk."""
-        self.lines.write_out()
+        if self.lines is not None:
+            self.lines.write_out()
 
     def close(self) -> None:
+        assert self.lines is not None
         with contextlib.suppress(RunDirError):
             self.lines.write_out(sync=self._fsync)
         self.lines.close()
@@ -309,12 +313,9 @@ class NullJournal(Journal):
     """The journal of a run without a directory: it drops every event."""
 
     def __init__(self) -> None:
-        pass
+        self.lines = None
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
-        pass
-
-    def write_out(self) -> None:
         pass
 
     def close(self) -> None:

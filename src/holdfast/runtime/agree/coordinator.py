@@ -1,7 +1,8 @@
 """Coordinate with the other ranks: agree on a step's numbers, exchange requests, share decisions.
 
 A healthy step takes one collective. A request of one rank (stop, an expected shift, samples to quarantine, non-finite
-state) is announced by a flag in that rank's row. A second exchange then carries it to all ranks, and all act on it alike.
+state, a checkpoint that is due by time) is announced by a flag in that rank's row. A second exchange then carries it to
+all ranks, and all act on it alike.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Requests(NamedTuple):
     shifts: list[str]
     quarantines: list[tuple[int, list[int], str]]
     """rank, sample ids, reason"""
+    is_checkpoint_due: bool
+    """the time between two checkpoints is over, by the clock of rank 0"""
 
 
 class RankCoordinator:
@@ -115,6 +118,7 @@ class RankCoordinator:
         stop: tuple[int, str] | None = None
         shifts: list[str] = []
         quarantines: list[tuple[int, list[int], str]] = []
+        is_checkpoint_due = False
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
@@ -124,9 +128,11 @@ class RankCoordinator:
                     shifts.append(value)
                 elif what == "quarantine":
                     quarantines.append((rank, value["samples"], value["reason"]))
+                elif what == "checkpoint":
+                    is_checkpoint_due = True
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines)
+        return Requests(stop, shifts, quarantines, is_checkpoint_due)
 
     # ---- decisions that all ranks share
 

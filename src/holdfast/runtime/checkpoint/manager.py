@@ -33,7 +33,11 @@ from holdfast.runtime.state.rng import RngState
 
 log = logging.getLogger("holdfast")
 
-START, SCHEDULED, END = "start", "scheduled", "end"
+START, SCHEDULED, END, STOP = "start", "scheduled", "end", "stop"
+_CERTIFIED = {START: "the state the run began with", STOP: "certified in memory before the run was stopped"}
+"""checkpoints that are good as soon as they are written, by reason"""
+_RETRY_SECONDS = 60.0
+"""a checkpoint that could not be written is due again after this time"""
 
 
 class CheckpointRecord:
@@ -61,6 +65,13 @@ class CheckpointManager:
         self.context, self.config, self._feeder = context, config, feeder
         self.store = store if config.enabled else None
         self.every_steps = 0 if self.store is None else config.every_steps
+        self.timed_step: int | None = None
+        """the step to save because the time has come; the same on every rank"""
+        self.is_overdue = False
+        """on rank 0: the time has come, and no step is chosen yet"""
+        self._due_at: float | None = None
+        self._failed_saves = 0
+        """since the last checkpoint that was written"""
         self.lineage = Lineage()
         self.records: dict[str, CheckpointRecord] = {}
         self._is_new_run = True
@@ -81,11 +92,25 @@ class CheckpointManager:
             return None
         if initial:
             return START if self._is_new_run and self.config.at_start else None
-        if self.config.every_steps and step % self.config.every_steps == 0:
+        if step == self.timed_step or (self.config.every_steps and step % self.config.every_steps == 0):
             # No exchange unless the step was saved before: ranks whose rings differ ask differently often.
             is_saved = name_of(step, self.lineage.branch) in self.records and self._is_saved(step)
             return None if is_saved else SCHEDULED
         return None
+
+    def save_at(self, step: int) -> None:
+        """Save the state after `step`, which no rank has begun to update yet, because the time has come."""
+        self.timed_step, self.is_overdue = step, False
+
+    def _check_time(self) -> None:
+        """Note whether a checkpoint is due by the clock of rank 0. The first healthy step after the last one starts it."""
+        if self.store is None or not self.config.every_minutes or not self.store.is_rank_zero:
+            return
+        now = self.context.clock.monotonic()
+        if self._due_at is None:
+            self._due_at = now + 60 * self.config.every_minutes
+        elif now >= self._due_at and self.timed_step is None:
+            self.is_overdue = True
 
     def _is_saved(self, step: int) -> bool:
         """Return whether every rank's present state is on disk. One rank may have evaluated and drawn random numbers."""
@@ -103,18 +128,64 @@ class CheckpointManager:
         self.store.wait()  # One at a time: a disk slower than the cadence stalls the run, and the journal shows it.
         record = CheckpointRecord(snapshot.step, snapshot.lineage.branch, Health.CANDIDATE)
         record.reason, record.handover = snapshot.reason, snapshot.reason == END
-        why = ""
-        if snapshot.reason == START:
-            record.health, why = Health.GOOD, "the state the run began with"
+        why = _CERTIFIED.get(snapshot.reason, "")
+        if why:
+            record.health = Health.GOOD
         self.records[record.name] = record
         run_records, state = self.context.records, self.context.state
         about = with_added_groups(run_records.about(), state)
         label = CheckpointLabel(snapshot.reason, record.handover, record.health, why, about, run_records.versions())
-        self.store.save(contents_of(snapshot, state), label)
+        self.store.save(contents_of(snapshot, state, run_records.journal_bytes[1]), label)
         record.stall_seconds = time.perf_counter() - began + stalled_seconds - self._stalled_before
         self._stalled_before = stalled_seconds
         self._is_new_run = False
-        self._last_saved = _moment_of_snapshot(snapshot)
+        self.timed_step, self.is_overdue, self._due_at = None, False, None
+        self._last_saved = None if snapshot.reason == STOP else _moment_of_snapshot(snapshot)
+
+    def save_certified(self, snapshots: SnapshotManager, before: int, at_latest: int) -> str | None:
+        """Write the certified snapshot that a rollback would return to, unless a good checkpoint is as new.
+
+        Waits for it. Returns the name of the newest good checkpoint, which a restart resumes from, or None if there is
+        none. The state of the run is not touched. All ranks call it.
+        """
+        if self.store is None:
+            return None
+        self.store.wait()
+        self.poll()
+        newest = self._newest_good()
+        # Ranks learn at different times what became of a checkpoint: rank 0 decides.
+        newer_than = self.context.ranks.broadcast_object(-1 if newest is None else newest.step)
+        snapshot = snapshots.find_to_save(before, at_latest, newer_than)
+        if snapshot is not None:
+            record = self.records.get(name_of(snapshot.step, snapshot.lineage.branch))
+            is_on_disk = record is not None and record.on_disk and record.health is Health.CANDIDATE
+            if not self.context.ranks.broadcast_object(is_on_disk):
+                self._submit_certified(snapshot, snapshots.stalled_seconds)
+            elif record is not None:
+                self.mark(record, Health.GOOD, _CERTIFIED[STOP])
+            self.store.wait()
+            self.poll()
+            newest = self._newest_good()
+        return None if newest is None else newest.name
+
+    def _submit_certified(self, snapshot: Snapshot, stalled_seconds: float) -> None:
+        """Write a snapshot that was taken for the memory only."""
+        source = self._feeder.source
+        if not snapshot.data:
+            snapshot.data = source.save()
+            assert snapshot.position is not None
+            drawn = source.position.batch - snapshot.position.batch
+            why = "the state_dict of the loader is known only where it is now"
+            message = f"{why}: {drawn} batches drawn since step {snapshot.step} are not served again"
+            self.context.engine.note(snapshot.step, message)
+        snapshot.reason = STOP
+        self.submit(snapshot, stalled_seconds)
+
+    def _newest_good(self) -> CheckpointRecord | None:
+        """Return the newest good checkpoint on the run's lineage."""
+        good = [r for r in self.records.values() if r.health is Health.GOOD and r.on_disk]
+        on_lineage = [r for r in good if self.lineage.holds(r.branch, r.step)]
+        return max(on_lineage, key=lambda r: (r.step, r.branch), default=None)
 
     def is_needed_now(self, step: int) -> bool:
         """Wait for writes in progress and return whether the present state must be written to be on disk."""
@@ -181,12 +252,22 @@ class CheckpointManager:
         )
         if event.status == "saved":
             record.on_disk, record.path = True, event.path
+            if self._failed_saves:
+                log.warning(
+                    "holdfast: step %d: checkpoints are written again; %d were not", record.step, self._failed_saves
+                )
+            self._failed_saves = 0
             if record.health is Health.QUARANTINED:
                 self.mark(record, Health.QUARANTINED, "the run left its branch while it was written")
             self.context.hooks.call("on_checkpoint_save", str(event.path))
             return
         del self.records[record.name]
-        log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, event.status, event.why)
+        if event.status == "failed":
+            self._failed_saves += 1
+            if self.config.every_minutes:
+                self._due_at = self.context.clock.monotonic() + min(_RETRY_SECONDS, 60 * self.config.every_minutes)
+        if event.status == "refused" or self._failed_saves == 1:
+            log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, event.status, event.why)
         if event.status == "refused" and self.nonfinite is None:
             self.nonfinite = NonfiniteSnapshot(record.step, event.why.split(" ")[0])
 
@@ -200,6 +281,7 @@ class CheckpointManager:
     def count_healthy_step(self, step: int) -> None:
         """Count one healthy committed step for every candidate, and mark those good that have seen enough."""
         self._last_saved = None  # the run has moved on
+        self._check_time()
         if self.store is not None and self.store.events:
             self.poll()
         for record in self.records.values():

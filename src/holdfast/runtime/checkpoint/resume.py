@@ -11,7 +11,7 @@ from holdfast.core.base.types import Health
 from holdfast.core.checkpoints import fit
 from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
+from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left, list_gone
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_on_disk
 from holdfast.runtime.context import Context
@@ -42,6 +42,12 @@ def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: Batch
         loaded: tuple[CheckpointEntry, RestoredCheckpoint] | None = _load_named(manager, manager.store)
     else:
         loaded, rejected = _load_newest(manager, manager.store)
+        if manager.config.resume == "auto":
+            chosen = None if loaded is None else loaded[0]
+            rejected = [
+                *list_gone(manager.context.records.usable_checkpoints, manager.store.entries(), chosen),
+                *rejected,
+            ]
     if loaded is None:
         _start_over(manager, manager.store, rejected)
         return ResumedRun(0, True)
@@ -105,11 +111,12 @@ def _start_over(manager: CheckpointManager, store: CheckpointStore, rejected: li
             context.engine.write("started_over", durable=True)
             context.history.clear_interventions()
     elif any(e.damage is not None or e.health in (Health.BAD, Health.GOOD) for e in store.entries()):
-        listed = "; ".join(f"{each.name}: {each.why}" for each in rejected)
         raise RunDirError(
-            f"no usable checkpoint in {context.records.place} ({listed}); name one with [checkpoint] load_path, or start "
-            'over with [checkpoint] resume = "never" or another run_dir'
+            f"no usable checkpoint in {context.records.place} ({_listed(rejected)}); name one with [checkpoint] "
+            'load_path, or start over with [checkpoint] resume = "never" or another run_dir'
         )
+    elif rejected:
+        context.engine.note(0, f"the run starts from the beginning: {_listed(rejected)}")
     if manager.records or context.history.branches:
         manager.fork(Lineage(), 0)
         manager.quarantine_abandoned("the run started over")
@@ -153,6 +160,12 @@ def _restore(
             "the journal of this run is lost: budgets start from zero, and exclusions and interventions made after this "
             "state are unknown",
         )
+    elif 0 < (opened := context.records.journal_bytes[0]) < (was := int(saved.parts.get("journal_bytes", 0))):
+        engine.note(
+            point.step,
+            f"the journal is {was - opened:,} bytes shorter than when {manifest.name} was saved: budgets, exclusions and "
+            "interventions that were in its end are unknown",
+        )
     if not saved.has_local_rng:
         engine.note(
             point.step, "this rank did not exist when the checkpoint was saved: its random streams start as set"
@@ -173,11 +186,14 @@ def _restore(
         seconds=time.perf_counter() - began,
     )
     manager.quarantine_abandoned(f"the run resumed from step {point.step}")
-    listed = "; ".join(f"{each.name}: {each.why}" for each in rejected)
     log.warning(
         "holdfast: resumed from %s at step %d%s",
         manifest.name,
         point.step,
-        f" (not usable: {listed})" if listed else "",
+        f" (not usable: {_listed(rejected)})" if rejected else "",
     )
     engine.load_saved_windows(point.detectors, point.step)
+
+
+def _listed(rejected: list[RejectedCheckpoint]) -> str:
+    return "; ".join(f"{each.name}: {each.why}" for each in rejected)

@@ -37,8 +37,8 @@ class RestorePoint(NamedTuple):
     """restores everything but the detectors, the data position included; returns warnings for the record"""
 
 
-def contents_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
-    """Return what a complete snapshot is on disk. Nothing is copied: its memory is read until `release` is called."""
+def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> CheckpointContents:
+    """Return what a complete snapshot is on disk. Host memory is not copied, but read until `release` is called."""
     assert snapshot.small_state is not None and snapshot.rng is not None
     parts = {
         "step": snapshot.step,
@@ -46,9 +46,11 @@ def contents_of(snapshot: Snapshot, state: RunState) -> CheckpointContents:
         "detectors": snapshot.detectors,
         "rng": snapshot.rng.plain(),
         "data": snapshot.data,
+        "journal_bytes": journal_bytes,
     }
     sharded = state.sharded_tensors()
-    tensors = {n: shard_like(sharded[n], t) if n in sharded else t for n, t in snapshot.tensors().items()}
+    on_host = {n: t.cpu() for n, t in snapshot.tensors().items()}
+    tensors = {n: shard_like(sharded[n], t) if n in sharded else t for n, t in on_host.items()}
     snapshot.written.clear()
     return CheckpointContents(
         snapshot.step,

@@ -292,7 +292,7 @@ class IndexedSource:
 
     # ---- in another process
 
-    def save(self) -> dict[str, Any]:
+    def save(self, *, user_code: bool = True) -> dict[str, Any]:
         """Return the position for a file. Draws and loads nothing."""
         order = self._orders.get(self._position.epoch)
         ended = self._order.epoch > max(self._position.epoch, self._first_epoch) and not self._deferred

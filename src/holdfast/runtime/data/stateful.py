@@ -42,6 +42,11 @@ class LoaderState:
         """the last state taken, and the batches and samples of the epoch before it"""
         self._initial: Any = None
 
+    @property
+    def exists(self) -> bool:
+        """Return whether the loader or its dataset has a state_dict."""
+        return self._owner is not None
+
     def save(self, rng: Rng, batches: int, samples: int, up_to_date: bool) -> dict[str, Any]:
         """Return the current state; or the last one taken, if the stream has run ahead of its position."""
         problem = None

@@ -227,11 +227,13 @@ class StreamSource:
 
     # ---- in another process
 
-    def save(self) -> dict[str, Any]:
+    def save(self, *, user_code: bool = True) -> dict[str, Any]:
         """Return the position for a file, with the loader's state or how the epoch began.
 
         Requeued batches count as drawn: another process draws them again and requeues them.
         """
+        if self._loader_state.exists and not user_code:
+            return {}
         has_ended = self._iterator is None and self._epoch > max(self._position.epoch, self._first_epoch)
         ended = has_ended and not self._requeued
         again = sum(draw.span.epoch == self._epoch for draw in self._requeued)

@@ -17,6 +17,7 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import PolicyStop, RunDirError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import Outcome, Signal
+from holdfast.core.checkpoints.lost import usable_by_journal
 from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
@@ -55,6 +56,8 @@ class Records:
         """identifies the run over all its processes"""
         self.restarted = False
         """an earlier process has written to the run directory"""
+        self.usable_checkpoints: dict[str, int] = {}
+        """the checkpoints that a run could resume from by the journal of earlier processes: name -> step"""
         self._described: dict[str, Any] = {}
         self._environment: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
@@ -76,6 +79,7 @@ class Records:
             self._journal = Journal(self.rundir.journal, fsync=fsync, clock=self._clock, outage=self.outage)
             engine.open(self._journal, IncidentFiles(self.rundir, self._files), past)
             history.rebuild(past)
+            self.usable_checkpoints = usable_by_journal(past)
             self.quarantine.complete(past)
             if (reason := engine.stopped_by) is not None:
                 message = (
@@ -119,6 +123,12 @@ class Records:
         except RunDirError as error:
             log.warning("holdfast: %s; it is rebuilt from the journal", str(error).split(";")[0])
         self._files.write(self.rundir.run, to_json({**self._environment, "facts": rebuild_facts(past)}))
+
+    @property
+    def journal_bytes(self) -> tuple[int, int]:
+        """Return the length of the journal when this process opened it, and with every event since; 0 without one."""
+        lines = self._journal.lines
+        return (0, 0) if lines is None else (lines.size_at_open, lines.length)
 
     @property
     def place(self) -> str:

@@ -48,7 +48,10 @@ class CheckpointSink(Protocol):
     lineage: Lineage
 
     every_steps: int
-    """steps between scheduled saves; 0: none are scheduled"""
+    """steps between scheduled saves; 0: none are scheduled by steps"""
+
+    timed_step: int | None
+    """the step to save because the time has come, or None"""
 
     def save_reason(self, step: int, *, initial: bool = False) -> str | None: ...
     def submit(self, snapshot: Snapshot, stalled_seconds: float) -> None: ...
@@ -109,7 +112,8 @@ class SnapshotManager:
         ring, every = self.ring, self._sink.every_steps
         if ring.enabled and step % ring.every_steps == 0:
             return True
-        return every > 0 and step % every == 0 and self._sink.save_reason(step) is not None
+        is_saved = step == self._sink.timed_step or (every > 0 and step % every == 0)
+        return is_saved and self._sink.save_reason(step) is not None
 
     def on_commit(self, step: int, detectors: DetectorState, *, is_healthy: bool = True) -> None:
         """Count a healthy step, and add the small state to a snapshot in progress if the next step has begun already.
@@ -182,8 +186,7 @@ class SnapshotManager:
 
     def _add_position(self, snapshot: Snapshot, rng: RngState, buffers: BufferCapture, source: BatchSource) -> None:
         snapshot.rng, snapshot.position = rng, source.position
-        if snapshot.reason is not None:
-            snapshot.data = source.save()
+        snapshot.data = source.save(user_code=snapshot.reason is not None)
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
         snapshot.buffers = self._copy_small(named, "buffers", snapshot)
 
@@ -272,6 +275,15 @@ class SnapshotManager:
         Every rank must have it and verify its own part. If the snapshot is on a device, its tensors are written when this
         returns, and nothing else is: call `restore`, or `restore_saved` with another state.
         """
+        return self._find(before, at_latest, self.restorer.find_problem)
+
+    def find_to_save(self, before: int, at_latest: int, newer_than: int) -> Snapshot | None:
+        """Return the snapshot that `find_restore_point` would return, if its step is above `newer_than`. Writes nothing."""
+        return self._find(before, at_latest, self.restorer.verify_memory, newer_than)[0]
+
+    def _find(
+        self, before: int, at_latest: int, find_problem: Callable[[Snapshot], str | None], newer_than: int = -1
+    ) -> tuple[Snapshot | None, list[RejectedSnapshot]]:
         self.discard_in_progress()
         for snapshot in list(self.ring):
             if snapshot.trusted and snapshot.health is Health.CANDIDATE:
@@ -280,13 +292,13 @@ class SnapshotManager:
         for snapshot in self.ring:
             if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
                 rejected.append(RejectedSnapshot(snapshot.step, "not certified yet"))
-        local = {s.step: s for s in self.ring.good_at_or_before(at_latest)}
+        local = {s.step: s for s in self.ring.good_at_or_before(at_latest) if s.step > newer_than}
         common = set.intersection(*(set(steps) for steps in self._ranks.all_gather_object(sorted(local))))
         missing = "another rank has no certified snapshot of this step"
         rejected += [RejectedSnapshot(step, missing) for step in sorted(set(local) - common)]
         for step in sorted(common, key=lambda s: (s <= before, s), reverse=True):
             snapshot = local[step]
-            problems = enumerate(self._ranks.all_gather_object(self.restorer.find_problem(snapshot)))
+            problems = enumerate(self._ranks.all_gather_object(find_problem(snapshot)))
             why = next((p if self._ranks.size == 1 else f"rank {rank}: {p}" for rank, p in problems if p), None)
             if why is None:
                 return snapshot, rejected

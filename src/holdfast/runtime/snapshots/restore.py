@@ -65,13 +65,13 @@ class Restorer:
 
     def find_problem(self, snapshot: Snapshot) -> str | None:
         """Return why a certified snapshot must not be restored, or None. On a device this writes its tensors."""
-        return self._verify_in_place(snapshot) if self.verifies_in_place(snapshot) else self._verify_memory(snapshot)
+        return self._verify_in_place(snapshot) if self.verifies_in_place(snapshot) else self.verify_memory(snapshot)
 
     def verifies_in_place(self, snapshot: Snapshot) -> bool:
         return snapshot.copy.on_device
 
-    def _verify_memory(self, snapshot: Snapshot) -> str | None:
-        """Verify the snapshot's own memory. Writes nothing."""
+    def verify_memory(self, snapshot: Snapshot) -> str | None:
+        """Return what is wrong with the snapshot's own memory, or None. Writes nothing."""
         assert snapshot.small_state is not None
         tensors = snapshot.tensors()
         for copy in snapshot.copies:

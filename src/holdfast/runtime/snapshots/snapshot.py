@@ -52,7 +52,7 @@ class Snapshot:
         self.buffers: SnapshotCopy | None = None
         self.position: Position | None = None
         self.data: dict[str, Any] = {}
-        """the state of the data source, for another process"""
+        """the state of the data source, for another process; empty if it is known only at the present position"""
         self.healthy_steps = 0
         self.health = Health.ASSEMBLING
         self.why = ""

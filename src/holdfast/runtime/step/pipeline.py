@@ -550,6 +550,8 @@ class GuardedPipeline:
             is_healthy = experiments.excursion is None or not experiments.is_suspect
         if is_healthy:
             parts.checkpoints.count_healthy_step(progress.step)
+            if parts.checkpoints.is_overdue:
+                self._request_checkpoint()
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
             context.records.metrics.write(outcome)
@@ -560,6 +562,13 @@ class GuardedPipeline:
         parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy)
         if progress.step % _FORGET_EVERY == 0:
             self._forget_positions()
+
+    def _request_checkpoint(self) -> None:
+        """Have every rank save the same step. On several ranks they learn of it with the rows of the next one."""
+        if self.is_distributed:
+            self.parts.coordinator.request("checkpoint", None)
+        else:
+            self.parts.checkpoints.save_at(self.progress.step + 1)
 
     def _count_interventions(self, attempt: StepAttempt) -> None:
         """Move LR ramp, tightened clip and weight unit on by one committed step."""
@@ -735,6 +744,8 @@ class GuardedPipeline:
             engine.declare_shift(reason, number - 1)
         for rank, samples, reason in requests.quarantines:
             self.quarantine_samples(samples, reason, rank=rank)
+        if requests.is_checkpoint_due:
+            self.parts.checkpoints.save_at(number + 1)
         return bool(requests.shifts)
 
     def report_failure(self, error: BaseException, where: str) -> None:

@@ -188,7 +188,10 @@ class GuardedRun:
                 parts.watchdog.get().wait_for_others_to_finish(progress.step)
                 if self._is_distributed:
                     self.pipeline.apply_requests(progress.step + 1)
-                if error is None and context.config.checkpoint.at_end and progress.step > 0:
+                is_orderly = (
+                    error is None and context.engine.stopped_by is None
+                )  # the loop may have caught a PolicyStop
+                if is_orderly and context.config.checkpoint.at_end and progress.step > 0:
                     self.save_checkpoint(END)
         except Exception as caught:  # ours, or a user hook's: everything is released first
             problem = caught

@@ -177,11 +177,24 @@ def _collect_inputs(
         mtbf=mtbf,
         restart=values["restart"],
         certify_after=certify,
-        every=None if measured is None else measured.every,
+        every=None if measured is None else _current_cadence(measured, values["step time"].value),
+        every_minutes=_minutes_in_force(measured),
         nodes=None,
         mtbf_90=mtbf_90,
         is_restart_known=given["restart"] is not None or (measured is not None and measured.restart is not None),
     )
+
+
+def _minutes_in_force(measured: MeasuredCosts | None) -> float:
+    """Return every_minutes as RUN has it; the default if it does not have it yet."""
+    recorded = None if measured is None else measured.every_minutes
+    return CheckpointSection().every_minutes if recorded is None else recorded
+
+
+def _current_cadence(measured: MeasuredCosts, step_time: float) -> int | None:
+    """Return the steps between saves: by every_steps or by every_minutes of RUN, whichever comes first."""
+    by_time = max(1, round(60 * measured.every_minutes / step_time)) if measured.every_minutes else None
+    return min((steps for steps in (measured.every, by_time) if steps is not None), default=None)
 
 
 def _measured_mtbf(

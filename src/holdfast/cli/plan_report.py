@@ -39,6 +39,9 @@ class PlanInputs(NamedTuple):
     restart: SourcedValue
     certify_after: SourcedValue
     every: int | None
+    """the current cadence in steps, also if it is set in minutes"""
+    every_minutes: float
+    """[checkpoint] every_minutes in force; 0: saves are by steps alone"""
     nodes: int | None
     mtbf_90: tuple[float, float] | None
     """90% interval of a measured MTBF"""
@@ -52,16 +55,25 @@ class PlanInputs(NamedTuple):
         )  # fmt: skip
 
 
-def _format_advice(advice: Advice) -> str:
+def _settings(steps: int, inputs: PlanInputs) -> str:
+    """Return the keys for a save every `steps` steps: every_minutes alone, or every_steps, before which it must not come."""
+    minutes, step_time = inputs.every_minutes, inputs.step_time.value
+    if minutes and steps == inputs.every == max(1, round(60 * minutes / step_time)):
+        return f"[checkpoint] every_minutes = {minutes:g}"
+    is_too_late = 0 < 60 * minutes < steps * step_time
+    return f"[checkpoint] every_steps = {steps}{' and every_minutes = 0' if is_too_late else ''}"
+
+
+def _format_advice(inputs: PlanInputs, advice: Advice) -> str:
     best, now = advice.best, advice.now
     interval = f"{best.steps:,} steps ({format_duration(best.seconds)})"
     if now is not None and now.steps >= advice.least_steps and best.goodput - now.goodput < _NEGLIGIBLE:
         return (
-            f"Keep [checkpoint] every_steps = {now.steps}: {now.goodput:.2%} of the time is useful; "
+            f"Keep {_settings(now.steps, inputs)}: {now.goodput:.2%} of the time is useful; "
             f"the best, a save every {interval}, would give {best.goodput:.2%}."
         )
     useful = f"leaves {best.goodput:.2%} of the time useful"
-    text = f"Set [checkpoint] every_steps = {best.steps}: a save every {interval} {useful}"
+    text = f"Set {_settings(best.steps, inputs)}: a save every {interval} {useful}"
     if now is None:
         return f"{text}."
     if now.steps < advice.least_steps:
@@ -71,7 +83,7 @@ def _format_advice(advice: Advice) -> str:
 
 def print_report(out: Console, inputs: PlanInputs, advice: Advice, limits: list[str], *, ranks: bool) -> None:
     """Print advice, chart, cadences, inputs and remarks."""
-    out.print(Text(_format_advice(advice), style="bold"))
+    out.print(Text(_format_advice(inputs, advice), style="bold"))
     out.print()
     out.print(_chart(inputs.costs, advice, min(out.width, _MAX_WIDTH)))
     for table in (_cadences_table(advice), _inputs_table(inputs), _scales_table(inputs, ranks)):
@@ -182,8 +194,9 @@ def to_json(inputs: PlanInputs, advice: Advice, measured: MeasuredCosts | None, 
     low, high = _negligible_range(inputs.costs, advice)
     return {
         "schema": SCHEMA,
-        "advice": _format_advice(advice),
+        "advice": _format_advice(inputs, advice),
         "every_steps": advice.best.steps,
+        "every_minutes": 0.0 if advice.best.seconds > 60 * inputs.every_minutes else inputs.every_minutes,
         "best": advice.best._asdict(),
         "now": None if advice.now is None else advice.now._asdict(),
         "as_good": {"least_steps": low, "most_steps": high},

@@ -68,7 +68,8 @@ def test_advice_comes_first_and_names_the_key_to_write(holdfast):
     answer = holdfast("plan", *ALL)
     assert (answer.status, answer.err) == (0, "")
     text = " ".join(answer.out.split())
-    assert text.startswith("Set [checkpoint] every_steps = 2195: a save every 2,195 steps (29.3 min) leaves 98.41%")
+    assert text.startswith("Set [checkpoint] every_steps = 2195 and every_minutes = 0: a save every 2,195 steps")
+    assert "(29.3 min) leaves 98.41%" in text
     for words in ("cadences", "inputs", "lost per failure", "by formula: Young 29.4 min, Daly 29.3 min"):
         assert words in answer.out
     assert "at other scales" not in answer.out
@@ -95,14 +96,17 @@ def test_json_has_the_whole_answer(holdfast):
 
 
 def test_cadence_that_is_good_enough_is_kept(holdfast):
-    assert holdfast("plan", *ALL, "--every", 2000).out.startswith("Keep [checkpoint] every_steps = 2000:")
+    out = holdfast("plan", *ALL, "--every", 2000).out
+    assert out.startswith("Keep [checkpoint] every_steps = 2000 and every_minutes = 0:")
+    out = holdfast("plan", "--save-cost", "1", "--step-time", "1s", "--mtbf", "36h", "--restart", 0, "--every", 500).out
+    assert out.startswith("Keep [checkpoint] every_steps = 500:"), "it comes before the ten minutes"
 
 
 def test_cadence_shorter_than_a_write_is_reported(holdfast):
     out = " ".join(holdfast("plan", *ALL, "--write-time", "10m", "--every", 100).out.split())
     assert "now, every 100 steps, saves wait for each other" in out
     out = holdfast("plan", *ALL, "--write-time", "2h").out
-    assert out.startswith("Set [checkpoint] every_steps = 9000:")
+    assert out.startswith("Set [checkpoint] every_steps = 9000 and every_minutes = 0:")
     assert "saves are kept at least as far apart as a save is written: 9,000 steps" in out
 
 
@@ -177,6 +181,36 @@ def test_restart_may_change_the_cadence(tmp_path):
         {"event": "restart", "time": 5000.0, "environment": {"config": later}},
     ]
     assert measure(str(write_run(tmp_path / "run", events))).every == 99
+
+
+@pytest.mark.parametrize(
+    ("settings", "now", "advice"),
+    [
+        (
+            {"every_steps": 500, "every_minutes": 10.0},
+            500,
+            "every_minutes = 0",
+        ),  # 0.5 s a step: 1200 steps in 10 minutes
+        ({"every_steps": 5000, "every_minutes": 10.0}, 1200, "every_minutes = 0"),
+        ({"every_steps": 0, "every_minutes": 10.0}, 1200, "every_minutes = 0"),
+        ({"every_steps": 5000, "every_minutes": 0.0}, 5000, "every_steps = "),
+    ],
+)
+def test_cadence_by_time_is_the_current_one_if_it_comes_first(tmp_path, holdfast, settings, now, advice):
+    events = [{"event": "run_begin", "time": 0.0, "environment": {"config": {"checkpoint": settings}}}]
+    folder = write_run(tmp_path / "run", [*events, saved(1800.0, 1, stall=20.0)], config={"checkpoint": settings})
+    answer = holdfast("plan", folder, "--mtbf", "5d", "--json").json
+    assert answer["now"]["steps"] == now
+    assert advice in answer["advice"] and ("every_minutes" in answer["advice"]) == (advice == "every_minutes = 0")
+    assert answer["every_minutes"] == 0
+
+
+def test_cadence_by_time_that_is_good_enough_is_kept(tmp_path, holdfast):
+    settings = {"every_steps": 5000, "every_minutes": 10.0}
+    events = [{"event": "run_begin", "time": 0.0, "environment": {"config": {"checkpoint": settings}}}]
+    folder = write_run(tmp_path / "run", [*events, saved(1800.0, 1)], config={"checkpoint": settings})
+    answer = holdfast("plan", folder, "--mtbf", "36h").out
+    assert answer.startswith("Keep [checkpoint] every_minutes = 10:")
 
 
 def test_run_that_saves_only_when_asked_has_no_cadence(tmp_path):

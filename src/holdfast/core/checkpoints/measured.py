@@ -32,6 +32,7 @@ class MeasuredCosts(NamedTuple):
     running: float
     """seconds during which a failure could have happened"""
     every: int | None
+    every_minutes: float | None
     certify_steps: int | None
     world_size: int | None
     limits: list[str]
@@ -70,6 +71,7 @@ def measure(place: str) -> MeasuredCosts:
         failures=sum(process.failed for process in processes[:-1]),
         running=math.fsum(process.end - process.begin for process in processes),
         every=_count(checkpoint.get("every_steps")),
+        every_minutes=_number(checkpoint.get("every_minutes")),
         certify_steps=_count(checkpoint.get("certify_after")),
         world_size=_count(about.get("world_size")),
         limits=limits,

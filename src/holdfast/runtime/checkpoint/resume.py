@@ -42,12 +42,6 @@ def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: Batch
         loaded: tuple[CheckpointEntry, RestoredCheckpoint] | None = _load_named(manager, manager.store)
     else:
         loaded, rejected = _load_newest(manager, manager.store)
-        if manager.config.resume == "auto":
-            chosen = None if loaded is None else loaded[0]
-            rejected = [
-                *list_gone(manager.context.records.usable_checkpoints, manager.store.entries(), chosen),
-                *rejected,
-            ]
     if loaded is None:
         _start_over(manager, manager.store, rejected)
         return ResumedRun(0, True)
@@ -86,6 +80,7 @@ def _load_newest(
             if each.damaged and record is not None and record.health is not Health.BAD:
                 log.warning("holdfast: checkpoint %s cannot be used: %s", each.name, each.why)
                 manager.mark(record, Health.BAD, each.why)
+        rejected = [*list_gone(context.records.usable_checkpoints, store.entries(), entry), *rejected]
         if entry is None:
             return None, rejected
         try:

@@ -7,28 +7,62 @@ import pytest
 import test_parts as made
 import torch
 from resumed import Recipe, assert_continued, entries_of, events_of, good_of, live, simple
-from test_certified import Late
 from test_streams import Rows
 from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast import CutLR, Plan, Rollback, SkipData
 from holdfast.cli.ack import ack
-from holdfast.core.base.types import Severity
+from holdfast.core.base.types import Finding, Severity
 from marks import slow
 
 GATES = ["host", "device"]
 
 
-class Stops(Late):
-    """Finds at step `found` that the run must end, because of what began at `onset`."""
+class Finds:
+    """A detector that finds, at step `found`, what began at `onset`."""
+
+    def __init__(self, name: str, severity: Severity, found: int, onset: int) -> None:
+        self.name, self.severity, self.found, self.onset, self.done = name, severity, found, onset, False
+
+    def limits(self):
+        return {}
 
     def observe(self, signal):
-        finding = super().observe(signal)
-        return None if finding is None else holdfast.Finding(**{**_fields(finding), "severity": Severity.STOP})
+        if signal.step != self.found or self.done:
+            return None
+        self.done = True
+        return Finding(
+            kind=self.name,
+            severity=self.severity,
+            step=signal.step,
+            onset=self.onset,
+            detector=self.name,
+            message="found",
+        )
+
+    def rebaseline(self):
+        pass
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
 
 
-def _fields(finding):
-    return {name: getattr(finding, name) for name in finding.__struct_fields__}
+def stops(found: int, onset: int) -> Finds:
+    return Finds("stops", Severity.STOP, found, onset)
+
+
+class GoesBack:
+    """Rolls back from the finding of the detector "returns", leaves data out and cuts the LR."""
+
+    def on_instability(self, incident):
+        if incident.kind != "returns":
+            return None
+        actions = (Rollback(before=34, at_latest=37), SkipData(batches=3, around=38), CutLR(factor=0.5, ramp_steps=20))
+        return Plan(actions=actions, reason="a test")
 
 
 def seldom(gate: str, **more) -> Recipe:
@@ -40,7 +74,7 @@ def seldom(gate: str, **more) -> Recipe:
 
 def stop(recipe: Recipe, path, found: int, onset: int, **more) -> None:
     with pytest.raises(holdfast.PolicyStop, match="the newest good checkpoint: step_"):
-        live(recipe, path, detectors=[Stops(found, onset)], **more)
+        live(recipe, path, detectors=[stops(found, onset)], **more)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -66,20 +100,17 @@ def test_what_an_earlier_rollback_did_holds_after_the_stop(gate, place, tmp_path
     """Stopped during the LR ramp of a rollback, in its second epoch: data left out stays out, the ramp continues."""
     recipe = seldom(gate)
     recipe.case.config["snapshot"]["place"] = place
-    whole = live(recipe, tmp_path / "whole", detectors=[Late(40, 38)])
-    assert "rollback" in whole.actions()
+    hooks = [GoesBack()]
+    back = Finds("returns", Severity.ROLLBACK, 40, 38)
+    whole = live(recipe, tmp_path / "whole", detectors=[back], hooks=hooks)
+    assert whole.actions()[:3] == ["rollback", "skip_data", "cut_lr"]
+    back.done = False
     with pytest.raises(holdfast.PolicyStop):
-        two = Late(40, 38)
-        two.name = "late"
-        stopping = Stops(48, 47)
-        stopping.name = "stops"
-        live(recipe, tmp_path / "run", detectors=[two, stopping])
+        live(recipe, tmp_path / "run", detectors=[back, stops(50, 49)], hooks=hooks)
     newest = good_of(tmp_path / "run")[0]
-    assert 36 <= newest.step <= 46
+    assert 36 <= newest.step <= 48
     ack(str(tmp_path / "run"))
-    quiet = Late(40, 38)
-    quiet.done = True
-    life = live(recipe, tmp_path / "run", detectors=[quiet])
+    life = live(recipe, tmp_path / "run", detectors=[back], hooks=hooks)
     assert life.began == newest.step
     assert_continued(life, whole)
 
@@ -94,7 +125,11 @@ def test_the_state_kept_is_from_before_the_onset(gate, tmp_path):
 def test_vetoed_steps_harm_no_state_so_the_newest_certified_one_is_kept(tmp_path):
     """A NaN every few steps since step 20 opened the incident; the stop comes 60 steps later."""
     recipe = seldom("host", count=800, way="sequential", max_steps=100)
-    recipe.case.config["recover"] |= {"max_skips_per_incident": 6, "probation_steps": 50, "ladder": ["skip", "stop"]}
+    recipe.case.config["recover"] |= {
+        "max_skips_per_incident": 6,
+        "probation_steps": 50,
+        "ladder": ["replay", "skip", "stop"],
+    }
     recipe.case.faults = {8 * step + 3: lambda x: x * float("nan") for step in range(20, 90, 10)}
     with pytest.raises(holdfast.PolicyStop):
         live(recipe, tmp_path / "run")
@@ -147,7 +182,7 @@ def test_a_loop_that_catches_the_stop_does_not_hand_the_stopped_state_over(tmp_p
         parts.optimizers[0],
         run_dir=tmp_path / "run",
         config=recipe.case.config,
-        detectors=[Stops(50, 41)],
+        detectors=[stops(50, 41)],
     )
     with guard:
         try:
@@ -205,7 +240,7 @@ def test_a_stream_resumes_where_the_state_was_or_the_journal_notes_what_is_lost(
 
     whole = run(tmp_path / "whole")
     with pytest.raises(holdfast.PolicyStop):
-        run(tmp_path / "run", Stops(50, 49))
+        run(tmp_path / "run", stops(50, 49))
     ack(str(tmp_path / "run"))
     resumed = run(tmp_path / "run")
     notes = [e["message"] for e in events_of(tmp_path / "run") if e["event"] == "note"]

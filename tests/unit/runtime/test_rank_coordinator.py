@@ -57,7 +57,9 @@ def coordinated(size: int, program: Callable[[RankCoordinator, int], Any], confi
 
 def test_requests_of_any_rank_reach_all_ranks_alike_and_once():
     def program(coordinator: RankCoordinator, rank: int) -> Any:
-        if rank > 0:
+        if rank == 0:
+            coordinator.request("checkpoint", None)
+        else:
             coordinator.request("stop", f"rank {rank} has seen enough")
             coordinator.request("shift", "a new stage")
         if rank == 2:
@@ -71,7 +73,8 @@ def test_requests_of_any_rank_reach_all_ranks_alike_and_once():
     assert first.stop == (1, "rank 1 has seen enough"), "the lowest rank that asks is named"
     assert first.shifts == ["a new stage", "another mixture"]
     assert first.quarantines == [(2, [5, 6], "a person says so")]
-    assert second == (None, [], []), "a request is carried out once"
+    assert first.is_checkpoint_due
+    assert second == (None, [], [], False), "a request is carried out once"
 
 
 def test_a_queued_request_is_announced_before_it_is_exchanged():

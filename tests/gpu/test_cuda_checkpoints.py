@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -14,7 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.core.base.types import Finding, Severity
 from holdfast.core.checkpoints.verify import verify
+from holdfast.core.record.journal import Journal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 STEPS = 40
@@ -30,7 +34,17 @@ def deterministic():
 class Attempt:
     """Runs one process of a run: builds everything from the seed, then trains until `stop`."""
 
-    def __init__(self, folder: Path, *, fused: bool, precision: str, stop: int = STEPS, copy_at: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fused: bool,
+        precision: str,
+        stop: int = STEPS,
+        copy_at: int = 0,
+        config: dict[str, Any] | None = None,
+        detectors: Sequence[Any] = (),
+    ) -> None:
         torch.manual_seed(5)
         self.model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.Linear(64, 1)).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=fused)
@@ -45,7 +59,8 @@ class Attempt:
             scaler=scaler,
             clip_grad_norm=1.0,
             run_dir=folder,
-            config={"checkpoint": {"every_steps": 3, "certify_after": 2}},
+            config=config or {"checkpoint": {"every_steps": 3, "certify_after": 2}},
+            detectors=detectors,
         )
         with self.guard:
             for step in self.guard.steps(DataLoader(data, batch_size=16, shuffle=True), max_steps=stop):
@@ -83,6 +98,42 @@ def test_run_resumes_from_the_files_of_any_instant(fused, at, tmp_path):
     whole = Attempt(tmp_path / "run", fused=fused, precision="fp16", copy_at=at)
     assert_same(Attempt(tmp_path / "copy", fused=fused, precision="fp16"), whole)
     assert all(verify(path) is None for path in (tmp_path / "copy" / "checkpoints").iterdir())
+
+
+class StopsAt30:
+    """A detector that ends the run at step 30."""
+
+    name = "stops"
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Any) -> Finding | None:
+        if signal.step != 30:
+            return None
+        return Finding(
+            kind="stops", severity=Severity.STOP, step=30, onset=28, detector=self.name, message="enough of it"
+        )
+
+    def rebaseline(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_stop_keeps_the_newest_certified_snapshot_wherever_it_is(fused, place, tmp_path):
+    config = {"snapshot": {"every_steps": 4, "certify_after": 2, "place": place}, "recover": {"rollback_margin": 2}}
+    whole = Attempt(tmp_path / "whole", fused=fused, precision="fp16", config=config)
+    with pytest.raises(holdfast.PolicyStop, match="the newest good checkpoint: step_00000024"):
+        Attempt(tmp_path / "run", fused=fused, precision="fp16", config=config, detectors=[StopsAt30()])
+    assert all(verify(path) is None for path in (tmp_path / "run" / "checkpoints").iterdir())
+    journal = Journal(tmp_path / "run" / "journal.jsonl")
+    journal.write("ack", durable=True)
+    journal.close()
+    assert_same(Attempt(tmp_path / "run", fused=fused, precision="fp16", config=config), whole)
 
 
 def test_a_run_moves_from_the_gpu_to_the_cpu_and_back(tmp_path):

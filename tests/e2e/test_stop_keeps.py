@@ -122,6 +122,20 @@ def test_the_state_kept_is_from_before_the_onset(gate, tmp_path):
     assert 40 <= good_of(tmp_path / "run")[0].step < 51
 
 
+@pytest.mark.parametrize("gate", GATES)
+def test_checkpoints_that_were_saved_after_the_onset_are_not_resumed_from(gate, tmp_path):
+    """Good by their own count, but they hold what the run was stopped for."""
+    recipe = seldom(gate)
+    recipe.case.config["checkpoint"] |= {"every_steps": 15, "certify_after": 1}
+    stop(recipe, tmp_path / "run", 80, 51)
+    newest = good_of(tmp_path / "run")[0]
+    assert 45 < newest.step < 51 and newest.manifest.reason == "stop"
+    later = [e for e in entries_of(tmp_path / "run").values() if e.step > 51]
+    assert later and {str(e.health) for e in later} == {"quarantined"}
+    ack(str(tmp_path / "run"))
+    assert live(recipe, tmp_path / "run").began == newest.step
+
+
 def test_vetoed_steps_harm_no_state_so_the_newest_certified_one_is_kept(tmp_path):
     """A NaN every few steps since step 20 opened the incident; the stop comes 60 steps later."""
     recipe = seldom("host", count=800, way="sequential", max_steps=100)

@@ -108,6 +108,8 @@ class DeadWatch(msgspec.Struct):
     group: str
     since: int
     level: float
+    onset: int = 0
+    """where the excursion began: only state from before it is kept at the stop"""
 
 
 class Ruling(NamedTuple):
@@ -598,7 +600,7 @@ class Experiments:
         self._disarmed.add(ex.group)
         recent = course.recent(_RECENT)
         if is_severe and LEAVE_OUT not in ex.tried and not ex.has_ended and recent is not None:
-            self._dead = DeadWatch(ex.group, signal.step, recent)
+            self._dead = DeadWatch(ex.group, signal.step, recent, ex.onset)
         where = f" of group {ex.group}" if ex.group else ""
         text += f". The loss{where} is accepted as it is; from now on a rise of it is only recorded"
         text += " (guard.expect_shift arms it again)"
@@ -621,7 +623,7 @@ class Experiments:
         reason = (
             f"the loss is {recent:.4g}, no better than untrained ({untrained:.4g}), and has not fallen in {steps} steps"
         )
-        return Ruling((Stop(reason),), reason, "stop", Kind.DIVERGENCE, dead.since)
+        return Ruling((Stop(reason),), reason, "stop", Kind.DIVERGENCE, dead.onset or dead.since)
 
     # ---- state
 

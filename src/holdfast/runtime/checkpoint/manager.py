@@ -145,14 +145,15 @@ class CheckpointManager:
     def save_certified(self, snapshots: SnapshotManager, before: int, at_latest: int) -> str | None:
         """Write the certified snapshot that a rollback would return to, unless a good checkpoint is as new.
 
-        Waits for it. Returns the name of the newest good checkpoint, which a restart resumes from, or None if there is
-        none. The state of the run is not touched. All ranks call it.
+        Waits for it. Returns the name of the newest good checkpoint up to `at_latest`, which a restart resumes from, or None
+        if there is none. Later ones are quarantined: they hold what the run is stopped for. The state of the run is not
+        touched. All ranks call it.
         """
         if self.store is None:
             return None
         self.store.wait()
         self.poll()
-        newest = self._newest_good()
+        newest = self._newest_good(at_latest)
         # Ranks learn at different times what became of a checkpoint: rank 0 decides.
         newer_than = self.context.ranks.broadcast_object(-1 if newest is None else newest.step)
         snapshot = snapshots.find_to_save(before, at_latest, newer_than)
@@ -165,8 +166,13 @@ class CheckpointManager:
                 self.mark(record, Health.GOOD, _CERTIFIED[STOP])
             self.store.wait()
             self.poll()
-            newest = self._newest_good()
-        return None if newest is None else newest.name
+            newest = self._newest_good(at_latest)
+        if newest is None:
+            return None
+        for record in self.records.values():
+            if record.step > at_latest and record.health in (Health.CANDIDATE, Health.GOOD):
+                self.mark(record, Health.QUARANTINED, "saved after the trouble began that stopped the run")
+        return newest.name
 
     def _submit_certified(self, snapshot: Snapshot, stalled_seconds: float) -> None:
         """Write a snapshot that was taken for the memory only."""
@@ -181,9 +187,9 @@ class CheckpointManager:
         snapshot.reason = STOP
         self.submit(snapshot, stalled_seconds)
 
-    def _newest_good(self) -> CheckpointRecord | None:
-        """Return the newest good checkpoint on the run's lineage."""
-        good = [r for r in self.records.values() if r.health is Health.GOOD and r.on_disk]
+    def _newest_good(self, at_latest: int) -> CheckpointRecord | None:
+        """Return the newest good checkpoint on the run's lineage up to a step."""
+        good = [r for r in self.records.values() if r.health is Health.GOOD and r.on_disk and r.step <= at_latest]
         on_lineage = [r for r in good if self.lineage.holds(r.branch, r.step)]
         return max(on_lineage, key=lambda r: (r.step, r.branch), default=None)
 

@@ -67,7 +67,7 @@ def test_bad_step_that_is_sound_when_it_runs_again_was_transient():
     assert (incident, cause) == (1, Cause.TRANSIENT)
     assert "the same data ran again from the same state" in text
     policy.commit(101)
-    assert policy.pop_established() == [], "it is said once"
+    assert policy.pop_established() == [], "it is established once"
 
 
 def test_skipped_step_establishes_nothing_by_a_commit():
@@ -211,7 +211,7 @@ def test_state_that_no_update_made_is_returned_once_and_then_belongs_to_the_run(
     assert [cause for _, cause, _ in policy.pop_established()] == [Cause.OBJECTIVE]
     healthy(policy, 500)
     assert do(policy, JUMP).actions == ()
-    assert policy.pop_established() == [], "it is said once, and holds for the run"
+    assert policy.pop_established() == [], "it is established once, and holds for the run"
 
 
 def test_jump_that_does_not_come_back_was_transient():

@@ -290,8 +290,8 @@ def test_name_of_a_source_with_brackets_is_shown_as_it_is(holdfast, file, tmp_pa
 
 def test_policy_stop_is_status_70_and_names_the_cure(holdfast, file):
     words = ("train", file, "--recover.ladder=['stop']", "--detect.warmup_steps=2", "--detect.loss_z=1e-9")
-    stopped = holdfast(*words, "--recover.preset=strict", "--detect.loss_z_rollback=1e-9", "--detect.loss_rise=0", "--detect.loss_rise_initial=0",
-                       "--detect.loss_rise_rollback=0", "--train.steps=200")  # fmt: skip
+    stopped = holdfast(*words, "--recover.preset=strict", "--detect.loss_z_rollback=1e-9", "--detect.loss_rise=0",
+                       "--detect.loss_rise_initial=0", "--detect.loss_rise_rollback=0", "--train.steps=200")  # fmt: skip
     assert stopped.status == 70
     assert "Traceback" not in stopped.err
     again = holdfast("train", file)

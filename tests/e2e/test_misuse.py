@@ -10,7 +10,7 @@ import textwrap
 import pytest
 import torch
 from cases import Case, Net, Points
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.core.record.journal import read
@@ -408,13 +408,23 @@ def case_again(tmp_path):
         return None
 
 
+def test_a_dataset_whose_rows_are_all_quarantined_ends_the_run(tmp_path):
+    model = torch.nn.Linear(4, 1)
+    guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=tmp_path / "run")
+    loader = DataLoader(TensorDataset(torch.full((64, 4), float("nan"))), batch_size=4)
+    with pytest.raises(holdfast.HoldfastError, match="no sample left that is not quarantined"):
+        guard.fit(lambda m, b: m(b[0]).mean(), loader, max_steps=50)
+    assert guard.summary().samples_quarantined == 64
+
+
 def test_a_script_stopped_by_policy_ends_with_status_70_says_why_and_needs_an_ack(tmp_path):
     script = textwrap.dedent("""
         import sys, torch, holdfast
         from torch.utils.data import DataLoader, TensorDataset
         model = torch.nn.Linear(4, 1)
         x = torch.full((64, 4), float("nan"))
-        guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=sys.argv[1])
+        config = {"recover": {"skip_batches": 5}, "quarantine": {"nonfinite_samples": False}}
+        guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=sys.argv[1], config=config)
         guard.fit(lambda m, b: m(b[0]).mean(), DataLoader(TensorDataset(x), batch_size=4), max_steps=50)
     """)
     command = [sys.executable, "-c", script, str(tmp_path / "run")]

@@ -216,9 +216,15 @@ class IndexedSource:
 
     def _end_epoch(self) -> None:
         ended = self._order
-        self._empty_epochs += ended.is_empty
+        # Spans are left out of one epoch; quarantined samples of every epoch to come.
+        self._empty_epochs += ended.is_empty or not self._excluded_in(ended.epoch)
         if self._empty_epochs > 1:
-            raise DataError("the loader yields no batches: its dataset is empty, or drop_last leaves nothing of it")
+            if ended.is_empty:
+                raise DataError("the loader yields no batches: its dataset is empty, or drop_last leaves nothing of it")
+            raise DataError(
+                f"epoch {ended.epoch} has no sample left that is not quarantined: correct the data, then delete "
+                "quarantine.json of the run directory or start over in another run_dir"
+            )
         self._iterator, self._cursor = None, 0
         self._order = self._orders[ended.epoch + 1] = self._new_order(ended.epoch + 1)
         self._on_epoch_end(ended.epoch)
@@ -251,6 +257,7 @@ class IndexedSource:
         if order is None:
             raise DataError(f"cannot go back to epoch {position.epoch}: its order is no longer on record")
         self._iterator = None
+        self._empty_epochs = 0
         self._queue.clear()
         for epoch in [e for e in self._orders if e > order.epoch]:
             del self._orders[epoch]

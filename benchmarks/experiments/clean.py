@@ -69,7 +69,7 @@ def missed(row: Mapping[str, Any]) -> list[str]:
         equal = row["identical"]
     found = {
         "stopped": row["stopped_at"] is not None,
-        "data": bool(row["skipped"] or row["left_out"] or row["samples"]),
+        "data": bool(row["left_out"] or row["samples"]),
         "LR": row["cut_steps"] > 0,
         "experiments": row["experiments"] > 1,
         "loss": not equal,

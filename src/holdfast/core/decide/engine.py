@@ -46,6 +46,7 @@ log = logging.getLogger("holdfast")
 
 _PROGRESS_EVERY = 1000
 _RECENT_SIGNALS = 64
+_KINDS = frozenset(Kind)
 _SAME_DATA_AGAIN = "again on the same data"
 _SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
 _WARNED_KINDS = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
@@ -74,6 +75,7 @@ class Engine:
         self.experiments = Experiments(config.detect, config.recover, config.quarantine)
         built_in = build(config.detect)
         self.detectors = [*built_in, *detectors]
+        self._users_detectors = {detector.name for detector in detectors}
         # A user's detector is asked at every step: what it needs, and when its limits change, is its own affair.
         self._needs = [*(getattr(d, "needs", None) for d in built_in), *(None for _ in detectors)]
         self._limiting = [*(d for d in built_in if getattr(d, "sets_limits", True)), *detectors]
@@ -164,7 +166,7 @@ class Engine:
                 if finding is not None:
                     detected.append(finding)
         self._recent.append(signal)
-        ruling = self.experiments.observe(signal, detected)
+        ruling = self.experiments.observe(signal, [f for f in detected if f.detector not in self._users_detectors])
         if detected:
             detected = [
                 self.experiments.explain(f, signal.group) if f.evidence.get("outcome") == "recovered" else f
@@ -229,12 +231,12 @@ class Engine:
         if family(finding.kind) in self.policy.state.accepted:
             return msgspec.structs.replace(finding, severity=Severity.NOTE)
         is_vetoed = signal.flags != 0 and ruling is None
-        if is_vetoed or self.config.recover.preset == "strict" or family(finding.kind) in ANSWERED_AT_ONCE:
+        is_strict = self.config.recover.preset == "strict" and finding.severity == Severity.ROLLBACK
+        is_users = finding.detector in self._users_detectors or finding.kind not in _KINDS
+        is_asked_for = is_users or finding.severity == Severity.STOP
+        if is_vetoed or is_strict or is_asked_for or family(finding.kind) in ANSWERED_AT_ONCE:
             return finding
-        if finding.kind not in set(Kind) and finding.severity >= Severity.SKIP:
-            return finding  # a user's own detector asks for it
-        is_watched = finding.kind != Kind.SCALE_COLLAPSE and finding.severity < Severity.STOP
-        return msgspec.structs.replace(finding, severity=Severity.NOTE) if is_watched else finding
+        return msgspec.structs.replace(finding, severity=Severity.NOTE)
 
     def _plan_ruling(self, ruling: Ruling, signal: Signal, findings: tuple[Finding, ...], observing: bool) -> Plan:
         """Return the plan of an experiment, of a result, or of what a hook wants instead."""

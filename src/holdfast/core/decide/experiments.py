@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ _GROSS_RATIO = 5.0
 _DEAD_RANGE, _DEAD_CHECK_STEPS = 3.0, 50
 """a dead run stays between the untrained level and a few times it"""
 _SAME_LOSS = 1e-5
+_AFTERMATH = 0.25
+"""losses up to this share of an excursion's height are its aftermath"""
 _UNTRAINED_RETURN = 0.75
 """and so is one that has lost this share of what was learned"""
 _START_STEPS = 200
@@ -101,6 +104,16 @@ class Excursion(msgspec.Struct):
     """the excursion ended by itself when the same data ran again"""
     final_text: str = ""
 
+    def height(self) -> float:
+        """Return how far above the level the highest losses of the excursion are."""
+        off = [loss for step, loss in self.first_pass.items() if step >= self.onset and loss > self.limit]
+        return median(sorted(off)[-_RECENT:]) - self.level if off else 0.0
+
+    def high_losses(self) -> dict[int, float]:
+        """Return the losses of the excursion by step, without its aftermath."""
+        lowest = max(self.limit, self.level + _AFTERMATH * self.height())
+        return {step: loss for step, loss in self.first_pass.items() if step >= self.onset and loss > lowest}
+
 
 class DeadWatch(msgspec.Struct):
     """A run whose loss is at its untrained level after all experiments: does it fall again?"""
@@ -138,6 +151,7 @@ class Experiments:
 
     def __init__(self, detect: DetectSection, recover: RecoverSection, quarantine: QuarantineSection) -> None:
         self._detect, self._recover, self._quarantine = detect, recover, quarantine
+        self._is_allowed = recover.preset != "strict" and "rollback" in recover.ladder
         self._courses: dict[str, Course] = {}
         self.excursion: Excursion | None = None
         self._disarmed: set[str] = set()
@@ -166,12 +180,12 @@ class Experiments:
         ex = self.excursion
         if ex is None or ex.phase != LEAVE_OUT:
             return None
-        off = {step: loss for step, loss in ex.first_pass.items() if step >= ex.onset and loss > ex.limit}
+        high = ex.high_losses()
         # The batch of the next step, as the first pass numbered it.
         number = ex.returned_to + ex.commits + ex.vetoed_steps + 1
-        if not off or number < ex.onset or (ex.has_ended and number > max(off)):
+        if not high or number < ex.onset or (ex.has_ended and number > max(high)):
             return None
-        return max(ex.limit, ex.level + 0.5 * (median(off.values()) - ex.level))
+        return max(ex.limit, ex.level + _AFTERMATH * ex.height())
 
     def observe(self, signal: Signal, findings: Sequence[Finding]) -> Ruling | None:
         """Take in a settled step. Return what to do, or None."""
@@ -189,7 +203,7 @@ class Experiments:
         if ex is None:
             if self._dead is not None and has_landed and (ruling := self._check_dead(course, signal)) is not None:
                 return ruling
-            if not has_landed or self._recover.preset == "strict":
+            if not has_landed or not self._is_allowed:
                 return None
             if signal.weight_norm is not None:
                 self._weigh(signal)
@@ -454,34 +468,41 @@ class Experiments:
         is_severe = self._is_severe(ex, course)
         jump = course.lr_jump(ex.onset)
         if jump is not None and is_severe:
-            ex.lr_jump = jump
-            if self._recover.lr_jump == "stop":
-                text = f"the LR jumped from {jump.before:g} to {jump.after:g} at step {jump.step} and broke the run"
-                ruling = self._conclude(ex, Cause.LR, text, "came_back")
-                return ruling._replace(actions=(Stop(f"{text}; correct the LR, then acknowledge"),))
-            return self._begin(ex, course, HOLD_LR, signal, HoldLR(jump.before, jump.before / jump.after, jump.step))
-        if not is_severe or not self.can_serve_again:
+            return self._hold_lr(ex, course, signal, jump)
+        if (not is_severe and jump is None) or not self.can_serve_again:
             return self._accept(ex, course, signal)
-        ex.phase = _LANDED
+        ex.lr_jump, ex.phase = jump, _LANDED
         ex.until = max(signal.step, ex.onset + 2 * self._recover.watch_steps)
         return None
+
+    def _hold_lr(self, ex: Excursion, course: Course, signal: Signal, jump: RecordedLrJump) -> Ruling:
+        """Return with the LR as it was before its jump, or stop, as the policy says."""
+        ex.lr_jump = jump
+        if self._recover.lr_jump == "stop":
+            text = f"the LR jumped from {jump.before:g} to {jump.after:g} at step {jump.step} and broke the run"
+            ruling = self._conclude(ex, Cause.LR, text, "came_back")
+            return ruling._replace(actions=(Stop(f"{text}; correct the LR, then acknowledge"),))
+        return self._begin(ex, course, HOLD_LR, signal, HoldLR(jump.before, jump.before / jump.after, jump.step))
 
     def _in_landed(self, ex: Excursion, course: Course, signal: Signal) -> Ruling | None:
         """Watch the excursion, which came back on the same data: does it end, or fall below the untrained level?"""
         ex.first_pass[signal.step] = signal.loss
-        last = course.losses(ex.onset)[-_FEW:]
-        ended = ex.has_ended = signal.step > ex.decide_at and max(last) <= ex.limit
+        if ex.lr_jump is not None and self._is_severe(ex, course):
+            return self._hold_lr(ex, course, signal, ex.lr_jump)
+        ended = ex.has_ended = signal.step > ex.decide_at and _has_ended(ex, course.losses(ex.onset))
         if not ended and signal.step < ex.until:
             return None
         losses = course.losses(ex.onset)
         untrained = course.untrained or math.inf
+        if ex.lr_jump is not None:  # it never became severe
+            return self._accept(ex, course, signal)
         if not ended and median(losses[-_RECENT:]) < _UNTRAINED_SHARE * untrained:
             return self._accept(ex, course, signal)
         if not ended and is_falling(losses, 2 * _RECENT) and signal.step < ex.onset + 4 * self._recover.watch_steps:
             ex.until = signal.step + _RECENT
             return None
-        off = [loss for step, loss in sorted(ex.first_pass.items()) if step >= ex.onset and loss > ex.limit]
-        is_jump = bool(off) and off[0] >= ex.level + 0.5 * (median(off) - ex.level)
+        early = [loss for step, loss in ex.high_losses().items() if step < ex.onset + _FEW]
+        is_jump = max(early, default=-math.inf) >= ex.level + 0.5 * ex.height()
         if is_jump and self._may_leave_out(signal):
             return self._begin(ex, course, LEAVE_OUT, signal)
         if ended:
@@ -659,6 +680,17 @@ _DONE = {
     CUT_LR: "it came back; the LR is cut",
     ACCEPT: "it came back all the same; everything is put back as it was",
 }
+
+
+def _has_ended(ex: Excursion, losses: Sequence[float]) -> bool:
+    """Return whether an excursion is over: back on course, or fallen off a cliff, so that only its aftermath is left."""
+    if max(losses[-_FEW:]) <= ex.limit:
+        return True
+    height = ex.height()
+    high = sum(1 for _ in takewhile(lambda loss: loss >= ex.level + 0.35 * height, losses))
+    aftermath = losses[high:]
+    is_over = len(aftermath) >= _RECENT and max(aftermath) <= ex.level + _AFTERMATH * height
+    return high >= _FEW and is_over
 
 
 def _is_loss(finding: Finding) -> bool:

@@ -128,7 +128,8 @@ class Policy:
         state.consecutive += 1
         incident.healthy, incident.last_bad = 0, verdict.step
         cause = incident.cause = family(verdict.kind)
-        if cause == "spike" and any(f.new and family(f.kind) == "spike" for f in verdict.findings):
+        is_new = any(f.new and family(f.kind) == "spike" for f in verdict.findings)
+        if cause == "spike" and (is_new or verdict.severity == Severity.ROLLBACK):
             state.spikes += 1
         if cause == "nonfinite" and self._config.nan_action == "raise":
             return self._stop(verdict, "nan_action is 'raise'", code=1)
@@ -324,7 +325,7 @@ class Policy:
     def exhausted_budget(self) -> str | None:
         """Return why no further rollback is allowed, or None."""
         config, incident = self._config, self.state.incident
-        if incident is not None and incident.rollbacks >= config.max_rollbacks_per_incident:
+        if (0 if incident is None else incident.rollbacks) >= config.max_rollbacks_per_incident:
             return f"the {config.max_rollbacks_per_incident} rollbacks allowed per incident are spent"
         recent = len(self._in_window())
         if recent >= config.max_rollbacks_per_window:

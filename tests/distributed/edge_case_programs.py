@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -424,3 +425,63 @@ def several_culprits(folder: Path, rank: int, size: int) -> None:
             if rank == 0:
                 again, action = run.events("action")
                 assert again["action"] == "replay" and action["ranks"] == culprits, (name, action)
+
+
+def _notes(run_dir: Path) -> list[str]:
+    dist.barrier()
+    lines = (run_dir / "journal.jsonl").read_text().splitlines()
+    return [e["message"] for e in map(json.loads, lines) if e["event"] == "note" and "the loop" in e["message"]]
+
+
+def _steps_by_hand(layout: Layout) -> Callable[[Any, Any], None]:
+    """Return a function that steps a scheduler and an optimizer that the guard does not know."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    other = torch.optim.SGD([weight], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(layout.optimizer, 1000)
+
+    def after(guard: Any, step: Any) -> None:
+        scheduler.step()
+        weight.sum().backward()
+        other.step()
+
+    return after
+
+
+def scheduler_of_one_rank(folder: Path, rank: int, size: int) -> None:
+    """Rank 1 alone steps a scheduler and an optimizer that the guard does not know: all ranks note both, once."""
+    with time_limit():
+        for name, gate, kind in (("host", HOST_GATE, "adamw"), ("device", DEVICE_GATE, "adamw_fused")):
+            layout = Layout("fsdp", rank, size, kind)
+            by_hand = {"after": _steps_by_hand(layout)} if rank == 1 else {}
+            guard = train(layout, folder / name, gate, max_steps=12, **by_hand)
+            assert guard.step == 12 and guard.summary().status == "clean"
+            first, second = sorted(_notes(folder / name))
+            assert first.startswith("the loop steps SGD over 1 parameters") and "StepLR" in second
+            same(layout.state(), train_unguarded(Layout("fsdp", rank, size, kind), 1.0, set(), 12))
+
+
+class Idle(torch.optim.SGD):
+    """Changes nothing."""
+
+    def step(self, closure: Any = None) -> None: ...
+
+
+def parameters_that_do_not_move(folder: Path, rank: int, size: int) -> None:
+    """They are reported if they move on no rank, and not if they move on one."""
+    with time_limit():
+        for name, kind, idle in (("ddp", "ddp", (0, 1)), ("fsdp", "fsdp", (0, 1)), ("one", "fsdp", (1,))):
+            layout = Layout(kind, rank, size, "sgd")
+            if rank in idle:
+                layout.optimizer = Idle(layout.model.parameters(), lr=1e-2)
+            before = layout.state()[0].clone()
+            run_dir = folder / name
+            assert train(layout, run_dir, HOST_GATE, max_steps=12).step == 12
+            assert torch.equal(layout.state()[0], before) == (rank in idle)
+            dist.barrier()
+            assert ("no bit of the 8 trained parameters" in (run_dir / "journal.jsonl").read_text()) == (len(idle) == 2)
+
+
+def gradients_cleared_on_one_rank(folder: Path, rank: int, size: int) -> None:
+    """Rank 1 clears its gradients inside a step."""
+    layout = Layout("ddp", rank, size)
+    train(layout, folder / "run", HOST_GATE, each=lambda *_: layout.optimizer.zero_grad() if rank == 1 else None)

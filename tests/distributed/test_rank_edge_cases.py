@@ -24,6 +24,8 @@ def test_run_on_flattened_mesh_slices_resumes_from_its_checkpoints(run):
         "checkpoint_events_arrive_earlier",
         "mean_over_no_tokens",
         "guard_made_before_the_group",
+        "scheduler_of_one_rank",
+        "parameters_that_do_not_move",
     ],
 )
 def test_what_one_of_two_ranks_does_alone_does_not_make_them_diverge(run, program):
@@ -41,6 +43,13 @@ def test_loader_error_on_one_rank_ends_all_ranks_without_a_with_block(run, tmp_p
     with pytest.raises(AssertionError):
         run("edge_case_programs.loader_error_without_with_block:2")
     assert "rank 1 failed" in (tmp_path / "log").read_text()
+
+
+def test_gradients_cleared_on_one_rank_end_all_ranks_and_name_the_mistake(run, tmp_path):
+    with pytest.raises(AssertionError):
+        run("edge_case_programs.gradients_cleared_on_one_rank:2")
+    log = (tmp_path / "log").read_text()
+    assert "remove your zero_grad()" in log and "rank 1 failed" in log
 
 
 @pytest.mark.slow

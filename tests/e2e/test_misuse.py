@@ -105,11 +105,12 @@ def test_a_run_directory_held_by_a_live_process_is_refused_with_its_pid(tmp_path
 
 def test_two_guards_of_one_process_on_one_directory(tmp_path):
     model, optimizer, _ = parts()
+    other, its_optimizer, _ = parts()
     with (
         holdfast.Guard(model, optimizer, run_dir=tmp_path / "run"),
         pytest.raises(holdfast.RunDirError, match="another Guard of this process"),
     ):
-        holdfast.Guard(model, optimizer, run_dir=tmp_path / "run").__enter__()
+        holdfast.Guard(other, its_optimizer, run_dir=tmp_path / "run").__enter__()
 
 
 def test_a_run_directory_that_is_a_file(tmp_path):

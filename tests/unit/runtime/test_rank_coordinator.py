@@ -62,6 +62,7 @@ def test_requests_of_any_rank_reach_all_ranks_alike_and_once():
         else:
             coordinator.request("stop", f"rank {rank} has seen enough")
             coordinator.request("shift", "a new stage")
+            coordinator.request("note", "the loop steps a scheduler")
         if rank == 2:
             coordinator.request("quarantine", {"samples": [5, 6], "reason": "a person says so"})
             coordinator.request("shift", "another mixture")
@@ -74,7 +75,8 @@ def test_requests_of_any_rank_reach_all_ranks_alike_and_once():
     assert first.shifts == ["a new stage", "another mixture"]
     assert first.quarantines == [(2, [5, 6], "a person says so")]
     assert first.is_checkpoint_due
-    assert second == (None, [], [], False), "a request is carried out once"
+    assert first.notes == ["the loop steps a scheduler"], "of two ranks with the same note, one is enough"
+    assert second == (None, [], [], False, []), "a request is carried out once"
 
 
 def test_a_queued_request_is_announced_before_it_is_exchanged():

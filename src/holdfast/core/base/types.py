@@ -31,6 +31,7 @@ class Kind(StrEnum):
     LR_FROZEN = "lr_frozen"
     DUPLICATE_BATCH = "duplicate_batch"
     WEIGHT_NORM = "weight_norm"
+    ZERO_GRADIENT = "zero_gradient"
     DEAD_RUN = "dead_run"
     DESYNC = "desync"
     SILENT_CORRUPTION = "silent_corruption"

@@ -49,7 +49,14 @@ _RECENT_SIGNALS = 64
 _KINDS = frozenset(Kind)
 _SAME_DATA_AGAIN = "again on the same data"
 _SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
-_WARNED_KINDS = {Kind.DEAD_RUN, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH}
+_WARNED_KINDS = {
+    Kind.DEAD_RUN,
+    Kind.ZERO_GRADIENT,
+    Kind.SCALE_STUCK,
+    Kind.LR_FROZEN,
+    Kind.LR_JUMP,
+    Kind.DUPLICATE_BATCH,
+}
 """notes that are logged as warnings, since a person should know"""
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from holdfast.core.base.config import DetectSection
-from holdfast.core.detectors.advisory import DeadRun, DuplicateBatch, LearningRate, Plateau, WeightNorm
+from holdfast.core.detectors.advisory import (
+    DeadRun,
+    DuplicateBatch,
+    LearningRate,
+    Plateau,
+    WeightNorm,
+    ZeroGradient,
+)
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.curry_train import CurryTrain
 from holdfast.core.detectors.divergence import Divergence
@@ -34,6 +41,6 @@ def build(config: DetectSection) -> list[Detector]:
     if config.update_spike:
         detectors.append(UpdateSpike(config))
     if config.advisory:
-        advisory = (Plateau, LearningRate, DuplicateBatch, WeightNorm, DeadRun)
+        advisory = (Plateau, LearningRate, DuplicateBatch, WeightNorm, ZeroGradient, DeadRun)
         detectors += [detector(config) for detector in advisory]
     return detectors

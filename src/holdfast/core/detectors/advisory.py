@@ -1,7 +1,7 @@
 """Advisory detectors: their findings are notes, and nothing is done about them.
 
 A loss that no longer falls (Plateau), a learning rate that jumps or freezes (LearningRate), batches that repeat
-(DuplicateBatch), a weight norm that changes by a factor (WeightNorm), a run that trains nothing (DeadRun).
+(DuplicateBatch), a weight norm that changes by a factor (WeightNorm), a run that trains nothing (ZeroGradient, DeadRun).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _ZERO_LR_RECORDS = 50
 _REMEMBERED_BATCHES = 512
 _REPEATS, _RECENT_BATCHES = 3, 8
 _WEIGHT_NORM_STEPS = 200
+_ZERO_GRAD_RECORDS = 8
 _DEAD_ZERO_RECORDS, _DEAD_SAME_RECORDS = 32, 200
 
 
@@ -305,6 +306,70 @@ class WeightNorm(LimitlessDetector):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._recent = deque(((int(s), float(n)) for s, n in state["recent"]), maxlen=_WEIGHT_NORM_STEPS + 1)
         self._reported = state["said"]
+
+
+class ZeroGradient(LimitlessDetector):
+    """Reports, once a run, that the gradient norm has been exactly 0 for `_ZERO_GRAD_RECORDS` records in a row.
+
+    The finding is a note, logged as a warning. A loss of exactly 0 has no gradient by nature (a satisfied hinge loss): such
+    records count only until the first gradient above 0.
+    """
+
+    name, needs = "zero_gradient", "grad_norm"
+    field, needs_loss, max_block = "grad_norm", True, 1024
+
+    def __init__(self, config: DetectSection) -> None:
+        del config
+        self._count = 0
+        self._since = 0
+        self._has_trained = False
+        self._reported = False
+
+    def observe(self, signal: Signal) -> Finding | None:
+        norm = signal.grad_norm
+        is_finite = norm is not None and math.isfinite(norm) and math.isfinite(signal.loss)
+        if norm is None or not is_finite or signal.overflow or signal.flags:
+            return None
+        if norm != 0.0 or (signal.loss == 0.0 and self._has_trained):
+            self._has_trained = self._has_trained or norm > 0.0
+            self._count = 0
+            return None
+        if self._count == 0:
+            self._since = signal.step
+        self._count += 1
+        if self._reported or self._count < _ZERO_GRAD_RECORDS:
+            return None
+        self._reported = True
+        at = "" if signal.lr is None else f" and LR {signal.lr:.4g}"
+        message = (
+            f"every gradient has been None or exactly 0 for {self._count} steps, at loss {signal.loss:.6g}{at}: nothing is "
+            "trained; look for a zero_grad() inside `with step:`, a detach() or frozen layer between parameters and loss, "
+            "labels that are all ignored, and fp16 gradients that underflow without a GradScaler"
+        )
+        evidence = {"loss": signal.loss, "grad_norm": norm, "lr": signal.lr, "records": self._count}
+        return self.report(signal, Kind.ZERO_GRADIENT, Severity.NOTE, self._since, message, evidence)
+
+    def absorb_normal(self, norms: Sequence[float], steps: Sequence[float]) -> int:
+        """Take in the leading norms above 0 and return their number."""
+        count = next((i for i, norm in enumerate(norms) if not norm > 0.0), len(norms))
+        if count > 0:
+            self._count, self._has_trained = 0, True
+        return count
+
+    def rebaseline(self) -> None:
+        self._count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "count": self._count,
+            "since": self._since,
+            "has_trained": self._has_trained,
+            "reported": self._reported,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._count, self._since = state["count"], state["since"]
+        self._has_trained, self._reported = state["has_trained"], state["reported"]
 
 
 class DeadRun(LimitlessDetector):

@@ -43,6 +43,7 @@ class Requests(NamedTuple):
     """rank, sample ids, reason"""
     is_checkpoint_due: bool
     """the time between two checkpoints is over, by the clock of rank 0"""
+    notes: list[str]
 
 
 class RankCoordinator:
@@ -119,6 +120,7 @@ class RankCoordinator:
         shifts: list[str] = []
         quarantines: list[tuple[int, list[int], str]] = []
         is_checkpoint_due = False
+        notes: list[str] = []
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
@@ -130,9 +132,11 @@ class RankCoordinator:
                     quarantines.append((rank, value["samples"], value["reason"]))
                 elif what == "checkpoint":
                     is_checkpoint_due = True
+                elif what == "note" and value not in notes:
+                    notes.append(value)
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines, is_checkpoint_due)
+        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes)
 
     # ---- decisions that all ranks share
 

@@ -14,6 +14,7 @@ from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
@@ -23,6 +24,7 @@ from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.schedule import UnknownSchedulers
 from holdfast.runtime.step.pipeline import Parts
 from holdfast.runtime.step.run import GuardedRun
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
@@ -87,6 +89,8 @@ def build_run(
         ),
         checkpoints=checkpoints,
         integrity=IntegrityMonitor(context, distributed.replicas),
+        first_steps=FirstSteps(context),
+        unknown_schedulers=UnknownSchedulers(state.optimizers, state.schedulers),
         streams=StreamTracker(devices) if any(device.type == "cuda" for device in devices) else None,
         watchdog=watchdog,
     )

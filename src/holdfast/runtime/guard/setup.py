@@ -141,6 +141,11 @@ def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimize
                 "pass fused=False (foreach=True is nearly as fast), or use Adam or AdamW, whose does"
             )
     for p in updated:
+        if p.is_inference():
+            raise SetupError(
+                f"parameter {owned[id(p)]} was created under torch.inference_mode() and cannot be trained: build the model "
+                "outside of it"
+            )
         if p.is_floating_point() and not bool(torch.isfinite(local(p)).all()):
             raise SetupError(
                 f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load it or initialise it again"

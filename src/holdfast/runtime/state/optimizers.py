@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import eq, is_
 from typing import Any, NamedTuple
@@ -97,16 +99,28 @@ class Optimizers:
     def forbid_foreign_steps(self, error: Callable[[], Exception]) -> None:
         """Raise `error()` when `step()` is called while `allows_step` is False: the update would be applied twice."""
 
+        owner = weakref.ref(self)  # the hooks must not keep a Guard alive that was dropped and never closed
+
         def check(*_: Any) -> None:
-            if not self.allows_step:
+            optimizers = owner()
+            if optimizers is not None and not optimizers.allows_step:
                 raise error()
 
         self._hooks = [o.register_step_pre_hook(check) for o in self.outer]
+        _in_use.update({id(o): self for o in self.outer})
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for optimizer in self.outer if self._hooks else ():
+            _in_use.pop(id(optimizer), None)
         self._hooks = []
+
+    def is_in_use(self) -> bool:
+        """Return whether another run that is still open steps one of them."""
+        if any(id(o) in _in_use for o in self.outer):
+            gc.collect()  # the other Guard may be dropped and not collected yet
+        return any(id(o) in _in_use for o in self.outer)
 
     # ---- splitting state into tensors and the rest, and restoring it
 
@@ -178,6 +192,10 @@ class Optimizers:
         attributes = {k: v for k, v in vars(optimizer).items() if k not in _TORCH_ATTRIBUTES}
         trained = self.parameter_ids() if attributes else ()
         return {k: v for k, v in attributes.items() if _is_plain(v, trained)}
+
+
+_in_use: weakref.WeakValueDictionary[int, Optimizers] = weakref.WeakValueDictionary()
+"""the open runs' optimizers, by the id of each optimizer"""
 
 
 class _Structure(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from holdfast.core.base.errors import SetupError
 from holdfast.runtime.ports.checkpoint_store import FindTarget
@@ -110,6 +111,10 @@ class RunState:
         self._split_registered([name], tensors)
         self._allow_nonfinite(tensors)
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether a rollback restores this optimizer: the guard steps it, or it is registered."""
+        return any(o is optimizer for o in (*self.optimizers.all, *self._registered.values()))
+
     @property
     def registered(self) -> set[str]:
         return set(self._registered)
@@ -124,6 +129,11 @@ class RunState:
         """Return the parameters that the optimizers update, in the model's order."""
         updated = self.optimizers.parameter_ids()
         return [p for _, p in self._named() if id(p) in updated]
+
+    def replaced_parameters(self) -> list[Tensor]:
+        """Return the parameters that the optimizers update and the modules do not have any more."""
+        owned = {id(p) for _, p in self._named()}
+        return [p for p in self.optimizers.parameters() if id(p) not in owned]
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """Return the parameters of all modules, DTensors as such, each once."""

@@ -7,6 +7,7 @@ under a chainable scheduler compounds.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.base.errors import SetupError, StepError
 from holdfast.core.base.types import CutLR, HoldLR, TightenClip
+from holdfast.runtime.state.optimizers import Optimizers
 
 Interval = Literal["step", "epoch", "eval"]
 _FALLS_BACK = 0.67
@@ -78,6 +80,52 @@ class Schedulers:
 
 def _position(scheduler: Any) -> Any:
     return getattr(scheduler, "last_epoch", None)
+
+
+class UnknownSchedulers:
+    """Notices LR schedulers that the loop steps and the guard does not know: no rollback and no resume restores them."""
+
+    def __init__(self, optimizers: Optimizers, known: Schedulers) -> None:
+        self._optimizers, self._known = optimizers, known
+        self.watched: list[tuple[Any, Any]] = []
+        """the ones found, with their positions then"""
+        self._is_first, self._may_search = True, True
+
+    def check(self, *, has_lr_changed: bool) -> str | None:
+        """Return what to report before an update; None if nothing. `has_lr_changed` leaves out what the guard changed.
+
+        Searches all objects of the process, at most twice: at the first update, if a param group shows that a scheduler
+        was built on it, and when the LR changes for the first time.
+        """
+        if self._is_first:
+            self._is_first = False
+            driven = [getattr(s, "optimizer", None) for s in self._known.all]
+            has_traces = any("initial_lr" in o.param_groups[0] for o in self._optimizers.all if o not in driven)
+        else:
+            has_traces = has_lr_changed and self._may_search
+            self._may_search = self._may_search and not has_lr_changed
+        if has_traces:
+            watched = [s for s, _ in self.watched]
+            self.watched += [(s, _position(s)) for s in self._search() if s not in watched]
+        stepped = [(s, position) for s, position in self.watched if _position(s) != position]
+        if not stepped:
+            return None
+        self.watched = []
+        names = ", ".join(f"{type(s).__name__} (from position {before} to {_position(s)})" for s, before in stepped)
+        return (
+            f"the loop steps a scheduler that the guard does not know: {names}; neither a rollback nor a resume restores "
+            "it; pass it as Guard(scheduler=...) and remove your own scheduler.step()"
+        )
+
+    def _search(self) -> list[Any]:
+        """Return the schedulers that drive the optimizers, except the known ones and those inside them."""
+        known = list(self._known.all)
+        for scheduler in known:  # grows: SequentialLR holds others
+            for value in vars(scheduler).values():
+                members = value if isinstance(value, list | tuple) else [value]
+                known += [m for m in members if isinstance(m, LRScheduler) and m not in known]
+        found = [o for o in gc.get_objects() if issubclass(type(o), LRScheduler) and o not in known]
+        return [s for s in found if getattr(s, "optimizer", None) in self._optimizers.all]
 
 
 class LrRamp(msgspec.Struct):

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import msgspec
 from torch import OutOfMemoryError, Tensor, float64
@@ -33,11 +34,13 @@ from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects import RecoveryParts, Situation, Transition
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import rewind
+from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
+from holdfast.runtime.state.schedule import UnknownSchedulers
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.tensors.norms import GradientNorms, Norm, scale_gradients
@@ -54,6 +57,8 @@ log = logging.getLogger("holdfast")
 _WEIGHT_NORM_EVERY = 50
 _FORGET_EVERY = 16
 _STATE_CHECK_AT_OVERFLOWS = (4, 16)
+_last_drawing: WeakValueDictionary[int, GuardedPipeline] = WeakValueDictionary()
+"""the open run that drew a step last, by rank"""
 _NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
@@ -71,6 +76,8 @@ class Parts:
     snapshots: SnapshotManager
     checkpoints: CheckpointManager
     integrity: IntegrityMonitor
+    first_steps: FirstSteps
+    unknown_schedulers: UnknownSchedulers
     streams: StreamTracker | None
     watchdog: LateWatchdog
 
@@ -98,12 +105,19 @@ class GuardedPipeline:
         self._parameter_ids: frozenset[int] | None = None
         self._overflows = 0
         """overflowed attempts in a row"""
+        self._first_steps: FirstSteps | None = parts.first_steps
+        """None once the first steps are checked"""
+        self._last_lr: float | None = None
+        """the LR as the guard left it; None if the next update is to take any LR as it is"""
+        self._has_drawn = False
+        self._draws_last = False
+        """no other run of this process and rank has drawn a step since"""
         self.has_failed = False
         """this rank has reported to the others that it cannot continue"""
 
     def begin_loop(self, step: int, *, is_new_loader: bool) -> None:
         """Begin or continue a loop at `step` committed steps. Positions in another loader's data are forgotten."""
-        self.progress.step, self.progress.exhausted = step, False
+        self.progress.step, self.progress.exhausted, self._last_lr = step, False, None
         if is_new_loader:
             self.progress.positions.clear()
 
@@ -115,6 +129,8 @@ class GuardedPipeline:
         None if the run was asked to stop, `max_steps` are committed, or the data has ended.
         """
         progress = self.progress
+        if not self._draws_last:
+            self._refuse_turns()
         if self.context.hooks.runs_between_steps:  # an average or a teacher moves before the next forward sees it
             self.flush()
         if max_steps is not None and progress.step + (progress.pending is not None) >= max_steps:
@@ -131,6 +147,29 @@ class GuardedPipeline:
         except BaseException as error:
             self.report_failure(error, "the loader")
             raise
+
+    def _refuse_turns(self) -> None:
+        """Raise StepError if the loop goes back and forth between this run and another that is open.
+
+        A rollback of one run would move the random streams of both and the models of one.
+        """
+        rank = self.context.ranks.rank
+        other = _last_drawing.get(rank)
+        if other is not None and other is not self:
+            if self._has_drawn and (self._is_armed or other._is_armed):
+                raise StepError(
+                    "the loop steps two Guards in turn: a rollback of one would leave the other where it is, and both draw "
+                    "from the same random generators; give all models and optimizers to one Guard, as in "
+                    'Guard([a, b], [optimizer_a, optimizer_b]), close one first, or set [recover] mode = "observe" for both'
+                )
+            other._draws_last = False
+        _last_drawing[rank] = self
+        self._has_drawn = self._draws_last = True
+
+    def end(self) -> None:
+        """Note that the run is closed: another one may draw steps now."""
+        if self._draws_last:
+            _last_drawing.pop(self.context.ranks.rank, None)
 
     def _draw_step(self, accumulate: int) -> StepAttempt | None:
         progress, feeder = self.progress, self.parts.feeder
@@ -244,15 +283,31 @@ class GuardedPipeline:
     def _backward(self, attempt: StepAttempt, value: Tensor, *, counts: bool) -> None:
         scaler = self.context.state.scaler
         attempt.running = "backward"
+        first_steps = self._first_steps if counts else None
+        if first_steps is not None:
+            self._follow_param_groups()
+            first_steps.before_backward(attempt, self._parameters)
         (value if scaler is None else scaler.scale(value)).backward()  # type: ignore[no-untyped-call]
         if self.is_distributed:
             self.parts.local_grad_norms.finish_backward(counts)
+        if first_steps is not None:
+            first_steps.after_backward(self._parameters)
         attempt.running = "forward"
 
     # ---- 3. measure, settle the step before, agree, gate, submit
 
     def submit(self, attempt: StepAttempt) -> None:
-        """Take a complete step: its update lands, or does not. Its outcome is known once it has settled."""
+        """Take a complete step: its update lands, or does not. Its outcome is known once it has settled.
+
+        StepError if it is one of the first steps, and its gradients were dropped or reached other parameters.
+        """
+        if self._first_steps is not None:
+            self._follow_param_groups()
+            try:
+                self._first_steps.check_gradients(attempt, self._parameters)
+            except StepError as error:
+                self.abandon(attempt, error)
+                raise
         attempt.phase = "left"
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
@@ -374,10 +429,14 @@ class GuardedPipeline:
             agreed.extra,
         )
         lr_factor, attempt.lr = 1.0, state.optimizers.lr()
+        if attempt.lr != self._last_lr or parts.unknown_schedulers.watched:
+            self._check_schedulers(attempt.lr)
         if state.interventions.lr_ramp is not None or state.interventions.hold is not None:
             attempt.set_lr = attempt.lr
             lr_factor = state.interventions.lr_factor(attempt.lr, attempt.number)
             attempt.lr *= lr_factor
+        if self._first_steps is not None:
+            self._check_training(self._first_steps, attempt.lr, agreed.norm)
         if parts.snapshots.copies_in_flight:
             parts.snapshots.wait_for_copies()
         if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
@@ -392,6 +451,21 @@ class GuardedPipeline:
         if attempt.number + 1 >= parts.integrity.checks.next_check:
             parts.integrity.after_update(attempt.number)
         clear_gradients(self._parameters)
+
+    def _check_schedulers(self, lr: float) -> None:
+        """Report a scheduler that the loop steps, if the LR or the scheduler has moved without the guard."""
+        has_changed = self._last_lr is not None and lr != self._last_lr
+        self._last_lr = lr
+        self._note_for_all(self.parts.unknown_schedulers.check(has_lr_changed=has_changed))
+
+    def _check_training(self, first_steps: FirstSteps, lr: float, norm: Tensor) -> None:
+        """Report parameters that do not move, and optimizers that the guard does not know."""
+        for message in first_steps.unknown_optimizers():
+            self._note_for_all(message)
+        self.note(first_steps.unmoved(self.progress.step, self._parameters, lr, norm))
+        if first_steps.is_over(self.progress.step):
+            first_steps.close()
+            self._first_steps = None
 
     def _agree_on_overflow(self, found_inf: dict[int, Tensor], agreed: AgreedStep) -> dict[int, Tensor]:
         """Return the flags over all ranks: an overflow on one rank is an overflow on all."""
@@ -633,7 +707,7 @@ class GuardedPipeline:
     def _roll_back_to(self, step: int) -> None:
         """Undo what was counted since `step`: its state has been restored."""
         progress = self.progress
-        progress.step, progress.attempt, self._overflows = step, 1, 0
+        progress.step, progress.attempt, self._overflows, self._last_lr = step, 1, 0, None
         self.parts.integrity.rolled_back_to(step)
         for number in [n for n in progress.positions if n > step]:
             del progress.positions[number]
@@ -705,7 +779,7 @@ class GuardedPipeline:
             return
         before = state.optimizers.lr()
         state.schedulers.step(interval, metric)
-        after = state.optimizers.lr()
+        self._last_lr = after = state.optimizers.lr()
         if before > 0 and after > LR_JUMP * before and step > self.context.config.detect.warmup_steps:
             self.context.engine.shift(f"the schedule moved the LR from {before:.4g} to {after:.4g}", step)
 
@@ -746,6 +820,8 @@ class GuardedPipeline:
             self.quarantine_samples(samples, reason, rank=rank)
         if requests.is_checkpoint_due:
             self.parts.checkpoints.save_at(number + 1)
+        for message in requests.notes:
+            self.note(message)
         return bool(requests.shifts)
 
     def report_failure(self, error: BaseException, where: str) -> None:
@@ -762,6 +838,13 @@ class GuardedPipeline:
         """Journal and log that something works less well than asked."""
         if message is not None:
             self.context.engine.note(self.progress.step, message)
+
+    def _note_for_all(self, message: str | None) -> None:
+        """Note what this rank alone may know: on several ranks all note it, at the next step."""
+        if not self.is_distributed:
+            self.note(message)
+        elif message is not None:
+            self.parts.coordinator.request("note", message)
 
 
 def agree_alone(limits: Limits, local: LocalMeasurements) -> AgreedStep:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Generator
 
-from holdfast.core.base.errors import RanksDisagree, StepError
+from holdfast.core.base.errors import RanksDisagree, SetupError, StepError
 from holdfast.core.record.tally import Summary
 from holdfast.runtime import effects
 from holdfast.runtime.checkpoint.manager import END
@@ -37,7 +37,7 @@ class GuardedRun:
         if context.ranks.rank > 0:
             log.addFilter(_keep_errors)
         try:
-            parts.coordinator.run_on_all(lambda: context.records.open(context.engine, about, context.history))
+            parts.coordinator.run_on_all(lambda: self._open_records(about))
         except BaseException:
             self._release()
             raise
@@ -49,6 +49,16 @@ class GuardedRun:
             self._release()
             raise
         context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
+        parts.first_steps.open()
+
+    def _open_records(self, about: dict[str, Any]) -> None:
+        context = self.context
+        if context.state.optimizers.is_in_use():
+            raise SetupError(
+                "the optimizer belongs to another Guard of this process that is still open: close that one first, with "
+                "guard.close() or by using it in `with guard:`"
+            )
+        context.records.open(context.engine, about, context.history)
 
     def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
         """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues."""
@@ -200,6 +210,8 @@ class GuardedRun:
             lambda: parts.gradient_sync.before_forward(is_last=True),
             parts.local_grad_norms.close,
             context.state.optimizers.remove_hooks,
+            parts.first_steps.close,
+            self.pipeline.end,
             parts.checkpoints.close,
             parts.snapshots.close,
             parts.feeder.close,

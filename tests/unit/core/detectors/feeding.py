@@ -29,6 +29,7 @@ from holdfast.core.detectors import (
     ThreeSigma,
     UpdateSpike,
     WeightNorm,
+    ZeroGradient,
 )
 from holdfast.core.detectors.base import Detector
 
@@ -43,6 +44,7 @@ DEFAULT = (
     LearningRate,
     DuplicateBatch,
     WeightNorm,
+    ZeroGradient,
     DeadRun,
 )
 MADE: dict[str, Callable[[DetectSection], Any]] = {kind.name: kind for kind in DEFAULT} | {

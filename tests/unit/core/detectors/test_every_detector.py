@@ -201,7 +201,7 @@ def test_no_skip_and_no_rollback_for_finite_values_before_the_warm_up_is_over(ki
 
 
 def test_every_detector_of_the_configuration_is_built_in_its_order_and_no_other():
-    watching = ["plateau", "learning_rate", "duplicate_batch", "weight_norm", "dead_run"]
+    watching = ["plateau", "learning_rate", "duplicate_batch", "weight_norm", "zero_gradient", "dead_run"]
     spikes = ["loss_spike", "divergence", "grad_spike", "update_spike"]
     assert [d.name for d in build(DetectSection())] == ["nonfinite", "loss_scale", *spikes, *watching]
     assert [d.name for d in build(DetectSection(advisory=False, nonfinite=False))] == spikes

@@ -407,5 +407,5 @@ def test_a_bad_step_among_the_first_is_recovered_exactly(optimizer, gate, tmp_pa
     case = Case(optimizer=optimizer, shuffle="none", epochs=2, config=quick(gate))
     case.faults = {8 * 3: lambda x: x * float("nan")}
     run = case.guarded(tmp_path / "run")
-    assert run.actions()[0] == "skip"
+    assert "skip" in run.actions()
     assert_same(run, case.reference(run))

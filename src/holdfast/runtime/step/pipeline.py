@@ -110,8 +110,8 @@ class GuardedPipeline:
         self._last_lr: float | None = None
         """the LR as the guard left it; None if the next update is to take any LR as it is"""
         self._has_drawn = False
-        self._draws_last = False
-        """no other run of this process and rank has drawn a step since"""
+        self.may_draw = False
+        """True from a drawn step on until another run of this process and rank draws one"""
         self.has_failed = False
         """this rank has reported to the others that it cannot continue"""
 
@@ -129,7 +129,7 @@ class GuardedPipeline:
         None if the run was asked to stop, `max_steps` are committed, or the data has ended.
         """
         progress = self.progress
-        if not self._draws_last:
+        if not self.may_draw:
             self._refuse_turns()
         if self.context.hooks.runs_between_steps:  # an average or a teacher moves before the next forward sees it
             self.flush()
@@ -162,14 +162,15 @@ class GuardedPipeline:
                     "from the same random generators; give all models and optimizers to one Guard, as in "
                     'Guard([a, b], [optimizer_a, optimizer_b]), close one first, or set [recover] mode = "observe" for both'
                 )
-            other._draws_last = False
+            other.may_draw = False
         _last_drawing[rank] = self
-        self._has_drawn = self._draws_last = True
+        self._has_drawn = self.may_draw = True
 
     def end(self) -> None:
         """Note that the run is closed: another one may draw steps now."""
-        if self._draws_last:
-            _last_drawing.pop(self.context.ranks.rank, None)
+        rank = self.context.ranks.rank
+        if _last_drawing.get(rank) is self:
+            del _last_drawing[rank]
 
     def _draw_step(self, accumulate: int) -> StepAttempt | None:
         progress, feeder = self.progress, self.parts.feeder

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import holdfast
-from benchmarks.blocks import synchronize
+from benchmarks.blocks import allow_turns, synchronize
 from benchmarks.gpt import GPT, Size, loader, text
 
 CLIP = 1.0
@@ -211,6 +211,7 @@ class Guarded(Loop):
             config=self.config,
         )
         self.guard.__enter__()
+        allow_turns(self.guard)
         ring = self._run.parts.snapshots.ring
         add = ring.add
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import holdfast
-from benchmarks.blocks import interleave, spread
+from benchmarks.blocks import allow_turns, interleave, spread
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
@@ -84,6 +84,7 @@ class SimulatedRun:
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self.blocks: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
         """microseconds a step"""
+        allow_turns(self._guard)
         run: Any = self._guard._run
         coordinator = run.parts.coordinator
         for name in PARTS:

@@ -53,6 +53,8 @@ _GROSS_RATIO = 5.0
 _DEAD_RANGE, _DEAD_CHECK_STEPS = 3.0, 50
 """a dead run stays between the untrained level and a few times it"""
 _SAME_LOSS = 1e-5
+_SOLID = 0.7
+"""bad data comes in one piece: at least this share of the stretch that is left out is off"""
 _AFTERMATH = 0.25
 """losses up to this share of an excursion's height are its aftermath"""
 _UNTRAINED_RETURN = 0.75
@@ -93,6 +95,10 @@ class Excursion(msgspec.Struct):
     """batches left out by the experiment"""
     vetoed_steps: int = 0
     since_veto: int = 0
+    commits_between: int = 0
+    """steps committed between the first and the last veto"""
+    off_after: int = 0
+    """steps right after the last veto that are off"""
     spans: list[list[int]] = []
     lr_time: float = 0.0
     """the sum of the LR factors since the return"""
@@ -183,7 +189,8 @@ class Experiments:
         high = ex.high_losses()
         # The batch of the next step, as the first pass numbered it.
         number = ex.returned_to + ex.commits + ex.vetoed_steps + 1
-        if not high or number < ex.onset or (ex.has_ended and number > max(high)):
+        is_after = ex.has_ended and number > max(high, default=0)
+        if not high or number < ex.onset or (is_after and (ex.since_veto or not ex.vetoed)):
             return None
         return max(ex.limit, ex.level + _AFTERMATH * ex.height())
 
@@ -387,6 +394,7 @@ class Experiments:
         if ex is not None and ex.phase not in (_WATCH, _LANDED):
             ex.returned_to, ex.same, ex.different, ex.commits = step, 0, 0, 0
             ex.vetoed, ex.vetoed_steps, ex.since_veto, ex.lr_time, ex.spans = 0, 0, 0, 0.0, []
+            ex.off_after = ex.commits_between = 0
 
     def cannot_return(self, why: str) -> Ruling | None:
         """End the experiments because there is no state to return to. Nothing was changed."""
@@ -428,7 +436,7 @@ class Experiments:
 
     def _came_back(self, ex: Excursion, course: Course) -> bool:
         recent = course.recent(_RECENT, ex.returned_to + 1) or course.recent(_FEW, ex.returned_to + 1)
-        return recent is not None and recent > ex.limit
+        return recent is not None and recent > 0.5 * (ex.level + ex.limit)
 
     # ---- same data
 
@@ -528,8 +536,9 @@ class Experiments:
     def _veto(self, ex: Excursion, signal: Signal) -> Ruling:
         """Leave out one batch on trial; give up if there are too many of them."""
         ex.vetoed += signal.batches
+        ex.commits_between += ex.since_veto if ex.vetoed_steps else 0
         ex.vetoed_steps += 1
-        ex.since_veto = 0
+        ex.since_veto = ex.off_after = 0
         ex.spans += [list(span) for span in signal.data]
         if ex.vetoed > self._recover.skip_batches:
             text = f"{ex.vetoed} batches in a row are off in a good state: the data or the objective has changed"
@@ -542,8 +551,15 @@ class Experiments:
         ex.commits += 1
         steps = signal.step - ex.returned_to
         if ex.vetoed:
+            ex.off_after += ex.since_veto <= _FEW and signal.loss > ex.limit
+            if ex.since_veto == _FEW and ex.off_after > 1:
+                text = "batches after those left out are off too in a good state: the data or the objective has changed"
+                return self._put_back(ex, signal, text)
             if ex.since_veto < self._recover.watch_steps:
                 return None
+            if ex.vetoed_steps < _SOLID * (ex.vetoed_steps + ex.commits_between):
+                text = "the batches that are off are scattered among others: they belong to the run"
+                return self._put_back(ex, signal, text)
             if not self._came_back(ex, course):
                 self.count_left_out(signal.step, ex.vetoed)
                 text = f"the data: without {ex.vetoed} batches whose loss is off in a good state, it did not come back"

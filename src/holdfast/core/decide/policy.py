@@ -307,7 +307,9 @@ class Policy:
         incident.last_return, incident.check_at = _CHANGES_NOTHING, verdict.step + _CHECKED_AFTER
         is_strict = cause == "spike" and config.preset == "strict"
         is_custom = cause not in ANSWERED_AT_ONCE
-        if (is_strict or (is_custom and depth == 1)) and config.skip_batches:
+        can_skip = "skip" in config.ladder
+        leaves_out = is_strict or (is_custom and depth == 1) or (cause == "nonfinite" and depth == 1 and not can_skip)
+        if leaves_out and config.skip_batches:
             actions.append(SkipData(batches=config.skip_batches, around=onset))
             incident.last_return = _SKIPS_DATA
         elif depth > is_custom and cause != "corruption":

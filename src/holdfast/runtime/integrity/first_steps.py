@@ -60,6 +60,7 @@ class FirstSteps:
         self._has_compared_names = False
         self._first_step: int | None = None
         self._start: StateChecksums | None = None
+        self._has_moved: _ReadLater | None = None
         self._updates_with_lr = 0
         self._unknown: dict[int, str] = {}
         self._reported: set[int] = set()
@@ -152,7 +153,9 @@ class FirstSteps:
         elif self._start is not None and step - self._first_step >= _COMPARED_AFTER:
             start, self._start = self._start, None
             now = checksum_state(_by_number(parameters))
-            is_same = now.names == start.names and torch.equal(now.values, start.values)
+            self._has_moved = _ReadLater(now.values.ne(start.values).any() if now.names == start.names else None)
+        elif self._has_moved is not None:
+            is_same, self._has_moved = not self._has_moved.read(), None
             is_unmoved = is_same and self._updates_with_lr >= _COMPARED_AFTER // 2 and float(norm) > 0
             if self._ranks.size > 1:
                 is_unmoved = all(self._ranks.all_gather_object(is_unmoved))
@@ -185,6 +188,24 @@ class FirstSteps:
             "does not know: neither a rollback nor a resume restores what it trains; give it to the guard, as in "
             "Guard([model, other], [optimizer, other_optimizer])",
         )
+
+
+class _ReadLater:
+    """Copies a truth value to the host without waiting. None counts as true."""
+
+    def __init__(self, value: Tensor | None) -> None:
+        self._value = value
+        self._event: torch.cuda.Event | None = None
+        if value is not None and value.is_cuda:
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> bool:
+        """Return the value. Waits for the copy only."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._value is None or bool(self._value)
 
 
 def _by_number(parameters: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ class FirstSteps:
             if is_unmoved:
                 dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
                 return (
-                    f"no bit of the {len(parameters)} trained parameters has changed in {step - self._first_step} updates, "
+                    f"no bit of the {len(parameters)} trained parameters has changed in {_COMPARED_AFTER} updates, "
                     f"at LR {lr:.4g} and gradient norm {float(norm):.4g}: nothing is trained; check the lr of every param "
                     f"group, whether {dtypes} can hold such small changes (keep float32 weights), and what the "
                     "optimizer's step() writes to"

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import CutLR, Plan, Rollback, SkipData
-from holdfast.core.base.types import family
+from holdfast.core.base.types import Finding, Kind, Severity, Signal, family
 
 WIDTH = 6
 ROWS = 96
@@ -106,6 +106,28 @@ class Diary:
         self.lines = [list(line) for line in state["lines"]]
 
 
+class HighLoss:
+    """Reports each loss that a far row makes. It has no state, so every process sees the same."""
+
+    name = "high_loss"
+
+    def limits(self) -> dict[str, float]:
+        return {}
+
+    def observe(self, signal: Signal) -> Finding | None:
+        if not 1e4 < signal.loss < float("inf"):
+            return None
+        about = {"step": signal.step, "onset": signal.step, "detector": self.name, "message": "a far row"}
+        return Finding(kind=Kind.LOSS_SPIKE, severity=Severity.SKIP, **about)
+
+    def rebaseline(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class BackFromSpikes:
     """Every spike is rolled back, its data left out and the LR cut: the same answer whatever the process has seen so far."""
 
@@ -125,9 +147,8 @@ def config(gate: str, more: dict[str, dict[str, Any]]) -> dict[str, Any]:
     sections: dict[str, dict[str, Any]] = {
         "snapshot": {"every_steps": 3, "certify_after": 2},
         "checkpoint": {"every_steps": 3, "certify_after": 2, "keep_last": 2},
-        "detect": {"gate": gate, "warmup_steps": 6, "divergence": False, "grad_spike": False},
+        "detect": {"gate": gate, "warmup_steps": 6, "divergence": False, "grad_spike": False, "loss_spike": False},
         "recover": {
-            "preset": "strict",
             "nan_action": "skip",
             "probation_steps": 2,
             "max_consecutive": 1000,
@@ -162,6 +183,7 @@ class GuardedRun:
             run_dir=run_dir,
             config=config(options["gate"], options.get("config", {})),
             hooks=[self.average, self.diary, BackFromSpikes()],
+            detectors=[HighLoss()],
         )
         self.guard.register("average", self.average)
         self.guard.register("diary", self.diary)

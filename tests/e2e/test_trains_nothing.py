@@ -251,7 +251,7 @@ def test_updates_too_small_for_the_dtype_are_reported_within_ten_steps(gate, war
 
 
 def test_an_optimizer_that_writes_elsewhere_is_reported_within_ten_steps(warnings):
-    loop = Loop(make=Idle).run(9)
+    loop = Loop(make=Idle).run(10)
     assert loop.moved == [] and len(warnings("no bit of the 6 trained parameters", "what the optimizer's step()")) == 1
 
 

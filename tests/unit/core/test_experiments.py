@@ -467,6 +467,17 @@ def test_observe_mode_says_what_would_be_done_and_does_nothing(loss):
     assert "observe only; would rollback" in plans[0]["reason"]
 
 
+@pytest.mark.parametrize("loss", [garbage(30), redefined(20.0)])
+def test_nan_batch_in_the_middle_of_an_experiment_does_not_end_it(loss):
+    def with_nan(run: Run, step: int, batch: int, lr: float) -> float:
+        return math.nan if batch == FAULT + 5 else loss(run, step, batch, lr)
+
+    run, without = Run(with_nan).run(900), Run(loss).run(900)
+    assert ("", "not_established") not in run.results()
+    assert run.cause["cause"] == without.cause["cause"]
+    assert run.left_out == without.left_out | {FAULT + 5}
+
+
 def test_hook_that_takes_over_ends_the_experiment():
     asked: list[Incident] = []
 
@@ -488,7 +499,7 @@ def test_hook_that_has_nothing_to_say_leaves_the_experiment_as_it_is():
     assert len(asked) == 1
 
 
-def test_nan_in_the_middle_of_an_experiment_ends_it():
+def test_transient_nan_in_the_middle_of_an_experiment_is_replayed_and_the_experiment_goes_on():
     def loss(run: Run, step: int, batch: int, lr: float) -> float:
         if run.engine.experiments.in_progress and not run.state.get("hit") and step == FAULT - 5:
             run.state["hit"] = True
@@ -496,7 +507,7 @@ def test_nan_in_the_middle_of_an_experiment_ends_it():
         return transient(run, step, batch, lr)
 
     run = Run(loss).run(700)
-    assert ("", "not_established") in run.results()
+    assert run.results() == [("same_data", "begun"), ("same_data", "gone")]
     assert_nothing_changed(run, 700)
 
 

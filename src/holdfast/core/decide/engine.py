@@ -24,6 +24,7 @@ from holdfast.core.base.types import (
     Kind,
     Outcome,
     Plan,
+    Rollback,
     Severity,
     Signal,
     Skip,
@@ -201,13 +202,15 @@ class Engine:
             plan = self._plan_ruling(ruling, signal, findings, observing)
         else:
             assert verdict is not None, "there are findings"
-            if verdict.severity > Severity.NOTE and self.experiments.in_progress:
-                self._end_experiment(signal, f"{verdict.kind} came in between")
             if observing and verdict.severity > Severity.NOTE:
                 plan = self.policy.observe(verdict)
             else:
                 plan = self.policy.adopt(self._consult(verdict.findings, self.policy.propose(verdict)))
                 self._write_skip_cause(plan, verdict, signal, origin)
+                # A return or a stop ends an experiment, and the return puts its changes back. A replay or a skip does not.
+                is_over = plan.first(Rollback) is not None or plan.first(Stop) is not None
+                if is_over and self.experiments.excursion is not None:
+                    self._end_experiment(signal, f"{verdict.kind} came in between")
                 self._write_causes(signal)
         if plan.incident is not None and plan.incident != number:
             if number is not None:
@@ -257,7 +260,7 @@ class Engine:
             self.experiments.abandon()
             return self.policy.observe_plan(proposed, kind, signal.step, onset, Severity.ROLLBACK)
         plan = self.policy.adopt(self._consult(findings, proposed))
-        if plan.by == "hook":
+        if plan.by == "hook" and ruling.is_return:
             self._end_experiment(signal, "a hook took over")
         return plan
 

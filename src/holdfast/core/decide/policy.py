@@ -191,7 +191,8 @@ class Policy:
             if incident is not None:
                 incident.replays += 1
         elif plan.first(Skip) is not None:
-            state.skipped, state.just_replayed = state.skipped + 1, False
+            # A batch left out on trial says nothing against the state.
+            state.skipped, state.just_replayed = state.skipped + (plan.experiment is None), False
             if incident is not None:
                 incident.skips += 1
         return plan

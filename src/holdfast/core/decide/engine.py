@@ -375,7 +375,7 @@ class Engine:
     def skips_in_incident(self) -> int:
         """Return how many batches the open incident has skipped."""
         account = self.policy.state.incident
-        return 0 if account is None else account.skips
+        return 0 if account is None else account.skips + account.trial_skips
 
     def may_quarantine_samples(self, step: int, batches: int) -> bool:
         """Count skipped batches. Return whether sample ids may be left out of later epochs; log once when they may not."""

@@ -52,6 +52,8 @@ class IncidentAccount(msgspec.Struct):
     opened: int
     onset: int
     skips: int = 0
+    trial_skips: int = 0
+    """batches left out by an experiment"""
     replays: int = 0
     rollbacks: int = 0
     healthy: int = 0
@@ -193,8 +195,10 @@ class Policy:
         elif plan.first(Skip) is not None:
             # A batch left out on trial says nothing against the state.
             state.skipped, state.just_replayed = state.skipped + (plan.experiment is None), False
-            if incident is not None:
+            if incident is not None and plan.experiment is None:
                 incident.skips += 1
+            elif incident is not None:
+                incident.trial_skips += 1
         return plan
 
     def skipped(self) -> None:

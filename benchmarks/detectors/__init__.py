@@ -4,9 +4,10 @@
     python -m benchmarks.detectors --check --plot sweep.svg     the bars, on the frozen test seeds; exit status 1 if not met
     python -m benchmarks.detectors --only generated --detector holdfast
 
-Four parts: generated curves (`clean`, `anomalies`), labelled real logs (`corpus`), controlled runs of the reference model
-(`runs`), and the cost of a step (`cost`). A detector is anything with `run(curve) -> alarms` (`alarms`); the published
-rules are in `rules`. Skips and rollbacks are scored separately, thresholds are swept, rates have intervals (`scoring`).
+Five parts: generated curves (`clean`, `anomalies`), labelled real logs (`corpus`), controlled runs of the reference model
+(`runs`), clean losses of real loops such as GANs and RL (`loops`), and the cost of a step (`cost`). A detector is anything
+with `run(curve) -> alarms` (`alarms`); the published rules are in `rules`. Skips and rollbacks are scored separately,
+thresholds are swept, rates have intervals (`scoring`).
 
 What it cannot show:
 - A recorded run is not repaired. In a live run a vetoed step never enters the baseline, and a rollback ends the event.

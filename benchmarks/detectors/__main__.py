@@ -19,7 +19,7 @@ from benchmarks.detectors.contenders import EVERYONE, OURS, Contender, compete
 from benchmarks.detectors.curves import ANOMALY, CLEAN, seeds
 from benchmarks.detectors.scoring import Score
 
-PARTS = ("generated", "corpus", "runs", "cost")
+PARTS = ("generated", "corpus", "runs", "loops", "cost")
 SWEEP_KINDS = (*CLEAN, *bars.SPIKES, *bars.DIVERGENCES)
 SWEEP_CLEAN, SWEEP_ANOMALY = 3, 40
 """seeds of each kind that a sweep takes: every threshold of every detector over all of them would take hours"""
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = {kind: seeds(args.seeds, kind, args.quick) for kind in CLEAN + ANOMALY}
         scores = compete(entered, plan, args.workers, _progress("generated"))
         data["generated"] = report.as_data(scores)
-    for part in ("corpus", "runs", "cost"):
+    for part in _PARTS:
         if part in parts:
             rows, found = _PARTS[part](entered, args)
             extra.update(rows)
@@ -76,13 +76,19 @@ def _check(
     console: Console, scores: dict[Contender, Score], sweeps: dict[Contender, Score], data: dict[str, Any]
 ) -> int:
     mine = scores.get(Contender(OURS))
-    if mine is None or not mine.verdicts:
-        console.print("nothing to check: the bars are for this project's detectors on generated curves")
+    results: list[bars.Bar] = []
+    if mine is not None and mine.verdicts:
+        results += bars.bars(mine)
+        others = {c: s for c, s in sweeps.items() if c.name != OURS}
+        better = list(bars.ahead(sweeps, others)) if others else []
+        results.append(bars.Bar("no rule ahead on both, at any threshold", "; ".join(better) or "none", not better))
+    if "loops" in data:
+        from benchmarks.detectors import loops
+
+        results += loops.bars(data["loops"])
+    if not results:
+        console.print("nothing to check: the bars are for generated curves and for loops")
         return 2
-    results = bars.bars(mine)
-    others = {c: s for c, s in sweeps.items() if c.name != OURS}
-    better = list(bars.ahead(sweeps, others)) if others else []
-    results.append(bars.Bar("no rule ahead on both, at any threshold", "; ".join(better) or "none", not better))
     for bar in results:
         console.print(f"{'ok  ' if bar.met else 'FAIL'} {bar.what}: {bar.measured}", highlight=False)
     data["bars"] = [bar._asdict() for bar in results]
@@ -101,13 +107,19 @@ def _runs(entered: tuple[Contender, ...], args: argparse.Namespace) -> Any:
     return runs.rows(entered, args.workers, args.quick)
 
 
+def _loops(entered: tuple[Contender, ...], args: argparse.Namespace) -> Any:
+    from benchmarks.detectors import loops
+
+    return loops.rows(entered, args.workers, args.seeds, args.quick)
+
+
 def _cost(entered: tuple[Contender, ...], args: argparse.Namespace) -> Any:
     from benchmarks.detectors import cost
 
     return cost.rows(args.quick)
 
 
-_PARTS = {"corpus": _corpus, "runs": _runs, "cost": _cost}
+_PARTS = {"corpus": _corpus, "runs": _runs, "loops": _loops, "cost": _cost}
 
 
 def _progress(what: str) -> Any:

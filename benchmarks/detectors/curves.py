@@ -20,8 +20,8 @@ CLEAN = tuple(clean.MAKERS)
 ANOMALY = tuple(anomalies.MAKERS)
 
 SEEDS = {
-    "tuning": {"clean": range(8), "anomaly": range(100)},
-    "test": {"clean": range(10_000, 10_010), "anomaly": range(10_000, 10_200)},
+    "tuning": {"clean": range(8), "anomaly": range(100), "loop": range(3)},
+    "test": {"clean": range(10_000, 10_010), "anomaly": range(10_000, 10_200), "loop": range(10_000, 10_003)},
 }
 """tuning seeds are under 100, test seeds 10,000 and up; `--quick` takes the first few of either"""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,12 @@ import numpy as np
 from benchmarks.detectors.contenders import Contender
 from benchmarks.detectors.healthy_run import Curve, Event
 from benchmarks.detectors.scoring import judge
+from holdfast.core.base.types import Outcome, Signal
 
 STEPS = 260
 NEAR = 60
 """an alarm this many steps after the onset still finds it"""
+_MORE = ("update_rms", "weight_norm", "loss_scale")
 SIZE = {"layers": 2, "width": 64, "heads": 4, "context": 64}
 """of the model: that of configs/tiny.toml takes a minute a run, this one a few seconds"""
 
@@ -183,7 +185,7 @@ def make(plan: Plan) -> Curve:
         schedule = None if plan.fault is None else FaultSchedule([_fault(plan.fault)], config.train.batch_size)
         ears = _Ears()
         build(config, faults=schedule).run(hooks=[ears])
-    return ears.curve(plan)
+    return curve_of(plan.name, plan.seed, ears.signals)
 
 
 def _config(plan: Plan, run_dir: Path) -> Any:
@@ -211,26 +213,21 @@ def _fault(named: tuple[str, tuple[Any, ...]]) -> Any:
 class _Ears:
     """Collects every settled step's numbers."""
 
-    MORE = ("update_rms", "weight_norm", "loss_scale")
-
     def __init__(self) -> None:
-        self._signals: list[Any] = []
+        self.signals: list[Signal] = []
 
-    def on_step_end(self, outcome: Any) -> None:
-        self._signals.append(outcome.signal)
+    def on_step_end(self, outcome: Outcome) -> None:
+        self.signals.append(outcome.signal)
 
-    def curve(self, plan: Plan) -> Curve:
-        def column(name: str) -> Any:
-            values = [getattr(s, name) for s in self._signals]
-            return np.array([np.nan if v is None else v for v in values], dtype=float)
 
-        more = {name: column(name) for name in self.MORE if any(getattr(s, name) is not None for s in self._signals)}
-        return Curve(
-            plan.name,
-            plan.seed,
-            column("loss"),
-            column("grad_norm"),
-            column("lr"),
-            more=more,
-            overflow=np.array([s.overflow for s in self._signals]) if "loss_scale" in more else None,
-        )
+def curve_of(kind: str, seed: int, signals: Sequence[Signal]) -> Curve:
+    """Return a run as a curve. Entry i is signal i."""
+
+    def column(name: str) -> Any:
+        return np.array([getattr(s, name) for s in signals], dtype=float)
+
+    # As objects: None stays apart from NaN. Weight norms are rarely measured, and a NaN among them is a state jump.
+    more = {name: np.array([getattr(s, name) for s in signals], dtype=object) for name in _MORE}
+    more = {name: values for name, values in more.items() if any(value is not None for value in values)}
+    overflow = np.array([s.overflow for s in signals]) if "loss_scale" in more else None
+    return Curve(kind, seed, column("loss"), column("grad_norm"), column("lr"), more=more, overflow=overflow)

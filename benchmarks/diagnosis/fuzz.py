@@ -104,6 +104,27 @@ def repeat_byte(data: bytes, r: random.Random) -> bytes:
     return data[:at] + repeated + data[at:]
 
 
+def repeat_words(data: bytes, r: random.Random) -> bytes:
+    """Insert a long line of one word that the patterns look for, and a word that makes them look."""
+    words = [
+        b"grad",
+        b"loss ",
+        b"watchdog ",
+        b"nccl ",
+        b"timeout",
+        b"overflow ",
+        b"killed: ",
+        b"rank9",
+        b"step: ",
+        b"| a: ",
+    ]
+    at = data.rfind(b"\n", 0, r.randrange(len(data) + 1)) + 1
+    line = (
+        r.choice(words) * r.choice([100, 500]) + b" " + r.choice([b"nan", b"killed", b"timed out", b"Traceback (most"])
+    )
+    return data[:at] + (line + b"\n") * r.choice([1, 200]) + data[at:]
+
+
 def flip_bytes(data: bytes, r: random.Random) -> bytes:
     out = bytearray(data)
     for _ in range(r.randrange(1, 20)):
@@ -122,7 +143,8 @@ def append_other_log(data: bytes, r: random.Random) -> bytes:
 
 
 DAMAGES: list[Callable[[bytes, random.Random], bytes]] = [
-    flip_bytes, drop_span, append_other_log, repeat_byte,
+    flip_bytes, drop_span, append_other_log, repeat_byte, repeat_words,
+    lambda data, r: gzip.compress(data + r.choice([b"\0", b"\n", b"x", b"a b "]) * 5_000_000, mtime=0),
     lambda data, r: data[: r.randrange(len(data) + 1)],
     lambda data, r: data.decode("latin-1").encode("utf-16"),
     lambda data, r: b"\xef\xbb\xbf" + data,

@@ -88,6 +88,8 @@ class Result:
     summary: Any = None
     events: list[dict[str, Any]] = field(default_factory=list)
     batches_left_out: int = 0
+    signals: dict[int, Any] = field(default_factory=dict)
+    """what the detectors were given, by step; unguarded it has only the loss"""
 
     def final_losses(self) -> Tensor:
         return torch.tensor([self.losses[n] for n in sorted(self.losses)[-100:]], dtype=torch.float64)
@@ -111,8 +113,8 @@ class _Recorder:
         self.signals[outcome.step] = outcome.signal
 
 
-def train(training: Training, steps: int, run_dir: Path | None) -> Result:
-    """Train for `steps` committed steps. `run_dir` None means unguarded."""
+def train(training: Training, steps: int, run_dir: Path | None, config: Mapping[str, Any] | None = None) -> Result:
+    """Train for `steps` committed steps. `run_dir` None means unguarded; `config` is the policy, by default the default."""
     recorder, lrs, stopped = _Recorder(), {}, None
     began = time.perf_counter()
     with _environment(off=run_dir is None):
@@ -122,6 +124,7 @@ def train(training: Training, steps: int, run_dir: Path | None) -> Result:
             scheduler=training.scheduler,
             clip_grad_norm=training.clip,
             run_dir=run_dir,
+            config=config,
             hooks=[recorder],
         )
         for name, thing in training.registered.items():
@@ -137,16 +140,17 @@ def train(training: Training, steps: int, run_dir: Path | None) -> Result:
                             step.backward(training.loss(step.number, batch))
         except holdfast.PolicyStop as stop:
             stopped = str(stop).splitlines()[0]
+    signals = {number: signal for number, signal in recorder.signals.items() if number <= guard.step}
     result = Result(
-        {number: signal.loss for number, signal in recorder.signals.items() if number <= guard.step},
+        {number: signal.loss for number, signal in signals.items()},
         lrs,
         digest(training.modules()),
         time.perf_counter() - began,
         stopped,
         guard.summary(),
+        signals=signals,
     )
     if run_dir is not None:
-        signals = {n: s for n, s in recorder.signals.items() if n <= guard.step}
         result.lrs = {number: signal.lr for number, signal in signals.items()}
         result.events = read(run_dir / "journal.jsonl").events
         result.batches_left_out = _left_out(training.loader, signals, result.summary)

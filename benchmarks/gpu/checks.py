@@ -27,18 +27,19 @@ def harmless(folder: Path, setting: Setting, mirrored: bool = False) -> str:
 
 
 def skipped(folder: Path, setting: Setting, mirrored: bool = False) -> str:
-    for fault in ("nan", "spike"):
+    for fault, clip in (("nan", 1.0), ("huge", None)):
         bad = (FAULT_STEP - 1) * GLOBAL + 1  # rank 1 reads it, if there is one
-        run = Training(setting).guarded(folder / fault, faults={bad: fault}, mirrored=mirrored)
+        run = Training(setting).guarded(folder / fault, faults={bad: fault}, clip=clip, mirrored=mirrored)
         assert (FAULT_STEP, "skipped") in run.outcomes, (fault, run.outcomes)
         barrier()
         without = run.excluded()
         assert without == {FAULT_STEP}, without
-        same(run.training, Training(setting).bare(without=without))
+        same(run.training, Training(setting).bare(clip, without=without))
         if dist.get_world_size() > 1 and dist.get_rank() == 0:
-            (action,) = run.events("action")
-            assert action["ranks"] == [1], action
-    return "a NaN and a spike"
+            actions = run.events("action")
+            assert [action["action"] for action in actions] == ["replay", "skip"], actions
+            assert actions[1]["ranks"] == [1], actions
+    return "a NaN and a huge gradient"
 
 
 def rolled_back(folder: Path, setting: Setting, mirrored: bool = False) -> str:

@@ -28,7 +28,7 @@ SIZES = {"cuda": (256, 4), "cpu": (32, 2)}
 """width and blocks of the model"""
 GLOBAL, STEPS = 16, 24
 """samples of a step over all ranks, and steps of the epoch"""
-FACTORS = {"nan": float("nan"), "spike": 300.0}
+FACTORS = {"nan": float("nan"), "huge": 1e5}
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 2},
     "recover": {"rollback_margin": 1, "skip_batches": 2, "probation_steps": 6, "lr_factor": 1.0},

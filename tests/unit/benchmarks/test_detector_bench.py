@@ -12,15 +12,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from benchmarks.detectors import bars, contenders, corpus, plot, report, runs
+from benchmarks.detectors import bars, contenders, corpus, loops, plot, report, runs
 from benchmarks.detectors.alarms import Alarm, Holdfast, Rule, scaled, signals
 from benchmarks.detectors.contenders import Contender, compete
 from benchmarks.detectors.curves import ANOMALY, CLEAN, SEEDS, make, seeds
 from benchmarks.detectors.healthy_run import Curve, Event
 from benchmarks.detectors.intervals import poisson, wilson
 from benchmarks.detectors.scoring import Score, judge, latched, score
+from benchmarks.experiments.training import train
+from benchmarks.experiments.workloads import build
 
 from holdfast.core.base.config import DetectSection
+from holdfast.core.base.types import Signal
 from holdfast.diagnosis.model.table import Table
 
 
@@ -73,7 +76,7 @@ def test_clean_curves_are_finite_and_have_no_event(kind: str) -> None:
 
 
 def test_test_seeds_are_apart_from_tuning_seeds_and_enough() -> None:
-    for sort in ("clean", "anomaly"):
+    for sort in ("clean", "anomaly", "loop"):
         assert max(SEEDS["tuning"][sort]) < 100 <= 10_000 <= min(SEEDS["test"][sort])
     records = {kind: len(make(kind, 0)) for kind in CLEAN}
     assert sum(n * len(SEEDS["test"]["clean"]) for n in records.values()) >= 900_000
@@ -268,3 +271,53 @@ def test_a_fault_counts_only_where_the_run_leaves_its_twin() -> None:
     broken = flat()
     broken.grad_norm[115] = math.inf
     assert runs.harmed(broken, twin, 110) == 115
+
+
+# ---- real loops
+
+
+def test_a_loop_that_is_observed_is_the_unguarded_one(tmp_path: Path) -> None:
+    watched = train(build("triplet", 3), 20, tmp_path / "run", loops.OBSERVE)
+    assert watched.digest == train(build("triplet", 3), 20, None).digest
+    curve = runs.curve_of("triplet", 3, list(watched.signals.values()))
+    assert curve.loss.tolist() == list(watched.losses.values()) and np.isfinite(curve.grad_norm).all()
+
+
+def test_a_number_that_was_not_measured_is_absent_for_the_detectors_and_a_nan_is_a_nan() -> None:
+    norms = [7.0 if step % 50 == 0 else None for step in range(200)]
+    live = [Signal(step=step, loss=2.0, grad_norm=1.0, lr=1e-3, weight_norm=norm) for step, norm in enumerate(norms)]
+    curve = runs.curve_of("made", 0, live)
+    assert [signal.weight_norm for signal in signals(curve)] == norms and Holdfast().run(curve) == []
+    live[150] = Signal(step=150, loss=2.0, grad_norm=1.0, lr=1e-3, weight_norm=math.nan)
+    assert [alarm.step for alarm in Holdfast().run(runs.curve_of("made", 0, live))] == [150]
+
+
+@pytest.mark.slow
+def test_new_data_in_a_clean_loop_is_an_alarm_and_would_begin_one_experiment() -> None:
+    ours, other = Contender(contenders.OURS), Contender("3-sigma/100")
+    row = loops.measure("continual", 3, 420, (ours, other))
+    assert row["finite_steps"] == 420 and row["returns"] == 1 and row["other_actions"] == []
+    assert row["verdicts"][ours].false_costly == 1 and row["verdicts"][other].false_costly >= 1
+
+
+def test_alarms_of_loops_are_per_thousand_steps_and_returns_are_counted() -> None:
+    ours, other = entered = Contender(contenders.OURS), Contender("megatron")
+    row = {"kind": "gan", "returns": 1, "finite_steps": 200, "other_actions": []}
+    alarms = [Alarm(10, True, 0), Alarm(20, False, 19), Alarm(120, False, 119)]
+    found = [{**row, "verdicts": {ours: judge(flat(), alarms), other: judge(flat(), [])}} for _ in range(2)]
+    table, kinds = loops.tabulate(found, entered)
+    (cells,) = table.values()
+    assert cells == {"holdfast": "15.00", "holdfast costly": "5.00", "megatron": "0.00"} and "2 returns" in next(
+        iter(table)
+    )
+    assert kinds["gan"]["alarms_per_1000"]["holdfast"] == {"costly": 5.0, "cheap": 10.0}
+    assert loops.would_do({"reason": "observe only; would rollback + cut_lr: why: so"}) == "rollback + cut_lr"
+
+
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [({}, [True, True]), ({"finite_steps": [9]}, [False, True]), ({"other_actions": ["skip"]}, [True, False])],
+)
+def test_a_loop_that_is_short_or_would_lose_data_misses_a_bar(changed: dict[str, object], met: list[bool]) -> None:
+    kind = {"finite_steps": [10], "other_actions": [], **changed}
+    assert [bar.met for bar in loops.bars({"steps": 10, "kinds": {"gan": kind}})] == met

@@ -1,0 +1,57 @@
+"""Parts that work alone, in any training loop: shutdown on a signal, NaN and spike checks, health checks, Slurm.
+
+They have the names and signatures of `kempnerforge.resilience`, and use the engine of the Guard. Importing this package
+imports no torch; NaNDetector and the two health checks import it on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from holdfast.core.base.errors import MissingDependency
+from holdfast.resilience.elastic import (
+    SLURMInfo,
+    get_slurm_info,
+    is_slurm_job,
+    is_slurm_requeue,
+    log_job_info,
+    resolve_resume_path,
+    seconds_left,
+)
+from holdfast.resilience.signal_handler import ShutdownHandler
+from holdfast.resilience.spike_watchdog import LossSpikeWatchdog
+
+if TYPE_CHECKING:
+    from holdfast.resilience.health import NaNDetector, NaNState, check_gpu_health, check_nccl_health
+
+__all__ = [
+    "LossSpikeWatchdog",
+    "NaNDetector",
+    "NaNState",
+    "SLURMInfo",
+    "ShutdownHandler",
+    "check_gpu_health",
+    "check_nccl_health",
+    "get_slurm_info",
+    "is_slurm_job",
+    "is_slurm_requeue",
+    "log_job_info",
+    "resolve_resume_path",
+    "seconds_left",
+]
+
+if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts any misspelled name
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'holdfast.resilience' has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module("holdfast.resilience.health"), name)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise MissingDependency(
+                f"holdfast.resilience.{name} needs torch, which cannot be imported ({error}); "
+                "install it with: pip install 'holdfast[torch]'"
+            ) from None

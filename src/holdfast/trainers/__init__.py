@@ -1,0 +1,1 @@
+"""The guard inside trainers that own their loop: one file for each, imported on first use."""

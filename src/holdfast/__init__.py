@@ -13,8 +13,10 @@ Importing this module imports neither torch nor numpy; `Guard` and `Step` do on 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
+from holdfast.core.base.clean import CleanRecords
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import (
     ConfigError,
@@ -28,6 +30,7 @@ from holdfast.core.base.errors import (
     RanksDisagree,
     RunDirError,
     SetupError,
+    Shutdown,
     StepError,
     StepIncomplete,
     UnreadableError,
@@ -54,6 +57,7 @@ from holdfast.core.base.version import __version__
 from holdfast.core.checkpoints.resume import resolve_resume_path
 from holdfast.core.record.facts import record
 from holdfast.core.record.fingerprint import fingerprint
+from holdfast.core.record.restart_time import timed_import as _timed_import
 from holdfast.core.record.tally import Summary
 
 if TYPE_CHECKING:
@@ -61,6 +65,8 @@ if TYPE_CHECKING:
     from holdfast.core.detectors.base import Detector
     from holdfast.runtime.guard.steps import Step
     from holdfast.runtime.ports.hooks import Hook
+    from holdfast.trainers import hf as hf
+    from holdfast.trainers import lightning as lightning
 
 __all__ = [
     "Config",
@@ -87,6 +93,7 @@ __all__ = [
     "RunDirError",
     "SetupError",
     "Severity",
+    "Shutdown",
     "Signal",
     "Skip",
     "SkipData",
@@ -105,6 +112,8 @@ __all__ = [
     "resolve_resume_path",
 ]
 
+# Every module logs to this logger, so that this is the one place that log lines pass.
+logging.getLogger("holdfast").addFilter(CleanRecords())
 
 _IMPORTED_ON_FIRST_USE = {
     "Detector": "holdfast.core.detectors.base",
@@ -112,10 +121,22 @@ _IMPORTED_ON_FIRST_USE = {
     "Hook": "holdfast.runtime.ports.hooks",
     "Step": "holdfast.runtime.guard.steps",
 }
+_TRAINERS = {"hf": "transformers", "lightning": "lightning"}
+"""modules of `holdfast.trainers`, imported on first use, and the package that each needs"""
 
 if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts any misspelled name
 
     def __getattr__(name: str) -> object:
+        if name in _TRAINERS:
+            try:
+                return importlib.import_module(f"holdfast.trainers.{name}")
+            except ModuleNotFoundError as error:
+                if error.name is not None and error.name.startswith("holdfast"):
+                    raise
+                raise MissingDependency(
+                    f"holdfast.{name} needs {_TRAINERS[name]}, which cannot be imported ({error}); "
+                    f"install it with: pip install 'holdfast[{name}]'"
+                ) from None
         if name not in _IMPORTED_ON_FIRST_USE:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
         if name in ("Guard", "Step"):
@@ -126,4 +147,5 @@ if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts a
                     f"holdfast.{name} needs torch, which cannot be imported ({error}); "
                     "install it with: pip install 'holdfast[torch]'"
                 ) from None
-        return getattr(importlib.import_module(_IMPORTED_ON_FIRST_USE[name]), name)
+        with _timed_import():
+            return getattr(importlib.import_module(_IMPORTED_ON_FIRST_USE[name]), name)

@@ -10,13 +10,16 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import SetupError
 from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
+from holdfast.distributed.checkpoint.memory_store import MemoryCheckpointStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.watchdog import StoreWatchdog
 from holdfast.distributed.world import World
+from holdfast.resilience.run_signals import RunSignals
 from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.ranks import NoWatchdog, RankWatchdog
+from holdfast.runtime.ports.shutdown import NoSignals
 from holdfast.runtime.tensors.norms import LocalNorms
 
 
@@ -26,11 +29,15 @@ class Guard(GuardBase):
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
         world = World.current()
         timeout = config.checkpoint.rank_timeout_seconds
+        hosts = world.all_gather_object(socket.gethostname()) if world.size > 1 else [""]
         store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
+        signals = NoSignals() if store is None or not config.checkpoint.enabled else RunSignals(config.shutdown)
+        is_one_host = len(set(hosts)) == 1
+        memory = None if run_dir is None else MemoryCheckpointStore(run_dir, world, timeout, is_one_host=is_one_host)
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
-            return Wiring(run_dir, store, DistributedContext(norms=norms, make_watchdog=_check_still_single))
-        hosts = world.all_gather_object(socket.gethostname())
+            context = DistributedContext(norms=norms, make_watchdog=_check_still_single)
+            return Wiring(run_dir, store, context, signals, memory)
         context = DistributedContext(
             world,
             MeshNorms(world.size),
@@ -38,7 +45,7 @@ class Guard(GuardBase):
             lambda: _make_watchdog(run_dir, config, world),
             ranks_per_host=hosts.count(hosts[world.rank]),
         )
-        return Wiring(run_dir if world.rank == 0 else None, store, context)
+        return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory)
 
 
 def _check_still_single() -> RankWatchdog:

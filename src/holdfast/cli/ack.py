@@ -7,12 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.output import Json, emit
+from holdfast.cli.output import Json, echo, emit
 from holdfast.cli.run_paths import find_run, lock, open_journal
 from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.decide.policy import Policy
 from holdfast.core.record import journal
+from holdfast.core.record.quarantine import Quarantine
+from holdfast.core.record.rundir import RunDir
 
 _LABELS = {
     "latched": "stopped by policy",
@@ -25,6 +27,9 @@ _LABELS = {
 def ack(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run directory.")],
     note: Annotated[str, typer.Option("--note", metavar="TEXT", help="A note for the journal.")] = "",
+    release_data: Annotated[
+        bool, typer.Option("--release-data", help="Also serve all quarantined data again.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Acknowledge a stopped run and reset its recovery budgets.
@@ -35,6 +40,7 @@ def ack(
     Examples:
       holdfast ack runs/a
       holdfast ack runs/a --note "bad shard 17 removed"
+      holdfast ack runs/a --release-data --note "the rows are corrected"
       holdfast ack runs/a --json
     """
     folder = find_run(run, needs_journal=True)
@@ -53,6 +59,8 @@ def ack(
             "incident": None if state.incident is None else state.incident.number,
         }
         fields: dict[str, Any] = {"note": note, "user": _user(), "reset": reset}
+        if release_data:
+            fields["released_data"] = _release_data(folder, record.events, note)
         with open_journal(folder) as log:
             log.write("ack", durable=True, **fields)
     if as_json:
@@ -60,11 +68,22 @@ def ack(
         return
     lines = [f"{_LABELS[name]}: {value}" for name, value in reset.items() if value]
     if lines:
-        typer.echo("\n  ".join([f"acknowledged {folder.path}; the recovery budgets are reset", *lines]))
+        echo("\n  ".join([f"acknowledged {folder.path}; the recovery budgets are reset", *lines]))
     else:
-        typer.echo(f"acknowledged {folder.path}; nothing to reset, no budget was in use")
+        echo(f"acknowledged {folder.path}; nothing to reset, no budget was in use")
+    if release_data:
+        echo(f"served again from the next start on: {fields['released_data']}")
     if record.torn:
-        typer.echo(f"unreadable journal lines, not counted above: {len(record.torn)}")
+        echo(f"unreadable journal lines, not counted above: {len(record.torn)}")
+
+
+def _release_data(folder: RunDir, events: list[dict[str, Any]], note: str) -> str:
+    """Put all quarantined data back, and say how much it is. A journal without the ack event would exclude it again."""
+    quarantine = Quarantine(folder.quarantine)
+    quarantine.complete(events)
+    amount = quarantine.summary()
+    quarantine.release_all(note or "holdfast ack --release-data")
+    return amount
 
 
 def _user() -> str | None:

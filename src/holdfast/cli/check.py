@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.cli.output import Json, emit
+from holdfast.cli.output import Json, echo, emit
 from holdfast.cli.overrides import load_config
 from holdfast.core.base.config import Config, override, parse, read_toml, section_types
 from holdfast.reference import config as trainer_config
+from holdfast.reports.console import console
 
 
 def check(
@@ -41,15 +41,15 @@ def check(
     if as_json:
         emit({"ok": True, "config": source, "changed": changed})
     elif not changed:
-        typer.echo(f"ok: {source}; every key has its default")
+        echo(f"ok: {source}; every key has its default")
     else:
-        typer.echo(f"ok: {source}; {len(changed)} key{'s' if len(changed) > 1 else ''} not at the default")
+        echo(f"ok: {source}; {len(changed)} key{'s' if len(changed) > 1 else ''} not at the default")
         table = Table()
         for title in ("key", "value", "default"):
             table.add_column(title, overflow="fold")
         for key, entry in changed.items():
             table.add_row(key, Text(json.dumps(entry["value"])), Text(json.dumps(entry["default"])))
-        Console().print(table)
+        console().print(table)
 
 
 def _load(source: str, assignments: list[str]) -> Config:

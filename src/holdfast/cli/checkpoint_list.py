@@ -14,11 +14,11 @@ from rich.text import Text
 
 from holdfast.cli.output import format_count, format_duration
 from holdfast.cli.run_paths import checkpoint_bytes
+from holdfast.core.base.clean import clean
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.resume import Survey
-from holdfast.reports.clean import clean
 
 SCHEMA = "holdfast.checkpoints/1"
 MARKS = {

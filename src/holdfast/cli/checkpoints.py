@@ -1,4 +1,4 @@
-"""`holdfast checkpoints`: lists, verifies and prunes checkpoints, and prints the one that a resume would use."""
+"""`holdfast checkpoints`: lists, verifies, prunes and exports checkpoints, and prints the one that a resume would use."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli import checkpoint_list, prune, verify
+from holdfast.cli import checkpoint_list, export, prune, verify
 from holdfast.cli.checked_command import CheckedCommand
-from holdfast.cli.output import Json, console, emit
+from holdfast.cli.output import Json, echo, emit
 from holdfast.cli.run_paths import checkpoint_settings, find_run, is_run, unfinished_checkpoints
+from holdfast.core.base.clean import clean
+from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.resume import resolve_resume_path, survey
 from holdfast.core.checkpoints.verify import verify as verify_bytes
 from holdfast.core.record.rundir import RunDir
-from holdfast.reports.clean import clean
+from holdfast.reports.console import console
 
 EXIT_NOTHING = verify.EXIT_NOTHING
 
 app = typer.Typer(name="checkpoints", add_completion=False, rich_markup_mode=None)
 app.command(cls=CheckedCommand)(verify.verify)
 app.command(cls=CheckedCommand)(prune.prune)
+app.command(cls=CheckedCommand)(export.export)
 
 
 @app.callback(invoke_without_command=True)
 def checkpoints(context: typer.Context) -> None:
-    """List, verify and prune the checkpoints of a run.
+    """List, verify, prune and export the checkpoints of a run.
 
-    No command needs torch. Only prune and verify --mark change anything; the others work while the run is alive.
+    Only export needs torch. Only prune and verify --mark change anything; the others work while the run is alive.
 
     \b
     Examples:
@@ -39,6 +42,7 @@ def checkpoints(context: typer.Context) -> None:
       holdfast checkpoints verify runs/a
       holdfast checkpoints prune runs/a --dry-run
       holdfast checkpoints resume-path runs/a
+      holdfast checkpoints export runs/a --format safetensors
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -99,12 +103,14 @@ def resume_path(
     if checkpoint is None and not messages:
         messages.append(f"{clean(run)} has no checkpoints: the run starts from the beginning")
     for message in messages:
-        typer.echo("\n".join(clean(line) for line in message.split("\n")), err=True)
+        echo(message, err=True)
     path = None if checkpoint is None else os.path.abspath(checkpoint)
     if as_json:
         emit({"schema": "holdfast.checkpoints.resume-path/1", "ok": True, "path": path, "said": messages})
+    elif path is not None and clean(path) != path:
+        raise RunDirError(f"{path!r} holds characters that cannot be shown; --json prints it escaped")
     elif path is not None:
-        typer.echo(path)
+        echo(path)
     if path is None:
         raise typer.Exit(EXIT_NOTHING)
 

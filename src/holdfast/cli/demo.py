@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, emit
 from holdfast.core.base.errors import MissingDependency
+from holdfast.reports.console import console
 
 _LOG = logging.getLogger("holdfast")
 COLOURS = {"calm": "green", "unguarded": "red", "guarded": "cyan"}
@@ -61,7 +61,7 @@ class _DemoScreen:
     """Shows the three loss curves while they grow, and each recovery when it happens."""
 
     def __init__(self, steps: int, quiet: bool) -> None:
-        self._console = Console(stderr=quiet, quiet=quiet)
+        self._console = console(stderr=quiet, quiet=quiet)
         self._chart = Chart(steps, COLOURS)
         self._live: Live | None = None
         if self._console.is_terminal and not quiet:
@@ -69,6 +69,7 @@ class _DemoScreen:
             self._live = Live(console=self._console, refresh_per_second=8, transient=True, get_renderable=self._picture)
         self._log_every = max(1, steps // 8)
         self._null_handler = logging.NullHandler()
+        self._last_recovery = ""
 
     def __enter__(self) -> _DemoScreen:
         # The screen shows recoveries itself; log lines would break the picture.
@@ -94,7 +95,10 @@ class _DemoScreen:
                 self._print(run, f"step {data['step']:4d}  loss {data['loss']:.4f}")
         elif event == "recovered":
             actions = " + ".join(a.replace("_", " ") for a in data["actions"])
-            self._print(run, f"step {data['step']:4d}  {data['why']}: {actions}")
+            text = f"step {data['step']:4d}  {data['why']}: {actions}"
+            if text != self._last_recovery:  # batches left out one after the other are one line
+                self._print(run, text)
+            self._last_recovery = text
         elif event == "end":
             loss = data["eval_loss"]
             end = f"eval loss {loss:.4f}" if math.isfinite(loss) else f"eval loss {loss}"
@@ -110,16 +114,16 @@ class _DemoScreen:
 
     def print_summary(self, answer: dict[str, Any]) -> None:
         """Print the curves, the three losses, the summary with its causes, the diagnosis and the path of the journal."""
-        console = self._console
-        console.print(self._chart.render(min(console.width, 110), 16))
+        out = self._console
+        out.print(self._chart.render(min(out.width, 110), 16))
         calm = answer["calm"]["eval_loss"]
         for name in COLOURS:
             loss = answer[name]["eval_loss"]
             compared = f"  {100 * (loss / calm - 1):+.2f}% of calm" if math.isfinite(loss) else "  dead"
             text = f"{name:>9}  eval loss {loss:.4f}{'' if name == 'calm' else compared}"
-            console.print(Text(text, style=COLOURS[name]))
-        console.print(Text(answer["guarded"]["summary"]), soft_wrap=True)
-        console.print(Text("`holdfast diagnose` says:"))
+            out.print(Text(text, style=COLOURS[name]))
+        out.print(Text(answer["guarded"]["summary"]), soft_wrap=True)
+        out.print(Text("`holdfast diagnose` says:"))
         for line in answer["guarded"]["diagnosis"]:
-            console.print(Text(f"  {line}"), soft_wrap=True)
-        console.print(Text(f"journal: {answer['guarded']['journal']}"), soft_wrap=True)
+            out.print(Text(f"  {line}"), soft_wrap=True)
+        out.print(Text(f"journal: {answer['guarded']['journal']}"), soft_wrap=True)

@@ -9,10 +9,11 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
-from holdfast.cli.output import Json, console, emit
+from holdfast.cli.output import Json, echo, emit
+from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import ConfigError, LogRefused
 from holdfast.core.record.rundir import write_atomically
 from holdfast.diagnosis.diagnose import SCHEMA_VERSION, DiagnosisReport
@@ -22,7 +23,7 @@ from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.model.table import COLUMNS, Table
 from holdfast.diagnosis.postmortem import build
 from holdfast.reports import markdown, terminal
-from holdfast.reports.clean import clean
+from holdfast.reports.console import console
 
 EXIT_ALL_REFUSED = 1
 EXIT_FOUND = 3
@@ -106,7 +107,7 @@ def diagnose(
             terminal.show(out, table, report, everything=everything)
     if output is not None and texts:
         write_atomically(output, "\n".join(texts))
-        typer.echo(f"wrote {clean(str(output))}", err=True)
+        echo(f"wrote {clean(str(output))}", err=True)
     if as_json:
         answer: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         if len(reports) == 1:  # a single report is also at the top level
@@ -137,10 +138,10 @@ def _diagnose_all(
 
 def _progress(path: Path) -> Status:
     """Return a spinner on stderr, silent if stderr is not a terminal."""
-    errors = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
+    errors = console(stderr=True, quiet=not sys.stderr.isatty())
     size = path.stat().st_size if path.is_file() else 0
     megabytes = f" ({size / 1e6:.0f} MB)" if size > 50e6 else ""
-    return errors.status(clean(f"reading {path}{megabytes}").replace("[", "\\["))
+    return errors.status(Text(clean(f"reading {path}{megabytes}")))
 
 
 def _parse_mapping(words: list[str]) -> dict[str, str]:

@@ -12,12 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.chart import Chart
-from holdfast.cli.output import Json, console, emit, titled_table
+from holdfast.cli.output import Json, emit, titled_table
+from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import RunDirError
 from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.rundiff import curves
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 from holdfast.diagnosis.rundiff.report import DiffReport
+from holdfast.reports.console import console
 
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _HEIGHT = 10
@@ -54,7 +56,7 @@ def diff(
 
 def _print_report(out: Console, report: DiffReport, a: ComparedRun, b: ComparedRun) -> None:
     """Print verdict, picture, suspects, what could not be compared, and what to do."""
-    out.print(_text(report.verdict.text, "bold"))
+    out.print(_text(report.verdict.text, "bold"), soft_wrap=True)
     out.print()
     if (picture := _picture(report, a, b, min(out.width, _MAX_WIDTH))) is not None:
         out.print(picture)
@@ -91,8 +93,8 @@ def _picture(report: DiffReport, a: ComparedRun, b: ComparedRun, width: int) -> 
 
 
 def _text(words: str, style: str = "default") -> Text:
-    """Return text from a log without terminal control characters."""
-    return Text("".join(letter if letter.isprintable() else "?" for letter in words), style=style)
+    """Return text from a log as one line."""
+    return Text(clean(words), style=style)
 
 
 def _suspects(report: DiffReport) -> Table | None:

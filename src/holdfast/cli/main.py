@@ -14,6 +14,7 @@ Exit statuses:
 from __future__ import annotations
 
 import errno
+import io
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -23,7 +24,7 @@ import typer
 import holdfast
 from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, overrides, plan, prepare, train
 from holdfast.cli.checked_command import CheckedCommand
-from holdfast.cli.output import emit
+from holdfast.cli.output import echo, emit
 from holdfast.core.base.errors import ConfigError, HoldfastError, PolicyStop
 
 EXIT_ERROR = 1
@@ -41,7 +42,7 @@ _with_overrides = app.command(
 app.command(cls=CheckedCommand)(demo.demo)
 _with_overrides(train.train)
 app.command(cls=CheckedCommand)(prepare.prepare)
-app.command(cls=CheckedCommand)(init.init)
+app.command(cls=init.InitCommand)(init.init)
 _with_overrides(check.check)
 app.command(cls=CheckedCommand)(ack.ack)
 app.command(cls=CheckedCommand)(diagnose.diagnose)
@@ -52,7 +53,7 @@ app.add_typer(checkpoints.app)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"holdfast {holdfast.__version__}")
+        echo(f"holdfast {holdfast.__version__}")
         raise typer.Exit
 
 
@@ -71,6 +72,7 @@ def _holdfast(
       holdfast train configs/tiny.toml run the reference trainer
       holdfast prepare a.txt -o a.tok  make a token file from text
       holdfast init                    write a policy file with comments
+      holdfast init --slurm -- train.py    write a batch script for Slurm
       holdfast check holdfast.toml     list every error in a policy file
       holdfast ack runs/a              acknowledge a stopped run and reset its recovery budgets
       holdfast diagnose runs/a         explain what happened to a run, from any tool's log
@@ -102,14 +104,17 @@ def _run(words: list[str]) -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
             raise
         message = f"{error.filename or 'output'}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        typer.echo(f"error: {message}", err=True)
+        echo(f"error: {message}", err=True)
         if not (isinstance(error, OSError) and error.errno == errno.ENOSPC):
             _emit_errors(words, error.errors if isinstance(error, ConfigError) else [message])
         if isinstance(error, PolicyStop):
             return int(error.code or EXIT_ERROR)
         return EXIT_BAD_CONFIG if isinstance(error, ConfigError) else EXIT_ERROR
     except _UsageError as error:
-        error.show()
+        usage = io.StringIO()
+        error.show(usage)
+        for line in usage.getvalue().splitlines():
+            echo(line, err=True)
         _emit_errors(words, [error.format_message()])
         return int(error.exit_code)
 

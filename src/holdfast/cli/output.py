@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from holdfast.core.base.clean import clean_lines
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 def emit(answer: dict[str, Any]) -> None:
     """Print a command's whole answer as JSON. Call it once per command."""
-    typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2))
+    # json escapes every control character but this one.
+    typer.echo(json.dumps(msgspec.to_builtins(answer), indent=2).replace("\x7f", "\\u007f"))
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console that prints question marks for characters that the stream's encoding lacks."""
-    stream = sys.stderr if stderr else sys.stdout
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")
-    return Console(file=stream, highlight=False)
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a message after cleaning it."""
+    typer.echo(clean_lines(text), err=err)
 
 
 def titled_table(title: str, *columns: str) -> Table:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
 
-import typer
-
+from holdfast.cli.output import echo
 from holdfast.core.base.errors import ConfigError
 from holdfast.reference.config import find_config
 
@@ -39,7 +38,7 @@ def load_config(command: str, words: list[str], load: Callable[[str, list[str]],
         raise ConfigError([*errors, f"no file named; write: {usage}"], command)
     source = find_config(named)
     if source != named and os.environ.get("RANK", "0") == "0":
-        typer.echo(f"{named}: not in this folder; using the file that ships with holdfast: {source}", err=True)
+        echo(f"{named}: not in this folder; using the file that ships with holdfast: {source}", err=True)
     try:
         config = load(source, assignments)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""`holdfast plan`: recommends how often to save, and estimates the useful share of the time."""
+"""`holdfast plan`: recommends how often to save, and counts the snapshots of a model that fit into memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli import plan_report
-from holdfast.cli.output import Json, console, emit, format_count, format_duration
+from holdfast.cli import plan_memory, plan_report
+from holdfast.cli.output import Json, emit, format_count, format_duration
 from holdfast.cli.plan_report import PlanInputs, SourcedValue
+from holdfast.core.base.clean import clean
 from holdfast.core.base.config import CheckpointSection
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.checkpoints import cadence
 from holdfast.core.checkpoints.measured import MeasuredCosts, measure
-from holdfast.reports.clean import clean
+from holdfast.reports.console import console
 
 _DURATION = re.compile(r"(\d{1,12}(?:\.\d{0,9})?|\.\d{1,9})\s*(ms|s|m|h|d)?", re.ASCII)
 _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -52,14 +53,38 @@ def plan(
     every: Annotated[
         int | None, typer.Option("--every", min=1, max=10**12, help="Current steps between saves.")
     ] = None,
+    params: Annotated[
+        str | None,
+        typer.Option("--params", metavar="COUNT", help="Count the snapshots of a model of this size: 7b, 350m."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="With --params: dtype of the trained parameters.")] = "fp32",
+    optimizer_states: Annotated[
+        int,
+        typer.Option("--optimizer-states", min=0, max=64, help="With --params: tensors of that size; Adam has 2."),
+    ] = 2,
+    state_dtype: Annotated[
+        str | None, typer.Option("--state-dtype", help="With --params: their dtype, if not that of the parameters.")
+    ] = None,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=10**9, help="With --params: ranks of the job.")] = 1,
+    ranks_per_host: Annotated[
+        int | None, typer.Option("--ranks-per-host", min=1, max=10**6, help="With --params: up to 8 if not given.")
+    ] = None,
+    host_memory: Annotated[
+        str | None, typer.Option("--host-memory", metavar="SIZE", help="With --params: free memory of a host: 512gb.")
+    ] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option("--memory-gb", help="With --params: [snapshot] memory_gb, of each rank.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Recommend how often to save, and estimate the goodput.
+    """Recommend how often to save, and estimate the goodput; or count the snapshots that fit into memory.
 
     Goodput is the useful share of the time (Young, Daly).
     A save costs a stall; a failure costs the training since the last good save. RUN is measured: step time, saves,
     restarts, failures. An option replaces the measured value. TIME is 90, 90s, 12m, 36h or 90d.
     Without RUN, --save-cost, --step-time, --restart and a failure rate are needed.
+    With --params: the size of the state on a rank, replicated (DDP) or sharded (FSDP), how many copies of it fit into
+    host memory, and how far back a rollback in memory reaches.
     Exit status: 0 done; 78 values are wrong or missing, all of them listed.
 
     \b
@@ -69,8 +94,30 @@ def plan(
       holdfast plan runs/a --world 1024
       holdfast plan --save-cost 12 --step-time 0.8 --mtbf 36h --restart 5m
       holdfast plan --save-cost 12 --step-time 0.8 --nodes 128 --node-mtbf 90d --restart 5m --every 1000
+      holdfast plan --params 7b --ranks 8 --host-memory 1tb
+      holdfast plan --params 70b --dtype bf16 --state-dtype fp32 --ranks 64 --ranks-per-host 8 --host-memory 2tb --json
     """
     errors: list[str] = []
+    if params is not None:
+        cadence_options = {
+            "RUN": run, "--save-cost": save_cost, "--write-time": write_time, "--step-time": step_time, "--mtbf": mtbf,
+            "--node-mtbf": node_mtbf, "--failures-per-day": failures_per_day, "--nodes": nodes, "--world": world,
+            "--restart": restart, "--every": every,
+        }  # fmt: skip
+        given_too = [name for name, value in cadence_options.items() if value is not None]
+        options = plan_memory.MemoryOptions()
+        if given_too:
+            options.errors.append(
+                f"--params counts snapshots, {', '.join(given_too)} plan saves: run the command twice"
+            )
+        planned = options.read(
+            params, dtype, state_dtype, optimizer_states, ranks, ranks_per_host, host_memory, memory_gb, certify_after
+        )
+        if as_json:
+            emit(plan_memory.answer(*planned))
+        else:
+            plan_memory.print_report(console(), *planned)
+        return
     given = {
         "save cost": _parse_duration("--save-cost", save_cost, errors, allow_zero=True),
         "write time": _parse_duration("--write-time", write_time, errors, allow_zero=True),

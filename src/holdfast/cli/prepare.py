@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 
-from holdfast.cli.output import Json, emit
+from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.errors import ConfigError, DataError
 from holdfast.reference.prepare import prepare as make_token_file
+from holdfast.reports.console import console
 
 
 def prepare(
@@ -34,9 +34,9 @@ def prepare(
       holdfast prepare book.txt -o data/book.tokens --json
     """
     total = sum(path.stat().st_size for path in inputs if path.is_file())
-    console = Console(stderr=True)
+    errors = console(stderr=True)
     try:
-        with Progress(console=console, disable=as_json or not console.is_terminal) as bar:
+        with Progress(console=errors, disable=as_json or not errors.is_terminal) as bar:
             task = bar.add_task("tokens", total=total)
             report = make_token_file(
                 inputs, output, tokenizer, field, lambda done, count: bar.update(task, completed=done)
@@ -46,6 +46,6 @@ def prepare(
     if as_json:
         emit({"ok": True, **report})
         return
-    typer.echo(f"{report['output']}: {report['tokens']:,} tokens, vocabulary {report['vocab_size']}")
+    echo(f"{report['output']}: {report['tokens']:,} tokens, vocabulary {report['vocab_size']}")
     if report["skipped_lines"]:
-        typer.echo(f"{report['skipped_lines']} lines had no text under {field!r} and were skipped", err=True)
+        echo(f"{report['skipped_lines']} lines had no text under {field!r} and were skipped", err=True)

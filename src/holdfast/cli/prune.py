@@ -12,17 +12,25 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli import verify
-from holdfast.cli.output import Json, console, emit, format_count
-from holdfast.cli.run_paths import WRITER, checkpoint_bytes, checkpoint_settings, find_run, lock, open_journal
+from holdfast.cli.output import Json, emit, format_count
+from holdfast.cli.run_paths import (
+    WRITER,
+    checkpoint_bytes,
+    checkpoint_folder,
+    checkpoint_settings,
+    find_run,
+    lock,
+    open_journal,
+)
+from holdfast.core.base.clean import clean
 from holdfast.core.base.config import CheckpointSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry
-from holdfast.core.checkpoints.folder import Folder
-from holdfast.core.checkpoints.resume import CHECKPOINTS, Survey, survey
+from holdfast.core.checkpoints.resume import Survey, survey
 from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
 from holdfast.core.record.rundir import RunDir
-from holdfast.reports.clean import clean
+from holdfast.reports.console import console
 
 SCHEMA = "holdfast.checkpoints.prune/1"
 EXIT_NOT_DONE = 1
@@ -180,12 +188,13 @@ def _remove(folder: RunDir, removals: list[Removal]) -> tuple[list[Removal], lis
     """Journal and remove each checkpoint; return those removed, and those that failed with the reason."""
     removed: list[Removal] = []
     failed: list[tuple[Removal, str]] = []
+    checkpoints = checkpoint_folder(folder)
     with open_journal(folder) as log:
         for removal in removals:
             step, name = removal.saved.step, removal.saved.name
             log.write("checkpoint", durable=True, status="pruned", step=step, name=name, why=removal.why, by=WRITER)
             try:
-                Folder(folder.path / CHECKPOINTS).remove(name)
+                checkpoints.remove(name)
             except RunDirError as error:
                 failed.append((removal, str(error)))
             else:

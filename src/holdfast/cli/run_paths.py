@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from holdfast.cli.output import echo
+from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import RunDirError
+from holdfast.core.checkpoints.folder import Folder, is_unfinished
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.core.record import facts, journal
 from holdfast.core.record.rundir import RunDir
-from holdfast.reports.clean import clean
 
 WRITER = "holdfast checkpoints"
 """`by` of journal events that a command wrote, not the run"""
@@ -35,16 +37,23 @@ def find_run(text: str, *, needs_journal: bool = False) -> RunDir:
         cure = "name its run directory" if home is None else f"name the run directory it is in: {clean(str(home.path))}"
         raise RunDirError(f"{shown} is one checkpoint; {cure}")
     run = RunDir(path.parent if path.resolve().name == CHECKPOINTS else path)
-    if not (run.journal.is_file() if needs_journal else is_run(run)):
+    if not (os.path.lexists(run.journal) if needs_journal else is_run(run)):
         missing = "" if needs_journal else f"no {CHECKPOINTS}, no {run.run.name} and "
         inside = sorted(child.parent.name for child in path.glob(f"*/{run.journal.name}"))
         cure = f"did you mean {clean(str(path / inside[0]))}?" if inside else "name the run_dir of a Guard"
         raise RunDirError(f"{shown} is not a run directory: it has {missing}no {run.journal.name}; {cure}")
+    _report_skipped_events(run)
     return run
 
 
+def _report_skipped_events(run: RunDir) -> None:
+    with contextlib.suppress(OSError):
+        if (skipped := journal.read(run.journal).describe_skipped()) is not None:
+            echo(f"holdfast: {run.journal}: {skipped}", err=True)
+
+
 def is_run(run: RunDir) -> bool:
-    return os.path.isdir(run.path / CHECKPOINTS) or run.journal.is_file() or run.run.is_file()
+    return os.path.isdir(run.path / CHECKPOINTS) or os.path.lexists(run.journal) or os.path.lexists(run.run)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -53,7 +62,10 @@ def is_checkpoint(path: Path) -> bool:
 
 def run_of(checkpoint: Path) -> RunDir | None:
     """Return the run directory that a checkpoint is in, or None if it was copied elsewhere."""
-    parent = checkpoint.resolve().parent
+    named = Path(
+        os.path.abspath(checkpoint)
+    ).parent  # of a checkpoints folder that is a link, the run that has the link
+    parent = named if named.name == CHECKPOINTS else checkpoint.resolve().parent
     return RunDir(parent.parent) if parent.name == CHECKPOINTS else None
 
 
@@ -70,7 +82,7 @@ def lock(run: RunDir) -> Iterator[None]:
 @contextlib.contextmanager
 def open_journal(run: RunDir) -> Iterator[journal.Journal]:
     """Open the journal of a locked run for writing."""
-    log = journal.Journal(run.journal)
+    log = journal.Journal(run.journal, check=run.check_held)
     try:
         yield log
     finally:
@@ -91,6 +103,12 @@ def checkpoint_settings(run: RunDir) -> dict[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
+def checkpoint_folder(run: RunDir) -> Folder:
+    """Return the checkpoints of a locked run, to be changed."""
+    identity = (facts.read_run_json(run.run) or {}).get("run")
+    return Folder(run.path / CHECKPOINTS, identity if isinstance(identity, str) else None, run.check_held)
+
+
 def checkpoint_bytes(checkpoint: Path) -> int:
     """Return the size of the files in a checkpoint; unreadable files count as 0."""
     total = 0
@@ -105,5 +123,5 @@ def checkpoint_bytes(checkpoint: Path) -> int:
 def unfinished_checkpoints(run: RunDir) -> list[str]:
     """Return the temporary folders of checkpoints that are being written or removed, or that a kill left behind."""
     with contextlib.suppress(OSError):
-        return sorted(n for n in os.listdir(run.path / CHECKPOINTS) if n.startswith((".tmp-", ".gone-")))
+        return sorted(filter(is_unfinished, os.listdir(run.path / CHECKPOINTS)))
     return []

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from holdfast.cli.output import Json, emit
+from holdfast.cli.output import Json, echo, emit
 from holdfast.cli.overrides import load_config
 from holdfast.core.base.errors import ConfigError, DataError, MissingDependency, RunDirError, SetupError
 from holdfast.reference.config import TrainConfig, load
@@ -56,7 +56,7 @@ def train(
     if result.stopped is not None:
         cure = "the same command resumes it" if result.checkpoint else "there is no checkpoint to resume from"
         if is_rank_0:
-            typer.echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
+            echo(f"stopped at step {result.steps}: {result.stopped}; {cure}", err=True)
         raise typer.Exit(EXIT_RESUME if result.checkpoint else EXIT_NOT_RESUMABLE)
 
 

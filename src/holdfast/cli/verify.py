@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from holdfast.cli.output import Json, console, emit, format_count
-from holdfast.cli.run_paths import WRITER, checkpoint_bytes, find_run, is_checkpoint, lock, open_journal, run_of
+from holdfast.cli.output import Json, emit, format_count
+from holdfast.cli.run_paths import (
+    WRITER,
+    checkpoint_bytes,
+    checkpoint_folder,
+    find_run,
+    is_checkpoint,
+    lock,
+    open_journal,
+    run_of,
+)
+from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints import verify as checking
@@ -24,7 +33,7 @@ from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.core.record.rundir import RunDir
-from holdfast.reports.clean import clean
+from holdfast.reports.console import console
 
 SCHEMA = "holdfast.checkpoints.verify/1"
 EXIT_DAMAGED = 1
@@ -70,9 +79,9 @@ def verify(
         if mark:
             for run in _runs_of(targets):
                 stack.enter_context(lock(run))
-        results = check(targets, quiet=as_json)
+        results = check(list(targets), quiet=as_json)
         if mark:
-            results = [_mark_if_damaged(result) for result in results]
+            results = [_mark_if_damaged(result, targets[result.path]) for result in results]
     damaged = sum(r.damage is not None for r in results)
     if as_json:
         emit(_to_json(results, skipped))
@@ -82,42 +91,38 @@ def verify(
         raise typer.Exit(EXIT_DAMAGED if damaged else EXIT_NOTHING)
 
 
-def _find_targets(paths: list[str], every: bool) -> tuple[list[Path], int]:
-    """Return the checkpoints to read, each once, and the number skipped because they are known to be unusable."""
-    targets: dict[Path, None] = {}
+def _find_targets(paths: list[str], every: bool) -> tuple[dict[Path, RunDir | None], int]:
+    """Return the checkpoints to read with their runs, and the number skipped because they are known to be unusable."""
+    targets: dict[Path, RunDir | None] = {}
     skipped = 0
     for text in paths:
         path = Path(text)
         if path.is_dir() and is_checkpoint(path):
-            targets[path.resolve()] = None
+            targets[path.resolve()] = run_of(path)
             continue
         if not path.exists() and is_checkpoint(path):
             raise RunDirError(f"{clean(text)}: no such checkpoint; list them with: holdfast checkpoints ls RUN")
-        entries = Folder(find_run(text).path / CHECKPOINTS).entries()
+        run = find_run(text)
+        entries = Folder(run.path / CHECKPOINTS).entries()
         wanted = [e for e in entries if every or e.damage is not None or e.health in (Health.GOOD, Health.CANDIDATE)]
         skipped += len(entries) - len(wanted)
-        targets |= {e.path: None for e in reversed(wanted)}
-    return list(targets), skipped
+        targets |= {e.path: run for e in reversed(wanted)}
+    return targets, skipped
 
 
-def _runs_of(targets: list[Path]) -> list[RunDir]:
+def _runs_of(targets: dict[Path, RunDir | None]) -> list[RunDir]:
     """Return the runs of the checkpoints, each once; raise RunDirError for a checkpoint outside a run."""
     runs: dict[Path, RunDir] = {}
-    for path in targets:
-        run = run_of(path)
+    for path, run in targets.items():
         if run is None:
             raise RunDirError(f"{clean(str(path))} is not in a run directory's {CHECKPOINTS}: verify it without --mark")
-        runs[run.path] = run
+        runs.setdefault(run.path, run)
     return list(runs.values())
 
 
 def check(targets: list[Path], *, quiet: bool = False) -> list[VerifiedCheckpoint]:
     """Verify each checkpoint, with a progress bar on a terminal. Leave out those that a live run removes meanwhile."""
-    errors = Console(stderr=True)
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-        console=errors, transient=True, disable=quiet or not errors.is_terminal,
-    )  # fmt: skip
+    bar = progress_bar(quiet)
     entries = {path: read_entry(path) for path in targets}
     results: list[VerifiedCheckpoint] = []
     with bar:
@@ -134,6 +139,15 @@ def check(targets: list[Path], *, quiet: bool = False) -> list[VerifiedCheckpoin
     return results
 
 
+def progress_bar(quiet: bool) -> Progress:
+    """Return a progress bar in bytes, which is shown on a terminal only."""
+    errors = console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        TimeRemainingColumn(), console=errors, transient=True, disable=quiet or not errors.is_terminal,
+    )  # fmt: skip
+
+
 def _data_bytes(entry: CheckpointEntry | None) -> int:
     return 0 if entry is None or entry.manifest is None else sum(f.bytes for f in entry.manifest.files.values())
 
@@ -142,19 +156,18 @@ def _progress_callback(bar: Progress, task: Any, before: int) -> Callable[[int, 
     return lambda done, total: bar.update(task, completed=before + done)
 
 
-def _mark_if_damaged(result: VerifiedCheckpoint) -> VerifiedCheckpoint:
+def _mark_if_damaged(result: VerifiedCheckpoint, run: RunDir | None) -> VerifiedCheckpoint:
     """Mark a damaged checkpoint as bad, first in the journal, if its own small files are intact."""
     entry = read_entry(result.path)
     if result.damage is None or entry is None or entry.damage is not None or entry.health is Health.BAD:
         return result
-    run = run_of(result.path)
     assert run is not None, "_runs_of has checked this"
     bad = str(Health.BAD)
     with open_journal(run) as log:
         log.write(
             "checkpoint", durable=True, status=bad, step=entry.step, name=entry.name, why=result.damage, by=WRITER
         )
-    Folder(run.path / CHECKPOINTS).mark(entry.name, Health.BAD, result.damage, time.time())
+    checkpoint_folder(run).mark(entry.name, Health.BAD, result.damage, time.time())
     return result._replace(is_marked=True, health=bad)
 
 

@@ -25,7 +25,12 @@ _TORCH_GROUP_KEYS = "default_pg/"
 
 
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the ranks cannot continue: the rank that reports it, its step, the place in the step, and the error."""
+    """Why the ranks cannot continue: the rank, its step, the place in the step, and the error.
+
+    is_dead: the rank's process has ended, and another one reports it.
+    is_error: an exception that may come back at the same step.
+    gives_up: the run must not be restarted.
+    """
 
     rank: int
     step: int
@@ -33,6 +38,9 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
     error: Text
     time: float
     host: Text
+    is_dead: bool = False
+    is_error: bool = False
+    gives_up: bool = False
 
 
 class RankFinished(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,7 +96,7 @@ class Notices:
         return _decode_failure(content)
 
     def failure(self) -> RankFailure | None:
-        content = self._read("failure")
+        content = self.read("failure")
         return None if content is None else _decode_failure(content)
 
     def post_finished(self, finished: RankFinished) -> None:
@@ -104,7 +112,7 @@ class Notices:
         self._store.add(self._key("finished_count"), 1)
 
     def first_finished(self) -> RankFinished | None:
-        return _decode(self._read("finished"), RankFinished)
+        return _decode(self.read("finished"), RankFinished)
 
     def finished_count(self) -> int:
         return int(self._store.add(self._key("finished_count"), 0))
@@ -115,7 +123,7 @@ class Notices:
         self._announce()
 
     def blocked(self) -> BlockedExchange | None:
-        return _decode(self._read("blocked"), BlockedExchange)
+        return _decode(self.read("blocked"), BlockedExchange)
 
     def sign_out(self) -> None:
         """Count this rank as one that needs the store no longer."""
@@ -145,16 +153,19 @@ class Notices:
         posted = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
         return [rank for rank, number in enumerate(posted) if not (number.isdigit() and int(number[:20]) >= count)]
 
+    def post(self, name: str, text: str) -> None:
+        self._store.set(self._key(name), text)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the notice, or None if there is none: `get` alone would wait for it."""
+        key = self._key(name)
+        return bytes(self._store.get(key)) if self._store.check([key]) else None
+
     def _announce(self) -> None:
         self._store.set(self._key("posted"), "1")
 
     def _key(self, name: str) -> str:
         return self._prefix + name
-
-    def _read(self, name: str) -> bytes | None:
-        """Return the notice, or None if there is none: `get` alone would wait for it."""
-        key = self._key(name)
-        return bytes(self._store.get(key)) if self._store.check([key]) else None
 
 
 def _decode_failure(content: bytes) -> RankFailure:

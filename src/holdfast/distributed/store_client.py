@@ -105,11 +105,27 @@ class StoreClient:
         """Return the failure that was posted first, maybe by another rank. None if the store does not answer."""
         return self._try(lambda: self._connected().post_failure(failure))
 
-    def sign_out(self, stay_seconds: float = 0.0) -> None:
-        """Post that this rank needs the store no longer. Wait up to `stay_seconds` for the others: it may host the store."""
+    def post(self, name: str, text: str) -> bool:
+        """Post a text under a name of this session. Return whether the store has it."""
+
+        def call() -> bool:
+            self._connected().post(name, text)
+            return True
+
+        return self._try(call) is not None
+
+    def read(self, name: str) -> bytes | None:
+        """Return the text posted under a name of this session, if any."""
+        return self._try(lambda: self._connected().read(name))
+
+    def sign_out(self, stay_seconds: float = 0.0, absent: int = 0) -> None:
+        """Post that this rank needs the store no longer. Wait up to `stay_seconds` for the others: it may host the store.
+
+        absent: how many ranks are dead and will not sign out.
+        """
         until = time.monotonic() + stay_seconds
         count = self._try(self._sign_out)
-        while count is not None and count < self._size and time.monotonic() < until:
+        while count is not None and count < self._size - absent and time.monotonic() < until:
             time.sleep(0.02)
             count = self._try(lambda: self._connected().signed_out_count())
 

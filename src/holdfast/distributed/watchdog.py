@@ -1,8 +1,9 @@
 """Ends a rank's process if it would otherwise wait forever for another rank.
 
 A rank that fails alone, while its peers wait in a collective, cannot agree with them on what to do. It posts the failure
-to the store. A thread on every rank polls the store, records the cause and ends its process, so that the launcher restarts
-all ranks. A process may end at any instant; the files in the run directory allow for that.
+to the store. A killed rank posts nothing: its neighbours notice it (`peer_links.py`) and post that. A thread on every rank
+polls the store, records the cause and ends its process, so that the launcher restarts all ranks. A process may end at any
+instant; the files in the run directory allow for that.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import torch.distributed as dist
 
 from holdfast.core.base.clock import Clock, SystemClock
 from holdfast.core.base.config import LivenessSection
+from holdfast.core.decide.repeated_failure import is_counted
 from holdfast.distributed.notices import BlockedExchange, RankFailure, RankFinished, truncate
+from holdfast.distributed.peer_links import PeerAddress, PeerLinks
 from holdfast.distributed.pings import Pings
 from holdfast.distributed.store_client import CALL_SECONDS, StoreClient
 from holdfast.distributed.timed_caller import call_with_timeout
@@ -32,6 +36,7 @@ log = logging.getLogger("holdfast")
 
 EXIT_FAILED = 1
 EXIT_RESTART = 75
+EXIT_GAVE_UP = 70
 
 _STAY_SECONDS = 1.5
 """how long a rank that must exit waits for the others to read why"""
@@ -41,6 +46,8 @@ _BLOCKED_SECONDS = 1.5
 """after this time in one exchange a rank posts that it is blocked, so that the others can tell whether they will join"""
 _CAUSE_SECONDS = 0.5
 """a broken collective is the consequence of some failure; for this long its cause may still be posted"""
+_DEAD_SECONDS = 2.0
+"""the same, if the collective raised: until its neighbours have noticed and posted that a rank is dead"""
 _WRITE_SECONDS = 2.0
 
 
@@ -82,12 +89,14 @@ class StoreWatchdog:
         self._exchange: BlockedExchange | None = None
         self._finished_after: int | None = None
         self._own_failure: RankFailure | None = None
+        self._may_restart = False
         self._pings = Pings(size, liveness.timeout_seconds)
         self._wake = threading.Event()
         self._stop = threading.Event()
 
-        # Written by the watchdog thread; the training thread reads the first three.
+        # Written by the watchdog thread; the training thread reads the first four.
         self._cause: RankFailure | None = None
+        self._cause_known = threading.Event()
         self._failure_posted = threading.Event()
         self._all_finished = threading.Event()
         self._now = 0.0
@@ -104,6 +113,8 @@ class StoreWatchdog:
         self._pid = os.getpid()
         self._polled_at = self._clock.monotonic()
         self._client = StoreClient(self._rank, self._size, self._session, store)
+        self._links = PeerLinks(self._rank, self._size)
+        self._links.listen(store)
         self._thread = threading.Thread(target=self._run, name="holdfast-watchdog", daemon=True)
         self._thread.start()
 
@@ -126,14 +137,20 @@ class StoreWatchdog:
         if every and step % every == 0 and self._is_running():
             self._pings.launch(step)
 
-    def report_failure(self, error: BaseException, step: int, where: str) -> None:
+    def report_failure(self, error: BaseException, step: int, where: str, *, gives_up: bool = False) -> None:
         if not self._is_running() or self._own_failure is not None:
             return
         type_name = type(error).__name__
         failure = self._failure(step, where, f"{type_name}: {error}")
+        failure = msgspec.structs.replace(failure, is_error=is_counted(error), gives_up=gives_up)
+        if _is_broken_collective(error):
+            self._wake.set()
+            self._cause_known.wait(_DEAD_SECONDS)
         short_trace = truncate("".join(traceback.format_exception(error, limit=-8)), 8000)
         cause = self._cause  # if known, this error is its consequence and the watchdog thread ends the process
         follows = None if cause is None else cause.rank
+        if cause is not None:
+            failure = msgspec.structs.replace(failure, is_error=False)
         self._record("failed", failure, type=type_name, traceback=short_trace, follows=follows)
         if cause is None:
             self._own_failure = failure  # text only: the error's frames would keep the step's tensors alive
@@ -156,10 +173,11 @@ class StoreWatchdog:
                 seconds,
             )
 
-    def close(self) -> None:
+    def close(self, *, may_restart: bool = False) -> None:
         """Stop the thread. After a failure it keeps running until the process ends."""
         if self._thread is None or not self._is_running() or self._own_failure is not None:
             return
+        self._may_restart = may_restart
         self._stop.set()
         self._wake.set()
         self._thread.join(2 * CALL_SECONDS)
@@ -177,9 +195,12 @@ class StoreWatchdog:
                 self._wake.wait(self._config.poll_seconds)
                 self._wake.clear()
             self._client.sign_out()
+            if self._may_restart:
+                self._client.prepare_restart()
         except Exception:
             log.exception("the watchdog of rank %d has crashed: if this rank fails, the others may hang", self._rank)
         finally:
+            self._links.say_goodbye()
             self._failure_posted.set()
             self._all_finished.set()
             self._pings.clear()
@@ -193,11 +214,15 @@ class StoreWatchdog:
         # With a ping under way this rank has not finished: the others may need it to complete the collective.
         finished_after = None if self._pings.any_pending else self._finished_after
         blocked = self._blocked_exchange()
+        self._links.connect(self._client.post, self._client.read)
+        dead = self._links.find_dead()  # before the store is read: a rank that fails posts why before it ends
         reading = self._client.poll(self._now, self._pings.launched, finished_after, blocked)
         if self._stop.is_set():
             return
         if reading.failure is not None:
             self._shut_down("peer_failed", reading.failure)
+        elif dead is not None:
+            self._shut_down("peer_dead", self._death(dead))
         elif (failure := self._store_gone()) is not None:
             self._shut_down("store_gone", failure)
         elif (failure := self._out_of_step(reading.finished, reading.blocked, blocked)) is not None:
@@ -285,14 +310,16 @@ class StoreWatchdog:
     def _shut_down(self, event: str, failure: RankFailure) -> None:
         """Record the failure, which this rank found or another one posted, as `event`, and end the process."""
         self._cause = failure
+        self._cause_known.set()
         self._record(event, failure)
         self._log_error(_describe(failure, self._rank))
         if event != "peer_failed":
             self._client.post_failure(failure)
-        self._client.sign_out(_STAY_SECONDS)
+        self._links.say_goodbye()
+        self._client.sign_out(_STAY_SECONDS, absent=int(failure.is_dead))
         self._client.prepare_restart()
         if self._own_failure is None:
-            self._end_process(EXIT_RESTART)
+            self._end_process(EXIT_GAVE_UP if failure.gives_up else EXIT_RESTART)
         else:  # it failed meanwhile: let its own error end the process
             self._set_deadline()
 
@@ -303,7 +330,8 @@ class StoreWatchdog:
             if first is not None and first.rank != self._rank:
                 self._record("peer_failed", first)
                 self._log_error(_describe(first, self._rank))
-            self._client.sign_out(_STAY_SECONDS)
+            self._links.say_goodbye()
+            self._client.sign_out(_STAY_SECONDS, absent=int(first is not None and first.is_dead))
             self._client.prepare_restart()
             self._set_deadline()
         elif self._now >= self._deadline:
@@ -335,12 +363,25 @@ class StoreWatchdog:
             host=truncate(socket.gethostname(), 200),
         )
 
+    def _death(self, peer: PeerAddress) -> RankFailure:
+        return RankFailure(
+            rank=peer.rank,
+            step=-1 if self._step is None else self._step,
+            where="its process",
+            error=f"{peer.describe()} has ended without reporting a failure: was it killed?",
+            time=self._clock.wall(),
+            host=peer.host,
+            is_dead=True,
+        )
+
     def _record(self, event: str, failure: RankFailure, **more: Any) -> None:
         fields = {"rank": failure.rank, "step": failure.step, "where": failure.where, "error": failure.error}
 
         def write() -> None:
             try:
-                self._write_record(event, **fields, host=failure.host, posted=failure.time, **more)
+                self._write_record(
+                    event, **fields, host=failure.host, posted=failure.time, is_error=failure.is_error, **more
+                )
             except Exception as error:
                 log.error("holdfast: rank %d could not record the event %r: %s", self._rank, event, error)
 
@@ -354,10 +395,20 @@ def _describe(failure: RankFailure, rank: int) -> str:
     step = "between steps" if failure.step < 0 else f"in step {failure.step}"
     if failure.rank == rank:
         return f"rank {rank} cannot continue {step} ({failure.where}): {failure.error}; all ranks exit for a restart"
+    end = "exits, and the run gives up: this failure came back too often" if failure.gives_up else "exits for a restart"
     return (
-        f"rank {failure.rank} failed {step} ({failure.where}): {failure.error}; rank {rank} exits for a restart. "
+        f"rank {failure.rank} failed {step} ({failure.where}): {failure.error}; rank {rank} {end}. "
         f"See the log of rank {failure.rank} on {failure.host}, and its file under ranks/ in the run directory"
     )
+
+
+def _is_broken_collective(error: BaseException | None) -> bool:
+    """Return whether torch's collectives raised it, or what it follows from: another rank may be the cause."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _flush_output() -> None:

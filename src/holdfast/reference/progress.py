@@ -7,16 +7,18 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 
+from holdfast.core.base.clean import clean
 from holdfast.core.base.types import Outcome
 from holdfast.reference.config import TrainConfig
 from holdfast.reference.trainer import TrainResult
+from holdfast.reports.console import console as clean_console
 
 
 class TerminalProgress:
     """Shows a run on stderr: a bar if it is a terminal, a line every `log_every` steps if it is not."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or clean_console(stderr=True)
         self._bar: Progress | None = None
         self._task: Any = None
         self._every = 1
@@ -27,7 +29,7 @@ class TerminalProgress:
     def show_begin(self, config: TrainConfig, about: dict[str, Any]) -> None:
         self._every, self._steps = config.train.log_every, config.train.steps
         self._tokens = about["tokens_per_step"]
-        sources = ", ".join(f"{s['name']} ({s['tokens']:,} tokens)" for s in about["data"])
+        sources = ", ".join(f"{clean(s['name'])} ({s['tokens']:,} tokens)" for s in about["data"])
         ranks = f"{about['ranks']} ranks ({about['layout']}) of " if about.get("ranks", 1) > 1 else ""
         self._print(f"{about['parameters']:,} parameters, {about['precision']}, on {ranks}{about['device']}; {sources}")
         if self._console.is_terminal:
@@ -60,7 +62,7 @@ class TerminalProgress:
     def show_recovery(self, outcome: Outcome) -> None:
         plan = outcome.plan
         if plan is not None:
-            self._print(f"step {outcome.step}  {outcome.status.replace('_', ' ')}: {plan.reason}")
+            self._print(f"step {outcome.step}  {outcome.status.replace('_', ' ')}: {clean(plan.reason)}")
 
     def show_end(self, result: TrainResult) -> None:
         self.close()
@@ -71,7 +73,7 @@ class TerminalProgress:
         )
         self._print(str(result.summary))
         records = "HOLDFAST_OFF=1 writes none" if result.summary.status == "off" else result.run_dir
-        self._print(f"eval loss {result.eval_loss:.4f}; records: {records}")
+        self._print(f"eval loss {result.eval_loss:.4f}; records: {clean(records)}")
 
     def close(self) -> None:
         if self._bar is not None:

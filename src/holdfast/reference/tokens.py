@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.core.base import durable
 from holdfast.core.base.errors import DataError
 
 _MAGIC = "holdfast-tokens"
@@ -50,10 +51,10 @@ class TokenWriter:
 
     def __init__(self, path: Path, vocab_size: int, tokenizer: str) -> None:
         self._path = path
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        self._temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
         self._dtype = dtype_for(vocab_size)
         self._header: dict[str, Any] = {"format": _MAGIC, "vocab_size": vocab_size, "tokenizer": tokenizer}
-        self._file = self._temporary.open("wb")
+        self._file = os.fdopen(durable.create_file(self._temporary), "wb")
         self._file.write(b"\0" * _HEADER)
         self.count = 0
 

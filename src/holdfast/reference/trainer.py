@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from holdfast.compose import Guard
+from holdfast.core.base import durable
 from holdfast.core.base.errors import ConfigError, DataError, SetupError
 from holdfast.core.base.types import Outcome
 from holdfast.core.record.tally import Summary
@@ -421,7 +422,7 @@ def build(config: TrainConfig, *, faults: FaultInjector | None = None) -> Traine
 def check_run_dir(path: str, key: str = "[train] run_dir =", command: str = "train") -> None:
     """Raise ConfigError if the folder cannot be created or written; `key` is the setting that named it."""
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        durable.make_folder(Path(path))
         with tempfile.NamedTemporaryFile(prefix=".probe.", dir=path):  # a name that no other rank uses
             pass
     except OSError as error:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+from holdfast.core.base.clean import clean
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part, Postmortem
-from holdfast.reports.clean import escape_code, escape_markdown
+
+_MARKDOWN = re.compile(r"([\\`*\[\]<>|~])")
+_LEADING = re.compile(r"^(\s*)([#+=-]|\d+[.)](?=\s))")
 
 
 def render_postmortem(postmortem: Postmortem) -> str:
@@ -29,3 +34,16 @@ def _render(part: Part) -> str:
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(escape_markdown(cell) for cell in cells) + " |"
+
+
+def escape_markdown(text: str) -> str:
+    """Return the text as one line that markdown shows unchanged."""
+    text = _MARKDOWN.sub(r"\\\1", clean(text))
+    return _LEADING.sub(
+        lambda m: f"{m[1]}\\{m[2]}" if not m[2][0].isdigit() else f"{m[1]}{m[2][:-1]}\\{m[2][-1]}", text
+    )
+
+
+def escape_code(text: str) -> str:
+    """Return the text for a code block. It cannot end the block."""
+    return clean(text).replace("```", "'''")

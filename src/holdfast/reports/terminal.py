@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from holdfast.core.base.clean import clean
 from holdfast.diagnosis.diagnose import DiagnosisReport, IncidentVerdict, NoteLine, restored_view, severity_key
 from holdfast.diagnosis.model.answers import fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part, Postmortem
-from holdfast.reports.clean import clean
 from holdfast.reports.curve import draw_curve
 
 FEW_VERDICTS = 6
@@ -30,7 +30,11 @@ _CONTEXT_ROWS = 60
 
 def show(console: Console, table: Table, report: DiagnosisReport, *, everything: bool = False) -> None:
     """Print the report of one run. `everything` shows each incident in full, however many there are."""
-    console.print(_head(report))
+    console.print(
+        Text.assemble((clean(report.path), "bold"), f"  {clean(report.format)}, {report.points} records"),
+        soft_wrap=True,
+    )
+    console.print(_summary(report))
     verdicts = report.verdicts
     shown = list(range(len(verdicts)))
     if len(verdicts) > FEW_VERDICTS:
@@ -60,7 +64,7 @@ def show(console: Console, table: Table, report: DiagnosisReport, *, everything:
 
 
 def show_postmortem(console: Console, postmortem: Postmortem) -> None:
-    console.print(Text(clean(postmortem.title), "bold"))
+    console.print(Text(clean(postmortem.title), "bold"), soft_wrap=True)
     for section in postmortem.sections:
         console.print()
         console.print(Text(clean(f"{section.number}. {section.title}"), "bold cyan"))
@@ -75,10 +79,9 @@ def show_refusal(console: Console, path: str, reason: str) -> None:
     )
 
 
-def _head(report: DiagnosisReport) -> RenderableType:
+def _summary(report: DiagnosisReport) -> RenderableType:
     is_judged = all(limit.code != "no_loss" for limit in report.limits)
-    line = Text.assemble((clean(report.path), "bold"), f"  {clean(report.format)}, {report.points} records\n")
-    return line.append(clean(report.summary), style="red" if report.verdicts else "green" if is_judged else "yellow")
+    return Text(clean(report.summary), "red" if report.verdicts else "green" if is_judged else "yellow")
 
 
 def _overview(verdicts: list[IncidentVerdict], width: int) -> RenderableType:
@@ -99,11 +102,11 @@ def _overview(verdicts: list[IncidentVerdict], width: int) -> RenderableType:
 
 def _verdict(number: int, verdict: IncidentVerdict, table: Table, width: int) -> RenderableType:
     steps, kind = fmt_steps(verdict.step_start, verdict.step_end), INCIDENT_KINDS.get(verdict.kind, verdict.kind)
-    state = f"; in the journal: {verdict.state}" if verdict.state else ""
+    state = f"; in the journal: {clean(verdict.state)}" if verdict.state else ""
     parts: list[RenderableType] = [
         Text.assemble((f"\n{number}. {clean(verdict.kind)}", "bold red"), f" at {steps}: {kind}"),
         _labelled("cause", verdict.cause, "bold"),
-        Text(f"   {verdict.status}, confidence {verdict.confidence:.2f}{state}\n"),
+        Text(f"   {clean(verdict.status)}, confidence {verdict.confidence:.2f}{state}\n"),
         *_charts(table, verdict, width),
     ]
     groups = (("for", verdict.evidence), ("against", verdict.against), ("not checked", verdict.unchecked))

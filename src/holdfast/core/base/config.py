@@ -11,7 +11,6 @@ import os
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
@@ -30,6 +29,7 @@ Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 Rung = Literal["replay", "skip", "rollback", "stop"]
+ShutdownSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU"]
 
 
 def doc(text: str) -> Meta:
@@ -144,6 +144,10 @@ class RecoverSection(ConfigSection, frozen=True):
     lr_ramp_steps: Annotated[Count, doc("committed steps over which it returns to the schedule, linearly")] = 100
     clip_after_rollback: Annotated[NonNegative, doc("gradient clip set together with a cut; 0: unchanged")] = 0.0
     clip_after_rollback_steps: Annotated[Count, doc("committed steps this clip holds for")] = 100
+    max_failure_repeats: Annotated[
+        CountOrZero,
+        doc("restarts that may fail again at the same step with the same error before the run stops; 0: any number"),
+    ] = 2
 
 
 class SnapshotSection(ConfigSection, frozen=True):
@@ -186,6 +190,10 @@ class CheckpointSection(ConfigSection, frozen=True):
     rank_timeout_seconds: Annotated[
         Positive, doc("how long a rank waits for the other ranks' parts of a checkpoint")
     ] = 600.0
+    memory_tier: Annotated[
+        Literal["auto", "on", "off"],
+        doc("also keep the newest certified state in /dev/shm, for a restart; auto: under torchrun --max-restarts"),
+    ] = "auto"
 
 
 class IntegritySection(ConfigSection, frozen=True):
@@ -210,6 +218,22 @@ class LivenessSection(ConfigSection, frozen=True):
     grace_seconds: Annotated[Positive, doc("how long a rank has to end by itself after it or another rank failed")] = (
         3.0
     )
+
+
+class ShutdownSection(ConfigSection, frozen=True):
+    """Signals that end the run with a checkpoint, with exit status 75. They need a run_dir."""
+
+    enabled: Annotated[bool, doc("false: signals end the process at once, as without the guard")] = True
+    signals: Annotated[
+        tuple[ShutdownSignal, ...], doc("which signals; those that the program handles itself are left to it")
+    ] = ("SIGTERM", "SIGINT", "SIGUSR1")
+    deadline_seconds: Annotated[
+        NonNegative,
+        doc(
+            "seconds from the first signal to a forced exit; 0: 25 for SIGTERM under torchrun and Slurm, which kill after "
+            "30; the time left in a Slurm job for other signals; else 120"
+        ),
+    ] = 0.0
 
 
 class QuarantineSection(ConfigSection, frozen=True):
@@ -237,6 +261,15 @@ class JournalSection(ConfigSection, frozen=True):
     fsync: Annotated[bool, doc("force actions to disk before they take effect")] = True
 
 
+class RunSection(ConfigSection, frozen=True):
+    """The run directory."""
+
+    on_lost_folder: Annotated[
+        Literal["continue", "stop"],
+        doc("the run directory is removed during the run: continue, and what is not written waits; or end the run"),
+    ] = "continue"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The whole policy. Every section and every key has a default."""
 
@@ -246,11 +279,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     integrity: IntegritySection = IntegritySection()
     liveness: LivenessSection = LivenessSection()
+    shutdown: ShutdownSection = ShutdownSection()
     quarantine: QuarantineSection = QuarantineSection()
     metrics: MetricsSection = MetricsSection()
     journal: JournalSection = JournalSection()
+    run: RunSection = RunSection()
 
 
+_MAX_BYTES = 1 << 20
+"""the longest file that is read as TOML"""
 RENAMED_KEYS = {
     "detect": {"watch": "advisory", "loss_rise_abs": "loss_rise_initial", "weight_ratio": "weight_norm_ratio"},
     "recover": {"clip_after": "clip_after_rollback", "clip_after_steps": "clip_after_rollback_steps"},
@@ -304,7 +341,11 @@ def load(source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the file as a mapping. Raise ConfigError if it cannot be read or parsed."""
     try:
-        text = Path(path).read_bytes().decode()
+        with open(path, "rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ConfigError([f"is longer than {_MAX_BYTES:,} bytes; name a TOML file"], str(path))
+        text = content.decode()
     except FileNotFoundError:
         raise ConfigError(["no such file; `holdfast init` writes one"], str(path)) from None
     except IsADirectoryError:
@@ -319,7 +360,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         ) from None
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ConfigError([f"is not TOML: {error}"], str(path)) from None
 
 
@@ -456,7 +497,7 @@ def override(config_data: dict[str, Any], assignments: list[str]) -> dict[str, A
                     body.pop(new, None)
             try:
                 body[key] = tomllib.loads(f"value = {value.strip()}")["value"]
-            except (tomllib.TOMLDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 body[key] = value.strip()
     if errors:
         raise ConfigError(errors, "overrides")

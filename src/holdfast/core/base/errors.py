@@ -14,6 +14,8 @@
     ├── InstabilityError               `nan_action = "raise"`: the run is unstable; nothing was applied
     └── PolicyStop (and SystemExit)    the policy stopped the run; a person must look; exit status 70
 
+    Shutdown (SystemExit)              a signal ended the run between two steps; a restart continues it; exit status 75
+
     HoldfastWarning (UserWarning)      something works less well than it could; the message tells what would help
 
 A message tells what is wrong, the value, and the cure. PolicyStop is a SystemExit too, so that a script that does not
@@ -25,9 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.core.base.clean import clean_lines
+
+EXIT_RESTART = 75
+"""the exit status of a process that is to be started again"""
+
 
 class HoldfastError(Exception):
-    """Base of every error that Holdfast raises."""
+    """Base of every error that Holdfast raises. Its message is cleaned: it may hold text from files."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(clean_lines(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(HoldfastError):
@@ -93,5 +103,22 @@ class PolicyStop(HoldfastError, SystemExit):
         self.code = code
 
 
+class Shutdown(SystemExit):
+    """A signal ended the run between two steps. What it has is saved when the guard closes.
+
+    It is no error: no `except Exception` catches it, and if nothing does, the process exits with status 75.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(EXIT_RESTART)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class HoldfastWarning(UserWarning):
     """Something works less well than it could."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(clean_lines(arg) if isinstance(arg, str) else arg for arg in args))

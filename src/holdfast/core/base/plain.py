@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -18,6 +19,14 @@ def plain(value: Any) -> Any:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_convert)
     except Exception:  # keys that are not text, a structure that contains itself
         return _convert_each(value, ())
+
+
+def loads(line: bytes) -> Any:
+    """Parse JSON. Half of a surrogate pair, as in an undecodable path, becomes a question mark: msgspec refuses it."""
+    value = json.loads(line)
+    if b"\\ud" in line.lower():
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    return value
 
 
 def text(value: Any) -> str:

@@ -37,6 +37,8 @@ class Kind(StrEnum):
     SILENT_CORRUPTION = "silent_corruption"
     STATE_JUMP = "state_jump"
     """weights or second moments changed by more than updates can"""
+    STATISTICS_JUMP = "statistics_jump"
+    """one batch changed the running statistics of a normalization out of all proportion"""
 
 
 _FAMILIES = {
@@ -50,8 +52,9 @@ _FAMILIES = {
     Kind.DESYNC: "corruption",
     Kind.SILENT_CORRUPTION: "corruption",
     Kind.STATE_JUMP: "jump",
+    Kind.STATISTICS_JUMP: "statistics",
 }
-ANSWERED_AT_ONCE = frozenset({"nonfinite", "state", "corruption", "jump"})
+ANSWERED_AT_ONCE = frozenset({"nonfinite", "state", "corruption", "jump", "statistics"})
 """families that the policy answers; a finite loss that leaves its course is watched instead"""
 
 
@@ -192,6 +195,8 @@ class SkipData(msgspec.Struct, frozen=True, tag="skip_data", tag_field="action")
 
     batches: int
     around: int
+    samples: tuple[int, ...] = ()
+    """ids to leave out of later epochs too"""
 
 
 class CutLR(msgspec.Struct, frozen=True, tag="cut_lr", tag_field="action"):

@@ -12,7 +12,7 @@ from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, Manifest, is_name, unseal_health, unseal_manifest
 
-_MAX_BYTES = 256 << 20
+_MAX_BYTES = 16 << 20
 
 
 class CheckpointEntry(NamedTuple):
@@ -28,6 +28,8 @@ class CheckpointEntry(NamedTuple):
     damage: str | None = None
     handover: bool = False
     """saved at an orderly stop: the next process resumes from it although it is a candidate"""
+    in_memory: bool = False
+    """it is in the memory tier, not in the run directory"""
 
     @property
     def step(self) -> int:
@@ -94,6 +96,8 @@ def _damaged(path: Path, damage: str, manifest: Manifest | None = None, digest: 
 class TrustedOwners:
     """Decides which files to trust: those of this user, root, or the owner of the run directory, not world-writable.
 
+    In a folder that every user can write to, any of them could put another checkpoint in place: none in it is trusted.
+
     Group-writable files are trusted, since sharing a run with a chosen group is common. Holdfast itself makes folders
     0755 and files 0644 under the umask.
     """
@@ -101,7 +105,19 @@ class TrustedOwners:
     def __init__(self, checkpoint: Path) -> None:
         above = checkpoint.absolute().parent
         self._home = above.parent if above.name == "checkpoints" else above
-        self._owners = {os.geteuid(), 0, durable.retry_interrupted(os.stat, self._home).st_uid}
+        home = durable.retry_interrupted(os.stat, self._home)
+        self._owners = {os.geteuid(), 0, home.st_uid}
+        self._folders = {self._home: home, above: durable.retry_interrupted(os.stat, above)}
+
+    def distrust_folders(self) -> str | None:
+        """Return why the run directory and its checkpoints folder are not trusted, with the cure; None if they are."""
+        for path, status in self._folders.items():
+            mode = stat.S_IMODE(status.st_mode)
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return (
+                    f"{path} can be written by every user (mode {mode:04o}); if its content is yours: chmod o-w {path}"
+                )
+        return None
 
     def distrust(self, name: str, status: os.stat_result) -> str | None:
         """Return why a file is not trusted, with the cure; None if it is."""

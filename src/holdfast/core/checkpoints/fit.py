@@ -48,7 +48,10 @@ class _Rule(NamedTuple):
 _UNSPLIT = ("model", "dtypes", "devices", "optimizers", "data", "tokenizer", "sources", "stages", "argv")
 
 # What changes during a run, or with every process.
-_IGNORED = r"started|run|eval(\..*)?|tokens_per_source(\..*)?|time"
+_IGNORED = (
+    r"started|run|masked|eval(\..*)?|tokens_per_source(\..*)?|time|"
+    r"tied(\..*)?|transient_buffers(\..*)?|optimizer_groups\.\d+\.\d+\.tensors"  # for exports
+)
 
 _RULES = (
     # ---- another run

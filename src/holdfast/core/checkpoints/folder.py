@@ -5,6 +5,9 @@
     .gone-step_00001000   being removed
 
 A process that changes anything here has locked the run; any process may list and read at any time.
+
+The folder may be a link to a scratch disk. It is resolved once, and then has to prove that it is this run's before
+anything in it is removed: by a checkpoint of the run, or by the file `.run` with its identity, made in an empty folder.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.core.base import durable
@@ -31,13 +34,22 @@ from holdfast.core.checkpoints.manifest import (
 
 _TMP = ".tmp-"
 _GONE = ".gone-"
+_OWNER = ".run"
 
 
 class Folder:
-    """RUN/checkpoints. Turns every OSError into a RunDirError with a cure."""
+    """RUN/checkpoints. Turns every OSError into a RunDirError with a cure.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    run: the identity of the run; needed to change anything in a folder that is a link. `check` is called before every
+    change, and raises if this process may not write to the run directory.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], run: str | None = None, check: Callable[[], None] | None = None
+    ) -> None:
+        self._is_link = os.path.islink(path)
+        self.path = Path(path).resolve() if self._is_link else Path(path)
+        self.run, self.check = run, check
 
     def entries(self) -> list[CheckpointEntry]:
         """Return every checkpoint by step and branch, including damaged ones. Reads two small files of each."""
@@ -58,11 +70,14 @@ class Folder:
         """
         path = self.path / f"{_TMP}{self._at(name).name}"
         with _as_run_dir_error(path, "made"):
-            if not os.path.isdir(self.path):
-                durable.retry_interrupted(os.makedirs, self.path, 0o755, exist_ok=True)
+            self._check_change()
+            if self._is_link:
+                self._claim()
+            elif not os.path.isdir(self.path):
+                durable.make_folder(self.path)
                 durable.fsync_folder(self.path.parent)
             durable.remove_tree(path)
-            durable.retry_interrupted(os.mkdir, path, 0o755)
+            durable.make_new_folder(path)
         return path
 
     def publish(
@@ -90,7 +105,8 @@ class Folder:
                     raise RunDirError(f"{path} exists already; remove it, or save on the current branch of the run")
                 record = HealthRecord(health=health, why=why, handover=handover, manifest=seal(manifest)[1], time=time)
                 entry = self._complete(staging, manifest, record)
-                durable.retry_interrupted(os.rename, staging, path)
+                self._check_change()
+                durable.rename(staging, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 durable.remove_tree(staging)
@@ -108,6 +124,7 @@ class Folder:
             raise RunDirError(f"{entry.path} cannot be marked {health}: {entry.damage}; remove it, or restore a copy")
         record = HealthRecord(health=health, why=why, handover=handover, manifest=entry.digest, time=time)
         with _as_run_dir_error(entry.path / HEALTH, "written"):
+            self._check_change(entry)
             durable.replace_file(entry.path / HEALTH, seal(record)[0])
         return entry._replace(health=health, why=why, handover=handover)
 
@@ -115,9 +132,10 @@ class Folder:
         """Remove a checkpoint: rename it, so that it is not listed any more, then delete it; of a link, only the link."""
         path, gone = self._at(name), self.path / f"{_GONE}{name}"
         with _as_run_dir_error(path, "removed"):
+            self._check_change(read_entry(path))
             durable.remove_tree(gone)
             try:
-                durable.retry_interrupted(os.rename, path, gone)
+                durable.rename(path, gone)
             except FileNotFoundError:
                 raise RunDirError(f"{path}: no such checkpoint; {self.path} has {self._known()}") from None
             durable.fsync_folder(self.path)
@@ -127,7 +145,9 @@ class Folder:
         """Remove the unfinished folders of killed processes, and return their names. No save may be under way."""
         removed: list[str] = []
         failed: RunDirError | None = None
-        for leftover in self._leftovers():
+        with _as_run_dir_error(self.path, "swept"):
+            self._check_change()
+        for leftover in self._leftovers() if self._is_of_run() else ():
             try:
                 with _as_run_dir_error(leftover, "removed"):
                     durable.remove_tree(leftover)
@@ -142,13 +162,47 @@ class Folder:
     def _leftovers(self) -> Iterator[Path]:
         for name in self._names():
             path = self.path / name
-            if name.startswith((_TMP, _GONE)) or durable.is_temporary(name):
+            if is_unfinished(name) or durable.is_temporary(name):
                 yield path
             elif is_name(name) and os.path.isdir(path) and not os.path.islink(path):
                 temporary: list[str] = []
                 with contextlib.suppress(OSError):  # an unreadable folder is listed as damaged; the others are swept
                     temporary = [n for n in durable.retry_interrupted(os.listdir, path) if durable.is_temporary(n)]
                 yield from (path / n for n in sorted(temporary))
+
+    def _check_change(self, entry: CheckpointEntry | None = None) -> None:
+        """Raise if this process may not change the folder, or an entry of it."""
+        if self.check is not None:
+            self.check()
+        if os.path.islink(self.path):
+            raise RunDirError(f"{self.path} was replaced by a link while it was in use; nothing is written through it")
+        if self._is_link and entry is not None and (entry.manifest is None or entry.manifest.run != self.run):
+            raise RunDirError(
+                f"{entry.path} is left alone: the checkpoints folder is a link, and this is not known to be of the run"
+            )
+
+    def _is_of_run(self) -> bool:
+        """Return whether everything in the folder is this run's: it is inside the run directory, or it is proven."""
+        if not self._is_link:
+            return True
+        runs = {entry.manifest.run for entry in self.entries() if entry.manifest is not None}
+        if self.run is None or runs:
+            return runs == {self.run}
+        try:
+            return durable.read_file(self.path / _OWNER, 1000) == self.run.encode()
+        except OSError:
+            return False
+
+    def _claim(self) -> None:
+        """Make an empty folder that is a link this run's. Raise RunDirError if there is anything of others in it."""
+        if self._is_of_run():
+            return
+        if self.run is None or not os.path.isdir(self.path) or self._names():
+            problem = "is not empty and holds no checkpoint of this run" if self._names() else "is not a folder"
+            raise RunDirError(
+                f"the checkpoints folder is a link to {self.path}, which {problem}; link an empty folder, or remove the link"
+            )
+        durable.write_file(self.path / _OWNER, self.run.encode())
 
     def _complete(self, staging: Path, manifest: Manifest, record: HealthRecord) -> CheckpointEntry:
         """Add the two small files, force everything to disk, and return the entry."""
@@ -159,8 +213,8 @@ class Folder:
                 raise RunDirError(f"{staging / name} exists already; only publish writes it")
         if (mismatch := _mismatch(staging, manifest)) is not None:
             raise RunDirError(f"{staging} differs from its manifest: {mismatch}; nothing was published")
-        durable.write_file(staging / MANIFEST, content, exclusive=True)
-        durable.write_file(staging / HEALTH, seal(record)[0], exclusive=True)
+        durable.write_file(staging / MANIFEST, content)
+        durable.write_file(staging / HEALTH, seal(record)[0])
         for name in manifest.files:
             durable.fsync_file(staging / name)
         durable.fsync_folder(staging)
@@ -183,6 +237,11 @@ class Folder:
     def _known(self) -> str:
         names = [name for name in self._names() if is_name(name)]
         return ", ".join(names[-5:]) + (f" and {len(names) - 5} older" if len(names) > 5 else "") or "none"
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether a name is that of a folder in which a checkpoint is being written or removed."""
+    return any(name.startswith(prefix) and is_name(name.removeprefix(prefix)) for prefix in (_TMP, _GONE))
 
 
 def _mismatch(staging: Path, manifest: Manifest) -> str | None:

@@ -14,9 +14,9 @@ def usable_by_journal(events: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     """Return the checkpoints that a run could resume from if they are on disk, by the journal: name -> step."""
     usable: dict[str, int] = {}
     for event in events:
-        name, step, status = event.get("name"), event.get("step"), event.get("status")
-        if event.get("event") != "checkpoint" or not isinstance(name, str) or not isinstance(step, int):
+        if event.get("event") != "checkpoint":
             continue
+        name, step, status = event["name"], event["step"], event["status"]
         is_saved = status == "saved" and (event.get("handover") or event.get("reason") in ("start", "stop"))
         # An orderly end marks a checkpoint that is on disk already as a candidate to resume from.
         if is_saved or status in (str(Health.GOOD), str(Health.CANDIDATE)):

@@ -15,12 +15,15 @@ from typing import Any
 import msgspec
 
 from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.masking import mask
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 HEALTH = "health.json"
+_MAX_TIME = 1e12
+"""seconds since 1970"""
 _NAME = re.compile(r"step_\d{8,18}(\.b\d{1,9})?")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,100}")
 
@@ -87,8 +90,9 @@ def is_file_name(text: str) -> bool:
 
 
 def seal(record: Manifest | HealthRecord) -> tuple[bytes, str]:
-    """Return the content of the file and the checksum in it. NaN and Infinity are written as such."""
-    body = msgspec.to_builtins(record, str_keys=True)  # keys as text before sorting, as they are read back
+    """Return the content of the file and the checksum in it. NaN and Infinity are written as such; secrets are masked."""
+    # With keys as text before they are sorted, as they are read back.
+    body = json.loads(mask(json.dumps(msgspec.to_builtins(record, str_keys=True))))
     digest = _digest(body)
     return _encode({**body, "sha256": digest}), digest
 
@@ -129,6 +133,8 @@ def _convert(body: dict[str, Any], record_type: Any, name: str) -> Any:
         raise RunDirError(f"{name} was not written by Holdfast: {error}") from None
     if record.format != FORMAT:
         raise RunDirError(f"{name} is of format {record.format}; this version reads format {FORMAT}")
+    if not abs(record.time) < _MAX_TIME:  # also if it is NaN
+        raise RunDirError(f"{name} has an impossible time: {record.time}")
     return record
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.record import facts, journal
 from holdfast.core.record.rundir import RunDir
@@ -84,7 +86,7 @@ def _existing(place: str) -> RunDir:
         raise RunDirError(f"{place}: no such folder; name the run_dir that was given to the Guard")
     if not folder.path.is_dir():
         raise RunDirError(f"{place} is a file; name the run directory, the folder that holds {folder.journal.name}")
-    if not (folder.run.is_file() or folder.journal.is_file() or folder.metrics.is_file()):
+    if not any(map(os.path.lexists, (folder.run, folder.journal, folder.metrics))):
         raise RunDirError(
             f"{place} is not a run directory: it has no {folder.journal.name}; name the run_dir of a Guard"
         )
@@ -110,6 +112,8 @@ def _events(path: Path, limits: list[str]) -> list[dict[str, Any]]:
         return []
     if record.torn:
         limits.append(f"lines of {path.name} that cannot be read: {len(record.torn)}")
+    if (skipped := record.describe_skipped()) is not None:
+        limits.append(skipped)
     return record.events
 
 
@@ -136,7 +140,7 @@ def _processes(events: Iterable[dict[str, Any]]) -> Iterator[_Process]:
 def _step_time(path: Path, limits: list[str]) -> float | None:
     """Return the median time of the last committed steps."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(durable.open_regular(path), "rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = file.read().split(b"\n")[1 if size > _TAIL_BYTES else 0 :]

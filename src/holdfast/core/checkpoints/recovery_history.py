@@ -39,7 +39,7 @@ class RecoveryHistory:
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:
         """Read the history from the journal of earlier processes."""
         for event in events:
-            self.branches = max(self.branches, _int_or_zero(event.get("branch")))
+            self.branches = max(self.branches, event.get("branch") or 0)
             if event.get("lineage") is not None:
                 with contextlib.suppress(msgspec.ValidationError):
                     self.lineage = msgspec.convert(event["lineage"], Lineage)
@@ -47,10 +47,9 @@ class RecoveryHistory:
             if name == "started_over":
                 self.interventions.clear()
             elif name in ("resumed", "experiment") and event.get("interventions_kept") is not None:
-                self.rolled_back(_int_or_zero(event["interventions_kept"]), ())
+                self.rolled_back(event["interventions_kept"], ())
             elif name == "action" and action == "rollback":
-                kept, added = event.get("interventions_kept"), event.get("interventions")
-                self.rolled_back(_int_or_zero(kept), _interventions(added))
+                self.rolled_back(event.get("interventions_kept") or 0, _interventions(event.get("interventions") or ()))
             elif (
                 name == "action"
                 and action in ("cut_lr", "hold_lr", "tighten_clip")
@@ -92,13 +91,9 @@ class RecoveryHistory:
         return [i for i in self.interventions[applied:] if i.step <= step]
 
 
-def _interventions(values: Any) -> list[Intervention]:
+def _interventions(values: Iterable[Any]) -> list[Intervention]:
     interventions = []
-    for value in values if isinstance(values, list) else []:
+    for value in values:
         with contextlib.suppress(msgspec.ValidationError):  # written by another version: only this one is not repeated
             interventions.append(msgspec.convert(value, Intervention))
     return interventions
-
-
-def _int_or_zero(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0

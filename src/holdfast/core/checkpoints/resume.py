@@ -40,6 +40,8 @@ class RejectedCheckpoint(NamedTuple):
     why: str
     damaged: bool = False
     """it differs from what was saved, or cannot be trusted"""
+    in_memory: bool = False
+    """it is in the memory tier"""
 
 
 def choose(
@@ -58,7 +60,7 @@ def choose(
 def pick(
     entries: Sequence[CheckpointEntry], run: str | None, check: Check, at_most: int | None = None
 ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
-    """Choose among listed checkpoints; see `choose`."""
+    """Choose among listed checkpoints; see `choose`. Of two with the same name, the first listed is tried first."""
     lineage = _last_lineage(entries, run)
     rejected: list[RejectedCheckpoint] = []
     for entry in sorted(entries, key=lambda e: (e.step, e.branch), reverse=True):
@@ -69,7 +71,7 @@ def pick(
             why = check(entry)
         if why is None:
             return entry, rejected
-        rejected.append(RejectedCheckpoint(entry.name, entry.step, why))
+        rejected.append(RejectedCheckpoint(entry.name, entry.step, why, in_memory=entry.in_memory))
     return None, rejected
 
 

@@ -90,7 +90,8 @@ def _verify(path: Path, listed: str | None, progress: Progress | None, contents:
     assert entry.manifest is not None  # else it is damaged
     trust = TrustedOwners(path)
     folder = durable.retry_interrupted(os.lstat, path)
-    problem = trust.distrust("the folder", folder) or _check_files(path, entry.manifest, trust)
+    problem = trust.distrust_folders() or trust.distrust("the folder", folder)
+    problem = problem or _check_files(path, entry.manifest, trust)
     if problem is not None or not contents:
         return problem
     return _compare_contents(path, entry.manifest, progress)

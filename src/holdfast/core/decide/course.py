@@ -15,6 +15,7 @@ _REMEMBERED = 160
 _FIRST_LOSSES = 8
 _BEFORE = 32
 _OFF_DEVIATIONS, _OFF_SHARE = 4.0, 0.015
+_SMALLEST_LEAP = 0.1
 _LR_JUMP = 1.5
 _LR_JUMP_STEPS = 16
 _DESCENDED = 0.8
@@ -86,6 +87,13 @@ class Course:
         level = median(before)
         spread = 1.4826 * median([abs(loss - level) for loss in before])
         return level, level + max(_OFF_DEVIATIONS * spread, _OFF_SHARE * abs(level), _second_largest_residual(past))
+
+    def is_leap(self, loss: float) -> bool:
+        """Return whether a loss is as far above all recent ones as these are apart."""
+        if len(self.signals) < _BEFORE or loss - self.signals[-1].loss <= _SMALLEST_LEAP * abs(loss):
+            return False
+        recent = self.losses()[-_BEFORE:]
+        return loss > 2 * max(recent) - min(recent)
 
     def batches_at_fault(self, onset: int) -> list[Signal]:
         """Return the steps of an excursion that began and ended from one batch to the next: their data was the cause."""

@@ -5,6 +5,7 @@ The engine touches no tensor and performs no action. It returns a plan, and the 
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections import deque
@@ -35,9 +36,10 @@ from holdfast.core.base.types import (
 )
 from holdfast.core.decide.experiments import SAME_DATA, Experiments, Ruling
 from holdfast.core.decide.policy import Policy
+from holdfast.core.decide.repeated_failure import describe_error, is_counted
 from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
-from holdfast.core.detectors.base import Detector
+from holdfast.core.detectors.base import BuiltInDetector, Detector
 from holdfast.core.detectors.expected_shifts import ExpectedShifts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal
@@ -50,6 +52,8 @@ _RECENT_SIGNALS = 64
 _KINDS = frozenset(Kind)
 _SAME_DATA_AGAIN = "again on the same data"
 _SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
+_TRIED_OUT = (BuiltInDetector, ExpectedShifts, Experiments)
+_TRIAL_STEPS, _FAR_STEP = 8, 1 << 40
 _WARNED_KINDS = {
     Kind.DEAD_RUN,
     Kind.ZERO_GRADIENT,
@@ -157,11 +161,17 @@ class Engine:
             tightest["loss"] = min(on_trial, tightest.get("loss", on_trial))
         return Limits(tightest.get("loss"), tightest.get("grad_norm"))
 
-    def judge(self, signal: Signal, more: Sequence[Finding] = (), origin: dict[str, Any] | None = None) -> Plan | None:
+    def judge(
+        self,
+        signal: Signal,
+        more: Sequence[Finding] = (),
+        origin: dict[str, Any] | None = None,
+        inspect: Callable[[], list[Finding]] | None = None,
+    ) -> Plan | None:
         """Return the plan for this attempt; None if there is no finding. The plan is in the journal when this returns.
 
         `more` are findings of the runtime itself (non-finite state); `origin` has the ranks and samples behind a vetoed
-        step. Every rank judges the same signal and gets the same plan.
+        step; `inspect` finds more after a leap of the loss. Every rank judges the same signal and gets the same plan.
         """
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
@@ -173,6 +183,8 @@ class Engine:
                 finding = detector.observe(signal)
                 if finding is not None:
                     detected.append(finding)
+        if inspect is not None and not signal.flags and self.experiments.leaps(signal):
+            more = [*more, *inspect()]
         self._recent.append(signal)
         ruling = self.experiments.observe(signal, [f for f in detected if f.detector not in self._users_detectors])
         if detected:
@@ -334,6 +346,25 @@ class Engine:
         self.write("plan", durable=True, policy=self.policy.state_dict(), **_fields(stop))
         return stop
 
+    def why_give_up(self, step: int, error: BaseException) -> str | None:
+        """Return why the run must not be restarted, if this error ends the process; None if it may."""
+        return self.policy.why_give_up(step, describe_error(error)) if is_counted(error) else None
+
+    def count_failure(self, step: int, error: str, rank: int | None = None) -> str | None:
+        """Record the error that ended a process. Return why the run stops, if it came back too often."""
+        why = self.policy.why_give_up(step, error)
+        self.write("failure", durable=True, step=step, error=error, rank=rank)
+        self.policy.count_failure(step, error)
+        if why is not None and self.stopped_by is None:
+            self.policy.state.latched = why
+            fields = {"action": "stop", "step": step, "reason": why, "code": 70, "by": "policy"}
+            self.write("action", durable=True, policy=self.policy_state(), **fields)
+        return why
+
+    def forget_failure(self) -> None:
+        """Note that this process ends in an orderly way: earlier failures are over."""
+        self.policy.state.failure = None
+
     def record_outcome(self, outcome: Outcome, **fields: Any) -> None:
         """Record an attempt that was not simply committed, and its cost."""
         signal = outcome.signal
@@ -484,7 +515,12 @@ def _load(name: str, owner: Any, state: Any) -> bool:
     before = owner.state_dict()
     try:
         owner.load_state_dict(state)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        if not isinstance(owner, _TRIED_OUT):
+            return True  # a detector of the user may do more than observe
+        if not _has_form(state, before):
+            raise TypeError("a value is of another type")
+        _try_out(copy.deepcopy(owner))
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         log.warning(
             "holdfast: the saved window of %s cannot be read (%s: %s); it starts empty",
             name,
@@ -494,6 +530,41 @@ def _load(name: str, owner: Any, state: Any) -> bool:
         owner.load_state_dict(before)
         return False
     return True
+
+
+def _has_form(saved: Any, fresh: Any) -> bool:
+    """Return whether a saved value may be what a fresh one, of the same detector, has become."""
+    if isinstance(fresh, dict):
+        return isinstance(saved, dict) and all(_has_form(saved[key], fresh[key]) for key in fresh.keys() & saved.keys())
+    if isinstance(fresh, list | tuple) and fresh:
+        is_same_length = isinstance(saved, list | tuple) and len(saved) == len(fresh)
+        return (is_same_length and all(map(_has_form, saved, fresh))) or _is_numeric(saved)
+    if isinstance(fresh, list | tuple):
+        return isinstance(saved, list | tuple) and (_is_numeric(saved) or all(isinstance(v, str) for v in saved))
+    if fresh is None:
+        return _is_numeric(saved) or isinstance(saved, dict)
+    return isinstance(saved, str) if isinstance(fresh, str) else isinstance(saved, int | float)
+
+
+def _is_numeric(value: Any) -> bool:
+    """Return whether it is a number, None, or nested lists of these."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_numeric, value))
+    return value is None or isinstance(value, int | float)
+
+
+def _try_out(owner: Any) -> None:
+    """Show some steps to a copy of a detector, to find out now whether its window works."""
+    owner.state_dict()
+    for step in (*range(2, _TRIAL_STEPS), *range(_FAR_STEP, _FAR_STEP + _TRIAL_STEPS)):
+        signal = Signal(step=step, loss=1.0, grad_norm=1.0, lr=1e-3, update_rms=1.0, weight_norm=1.0)
+        if isinstance(owner, Experiments):
+            owner.observe(signal, [])
+            owner.loss_limit()
+        else:
+            owner.observe(msgspec.structs.replace(signal, loss_scale=1.0, batch=step, samples=1, length=1))
+    for name in ("limits", "rebaseline", "state_dict"):
+        getattr(owner, name, dict)()
 
 
 def _with_origin(finding: Finding, origin: dict[str, Any]) -> Finding:

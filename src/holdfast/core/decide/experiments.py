@@ -97,6 +97,8 @@ class Excursion(msgspec.Struct):
     since_veto: int = 0
     commits_between: int = 0
     """steps committed between the first and the last veto"""
+    on_course_first: int = 0
+    """batches left out whose loss was on course when they were first seen"""
     off_after: int = 0
     """steps right after the last veto that are off"""
     spans: list[list[int]] = []
@@ -114,6 +116,14 @@ class Excursion(msgspec.Struct):
         """Return how far above the level the highest losses of the excursion are."""
         off = [loss for step, loss in self.first_pass.items() if step >= self.onset and loss > self.limit]
         return median(sorted(off)[-_RECENT:]) - self.level if off else 0.0
+
+    def is_on_course(self, loss: float) -> bool:
+        """Return whether a loss is nearer to the level before the onset than to the limit."""
+        return loss <= 0.5 * (self.level + self.limit)
+
+    def next_batch(self) -> int:
+        """Return the step at which the batch of the next step was first seen."""
+        return self.returned_to + self.commits + self.vetoed_steps + 1
 
     def high_losses(self) -> dict[int, float]:
         """Return the losses of the excursion by step, without its aftermath."""
@@ -186,9 +196,7 @@ class Experiments:
         ex = self.excursion
         if ex is None or ex.phase != LEAVE_OUT:
             return None
-        high = ex.high_losses()
-        # The batch of the next step, as the first pass numbered it.
-        number = ex.returned_to + ex.commits + ex.vetoed_steps + 1
+        high, number = ex.high_losses(), ex.next_batch()
         is_after = ex.has_ended and number > max(high, default=0)
         if not high or number < ex.onset or (is_after and (ex.since_veto or not ex.vetoed)):
             return None
@@ -224,6 +232,11 @@ class Experiments:
         if ex.phase == LEAVE_OUT and signal.flags & Flag.LOSS_HIGH:
             return self._veto(ex, signal)
         return getattr(self, f"_in_{ex.phase}")(ex, course, signal) if has_landed else None
+
+    def leaps(self, signal: Signal) -> bool:
+        """Return whether a loss is as far above all recent ones as these are apart."""
+        course = self._courses.get(signal.group or "")
+        return course is not None and course.is_leap(signal.loss)
 
     def explain(self, finding: Finding, group: str | None) -> Finding:
         """Return the note that a spike has come back by itself, with its cause if the data shows it."""
@@ -394,7 +407,7 @@ class Experiments:
         if ex is not None and ex.phase not in (_WATCH, _LANDED):
             ex.returned_to, ex.same, ex.different, ex.commits = step, 0, 0, 0
             ex.vetoed, ex.vetoed_steps, ex.since_veto, ex.lr_time, ex.spans = 0, 0, 0, 0.0, []
-            ex.off_after = ex.commits_between = 0
+            ex.off_after = ex.commits_between = ex.on_course_first = 0
 
     def cannot_return(self, why: str) -> Ruling | None:
         """End the experiments because there is no state to return to. Nothing was changed."""
@@ -436,7 +449,7 @@ class Experiments:
 
     def _came_back(self, ex: Excursion, course: Course) -> bool:
         recent = course.recent(_RECENT, ex.returned_to + 1) or course.recent(_FEW, ex.returned_to + 1)
-        return recent is not None and recent > 0.5 * (ex.level + ex.limit)
+        return recent is not None and not ex.is_on_course(recent)
 
     # ---- same data
 
@@ -534,7 +547,8 @@ class Experiments:
         self._left_out.append([step, batches])
 
     def _veto(self, ex: Excursion, signal: Signal) -> Ruling:
-        """Leave out one batch on trial; give up if there are too many of them."""
+        """Leave out one batch on trial; give up if there are too many of them, or if it is not the batches."""
+        ex.on_course_first += ex.is_on_course(ex.first_pass.get(ex.next_batch(), math.inf))
         ex.vetoed += signal.batches
         ex.commits_between += ex.since_veto if ex.vetoed_steps else 0
         ex.vetoed_steps += 1
@@ -542,6 +556,9 @@ class Experiments:
         ex.spans += [list(span) for span in signal.data]
         if ex.vetoed > self._recover.skip_batches:
             text = f"{ex.vetoed} batches in a row are off in a good state: the data or the objective has changed"
+            return self._put_back(ex, signal, text)
+        if ex.on_course_first >= _FEW:
+            text = "batches that were on course the first time are off now: chance, not the data"
             return self._put_back(ex, signal, text)
         reason = "left out on trial: its loss is off in a good state"
         return Ruling((Skip(),), reason, LEAVE_OUT, ex.kind, ex.onset)
@@ -557,7 +574,7 @@ class Experiments:
                 return self._put_back(ex, signal, text)
             if ex.since_veto < self._recover.watch_steps:
                 return None
-            if ex.vetoed_steps < _SOLID * (ex.vetoed_steps + ex.commits_between):
+            if ex.vetoed_steps - ex.on_course_first < _SOLID * (ex.vetoed_steps + ex.commits_between):
                 text = "the batches that are off are scattered among others: they belong to the run"
                 return self._put_back(ex, signal, text)
             if not self._came_back(ex, course):

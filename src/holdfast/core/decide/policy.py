@@ -36,11 +36,17 @@ from holdfast.core.base.types import (
     Verdict,
     family,
 )
+from holdfast.core.decide.repeated_failure import RepeatedFailure, add_failure
 
 _STRICT_SPIKES = 3
 _CHECKED_AFTER = 8
 """a return has helped when this many steps after the bad one are committed"""
-_CHANGES_NOTHING, _CUTS_LR, _SKIPS_DATA = "changes nothing", "cuts the LR", "skips data"
+_CHANGES_NOTHING, _CUTS_LR, _SKIPS_DATA, _SKIPS_BATCH = (
+    "changes nothing",
+    "cuts the LR",
+    "skips data",
+    "skips the batch",
+)
 _NEW_DATA = "new data"
 
 
@@ -90,6 +96,8 @@ class PolicyState(msgspec.Struct):
     """families of findings that came back on the same data, and are only recorded from then on"""
     latched: str | None = None
     incident: IncidentAccount | None = None
+    failure: RepeatedFailure | None = None
+    """the error that ended the last process which failed"""
 
 
 class Policy:
@@ -137,7 +145,7 @@ class Policy:
             return self._stop(verdict, "nan_action is 'raise'", code=1)
         if cause == "spike" and self._config.preset == "strict" and state.spikes >= _STRICT_SPIKES:
             return self._stop(verdict, f"spike {state.spikes} of the run, under the strict preset")
-        if cause == "jump" and (cause in state.accepted or incident.rolled.get(cause)):
+        if self._is_to_accept(incident, cause):
             if cause not in state.accepted:
                 state.accepted.append(cause)
                 incident.check_at = None
@@ -155,6 +163,13 @@ class Policy:
         if rung == "rollback":
             return self._roll_back(verdict, incident, cause, reason)
         return self._stop(verdict, reason)
+
+    def _is_to_accept(self, incident: IncidentAccount, cause: str) -> bool:
+        """Return whether a jump is only recorded: it came back although its answers were tried."""
+        if cause == "statistics" and self.exhausted_budget() is not None:
+            return True
+        tried = {"jump": 1, "statistics": 2}.get(cause)
+        return tried is not None and (cause in self.state.accepted or incident.rolled.get(cause, 0) >= tried)
 
     def plan_experiment(
         self, actions: tuple[Action, ...], reason: str, rung: str, kind: str, step: int, onset: int, *, is_first: bool
@@ -240,7 +255,8 @@ class Policy:
             self._establish(incident.number, Cause.TRANSIENT, text)
         elif incident.check_at is not None and step >= incident.check_at:
             is_new_data = incident.last_return == _CHANGES_NOTHING and not self.can_serve_again
-            self._establish(incident.number, *_RETURNS[_NEW_DATA if is_new_data else incident.last_return])
+            proven = _RETURNS.get(_NEW_DATA if is_new_data else incident.last_return, _UNKNOWN_RETURN)
+            self._establish(incident.number, *proven)
             incident.check_at = None
         if is_open:
             return None
@@ -250,12 +266,22 @@ class Policy:
         state.incident = None
         return incident.number
 
+    def why_give_up(self, step: int, error: str) -> str | None:
+        """Return why the run must not be restarted, if a process fails with this error; None if it may."""
+        limit, failure = self._config.max_failure_repeats, add_failure(self.state.failure, step, error)
+        is_allowed = limit == 0 or failure.times <= limit or self._config.mode == "observe"
+        return None if is_allowed else failure.describe()
+
+    def count_failure(self, step: int, error: str) -> None:
+        """Note that a process failed with this error."""
+        self.state.failure = add_failure(self.state.failure, step, error)
+
     def acknowledge(self) -> None:
         """Reset the budgets, since a person has looked."""
         state = self.state
         state.rollbacks, state.spikes = [], 0
         state.consecutive, state.skipped, state.just_replayed = 0, 0, False
-        state.latched, state.incident = None, None
+        state.latched, state.incident, state.failure = None, None, None
 
     def _incident(self, kind: str, step: int, onset: int, severity: Severity) -> IncidentAccount:
         state = self.state
@@ -314,7 +340,11 @@ class Policy:
         is_custom = cause not in ANSWERED_AT_ONCE
         can_skip = "skip" in config.ladder
         leaves_out = is_strict or (is_custom and depth == 1) or (cause == "nonfinite" and depth == 1 and not can_skip)
-        if leaves_out and config.skip_batches:
+        if cause == "statistics" and depth == 1 and config.skip_batches:
+            samples = (f.evidence.get("samples", ()) for f in verdict.findings if family(f.kind) == cause)
+            actions.append(SkipData(batches=1, around=onset, samples=tuple(next(samples, ()))))
+            incident.last_return = _SKIPS_BATCH
+        elif leaves_out and config.skip_batches:
             actions.append(SkipData(batches=config.skip_batches, around=onset))
             incident.last_return = _SKIPS_DATA
         elif depth > is_custom and cause != "corruption":
@@ -395,6 +425,10 @@ class Policy:
             elif event.get("event") == "ack":
                 before, undone = None, False
                 self.acknowledge()
+            elif event.get("event") == "failure":
+                self.count_failure(event["step"], event["error"])
+                if before is not None:
+                    before.failure = self.state.failure
             elif event.get("event") == "restart" and before is not None:
                 self.state, before = before, None
         if before is not None:
@@ -412,6 +446,8 @@ class Policy:
 
 
 _UPDATES_MAKE_IT = "it came back on the same data: the updates themselves make it"
+_UNKNOWN_RETURN = (Cause.NOT_ESTABLISHED, "it did not come back after the return")
+"""for the state of another version, or of an edited journal"""
 _RETURNS = {
     _CHANGES_NOTHING: (
         Cause.TRANSIENT,
@@ -422,6 +458,7 @@ _RETURNS = {
         "it did not come back on new data: a transient fault, or the data of that stretch",
     ),
     _CUTS_LR: (Cause.LR, "the LR: it came back on the same data, and did not at a lower LR"),
+    _SKIPS_BATCH: (Cause.DATA, "the data: it came back on the same batch, and did not without it"),
     _SKIPS_DATA: (Cause.NOT_ESTABLISHED, "the data around the onset was left out, and it did not come back"),
 }
 

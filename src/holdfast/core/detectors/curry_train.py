@@ -19,7 +19,7 @@ class CurryTrain(LimitlessDetector):
     """Applies the rule as published, or with its defects fixed.
 
     As written: every loss enters the window, a NaN makes each comparison false, and it fires at every step of a spike.
-    Fixed: only finite losses enter; it fires once per excursion; it works after `_INITIAL_STEPS` steps; and a loss back
+    Fixed: only finite losses enter; it fires once per excursion; it works after `judge_after` steps; and a loss back
     at its initial level counts too, because a collapse to uniform is less than 5 times any good loss.
     """
 
@@ -27,9 +27,15 @@ class CurryTrain(LimitlessDetector):
     per_group = True
 
     def __init__(
-        self, fixed: bool = True, ratio: float = RATIO, sustain: int = SUSTAIN, history: int = HISTORY
+        self,
+        fixed: bool = True,
+        ratio: float = RATIO,
+        sustain: int = SUSTAIN,
+        history: int = HISTORY,
+        judge_after: int = _INITIAL_STEPS,
     ) -> None:
         self._fixed, self._ratio, self._sustain, self._history = fixed, ratio, sustain, history
+        self._judge_after = judge_after
         self._recent: deque[float] = deque(maxlen=history)
         self._lowest: deque[tuple[int, float]] = deque()
         """(number, loss): candidates for the minimum of the window, oldest first; gives the minimum in constant time"""
@@ -63,7 +69,7 @@ class CurryTrain(LimitlessDetector):
             return None
         high = loss > self._ratio * lowest or (loss > self._initial_level and self._initial_level > 1.5 * lowest)
         if not high:
-            self._start, self._reported = None, False
+            self.end_excursion()
             return None
         if self._start is None:
             self._start = signal.step
@@ -71,6 +77,10 @@ class CurryTrain(LimitlessDetector):
             return None
         self._reported = True
         return self._finding(signal, lowest)
+
+    def end_excursion(self) -> None:
+        """Let a high loss that follows begin a new excursion."""
+        self._start, self._reported = None, False
 
     def _window_minimum(self, loss: float) -> float:
         self._count += 1
@@ -81,8 +91,9 @@ class CurryTrain(LimitlessDetector):
             self._lowest.popleft()
         if self._initial_level is None:
             self._initial_losses.append(loss)
-            if len(self._initial_losses) >= _INITIAL_STEPS:
-                self._initial_level = median(self._initial_losses[: _INITIAL_STEPS // 10])
+            if len(self._initial_losses) >= self._judge_after:
+                first = max(1, min(_INITIAL_STEPS, self._judge_after) // 10)
+                self._initial_level = median(self._initial_losses[:first])
                 self._initial_losses = []
         return self._lowest[0][1]
 

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.core.base import durable
 from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.errors import ConfigError, RunDirError
+from holdfast.core.base.masking import mask_fields
 from holdfast.core.base.plain import text
 from holdfast.core.record import journal
 from holdfast.core.record.outage import WaitingFiles
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 
 MAX_BYTES = 262_144
+_MAX_FILE_BYTES = 4 << 20
 _MAX_DEPTH = 16
 _MERGED = "eval"
 """results come one by one: a new metric replaces only itself"""
@@ -112,7 +115,8 @@ def check_facts(facts: Mapping[str, Any], step: int | None) -> dict[str, Any]:
         )
     if errors:
         raise ConfigError(errors, "record()")
-    return plain
+    masked: dict[str, Any] = mask_fields(plain)[0]
+    return masked
 
 
 def _plain(value: Any, where: str, depth: int) -> Any:
@@ -201,20 +205,22 @@ def read_run_json(path: Path, files: WaitingFiles | None = None) -> dict[str, An
     """
     waiting = None if files is None else files.contents.get(path)
     try:
-        about = json.loads(path.read_bytes() if waiting is None else waiting)
+        about = json.loads(durable.read_file(path, _MAX_FILE_BYTES) if waiting is None else waiting)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+        raise durable.run_dir_error(path, "read", error) from None
     except (ValueError, RecursionError):
         about = None
-    if not isinstance(about, dict):
-        raise RunDirError(
-            f"{path} is not a JSON object; move it away, and the next Guard on this folder writes it again"
-        )
-    if isinstance(about.get("config"), dict):
-        about["config"] = with_current_keys(about["config"])
-    return about
+    damage = "" if isinstance(about, dict) else "is not a JSON object"
+    if not damage and not isinstance(about.get("facts") or {}, dict):
+        damage = "holds `facts` that are no JSON object"
+    if damage:
+        raise RunDirError(f"{path} {damage}; move it away, and the next Guard on this folder writes it again")
+    content: dict[str, Any] = about
+    if isinstance(content.get("config"), dict):
+        content["config"] = with_current_keys(content["config"])
+    return content
 
 
 def record_in_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], step: int | None) -> None:
@@ -222,7 +228,7 @@ def record_in_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], ste
     folder = RunDir(path)
     if not folder.path.exists():
         raise RunDirError(f"{path}: no such folder; name the run_dir that was given to the Guard")
-    if not (folder.run.is_file() or folder.journal.is_file()):
+    if not (os.path.lexists(folder.run) or os.path.lexists(folder.journal)):
         raise RunDirError(
             f"{path} is not a run directory: it has no {folder.run.name}; name the run_dir that was given to the Guard"
         )
@@ -235,7 +241,7 @@ def record_in_folder(path: str | os.PathLike[str], facts: Mapping[str, Any], ste
             f"{str(error).split(';')[0]}; while it runs, record through its Guard: holdfast.record(guard, ...)"
         ) from None
     try:
-        log = journal.Journal(folder.journal)
+        log = journal.Journal(folder.journal, check=folder.check_held)
         try:
             write_facts(folder, log.write, facts, step)
         finally:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from holdfast.core.base import durable
 from holdfast.core.base.types import Finding, Plan, Signal
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.rundir import RunDir, to_json
+
+_MAX_BYTES = 16 << 20
 
 
 class IncidentFiles:
@@ -37,7 +40,9 @@ class IncidentFiles:
         if self._rundir is None or self._incident is None:
             return
         try:
-            record = json.loads((self._rundir.incident(number) / "incident.json").read_text(encoding="utf-8"))
+            folder = self._rundir.incident(number)
+            durable.refuse_links(self._rundir.path, folder)
+            record = json.loads(durable.read_file(folder / "incident.json", _MAX_BYTES))
             if isinstance(record, dict) and isinstance(record.get("events"), list):
                 self._incident |= {**record, "incident": number, "state": "open"}
         except (OSError, ValueError, RecursionError):

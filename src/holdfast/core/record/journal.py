@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +21,19 @@ from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock, SystemClock
 from holdfast.core.base.config import with_current_keys
 from holdfast.core.base.errors import RunDirError
-from holdfast.core.base.plain import plain, text
+from holdfast.core.base.masking import mask
+from holdfast.core.base.plain import loads, plain, text
+from holdfast.core.record.events import event_problem
 from holdfast.core.record.outage import DiskOutage
 
 log = logging.getLogger("holdfast")
 
 MAX_WAITING_BYTES = 64 << 20
 """most bytes of lines that wait for the disk"""
+MAX_BYTES, MAX_LINE_BYTES = 1 << 30, 16 << 20
+"""of a journal that is read; of a longer line the rest is skipped"""
 _LINES_A_WRITE = 64
+_NAMED_LINES = 3
 
 
 class TornLine(NamedTuple):
@@ -44,25 +49,26 @@ class JournalContents(NamedTuple):
 
     events: list[dict[str, Any]]
     torn: list[TornLine]
+    skipped: list[str]
+    """why each line that is JSON, but no event of this version, was skipped"""
+
+    def describe_skipped(self) -> str | None:
+        """Return how many lines were skipped, and the first of them; None if there are none."""
+        if not self.skipped:
+            return None
+        more = f"; and {len(self.skipped) - _NAMED_LINES} more" if len(self.skipped) > _NAMED_LINES else ""
+        return f"skipped {len(self.skipped)} journal events: {'; '.join(self.skipped[:_NAMED_LINES])}{more}"
 
 
 def dumps(event: dict[str, Any]) -> bytes:
-    """Return an event as one line. Structs become objects, enums their values."""
-    return json.dumps(plain(event), default=text, separators=(",", ":")).encode() + b"\n"
-
-
-def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
-    offset = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            yield number, offset, line
-            offset += len(line)
+    """Return an event as one line. Structs become objects, enums their values; secrets are masked."""
+    return mask(json.dumps(plain(event), default=text, separators=(",", ":"))).encode() + b"\n"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     """Return the event on a line, or None. A line without a newline counts, since only a complete object parses."""
     try:
-        event = json.loads(line)
+        event = loads(line)
     except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) else None
@@ -101,18 +107,31 @@ def with_current_names(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> JournalContents:
-    """Return every event in the file, with the names of this version, and every line that is not an event."""
-    events: list[dict[str, Any]] = []
-    torn: list[TornLine] = []
-    for number, offset, line in _lines(Path(path)):
+    """Return every event of a journal, with the names and types of this version, and every line that is not an event.
+
+    Raises OSError if it is not a regular file, or longer than `MAX_BYTES`.
+    """
+    return _read(path, event_problem)
+
+
+def read_rows(path: str | os.PathLike[str]) -> JournalContents:
+    """Return every row of a file of JSON lines that is not a journal, such as metrics.jsonl."""
+    return _read(path, lambda row: None)
+
+
+def _read(path: str | os.PathLike[str], problem_of: Callable[[dict[str, Any]], str | None]) -> JournalContents:
+    contents = JournalContents([], [], [])
+    for number, (offset, line) in enumerate(durable.read_lines(Path(path), MAX_BYTES, MAX_LINE_BYTES), 1):
         if not line.strip():
             continue
         event = _parse(line)
-        if event is not None:
-            events.append(with_current_names(event))
+        if event is None:
+            contents.torn.append(TornLine(number, offset, line))
+        elif (problem := problem_of(event := with_current_names(event))) is not None:
+            contents.skipped.append(f"line {number}: {problem}")
         else:
-            torn.append(TornLine(number, offset, line))
-    return JournalContents(events, torn)
+            contents.events.append(event)
+    return contents
 
 
 class LineFile:
@@ -120,10 +139,12 @@ class LineFile:
 
     With an `outage`, lines that the disk refuses wait in memory, and the next `write_out` continues where the disk stopped.
     Beyond `MAX_WAITING_BYTES` the oldest of them are lost. Without one, a refused line is dropped, and RunDirError raised.
+    `check` is called before every write: it raises OSError while the run directory is gone, and RunDirError if this
+    process has no right to write there any more.
     """
 
-    def __init__(self, path: Path, outage: DiskOutage | None = None) -> None:
-        self.path, self._outage = path, outage
+    def __init__(self, path: Path, outage: DiskOutage | None = None, check: Callable[[], None] | None = None) -> None:
+        self.path, self._outage, self._check = path, outage, check
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._is_half_written = False
@@ -132,13 +153,14 @@ class LineFile:
         """lines of the present outage"""
         self._is_refused = self._must_sync = False
         try:
-            self._descriptor = self._open()
+            self._descriptor = durable.open_to_append(path)
         except OSError as error:
             raise RunDirError(
                 f"{path} cannot be opened for writing: {error.strerror}; choose another run_dir"
             ) from None
         try:
-            self.size_at_open = self.length = os.fstat(self._descriptor).st_size
+            self._status = durable.retry_interrupted(os.fstat, self._descriptor)
+            self.size_at_open = self.length = self._status.st_size
             """bytes in the file when it was opened; and with every line added since, written or not"""
             self.torn_at = self._end_torn_line()
         except OSError as error:
@@ -146,22 +168,18 @@ class LineFile:
                 durable.close(self._descriptor)
             raise RunDirError(f"{path} cannot be read: {error.strerror}; choose another run_dir") from None
 
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        return durable.retry_interrupted(os.open, self.path, flags, 0o644)
-
     def _end_torn_line(self) -> int | None:
         size = self.size_at_open
         if size == 0 or os.pread(self._descriptor, 1, size - 1) == b"\n":
             return None
-        start, position = 0, size
-        while position > 0:
+        start = position = size
+        while position > max(0, size - MAX_LINE_BYTES):
             begin = max(0, position - 65536)
             newline = os.pread(self._descriptor, position - begin, begin).rfind(b"\n")
             if newline >= 0:
                 start = begin + newline + 1
                 break
-            position = begin
+            start = position = begin
         is_complete = _parse(os.pread(self._descriptor, size - start, start)) is not None
         self.add(b"\n")
         self._is_half_written = True
@@ -196,6 +214,8 @@ class LineFile:
         self._must_sync = self._must_sync or sync
         operation = "written"
         try:
+            if self._check is not None:
+                self._check()
             self._follow_path()
             while self._waiting:
                 batch = b"".join(islice(self._waiting, _LINES_A_WRITE))
@@ -204,6 +224,12 @@ class LineFile:
                 operation = "forced to disk"
                 durable.retry_interrupted(os.fsync, self._descriptor)
                 self._must_sync = False
+        except RunDirError as error:
+            self._drop_waiting()
+            if self._outage is None:
+                raise
+            self._outage.end_writing(error)
+            return False
         except OSError as error:
             if self._outage is None:
                 self._drop_waiting()
@@ -221,11 +247,12 @@ class LineFile:
     def _follow_path(self) -> None:
         """Open the path again if it leads to another file now: it was deleted, or a network disk has come back."""
         try:
-            if os.path.samestat(os.stat(self.path), os.fstat(self._descriptor)):
+            if os.path.samestat(durable.retry_interrupted(os.lstat, self.path), self._status):
                 return
         except OSError:
             pass
-        descriptor, self._descriptor = self._descriptor, self._open()
+        descriptor, self._descriptor = self._descriptor, durable.open_to_append(self.path)
+        self._status = durable.retry_interrupted(os.fstat, self._descriptor)
         with contextlib.suppress(OSError):
             durable.close(descriptor)
         if self._is_half_written:  # its beginning is not in this file
@@ -282,10 +309,11 @@ class Journal:
         fsync: bool = True,
         clock: Clock | None = None,
         outage: DiskOutage | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._fsync = fsync
-        lines = LineFile(Path(path), outage)
+        lines = LineFile(Path(path), outage, check)
         self.lines: LineFile | None = lines
         self._sequence = 0
         if lines.torn_at is not None:

@@ -45,9 +45,10 @@ class MetricsFile:
         clock: Clock | None = None,
         encode: Callable[[Any], bytes] = dumps,
         outage: DiskOutage | None = None,
+        check: Callable[[], None] | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._lines = LineFile(path, outage or DiskOutage(self._clock))
+        self._lines = LineFile(path, outage or DiskOutage(self._clock), check)
         """guarded by `_writing`"""
         self._flush_seconds, self._encode = flush_seconds, encode
         self._rows: deque[Any] = deque()

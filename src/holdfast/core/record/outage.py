@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock, SystemClock
+from holdfast.core.base.errors import RunDirError
 
 log = logging.getLogger("holdfast")
 
@@ -27,6 +29,8 @@ class DiskOutage:
         """files of which something waits"""
         self.is_active = False
         """from the first failure until the end was returned by `pop_finished`"""
+        self.error: RunDirError | None = None
+        """why nothing may be written any more"""
         self._begin = 0.0
         self._summary: dict[str, Any] = {}
 
@@ -46,6 +50,14 @@ class DiskOutage:
             log.warning(
                 "holdfast: %s. Training continues; what is not written waits in memory until it can be", problem
             )
+
+    def end_writing(self, error: RunDirError) -> None:
+        """Report that this process may not write to the run directory any more. Only the first report is logged."""
+        with self._lock:
+            is_first, self.is_active = self.error is None, True
+            self.error = self.error or error
+        if is_first:
+            log.error("holdfast: %s", error)
 
     def end(self, path: Path, waited: int = 0, lost: int = 0) -> None:
         """Report that a file is written again, and how many of its lines waited and how many were lost."""
@@ -79,8 +91,8 @@ class DiskOutage:
 class WaitingFiles:
     """Replaces small files of a run directory. If the disk refuses, the newest content of each waits in memory."""
 
-    def __init__(self, folder: Path, outage: DiskOutage) -> None:
-        self._folder, self._outage = folder, outage
+    def __init__(self, folder: Path, outage: DiskOutage, check: Callable[[], None] | None = None) -> None:
+        self._folder, self._outage, self._check = folder, outage, check
         self.contents: dict[Path, str] = {}
         """what waits, by file"""
 
@@ -97,14 +109,17 @@ class WaitingFiles:
     def close(self) -> None:
         """Write what waits, for the last time."""
         self.write_out()
-        if self.contents:
+        if self.contents and self._outage.error is None:
             log.warning("holdfast: the disk refused the last content of %s", ", ".join(map(str, self.contents)))
 
     def _write(self, path: Path) -> None:
         try:
-            if self._folder.is_dir():  # a run directory that was removed is not made again by its small files
-                durable.make_folder(path.parent)
+            if self._check is not None:
+                self._check()
+            durable.make_folder_inside(self._folder, path.parent)
             durable.replace_file(path, self.contents[path].encode())
+        except RunDirError as error:
+            self._outage.end_writing(error)
         except OSError as error:
             self._outage.begin(path, error)
         else:

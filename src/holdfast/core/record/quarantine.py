@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Span
 from holdfast.core.record.rundir import to_json, write_atomically
+
+_MAX_BYTES = 16 << 20
 
 
 class Quarantine:
@@ -39,7 +42,20 @@ class Quarantine:
         return frozenset(self._samples)
 
     def spans(self) -> list[Span]:
-        return [Span(e, start, stop) for e in sorted(self._spans) for start, stop in self._spans[e]]
+        return [span for epoch in sorted(self._spans) for span in self.spans_of(epoch)]
+
+    def spans_of(self, epoch: int) -> list[Span]:
+        return [Span(epoch, start, stop) for start, stop in self._spans.get(epoch, ())]
+
+    def summary(self) -> str:
+        """Say how much is excluded."""
+        ranges = sum(map(len, self._spans.values()))
+        return f"{len(self._samples)} samples, {ranges} ranges of single epochs, {len(self._ahead)} windows ahead"
+
+    @property
+    def run(self) -> str:
+        """The run directory's path for messages."""
+        return "RUN" if self._path is None else str(self._path.parent)
 
     def covers(self, epoch: int, start: int, stop: int) -> bool:
         """Return whether all of [start, stop) of an epoch is excluded."""
@@ -61,12 +77,14 @@ class Quarantine:
         return [i for i in ids if _as_key(i) not in self._samples]
 
     def stand_in(self, ids: list[Any], length: int) -> list[Any]:
-        """Return the ids with each excluded one replaced by the next allowed id below `length`.
+        """Return the ids with each excluded one replaced by the next allowed id below `length`; none if no id is allowed.
 
         Ranks that step together need this: a smaller or missing batch on one rank would leave the others waiting.
         """
-        if self.keep(ids) is ids or len(self._samples) >= length:
+        if self.keep(ids) is ids:
             return ids
+        if len(self._samples) >= length and all(i in self._samples for i in range(length)):
+            return []
         return [self._next_allowed(int(i), length) if _as_key(i) in self._samples else i for i in ids]
 
     def _next_allowed(self, sample: int, length: int) -> int:
@@ -91,6 +109,8 @@ class Quarantine:
                 spans.update(dict.fromkeys(_spans(entry.get("spans"))))
             for span in _spans(entry.get("released")):
                 spans.pop(span, None)
+            if entry.get("released_all"):
+                spans.clear()
         return list(spans)
 
     def release(self, spans: Iterable[Span]) -> None:
@@ -101,6 +121,15 @@ class Quarantine:
         self._record({"released": released})
         for span in released:
             self._subtract(Span(*span))
+
+    def release_all(self, reason: str) -> None:
+        """Put everything back. The entries so far keep what was excluded, and why."""
+        self._record({"released_all": True, "reason": reason})
+        self._forget()
+
+    def _forget(self) -> None:
+        self._spans, self._samples, self._ahead = {}, set(), []
+        self.version += 1
 
     def add_ahead(self, epoch: int, first: int, batches: int, reason: str) -> None:
         """Exclude batches of an epoch that has not begun; their samples are known when it begins."""
@@ -133,6 +162,8 @@ class Quarantine:
         """Add exclusions that only the journal has: the file is lost, or a process died between the two writes."""
         known, rollback = len(self._entries), None
         events = list(events)
+        released = [n for n, event in enumerate(events) if event.get("event") == "ack" and event.get("released_data")]
+        del events[: released[-1] + 1 if released else 0]
         final: dict[tuple[int, ...], bool] = {}
         """whether each range is left out after the last event about it"""
         for event in events:
@@ -213,6 +244,8 @@ class Quarantine:
             for epoch, start, stop in entry.get("released", ()):
                 self._subtract(Span(int(epoch), int(start), int(stop)))
             self._samples.update(int(i) for i in entry.get("samples", ()))
+            if entry.get("released_all"):
+                self._forget()
             if "ahead" in entry and not entry.get("resolved"):
                 epoch, first, batches = map(int, entry["ahead"])
                 entry["ahead"] = [epoch, first, batches]
@@ -221,7 +254,7 @@ class Quarantine:
 
     def _load(self, path: Path) -> None:
         try:
-            self.adopt(json.loads(path.read_text(encoding="utf-8"))["entries"])
+            self.adopt(json.loads(durable.read_file(path, _MAX_BYTES))["entries"])
         except FileNotFoundError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:

@@ -48,6 +48,7 @@ class RankRecords:
         folder = self.path.parent
         try:
             durable.make_folder(folder)
+            durable.refuse_links(folder.parent, folder)
             journal = Journal(self.path, clock=self._clock)
             durable.fsync_folder(folder)
             durable.fsync_folder(folder.parent)

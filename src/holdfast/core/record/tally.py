@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.core.base.clean import clean
 from holdfast.core.base.types import Cause, Span
 
 _MAX_PLACES = 4
@@ -41,7 +42,7 @@ class IncidentSummary(msgspec.Struct, kw_only=True):
         done = self.describe_actions() or "recorded only"
         cause = "" if self.cause is None else f"; cause: {self.cause.replace('_', ' ')}"
         where = f" ({self.where})" if self.where and self.cause == Cause.DATA else ""
-        return f"incident {self.number}: {self.kind} at step {self.step}: {done}{cause}{where}; {self.state}"
+        return clean(f"incident {self.number}: {self.kind} at step {self.step}: {done}{cause}{where}; {self.state}")
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -80,7 +81,7 @@ class Summary(msgspec.Struct, kw_only=True):
             lines.append(f"time lost: {self.seconds_lost:.1f} s")
         lines += map(str, self.incidents)
         if self.stopped:
-            lines.append(f"stopped: {self.stopped}")
+            lines.append(clean(f"stopped: {self.stopped}"))
         return "\n".join(lines)
 
 
@@ -174,7 +175,8 @@ class Tally:
         line.where = describe_data(line.data, line.samples, self._batch_size)
 
     def _on_facts(self, event: dict[str, Any]) -> None:
-        size = (event["facts"].get("loop") or {}).get("batch_size")
+        loop = event["facts"].get("loop")
+        size = loop.get("batch_size") if isinstance(loop, dict) else None
         self._batch_size = size if isinstance(size, int) and size > 0 else self._batch_size
 
     def _on_action(self, event: dict[str, Any]) -> None:
@@ -186,7 +188,7 @@ class Tally:
         if name == "cut_lr":
             self._summary.lr_cuts += 1
         elif name == "stop":
-            self._summary.stopped = event["reason"]
+            self._summary.stopped = event.get("reason") or "no reason on record"
             if line is not None:
                 line.state = "stopped"
 

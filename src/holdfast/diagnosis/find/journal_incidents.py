@@ -24,6 +24,7 @@ _KINDS = {
     Kind.NONFINITE_LOSS: "nan",
     Kind.NONFINITE_STATE: "nonfinite_state",
     Kind.STATE_JUMP: "state_jump",
+    Kind.STATISTICS_JUMP: "state_jump",
     Kind.NONFINITE_GRAD: "grad_nonfinite",
     Kind.SCALE_COLLAPSE: "scale_collapse",
     Kind.LOSS_SPIKE: "spike",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +32,7 @@ class RunJournal:
     def _tally(self) -> Tally:
         tally = Tally()
         for event in self.events:
-            # A malformed event, of another version or edited by hand, must not hide the others.
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-                tally.feed(event)
+            tally.feed(event)
         return tally
 
     @functools.cached_property
@@ -151,7 +148,7 @@ class RunJournal:
         changes = []
         for restart, (old, new) in enumerate(pairwise(flat), 1):
             for key in sorted(old.keys() | new.keys()):
-                if key not in ("started", "argv") and old.get(key) != new.get(key):
+                if key not in ("started", "argv", "masked") and old.get(key) != new.get(key):
                     changes.append(f"restart {restart}: {key} {old.get(key, MISSING)} -> {new.get(key, MISSING)}")
         return changes
 

@@ -27,7 +27,7 @@ class DifferenceCheck(NamedTuple):
 
 # Settings about the place, time and progress of a run. They do not change the training.
 IGNORED = re.compile(
-    r"(^|[._])(run_dir|output_dir|logging_dir|run_name|run_id|save_dir|out_dir|log_dir|started|argv|hostname|trainer|"
+    r"(^|[._])(run_dir|output_dir|logging_dir|run_name|run_id|save_dir|out_dir|log_dir|started|argv|masked|hostname|trainer|"
     r"report_to|wandb\w*|resume\w*|disable_tqdm|push_to_hub|hub_\w+|epoch|"
     r"global_step|total_flos|best_\w+|logged_every|num_input_tokens_seen)$"
 )
@@ -42,7 +42,7 @@ CHECKS: tuple[DifferenceCheck, ...] = (
     ),
     DifferenceCheck(
         "policy", "guard policy", 0.05,
-        r"^(detect|recover|snapshot|checkpoint|quarantine|oom|liveness|preemption|metrics|profile|journal)\.",
+        r"^(detect|recover|snapshot|checkpoint|quarantine|oom|liveness|preemption|metrics|profile|journal|run)\.",
         "how a fault would have been handled; nothing without a fault",
         "inspect the recoveries of both runs: holdfast diagnose {b}",
     ),

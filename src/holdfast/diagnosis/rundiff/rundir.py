@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from holdfast.core.base import durable
 from holdfast.core.base.errors import LogRefused, RunDirError
+from holdfast.core.base.plain import loads
 from holdfast.core.record import facts
-from holdfast.core.record.journal import with_current_names
+from holdfast.core.record.events import event_problem
+from holdfast.core.record.journal import MAX_BYTES, MAX_LINE_BYTES, with_current_names
 from holdfast.core.record.rundir import RunDir
 from holdfast.diagnosis.rundiff.checks import check_for_setting
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun, Recovery, as_finite, flatten
@@ -34,7 +36,7 @@ _EVENTS = (b'"facts"', b'"action"', b'"quarantine"', b'"restart"', b'"run_end"',
 
 def is_run(place: Path) -> bool:
     folder = RunDir(place)
-    return folder.run.is_file() or folder.journal.is_file()
+    return durable.is_regular(folder.run) or durable.is_regular(folder.journal)
 
 
 def load(place: Path) -> ComparedRun:
@@ -47,14 +49,15 @@ def load(place: Path) -> ComparedRun:
         about = {}
         run.limits.append(str(error).split(";")[0])
     _read_settings(run, about)
-    if folder.metrics.is_file():
+    if durable.is_regular(folder.metrics):
         _read_curves(run, folder.path)
     else:
-        run.limits.append(f"{folder.metrics.name} is missing: no curves")
-    if folder.journal.is_file():
+        run.limits.append(f"{folder.metrics.name} is missing or not a regular file: no curves")
+    try:
         _read_journal(run, folder.journal, about)
-    else:
-        run.limits.append(f"{folder.journal.name} is missing: recoveries are not known")
+    except OSError as error:
+        why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror}"
+        run.limits.append(f"{folder.journal.name} {why}: recoveries are not known")
     return run
 
 
@@ -108,29 +111,39 @@ def _read_curves(run: ComparedRun, place: Path) -> None:
 
 def _read_journal(run: ComparedRun, path: Path, about: dict[str, Any]) -> None:
     evals: dict[str, list[tuple[int | None, float]]] = {}
-    run.recoveries, torn = [], 0
-    with path.open("rb") as file:
-        for line in file:
-            if not any(name in line[:60] for name in _EVENTS):
-                continue
-            try:
-                event = json.loads(line)
-                kind = event["event"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                torn += 1
-                continue
-            if kind == "facts":
-                for name, value in _numbers(_mapping(event.get("facts")).get("eval")).items():
-                    evals.setdefault(name, []).append((_as_step(event.get("step")), value))
-            elif kind == "restart":
-                _read_restart(run, about, with_current_names(event).get("environment"))
-            elif kind == "run_end" and isinstance(event.get("summary"), dict):
-                run.status = event["summary"].get("status")
-            elif (recovery := _recovery(event)) is not None:
-                run.recoveries.append(recovery)
+    recoveries: list[Recovery] = []
+    torn = skipped = 0
+    for _, line in durable.read_lines(path, MAX_BYTES, MAX_LINE_BYTES):
+        if not any(name in line[:60] for name in _EVENTS):
+            continue
+        try:
+            event = loads(line)
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict):
+            torn += 1
+            continue
+        event = with_current_names(event)
+        if event_problem(event) is not None:
+            skipped += 1
+            continue
+        kind = event["event"]
+        if kind == "facts":
+            for name, value in _numbers(event["facts"].get("eval")).items():
+                evals.setdefault(name, []).append((_as_step(event.get("step")), value))
+        elif kind == "restart":
+            _read_restart(run, about, event.get("environment"))
+        elif kind == "run_end" and event.get("summary") is not None:
+            status = event["summary"].get("status")
+            run.status = status if isinstance(status, str) else None
+        elif (recovery := _recovery(event)) is not None:
+            recoveries.append(recovery)
+    run.recoveries = recoveries
     run.evals |= evals
     if torn and not any("journal" in limit for limit in run.limits):
         run.limits.append(f"{torn} lines of {path.name} cannot be read")
+    if skipped:
+        run.limits.append(f"{skipped} lines of {path.name} are no events of this version")
     if run.status is None:
         run.limits.append("the run has not ended, or was killed")
 

@@ -21,7 +21,7 @@ _ESTABLISHED, _SUPPORTED = 0.95, 0.85
 """confidence in a cause that experiments established, and in one that a finding suggests"""
 _LR_JUMP_STEPS = 50
 """a jump of the learning rate at most this many steps before an incident counts as its cause"""
-_STATE_KINDS = (Kind.NONFINITE_STATE, Kind.STATE_JUMP)
+_STATE_KINDS = (Kind.NONFINITE_STATE, Kind.STATE_JUMP, Kind.STATISTICS_JUMP)
 _MEASUREMENTS = {
     "loss_nonfinite", "gradient_nonfinite", "loss_jumped", "gradient_exploded", "grad_norm_far_above", "gradient_leads",
     "loss_trends_up", "spike_lasts",

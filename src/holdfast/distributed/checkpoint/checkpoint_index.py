@@ -21,9 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 from holdfast.core.base.durable import read_file, retry_interrupted, run_dir_error
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import Manifest
-from holdfast.distributed.checkpoint.rank_index import ChunkRecord, RankIndex, bin_name, decode, format_box, index_name
-
-_MAX_INDEX_BYTES = 1 << 32
+from holdfast.distributed.checkpoint.rank_index import (
+    MAX_INDEX_BYTES,
+    ChunkRecord,
+    RankIndex,
+    bin_name,
+    decode,
+    format_box,
+    index_name,
+)
 
 
 class ChunkLocation(NamedTuple):
@@ -42,6 +48,11 @@ class CheckpointIndex(NamedTuple):
     @property
     def world_size(self) -> int:
         return len(self.ranks)
+
+    def bytes_on_disk(self) -> int:
+        """Return the bytes that the tensors take on disk: few for a file with holes."""
+        paths = [self.folder / bin_name(index.rank) for index in self.ranks]
+        return sum(retry_interrupted(os.lstat, path).st_blocks * 512 for path in paths)
 
     def shared(self) -> dict[str, list[ChunkLocation]]:
         """Return the chunks of every tensor that is not private to a rank."""
@@ -62,7 +73,7 @@ def read_rank_index(folder: Path, rank: int, manifest: Manifest | None = None) -
     """Return one rank's index. RunDirError if it is invalid, or its checksum differs from a given manifest."""
     path = folder / index_name(rank)
     try:
-        content = read_file(path, _MAX_INDEX_BYTES)
+        content = read_file(path, MAX_INDEX_BYTES)
     except OSError as error:
         raise run_dir_error(path, "read", error) from None
     if manifest is not None:

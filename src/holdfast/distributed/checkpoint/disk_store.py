@@ -8,6 +8,7 @@ The background thread calls no collective, and every wait has a time limit.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -22,18 +23,19 @@ import msgspec
 from torch import Tensor
 
 from holdfast.core.base import durable
-from holdfast.core.base.errors import RunDirError, UnreadableError
+from holdfast.core.base.errors import RunDirError, SetupError, UnreadableError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.manifest import FileSum, Manifest, name_of
-from holdfast.core.checkpoints.resume import CHECKPOINTS, RejectedCheckpoint, choose, resolve_resume_path
+from holdfast.core.checkpoints.resume import CHECKPOINTS, RejectedCheckpoint, pick, resolve_resume_path
 from holdfast.core.checkpoints.verify import verify, verify_except_contents
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.distributed.world import World
 from holdfast.runtime.ports.checkpoint_store import (
     CheckpointContents,
     CheckpointLabel,
+    ContentChecks,
     FindTarget,
     RestoredCheckpoint,
     StoreEvent,
@@ -56,14 +58,18 @@ class DiskCheckpointStore:
         self._world, self._timeout = world, rank_timeout_seconds
         self.is_rank_zero = world.rank == 0
         self._run = ""
+        self._has_run_dir = False
+        """the run directory was there when the run began"""
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-disk")
         self._requests: list[Future[None]] = []
         self._aborted = False
         self.events: deque[StoreEvent] = deque()
 
-    def open(self, run: str) -> None:
+    def open(self, run: str, check: Callable[[], None]) -> None:
         """Remove what a killed process left unfinished. The caller holds the run directory's lock. All ranks call it."""
-        self._run = run
+        self._run = self._folder.run = run
+        self._folder.check = check
+        self._has_run_dir = durable.retry_interrupted(self._run_dir.is_dir)
         if self.is_rank_zero:
             try:
                 self._folder.sweep()
@@ -79,6 +85,29 @@ class DiskCheckpointStore:
 
     def save(self, contents: CheckpointContents, label: CheckpointLabel) -> None:
         self._submit(lambda: self._save(contents, label))
+
+    def choose_together(self, names: Sequence[str]) -> str | None:
+        if self.is_rank_zero or not names:
+            return names[0] if names else None
+
+        def begun() -> str | None:
+            return next((name for name in names if (self._folder.path / f".tmp-{name}").is_dir()), None)
+
+        try:
+            self._wait_until(lambda: begun() is not None, lambda: "rank 0 has begun no checkpoint")
+        except RunDirError:
+            return None
+        return begun()
+
+    def save_now(self, contents: CheckpointContents, label: CheckpointLabel) -> bool:
+        try:
+            (self._save_distributed if self._world.size > 1 else self._save_single)(contents, label)
+        except Exception as error:  # whatever it is, the process ends anyway
+            log.error("holdfast: step %d could not be saved: %s", contents.step, str(error) or type(error).__name__)
+            return False
+        finally:
+            contents.release()
+        return True
 
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None:
         if self.is_rank_zero:
@@ -233,7 +262,7 @@ class DiskCheckpointStore:
             all_present, lambda: f"ranks {sorted(set(range(self._world.size)) - set(notes))} wrote no share"
         )
         for rank in notes:
-            os.unlink(staging / _note_name(rank))
+            durable.remove_tree(staging / _note_name(rank))
         return [notes[rank] for rank in sorted(notes)]
 
     def _wait_until(self, condition: Callable[[], bool], describe: Callable[[], str]) -> None:
@@ -242,6 +271,8 @@ class DiskCheckpointStore:
         while not condition():
             if self._aborted:
                 raise RunDirError("the run is ending")
+            if self._has_run_dir and not durable.retry_interrupted(self._run_dir.is_dir):
+                raise RunDirError(f"{self._run_dir} was removed")
             if time.monotonic() > ends:
                 raise RunDirError(f"{describe()} after {self._timeout:g} s ([checkpoint] rank_timeout_seconds)")
             time.sleep(_POLL_SECONDS)
@@ -253,27 +284,32 @@ class DiskCheckpointStore:
         return self._folder.entries()
 
     def choose(
-        self, why_not: Callable[[CheckpointEntry], str | None]
+        self, why_not: Callable[[CheckpointEntry], str | None], in_memory: Sequence[CheckpointEntry] = ()
     ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
         """Return the newest usable checkpoint and those passed over. `why_not` rejects one by returning a reason.
 
+        in_memory: those of the memory tier, which come first if the disk has the same.
         Only small files are verified; `load` verifies every byte.
         """
         self.wait()
         choice: Any = None
         if self.is_rank_zero:
-            damaged: set[str] = set()
+            damaged: set[tuple[str, bool]] = set()
 
             def check(entry: CheckpointEntry) -> str | None:
                 if (why := why_not(entry)) is None and (why := verify(entry, contents=False)) is not None:
-                    damaged.add(entry.name)
+                    damaged.add((entry.name, entry.in_memory))
                 return why
 
-            entry, passed = choose(self._folder, self._run, check=check)
-            passed_over = [list(p._replace(damaged=p.name in damaged)) for p in passed]
-            choice = [None if entry is None else entry.name, passed_over]
-        name, passed_over = self._world.broadcast_object(choice)
-        return (None if name is None else self._folder.entry(name)), [RejectedCheckpoint(*p) for p in passed_over]
+            entry, passed = pick([*in_memory, *self._folder.entries()], self._run, check)
+            passed_over = [list(p._replace(damaged=(p.name, p.in_memory) in damaged)) for p in passed]
+            choice = [None if entry is None else [entry.name, entry.in_memory], passed_over]
+        chosen, passed_over = self._world.broadcast_object(choice)
+        rejected = [RejectedCheckpoint(*p) for p in passed_over]
+        if chosen is None:
+            return None, rejected
+        listed = next((e for e in in_memory if [e.name, e.in_memory] == chosen), None)
+        return listed or self._folder.entry(chosen[0]), rejected
 
     def find(self, path: str) -> CheckpointEntry:
         """Return the checkpoint at a path that the user named. RunDirError if there is none."""
@@ -283,8 +319,10 @@ class DiskCheckpointStore:
             raise RunDirError(f"load_path {path}: no such checkpoint")
         return entry
 
-    def load(self, entry: CheckpointEntry, find_target: FindTarget | None = None) -> RestoredCheckpoint:
-        """Return the contents, every byte verified. RunDirError on every rank if any rank finds damage."""
+    def load(
+        self, entry: CheckpointEntry, find_target: FindTarget | None = None, checks: ContentChecks | None = None
+    ) -> RestoredCheckpoint:
+        """Return the contents, every byte verified. If a rank finds damage or fails a check, every rank raises its error."""
         # Importing the planners takes a second, and a run that only saves does not need them.
         from holdfast.distributed.checkpoint.load import read_parts, read_tensors
 
@@ -293,20 +331,25 @@ class DiskCheckpointStore:
             raise RunDirError(entry.damage or "manifest.json is missing")
         has_local_rng = self._world.rank < manifest.world_size
         rank = self._world.rank if has_local_rng else 0
-        why, is_damaged, parts, tensors = "", False, {}, {}
+        why, error_type, parts, tensors = "", "", {}, {}
         try:
             if (damage := verify_except_contents(entry)) is not None:
                 raise RunDirError(damage)
-            tensors = read_tensors(entry.path, manifest, find_target or {}, rank=rank, size=self._world.size)
-            parts = decode(read_parts(entry.path, rank), tensors)
-        except RunDirError as error:
-            why, is_damaged = str(error), not isinstance(error, UnreadableError)
+            check_layout = None if checks is None else functools.partial(checks.check_layout, manifest)
+            tensors = read_tensors(
+                entry.path, manifest, find_target or {}, rank=rank, size=self._world.size, check_layout=check_layout
+            )
+            parts = decode(read_parts(entry.path, rank, manifest), tensors)
+            if checks is not None:
+                checks.check_parts(manifest, parts, tensors)
+        except (RunDirError, SetupError) as error:
+            why, error_type = str(error), type(error).__name__
         except OSError as error:
-            why = str(durable.run_dir_error(entry.path, "read", error))
-        problems = [p for p in self._world.all_gather_object([why, is_damaged]) if p[0]]
-        if problems:
-            worst = next((p for p in problems if p[1]), problems[0])
-            raise (RunDirError if worst[1] else UnreadableError)(worst[0])
+            why, error_type = str(durable.run_dir_error(entry.path, "read", error)), UnreadableError.__name__
+        problems = {p[1]: p[0] for p in reversed(self._world.all_gather_object([why, error_type])) if p[0]}
+        for raised in (RunDirError, SetupError, UnreadableError):
+            if raised.__name__ in problems:
+                raise raised(problems[raised.__name__])
         return RestoredCheckpoint(manifest, parts, tensors, self._world.size, has_local_rng)
 
     def close(self) -> None:

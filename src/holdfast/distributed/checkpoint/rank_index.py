@@ -22,6 +22,8 @@ from holdfast.core.base.errors import RunDirError
 FORMAT = 1
 ALIGNMENT = 64
 MAX_DIMENSIONS = 64
+MAX_INDEX_BYTES = 64 << 20
+"""a larger file is neither written nor read: decoding takes several times its size"""
 """torch's own limit"""
 
 # A dtype name from a file is looked up here, never in torch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +64,7 @@ def read_slices(
     *,
     check: bool = True,
     full: bool = False,
+    advance: Callable[[int], None] | None = None,
 ) -> None:
     """Read all slices from one rank's file.
 
@@ -77,7 +79,7 @@ def read_slices(
     try:
         descriptor = open_regular(path)
         try:
-            source = _RankFile(path, descriptor, index.bytes)
+            source = _RankFile(path, descriptor, index.bytes, advance)
             if check and expected_crc is not None and full:
                 _read_all(source, slices, expected_crc)
             else:
@@ -92,8 +94,9 @@ def read_slices(
 class _RankFile:
     """Reads a file. With a CRC attached, adds every byte to it once, in order."""
 
-    def __init__(self, path: Path, descriptor: int, length: int) -> None:
+    def __init__(self, path: Path, descriptor: int, length: int, advance: Callable[[int], None] | None = None) -> None:
         self.path = path
+        self._advance = advance
         self.length = length
         self.crc: BackgroundCrc32 | None = None
         self._descriptor = descriptor
@@ -121,6 +124,8 @@ class _RankFile:
             if count <= 0:
                 raise RunDirError(f"{self.path} ends at byte {at:,} of {self.length:,}: it is truncated")
             piece, at = piece[count:], at + count
+            if self._advance is not None:
+                self._advance(count)
 
 
 def _read_all(source: _RankFile, slices: list[SliceRead], expected_crc: str) -> None:

@@ -13,11 +13,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from holdfast.core.base.durable import close, retry_interrupted, run_dir_error, write_all, write_file
+from holdfast.core.base.durable import close, create_file, retry_interrupted, run_dir_error, write_all, write_file
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
 from holdfast.distributed.checkpoint.rank_index import (
     DTYPE_NAMES,
+    MAX_INDEX_BYTES,
     ChunkRecord,
     RankIndex,
     align,
@@ -78,6 +79,11 @@ def write_rank(
             RankIndex(rank=rank, world=size, bytes=length, tensors=summed, parts=parts, parts_sum=parts_sum)
         )
         path = folder / index_name(rank)
+        if len(content) > MAX_INDEX_BYTES:
+            raise RunDirError(
+                f"{path} would hold {len(content) >> 20} MB of numbers and text, and may hold {MAX_INDEX_BYTES >> 20} MB: "
+                "keep large values of registered objects in tensors"
+            )
         write_file(path, content)
     except OSError as error:
         raise run_dir_error(path, "written", error) from None
@@ -144,8 +150,7 @@ def _pieces(
 
 def _write(path: Path, pieces: Iterator[memoryview], length: int) -> BackgroundCrc32:
     """Write and sync the file. Return its checksum, which another thread computes meanwhile."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    descriptor = retry_interrupted(os.open, path, flags, 0o644)
+    descriptor = create_file(path)
     try:
         with BackgroundCrc32() as crc, _early_sync(length) as sync_queue:
             done = unsynced = 0

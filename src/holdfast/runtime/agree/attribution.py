@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.core.base.types import Flag
 from holdfast.runtime.agree.rows import Column, Rows
-from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
+from holdfast.runtime.data.bad_rows import nonfinite_samples
 from holdfast.runtime.data.source import Draw
 
 _MAX_LISTED = 32

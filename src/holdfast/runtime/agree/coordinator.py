@@ -1,8 +1,8 @@
 """Coordinate with the other ranks: agree on a step's numbers, exchange requests, share decisions.
 
-A healthy step takes one collective. A request of one rank (stop, an expected shift, samples to quarantine, non-finite
-state, a checkpoint that is due by time) is announced by a flag in that rank's row. A second exchange then carries it to
-all ranks, and all act on it alike.
+A healthy step takes one collective. A request of one rank (stop, a signal, an expected shift, samples to quarantine,
+non-finite state, a checkpoint that is due by time, a rejected snapshot) is announced by a flag in that rank's row. A second
+exchange then carries it to all ranks, and all act on it alike.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ class Requests(NamedTuple):
     is_checkpoint_due: bool
     """the time between two checkpoints is over, by the clock of rank 0"""
     notes: list[str]
+    snapshots: list[tuple[int, dict[str, Any]]]
+    """rank, and what it announces about its snapshots"""
+    shutdown: tuple[int, str] | None
+    """the first rank that received a signal, and which"""
+    tier_step: int | None
+    """the certified snapshot to write to shared memory, by its step"""
 
 
 class RankCoordinator:
@@ -121,22 +127,31 @@ class RankCoordinator:
         quarantines: list[tuple[int, list[int], str]] = []
         is_checkpoint_due = False
         notes: list[str] = []
+        snapshots: list[tuple[int, dict[str, Any]]] = []
+        shutdown: tuple[int, str] | None = None
+        tier_step: int | None = None
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
                 if what == "stop":
                     stop = stop or (rank, value)
+                elif what == "shutdown":
+                    shutdown = shutdown or (rank, value)
                 elif what == "shift" and value not in shifts:
                     shifts.append(value)
                 elif what == "quarantine":
                     quarantines.append((rank, value["samples"], value["reason"]))
                 elif what == "checkpoint":
                     is_checkpoint_due = True
+                elif what == "tier":
+                    tier_step = value
                 elif what == "note" and value not in notes:
                     notes.append(value)
+                elif what == "snapshots":
+                    snapshots += [(rank, news) for news in value]
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes)
+        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step)
 
     # ---- decisions that all ranks share
 

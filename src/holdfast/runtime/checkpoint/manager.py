@@ -7,6 +7,7 @@ checkpoint is a candidate until `certify_after` healthy steps have followed it, 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,20 +22,26 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
 from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
+from holdfast.runtime.checkpoint.content_checks import RunChecks
+from holdfast.runtime.checkpoint.memory_tier import MemoryTier
 from holdfast.runtime.checkpoint.serialization import RestorePoint, contents_of, restore_point_on_disk
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.source import Position
-from holdfast.runtime.ports.checkpoint_store import CheckpointLabel, CheckpointStore, StoreEvent
-from holdfast.runtime.record.environment import with_added_groups
+from holdfast.runtime.ports.checkpoint_store import CheckpointLabel, CheckpointStore, MemoryStore, StoreEvent
+from holdfast.runtime.record.environment import GrowingModel
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
 
 log = logging.getLogger("holdfast")
 
-START, SCHEDULED, END, STOP = "start", "scheduled", "end", "stop"
-_CERTIFIED = {START: "the state the run began with", STOP: "certified in memory before the run was stopped"}
+START, SCHEDULED, END, STOP, SIGNAL = "start", "scheduled", "end", "stop", "signal"
+_CERTIFIED = {
+    START: "the state the run began with",
+    STOP: "certified in memory before the run was stopped",
+    SIGNAL: "certified in memory before a signal ended the process",
+}
 """checkpoints that are good as soon as they are written, by reason"""
 _RETRY_SECONDS = 60.0
 """a checkpoint that could not be written is due again after this time"""
@@ -60,10 +67,13 @@ class CheckpointRecord:
 class CheckpointManager:
     """Manages the checkpoints of one run. Without a store, or switched off, every method does nothing."""
 
-    def __init__(self, context: Context, store: CheckpointStore | None, feeder: Feeder) -> None:
+    def __init__(
+        self, context: Context, store: CheckpointStore | None, feeder: Feeder, memory: MemoryStore | None = None
+    ) -> None:
         config = context.config.checkpoint
         self.context, self.config, self._feeder = context, config, feeder
         self.store = store if config.enabled else None
+        self.tier = MemoryTier(context, None if self.store is None else memory)
         self.every_steps = 0 if self.store is None else config.every_steps
         self.timed_step: int | None = None
         """the step to save because the time has come; the same on every rank"""
@@ -72,6 +82,7 @@ class CheckpointManager:
         self._due_at: float | None = None
         self._failed_saves = 0
         """since the last checkpoint that was written"""
+        self._model = GrowingModel(context.state)
         self.lineage = Lineage()
         self.records: dict[str, CheckpointRecord] = {}
         self._is_new_run = True
@@ -133,14 +144,21 @@ class CheckpointManager:
             record.health = Health.GOOD
         self.records[record.name] = record
         run_records, state = self.context.records, self.context.state
-        about = with_added_groups(run_records.about(), state)
-        label = CheckpointLabel(snapshot.reason, record.handover, record.health, why, about, run_records.versions())
+        self.describe_model()
+        about, versions = run_records.about(), run_records.versions()
+        label = CheckpointLabel(snapshot.reason, record.handover, record.health, why, about, versions)
         self.store.save(contents_of(snapshot, state, run_records.journal_bytes[1]), label)
         record.stall_seconds = time.perf_counter() - began + stalled_seconds - self._stalled_before
         self._stalled_before = stalled_seconds
         self._is_new_run = False
         self.timed_step, self.is_overdue, self._due_at = None, False, None
         self._last_saved = None if snapshot.reason == STOP else _moment_of_snapshot(snapshot)
+
+    def describe_model(self) -> None:
+        """Describe the model again if the loop has added to it: a checkpoint describes what it holds."""
+        records = self.context.records
+        if changes := self._model.changes(records.about):
+            records.update_description(changes)
 
     def save_certified(self, snapshots: SnapshotManager, before: int, at_latest: int) -> str | None:
         """Write the certified snapshot that a rollback would return to, unless a good checkpoint is as new.
@@ -152,6 +170,8 @@ class CheckpointManager:
         if self.store is None:
             return None
         self.store.wait()
+        self.tier.wait()
+        self.tier.remove_after(at_latest)
         self.poll()
         newest = self._newest_good(at_latest)
         # Ranks learn at different times what became of a checkpoint: rank 0 decides.
@@ -173,6 +193,26 @@ class CheckpointManager:
             if record.step > at_latest and record.health in (Health.CANDIDATE, Health.GOOD):
                 self.mark(record, Health.QUARANTINED, "saved after the trouble began that stopped the run")
         return newest.name
+
+    def save_without_training_thread(self, snapshots: SnapshotManager) -> str | None:
+        """Write the newest certified snapshot on the calling thread, with no exchange. Return its name, or None.
+
+        None also if a checkpoint is as new. The other ranks write what rank 0 has chosen, if they hold it. The records of
+        this process do not learn of it: the process ends.
+        """
+        if self.store is None:
+            return None
+        good = {name_of(s.step, s.lineage.branch): s for s in snapshots.certified() if s.data}
+        newest = max((r.step for r in list(self.records.values()) if r.on_disk), default=-1)
+        names = [name for name, snapshot in good.items() if snapshot.step > newest and name not in self.records]
+        name = self.store.choose_together(names)
+        if name is None:
+            return None
+        run_records = self.context.records
+        about, versions = run_records.about(), run_records.versions()
+        label = CheckpointLabel(SIGNAL, False, Health.GOOD, _CERTIFIED[SIGNAL], about, versions)
+        contents = contents_of(good[name], self.context.state, run_records.journal_bytes[1])
+        return name if self.store.save_now(contents, label) else None
 
     def _submit_certified(self, snapshot: Snapshot, stalled_seconds: float) -> None:
         """Write a snapshot that was taken for the memory only."""
@@ -316,6 +356,7 @@ class CheckpointManager:
 
     def quarantine_abandoned(self, why: str) -> None:
         """Quarantine the checkpoints of branches that the run has left: they are never restored."""
+        self.tier.remove_abandoned(self.lineage)
         for record in self.records.values():
             is_abandoned = not self.lineage.holds(record.branch, record.step)
             if is_abandoned and record.health in (Health.CANDIDATE, Health.GOOD):
@@ -324,7 +365,7 @@ class CheckpointManager:
     def fork(self, lineage: Lineage, step: int) -> int:
         """Begin a new branch of `lineage` at `step` and return its number."""
         history = self.context.history
-        branch = history.next_branch(record.branch for record in self.records.values())
+        branch = history.next_branch([*(record.branch for record in self.records.values()), *self.tier.branches()])
         self.lineage = lineage.forked(branch, step)
         return branch
 
@@ -352,13 +393,18 @@ class CheckpointManager:
                 raise SetupError(
                     f"[checkpoint] load_path = {self._load_path!r} needs a run_dir, and [checkpoint] enabled = true"
                 )
+            if self.config.memory_tier == "on":
+                self.context.engine.note(
+                    0,
+                    '[checkpoint] memory_tier = "on" has no effect: it needs a run_dir, and [checkpoint] enabled = true',
+                )
             if self._unused_store is not None and (entries := self._unused_store.entries()):
                 self.context.engine.note(
                     0, f"[checkpoint] enabled = false: the run does not resume from its {len(entries)} checkpoints"
                 )
             return
         identity = self._share_past(self.store)
-        self.store.open(identity)
+        self.store.open(identity, self.context.records.check_held)
         entries = self.store.entries()
         self._refuse_foreign(entries, identity)
         for entry in entries:
@@ -370,6 +416,7 @@ class CheckpointManager:
         for record in self.records.values():
             if is_left(lineage, record.branch, record.step) and record.health in (Health.CANDIDATE, Health.GOOD):
                 self.mark(record, Health.QUARANTINED, "a previous process left its branch and ended before marking it")
+        self.tier.open(identity, self.context.records.check_held)
 
     def _share_past(self, store: CheckpointStore) -> str:
         """Give every rank what rank 0 has read from run.json, journal and quarantine. Return the run's identity."""
@@ -439,12 +486,13 @@ class CheckpointManager:
                 if any(each.name == record.name for each in rejected):
                     continue
                 try:
-                    saved = self.store.load(entries[record.name], self.context.state.target())
+                    checks = RunChecks(self.context)
+                    saved = self.store.load(entries[record.name], self.context.state.target(), checks)
                     point = restore_point_on_disk(self.context, snapshots, self._feeder.source, saved, is_resume=False)
                     return point, rejected
-                except (RunDirError, SetupError, KeyError) as error:
+                except (RunDirError, SetupError) as error:
                     rejected.append(RejectedCheckpoint(record.name, record.step, str(error)))
-                    if not isinstance(error, UnreadableError):
+                    if not isinstance(error, UnreadableError | SetupError):
                         self.mark(record, Health.BAD, str(error))
         return None, rejected
 
@@ -454,13 +502,22 @@ class CheckpointManager:
         """Stop waiting for other ranks' parts of a checkpoint: this rank has failed."""
         if self.store is not None:
             self.store.abort()
+            self.tier.abort()
 
-    def close(self) -> None:
-        """Finish the writes in progress and release the store."""
+    def close(self, *, is_orderly: bool = False) -> None:
+        """Finish the writes in progress and release the store. After an orderly end nothing stays in shared memory."""
         if self.store is not None:
             self.store.wait()
             self.poll()
             self.store.close()
+            self.tier.close(self._newest_usable() if is_orderly else None)
+
+    def _newest_usable(self) -> float:
+        """Return the step that a restart would resume from on disk; -1 if there is none."""
+        if not self.config.at_end and self._feeder.is_attached and self.context.engine.stopped_by is None:
+            return math.inf  # the user wants nothing of the end of a run to be kept
+        usable = [r for r in self.records.values() if r.on_disk and (r.health is Health.GOOD or r.handover)]
+        return max((r.step for r in usable if self.lineage.holds(r.branch, r.step)), default=-1)
 
     def _moment_now(self, step: int) -> _Moment:
         context = self.context

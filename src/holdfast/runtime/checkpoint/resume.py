@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from holdfast.core.base.errors import RunDirError, SetupError, UnreadableError
+from holdfast.core.base.errors import HoldfastError, RunDirError, SetupError, UnreadableError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints import fit
 from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.checkpoints.manifest import Manifest
 from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left, list_gone
+from holdfast.runtime.checkpoint.content_checks import RunChecks
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_on_disk
 from holdfast.runtime.context import Context
@@ -30,6 +32,10 @@ class ResumedRun(NamedTuple):
     """whether a rollback may return to this state at once
 
     An orderly end leaves a candidate: a run may resume from it, but it is certified only by healthy steps."""
+    is_restored: bool = False
+    """whether the state of an earlier process was restored"""
+    source: str = "disk"
+    """where that state was: disk or memory"""
 
 
 def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: BatchSource) -> ResumedRun:
@@ -37,59 +43,144 @@ def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: Batch
     if manager.store is None:
         return ResumedRun(0, True)
     began = time.perf_counter()
+    manager.describe_model()
     rejected: list[RejectedCheckpoint] = []
+    restorer = _CheckpointRestorer(manager.context, manager.store, snapshots, source)
     if manager.load_path:
-        loaded: tuple[CheckpointEntry, RestoredCheckpoint] | None = _load_named(manager, manager.store)
+        restored: _RestoredRun | None = _restore_named(manager, manager.store, restorer)
     else:
-        loaded, rejected = _load_newest(manager, manager.store)
-    if loaded is None:
+        restored, rejected = _restore_newest(manager, manager.store, restorer)
+    if restored is None:
         _start_over(manager, manager.store, rejected)
         return ResumedRun(0, True)
-    entry, saved = loaded
-    context = manager.context
-    _compare_with_run(context, saved)
-    point = restore_point_on_disk(context, snapshots, source, saved, is_resume=True)
-    _restore(manager, point, saved, rejected, began)
-    return ResumedRun(point.step, entry.health is Health.GOOD)
+    _continue_from(manager, restored, rejected, began)
+    return ResumedRun(restored.point.step, restored.entry.health is Health.GOOD, True, restored.source)
 
 
-def _load_named(manager: CheckpointManager, store: CheckpointStore) -> tuple[CheckpointEntry, RestoredCheckpoint]:
-    """Load the checkpoint a person named. It wins over the automatic choice, with a note."""
+class _RestoredRun(NamedTuple):
+    """A checkpoint whose state the run is in now."""
+
+    entry: CheckpointEntry
+    saved: RestoredCheckpoint
+    point: RestorePoint
+    differences: list[fit.Difference]
+    warnings: list[str]
+
+    @property
+    def source(self) -> str:
+        return "memory" if self.entry.in_memory else "disk"
+
+
+class _CheckpointRestorer:
+    """Loads, checks and restores checkpoints, one after another until one is restored."""
+
+    def __init__(
+        self, context: Context, store: CheckpointStore, snapshots: SnapshotManager, source: BatchSource
+    ) -> None:
+        self._context, self._store, self._snapshots, self._source = context, store, snapshots, source
+
+    def restore(self, entry: CheckpointEntry) -> _RestoredRun:
+        """Put the run into the state of a checkpoint. SetupError if it does not fit, RunDirError if it is damaged; then
+        nothing was touched, unless an object of the user refuses its state."""
+        context, differences = self._context, self._compare(entry)
+        refusal = fit.refusal(differences)
+        try:
+            saved = self._store.load(entry, context.state.target(), RunChecks(context))
+        except SetupError as error:
+            raise SetupError("\n".join(filter(None, (str(error), refusal)))) from None
+        if refusal is not None:
+            raise SetupError(f"checkpoint {entry.name}: {refusal}")
+        point = restore_point_on_disk(context, self._snapshots, self._source, saved, is_resume=True)
+        problem, warnings = "", []
+        try:
+            warnings = point.restore()
+        except HoldfastError:
+            raise
+        except Exception as error:  # an object of the user that refuses its state, or a kernel of torch
+            problem = f"{type(error).__name__}: {error}"
+        problems = [each for each in context.ranks.all_gather_object(problem) if each]
+        if problems:
+            raise SetupError(f"checkpoint {entry.name} cannot be restored: {problems[0]}")
+        return _RestoredRun(entry, saved, point, differences, warnings)
+
+    def describes_another_run(self, entry: CheckpointEntry) -> bool:
+        """Return whether the manifest itself says that the state is that of another model, optimizer or data."""
+        return fit.refusal(self._compare(entry)) is not None
+
+    def _compare(self, entry: CheckpointEntry) -> list[fit.Difference]:
+        return fit.compare({} if entry.manifest is None else entry.manifest.about, self._context.records.about())
+
+
+def _restore_named(manager: CheckpointManager, store: CheckpointStore, restorer: _CheckpointRestorer) -> _RestoredRun:
+    """Restore the checkpoint a person named. It wins over the automatic choice, with a note."""
     context, named = manager.context, store.find(manager.load_path)
     automatic = None
     if manager.config.resume == "auto":
-        automatic, _ = store.choose(lambda entry: _why_abandoned(context, entry))
+        automatic, _ = store.choose(lambda entry: _why_abandoned(context, entry), manager.tier.entries())
     if automatic is None or automatic.path != named.path:
         other = "nothing" if automatic is None else automatic.name
         context.engine.note(0, f"resuming from load_path = {named.path}; automatic resume would have chosen {other}")
-    return named, store.load(named, context.state.target())
+    try:
+        return restorer.restore(named)
+    except RunDirError as error:
+        raise RunDirError(
+            f"load_path {named.path} cannot be used: {error}; name another, or restore a complete copy"
+        ) from None
 
 
-def _load_newest(
-    manager: CheckpointManager, store: CheckpointStore
-) -> tuple[tuple[CheckpointEntry, RestoredCheckpoint] | None, list[RejectedCheckpoint]]:
-    """Load the newest good checkpoint that verifies. Those that do not are marked bad on the way."""
+def _restore_newest(
+    manager: CheckpointManager, store: CheckpointStore, restorer: _CheckpointRestorer
+) -> tuple[_RestoredRun | None, list[RejectedCheckpoint]]:
+    """Restore the newest good checkpoint, of the disk or of the memory tier. Those that cannot be are marked bad on the
+    way, and removed if they are in memory.
+
+    One whose manifest describes this run, and whose contents do not fit it, is marked only if an older one fits: if none
+    does, the program has changed, and the SetupError of the newest is raised.
+    """
     if manager.config.resume == "never":
         return None, []
-    unusable: dict[str, str] = {}
-    context = manager.context
+    unusable: dict[tuple[str, bool], str] = {}
+    misfits: dict[tuple[str, bool], SetupError] = {}
+    context, in_memory = manager.context, manager.tier.entries()
     while True:
-        entry, rejected = store.choose(lambda e: unusable.get(e.name) or _why_abandoned(context, e))
+        entry, rejected = store.choose(
+            lambda e: unusable.get((e.name, e.in_memory)) or _why_abandoned(context, e), in_memory
+        )
         for each in rejected:
+            if each.in_memory:
+                continue
             record = manager.records.get(each.name)
             if each.damaged and record is not None and record.health is not Health.BAD:
                 log.warning("holdfast: checkpoint %s cannot be used: %s", each.name, each.why)
                 manager.mark(record, Health.BAD, each.why)
         rejected = [*list_gone(context.records.usable_checkpoints, store.entries(), entry), *rejected]
         if entry is None:
+            if misfits:
+                raise next(iter(misfits.values()))
             return None, rejected
         try:
-            return (entry, store.load(entry, context.state.target())), rejected
+            restored = restorer.restore(entry)
         except RunDirError as error:
-            unusable[entry.name] = str(error)
-            log.warning("holdfast: checkpoint %s cannot be used: %s", entry.name, error)
-            if entry.name in manager.records and not isinstance(error, UnreadableError):
-                manager.mark(manager.records[entry.name], Health.BAD, str(error))
+            unusable[entry.name, entry.in_memory] = str(error)
+            _mark_unusable(manager, entry.name, entry.in_memory, error)
+        except SetupError as error:
+            if restorer.describes_another_run(entry):
+                raise
+            key = (entry.name, entry.in_memory)
+            unusable[key], misfits[key] = str(error), error
+        else:
+            for (name, is_in_memory), misfit in misfits.items():
+                _mark_unusable(manager, name, is_in_memory, misfit)
+            for each in rejected:
+                if each.in_memory:
+                    manager.tier.remove(each.name)
+            return restored, rejected
+
+
+def _mark_unusable(manager: CheckpointManager, name: str, in_memory: bool, error: Exception) -> None:
+    log.warning("holdfast: checkpoint %s%s cannot be used: %s", name, " in memory" if in_memory else "", error)
+    if not in_memory and name in manager.records and not isinstance(error, UnreadableError):
+        manager.mark(manager.records[name], Health.BAD, str(error))
 
 
 def _why_abandoned(context: Context, entry: CheckpointEntry) -> str | None:
@@ -112,35 +203,31 @@ def _start_over(manager: CheckpointManager, store: CheckpointStore, rejected: li
         )
     elif rejected:
         context.engine.note(0, f"the run starts from the beginning: {_listed(rejected)}")
+    manager.tier.remove_all()
     if manager.records or context.history.branches:
         manager.fork(Lineage(), 0)
         manager.quarantine_abandoned("the run started over")
 
 
-def _compare_with_run(context: Context, saved: RestoredCheckpoint) -> None:
-    """Compare what the checkpoint says of its run with this one. SetupError if it is another model or data."""
-    name, step = saved.manifest.name, saved.manifest.step
-    differences = fit.compare(saved.manifest.about, context.records.about())
-    why = fit.refusal(differences)
-    if why is not None:
-        raise SetupError(f"checkpoint {name}: {why}")
+def _note_differences(context: Context, manifest: Manifest, differences: list[fit.Difference]) -> None:
+    """Record what the checkpoint says of its run and is not so in this one."""
+    name, step = manifest.name, manifest.step
     for line in fit.describe([d for d in differences if d.weight != "note"]):
         context.engine.note(0, f"resuming from {name}: {line}")
     for line in fit.describe([d for d in differences if d.weight == "note"]):
         context.engine.write("note", step=step, message=f"resuming from {name}: {line}")
 
 
-def _restore(
-    manager: CheckpointManager,
-    point: RestorePoint,
-    saved: RestoredCheckpoint,
-    rejected: list[RejectedCheckpoint],
-    began: float,
+def _continue_from(
+    manager: CheckpointManager, restored: _RestoredRun, rejected: list[RejectedCheckpoint], began: float
 ) -> None:
+    """Begin a branch at the restored state, and record where the run continues."""
+    saved, point = restored.saved, restored.point
     context, manifest, by_load_path = manager.context, saved.manifest, bool(manager.load_path)
     engine, history, state = context.engine, context.history, context.state
     is_foreign = manifest.run != context.records.identity
-    for warning in point.restore():
+    _note_differences(context, manifest, restored.differences)
+    for warning in restored.warnings:
         engine.note(point.step, warning)
     manager.fork(Lineage() if is_foreign else manifest.lineage, point.step)
     manager.set_resumed(from_another_run=is_foreign)
@@ -173,16 +260,18 @@ def _restore(
         durable=True,
         step=point.step,
         checkpoint=manifest.name,
+        restored_from=restored.source,
         by_load_path=by_load_path or None,
         branch=manager.lineage.branch,
         lineage=manager.lineage,
         interventions_kept=held if by_load_path else None,
-        passed_over=[{"name": each.name, "step": each.step, "why": each.why} for each in rejected] or None,
+        passed_over=[_described(each) for each in rejected] or None,
         seconds=time.perf_counter() - began,
     )
     manager.quarantine_abandoned(f"the run resumed from step {point.step}")
     log.warning(
-        "holdfast: resumed from %s at step %d%s",
+        "holdfast: resumed from %s, %s, at step %d%s",
+        restored.source,
         manifest.name,
         point.step,
         f" (not usable: {_listed(rejected)})" if rejected else "",
@@ -190,5 +279,10 @@ def _restore(
     engine.load_saved_windows(point.detectors, point.step)
 
 
+def _described(rejected: RejectedCheckpoint) -> dict[str, Any]:
+    place = {"in_memory": True} if rejected.in_memory else {}
+    return {"name": rejected.name, "step": rejected.step, "why": rejected.why, **place}
+
+
 def _listed(rejected: list[RejectedCheckpoint]) -> str:
-    return "; ".join(f"{each.name}: {each.why}" for each in rejected)
+    return "; ".join(f"{each.name}{' in memory' if each.in_memory else ''}: {each.why}" for each in rejected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from holdfast.core.base.errors import DataError, SetupError
+from holdfast.core.base.errors import DataError
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.checkpoint.config_overrides import apply_overrides
 from holdfast.runtime.context import Context
@@ -51,7 +51,7 @@ def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> 
     sharded = state.sharded_tensors()
     on_host = {n: t.cpu() for n, t in snapshot.tensors().items()}
     tensors = {n: shard_like(sharded[n], t) if n in sharded else t for n, t in on_host.items()}
-    snapshot.written.clear()
+    snapshot.begin_reading()
     return CheckpointContents(
         snapshot.step,
         snapshot.lineage,
@@ -60,7 +60,7 @@ def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> 
         snapshot.wait_for,
         snapshot.inspect,
         lambda name: name.startswith(("buffer.", PART)) or state.is_rank_specific(name),
-        snapshot.written.set,
+        snapshot.end_reading,
     )
 
 
@@ -87,18 +87,12 @@ def restore_point_on_disk(
     *,
     is_resume: bool,
 ) -> RestorePoint:
-    """Return a loaded checkpoint as a state to return to. SetupError if it does not fit this model and optimizer.
+    """Return a loaded checkpoint, which has passed its checks, as a state to return to.
 
     is_resume: this process has drawn nothing yet. Otherwise the source's own record of its order is used: a sampler that
     is not a function of seed and epoch would give another order if it were asked again.
     """
     parts, name = saved.parts, saved.manifest.name
-    why = context.state.mismatch(parts["light"], saved.tensors, whole=True)
-    if why is not None:
-        raise SetupError(
-            f"checkpoint {name} does not fit this run: {why}; name another run_dir for another run, or set "
-            '[checkpoint] resume = "never"'
-        )
     tensors = {key: local(value) for key, value in saved.tensors.items()}
     if is_resume:
         why = world_size_problem(parts["data"], then=saved.manifest.world_size, now=saved.world_size)
@@ -109,7 +103,8 @@ def restore_point_on_disk(
     def restore() -> list[str]:
         warnings: list[str] = []
         if is_resume or not source.can_seek(position):
-            warnings = source.resume(parts["data"])
+            # The loader's workers of a rank that was not saved draw numbers of their own.
+            warnings = source.resume(parts["data"] if saved.has_local_rng else {**parts["data"], "worker_rng": None})
         else:
             source.seek(position)
         rng = RngState.of(parts["rng"]) if saved.has_local_rng else None

@@ -7,10 +7,17 @@ from typing import Any
 
 
 def samplers(loader: Any) -> list[Any]:
-    """Return every sampler of a loader, each once."""
-    batches = getattr(loader, "batch_sampler", None)
-    candidates = [batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None)]
-    return [s for s in {id(s): s for s in candidates}.values() if s is not None]
+    """Return every sampler of a loader, and those they wrap, each once."""
+    found: dict[int, Any] = {}
+    owners = [loader]
+    while owners:
+        owner = owners.pop(0)
+        for name in ("batch_sampler", "sampler"):
+            sampler = getattr(owner, name, None)
+            if sampler is not None and id(sampler) not in found:
+                found[id(sampler)] = sampler
+                owners.append(sampler)
+    return list(found.values())
 
 
 def epoch_setters(loader: Any) -> list[Callable[[int], None]]:

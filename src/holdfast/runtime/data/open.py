@@ -10,8 +10,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.base.errors import DataError, HoldfastWarning
 from holdfast.core.record.quarantine import Quarantine
+from holdfast.runtime.data.adapted import base_loader, why_not_indexed
+from holdfast.runtime.data.function import FunctionSource
 from holdfast.runtime.data.indexed import IndexedSource
 from holdfast.runtime.data.source import BatchSource, EpochEnd, OnExclusion
+from holdfast.runtime.data.stateful import describe_resume
 from holdfast.runtime.data.stream import StreamSource
 from holdfast.runtime.state.rng import Rng
 
@@ -34,25 +37,36 @@ def open_source(
 
     With `keep_batch_size` an excluded sample is replaced by another: other ranks draw as many samples.
     """
+    source: Any
+    is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    is_function = callable(loader) and not is_iterable
     if isinstance(loader, Iterator):
         raise DataError(
             f"steps({type(loader).__name__} object): an iterator can be read only once, so it has no position to return "
             f"to and no second epoch; pass the loader itself, or an object whose __iter__ starts again. Best: {_CURE}"
         )
-    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+    if not is_iterable and not is_function:
         raise DataError(f"steps({loader!r}): a {type(loader).__name__} cannot be iterated over; {_CURE}")
-    is_map_style = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    base = base_loader(loader)
+    is_map_style = isinstance(base, DataLoader) and not isinstance(base.dataset, IterableDataset)
     # Batches that arrive out of order cannot be matched with the indices they were made of.
-    is_indexed = is_map_style and getattr(loader, "in_order", True)
-    if not is_indexed:
+    adapted = why_not_indexed(loader)
+    is_indexed = is_map_style and getattr(loader, "in_order", True) and adapted is None
+    if is_indexed and getattr(base, "next_iter_state", None) is not None:
+        raise DataError(
+            f"a state was loaded into the {type(base).__name__}: a guarded run resumes its data by itself, from its own "
+            "checkpoint; pass the loader without calling its load_state_dict"
+        )
+    if not is_indexed and not is_function:
         what = "an iterable dataset" if isinstance(loader, DataLoader) else f"a {type(loader).__name__}"
+        what = "a loader with in_order=False" if is_map_style and adapted is None else adapted or what
         warnings.warn(
             f"{what} has no resumable position: after a rollback its data is drawn and dropped instead of served again; "
-            f"{_CURE}",
+            f"{describe_resume(loader)}; {_CURE}",
             HoldfastWarning,
             stacklevel=4,
         )
-    source: Any = IndexedSource if is_indexed else StreamSource
+    source = FunctionSource if is_function else IndexedSource if is_indexed else StreamSource
     return source(  # type: ignore[no-any-return]
         loader,
         rng=rng,

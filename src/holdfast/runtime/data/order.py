@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -154,10 +155,10 @@ class EpochOrder:
         """Whether the sampler ended without yielding anything."""
         return self._ended and self.first_recorded + len(self._batches) == 0
 
-    def replay_all_draws(self) -> None:
-        """Move the user's generators to where they were last asked. After a seek they are at an earlier state, from which
-        the sampler would repeat recorded batches."""
-        for k in sorted(self._draws):
+    def replay_draws(self, first: int = 0, last: float = math.inf) -> None:
+        """Move the user's generators on as asking the sampler for these batches did. After a seek they are at an earlier
+        state, from which the sampler would repeat recorded batches."""
+        for k in sorted(k for k in self._draws if first <= k <= last):
             self._rng.replay_user_draws(*self._draws[k])
 
     def span(self, k: int) -> Span:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ def pack_rng(state: RngState, generators: Sequence[Tensor]) -> dict[str, Any]:
     if numpy is not None and numpy["bit_generator"] == _DEFAULT_BIT_GENERATOR:  # stored flat
         numpy = {"has_gauss": numpy["has_gauss"], "gauss": numpy["gauss"], **numpy["state"]}
     return {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        # A list of Python's integers takes `torch.tensor` five times as long.
+        "python": {"version": version, "words": torch.frombuffer(array("q", words), dtype=torch.int64), "gauss": gauss},
         "numpy": numpy,
         "torch": state.torch.clone(),
         "own": [t.clone() for t in generators],

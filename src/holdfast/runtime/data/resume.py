@@ -18,14 +18,14 @@ from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.digest import SampleDigest
 from holdfast.runtime.data.order import EpochOrder, LoaderSampler
-from holdfast.runtime.data.packing import unpack_rng
+from holdfast.runtime.data.packing import pack_rng, unpack_rng
 from holdfast.runtime.data.source import OnExclusion
 from holdfast.runtime.data.world import GlobalOrder, ServedShare, describe_sampler, is_reproducible, sampler_differences
-from holdfast.runtime.state.rng import Rng
+from holdfast.runtime.state.rng import Rng, RngState
 
 VERSION = 1
 _END = object()
-_KINDS = {"indexed": "a map-style dataset", "stream": "a stream"}
+_KINDS = {"indexed": "a map-style dataset", "stream": "a stream", "function": "a function"}
 
 
 def check_saved_kind(saved: dict[str, Any], kind: str) -> None:
@@ -63,6 +63,17 @@ class DrawContext(NamedTuple):
 
     def generator_states(self) -> list[torch.Tensor]:
         return [g.get_state() for g in self.generators]
+
+    def pack(self, state: RngState) -> dict[str, Any]:
+        """Pack a captured state for a file, with the loader's own generators as they are in it."""
+        return pack_rng(state, self.rng.states_of(self.generators, state))
+
+    def unpack(self, packed: dict[str, Any] | None) -> RngState | None:
+        """Invert `pack`."""
+        if packed is None:
+            return None
+        with temporary_rng(packed, self.rng, self.generators):
+            return self.rng.capture()
 
 
 def resume_order(
@@ -212,10 +223,16 @@ def describe_changes(saved: dict[str, Any], sampler: LoaderSampler, workers: int
         )
     if saved["length"] != sampler.length():
         notes.append(f"the data held {saved['length']} samples, now {sampler.length()}")
+    worker_rng = saved.get("worker_rng")
     if saved["workers"] != workers:
+        # Without workers the draws of loading are among those of training.
+        may_have_drawn = not worker_rng or any(worker_rng["states"])
+        but = ", but random draws while loading them differ" if may_have_drawn else ""
+        notes.append(f"num_workers was {saved['workers']}, it is {workers}: the same samples come{but}")
+    elif workers and saved["order"] is not None and worker_rng is None:
         notes.append(
-            f"num_workers was {saved['workers']}, it is {workers}: the same samples come, but random draws while loading "
-            "them differ"
+            "the checkpoint has no random state of this rank's loader workers: the same samples come, but random draws "
+            "inside workers differ"
         )
     return notes
 

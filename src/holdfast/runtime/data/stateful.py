@@ -9,11 +9,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from holdfast.core.base.errors import DataError
+from holdfast.runtime.data.adapted import base_loader
 from holdfast.runtime.data.fingerprint import fingerprint
 from holdfast.runtime.data.packing import pack_state, unpack_state
 from holdfast.runtime.data.resume import temporary_rng
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import tensor_versions
+from holdfast.runtime.data.worker_signals import iterate
 from holdfast.runtime.state.rng import Rng
 
 
@@ -35,7 +37,8 @@ class LoaderState:
     def __init__(self, loader: Any) -> None:
         dataset = getattr(loader, "dataset", None) if getattr(loader, "num_workers", 1) == 0 else None
         self._dataset: Any = dataset if _has_state(dataset) else None
-        self._owner: Any = loader if _has_state(loader) else self._dataset
+        # Accelerate's loader has the methods, but a state only if the DataLoader inside it has one.
+        self._owner: Any = loader if _has_state(base_loader(loader)) else self._dataset
         if self._owner is loader and not isinstance(loader, DataLoader):
             self._dataset = loader
         self._last: tuple[Any, int, int] | None = None
@@ -88,6 +91,26 @@ class LoaderState:
             self._initial = None
 
 
+def describe_resume(loader: Any) -> str:
+    """Return what another process does to continue this stream, and what that cannot do."""
+    if not LoaderState(loader).exists:
+        return (
+            "it has no state_dict: a new process draws and drops what came before in the epoch, and ends if the stream "
+            "then gives other data"
+        )
+    resumes = "a new process resumes it through its state_dict"
+    if getattr(loader, "num_workers", 0):
+        resumes += ", which does not hold what its workers draw at random"
+    stage = getattr(getattr(loader, "dataset", loader), "_ex_iterable", None)  # of Hugging Face datasets
+    while stage is not None:
+        if type(stage).__name__ == "BufferShuffledExamplesIterable":
+            return (
+                f"{resumes}; the examples in its shuffle buffer are not in its state: these are lost, and others come"
+            )
+        stage = getattr(stage, "ex_iterable", None)
+    return resumes
+
+
 def _has_state(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -130,7 +153,7 @@ def redraw(
         if saved["state"] is not None:
             loader_state.load(saved["state"], saved["state_at"])
             count -= saved["state_at"][0]
-        iterator = iter(loader)
+        iterator = iterate(loader)
         for n in range(count):
             try:
                 draws.append(record(next(iterator)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,12 +13,16 @@ from torch.utils.data import DataLoader
 from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
+from holdfast.runtime.data.left_out import MAX_EPOCHS, MAX_STREAM_BATCHES, nothing_left
 from holdfast.runtime.data.packing import pack_rng
 from holdfast.runtime.data.resume import VERSION, check_saved_kind
 from holdfast.runtime.data.source import Draw, EpochEnd, OnExclusion, Position
 from holdfast.runtime.data.split import count_samples, tensor_versions
 from holdfast.runtime.data.stateful import EpochStart, LoaderState, check_loader_unchanged, draw_fingerprint, redraw
+from holdfast.runtime.data.worker_signals import iterate
 from holdfast.runtime.state.rng import Rng, RngState
+
+log = logging.getLogger("holdfast")
 
 
 class StreamSource:
@@ -54,6 +59,7 @@ class StreamSource:
         """the epoch that the run knows it is in"""
         self._seeded_epoch = first_epoch
         """the last epoch whose beginning has drawn from the generators, in their current state"""
+        self._draws_items = False
         self._last_opaque = 0
         """the last batch before which the stream drew from generators that must not be rewound"""
         self._position = self._beginning = Position(first_epoch - 1, 0, 0)
@@ -76,6 +82,32 @@ class StreamSource:
         current = self.next_epoch if self._last_epoch is None else min(self._last_epoch, self.next_epoch)
         self._last_epoch = None if epochs is None else current + epochs
 
+    def serve_epoch(self, epoch: int) -> None:
+        """Serve this epoch and no later one. What is left of earlier ones is dropped."""
+        if self._epoch < epoch:
+            self._iterator, self._epoch = None, epoch
+        self._last_epoch = epoch + 1
+
+    def leave_epoch(self) -> None:
+        """End the epoch that is being read where it is: the loop has left it."""
+        if self._iterator is not None:
+            self._requeued.clear()
+            self._iterator = None
+            self._epoch += 1
+            self.emit_epoch_ends()
+
+    def batches_left(self) -> int | None:
+        """Return None: excluded batches are known only when they are drawn."""
+        return None
+
+    def start_at(self, epoch: int, batch: int) -> None:
+        """Begin a new run after so many batches of an epoch: they are drawn and dropped."""
+        self._epoch = self._reported_epoch = epoch
+        self._seeded_epoch = epoch - (epoch > self._first_epoch)
+        for _ in range(batch):
+            self._next()
+        self._served.clear()
+
     @property
     def next_epoch(self) -> int:
         """The epoch that begins next, or the current one if it has not begun."""
@@ -95,8 +127,11 @@ class StreamSource:
             if draw.rng is not None:
                 draw = draw._replace(rng=self._rng.capture())
         else:
-            draw = self._next()
+            draw = first = self._next()
             while self._is_excluded(draw.span):
+                batches, epochs = draw.begin.batch - first.begin.batch, draw.span.epoch - first.span.epoch
+                if batches > MAX_STREAM_BATCHES or epochs > MAX_EPOCHS:
+                    raise nothing_left(self._quarantine, f"the stream from epoch {first.span.epoch} on")
                 draw = self._next()
         self._report_epochs_before(draw.span.epoch)
         return draw
@@ -127,7 +162,7 @@ class StreamSource:
         packed = pack_rng(before, [g.get_state() for g in self._generators])
         self._epoch_start = EpochStart(self._position.batch, packed)
         self._loader_state.begin_epoch()
-        self._iterator = iter(self._loader)
+        self._iterator = iterate(self._loader)
         self._drawn_this_epoch, self._seeded_epoch = 0, self._epoch
         if not isinstance(self._loader, DataLoader) and not before.same(self._rng.capture()):
             self._last_opaque = self._position.batch
@@ -156,8 +191,17 @@ class StreamSource:
                 self._end_epoch()
                 continue
             if not (is_same := before.same(self._rng.capture())):
-                self._last_opaque = self._position.batch
+                self._note_draws()
             return self._record(batch, before if is_same else None)
+
+    def _note_draws(self) -> None:
+        """Note that the stream has drawn its items from the generators of training. Log once what that prevents."""
+        if not self._draws_items and not self._loader_state.exists:
+            log.warning(
+                "holdfast: the stream draws its items from the random generators that training draws from: no other process "
+                "can resume it; give it a generator of its own, or a state_dict"
+            )
+        self._last_opaque, self._draws_items = self._position.batch, True
 
     def _record(self, batch: Any, rng: RngState | None) -> Draw:
         """Move the position past a batch that was drawn."""
@@ -207,6 +251,10 @@ class StreamSource:
         self._requeued.clear()
         self._reported_epoch = min(self._reported_epoch, max(position.epoch, self._beginning.epoch + 1))
         self._seeded_epoch = self._epoch
+
+    def leave_out(self, draws: list[Draw]) -> str | None:
+        """Do nothing: a stream is drawn on."""
+        return None
 
     def locate(self, position: Position) -> tuple[int, int]:
         """Return the epoch, and the batch counted over all epochs, that follow a position."""

@@ -47,18 +47,18 @@ def describe_sampler(sampler: Any) -> dict[str, Any]:
     """Return what the order of an epoch about to begin depends on, as plain values. Draws nothing."""
     if _keeps_order_of(sampler, DistributedSampler):
         about = {"shuffle": bool(sampler.shuffle), "seed": int(sampler.seed), "epoch": int(sampler.epoch)}
-        return {"kind": "distributed", "length": _len(sampler.dataset), **about}
+        return {"kind": "distributed", "length": known_length(sampler.dataset), **about}
     if _keeps_order_of(sampler, SequentialSampler):
-        return {"kind": "sequential", "length": _len(sampler.data_source)}
+        return {"kind": "sequential", "length": known_length(sampler.data_source)}
     is_random = _keeps_order_of(sampler, RandomSampler) and not sampler.replacement
-    if is_random and sampler.num_samples == _len(sampler.data_source):
+    if is_random and sampler.num_samples == known_length(sampler.data_source):
         state = None if sampler.generator is None else sampler.generator.get_state()
         return {"kind": "random", "length": sampler.num_samples, "generator": state}
     replicas = getattr(sampler, "num_replicas", None)
     return {
         "kind": "other",
         "name": type(sampler).__name__,
-        "length": _len(sampler),
+        "length": known_length(sampler),
         "replicas": replicas if isinstance(replicas, int) else None,
     }
 
@@ -68,7 +68,8 @@ def _keeps_order_of(sampler: Any, base: type) -> bool:
     return isinstance(sampler, base) and type(sampler).__iter__ is base.__iter__  # type: ignore[attr-defined]
 
 
-def _len(sized: Any) -> int | None:
+def known_length(sized: Any) -> int | None:
+    """Return its length, or None if it has none."""
     try:
         return len(sized)
     except Exception:  # the user's code, which may never have been called before

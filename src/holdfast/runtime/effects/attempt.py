@@ -13,6 +13,7 @@ from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.run_state import ScheduleState
+from holdfast.runtime.tensors.norms import Norm
 from holdfast.runtime.update.gate import UpdateHandle
 from holdfast.runtime.update.measurements import HostMeasurements
 
@@ -69,6 +70,10 @@ class StepAttempt:
         self._loss_sum: Tensor | None = None
         self._empty_loss: Tensor | None = None
         # Update.
+        self.norm: Norm | None = None
+        """the gradient norm before the driver has clipped, if the driver clips"""
+        self.clipped_to: float | None = None
+        """the norm to which the driver clips, if it is known"""
         self.seconds = 0.0
         self.lr = 0.0
         self.set_lr = 0.0

@@ -99,9 +99,10 @@ def _find(
 ) -> tuple[RestorePoint | None, list[dict[str, Any]]]:
     """Return the state to restore, and every rejected one with the reason. Memory comes before disk, newest first.
 
-    A checkpoint from before the onset comes before a snapshot that is too young, if it is where a full ring would have
-    had a snapshot. A process that has just started holds no older snapshots, and must land where the process before it
-    would have landed. A much older checkpoint would cost more than it is worth.
+    A checkpoint from before the onset comes before a snapshot that is too young or far too old, if it is where a full ring
+    would have had a snapshot. A process that has just started holds no older snapshots, and must land where the process
+    before it would have landed. A much older checkpoint would cost more than it is worth. If few snapshots fit into
+    memory, the others are checkpoints.
     """
     context, snapshots = recovery.context, recovery.snapshots
     snapshot, rejected_snapshots = snapshots.find_restore_point(action.before, action.at_latest)
@@ -109,13 +110,17 @@ def _find(
     in_memory = None
     if snapshot is not None and snapshot.position is not None:
         in_memory = restore_point_in_memory(snapshot, snapshots, recovery.feeder.source)
-        if in_memory.step <= action.before:
+        if in_memory.step <= action.before and not snapshots.ring.is_limited:
             return in_memory, rejected
     oldest, latest = 0, action.at_latest
     if in_memory is not None:
         every = context.ranks.broadcast_object(snapshots.ring.every_steps)
         oldest = situation.committed - 4 * (situation.committed - action.before) - 2 * every
         latest = action.before
+        if oldest <= in_memory.step <= action.before:
+            return in_memory, rejected
+        if in_memory.step <= action.before:
+            oldest = in_memory.step + 1
     on_disk, rejected_files = recovery.checkpoints.find(snapshots, action.before, latest, oldest)
     rejected += [{"step": each.step, "name": each.name, "why": each.why} for each in rejected_files]
     return on_disk or in_memory, rejected

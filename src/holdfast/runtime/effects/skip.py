@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from holdfast.core.base.types import Flag, Outcome, Status
-from holdfast.runtime.data.nonfinite_rows import nonfinite_samples
+from holdfast.runtime.data.bad_rows import nonfinite_samples
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
 
@@ -44,7 +44,11 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
     rewind(recovery, attempt)
     crosses_epochs = len({draw.span.epoch for draw in attempt.draws}) > 1
     following_is_valid = situation.following is None and not crosses_epochs
-    if not following_is_valid:
+    if following_is_valid:
+        why = recovery.feeder.source.leave_out(attempt.draws)
+        if why is not None:
+            context.engine.write("note", step=signal.step, message=why, data=signal.data)
+    else:
         _reposition(recovery, situation)
     return Transition(Outcome(status=Status.SKIPPED, signal=signal, plan=plan), following_is_valid)
 

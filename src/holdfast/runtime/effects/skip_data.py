@@ -26,8 +26,8 @@ def choose_window(
 
 def perform(recovery: RecoveryParts, plan: Plan, window: ExcludedWindow, step: int) -> None:
     """Exclude the window. The run is at the rollback's restored state."""
-    source = recovery.feeder.source
-    recovery.context.engine.write(
+    source, context = recovery.feeder.source, recovery.context
+    context.engine.write(
         "action",
         durable=True,
         action="skip_data",
@@ -39,3 +39,9 @@ def perform(recovery: RecoveryParts, plan: Plan, window: ExcludedWindow, step: i
         reason=plan.reason,
     )
     source.exclude(window.start, window.batches, plan.reason)
+    action = plan.first(SkipData)
+    if action is None or not action.samples:
+        return
+    added = context.records.quarantine.add_samples(action.samples, plan.reason, incident=plan.incident)
+    if added:
+        context.engine.write("quarantine", samples=added, reason=plan.reason, incident=plan.incident)

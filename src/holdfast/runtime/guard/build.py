@@ -16,10 +16,11 @@ from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
-from holdfast.runtime.ports.checkpoint_store import CheckpointStore
+from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
+from holdfast.runtime.ports.shutdown import ShutdownSignals
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.state.rng import Rng
@@ -44,7 +45,9 @@ def build_run(
     records: Records,
     clock: Clock,
     store: CheckpointStore | None,
+    memory: MemoryStore | None,
     distributed: DistributedContext,
+    signals: ShutdownSignals,
 ) -> GuardedRun:
     """Return a guarded run, not opened yet."""
     watchdog = LateWatchdog(distributed.make_watchdog)
@@ -67,7 +70,7 @@ def build_run(
     devices = list({p.device for _, module in state.modules for p in module.parameters()})
     context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory())
     feeder = Feeder(context.rng, journal_exclusion, is_distributed=is_distributed)
-    checkpoints = CheckpointManager(context, store, feeder)
+    checkpoints = CheckpointManager(context, store, feeder, memory)
     on_cuda = state.optimizers.can_veto_on_cuda() and all(map(distributed.ranks.supports_device, devices))
     parts = Parts(
         feeder=feeder,
@@ -93,5 +96,6 @@ def build_run(
         unknown_schedulers=UnknownSchedulers(state.optimizers, state.schedulers),
         streams=StreamTracker(devices) if any(device.type == "cuda" for device in devices) else None,
         watchdog=watchdog,
+        signals=signals,
     )
     return GuardedRun(context, parts, clip)

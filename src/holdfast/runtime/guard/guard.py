@@ -15,20 +15,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from holdfast.core.base import config as configuration
 from holdfast.core.base.clock import Clock, SystemClock
 from holdfast.core.base.config import Config
-from holdfast.core.base.errors import HoldfastError, SetupError, StepError
+from holdfast.core.base.errors import HoldfastError, SetupError, Shutdown, StepError
+from holdfast.core.base.types import Outcome
 from holdfast.core.detectors.base import Detector
 from holdfast.core.record.facts import check_facts, record_in_folder
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.build import build_run
+from holdfast.runtime.guard.loop import CommittedSteps, Counters, DrivenLoop, GuardedData, PlainData, close_at_exit
 from holdfast.runtime.guard.setup import build_state
-from holdfast.runtime.guard.steps import Steps
+from holdfast.runtime.guard.steps import Steps, check_loss
 from holdfast.runtime.guard.unguarded import UnguardedRun
-from holdfast.runtime.ports.checkpoint_store import CheckpointStore
+from holdfast.runtime.guard.wrap import OwnLines
+from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hooks import AnyHook, Hooks
+from holdfast.runtime.ports.shutdown import NoSignals, ShutdownSignals
 from holdfast.runtime.record.environment import describe_loop, describe_run
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.state.schedule import Interval
+from holdfast.runtime.state.wrappers import scaler_inside
 from holdfast.runtime.step.interface import Run
 from holdfast.runtime.step.progress import Progress
 
@@ -46,6 +51,8 @@ class Wiring(NamedTuple):
     run_dir: str | os.PathLike[str] | None
     store: CheckpointStore | None
     distributed: DistributedContext
+    signals: ShutdownSignals = NoSignals()
+    memory: MemoryStore | None = None
 
 
 class GuardBase:
@@ -101,6 +108,7 @@ class GuardBase:
                     f"Guard(detectors=...): {type(detector).__name__} is not a detector; it needs name, limits, observe, "
                     "rebaseline, state_dict and load_state_dict"
                 )
+        scaler = scaler_inside(optimizer) if scaler is None else scaler
         state = build_state(model, optimizer, scheduler, scaler, scheduler_interval)
         self._state, self._hooks = state, Hooks(hooks)
         wiring = self._wire(run_dir, policy)
@@ -118,10 +126,53 @@ class GuardBase:
                 records=self._records,
                 clock=self._clock,
                 store=wiring.store,
+                memory=wiring.memory,
                 distributed=wiring.distributed,
+                signals=wiring.signals,
             )
         self._clip, self._about = clip_grad_norm, dict(about or {})
+        self.handles_signals = (
+            policy.shutdown.enabled and not isinstance(wiring.signals, NoSignals) and not self._is_off
+        )
+        """whether a signal ends the run with a checkpoint, once the guard is open"""
         self._phase: Literal["new", "open", "closed"] = "new"
+        self._loop = DrivenLoop(self._run, self._clock)
+        self._own_lines: OwnLines | None = None
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+
+    @classmethod
+    def wrap(
+        cls,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Optimizer,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        *,
+        scaler: GradScaler | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return a guard for a loop that keeps its own lines: `optimizer.step()` asks the guard whether the update lands.
+
+            guard = holdfast.Guard.wrap(model, optimizer, scheduler, run_dir="runs/a")
+            for batch in guard.data(loader):
+                loss = loss_fn(model, batch)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            guard.close()
+
+        The loss is what the loop calls backward on. The other arguments are those of Guard.
+        """
+        if isinstance(optimizer, Sequence):
+            raise SetupError(
+                f"Guard.wrap(optimizer=[{len(optimizer)} optimizers]): it follows one optimizer.step() in each step; with "
+                "several, use Guard(model, [a, b]) and guard.step(loss)"
+            )
+        intervals: Any = None if scheduler is None else "loop"
+        guard = cls(model, optimizer, scheduler=scheduler, scaler=scaler, scheduler_interval=intervals, **options)
+        guard._own_lines = OwnLines(guard._loop, guard._state.optimizers, guard._scaler)
+        return guard
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
         """Return the ports to disk and to other ranks. `holdfast.Guard` overrides it; this class has neither."""
@@ -138,12 +189,15 @@ class GuardBase:
 
     def _open(self) -> None:
         if self._phase == "open":
+            self._run.pipeline.require_own_process()
             return
         if self._phase == "closed":
             raise StepError("this guard is closed; make a new Guard to continue training")
         # Not described earlier: until now the caller may have added parameter groups.
         self._run.open({**describe_run(self._state, self._clip), **self._about})
         self._phase = "open"
+        if self._own_lines is not None:
+            self._own_lines.open(self._run.count_step if isinstance(self._run, UnguardedRun) else None)
         try:
             self._hooks.call("on_train_begin", self)
         except BaseException as error:  # `with guard:` is not entered then, so __exit__ would not release the folder
@@ -151,10 +205,18 @@ class GuardBase:
             raise
 
     def close(self, error: BaseException | None = None) -> None:
-        """Settle the pending step and end the record. `with guard:` does it. A second call does nothing."""
+        """Settle the pending step and end the record. `with guard:` does it. A second call does nothing.
+
+        In a forked child it only lets go of model and optimizers: the run is the parent's.
+        """
         if self._phase != "open":
             return
         self._phase = "closed"
+        if self._own_lines is not None:
+            self._own_lines.close()
+        if self._run.pipeline.is_forked:
+            self._run.detach()
+            return
         try:
             self._run.close(error)
         finally:
@@ -185,7 +247,7 @@ class GuardBase:
         self._open()
         self.record(loop=describe_loop(loader, accumulate))
         self._run.attach(loader, epochs, accumulate, max_steps)
-        return Steps(self._run.pipeline, self._clock, accumulate, max_steps)
+        return Steps(self._run.pipeline, self._clock, accumulate, max_steps, self.close)
 
     def fit(
         self,
@@ -216,6 +278,66 @@ class GuardBase:
                 self.close(error)
         return self.summary()
 
+    def data(
+        self, loader: Iterable[Any] | Callable[[int], Any], *, max_steps: int | None = None
+    ) -> GuardedData | PlainData:
+        """Return the batches of a loader for a loop of your own. The first call resumes the run.
+
+            for epoch in range(epochs):
+                for batch in guard.data(loader):
+                    loss = loss_fn(model, batch)
+                    loss.backward()
+                    guard.step(loss)
+
+        Each `for` runs to the end of its own epoch; epochs that an earlier process has finished end at once. An update that
+        does not land changes nothing, and the batches after it are what the run continues with.
+
+        loader: a DataLoader or another iterable; or a function that returns the batch of a number, counted from 0.
+        max_steps: the data ends when so many steps are committed.
+        """
+        self._open()
+        loop, is_function = self._loop, not hasattr(loader, "__iter__")
+        if self._is_off and self._own_lines is not None:
+            return PlainData(loader, lambda: max_steps is not None and self.step >= max_steps)
+        self.record(loop=describe_loop(loader, 1))
+        close_at_exit(self)
+
+        def begin() -> None:
+            loop.leave_epoch()
+            loop.attach(loader, None if is_function else 1)
+
+        def draw() -> Any:
+            try:
+                return loop.next_batch(max_steps)
+            except Shutdown as error:
+                self.close(error)
+                raise
+
+        begin()
+        return GuardedData(loader, begin, draw)
+
+    def _end_step(self, loss: Tensor, *, update: bool = True) -> Outcome | None:
+        """End the step of a classic loop: clip, step, schedule and clear the gradients, or do none of it.
+
+        Call it after `loss.backward()`, with the loss itself. `update=False` counts the loss of one part of a step and
+        leaves the gradients to accumulate.
+        """
+        check_loss(loss, needs_graph=False)
+        self._own_run()
+        self._loop.add_loss(loss)
+        return self._loop.update() if update else None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the last update was applied: count only then what is not in `guard.counters()`."""
+        return self._loop.landed
+
+    def counters(self, **start: float) -> Counters:
+        """Return numbers that go back with the run: `seen = guard.counters(tokens=0)`, then `seen.tokens += n`."""
+        counters = Counters(**start)
+        self.register("counters", counters)
+        return counters
+
     # ---- requests
 
     def register(self, name: str, thing: Stateful | Generator) -> None:
@@ -231,18 +353,18 @@ class GuardBase:
 
         On several ranks any rank may call it: it applies to all of them from the next step on.
         """
-        self._run.expect_shift(reason)
+        self._own_run().expect_shift(reason)
 
     def stop(self, reason: str = "guard.stop()") -> None:
         """End the loop cleanly after the current step. On several ranks any may call it; all end after the same step."""
-        self._run.stop(reason)
+        self._own_run().stop(reason)
 
     def report_eval(self, metric: float) -> None:
         """Report an evaluation result: drives schedulers with scheduler_interval='eval' (ReduceLROnPlateau)."""
         value = float(metric)
         if math.isnan(value):
             raise HoldfastError("report_eval(nan): the evaluation gave no number; schedulers cannot be driven by it")
-        self._run.report_eval(value)
+        self._own_run().report_eval(value)
 
     def record(self, *, step: int | None = None, **facts: Any) -> None:
         """Record facts in run.json and evaluation results in the journal, like `holdfast.record(guard, ...)`.
@@ -252,22 +374,23 @@ class GuardBase:
         if step is None and "eval" in facts and self._phase == "open":
             step = self.step
         checked = check_facts(facts, step)
+        run = self._own_run()
         rundir = self._records.rundir
-        if self._phase == "closed" and rundir is not None and not isinstance(self._run, UnguardedRun):
+        if self._phase == "closed" and rundir is not None and not self._is_off:
             record_in_folder(rundir.path, checked, step)
         else:
-            self._run.record(dict(checked), step)
+            run.record(dict(checked), step)
 
     def flush(self) -> None:
         """Settle the last step now, so that the model holds its final values. Waits for the device."""
-        self._run.pipeline.flush()
+        self._own_run().pipeline.flush()
 
     def checkpoint(self, reason: str = "asked for") -> str | None:
         """Write the run to disk as it is between two steps, wait for it, and return its path.
 
         Returns None if it could not be written (the journal says why), or if the run keeps no checkpoints.
         """
-        return self._run.save_checkpoint(reason)
+        return self._own_run().save_checkpoint(reason)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Resume from this checkpoint, whatever the run directory holds: the same as `[checkpoint] load_path`.
@@ -283,14 +406,23 @@ class GuardBase:
 
     # ---- state
 
+    def _own_run(self) -> Run:
+        """Return the run. StepError in a forked child."""
+        self._run.pipeline.require_own_process()
+        return self._run
+
     @property
     def _progress(self) -> Progress:
         return self._run.pipeline.progress
 
     @property
-    def step(self) -> int:
-        """Committed steps."""
-        return self._progress.step
+    def _is_off(self) -> bool:
+        return isinstance(self._run, UnguardedRun)
+
+    @property
+    def step(self) -> CommittedSteps:
+        """Committed steps. In a classic loop, `guard.step(loss)` ends the step."""
+        return CommittedSteps(self._progress.step, self._end_step)
 
     @property
     def stopping(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -13,10 +14,11 @@ from torch.optim import LBFGS, SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.base.errors import HoldfastWarning, SetupError
-from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.optimizers import Optimizers, with_wrapped
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import Interval, Schedulers
+from holdfast.runtime.state.wrappers import layers, unwrap_optimizer, unwrap_scheduler
 from holdfast.runtime.tensors.sharded import is_sharded, local
 
 _REFUSED_MODULES = {
@@ -29,6 +31,7 @@ _REFUSED_MODULES = {
 def build_state(model: Any, optimizer: Any, scheduler: Any, scaler: Any, scheduler_interval: Any) -> RunState:
     """Return the run's state. Raise SetupError if an object cannot be guarded."""
     modules = _modules(model)
+    _check_have_values(modules)
     optimizers = _optimizers(optimizer)
     schedulers = _schedulers(scheduler, scheduler_interval, optimizers)
     state = RunState(modules, optimizers, schedulers, _scaler(scaler))
@@ -47,8 +50,9 @@ def _modules(model: Any) -> list[tuple[str, nn.Module]]:
         raise SetupError("Guard(model=...): no model given; pass an nn.Module, a list or a dict of them")
     for _, module in named:
         name = type(module).__name__
-        if name in _REFUSED_MODULES:
-            raise SetupError(f"Guard(model={name}): {_REFUSED_MODULES[name]}")
+        for kind in [type(layer).__name__ for layer in layers(module)]:
+            if kind in _REFUSED_MODULES:
+                raise SetupError(f"Guard(model={kind}): {_REFUSED_MODULES[kind]}")
         if not isinstance(module, nn.Module):
             raise SetupError(f"Guard(model=...): expected an nn.Module, a list or a dict of them, not a {name}")
     return named
@@ -61,7 +65,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _optimizers(optimizer: Any) -> Optimizers:
-    chosen = _as_list(optimizer)
+    chosen = [unwrap_optimizer(o) for o in _as_list(optimizer)]
     if not chosen:
         raise SetupError("Guard(optimizer=...): no optimizer given")
     for o in chosen:
@@ -72,16 +76,67 @@ def _optimizers(optimizer: Any) -> Optimizers:
             )
         if not isinstance(o, Optimizer):
             raise SetupError(f"Guard(optimizer=...): expected a torch optimizer, not a {type(o).__name__}")
-    return Optimizers(chosen)
+        if not all("lr" in group for group in o.param_groups):
+            raise SetupError(
+                f"Guard(optimizer={type(o).__name__}): a param group has no 'lr', which the guard reads and may cut; "
+                "give every group one"
+            )
+    _refuse_duplicates("optimizer", chosen)
+    optimizers = Optimizers(chosen)
+    for n, o in enumerate(chosen):
+        outer = next((other for other in chosen if other is not o and any(w is o for w in with_wrapped([other]))), None)
+        if outer is not None:
+            raise SetupError(
+                f"Guard(optimizer=[...]): number {n}, {type(o).__name__}, is inside {type(outer).__name__}, which steps it: "
+                f"it would be stepped twice in every step; pass only the {type(outer).__name__}"
+            )
+    if (problem := optimizers.emptied()) is not None:
+        raise SetupError(f"Guard(optimizer=...): {problem}")
+    return optimizers
+
+
+def _refuse_duplicates(name: str, chosen: list[Any]) -> None:
+    for n, one in enumerate(chosen):
+        if any(one is other for other in chosen[:n]):
+            raise SetupError(
+                f"Guard({name}=[...]): number {n}, {type(one).__name__}, is in the list twice and would be stepped twice in "
+                "every step; name it once"
+            )
+
+
+def _check_have_values(modules: list[tuple[str, nn.Module]]) -> None:
+    """Raise SetupError if a parameter or buffer has no values: it is on the meta device, or its shape is not known yet."""
+    for prefix, module in modules:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            shown = f"{prefix}.{name}" if prefix else name
+            if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+                raise SetupError(
+                    f"{shown} of the model has no shape yet (a lazy module): call the model once on a batch, build the "
+                    "optimizer, and make the Guard after that"
+                )
+            if tensor.device.type == "meta":
+                raise SetupError(
+                    f"{shown} of the model is on the meta device and has no values: call model.to_empty(device=...), "
+                    "initialise or load its weights, build the optimizer, and make the Guard after that"
+                )
 
 
 def _schedulers(scheduler: Any, interval: Any, optimizers: Optimizers) -> Schedulers:
-    chosen = _as_list(scheduler)
+    given = _as_list(scheduler)
+    chosen = [unwrap_scheduler(s) for s in given]
+    _refuse_duplicates("scheduler", chosen)
+    if any(map(is_not, given, chosen)) and interval != "loop":
+        raise SetupError(
+            "Guard(scheduler=AcceleratedScheduler): it steps once for each process, and only if the optimizer has stepped, "
+            "which the guard does not do; keep your own lines and use Guard.wrap(model, optimizer, scheduler), or pass the "
+            "scheduler that was given to accelerator.prepare"
+        )
     for s in chosen:
         if not isinstance(s, LRScheduler):
             raise SetupError(f"Guard(scheduler=...): expected a torch LR scheduler, not a {type(s).__name__}")
         driven = getattr(s, "optimizer", None)
-        if driven is not None and all(driven is not o for o in optimizers.all):
+        inside = with_wrapped([driven]) if isinstance(driven, Optimizer) else [driven]
+        if driven is not None and not any(one is o for o in optimizers.all for one in inside):
             raise SetupError(
                 f"Guard(scheduler={type(s).__name__}): it drives another optimizer than the one given; build it on that one"
             )
@@ -94,8 +149,10 @@ def _schedulers(scheduler: Any, interval: Any, optimizers: Optimizers) -> Schedu
         raise SetupError(f"Guard: {len(intervals)} scheduler_interval for {len(chosen)} schedulers; give one for each")
     checked: list[Interval] = []
     for i in intervals:
-        if i not in ("step", "epoch", "eval"):
-            raise SetupError(f"Guard(scheduler_interval={i!r}): choose 'step', 'epoch' or 'eval'")
+        if i not in ("step", "epoch", "eval", "loop"):
+            raise SetupError(
+                f"Guard(scheduler_interval={i!r}): choose 'step', 'epoch', 'eval', or 'loop' if your own loop steps it"
+            )
         checked.append(i)
     return Schedulers(chosen, checked)
 
@@ -146,7 +203,7 @@ def _check_parameters(modules: list[tuple[str, nn.Module]], optimizers: Optimize
                 f"parameter {owned[id(p)]} was created under torch.inference_mode() and cannot be trained: build the model "
                 "outside of it"
             )
-        if p.is_floating_point() and not bool(torch.isfinite(local(p)).all()):
+        if (p.is_floating_point() or p.is_complex()) and not bool(torch.isfinite(local(p)).all()):
             raise SetupError(
                 f"parameter {owned[id(p)]} holds NaN or Inf before the first step: load it or initialise it again"
             )

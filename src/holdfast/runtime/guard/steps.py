@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Self
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from holdfast.core.base.clock import Clock
-from holdfast.core.base.errors import StepError, StepIncomplete
+from holdfast.core.base.errors import Shutdown, StepError, StepIncomplete
 from holdfast.core.base.types import Outcome, Span
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
@@ -22,8 +22,17 @@ class Steps:
     A class, not a generator: an error raised while `break` closes a generator is lost.
     """
 
-    def __init__(self, pipeline: Pipeline, clock: Clock, accumulate: int, max_steps: int | None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        clock: Clock,
+        accumulate: int,
+        max_steps: int | None,
+        save: Callable[[Shutdown], None] = lambda error: None,
+    ) -> None:
         self._pipeline, self._clock, self._accumulate, self._max_steps = pipeline, clock, accumulate, max_steps
+        self._save = save
+        """called before a Shutdown leaves the loop"""
         self._last: Step | None = None
         self._is_done = False
 
@@ -35,7 +44,11 @@ class Steps:
             self._last.require_finished()
         pipeline = self._pipeline
         while not self._is_done:
-            attempt = pipeline.draw_step(self._accumulate, self._max_steps)
+            try:
+                attempt = pipeline.draw_step(self._accumulate, self._max_steps)
+            except Shutdown as error:
+                self._save(error)
+                raise
             if attempt is not None:
                 self._last = Step(pipeline, attempt, self._clock)
                 return self._last
@@ -112,7 +125,7 @@ class Step:
         of each group are compared with their own past only.
         """
         self._require_open("backward()")
-        _check_loss(loss)
+        check_loss(loss)
         attempt = self._attempt
         if attempt.parts is None or self._backwards >= self._drawn_parts:
             raise StepError(
@@ -231,14 +244,23 @@ class _Microbatches:
         return [(piece, count_samples(piece)) for piece in pieces]
 
 
-def _check_loss(loss: Any) -> None:
+def check_loss(loss: Any, *, needs_graph: bool = True) -> None:
+    """Raise StepError if a loss cannot be minimised."""
     if not isinstance(loss, Tensor):
         raise StepError(f"backward({loss!r}): the loss is a {type(loss).__name__}; pass the tensor, not its value")
     if loss.numel() != 1:
         raise StepError(
             f"backward(): the loss has shape {tuple(loss.shape)}; reduce it to one number, as with loss.mean()"
         )
-    if not loss.requires_grad:
+    if not loss.dtype.is_floating_point:
+        cure = "take its real part or its absolute value" if loss.is_complex() else "convert the parts to floats before"
+        raise StepError(f"backward(): the loss is of {loss.dtype}, and only a real number can be minimised; {cure}")
+    if loss.is_meta or loss.layout is not strided:
+        where = "on the meta device and has no value" if loss.is_meta else f"of layout {loss.layout}"
+        raise StepError(
+            f"backward(): the loss is {where}; compute it with the model and data on a device, as a plain tensor"
+        )
+    if needs_graph and not loss.requires_grad:
         raise StepError(
             "backward(): the loss has no graph: it was computed under torch.no_grad() or from .item() or .detach(), "
             "or no parameter behind it requires a gradient"

@@ -36,6 +36,10 @@ _START = Position(0, 0, 0)
 class UnguardedRun:
     """Serves steps over the bare loader and applies every update."""
 
+    keeps_gradients = False
+    is_forked = False
+    """it has no threads and writes nothing, so a child may use it"""
+
     def __init__(self, state: RunState, hooks: Hooks, distributed: DistributedContext, clip: float | None) -> None:
         self.progress = Progress()
         self.is_distributed = distributed.ranks.size > 1
@@ -55,11 +59,25 @@ class UnguardedRun:
 
     # ---- data
 
-    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
+    def attach(
+        self,
+        loader: Iterable[Any],
+        epochs: int | None,
+        accumulate: int,
+        max_steps: int | None,
+        start: tuple[int, int] | None = None,
+    ) -> bool:
         if loader is not self._loader:
             self._loader, self._batches, self._epoch = loader, None, current_epoch(loader)
         self._epochs_left = None if epochs is None else epochs + (self._batches is not None)
         self.progress.exhausted = False
+        return False
+
+    def leave_epoch(self) -> None:
+        if self._batches is not None:
+            self._batches = None
+            self._epoch += 1
+            self._state.schedulers.step("epoch")
 
     def draw_step(self, accumulate: int, max_steps: int | None = None) -> StepAttempt | None:
         progress = self.progress
@@ -72,6 +90,10 @@ class UnguardedRun:
         return StepAttempt(
             self.progress.step + 1, 1, accumulate, [draw], NO_BUFFERS, BatchFingerprint(fingerprint=False)
         )
+
+    def count_step(self, *_: Any) -> None:
+        """Count a step that the loop takes by itself."""
+        self.progress.step += 1
 
     def draw_batch(self, attempt: StepAttempt) -> bool:
         draw = self._draw()
@@ -183,10 +205,33 @@ class UnguardedRun:
 
     def open(self, about: dict[str, Any]) -> None: ...
     def close(self, error: BaseException | None) -> None: ...
+    def detach(self) -> None: ...
+    def require_own_process(self) -> None: ...
     def expect_shift(self, reason: str) -> None: ...
     def quarantine(self, samples: Iterable[int], reason: str) -> None: ...
     def record(self, facts: dict[str, Any], step: int | None) -> None: ...
     def load_checkpoint(self, path: str) -> None: ...
+
+    def decide_on_host(self) -> None: ...
+    def end_epochs_inside(self, attempt: StepAttempt) -> None: ...
+    def serve_epoch(self, epoch: int) -> None: ...
+    def clear_gradients(self) -> None: ...
+    def after_backward(self, attempt: StepAttempt) -> None: ...
+    def restore_registered(self, copies: dict[str, Any]) -> None: ...
+    def capture_between_steps(self) -> None: ...
+    def restore_between_steps(self, saved: None) -> None: ...
+
+    def copy_registered(self) -> dict[str, Any]:
+        return {}
+
+    def batches_left(self) -> int | None:
+        return None
+
+    def measure_clipped(self) -> float:
+        return math.nan
+
+    def measure(self, attempt: StepAttempt) -> Tensor:
+        return self._norms.gradient_norm(self._state.trained_parameters(), to_clip=False).value
 
     def flush(self) -> bool:
         return True

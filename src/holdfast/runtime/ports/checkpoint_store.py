@@ -7,10 +7,11 @@ appear in `events`. Only `wait` blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from holdfast.core.base.types import Health
@@ -22,6 +23,27 @@ from holdfast.core.checkpoints.resume import RejectedCheckpoint
 FindTarget = Callable[[str, tuple[int, ...]], Tensor | None]
 """Returns the tensor of this run that has the same sharding as the saved tensor of that name and shape. None: load all of
 it on this rank."""
+
+
+class TensorSpec(NamedTuple):
+    """Holds what a checkpoint declares about a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class ContentChecks(Protocol):
+    """Compares a checkpoint with the live run, before anything of the run is touched. Every rank does.
+
+    RunDirError: it cannot have been saved by a run like this, so it is damaged or was edited. SetupError: it is the state
+    of another model, optimizer or loop.
+    """
+
+    def check_layout(self, manifest: Manifest, layout: Mapping[str, TensorSpec], bytes_on_disk: int) -> None:
+        """Check names, shapes, dtypes and sizes. Called before memory is allocated for the tensors."""
+
+    def check_parts(self, manifest: Manifest, parts: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Check everything else."""
 
 
 class CopyInspection(NamedTuple):
@@ -99,17 +121,44 @@ class CheckpointStore(Protocol):
     events: deque[StoreEvent]
     """what became of the requests, in order; the background thread appends, the owner takes them out"""
 
-    def open(self, run: str) -> None: ...
+    def open(self, run: str, check: Callable[[], None]) -> None: ...
     def broadcast_object(self, value: Any) -> Any: ...
     def save(self, contents: CheckpointContents, label: CheckpointLabel) -> None: ...
+    def choose_together(self, names: Sequence[str]) -> str | None:
+        """Return the first name on rank 0; on another rank, the one that rank 0 begins to write, if it is among `names`.
+
+        Waits for rank 0, with a time limit. Any thread may call it.
+        """
+
+    def save_now(self, contents: CheckpointContents, label: CheckpointLabel) -> bool:
+        """Write a checkpoint on the calling thread. Return whether it is complete. No event follows."""
+
     def mark(self, name: str, health: Health, why: str, handover: bool = False) -> None: ...
     def remove(self, names: Sequence[str]) -> None: ...
     def wait(self) -> None: ...
     def abort(self) -> None: ...
     def entries(self) -> list[CheckpointEntry]: ...
     def choose(
-        self, why_not: Callable[[CheckpointEntry], str | None]
+        self, why_not: Callable[[CheckpointEntry], str | None], in_memory: Sequence[CheckpointEntry] = ()
     ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]: ...
     def find(self, path: str) -> CheckpointEntry: ...
-    def load(self, entry: CheckpointEntry, find_target: FindTarget | None = None) -> RestoredCheckpoint: ...
+    def load(
+        self, entry: CheckpointEntry, find_target: FindTarget | None = None, checks: ContentChecks | None = None
+    ) -> RestoredCheckpoint: ...
     def close(self) -> None: ...
+
+
+class MemoryStore(CheckpointStore, Protocol):
+    """Keeps checkpoints in shared memory, where a restarted process of the same machine finds them."""
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether `attach` has found or made the folder of the run."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is under way."""
+
+    def attach(self, run: str, check: Callable[[], None], *, makes: bool) -> str | None: ...
+    def room(self) -> tuple[int, int] | None: ...
+    def delete(self, run: str) -> None: ...

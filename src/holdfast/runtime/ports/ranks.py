@@ -104,13 +104,17 @@ class RankWatchdog(Protocol):
     def ping(self, step: int) -> None:
         """Launch a small collective with a time limit every [liveness] every_steps steps. All ranks call it in each step."""
 
-    def report_failure(self, error: BaseException, step: int, where: str) -> None:
-        """Report to the other ranks, which may wait for this one, that it cannot continue. Takes at most a few seconds."""
+    def report_failure(self, error: BaseException, step: int, where: str, *, gives_up: bool = False) -> None:
+        """Report to the other ranks, which may wait for this one, that it cannot continue. Takes at most a few seconds.
+
+        gives_up: the run must not be restarted.
+        """
 
     def wait_for_others_to_finish(self, step: int) -> None:
         """Report that this rank left its loop after `step` committed steps. Wait, with a time limit, for the others."""
 
-    def close(self) -> None: ...
+    def close(self, *, may_restart: bool = False) -> None:
+        """Stop watching. may_restart: the process ends with an error, and a launcher may start the ranks again."""
 
 
 class NoWatchdog:
@@ -122,9 +126,9 @@ class NoWatchdog:
     def begin_exchange(self) -> None: ...
     def end_exchange(self) -> None: ...
     def ping(self, step: int) -> None: ...
-    def report_failure(self, error: BaseException, step: int, where: str) -> None: ...
+    def report_failure(self, error: BaseException, step: int, where: str, *, gives_up: bool = False) -> None: ...
     def wait_for_others_to_finish(self, step: int) -> None: ...
-    def close(self) -> None: ...
+    def close(self, *, may_restart: bool = False) -> None: ...
 
 
 class LateWatchdog:

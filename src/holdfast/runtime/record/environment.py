@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ import torch
 
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import HoldfastError
+from holdfast.core.base.masking import mask_argv, mask_fields, remember_environment
+from holdfast.core.base.plain import plain
 from holdfast.core.base.version import __version__
 from holdfast.core.record.fingerprint import fingerprint
 from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.tensors.torch_private import own_buffers, own_parameters, transient_buffers
 
 _PACKAGES = (
     "torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate", "lightning", "pytorch_lightning",
@@ -27,19 +31,22 @@ _LARGEST_SCRIPT = 4_000_000
 
 
 def environment(config: Config, about: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of run.json without the facts."""
+    """Return the contents of run.json without the facts. Secrets are masked; `masked` names them."""
+    remember_environment(os.environ)
+    argv, masked = mask_argv(sys.argv)
+    described, more = mask_fields(plain({"config": config, **about}))
     return {
         "holdfast": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "argv": sys.argv,
+        "argv": argv,
+        **({"masked": masked + more} if masked or more else {}),
         "packages": packages(),
         "cuda": torch.version.cuda,
         "code": {"revision": revision(Path.cwd()), "script": _script()},
-        "config": config,
-        **about,
+        **described,
     }
 
 
@@ -97,16 +104,9 @@ def _script() -> str | None:
 
 def describe_run(state: RunState, clip: float | None) -> dict[str, Any]:
     """Describe model, optimizers and schedulers in numbers."""
-    parameters = [p for _, m in state.modules for p in m.parameters()]
-    dtypes = Counter[str]()
-    for p in parameters:
-        dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()
     return {
         "model": [_user_class(m).__name__ for _, m in state.modules],
-        "parameters": sum(p.numel() for p in parameters),
-        "trained": sum(p.numel() for p in state.trained_parameters()),
-        "dtypes": dict(dtypes),
-        "devices": sorted({_device(p.device) for p in parameters}),
+        **_describe_parameters(state),
         "optimizers": [type(o).__name__ for o in state.optimizers.all],
         "optimizer_groups": [[_group(g) for g in o.param_groups] for o in state.optimizers.all],
         "schedulers": [{"class": type(s).__name__, **_settings(vars(s))} for s in state.schedulers.all],
@@ -117,22 +117,78 @@ def describe_run(state: RunState, clip: float | None) -> dict[str, Any]:
     }
 
 
+def _describe_parameters(state: RunState) -> dict[str, Any]:
+    parameters = [p for _, m in state.modules for p in m.parameters()]
+    dtypes = Counter[str]()
+    for p in parameters:
+        dtypes[str(p.dtype).removeprefix("torch.")] += p.numel()
+    return {
+        "parameters": sum(p.numel() for p in parameters),
+        "trained": sum(p.numel() for p in state.trained_parameters()),
+        "dtypes": dict(dtypes),
+        "devices": sorted({_device(p.device) for p in parameters}),
+        **_describe_state_dict(state),
+    }
+
+
+def _describe_state_dict(state: RunState) -> dict[str, Any]:
+    """Return the names in which the model's state_dict differs from what is saved, for an export of a checkpoint.
+
+    tied: groups of names of one tensor, which is saved once. transient_buffers: saved, but not part of the state_dict.
+    """
+    by_tensor: dict[int, list[str]] = {}
+    transient: list[str] = []
+    for prefix, root in state.modules:
+        for path, module in root.named_modules(remove_duplicate=False):
+            skipped = transient_buffers(module)
+            for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()):
+                full = ".".join(filter(None, (prefix, path, name)))
+                if tensor is not None:
+                    by_tensor.setdefault(id(tensor), []).append(full)
+                if name in skipped:
+                    transient.append(full)
+    tied = [names for names in by_tensor.values() if len(names) > 1]
+    return {**({"tied": tied} if tied else {}), **({"transient_buffers": transient} if transient else {})}
+
+
 def _user_class(module: Any) -> type:
     """Return the user's own class: fully_shard replaces it by a subclass."""
     cls = type(module)
     return cls.__bases__[-1] if any(base.__name__ == "FSDPModule" for base in cls.__bases__) else cls
 
 
-def with_added_groups(about: dict[str, Any], state: RunState) -> dict[str, Any]:
-    """Return `about` with the parameter groups that were added since the run began (gradual unfreezing)."""
-    described = [list(groups) for groups in about.get("optimizer_groups", ())]
-    has_grown = False
-    for groups, optimizer in zip(described, state.optimizers.all, strict=False):
-        more = [_group(g) for g in optimizer.param_groups[len(groups) :]]
-        groups.extend(more)
-        has_grown = has_grown or bool(more)
-    trained = sum(p.numel() for p in state.trained_parameters())
-    return {**about, "optimizer_groups": described, "trained": trained} if has_grown else about
+class GrowingModel:
+    """Notices modules and parameter groups that a loop adds while it trains, and describes the model again."""
+
+    def __init__(self, state: RunState) -> None:
+        self._state = state
+        self._described: list[tuple[str, torch.Tensor]] | None = None
+
+    def changes(self, about: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the description of the model as it is; {} if nothing was added since the last call.
+
+        A group that `about` describes already keeps its settings: they are those that the program began with.
+        """
+        named = self._state.named_parameters()
+        if named is self._described:
+            return {}
+        self._described = named
+        known = about().get("optimizer_groups") or []
+        groups = [
+            [{**_group(g), **_settings_of(known, i, n)} for n, g in enumerate(optimizer.param_groups)]
+            for i, optimizer in enumerate(self._state.optimizers.all)
+        ]
+        return {**_describe_parameters(self._state), "optimizer_groups": groups}
+
+
+def _settings_of(groups: list[Any], optimizer: int, group: int) -> dict[str, Any]:
+    """Return what is described of a group, without the number of its parameters; {} if it is new."""
+    described = groups[optimizer] if optimizer < len(groups) else []
+    return (
+        {k: v for k, v in described[group].items() if k not in ("parameters", "tensors")}
+        if group < len(described)
+        else {}
+    )
 
 
 def _device(device: torch.device) -> str:
@@ -141,7 +197,11 @@ def _device(device: torch.device) -> str:
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
     count = sum(p.numel() for p in group["params"])
-    return {"parameters": count, **_settings({k: v for k, v in group.items() if k != "params"})}
+    return {
+        "parameters": count,
+        "tensors": len(group["params"]),
+        **_settings({k: v for k, v in group.items() if k != "params"}),
+    }
 
 
 def _settings(values: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.config import Config
@@ -22,10 +24,11 @@ from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
 from holdfast.core.record.incidents import IncidentFiles
-from holdfast.core.record.journal import Journal, NullJournal, dumps, read
+from holdfast.core.record.journal import Journal, NullJournal, dumps, read, read_rows
 from holdfast.core.record.metrics import MetricsFile
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.quarantine import Quarantine
+from holdfast.core.record.rank_records import rank_file
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 from holdfast.runtime.record.environment import environment
 
@@ -45,7 +48,7 @@ class Records:
         self.rundir = None if path is None else RunDir(path)
         self.outage = DiskOutage(clock)
         """what the disk refuses waits in memory, and the run continues"""
-        self._files = WaitingFiles(Path() if self.rundir is None else self.rundir.path, self.outage)
+        self._files = WaitingFiles(Path() if self.rundir is None else self.rundir.path, self.outage, self.check_held)
         self._next_retry = 0.0
         self.quarantine = Quarantine()
         self._journal: Journal = NullJournal()
@@ -76,22 +79,46 @@ class Records:
             past = _read_past(self.rundir)
             self.quarantine = Quarantine(self.rundir.quarantine, self._files.write)
             fsync = self._config.journal.fsync
-            self._journal = Journal(self.rundir.journal, fsync=fsync, clock=self._clock, outage=self.outage)
+            self._journal = Journal(
+                self.rundir.journal, fsync=fsync, clock=self._clock, outage=self.outage, check=self.check_held
+            )
             engine.open(self._journal, IncidentFiles(self.rundir, self._files), past)
             history.rebuild(past)
             self.usable_checkpoints = usable_by_journal(past)
             self.quarantine.complete(past)
-            if (reason := engine.stopped_by) is not None:
-                message = (
-                    f"holdfast: {self.rundir.path} was stopped by policy: {reason}. Review it, then run "
-                    f"`holdfast ack {self.rundir.path}` to let it continue"
-                )
-                log.error("%s", message)
-                raise PolicyStop(message)
+            self._refuse_if_stopped(engine)
             self._begin_process(engine, about, past)
+            self._refuse_if_stopped(engine)
         except BaseException:
             self.close()
             raise
+
+    def _refuse_if_stopped(self, engine: Engine) -> None:
+        if (reason := engine.stopped_by) is not None:
+            message = self.describe_stop(reason)
+            log.error("%s", message)
+            raise PolicyStop(message)
+
+    def describe_stop(self, reason: str) -> str:
+        """Return the message of a run that needs an acknowledgement."""
+        place = self.place or "RUN"  # rank 0 alone knows it
+        return (
+            f"holdfast: {self.place or 'the run'} was stopped by policy: {reason}. Review it, then run "
+            f"`holdfast ack {place}` to let it continue"
+        )
+
+    def check_held(self) -> None:
+        """Raise RunDirError if this process may not write to its run directory any more; OSError while it is gone."""
+        try:
+            if self.rundir is not None:
+                self.rundir.check_held()
+        except FileNotFoundError as error:
+            if self._config.run.on_lost_folder == "continue":
+                raise
+            raise RunDirError(
+                f"{self.place} was removed while this process used it, and with it the checkpoints; the run ends, because "
+                '[run] on_lost_folder = "stop"'
+            ) from error
 
     def _begin_process(self, engine: Engine, about: dict[str, Any], past: list[dict[str, Any]]) -> None:
         """Write run.json and the first event of this process."""
@@ -102,6 +129,8 @@ class Records:
         if past:
             self._restore_run_json(past)
             engine.write("restart", durable=True, environment=self._environment)
+            if (failed := _last_rank_failure(self.rundir, past)) is not None:
+                engine.count_failure(failed.step, failed.error, failed.rank)
         else:
             write_atomically(self.rundir.run, to_json(self._environment))
             engine.write("run_begin", durable=True, environment=self._environment)
@@ -112,7 +141,9 @@ class Records:
         self._read_facts()
         if self._config.metrics.enabled:
             every = self._config.metrics.flush_seconds
-            self.metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode_metrics, self.outage)
+            self.metrics = MetricsFile(
+                self.rundir.metrics, every, self._clock, encode_metrics, self.outage, self.check_held
+            )
 
     def _restore_run_json(self, past: list[dict[str, Any]]) -> None:
         """Keep the first process's run.json. A lost or damaged one is rebuilt with the facts from the journal."""
@@ -141,6 +172,12 @@ class Records:
             self._environment = {"run": self.identity, **environment(self._config, self._described)}
         facts = {k: v for k, v in self.facts.items() if k not in ("eval", "tokens_per_source")}
         return plain({**self._environment, "facts": facts})  # type: ignore[no-any-return]
+
+    def update_description(self, changes: dict[str, Any]) -> None:
+        """Take over what has changed of the model since the run was described."""
+        self._described = {**self._described, **changes}
+        if self._environment:
+            self._environment = {**self._environment, **changes}
 
     def _read_facts(self) -> None:
         assert self.rundir is not None
@@ -174,7 +211,12 @@ class Records:
             self.metrics.idle()
 
     def retry(self, engine: Engine) -> None:
-        """Ask the disk again, at most once a second, to write what it refused. Journal the outage when it is over."""
+        """Ask the disk again, at most once a second, to write what it refused. Journal the outage when it is over.
+
+        Raises RunDirError if this process may not write to the run directory any more.
+        """
+        if self.outage.error is not None:
+            raise self.outage.error
         now = self._clock.monotonic()
         if now < self._next_retry:
             return
@@ -215,13 +257,44 @@ def encode_metrics(outcome: Outcome) -> bytes:
 
 
 def _read_past(rundir: RunDir) -> list[dict[str, Any]]:
-    """Return the events of earlier processes."""
+    """Return the events of earlier processes. Lines that are no events are skipped, with one warning."""
     try:
-        return read(rundir.journal).events
+        record = read(rundir.journal)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise durable.run_dir_error(rundir.journal, "read", error) from None
+    if (skipped := record.describe_skipped()) is not None:
+        log.warning("holdfast: %s: %s; what they said is unknown to this process", rundir.journal, skipped)
+    return record.events
+
+
+class _RankFailureRow(msgspec.Struct):
+    """An error in the file of a rank."""
+
+    event: str
+    time: float
+    rank: int
+    step: int
+    error: str
+    is_error: bool
+
+
+def _last_rank_failure(rundir: RunDir, past: list[dict[str, Any]]) -> _RankFailureRow | None:
+    """Return the error of one of several ranks that ended the process before this one, as rank 0 recorded it."""
+    begun = max((e.get("time") or 0.0 for e in past if e.get("event") in ("run_begin", "restart")), default=0.0)
+    recent: list[_RankFailureRow] = []
+    try:
+        events = read_rows(rank_file(rundir.path, 0)).events
+    except (OSError, RunDirError):  # most runs have none
+        return None
+    for event in events:
+        with contextlib.suppress(msgspec.ValidationError):  # of an older version, or of another kind
+            row = msgspec.convert(event, _RankFailureRow)
+            if row.is_error and row.time >= begun:
+                recent.append(row)
+    recent.sort(key=lambda row: row.event != "peer_failed")  # its own error is a consequence then
+    return recent[0] if recent else None
 
 
 def _find_identity(rundir: RunDir, past: list[dict[str, Any]]) -> str | None:

@@ -24,7 +24,7 @@ def decode(text: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the parts, with those of `tensors` that belong to them. RunDirError if the text is damaged."""
     try:
         parts = _decode(json.loads(text), tensors)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirError(f"the saved state cannot be read: {type(error).__name__}: {error}") from None
     if not isinstance(parts, dict):
         raise RunDirError("the saved state cannot be read: it is not an object")

@@ -12,6 +12,7 @@ from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.errors import StepError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
+from holdfast.core.checkpoints.snapshot_rule import SnapshotRoom
 from holdfast.runtime.data.source import BatchSource, Position
 from holdfast.runtime.ports.ranks import Ranks, SingleRank
 from holdfast.runtime.snapshots.copier import Copier
@@ -26,6 +27,8 @@ from holdfast.runtime.state.run_state import RunState
 
 DetectorState = Callable[[], dict[str, Any]]
 _MAX_REJECTED = 16
+_UNLIMITED = SnapshotRoom(0, 0, 2**60)
+"""of a rank that takes no snapshots"""
 
 
 class NonfiniteSnapshot(NamedTuple):
@@ -87,6 +90,12 @@ class SnapshotManager:
         self.nonfinite: NonfiniteSnapshot | None = None
         """the first snapshot found to hold NaN or Inf since `pop_nonfinite`"""
         self._rejected: list[RejectedSnapshot] = []
+        self._rooms: list[SnapshotRoom] = []
+        """of all ranks, once they have exchanged them"""
+        self.announcements: list[dict[str, Any]] = []
+        """what the other ranks must know to keep the same snapshots"""
+        self._submitted_step: int | None = None
+        """the last step whose update was submitted before it was committed"""
 
     # ---- taking snapshots
 
@@ -95,22 +104,58 @@ class SnapshotManager:
 
         A `trusted` one is certified as soon as it is known to be finite.
         """
-        self._trusted = trusted
+        self._trusted, self._submitted_step = trusted, None
         for old in self.ring.drop_after(-1):
             self._placement.release(old)
         self._in_progress = None
-        _, note = self._placement.fit(self._state.update_tensors(), at_start=True)
+        _, room = self._placement.fit(self._state.update_tensors(), at_start=True)
+        note = self._revise_room(room)
         is_due = self.ring.enabled or self._sink.save_reason(step, initial=True) is not None
         self._due_step, self._initial = (step if is_due else None), True
         return note
 
+    def _revise_room(self, room: SnapshotRoom | None) -> str | None:
+        """Budget the ring for a new room of this rank. The rank with the least room decides for all.
+
+        The ranks exchange their rooms once, at the start. Later changes are announced with the rows of a step.
+        """
+        if not self._rooms and self._ranks.size > 1:
+            rooms = self._ranks.all_gather_object(room or _UNLIMITED)
+            self._rooms = [SnapshotRoom(*each) for each in rooms]
+        elif room is None:
+            return None
+        elif self._ranks.size == 1:
+            self._rooms = [room]
+        else:
+            if self.ring.usable_copies(room) != self.ring.usable_copies(self._rooms[self._ranks.rank]):
+                self.announcements.append({"room": room})
+            return None
+        return self._budget()
+
+    def _budget(self) -> str | None:
+        note, dropped = self.ring.budget(self._rooms)
+        for snapshot in dropped:
+            self._placement.release(snapshot)
+        return note
+
+    def apply_announcement(self, rank: int, news: dict[str, Any]) -> str | None:
+        """Apply what a rank has announced, on all ranks at the same step. Returns a note, or None."""
+        if news.get("room") is not None and rank < len(self._rooms):
+            self._rooms[rank] = SnapshotRoom(*news["room"])
+            return self._budget() if self.ring.enabled else None
+        for snapshot in [s for s in self.ring if s.step == news.get("rejected")]:
+            self._drop(snapshot)
+        return None
+
     def on_update_submitted(self, step: int) -> str | None:
         """Start copying what an update leaves, while it still runs on the device, if a snapshot is due after it."""
+        self._submitted_step = step
         return self._start(step) if self._is_due(step) else None
 
     def _is_due(self, step: int) -> bool:
         ring, every = self.ring, self._sink.every_steps
-        if ring.enabled and step % ring.every_steps == 0:
+        is_wanted = ring.enabled and (step % ring.every_steps == 0 or ring.is_waiting)
+        if is_wanted and (not ring.is_limited or ring.has_room(step)):
             return True
         is_saved = step == self._sink.timed_step or (every > 0 and step % every == 0)
         return is_saved and self._sink.save_reason(step) is not None
@@ -125,9 +170,10 @@ class SnapshotManager:
             self.count_healthy_step(step)
         if not self._placement.is_preallocated:
             self._placement.preallocate()
-        if self._in_progress is not None and self._in_progress.position is not None:
+        started = self._in_progress
+        if started is not None and started.position is not None:
             self._add_small_state(detectors())
-        elif self._is_due(step):
+        elif (started is not None and started.step == step) or (step != self._submitted_step and self._is_due(step)):
             self.discard_in_progress()
             self._due_step, self._initial = step, False
 
@@ -174,10 +220,16 @@ class SnapshotManager:
             )
         began = time.perf_counter()
         tensors = self._state.update_tensors()
-        layout, note = self._placement.fit(tensors)
+        layout, room = self._placement.fit(tensors, is_trained=step > 0 and not initial)
+        note = None if room is None else self._revise_room(room)
         reason = reason or self._sink.save_reason(step, initial=initial)
-        if reason is None and not (initial and self.ring.enabled) and not self.ring.due(step):
+        if reason is None and not (initial and self.ring.enabled) and not self.ring.keeps(step):
             return note
+        if self.ring.enabled and self.ring.is_limited:
+            if reason is None and not self.ring.has_room(step):
+                return note
+            for dropped in self.ring.make_room(step, is_forced=reason is not None):
+                self._placement.release(dropped)
         copy, notes = self._placement.copy(tensors, layout, reason)
         self._in_progress = Snapshot(step, copy, lineage=self._sink.lineage, initial=initial, reason=reason)
         self._in_progress.trusted = initial and self._trusted
@@ -187,6 +239,8 @@ class SnapshotManager:
     def _add_position(self, snapshot: Snapshot, rng: RngState, buffers: BufferCapture, source: BatchSource) -> None:
         snapshot.rng, snapshot.position = rng, source.position
         snapshot.data = source.save(user_code=snapshot.reason is not None)
+        if buffers.places is not self._state.buffers.places:  # taking the snapshot has found a module that was added
+            buffers = self._state.buffers.capture()
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
         snapshot.buffers = self._copy_small(named, "buffers", snapshot)
 
@@ -205,7 +259,7 @@ class SnapshotManager:
         self._in_progress = None
         if snapshot.reason is not None:
             self._sink.submit(snapshot, self.stalled_seconds)
-        if self.ring.enabled and (snapshot.initial or self.ring.due(snapshot.step)):
+        if self.ring.enabled and (snapshot.initial or self.ring.keeps(snapshot.step)):
             for dropped in self.ring.add(snapshot):
                 self._placement.release(dropped)
         else:
@@ -219,7 +273,9 @@ class SnapshotManager:
     def count_healthy_step(self, step: int) -> None:
         """Count a healthy committed step for every candidate before it, and certify those that have enough."""
         for snapshot in list(self.ring.snapshots):
-            if snapshot.health is Health.CANDIDATE and snapshot.step < step:
+            if snapshot.health is Health.GOOD:
+                snapshot.is_settled = True  # a rank that rejects it has announced that with the row of this step
+            elif snapshot.health is Health.CANDIDATE and snapshot.step < step:
                 snapshot.healthy_steps += 1
                 if snapshot.trusted or snapshot.healthy_steps >= self._config.certify_after:
                     self._certify(snapshot)
@@ -249,9 +305,13 @@ class SnapshotManager:
                 snapshot.reject(f"{changed} was taken for frozen and had changed")
         if snapshot.health is Health.BAD:
             self._rejected = [*self._rejected[1 - _MAX_REJECTED :], RejectedSnapshot(snapshot.step, snapshot.why)]
-            self._drop(snapshot)
+            if self._ranks.size == 1:
+                self._drop(snapshot)
+            else:  # it is dropped on all ranks at once, so that they keep holding the same
+                self.announcements.append({"rejected": snapshot.step})
         else:
             snapshot.health = Health.GOOD
+            snapshot.is_settled = self._ranks.size == 1
 
     def _drop(self, snapshot: Snapshot) -> None:
         self.ring.drop(snapshot)
@@ -281,6 +341,10 @@ class SnapshotManager:
         """Return the snapshot that `find_restore_point` would return, if its step is above `newer_than`. Writes nothing."""
         return self._find(before, at_latest, self.restorer.verify_memory, newer_than)[0]
 
+    def certified(self) -> list[Snapshot]:
+        """Return the certified snapshots, newest first. Any thread may call it."""
+        return [s for s in reversed(list(self.ring.snapshots)) if s.health is Health.GOOD]
+
     def _find(
         self, before: int, at_latest: int, find_problem: Callable[[Snapshot], str | None], newer_than: int = -1
     ) -> tuple[Snapshot | None, list[RejectedSnapshot]]:
@@ -290,7 +354,7 @@ class SnapshotManager:
                 self._certify(snapshot)
         rejected = [r for r in self._rejected if r.step <= at_latest]
         for snapshot in self.ring:
-            if snapshot.health is not Health.GOOD and snapshot.step <= at_latest:
+            if snapshot.health is Health.CANDIDATE and snapshot.step <= at_latest:
                 rejected.append(RejectedSnapshot(snapshot.step, "not certified yet"))
         local = {s.step: s for s in self.ring.good_at_or_before(at_latest) if s.step > newer_than}
         common = set.intersection(*(set(steps) for steps in self._ranks.all_gather_object(sorted(local))))
@@ -318,10 +382,15 @@ class SnapshotManager:
         """Restore a state that another process may have saved. Without `rng` the generators stay as they are."""
         self.restorer.restore_saved(small_state, tensors, rng)
         self._drop_newer(step)
+        if self.ring.is_limited and not any(s.is_settled for s in self.ring):
+            # All were newer than the checkpoint. It is good itself, so a snapshot of it is.
+            self._due_step, self._initial, self._trusted = step, True, True
 
     def _drop_newer(self, step: int) -> None:
         self._in_progress = self._due_step = None
+        self._submitted_step = None
         self._rejected = [r for r in self._rejected if r.step <= step]
+        self.announcements = [a for a in self.announcements if a.get("rejected", step) <= step]
         for dropped in self.ring.drop_after(step):
             self._placement.release(dropped)
 

@@ -1,7 +1,7 @@
 """Where snapshots are kept, on the host or on the device, and how many at once, within the ring's budget.
 
-There are at most as many copies as the ring holds, one in progress, and one that is still being written to disk. A
-snapshot that needs one more waits.
+There are at most as many copies as the ring holds, one in progress, and one that is still being written to disk. If fewer
+fit into memory, there are at most as many as fit. A snapshot that needs one more waits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from holdfast.core.checkpoints.snapshot_rule import MIN_COPIES, SnapshotRoom
 from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.copy import SnapshotCopy
 from holdfast.runtime.snapshots.layout import SnapshotLayout
@@ -34,6 +35,8 @@ class Placement:
         """dropped from the ring, but still being inspected or written to disk"""
         self._budgeted: SnapshotLayout | None = None
         """the layout that the ring was budgeted for"""
+        self._is_size_known = False
+        """it was budgeted with the optimizer's state"""
         self.is_preallocated = not any(d.type == "cuda" for d in devices)
         self._noted: set[str] = set()
 
@@ -41,21 +44,27 @@ class Placement:
         """Return whether a snapshot is kept on the host. One that is also written to disk always is."""
         return self._on_host or reason is not None
 
-    def fit(self, tensors: dict[str, Tensor], *, at_start: bool = False) -> tuple[SnapshotLayout, str | None]:
-        """Return the layout of a snapshot of these tensors. If it is new, budget the ring; returns the ring's note.
+    def fit(
+        self, tensors: dict[str, Tensor], *, at_start: bool = False, is_trained: bool = False
+    ) -> tuple[SnapshotLayout, SnapshotRoom | None]:
+        """Return the layout of a snapshot of these tensors and, if it is new, this rank's room for such snapshots.
 
-        Before the first update there is no optimizer state. Then the ring is budgeted only `at_start`, as if for Adam's.
+        Before the first update there is no optimizer state. Then the room is estimated only `at_start`, as if for Adam's;
+        if that would not do, for what there is. `is_trained`: an update has been made, so the size is known.
         """
         layout = self._copier.layout("update_tensors", tensors, on_host=self._on_host)
-        if layout is self._budgeted or not self._ring.enabled:
+        if (layout is self._budgeted and (self._is_size_known or not is_trained)) or not self._ring.enabled:
             return layout, None
-        has_state = any(name.startswith("optimizer.") for name in layout.names)
+        has_state = is_trained or any(name.startswith("optimizer.") for name in layout.names)
         if not (has_state or at_start):
             return layout, None
-        self._budgeted = layout
+        self._budgeted, self._is_size_known = layout, has_state
         small, shared = self._state.snapshot_nbytes()
-        size = (1 if has_state else 3) * layout.nbytes + small
-        return layout, self._ring.budget(size, shared if self._on_host else 0)
+        shared = shared if self._on_host else 0
+        room = self._ring.room((1 if has_state else 3) * layout.nbytes + small, shared)
+        if not has_state and room.copies < MIN_COPIES:
+            room = self._ring.room(layout.nbytes + small, shared)._replace(is_known=False)
+        return layout, room
 
     def preallocate(self) -> None:
         """After the first step, when the size of a snapshot is known, allocate its memory ahead of time."""
@@ -90,7 +99,8 @@ class Placement:
 
     def _wait_for_memory(self, on_host: bool) -> str | None:
         """If the limit on copies is reached, wait until a dropped snapshot is not used any more."""
-        limit = self._ring.max_snapshots() + 1 if self._ring.enabled else 2
+        ring = self._ring
+        limit = ring.max_snapshots() + (not ring.is_limited) if ring.enabled else 2
         self._reclaim()
         waited = False
         while self._leaving and not self._copier.has_ready("update_tensors", on_host=on_host):

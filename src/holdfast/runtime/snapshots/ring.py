@@ -1,18 +1,14 @@
-"""Which snapshots are kept: the last two multiples of every power of two of the cadence.
-
-An onset `a` steps ago then always has a snapshot before it, at most about 4a back, while the count grows with the
-logarithm of the reach. Under a memory budget the cadence grows and the reach stays.
-"""
+"""The snapshots in memory. `core/checkpoints/snapshot_rule.py` decides which are kept, by how many copies fit."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 
 from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.types import Health
+from holdfast.core.checkpoints.snapshot_rule import MIN_COPIES, SnapshotRoom, SnapshotRule, describe_room
 from holdfast.runtime.snapshots.memory import available_bytes, free_device_bytes
 from holdfast.runtime.snapshots.snapshot import Snapshot
 
@@ -24,16 +20,23 @@ class Ring:
         self, config: SnapshotSection, ranks_per_host: int = 1, devices: Collection[torch.device] = ()
     ) -> None:
         self._config = config
+        self._rule = SnapshotRule(config.every_steps, config.reach_steps)
         self.every_steps = config.every_steps
         self.enabled = config.enabled
+        self.is_limited = False
+        """fewer copies fit than the rule would keep: each snapshot needs room first"""
+        self.is_waiting = False
+        """a snapshot was due and there was no room for it: it is taken as soon as there is"""
         self.snapshots: list[Snapshot] = []
         on_cuda = [d for d in devices if d.type == "cuda"]
+        self._noted_count = self.max_snapshots()
+        """how many snapshots fit by the last note"""
         self._where = "device" if on_cuda else "host"
         if on_cuda:
             free = min(map(free_device_bytes, on_cuda)) * len(on_cuda)
         else:
             free = available_bytes() // ranks_per_host
-        self._budget = int(config.memory_gb * 1e9) if config.memory_gb > 0 else free // 4
+        self._allowed = int(config.memory_gb * 1e9) if config.memory_gb > 0 else free // 4
 
     def __iter__(self) -> Iterator[Snapshot]:
         return iter(self.snapshots)
@@ -42,52 +45,65 @@ class Ring:
         return len(self.snapshots)
 
     def due(self, step: int) -> bool:
-        """Return whether a snapshot is taken after that step."""
+        """Return whether a snapshot is wanted after that step."""
         return self.enabled and step % self.every_steps == 0
 
-    def levels(self) -> int:
-        return max(1, math.ceil(math.log2(max(1.0, self._config.reach_steps / self.every_steps))) + 1)
+    def keeps(self, step: int) -> bool:
+        """Return whether a snapshot of that step is kept. If few fit, one that was made for the disk serves too."""
+        return self.enabled and (self.is_limited or step % self.every_steps == 0)
 
     def max_snapshots(self) -> int:
-        """Return the most snapshots at once: two at the finest cadence, one more at each coarser one, the last good one
-        and the one in progress."""
-        return self.levels() + 3
+        """Return the most snapshots at once, the one in progress included."""
+        copies, full = self._rule.copies, self._rule.full_count()
+        return full if copies is None else min(copies, full)
 
-    def budget(self, nbytes: int, shared: int = 0) -> str | None:
-        """Fit the ring into memory, given the bytes of one snapshot and those that all share. Returns a note if the
-        cadence changed, or None."""
-        before, left = self.every_steps, self._budget - shared
-        while self.max_snapshots() * nbytes > left and self.every_steps < self._config.reach_steps:
-            self.every_steps *= 2
-        takes = f"a snapshot takes {nbytes / 1e9:.2f} GB"
-        takes += f", frozen weights {shared / 1e9:.2f} GB," if shared else ""
-        takes += f" and {self._budget / 1e9:.2f} GB of {self._where} memory are allowed"
-        if self.max_snapshots() * nbytes > left:
+    def room(self, nbytes: int, shared: int = 0) -> SnapshotRoom:
+        """Return this rank's room, given the bytes of one snapshot and those that all share."""
+        return SnapshotRoom(nbytes, shared, self._allowed, self._where)
+
+    def usable_copies(self, room: SnapshotRoom) -> int:
+        """Return how many copies that fit into `room` the ring has a use for."""
+        return min(room.copies, self._rule.full_count())
+
+    def budget(self, rooms: Sequence[SnapshotRoom]) -> tuple[str | None, list[Snapshot]]:
+        """Fit the ring into the room of every rank. Returns a note if the number of snapshots changed, and those dropped.
+
+        The others leave room for one in progress.
+        """
+        self._rule = self._rule._replace(copies=min(room.copies for room in rooms))
+        self.is_limited, self.is_waiting = self._rule.is_limited, False
+        note = describe_room(rooms, self._rule, self._config.certify_after)
+        if self.max_snapshots() < MIN_COPIES:
             self.enabled = False
-            return f"{takes}: snapshots are off and nothing can be rolled back; raise [snapshot] memory_gb" + (
-                ', or set place = "host"' if self._where == "device" else ""
-            )
-        if self.every_steps != before:
-            return f"{takes}: one every {self.every_steps} steps instead of every {before}"
-        return None
+            return note, self.drop_after(-1)
+        if self.max_snapshots() == self._noted_count:
+            note = None
+        elif not self.is_limited:
+            note = "all snapshots fit into memory now"
+        if note is not None:
+            self._noted_count = self.max_snapshots()
+        return note, self.make_room(self.snapshots[-1].step, is_forced=True) if self.snapshots else []
+
+    def make_room(self, step: int, *, is_forced: bool = False) -> list[Snapshot]:
+        """Drop and return snapshots so that one of `step` fits beside the others. Call it if `has_room`.
+
+        If `is_forced`, snapshots that are not certified yet are dropped too: then there always is room.
+        """
+        dropped = self._rule.to_drop(self.snapshots, step, is_forced=is_forced) if self.is_limited else []
+        assert dropped is not None
+        self.is_waiting = False
+        return self._drop_if(lambda s: s in dropped)
+
+    def has_room(self, step: int) -> bool:
+        """Return whether `make_room` finds room for a snapshot of that step. If not, it is taken later."""
+        self.is_waiting = self._rule.to_drop(self.snapshots, step) is None
+        return not self.is_waiting
 
     def add(self, snapshot: Snapshot) -> list[Snapshot]:
         """Keep one more. Returns the snapshots that are dropped for it."""
         self.snapshots.append(snapshot)
-        wanted: set[int] = set()
-        for level in range(self.levels()):
-            spacing = self.every_steps * 2**level
-            last = snapshot.step // spacing * spacing
-            wanted |= {last, last - spacing}
-        last_good = next((s for s in reversed(self.snapshots) if s.health is Health.GOOD), None)
-
-        def is_kept(s: Snapshot) -> bool:
-            if s.health is Health.BAD:
-                return False
-            # The initial snapshot replaces wanted steps before it.
-            return s.step in wanted or s is last_good or (s.initial and min(wanted) <= s.step)
-
-        return self._drop_if(lambda s: not is_kept(s))
+        unwanted = [] if self.is_limited else self._rule.unwanted(self.snapshots)
+        return self._drop_if(lambda s: s in unwanted)
 
     def good_at_or_before(self, step: int) -> list[Snapshot]:
         """Return the certified snapshots up to that step, newest first."""
@@ -98,6 +114,7 @@ class Ring:
 
     def drop_after(self, step: int) -> list[Snapshot]:
         """Drop and return the snapshots of the branch that a rollback abandons."""
+        self.is_waiting = False
         return self._drop_if(lambda s: s.step > step)
 
     def _drop_if(self, condition: Callable[[Snapshot], bool]) -> list[Snapshot]:

@@ -41,8 +41,9 @@ class Snapshot:
         self.reason = reason
         """why it is also written to disk, or None"""
         self.written = threading.Event()
-        """cleared while its memory is read for writing it to disk"""
+        """cleared while its memory is read for writing it to disk or to shared memory"""
         self.written.set()
+        self._readers, self._readers_lock = 0, threading.Lock()
         self.copy = copy
         self.small_state: dict[str, Any] | None = None
         self.small_state_copy: SnapshotCopy | None = None
@@ -55,6 +56,8 @@ class Snapshot:
         """the state of the data source, for another process; empty if it is known only at the present position"""
         self.healthy_steps = 0
         self.health = Health.ASSEMBLING
+        self.is_settled = False
+        """good, and every rank has had the time to report that it has rejected it"""
         self.why = ""
 
     def complete(self) -> None:
@@ -84,6 +87,18 @@ class Snapshot:
         for copy in self.copies:
             if name in copy.tensors:
                 copy.wait_for(name)
+
+    def begin_reading(self) -> None:
+        """Keep its memory until `end_reading`. Two writers may read it at once."""
+        with self._readers_lock:
+            self._readers += 1
+            self.written.clear()
+
+    def end_reading(self) -> None:
+        with self._readers_lock:
+            self._readers -= 1
+            if self._readers == 0:
+                self.written.set()
 
     @property
     def in_use(self) -> bool:

@@ -29,6 +29,12 @@ _JOINABLE_DTYPES = {
 """dtypes that torch.cat joins without changing a bit"""
 
 
+_NORMALIZATIONS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
+
 class BufferPack(NamedTuple):
     """Buffers of one dtype that are copied into one tensor: their indices and shapes."""
 
@@ -37,13 +43,15 @@ class BufferPack(NamedTuple):
 
 
 PackedCopies = list[tuple[BufferPack, Tensor]]
+Places = list[tuple[str, nn.Module, str]]
+"""full name, module, and name within the module, of each buffer"""
 
 
 class BufferCapture:
     """Holds copies of all buffers at one moment. They are never changed afterwards."""
 
-    def __init__(self, single: Sequence[Tensor | None], packs: PackedCopies) -> None:
-        self._single, self._packs = single, packs
+    def __init__(self, places: Places, single: Sequence[Tensor | None], packs: PackedCopies) -> None:
+        self.places, self._single, self._packs = places, single, packs
 
     def tensors(self) -> list[Tensor | None]:
         """Return one tensor for each buffer, None for one that was None. Those copied together share memory."""
@@ -101,15 +109,19 @@ class ModuleBuffers:
     """All buffers of the modules, found by module and name, so that one that forward rebinds is followed."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self.places: list[tuple[str, nn.Module, str]] = []
-        seen: set[int] = set()
-        for prefix, root in modules:
-            for path, module in root.named_modules():
-                if id(module) in seen:
-                    continue
-                seen.add(id(module))
-                for name in own_buffers(module):
-                    self.places.append((".".join(filter(None, (prefix, path, name))), module, name))
+        self._modules = list(modules)
+        self._watch(_find_places(self._modules))
+
+    def find_new(self) -> dict[str, Tensor]:
+        """Look for modules that were added or removed since, and return the buffers that were not watched before."""
+        before, places = {name for name, _, _ in self.places}, _find_places(self._modules)
+        if [place[1:] for place in places] != [place[1:] for place in self.places]:
+            self._watch(places)
+        return {name: value for name, value in self.named().items() if name not in before}
+
+    def _watch(self, places: Places) -> None:
+        """Capture the buffers in these places from now on. Captures made before keep theirs."""
+        self.places = places
         self._copies: list[Tensor | None] = [None] * len(self.places)
         # By reference, not by id: forward may rebind a buffer twice between two captures, and ids are reused.
         self._copied_from: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.places)
@@ -119,6 +131,12 @@ class ModuleBuffers:
         self._single = list(range(len(self.places)))
         """the buffers that are copied one by one"""
         self._stable = _StableBuffers(())
+        self.running_variances = [
+            index
+            for index, (_, module, key) in enumerate(self.places)
+            if isinstance(module, _NORMALIZATIONS) and key == "running_var"
+        ]
+        """the running statistics that normalize in evaluation"""
 
     def named_whole(self) -> dict[str, Tensor]:
         """Return the buffers by full name, sharded ones as DTensors."""
@@ -140,7 +158,7 @@ class ModuleBuffers:
                 packs = self._stable.copy()
                 assert packs is not None
             became_stable = [self._copy_single(i) for i in self._single]
-        captured = BufferCapture(list(self._copies), packs)
+        captured = BufferCapture(self.places, list(self._copies), packs)
         if any(became_stable):
             self._regroup()
         return captured
@@ -173,8 +191,8 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def restore(self, capture: BufferCapture) -> None:
-        """Restore every buffer to its value in `capture`."""
-        for (_, module, key), saved in zip(self.places, capture.tensors(), strict=True):
+        """Restore every buffer of `capture` to its value there."""
+        for (_, module, key), saved in zip(capture.places, capture.tensors(), strict=True):
             value = own_buffers(module).get(key)
             part = None if value is None else local(value)
             if saved is None:
@@ -187,16 +205,39 @@ class ModuleBuffers:
                 own_buffers(module)[key] = saved.clone()
         self._copied_from = [None] * len(self.places)
 
+    @torch.no_grad()
+    def largest_growth(self, before: BufferCapture, after: BufferCapture) -> tuple[float, str]:
+        """Return how many times larger a running variance became, of the one that grew most, and its name."""
+        old, new = before.tensors(), after.tensors()
+        pairs = [(old[i], new[i], self.places[i][0]) for i in self.running_variances]
+        growths = [
+            (b.float().norm() / a.float().norm(), name) for a, b, name in pairs if a is not None and b is not None
+        ]
+        return max(((float(growth), name) for growth, name in growths), default=(0.0, ""))
+
     def as_named(self, capture: BufferCapture) -> dict[str, Tensor]:
         """Return the copies of a capture by full name, without those that were None."""
-        return {name: c for (name, _, _), c in zip(self.places, capture.tensors(), strict=True) if c is not None}
+        return {name: c for (name, _, _), c in zip(capture.places, capture.tensors(), strict=True) if c is not None}
 
     def from_named(self, tensors: dict[str, Tensor]) -> BufferCapture:
         """Invert `as_named`: a name that is missing was None."""
-        return BufferCapture([tensors.get(name) for name, _, _ in self.places], [])
+        return BufferCapture(self.places, [tensors.get(name) for name, _, _ in self.places], [])
 
 
-NO_BUFFERS = BufferCapture((), [])
+NO_BUFFERS = BufferCapture([], (), [])
+
+
+def _find_places(modules: Iterable[tuple[str, nn.Module]]) -> Places:
+    places: Places = []
+    seen: set[int] = set()
+    for prefix, root in modules:
+        for path, module in root.named_modules():
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            for name in own_buffers(module):
+                places.append((".".join(filter(None, (prefix, path, name))), module, name))
+    return places
 
 
 def _shapes(tensors: list[Tensor]) -> list[torch.Size]:

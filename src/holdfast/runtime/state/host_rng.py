@@ -15,16 +15,29 @@ def restore_numpy(state: Any) -> None:
     """Restore a captured state, perhaps of another process. SetupError if the bit generator is another one."""
     import numpy
 
-    try:
-        numpy.random.set_state(state)
-    except ValueError:
-        saved, current = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
-        if saved == current:
-            raise
+    _check_bit_generator(state)
+    numpy.random.set_state(state)
+
+
+def try_numpy(state: Any) -> None:
+    """Set a generator of its own to a state. Raise what it raises, or SetupError if the bit generator is another one."""
+    if state is None:
+        return
+    import numpy
+
+    _check_bit_generator(state)
+    numpy.random.RandomState(type(numpy.random.get_bit_generator())()).set_state(state)  # type: ignore[attr-defined]
+
+
+def _check_bit_generator(state: Any) -> None:
+    import numpy
+
+    saved, current = state["bit_generator"], numpy.random.get_state(legacy=False)["bit_generator"]
+    if saved != current:
         raise SetupError(
             f"this state was saved while numpy.random drew from {saved}, and numpy.random draws from {current} now: call "
             f"numpy.random.set_bit_generator with a {saved} before you make the Guard"
-        ) from None
+        )
 
 
 def numpy_to_plain(state: Any) -> Any:

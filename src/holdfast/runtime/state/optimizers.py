@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import eq, is_
 from typing import Any, NamedTuple
 
@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from holdfast.runtime.state.optimizer_probe import is_torch_optimizer, state_mismatch
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, same_objects
-from holdfast.runtime.tensors.nested_state import WriteTensor, join_tensors, split_tensors, write_now
+from holdfast.runtime.tensors.nested_state import (
+    WriteTensor,
+    can_replace,
+    join_tensors,
+    slot_problem,
+    split_tensors,
+    write_now,
+)
 from holdfast.runtime.tensors.sharded import is_sharded, local
 from holdfast.runtime.tensors.torch_private import has_post_step_hooks, takes_found_inf
 
@@ -80,6 +88,15 @@ class Optimizers:
                 groups.setdefault(id(group), group)
         return list(groups.values())
 
+    def emptied(self) -> str | None:
+        """Return why nothing can be trained and no LR be read, or None."""
+        for n, optimizer in enumerate(self.outer):
+            if not optimizer.param_groups:
+                return f"number {n}, {type(optimizer).__name__}, has no param groups; build it from model.parameters()"
+        if not self.parameter_ids():
+            return "the param groups hold no parameters: nothing would be trained; build it from model.parameters()"
+        return None
+
     def lr(self) -> float:
         return float(self.outer[0].param_groups[0]["lr"])
 
@@ -107,20 +124,20 @@ class Optimizers:
                 raise error()
 
         self._hooks = [o.register_step_pre_hook(check) for o in self.outer]
-        _in_use.update({id(o): self for o in self.outer})
+        _in_use.update({id(o): self for o in self.all})
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for optimizer in self.outer if self._hooks else ():
+        for optimizer in self.all if self._hooks else ():
             _in_use.pop(id(optimizer), None)
         self._hooks = []
 
     def is_in_use(self) -> bool:
-        """Return whether another run that is still open steps one of them."""
-        if any(id(o) in _in_use for o in self.outer):
+        """Return whether another run that is still open steps one of them, or one that they wrap."""
+        if any(id(o) in _in_use for o in self.all):
             gc.collect()  # the other Guard may be dropped and not collected yet
-        return any(id(o) in _in_use for o in self.outer)
+        return any(id(o) in _in_use for o in self.all)
 
     # ---- splitting state into tensors and the rest, and restoring it
 
@@ -147,7 +164,8 @@ class Optimizers:
     def owning_parameter(self, name: str) -> Tensor | None:
         """Return the parameter to which a state tensor belongs, by its name from `split_state`; None if there is none."""
         prefix, i, n, *_ = (*name.split("."), "", "", "")
-        if prefix != "optimizer" or not (i.isdecimal() and n.isdecimal()) or int(i) >= len(self.all):
+        are_numbers = all(number.isdecimal() and len(number) < 10 for number in (i, n))
+        if prefix != "optimizer" or not are_numbers or int(i) >= len(self.all):
             return None
         parameters = parameters_of(self.all[int(i)])
         return parameters[int(n)] if int(n) < len(parameters) else None
@@ -155,6 +173,37 @@ class Optimizers:
     def groups_match(self, groups: list[list[dict[str, Any]]]) -> bool:
         """Return whether there are as many param groups as in the saved options."""
         return [len(g) for g in groups] == [len(o.param_groups) for o in self.all]
+
+    def find_mismatch(
+        self,
+        states: list[dict[Any, Any]],
+        groups: list[list[dict[str, Any]]],
+        attributes: list[dict[str, Any]],
+        tensors: Mapping[str, Tensor],
+    ) -> str | None:
+        """Return why these optimizers cannot have saved this; None if they can. The groups match."""
+        if not len(states) == len(attributes) == len(self.all):
+            return f"it holds the state of {len(states)} optimizers, and there are {len(self.all)}"
+        for i, (optimizer, state, saved) in enumerate(zip(self.all, states, groups, strict=True)):
+            problem = (
+                slot_problem(saved, f"group.{i}", tensors)
+                or slot_problem(attributes[i], f"own.{i}", tensors)
+                or slot_problem(state, f"optimizer.{i}", tensors)
+            )
+            if problem is not None:
+                return problem
+            for group, options in zip(optimizer.param_groups, saved, strict=True):
+                for name in options.keys() & group.keys():
+                    is_lost_number = options[name] is None and type(group[name]) in (int, float)
+                    if name != "params" and (is_lost_number or not can_replace(options[name], group[name])):
+                        return f"the option {name!r} was {options[name]!r:.80}, and is {group[name]!r:.80}"
+            own = self._plain_attributes(optimizer)
+            for name in attributes[i].keys() & own.keys():
+                if not can_replace(attributes[i][name], own[name]):
+                    return f"{type(optimizer).__name__}.{name} was {attributes[i][name]!r:.80}"
+            if (problem := state_mismatch(optimizer, state, saved, tensors)) is not None:
+                return f"the state of {type(optimizer).__name__}: {problem}"
+        return None
 
     @torch.no_grad()
     def restore_state(self, states: list[dict[Any, Any]], tensors: dict[str, Tensor], put: WriteTensor) -> None:
@@ -176,8 +225,15 @@ class Optimizers:
 
     def restore_groups(self, groups: list[list[dict[str, Any]]], tensors: dict[str, Tensor]) -> None:
         for optimizer, saved in zip(self.all, groups, strict=True):
+            is_complete = is_torch_optimizer(optimizer)
             for group, options in zip(optimizer.param_groups, saved, strict=True):
-                group.update(join_tensors(options, tensors, group, None, put=write_now))
+                # Some optimizers count their steps in the group, from the first one on.
+                known = {
+                    name: value
+                    for name, value in options.items()
+                    if name != "params" and (name in group or (not is_complete and _is_plain(value, ())))
+                }
+                group.update(join_tensors(known, tensors, group, None, put=write_now))
 
     def split_attributes(self, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
         """Split, without copying, the plain attributes that an optimizer has outside its state (counts, slow weights)."""
@@ -185,8 +241,10 @@ class Optimizers:
 
     def restore_attributes(self, saved: list[dict[str, Any]], tensors: dict[str, Tensor]) -> None:
         for optimizer, values in zip(self.all, saved, strict=True):
-            now = vars(optimizer)
-            now.update({k: join_tensors(v, tensors, now.get(k), None, put=write_now) for k, v in values.items()})
+            now, known = vars(optimizer), self._plain_attributes(optimizer)
+            now.update(
+                {k: join_tensors(v, tensors, now[k], None, put=write_now) for k, v in values.items() if k in known}
+            )
 
     def _plain_attributes(self, optimizer: Optimizer) -> dict[str, Any]:
         attributes = {k: v for k, v in vars(optimizer).items() if k not in _TORCH_ATTRIBUTES}

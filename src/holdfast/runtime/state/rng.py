@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_to_plain, restore_numpy
+from holdfast.runtime.state.host_rng import numpy_from_plain, numpy_to_plain, restore_numpy, try_numpy
 
 
 class RngState(NamedTuple):
@@ -40,6 +40,15 @@ class RngState(NamedTuple):
         """Invert `plain`."""
         return RngState(**{**plain, "numpy": numpy_from_plain(plain["numpy"])})
 
+    def try_out(self) -> None:
+        """Set generators of its own to this state. Raise what a generator raises if the state is not one of its own."""
+        random.Random().setstate(self.python)
+        try_numpy(self.numpy)
+        if not all(isinstance(state, torch.Tensor) for state in self.devices):
+            raise TypeError("the random state of a CUDA device is no tensor")
+        for state in (self.torch, *self.generators):
+            torch.Generator().set_state(state)
+
 
 class Rng:
     """The global generators of Python, NumPy and torch (CPU and the model's CUDA devices), and the user's own."""
@@ -61,6 +70,11 @@ class Rng:
         """Return the states of the included generators."""
         return tuple([g.get_state() for g in self._generators])
 
+    def states_of(self, generators: Iterable[torch.Generator], state: RngState) -> list[torch.Tensor]:
+        """Return what a captured state holds of these generators, which are included."""
+        by_id = {id(g): value for g, value in zip(self._generators, state.generators, strict=False)}
+        return [by_id[id(g)] for g in generators]
+
     def replay_user_draws(self, before: tuple[torch.Tensor, ...], after: tuple[torch.Tensor, ...]) -> None:
         """Move each included generator that is in its state `before` to its state `after`; leave the others alone."""
         for generator, old, new in zip(self._generators, before, after, strict=False):
@@ -77,6 +91,13 @@ class Rng:
             tuple([torch.cuda.default_generators[i].get_state() for i in self._devices]),
             tuple([g.get_state() for g in self._generators]),
         )
+
+    def find_mismatch(self, state: RngState) -> str | None:
+        """Return why a state is that of other generators, or None."""
+        shapes = [(value.shape, value.dtype) for value in self.capture().devices]
+        if shapes == [(value.shape, value.dtype) for value in state.devices]:
+            return None
+        return f"it holds random state of {len(state.devices)} CUDA devices, and the model is on {len(shapes)}"
 
     def restore(self, state: RngState) -> None:
         """Put every generator back into its captured state. SetupError if NumPy's bit generator is another one."""

@@ -6,6 +6,8 @@ Buffers and random state change within a forward, so `ModuleBuffers` and `Rng` h
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,18 +16,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.core.base.errors import SetupError
-from holdfast.runtime.ports.checkpoint_store import FindTarget
+from holdfast.runtime.ports.checkpoint_store import FindTarget, TensorSpec
 from holdfast.runtime.state.buffers import BufferCapture, ModuleBuffers
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import Interventions, Schedulers
 from holdfast.runtime.state.wrappers import broadcasts_buffers, set_broadcasts_buffers, unwrap
 from holdfast.runtime.tensors.checksum import checksum_and_finite
-from holdfast.runtime.tensors.inspect import bit_checksum, first_nonfinite, nbytes, nonfinite_mask
+from holdfast.runtime.tensors.inspect import bit_checksum, dense_parts, first_nonfinite, nbytes, nonfinite_mask
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
-from holdfast.runtime.tensors.nested_state import TensorSlot, WriteTensor, join_tensors, split_tensors, write_now
+from holdfast.runtime.tensors.nested_state import (
+    TensorSlot,
+    WriteTensor,
+    join_tensors,
+    slot_problem,
+    split_tensors,
+    write_now,
+)
 from holdfast.runtime.tensors.sharded import ShardedParameters, is_sharded, local, reshard
 from holdfast.runtime.tensors.torch_private import fsdp_modules, fsdp_params
+
+_MAX_COPIED_BYTES = 1 << 20
+"""a registered object up to this size is copied before every step of a loop that counts by itself"""
 
 
 class ScheduleState(NamedTuple):
@@ -74,8 +86,11 @@ class RunState:
         self.interventions = Interventions()
         self.buffers = ModuleBuffers(self.modules)
         self._named_params = NamedParams(self.modules)
+        self._last_named: list[tuple[str, Tensor]] = []
         self._split = _ParameterSplit([], [], 0, [], [], [])
         self._registered: dict[str, Any] = {}
+        self._large: set[str] = set()
+        """names of registered objects that are not copied before every step"""
         self.rank_specific: set[str] = set()
         """names of tensors that differed between ranks at the first comparison, so that each rank keeps its own"""
         self._registered_parameters: dict[str, ShardedParameters] = {}
@@ -135,9 +150,19 @@ class RunState:
         owned = {id(p) for _, p in self._named()}
         return [p for p in self.optimizers.parameters() if id(p) not in owned]
 
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Return the parameters of all modules: the same list object while nothing was added or replaced."""
+        return self._named()
+
     def _named(self) -> list[tuple[str, Tensor]]:
         """Return the parameters of all modules, DTensors as such, each once."""
-        return self._named_params.named(self.optimizers.parameter_ids())
+        named = self._named_params.named(self.optimizers.parameter_ids())
+        if named is not self._last_named:
+            self._last_named = named
+            new = {f"buffer.{name}": value for name, value in self.buffers.find_new().items()}
+            # A mask of -inf is intended, but a batch may have left NaN by now.
+            self._allow_nonfinite({n: b for n, b in new.items() if not bool(dense_parts(b)[-1].isnan().any())})
+        return named
 
     def _split_parameters(self) -> _ParameterSplit:
         """Return the parameters that may change, and the frozen ones. Split again if a parameter was added or removed, or
@@ -305,6 +330,11 @@ class RunState:
         for name, p in split.frozen:
             saved = f"frozen.{name}" if f"model.{name}" not in tensors else f"model.{name}"
             put(saved, local_part(p), tensors[saved])
+        self._restore_registered_modules(rest, tensors, put)
+
+    def _restore_registered_modules(
+        self, rest: dict[str, Any], tensors: Mapping[str, Tensor], put: WriteTensor
+    ) -> None:
         for name, thing in self._registered.items():
             if isinstance(thing, nn.Module):
                 live = self._module_tensors(name, thing)
@@ -313,6 +343,35 @@ class RunState:
                         put(kept.name, local_part(live[key]), tensors[kept.name])
                     else:  # a sparse tensor
                         local(live[key]).copy_(kept)
+
+    @torch.no_grad()
+    def restore_between_steps(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Restore what `small_state` returned, in the same step: everything that a loop changes between two updates."""
+        self._restore_registered_modules(rest, tensors, write_now)
+        self.restore_small_state(rest, tensors)
+
+    def copy_registered(self) -> dict[str, Any]:
+        """Return copies of the states of small registered objects: what a loop counts or measures within a step."""
+        copies: dict[str, Any] = {}
+        for name, thing in self._registered.items():
+            if name in self._large or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters())):
+                continue
+            if hasattr(thing, "copy_state"):  # it knows what changes in place
+                copies[name] = thing.copy_state()
+                continue
+            state = thing.state_dict()
+            tensors: dict[str, Tensor] = {}
+            split_tensors(state, name, tensors)
+            if sum(map(nbytes, tensors.values())) > _MAX_COPIED_BYTES:
+                self._large.add(name)
+            else:
+                copies[name] = copy.deepcopy(state)
+        return copies
+
+    def restore_registered(self, copies: Mapping[str, Any]) -> None:
+        """Load what `copy_registered` returned."""
+        for name, state in copies.items():
+            self._registered[name].load_state_dict(state)
 
     @torch.no_grad()
     def restore_small_state(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -341,17 +400,64 @@ class RunState:
     def mismatch(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
         """Return why a snapshot does not fit the run, or None if it does. With `whole`, `tensors` holds DTensors, not this
         rank's parts of them."""
+        return self.small_state_mismatch(rest) or self.parameter_mismatch(tensors, whole=whole)
+
+    def parameter_mismatch(self, saved: Mapping[str, Tensor | TensorSpec], *, whole: bool) -> str | None:
+        """Return the first parameters of which name, shape or dtype differ from the saved ones, or None."""
+        named = self._named()
+        missing = [n for n, _ in named if f"model.{n}" not in saved and f"frozen.{n}" not in saved]
+        if missing:
+            return f"{_listed(missing)} did not exist when it was saved"
+        for name, parameter in named:
+            p = parameter if whole else local_part(parameter)
+            value = saved.get(f"model.{name}", saved.get(f"frozen.{name}"))
+            assert value is not None
+            if value.shape != p.shape or value.dtype != p.dtype:
+                was, now = (f"{tuple(each.shape)} {each.dtype}" for each in (value, p))
+                return f"parameter {name} was {was} when it was saved, and is {now} now"
+        known = {f"{prefix}{name}" for name, _ in named for prefix in ("model.", "frozen.")}
+        extra = [n.partition(".")[2] for n in saved if n.startswith(("model.", "frozen.")) and n not in known]
+        return f"it holds {_listed(extra)}, which this model does not have" if whole and extra else None
+
+    def find_mismatch(self, rest: dict[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
+        """Return why this run cannot have saved this state, whose parameters match; None if it can have."""
         if (why := self.small_state_mismatch(rest)) is not None:
             return why
-        for name, parameter in self._named():
-            p = parameter if whole else local_part(parameter)
-            saved = tensors.get(f"model.{name}", tensors.get(f"frozen.{name}"))
-            if saved is None:
-                return f"parameter {name} did not exist when it was saved"
-            if saved.shape != p.shape or saved.dtype != p.dtype:
-                was, now = (f"{tuple(each.shape)} {each.dtype}" for each in (saved, p))
-                return f"parameter {name} was {was} when it was saved, and is {now} now"
+        why = self.optimizers.find_mismatch(
+            rest["optimizer_state"], rest["optimizer_groups"], rest["optimizer_own"], tensors
+        ) or self.schedulers.find_mismatch(rest["schedulers"])
+        if why is None and self.scaler is not None:
+            why = self.scaler.find_mismatch(rest["scaler"], tensors)
+        return why or slot_problem(rest["registered"], "registered", tensors) or self._module_mismatch(rest, tensors)
+
+    def _module_mismatch(self, rest: dict[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
+        """Return which tensor of a registered module is not as it was saved, or None."""
+        for name, thing in self._registered.items():
+            live = self._module_tensors(name, thing) if isinstance(thing, nn.Module) else {}
+            saved = rest["registered"][name] if live else {}
+            for key, value in live.items():
+                kept = saved.get(key) if isinstance(saved, dict) else None
+                kept = tensors[kept.name] if isinstance(kept, TensorSlot) else kept
+                if not isinstance(kept, Tensor) or kept.shape != value.shape or kept.dtype != value.dtype:
+                    return f"{key} of {name!r} is not as it was saved"
+            if isinstance(saved, dict) and (extra := saved.keys() - live.keys() if live else set()):
+                return f"{name!r} had {sorted(map(str, extra))[0]}, which it does not have now"
         return None
+
+    def unexpected_bytes(self, layout: Mapping[str, TensorSpec]) -> tuple[int, int]:
+        """Return the bytes of saved tensors that are of another size than anything of this run, and the run's own bytes."""
+        live: dict[str, Tensor] = {}
+        for name, p in self._named():
+            live[f"model.{name}"] = live[f"frozen.{name}"] = p
+        own = sum(p.nbytes for _, p in self._named())
+        live |= {f"buffer.{name}": value for name, value in self.buffers.named_whole().items()}
+        unexpected = 0
+        for name, (shape, dtype) in layout.items():
+            known = live.get(name)
+            known = self.optimizers.owning_parameter(name) if known is None else known
+            if known is None or tuple(known.shape) != shape:
+                unexpected += math.prod(shape) * dtype.itemsize
+        return unexpected, own
 
     def small_state_mismatch(self, rest: dict[str, Any]) -> str | None:
         """Return why the rest of a snapshot, without parameters, does not fit the run, or None if it does."""
@@ -387,6 +493,11 @@ class RunState:
         """
         named = {f"buffer.{n}": b for n, b in self.buffers.as_named(buffers).items()}
         return first_nonfinite({**self.update_tensors(), **named}, self.allowed_nonfinite)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ scaler found, steps the optimizers itself, and calls `update` with the scaler's 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ class Scaler:
         return self._internals.scale
 
     def unscale(self, optimizers: list[Optimizer]) -> dict[int, Tensor]:
-        """Unscale every gradient in place. Return found_inf by optimizer id: 1.0 if its gradients held Inf or NaN."""
+        """Unscale every gradient in place, unless the loop has. Return found_inf by optimizer id: 1.0 if its gradients held
+        Inf or NaN."""
         found_inf: dict[int, Tensor] = {}
         for optimizer in optimizers:
             if not any(p.grad is not None for g in optimizer.param_groups for p in g["params"]):
                 continue
-            self._scaler.unscale_(optimizer)
+            if not self.is_unscaled([optimizer]):
+                self._scaler.unscale_(optimizer)
             flags = list(self._internals.found_inf_per_device(id(optimizer)).values())
             assert self._internals.scale is not None, "unscale_ has made it"
             device = self._internals.scale.device
@@ -50,6 +53,10 @@ class Scaler:
                 total = torch.maximum(total, flag.to(device))  # not a sum: fused optimizers need exactly 1
             found_inf[id(optimizer)] = total
         return found_inf
+
+    def is_unscaled(self, optimizers: list[Optimizer]) -> bool:
+        """Return whether the gradients of one of the optimizers are unscaled since the last update."""
+        return any(self._internals.found_inf_per_device(id(optimizer)) for optimizer in optimizers)
 
     @torch.no_grad()
     def set_found_inf(self, found_inf: dict[int, Tensor]) -> None:
@@ -94,6 +101,17 @@ class Scaler:
         tensors["scaler.scale"] = self._internals.scale.clone()
         tensors["scaler.growth_tracker"] = self._internals.growth_tracker.clone()
         return {}
+
+    def find_mismatch(self, rest: dict[str, Any], tensors: Mapping[str, Tensor]) -> str | None:
+        """Return why a GradScaler cannot have saved this; None if it can."""
+        if "state" in rest:
+            state, now = rest["state"], self._scaler.state_dict()
+            is_whole = isinstance(state, dict) and now.keys() == state.keys()
+            is_whole = is_whole and all(isinstance(value, int | float) for value in state.values())
+        else:
+            names = ("scaler.scale", "scaler.growth_tracker")
+            is_whole = all(name in tensors and tensors[name].numel() == 1 for name in names)
+        return None if is_whole else "the state of the GradScaler is incomplete"
 
     @torch.no_grad()
     def restore_state(self, rest: dict[str, Any], tensors: dict[str, Tensor]) -> None:

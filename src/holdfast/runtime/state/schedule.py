@@ -14,13 +14,16 @@ from typing import Any, Literal
 
 import msgspec
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.core.base.errors import SetupError, StepError
 from holdfast.core.base.types import CutLR, HoldLR, TightenClip
-from holdfast.runtime.state.optimizers import Optimizers
+from holdfast.runtime.state.optimizers import Optimizers, with_wrapped
+from holdfast.runtime.tensors.nested_state import can_replace
 
-Interval = Literal["step", "epoch", "eval"]
+Interval = Literal["step", "epoch", "eval", "loop"]
+"""when the guard steps a scheduler; "loop": the loop does"""
 _FALLS_BACK = 0.67
 """an LR that is at most this share of the one a step before has jumped down"""
 
@@ -33,7 +36,7 @@ class Schedulers:
         self.all: list[Any] = list(schedulers)
         self.record_positions()
         for scheduler, interval in self._pairs:
-            if isinstance(scheduler, ReduceLROnPlateau) and interval != "eval":
+            if isinstance(scheduler, ReduceLROnPlateau) and interval not in ("eval", "loop"):
                 raise SetupError(
                     f"ReduceLROnPlateau needs a metric, so scheduler_interval={interval!r} cannot drive it; "
                     "use scheduler_interval='eval' and call guard.report_eval(metric)"
@@ -62,7 +65,7 @@ class Schedulers:
     def check_positions(self) -> None:
         """Raise StepError if a scheduler was stepped outside the guard."""
         for (scheduler, interval), position in zip(self._pairs, self._positions, strict=True):
-            if _position(scheduler) != position:
+            if interval != "loop" and _position(scheduler) != position:
                 name = type(scheduler).__name__
                 raise StepError(
                     f"{name}.step() was called outside the guard, which steps it itself (interval {interval!r}): "
@@ -72,10 +75,31 @@ class Schedulers:
     def state_dict(self) -> list[dict[str, Any]]:
         return [copy.deepcopy(s.state_dict()) for s, _ in self._pairs]
 
-    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+    def find_mismatch(self, states: list[dict[str, Any]]) -> str | None:
+        """Return why these schedulers cannot have saved this; None if they can."""
+        if len(states) != len(self._pairs):
+            return f"it was saved with {len(states)} schedulers, and there are {len(self._pairs)}"
         for (scheduler, _), state in zip(self._pairs, states, strict=True):
-            scheduler.load_state_dict(copy.deepcopy(state))
+            now = scheduler.state_dict()
+            for name in state.keys() & now.keys():
+                if not can_replace(state[name], now[name]):
+                    what = f"{type(scheduler).__name__}.{name}"
+                    return f"{what} was {state[name]!r:.80} when it was saved, and is {now[name]!r:.80} now"
+        return None
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Load the states. torch sets every name as an attribute, so that names the schedulers do not have are left out."""
+        for (scheduler, _), state in zip(self._pairs, states, strict=True):
+            known = {name: value for name, value in state.items() if _is_own(name, scheduler)}
+            scheduler.load_state_dict(copy.deepcopy(known))
         self.record_positions()
+
+
+def _is_own(name: str, scheduler: Any) -> bool:
+    """Return whether a name in a saved state may be set: the scheduler has it, or is the user's own and makes it later."""
+    if type(scheduler).__module__.startswith("torch.optim."):
+        return name in scheduler.state_dict()
+    return not callable(getattr(scheduler, name, None)) or name in scheduler.state_dict()
 
 
 def _position(scheduler: Any) -> Any:
@@ -99,10 +123,11 @@ class UnknownSchedulers:
         """
         if self._is_first:
             self._is_first = False
-            driven = [getattr(s, "optimizer", None) for s in self._known.all]
+            outer = [getattr(s, "optimizer", None) for s in self._known.all]  # or a wrapper of it, as Accelerate's
+            driven = with_wrapped([o for o in outer if isinstance(o, Optimizer)])
             has_traces = any("initial_lr" in o.param_groups[0] for o in self._optimizers.all if o not in driven)
         else:
-            has_traces = has_lr_changed and self._may_search
+            has_traces = has_lr_changed and self._may_search and not self._known.has_interval("loop")
             self._may_search = self._may_search and not has_lr_changed
         if has_traces:
             watched = [s for s, _ in self.watched]

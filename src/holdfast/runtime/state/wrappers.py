@@ -1,6 +1,11 @@
-"""The wrappers around a user's module, DistributedDataParallel and torch.compile, and their part of a run's state."""
+"""The wrappers around a user's objects: DistributedDataParallel and torch.compile, and those of Accelerate and Fabric.
+
+Accelerate and Fabric are recognised by the names of their classes, and are not imported.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import nn
 
@@ -9,7 +14,7 @@ from holdfast.runtime.tensors.torch_private import require, wrapped_module
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's own module."""
-    return _layers(module)[-1]
+    return layers(module)[-1]
 
 
 def broadcasts_buffers(module: nn.Module) -> bool | None:
@@ -17,7 +22,7 @@ def broadcasts_buffers(module: nn.Module) -> bool | None:
 
     It does not after a forward without gradients, so an evaluation changes what the next step does.
     """
-    for layer in _layers(module):
+    for layer in layers(module):
         if getattr(layer, "modules_buffers", None):
             return bool(require(layer, "require_forward_param_sync"))
     return None
@@ -25,14 +30,37 @@ def broadcasts_buffers(module: nn.Module) -> bool | None:
 
 def set_broadcasts_buffers(module: nn.Module, flag: bool | None) -> None:
     """Restore what `broadcasts_buffers` returned."""
-    for layer in _layers(module):
+    for layer in layers(module):
         if flag is not None and hasattr(layer, "require_forward_param_sync"):
             layer.require_forward_param_sync = flag  # type: ignore[assignment]
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def layers(module: nn.Module) -> list[nn.Module]:
     """Return the module and those it wraps, the user's own last."""
     layers = [module]
     while (inner := wrapped_module(layers[-1])) is not None:
         layers.append(inner)
     return layers
+
+
+def unwrap_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's or Fabric's."""
+    while _is_a(optimizer, "AcceleratedOptimizer") or _is_a(optimizer, "_FabricOptimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def scaler_inside(optimizer: Any) -> Any:
+    """Return the GradScaler that Accelerate's or Fabric's optimizer steps with, or None."""
+    if _is_a(optimizer, "_FabricOptimizer"):
+        return getattr(vars(optimizer)["_strategy"].precision, "scaler", None)
+    return optimizer.scaler if _is_a(optimizer, "AcceleratedOptimizer") else None
+
+
+def unwrap_scheduler(scheduler: Any) -> Any:
+    """Return the scheduler inside Accelerate's."""
+    return scheduler.scheduler if _is_a(scheduler, "AcceleratedScheduler") else scheduler
+
+
+def _is_a(value: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(value).__mro__)

@@ -8,18 +8,20 @@ may undo the step and so make the one after it, already computed, void.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
 from torch import OutOfMemoryError, Tensor, float64
 
-from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, StepError
-from holdfast.core.base.types import Finding, Flag, Outcome, Signal, Status
+from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, Shutdown, StepError
+from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Severity, Signal, Status
 from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.runtime import effects
@@ -28,6 +30,7 @@ from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
+from holdfast.runtime.data.bad_rows import outlying_samples
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.source import Draw
@@ -37,9 +40,11 @@ from holdfast.runtime.effects.base import rewind
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.ranks import LateWatchdog
+from holdfast.runtime.ports.shutdown import ShutdownSignals
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
+from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.schedule import UnknownSchedulers
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
@@ -57,8 +62,12 @@ log = logging.getLogger("holdfast")
 _WEIGHT_NORM_EVERY = 50
 _FORGET_EVERY = 16
 _STATE_CHECK_AT_OVERFLOWS = (4, 16)
+_STATISTICS_GROWTH = 100.0
+"""one batch that makes a running variance this many times larger is out of all proportion"""
 _last_drawing: WeakValueDictionary[int, GuardedPipeline] = WeakValueDictionary()
 """the open run that drew a step last, by rank"""
+_opened: WeakSet[GuardedPipeline] = WeakSet()
+"""the runs that this process has opened"""
 _NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
@@ -80,6 +89,7 @@ class Parts:
     unknown_schedulers: UnknownSchedulers
     streams: StreamTracker | None
     watchdog: LateWatchdog
+    signals: ShutdownSignals
 
 
 class GradientStats(NamedTuple):
@@ -91,6 +101,15 @@ class GradientStats(NamedTuple):
     """the loss scaler's flag, by the optimizer's id"""
 
 
+class BetweenSteps(NamedTuple):
+    """Holds what a loop may change between two updates, as it was right after the first of them."""
+
+    small_state: dict[str, Any]
+    tensors: dict[str, Tensor]
+    rng: RngState
+    buffers: BufferCapture
+
+
 class GuardedPipeline:
     """Runs the steps of one guarded run. It is the only writer of `progress`."""
 
@@ -98,11 +117,15 @@ class GuardedPipeline:
         self.context, self.parts, self.progress = context, parts, Progress()
         self.is_distributed = parts.coordinator.is_distributed
         self._is_armed = context.config.recover.mode == "heal"
+        self._has_statistics = self._is_armed and bool(context.state.buffers.running_variances)
         self.averages_gradients = parts.gradient_sync.has_modules
+        self.keeps_gradients = False
         self._clip = clip
         self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
         self._parameters: list[Tensor] = []
         self._parameter_ids: frozenset[int] | None = None
+        self._emptied: str | None = None
+        """why the optimizers cannot train any more"""
         self._overflows = 0
         """overflowed attempts in a row"""
         self._first_steps: FirstSteps | None = parts.first_steps
@@ -114,6 +137,32 @@ class GuardedPipeline:
         """True from a drawn step on until another run of this process and rank draws one"""
         self.has_failed = False
         """this rank has reported to the others that it cannot continue"""
+        self.on_first_commit: Callable[[], None] | None = None
+        """called once, after the first committed step"""
+        self.gives_up: str | None = None
+        """why the run must not be restarted after this failure"""
+        self.is_forked = False
+        """this process is a child of the one that opened the run; it has neither the threads of the run nor its lock"""
+        self._signals = parts.signals
+        self._has_announced_signal = False
+
+    def open(self) -> None:
+        """Note that the run is open: a child that is forked from now on must not use it."""
+        _opened.add(self)
+
+    def require_own_process(self) -> None:
+        """Raise StepError in a forked child. It would wait for threads that it does not have, and write into the record."""
+        if self.is_forked:
+            raise StepError(
+                f"process {os.getpid()} was forked from the one that opened this Guard: only that one may train, save "
+                "and record with it. Fork before the Guard is opened, or start the child with "
+                "multiprocessing's 'spawn'. To train in the child, call guard.close() there, which leaves the parent's run "
+                "alone, and make a new Guard with another run_dir"
+            )
+
+    def decide_on_host(self) -> None:
+        """Settle every step when it is submitted: the driver acts on the outcome at once."""
+        self.parts.gate.on_device = False
 
     def begin_loop(self, step: int, *, is_new_loader: bool) -> None:
         """Begin or continue a loop at `step` committed steps. Positions in another loader's data are forgotten."""
@@ -126,8 +175,9 @@ class GuardedPipeline:
     def draw_step(self, accumulate: int, max_steps: int | None = None) -> StepAttempt | None:
         """Return the next step with its first batch.
 
-        None if the run was asked to stop, `max_steps` are committed, or the data has ended.
+        None if the run was asked to stop, `max_steps` are committed, or the data has ended. Shutdown after a signal.
         """
+        self.require_own_process()
         progress = self.progress
         if not self.may_draw:
             self._refuse_turns()
@@ -135,8 +185,13 @@ class GuardedPipeline:
             self.flush()
         if max_steps is not None and progress.step + (progress.pending is not None) >= max_steps:
             self.flush()  # a pending step counts only once it has settled
+        if self._signals.reason is not None:
+            self._announce_signal(self._signals.reason)
         is_enough = max_steps is not None and progress.step >= max_steps
-        if is_enough or progress.stopping is not None or progress.exhausted:
+        if is_enough or progress.exhausted:
+            return None
+        if progress.stopping is not None:
+            self._leave_if_signalled()
             return None
         if self.parts.snapshots.restorer.is_partial:
             raise StepError("the run's state was restored in part and could not be verified: start the process again")
@@ -147,6 +202,27 @@ class GuardedPipeline:
         except BaseException as error:
             self.report_failure(error, "the loader")
             raise
+
+    def _announce_signal(self, reason: str) -> None:
+        """Stop because of a signal; on several ranks, after the next step they agree on."""
+        if self._has_announced_signal:
+            return
+        self._has_announced_signal = True
+        if self.is_distributed:
+            self.parts.coordinator.request("shutdown", reason)
+        else:
+            self._stop_for_signal(reason, self.progress.step)
+
+    def _stop_for_signal(self, reason: str, step: int, rank: int | None = None) -> None:
+        self.progress.stopping, self.progress.is_shutdown = reason, True
+        self.context.engine.write("stop_requested", step=step, reason=reason, rank=rank)
+        log.warning("holdfast: step %d: %s: the run ends and is saved", step, reason)
+
+    def _leave_if_signalled(self) -> None:
+        """Raise Shutdown if a signal is why the run stops."""
+        if self.progress.is_shutdown:
+            self.flush()
+            raise Shutdown(self.progress.stopping or "a signal")
 
     def _refuse_turns(self) -> None:
         """Raise StepError if the loop goes back and forth between this run and another that is open.
@@ -168,6 +244,7 @@ class GuardedPipeline:
 
     def end(self) -> None:
         """Note that the run is closed: another one may draw steps now."""
+        _opened.discard(self)
         rank = self.context.ranks.rank
         if _last_drawing.get(rank) is self:
             del _last_drawing[rank]
@@ -219,6 +296,7 @@ class GuardedPipeline:
 
     def draw_batch(self, attempt: StepAttempt) -> bool:
         """Draw one more batch for a step in progress. Return False if the data ended inside it."""
+        self.require_own_process()
         draw, ended_epochs = self._draw()
         attempt.epochs_inside += ended_epochs
         if draw is None:
@@ -237,9 +315,13 @@ class GuardedPipeline:
         self._end_epochs(ended_epochs)
 
     def return_data(self, attempt: StepAttempt | None) -> bool:
-        """Put the data of an attempt that was drawn but not entered back. Return whether there was any to put back."""
+        """Put the data of an attempt that has no update back. Return whether there was any to put back."""
         feeder = self.parts.feeder
-        if attempt is None or attempt.phase != "drawn" or not attempt.draws or not feeder.source.exact:
+        if attempt is None or attempt.phase == "left" or not attempt.draws or not feeder.source.exact:
+            return False
+        if (
+            attempt.is_open and attempt.data_ended
+        ):  # batches left over at the end: the loop has done with them what it does
             return False
         self._end_epochs(attempt.epochs_before)
         attempt.epochs_before = 0
@@ -295,6 +377,11 @@ class GuardedPipeline:
             first_steps.after_backward(self._parameters)
         attempt.running = "forward"
 
+    def after_backward(self, attempt: StepAttempt) -> None:
+        """Note that a backward of the driver's own is over."""
+        if self.is_distributed:
+            self.parts.local_grad_norms.finish_backward()
+
     # ---- 3. measure, settle the step before, agree, gate, submit
 
     def submit(self, attempt: StepAttempt) -> None:
@@ -302,9 +389,10 @@ class GuardedPipeline:
 
         StepError if it is one of the first steps, and its gradients were dropped or reached other parameters.
         """
+        self.require_own_process()
         if self._first_steps is not None:
-            self._follow_param_groups()
             try:
+                self._require_parameters()
                 self._first_steps.check_gradients(attempt, self._parameters)
             except StepError as error:
                 self.abandon(attempt, error)
@@ -342,27 +430,52 @@ class GuardedPipeline:
     def _measure(self, attempt: StepAttempt) -> GradientStats:
         """Enqueue the norm of the gradients where the step ran. The host does not wait."""
         state, is_clipped = self.context.state, self._max_norm() is not None
-        self._follow_param_groups()
+        self._require_parameters()
         loss, factor = attempt.complete(self.is_distributed)
         if factor != 1.0:
             scale_gradients(self._parameters, factor)
         found_inf = {} if state.scaler is None else state.scaler.unscale(state.optimizers.outer)
+        if attempt.norm is not None and not is_clipped:
+            return GradientStats(loss, attempt.norm, found_inf)
         norm = self.parts.norms.gradient_norm(self._parameters, to_clip=is_clipped)
         return GradientStats(loss, norm, found_inf)
+
+    def measure(self, attempt: StepAttempt) -> Tensor:
+        """Measure the gradients as the backward left them, before the driver clips them. Return the norm on this rank."""
+        attempt.norm = norm = self._unscaled_norm()
+        return _root(norm)
+
+    def measure_clipped(self) -> float:
+        """Return the norm of the gradients on this rank as the driver has left them. Waits for the device."""
+        return float(_root(self._unscaled_norm()))
+
+    def _unscaled_norm(self) -> Norm:
+        self._follow_param_groups()
+        norm = self.parts.norms.gradient_norm(self._parameters, to_clip=False)
+        scaler = self.context.state.scaler
+        scale = None if scaler is None else scaler.scale_tensor()
+        if scaler is not None and scale is not None and not scaler.is_unscaled(self.context.state.optimizers.outer):
+            norm = norm._replace(value=norm.value / (scale if norm.is_total else scale * scale).to(norm.value.device))
+        return norm
 
     def _move_epoch_schedule(self, attempt: StepAttempt) -> None:
         """Step epoch schedulers for the epochs that ended before the step or between its batches, as a plain loop does."""
         if attempt.epochs_before:
             self._end_epochs(attempt.epochs_before)
+        self.end_epochs_inside(attempt)
+
+    def end_epochs_inside(self, attempt: StepAttempt) -> None:
+        """Step epoch schedulers for the epochs that ended between the batches of a step."""
         state = self.context.state
         if attempt.epochs_inside and state.schedulers.has_interval("epoch"):
-            attempt.schedule = state.schedule_state()
+            attempt.schedule = attempt.schedule or state.schedule_state()
             self._end_epochs(attempt.epochs_inside)
+            attempt.epochs_inside = 0
 
     def _agree(self, attempt: StepAttempt, stats: GradientStats) -> AgreedStep:
         """Return the step's numbers, over all ranks if there are several."""
         context, parts, number = self.context, self.parts, attempt.number
-        limits = context.engine.limits()
+        limits = self._limits(attempt)
         checks = parts.integrity.before_update(number) if number >= parts.integrity.checks.next_check else None
         scaler, detect = context.state.scaler, context.config.detect
         is_weighed = detect.advisory and (number % _WEIGHT_NORM_EVERY == 0 or number == 1)
@@ -381,6 +494,9 @@ class GuardedPipeline:
             return agree_alone(limits, local)
         if (alarm := self._pop_alarm()) is not None:
             parts.coordinator.request_alarm(alarm)
+        if parts.snapshots.announcements:
+            parts.coordinator.request("snapshots", parts.snapshots.announcements)
+            parts.snapshots.announcements = []
         host = HostFields(
             number,
             attempt.attempt,
@@ -397,12 +513,18 @@ class GuardedPipeline:
         if not parts.gate.on_device:
             assert agreed.extra is not None
             if self._read_rows(attempt, agreed.extra.cpu()):
-                limits = context.engine.limits()
+                limits = self._limits(attempt)
                 agreed = agreed._replace(limits=limits)
         attempt.loss_limit, attempt.grad_limit = limits
         # If the host reads the rows, only after they show all ranks at the same step.
         parts.watchdog.get().ping(number)
         return agreed
+
+    def _limits(self, attempt: StepAttempt) -> Limits:
+        """Return the limits of loss and gradient norm. A norm that the driver clips below its limit has none."""
+        limits, clip = self.context.engine.limits(), attempt.clipped_to
+        is_clipped = clip is not None and limits.grad_norm is not None and clip <= limits.grad_norm
+        return limits._replace(grad_norm=None) if is_clipped else limits
 
     def _found_inf_flags(self, stats: GradientStats) -> list[Tensor]:
         """Return the loss scaler's flag of each optimizer, so that every rank has equally many."""
@@ -412,7 +534,8 @@ class GuardedPipeline:
     def _update(self, attempt: StepAttempt, stats: GradientStats, agreed: AgreedStep) -> None:
         """Clip and step the optimizers unless the gate vetoes the update."""
         state, parts = self.context.state, self.parts
-        attempt.clip = self._max_norm()  # settling the step before may have changed it
+        max_norm = self._max_norm()  # settling the step before may have changed it
+        attempt.clip = attempt.clipped_to if max_norm is None else max_norm
         found_inf, local_norm = stats.found_inf, stats.norm.value if stats.norm.is_total else agreed.norm
         if self.is_distributed:
             found_inf = self._agree_on_overflow(found_inf, agreed)
@@ -445,13 +568,14 @@ class GuardedPipeline:
         state.optimizers.allows_step = True
         try:
             attempt.handle = parts.gate.apply(
-                measurements, self._parameters, found_inf, attempt.clip, lr_factor, local_norm=local_norm
+                measurements, self._parameters, found_inf, max_norm, lr_factor, local_norm=local_norm
             )
         finally:
             state.optimizers.allows_step = False
         if attempt.number + 1 >= parts.integrity.checks.next_check:
             parts.integrity.after_update(attempt.number)
-        clear_gradients(self._parameters)
+        if not self.keeps_gradients:
+            clear_gradients(self._parameters)
 
     def _check_schedulers(self, lr: float) -> None:
         """Report a scheduler that the loop steps, if the LR or the scheduler has moved without the guard."""
@@ -495,11 +619,22 @@ class GuardedPipeline:
         interventions = self.context.state.interventions
         return self._clip if interventions.tightened_clip is None else interventions.max_norm(self._clip)
 
+    def _require_parameters(self) -> None:
+        """Raise StepError if the loop has emptied the param groups: the run would look healthy and train nothing."""
+        self._follow_param_groups()
+        if self._emptied is not None:
+            number = self.progress.step + 1
+            raise StepError(
+                f"step {number}: an optimizer was emptied during the run: {self._emptied}; nothing was applied"
+            )
+
     def _follow_param_groups(self) -> None:
         """Include parameter groups that were added on the way (gradual unfreezing)."""
         ids = self.context.state.optimizers.parameter_ids()
         if ids is not self._parameter_ids:
             self._parameter_ids, self._parameters = ids, self.context.state.trained_parameters()
+            self._emptied = self.context.state.optimizers.emptied()
+            self.parts.checkpoints.describe_model()
             if self.parts.update_size is not None:
                 self.parts.update_size.reset()
 
@@ -510,6 +645,7 @@ class GuardedPipeline:
         progress = self.progress
         if progress.pending is None:
             return True
+        self.require_own_process()
         served = progress.served if progress.served is not progress.pending else None
         if served is not None and served.is_open:
             raise StepError(
@@ -551,7 +687,9 @@ class GuardedPipeline:
             findings = self._check_state(attempt, signal)
         if attempt.rows is not None:
             findings += parts.integrity.findings(attempt.number, attempt.rows, signal)
-        plan = self.context.engine.judge(signal, findings, None if attempt.origin is None else attempt.origin.evidence)
+        origin = None if attempt.origin is None else attempt.origin.evidence
+        inspect = partial(self._check_statistics, attempt, following) if self._has_statistics else None
+        plan = self.context.engine.judge(signal, findings, origin, inspect)
         if plan is not None:
             coordinator.add_decision(signal, plan)
         has_actions = plan is not None and bool(plan.actions)
@@ -581,6 +719,31 @@ class GuardedPipeline:
         if tensor is None and not (self.is_distributed and (is_checked or coordinator.has_alarms)):
             return []
         return coordinator.nonfinite_state(tensor, onset, how, signal)
+
+    def _check_statistics(self, attempt: StepAttempt, following: StepAttempt | None) -> list[Finding]:
+        """Find out whether a batch has spoilt the running statistics of a normalization. Called after a leap of the loss."""
+        buffers, number = self.context.state.buffers, attempt.number
+        after = buffers.capture() if following is None else following.buffers
+        growth, name = buffers.largest_growth(attempt.buffers, after)
+        samples = outlying_samples(attempt.draws) if growth > _STATISTICS_GROWTH else []
+        gathered = self.context.ranks.all_gather_object([growth, name, samples])
+        growth, name, _ = max(gathered)
+        if not growth > _STATISTICS_GROWTH:
+            return []
+        samples = sorted({sample for _, _, found in gathered for sample in found})
+        message = f"{name} became {growth:.3g} times larger in one step: evaluation normalizes by it"
+        evidence = {"tensor": name, "growth": growth, "samples": samples}
+        return [
+            Finding(
+                detector="statistics",
+                kind=Kind.STATISTICS_JUMP,
+                severity=Severity.ROLLBACK,
+                step=number,
+                onset=number,
+                message=message,
+                evidence=evidence,
+            )
+        ]
 
     def _pop_alarm(self) -> NonfiniteSnapshot | None:
         """Return a snapshot or checkpoint of this rank that was found to hold NaN or Inf.
@@ -635,8 +798,13 @@ class GuardedPipeline:
         if "on_step_end" in context.hooks.callbacks:
             context.hooks.call("on_step_end", outcome)
         parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy)
+        if parts.checkpoints.tier.is_writing:
+            self._request_tier_write()
         if progress.step % _FORGET_EVERY == 0:
             self._forget_positions()
+        if self.on_first_commit is not None:
+            self.on_first_commit()
+            self.on_first_commit = None
 
     def _request_checkpoint(self) -> None:
         """Have every rank save the same step. On several ranks they learn of it with the rows of the next one."""
@@ -644,6 +812,15 @@ class GuardedPipeline:
             self.parts.coordinator.request("checkpoint", None)
         else:
             self.parts.checkpoints.save_at(self.progress.step + 1)
+
+    def _request_tier_write(self) -> None:
+        """Have every rank write the same certified snapshot to shared memory, if it is time."""
+        tier, ring = self.parts.checkpoints.tier, self.parts.snapshots.ring
+        step = tier.due_step(ring)
+        if step is not None and self.is_distributed:
+            self.parts.coordinator.request("tier", step)
+        elif step is not None:
+            tier.write(step, ring)
 
     def _count_interventions(self, attempt: StepAttempt) -> None:
         """Move LR ramp, tightened clip and weight unit on by one committed step."""
@@ -662,9 +839,10 @@ class GuardedPipeline:
     def _forget_positions(self) -> None:
         """Forget data positions older than any rollback could return to."""
         progress, parts = self.progress, self.parts
-        number = max(1, progress.step - self.context.config.snapshot.reach_steps)
-        position = progress.positions.get(number)
-        oldest = parts.snapshots.oldest_position() or (None if position is None else (number, position))
+        number = max(next(iter(progress.positions), 1), progress.step - self.context.config.snapshot.reach_steps)
+        position, oldest = progress.positions.get(number), parts.snapshots.oldest_position()
+        if position is not None and (oldest is None or number < oldest[0]):
+            oldest = number, position
         if oldest is None:
             return
         parts.feeder.source.forget_before(oldest[1])
@@ -727,6 +905,8 @@ class GuardedPipeline:
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
         attempt.phase = "left"
+        if self.is_forked:
+            return
         self.report_failure(error, attempt.running)
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()
@@ -738,6 +918,7 @@ class GuardedPipeline:
 
     def discard_remainder(self, attempt: StepAttempt) -> None:
         """Drop a last step for which fewer batches than `accumulate` were left."""
+        self.require_own_process()
         attempt.phase = "left"
         feeder, engine = self.parts.feeder, self.context.engine
         self.parts.watchdog.get().leave_step()
@@ -767,6 +948,47 @@ class GuardedPipeline:
         if state.scaler is not None:
             state.scaler.reset_after_skip()
 
+    # ---- what a loop of its own does around an update
+
+    def serve_epoch(self, epoch: int) -> None:
+        """Serve this epoch of the data and no later one: the loop counts epochs itself."""
+        self.parts.feeder.source.serve_epoch(epoch)
+
+    def leave_epoch(self) -> None:
+        """End the epoch of the data where it is: the loop has left it."""
+        feeder = self.parts.feeder
+        feeder.ended_epochs.clear()
+        feeder.source.leave_epoch()
+        self._end_epochs(len(feeder.ended_epochs))
+
+    def batches_left(self) -> int | None:
+        """Return how many batches of the current epoch are still to come; None if that is not known."""
+        return self.parts.feeder.source.batches_left()
+
+    def clear_gradients(self) -> None:
+        """Clear the gradients of an update that did not land."""
+        clear_gradients(self._parameters)
+
+    def copy_registered(self) -> dict[str, Any]:
+        """Return copies of what small registered objects hold now."""
+        return self.context.state.copy_registered()
+
+    def restore_registered(self, copies: dict[str, Any]) -> None:
+        """Take back what an attempt that was left out or is tried again has done to registered objects."""
+        self.context.state.restore_registered(copies)
+
+    def capture_between_steps(self) -> BetweenSteps:
+        """Copy schedule, registered objects, loss scale, random state and buffers."""
+        state = self.context.state
+        return BetweenSteps(*state.small_state(), self.context.rng.capture(), state.buffers.capture())
+
+    def restore_between_steps(self, saved: BetweenSteps) -> None:
+        """Take back what the loop has done since `capture_between_steps`."""
+        state = self.context.state
+        state.restore_between_steps(saved.small_state, saved.tensors)
+        state.buffers.restore(saved.buffers)
+        self.context.rng.restore(saved.rng)
+
     # ---- schedules
 
     def _end_epochs(self, count: int) -> None:
@@ -787,6 +1009,16 @@ class GuardedPipeline:
     def quarantine_samples(self, samples: Iterable[int], reason: str, rank: int | None = None) -> None:
         added = self.context.records.quarantine.add_samples(samples, reason)
         self.context.engine.write("quarantine", durable=True, samples=added, reason=reason, rank=rank)
+        self.check_sample_ids()
+
+    def check_sample_ids(self) -> None:
+        """Note that quarantined sample ids have no effect, if so."""
+        feeder, samples = self.parts.feeder, self.context.records.quarantine.samples
+        if samples and feeder.is_attached and not feeder.source.exact:
+            self.note(
+                f"{len(samples)} sample ids are quarantined, but a stream has no sample ids: they are served all the same; "
+                "pass a DataLoader over a map-style dataset, or leave them out in the dataset"
+            )
 
     def _read_rows(self, attempt: StepAttempt, extra: Tensor | None) -> bool:
         """Read the rows of all ranks, once a step, and apply their requests. Return whether limits have changed."""
@@ -811,6 +1043,9 @@ class GuardedPipeline:
     def apply_requests(self, number: int) -> bool:
         """Apply what any rank has requested, on all ranks from step `number` on. Return whether limits have changed."""
         engine, requests = self.context.engine, self.parts.coordinator.drain_requests()
+        if requests.shutdown is not None and not self.progress.is_shutdown:
+            rank, reason = requests.shutdown
+            self._stop_for_signal(reason, number, rank)
         if requests.stop is not None and self.progress.stopping is None:
             rank, reason = requests.stop
             self.progress.stopping = reason
@@ -821,19 +1056,24 @@ class GuardedPipeline:
             self.quarantine_samples(samples, reason, rank=rank)
         if requests.is_checkpoint_due:
             self.parts.checkpoints.save_at(number + 1)
+        for rank, news in requests.snapshots:
+            self.note(self.parts.snapshots.apply_announcement(rank, news))
+        if requests.tier_step is not None:
+            self.parts.checkpoints.tier.write(requests.tier_step, self.parts.snapshots.ring)
         for message in requests.notes:
             self.note(message)
         return bool(requests.shifts)
 
     def report_failure(self, error: BaseException, where: str) -> None:
         """Report to the other ranks that this one cannot continue. Errors that all ranks raise alike are not reported."""
-        is_agreed = isinstance(error, PolicyStop | InstabilityError | RanksDisagree)
+        is_agreed = isinstance(error, PolicyStop | InstabilityError | RanksDisagree | Shutdown)
         if self.is_distributed and not self.has_failed and not is_agreed:
             self.has_failed = True
             served = self.progress.served
             number = self.progress.step + 1 if served is None else served.number
             self.parts.checkpoints.abort()
-            self.parts.watchdog.get().report_failure(error, number, where)
+            self.gives_up = self.context.engine.why_give_up(number, error)
+            self.parts.watchdog.get().report_failure(error, number, where, gives_up=self.gives_up is not None)
 
     def note(self, message: str | None) -> None:
         """Journal and log that something works less well than asked."""
@@ -846,6 +1086,14 @@ class GuardedPipeline:
             self.note(message)
         elif message is not None:
             self.parts.coordinator.request("note", message)
+
+
+def _mark_forked() -> None:
+    for pipeline in _opened:
+        pipeline.is_forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)
 
 
 def agree_alone(limits: Limits, local: LocalMeasurements) -> AgreedStep:

@@ -24,5 +24,7 @@ class Progress:
     """data position at which each committed step began, as far back as a rollback may reach"""
     stopping: str | None = None
     """why the run was asked to stop"""
+    is_shutdown: bool = False
+    """a signal asked for it: the process is to end"""
     exhausted: bool = False
     """the data has ended"""

@@ -6,16 +6,19 @@ The steps themselves are in `pipeline.py`.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Generator
 
-from holdfast.core.base.errors import RanksDisagree, SetupError, StepError
+from holdfast.core.base.errors import HoldfastError, PolicyStop, RanksDisagree, SetupError, Shutdown, StepError
+from holdfast.core.decide.repeated_failure import describe_error, is_counted
+from holdfast.core.record.restart_time import RestartTime
 from holdfast.core.record.tally import Summary
 from holdfast.runtime import effects
 from holdfast.runtime.checkpoint.manager import END
-from holdfast.runtime.checkpoint.resume import resume
+from holdfast.runtime.checkpoint.resume import ResumedRun, resume
 from holdfast.runtime.context import Context
 from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
 
@@ -29,17 +32,21 @@ class GuardedRun:
         self.context, self.parts = context, parts
         self.pipeline = GuardedPipeline(context, parts, clip)
         self._is_distributed = parts.coordinator.is_distributed
+        self._saving = threading.Lock()
+        """held while the end of the run is saved"""
+        self._restart_time = RestartTime()
 
     def open(self, about: dict[str, Any]) -> None:
         """Open the run directory on every rank. PolicyStop if an earlier process was stopped by policy."""
         context, parts = self.context, self.parts
+        self._restart_time.end("groups")
         parts.watchdog.start()
         if context.ranks.rank > 0:
             log.addFilter(_keep_errors)
         try:
             parts.coordinator.run_on_all(lambda: self._open_records(about))
         except BaseException:
-            self._release()
+            self._release(may_restart=True)
             raise
         try:
             parts.checkpoints.open()
@@ -50,6 +57,8 @@ class GuardedRun:
             raise
         context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
         parts.first_steps.open()
+        self.pipeline.open()
+        parts.signals.register(self._save_last_resort, self._saving.locked)
 
     def _open_records(self, about: dict[str, Any]) -> None:
         context = self.context
@@ -60,15 +69,26 @@ class GuardedRun:
             )
         context.records.open(context.engine, about, context.history)
 
-    def attach(self, loader: Iterable[Any], epochs: int | None, accumulate: int, max_steps: int | None) -> None:
-        """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues."""
+    def attach(
+        self,
+        loader: Iterable[Any],
+        epochs: int | None,
+        accumulate: int,
+        max_steps: int | None,
+        start: tuple[int, int] | None = None,
+    ) -> bool:
+        """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues.
+
+        Return whether it has restored the state of an earlier process.
+        start: the epoch and the number of its batches after which a new run begins.
+        """
         self.pipeline.flush()
         self._compare_loops(loader, epochs, accumulate, max_steps)
         context, parts, pipeline = self.context, self.parts, self.pipeline
         step, is_first = pipeline.progress.step, not parts.feeder.is_attached
         if not parts.feeder.attach(loader, epochs, context.records.quarantine, self._before_workers_start):
             pipeline.begin_loop(step, is_new_loader=False)
-            return
+            return False
         engine, is_exact = context.engine, parts.feeder.source.exact
         engine.experiments.can_serve_again = engine.policy.can_serve_again = is_exact
         if not is_first:
@@ -76,13 +96,25 @@ class GuardedRun:
         elif not parts.feeder.source.exact:
             message = "the loader has no resumable position: its data is drawn and dropped"
             context.engine.write("note", step=0, message=message)
-        is_trusted = True
+            pipeline.check_sample_ids()
+        is_trusted, is_restored = True, False
+        if start is not None:
+            parts.feeder.source.start_at(*start)
         if is_first:
-            step, is_trusted = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
+            resumed = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
+            step, is_trusted, is_restored = resumed.step, resumed.is_trusted, resumed.is_restored
+            if is_restored:
+                self._restart_time.end("restore")
+                pipeline.on_first_commit = lambda: self._report_restart(resumed)
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
         pipeline.begin_loop(step, is_new_loader=True)
         pipeline.note(parts.snapshots.begin_run(step, trusted=is_trusted))
+        return is_restored
+
+    def _report_restart(self, resumed: ResumedRun) -> None:
+        self._restart_time.end("first_step")
+        self._restart_time.report(self.context.engine.write, resumed.step, resumed.source)
 
     def _before_workers_start(self, loader: Any) -> None:
         """Stop the guard's threads: the loader may fork workers now."""
@@ -184,13 +216,35 @@ class GuardedRun:
             raise StepError("load(): call it before guard.steps()")
         self.parts.checkpoints.set_load_path(path)
 
+    def _save_last_resort(self) -> str | None:
+        """Write the newest certified snapshot, whatever the training thread does. Return what was written, if anything.
+
+        After it has returned something the process ends. It does nothing while the training thread saves.
+        """
+        if not self._saving.acquire(blocking=False):
+            return None
+        name = self.parts.checkpoints.save_without_training_thread(self.parts.snapshots)
+        if name is None:
+            self._saving.release()
+            return None
+        return f"{name} was written from memory"
+
     def close(self, error: BaseException | None) -> None:
-        """Settle the pending step, record the end and release everything. Never hides the user's own error."""
+        """Settle the pending step, record the end and release everything. Never hides the user's own error.
+
+        After a signal an error may follow from it, such as a loader whose workers have ended. Then what is certified is
+        saved, and the error is the cause of a Shutdown.
+        """
         progress, parts, context = self.pipeline.progress, self.parts, self.context
         problem: BaseException | None = None
+        if isinstance(error, Shutdown):
+            error = None
+        elif self._follows_from_signal(error) and self._save_last_resort() is not None:
+            problem = Shutdown(f"{parts.signals.reason}, and {type(error).__name__}: {error}")
         if error is not None:
             self.pipeline.report_failure(error, "between two steps")
         served = self.pipeline.forget_served()
+        has_ended = False
         try:
             if not self.pipeline.has_failed:  # ranks that are going down settle nothing more
                 if self.pipeline.flush() and parts.feeder.is_attached:
@@ -201,31 +255,59 @@ class GuardedRun:
                 is_orderly = (
                     error is None and context.engine.stopped_by is None
                 )  # the loop may have caught a PolicyStop
-                if is_orderly and context.config.checkpoint.at_end and progress.step > 0:
-                    self.save_checkpoint(END)
+                if is_orderly and (context.config.checkpoint.at_end or progress.is_shutdown) and progress.step > 0:
+                    with self._saving:
+                        self.save_checkpoint(END)
+                has_ended = is_orderly or context.engine.stopped_by is not None
         except Exception as caught:  # ours, or a user hook's: everything is released first
             problem = caught
             self.pipeline.report_failure(caught, "at the end of the run")
+        if error is None and problem is None:
+            context.engine.forget_failure()
+        elif error is not None and not isinstance(problem, Shutdown) and not self._is_distributed and is_counted(error):
+            # On several ranks the next process counts it: rank 0 may be ended before it can write to the journal.
+            self.pipeline.gives_up = context.engine.count_failure(progress.step + 1, describe_error(error))
         releases: tuple[Callable[[], None], ...] = (
-            lambda: parts.gradient_sync.before_forward(is_last=True),
-            parts.local_grad_norms.close,
-            context.state.optimizers.remove_hooks,
-            parts.first_steps.close,
-            self.pipeline.end,
-            parts.checkpoints.close,
+            *self._hooks_to_remove(),
+            lambda: parts.checkpoints.close(is_orderly=has_ended),
             parts.snapshots.close,
             parts.feeder.close,
             lambda: self._write_end(error or problem),
             context.records.close,
-            self._release,
+            lambda: self._release(may_restart=error is not None or progress.is_shutdown),
+            parts.signals.finish,
         )
         for release in releases:
             try:
                 release()
             except Exception as caught:  # a disk that fails: the rest is released all the same
                 problem = problem or caught
-        if problem is not None and error is None:
-            raise problem
+        if problem is not None and (error is None or isinstance(problem, Shutdown)):
+            raise problem from error
+        if self.pipeline.gives_up is not None:
+            message = context.records.describe_stop(self.pipeline.gives_up)
+            log.error("%s", message, exc_info=error)  # a SystemExit ends the process without a traceback
+            raise PolicyStop(message) from error
+
+    def _follows_from_signal(self, error: BaseException | None) -> bool:
+        """Return whether the signal may be what the error comes from. Several ranks would have to fail alike to save."""
+        is_foreign = isinstance(error, Exception) and not isinstance(error, HoldfastError)
+        return is_foreign and self.parts.signals.reason is not None and not self._is_distributed
+
+    def detach(self) -> None:
+        """Let go of model and optimizers. It is all that a forked child does at its end: the record is the parent's."""
+        for remove in self._hooks_to_remove():
+            remove()
+
+    def _hooks_to_remove(self) -> tuple[Callable[[], None], ...]:
+        parts = self.parts
+        return (
+            lambda: parts.gradient_sync.before_forward(is_last=True),
+            parts.local_grad_norms.close,
+            self.context.state.optimizers.remove_hooks,
+            parts.first_steps.close,
+            self.pipeline.end,
+        )
 
     def _write_end(self, cause: BaseException | None) -> None:
         engine = self.context.engine
@@ -234,13 +316,13 @@ class GuardedRun:
             durable=True,
             step=self.pipeline.progress.step,
             policy=engine.policy_state(),
-            error=None if cause is None else f"{type(cause).__name__}: {cause}",
+            error=None if cause is None else describe_error(cause),
             stopped=self.pipeline.progress.stopping,
             summary=self.summary(),
         )
 
-    def _release(self) -> None:
-        self.parts.watchdog.get().close()
+    def _release(self, *, may_restart: bool = False) -> None:
+        self.parts.watchdog.get().close(may_restart=may_restart)
         log.removeFilter(_keep_errors)
 
 

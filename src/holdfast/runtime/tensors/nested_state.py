@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -81,3 +81,38 @@ def join_tensors(
         items = current if isinstance(current, list | tuple) else ()
         return type(skeleton)(join(v, items[i] if i < len(items) else None) for i, v in enumerate(skeleton))
     return skeleton.clone() if isinstance(skeleton, Tensor) else copy.deepcopy(skeleton)
+
+
+def slot_problem(skeleton: Any, name: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the first slot that names a tensor which `split_tensors` would not have put there; None if there is none."""
+    if isinstance(skeleton, TensorSlot):
+        is_own = skeleton.name == name and name in tensors
+        return None if is_own else f"{name[:80]} should be a tensor of its own, but is {str(skeleton.name)[:80]}"
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(skeleton, dict):
+        items = skeleton.items()
+    elif isinstance(skeleton, list | tuple) and not hasattr(skeleton, "_fields"):
+        items = enumerate(skeleton)
+    problems = (slot_problem(value, f"{name}.{key}", tensors) for key, value in items)
+    return next((problem for problem in problems if problem is not None), None)
+
+
+def can_replace(saved: Any, live: Any) -> bool:
+    """Return whether a saved value is of the same kind as the live one. None is of any kind, and a tensor is a number."""
+    if saved is None or live is None:
+        return True
+    kind = _kind(live)
+    if kind != _kind(saved):
+        return False
+    if kind == "sequence" and len(saved) == len(live):
+        return all(map(can_replace, saved, live))
+    return kind != "mapping" or all(can_replace(value, live.get(key)) for key, value in saved.items())
+
+
+def _kind(value: Any) -> str:
+    kinds = ((Tensor | TensorSlot | int | float | complex, "number"), (str, "text"), (dict, "mapping"))
+    return next((kind for types, kind in kinds if isinstance(value, types)), "sequence" if _is_sequence(value) else "")
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple)

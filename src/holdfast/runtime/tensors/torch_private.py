@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
+from torch.utils import data as data_module
 
 from holdfast.core.base.errors import SetupError
 
@@ -104,7 +108,7 @@ def mesh_slices(mesh: Any) -> np.ndarray | None:
 
 # ---- modules
 
-for _name in ("_parameters", "_modules", "_buffers"):
+for _name in ("_parameters", "_modules", "_buffers", "_non_persistent_buffers_set"):
     require(nn.Module(), _name)
 
 
@@ -122,9 +126,15 @@ def own_buffers(module: nn.Module) -> dict[str, Any]:
     return module._buffers
 
 
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Return the names of the module's own buffers that its state_dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
 def wrapped_module(module: nn.Module) -> nn.Module | None:
-    """Return the module inside DistributedDataParallel or torch.compile's wrapper; None for any other module."""
-    name = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}.get(type(module).__name__)
+    """Return the module inside DistributedDataParallel, torch.compile's wrapper or Fabric's; None for any other module."""
+    names = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module"}
+    name = names.get(type(module).__name__)
     return None if name is None else require(module, name)
 
 
@@ -176,6 +186,11 @@ require(Optimizer([Tensor()], {}), "_optimizer_step_post_hooks")
 def has_post_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether a hook will be called after `step()`, the hooks of all optimizers included."""
     return bool(optimizer._optimizer_step_post_hooks or _global_post_hooks)
+
+
+def note_step_called(optimizer: Any) -> None:
+    """Note that `step()` was called, even if it applies nothing: a scheduler warns if it is stepped before that."""
+    optimizer._opt_called = True
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
@@ -233,6 +248,49 @@ class ScalerInternals:
     def has_found_inf(self) -> bool:
         """Return whether `unscale_` was called since the last update."""
         return any(state["found_inf_per_device"] for state in self._scaler._per_optimizer_states.values())
+
+
+# ---- the worker processes of a DataLoader
+
+_worker: Any = require(require(data_module, "_utils"), "worker")
+for _name in ("_worker_info", "_generate_state"):
+    require(_worker, _name)
+
+
+def become_worker(worker_id: int, base_seed: int) -> None:
+    """Turn this worker into the one with that id: set its seeds, and what `get_worker_info` returns, as torch does."""
+    info, seed = _worker._worker_info, base_seed + worker_id
+    _worker._worker_info = type(info)(id=worker_id, num_workers=info.num_workers, seed=seed, dataset=info.dataset)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    np.random.seed(_worker._generate_state(base_seed, worker_id))
+
+
+def intercept_worker_batches(loader: Any, receive: Callable[[Any], Any], opened: Callable[[int], None]) -> None:
+    """Pass whatever the workers of this loader send through `receive`, in the order in which the loader returns it.
+
+    `opened` gets the base seed of each set of workers that is started.
+    """
+    make = require(loader, "_get_iterator")
+
+    def get_iterator() -> Any:
+        iterator = make()
+        process = require(type(iterator), "_process_data")
+        # An iterator that held itself would stop its workers late.
+        reference = weakref.ref(iterator)
+        iterator._process_data = lambda data, *more: process(reference(), receive(data), *more)
+        opened(require(iterator, "_base_seed"))
+        return iterator
+
+    loader.__dict__["_get_iterator"] = get_iterator
+
+
+# ---- the end of the process
+
+
+def call_before_threads_end(function: Callable[[], None]) -> None:
+    """Call a function when the process ends and its threads still run. `atexit` comes too late for that."""
+    require(threading, "_register_atexit")(function)
 
 
 # ---- torch.distributed

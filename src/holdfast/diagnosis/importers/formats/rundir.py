@@ -6,7 +6,9 @@ or that were never committed are events, and the series `undone_loss` and `undon
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +17,10 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from holdfast.core.base import durable
 from holdfast.core.base.errors import LogRefused
+from holdfast.core.record.events import event_problem
+from holdfast.core.record.journal import with_current_names
 from holdfast.diagnosis.importers.reading.column_blocks import Bools, Floats
 from holdfast.diagnosis.importers.reading.json_lines import JsonLines, load_json
 from holdfast.diagnosis.importers.reading.log_source import LogSource
@@ -37,6 +42,7 @@ _EVENT_KINDS = {
     "action": "action", "outcome": "outcome", "shift": "shift", "incident_opened": "incident", "incident_closed": "incident",
     "stop_requested": "stop", "snapshot_saved": "checkpoint", "note": "note", "quarantine": "quarantine",
 }  # fmt: skip
+_MAX_BYTES = 4 << 30
 _STATUS_KINDS = {"overflowed": "overflow", "skipped": "skipped", "stopped": "stop"}
 
 
@@ -62,14 +68,9 @@ _DECODER = msgspec.json.Decoder(MetricsRow)
 def is_run_directory(path: Path) -> bool:
     """Return whether the folder holds the metrics or the journal of a run."""
     for name, word in (("metrics.jsonl", b'"status"'), ("journal.jsonl", b'"event"')):
-        file = path / name
-        try:
-            if file.is_file():
-                with file.open("rb") as stream:
-                    if word in stream.read(65536):
-                        return True
-        except OSError:
-            continue
+        with contextlib.suppress(OSError), os.fdopen(durable.open_regular(path / name), "rb") as stream:
+            if word in stream.read(65536):
+                return True
     return False
 
 
@@ -78,17 +79,29 @@ def read(path: Path) -> list[Table]:
     table = Table(str(path), NAME, np.empty(0))
     _read_journal(path, table)
     try:
-        with (path / "run.json").open("rb") as file:
-            facts = load_json(file.read(4 << 20))
+        facts = load_json(durable.read_file(path / "run.json", 4 << 20))
         table.facts.update(facts if isinstance(facts, dict) else {})
     except (OSError, ValueError):
         pass
-    metrics = path / "metrics.jsonl"
-    if metrics.is_file() and metrics.stat().st_size:
-        _read_metrics(LogSource(metrics), table)
+    try:
+        _read_metrics(_open(path / "metrics.jsonl", table), table)
+    except (FileNotFoundError, LogRefused):  # no file, or an empty one
+        pass
+    except OSError as error:
+        table.add_limit("lines_lost", f"metrics.jsonl is not read: {error.strerror}")
     if not len(table) and not table.events:
         raise LogRefused(str(path), "a run directory whose metrics.jsonl and journal.jsonl hold no step and no event")
     return [normalize(table, unfold_epochs=False, drop_repeats=False)]
+
+
+def _open(file: Path, table: Table) -> LogSource:
+    """Open a file of a run for reading. Raise OSError if it is a link, which another tool's log may be, or a hole."""
+    durable.check_readable(file)
+    source = LogSource(file)
+    if source.size > _MAX_BYTES:
+        table.add_limit("lines_lost", f"only the first {_MAX_BYTES >> 30} GB of {file.name} are read")
+        source.end = _MAX_BYTES
+    return source
 
 
 def _read_metrics(source: LogSource, table: Table) -> None:
@@ -149,13 +162,13 @@ def _decode_rows(chunk: bytes) -> tuple[list[MetricsRow], int]:
         chunk = _NONFINITE.sub(lambda match: _STAND_INS[match[1]], chunk)
     try:
         return _DECODER.decode_lines(chunk), 0
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     rows, unreadable = [], 0
     for line in filter(bytes.strip, chunk.split(b"\n")):
         try:
             rows.append(_DECODER.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             unreadable += 1
     return rows, unreadable
 
@@ -172,21 +185,27 @@ def _format(value: float) -> str:
 
 def _read_journal(path: Path, table: Table) -> None:
     try:
-        source = LogSource(path / "journal.jsonl")
-    except LogRefused:
+        source = _open(path / "journal.jsonl", table)
+    except (OSError, LogRefused):
         table.add_limit("no_journal", "journal.jsonl is missing or unreadable, so findings and actions are not known")
         return
-    lines, dropped = JsonLines(source), 0
-    for event in lines:
-        kind = _EVENT_KINDS.get(str(event.get("event")))
-        if event.get("event") == "facts" and isinstance(event.get("facts"), dict):
+    lines, dropped, skipped = JsonLines(source), 0, 0
+    for line in lines:
+        event = with_current_names(line)
+        if event_problem(event) is not None:
+            skipped += 1
+            continue
+        kind = _EVENT_KINDS.get(event["event"])
+        if event["event"] == "facts":
             table.facts.update(event["facts"])
         if kind is not None:
             step = event.get("step", event.get("from_step"))
-            step = float(step) if isinstance(step, int) and abs(step) < 2**53 else None
+            step = float(step) if step is not None and abs(step) < 2**53 else None
             dropped += not table.add_event(step, kind, _describe(event))
     if dropped:
         table.add_limit("events_lost", f"{dropped} more events of the journal are not kept")
+    if skipped:
+        table.add_limit("events_skipped", f"{skipped} lines of the journal are no events of this version")
     torn = lines.unreadable_lines + lines.last_line_is_cut
     if torn:
         table.add_limit(

@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from holdfast.diagnosis.importers.reading.log_source import decode
 
-# Keyword in lower case -> (kind, pattern that the line must match). The first match decides.
+# Keyword in lower case -> (kind, pattern that the line must match). The first match decides. `A.*B` is written with an
+# atomic group for the first A: otherwise a line with many A and no B takes time with its length squared.
 EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     b"overflow": (
         "overflow",
-        r"overflow!|overflow detected|gradient overflow|grad overflow|loss scale overflow|overflow.*(skip|reduc)",
+        r"overflow!|overflow detected|gradient overflow|grad overflow|loss scale overflow|\A(?>.*?overflow).*(skip|reduc)",
     ),
     b"skipp": (
         "skipped",
@@ -26,22 +27,29 @@ EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     b"out of memory": ("oom", r"out of memory|oom-kill|out-of-memory"),
     b"outofmemory": ("oom", r"outofmemory"),
     b"oom-kill": ("oom", r"oom-kill"),
-    b"watchdog": ("hang", r"watchdog.*(timeout|timed out|caught|hang|took)"),
-    b"timed out": ("hang", r"(nccl|collective|process ?group|barrier|rendezvous|heartbeat|allreduce).*timed out"),
-    b"timeout": ("hang", r"collective operation timeout|nccl.*timeout|timeout.*(nccl|collective|heartbeat)"),
-    b"killed": ("killed", r"^\W*(\S+:\s)?killed\b|sigkill|signal 9|was killed|got killed"),
+    b"watchdog": ("hang", r"\A(?>.*?watchdog).*(timeout|timed out|caught|hang|took)"),
+    b"timed out": (
+        "hang",
+        r"\A(?>.*?(nccl|collective|process ?group|barrier|rendezvous|heartbeat|allreduce)).*timed out",
+    ),
+    b"timeout": (
+        "hang",
+        r"collective operation timeout|\A(?>.*?nccl).*timeout|\A(?>.*?timeout).*(nccl|collective|heartbeat)",
+    ),
+    b"killed": ("killed", r"^(?>\W*)(\S+:\s)?killed\b|sigkill|signal 9|was killed|got killed"),
     b"killing": ("killed", r"killing subprocess|killing all"),
     b"sigterm": ("killed", r"sigterm"),
     b"signal 1": ("killed", r"signal 15|received signal 1"),
     b"preempt": ("killed", r"preempt(ed|ion (signal|notice|requested)| at )|due to preemption"),
     b"time limit": ("killed", r"due to time limit|cancelled at"),
-    b"keyboardinterrupt": ("killed", r"^\W*(rank ?\d+\W+)?keyboardinterrupt"),
+    b"keyboardinterrupt": ("killed", r"^(?>\W*)(rank ?\d+\W+)?keyboardinterrupt"),
     b"traceback (": ("error", r"traceback \(most recent call last\)"),
     b"cuda error": ("error", r"cuda error"),
     b"segmentation": ("error", r"segmentation fault"),
     b"nan": (
         "nan",
-        r"(loss|grad\w*|norm|output|activation|weight|param\w*)\b[^:=]{0,40}\b(is|are|became|was|has|contains?|with) nan\b"
+        r"(loss|grad\w{0,30}+|norm|output|activation|weight|param\w{0,30}+)\b[^:=]{0,40}"
+        r"\b(is|are|became|was|has|contains?|with) nan\b"
         r"|\bnan (loss|grad\w*|detected|found|encountered|in )|(found|detected|encountered|got) (a )?nans?\b",
     ),
     b"resum": ("restart", r"resum(e|ed|ing) (from|training|run|at|checkpoint)|training resumed"),
@@ -62,7 +70,7 @@ _TIMEOUT_SETTING = re.compile(
 )
 _TESTS = [(keyword, kind, re.compile(pattern, re.IGNORECASE)) for keyword, (kind, pattern) in EVENT_PATTERNS.items()]
 _EXCEPTION = re.compile(
-    r"^(?:\[?\w*rank ?\d+\]?:?|\[?default\d+\]?:|\d+:)?\s?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout))\b"
+    r"^(?>(?:\[?\w*rank ?\d+\]?:?|\[?default\d+\]?:|\d+:)?)\s?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout))\b"
 )
 _CODE = re.compile(
     r"^\s*(#|def |class |if |elif |return |raise |print|parser\.|assert |\w+ = |\"|')|\bself\.|\{\w|\.{5,}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
+from holdfast.core.base.plain import loads
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 
 
@@ -66,6 +66,6 @@ def load_json(data: bytes | str) -> Any:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         pass
     try:
-        return json.loads(data)
+        return loads(data if isinstance(data, bytes) else data.encode())
     except RecursionError:
         raise ValueError("nested too deep") from None

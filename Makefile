@@ -7,11 +7,14 @@ READY  := $(VENV)/.ready
 # One thread per process: torch's own pool only adds noise next to pytest-xdist.
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
+# Compile each module once, and not in each of the processes that tests start.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all check soak mutate demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth gpu-libs clean
-# Every behaviour at least once, under 5 minutes on two cores. tests/conftest.py says how tests are chosen.
+.PHONY: test test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers gpu-libs clean
+# Every behaviour at least once, under 5 minutes on two cores. tests/conftest.py says how tests are chosen. `make check` has
+# those of the architecture.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/architecture $(PYTEST_OPTIONS)
 
 # Every test but those of `make soak`, under 45 minutes on two cores.
 test-all: $(READY)
@@ -23,13 +26,18 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
 
-# Long runs: 450 processes ended by SIGKILL, 300 in which a file-system call fails.
+# Long runs: 650 processes ended by SIGKILL, 200 by KeyboardInterrupt, 250 by SIGTERM, 300 in which a file-system call fails; 10,000 damaged
+# run directories through every command and a resume.
 soak: $(READY)
 	$(BIN)/python -m pytest -q -s -m soak
 
 # The share of small changes to src that `make test` notices, drawn at random; survivors are listed with their diff.
 mutate: $(READY)
 	$(BIN)/python tests/mutate.py --count 64 --json build/mutate.json
+
+# The table of drivers in docs/your_loop.md, from the results of the tests that are marked `shows`.
+matrix: $(READY)
+	$(BIN)/python tests/matrix.py
 
 # What the guard costs on two cores: a step of about 50 ms and one of about 5 ms; docs/performance.md has its table.
 bench: $(READY)
@@ -71,6 +79,10 @@ bench-gpu-overhead: $(READY)
 	$(BIN)/python -m benchmarks.gpu.overhead --models 1.4b --batch 2 --rounds 0 --rollback --check --json build/gpu-rollback.json
 	$(BIN)/python -m benchmarks.gpu.growth --json build/gpu-growth.json
 
+# What the guard costs inside Hugging Face Trainer and Lightning, beside the same trainer without it.
+bench-trainers: $(READY)
+	$(BIN)/python -m benchmarks.trainers --check --json build/trainers.json
+
 # How it grows with a million steps (half an hour) and with ranks, on the CPU; docs/performance.md has the tables.
 bench-growth: $(READY)
 	$(BIN)/python -m benchmarks.gpu.growth --device cpu --what steps --steps 1000000 --check --json build/growth-steps.json
@@ -89,7 +101,7 @@ $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "holdfast needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[torch,hf,lightning,dev]'
 	touch $@
 
 clean:

@@ -3,13 +3,19 @@
 - no marker: `make test`, which runs every behaviour at least once;
 - `slow`: `make test-all` only, because the test takes long or repeats a behaviour in another setting;
 - `soak`: `make soak` only, because it takes many minutes;
+- `shows(driver, what)`: its result is in the table of docs/your_loop.md, which `make matrix` writes;
 - `quick_cases(n)`, on a test with several parameters: `make test` runs a few of the cases, in which every value of every
   parameter occurs (n=1) or every pair of values of two parameters (n=2). The other cases are `slow`.
 
 `pytest PATH` without `-m` runs what `make test` runs; `pytest PATH::NAME` runs all cases of that test.
+
+What `make test` runs has its folders in memory, if there is room: it forces files to disk many thousand times.
+`make test-all` has them on disk.
 """
 
 import gc
+import os
+import shutil
 
 import pytest
 from hypothesis import settings
@@ -21,12 +27,18 @@ settings.register_profile("quick", derandomize=True, deadline=None, database=Non
 settings.register_profile("all", settings.get_profile("quick"), max_examples=200)
 
 QUICK = "not slow and not soak"
+MEMORY = "/dev/shm"
+MEMORY_BYTES = 2 << 30
+"""free in MEMORY at least; the folders of tests that passed are removed at once"""
 
 
 def pytest_configure(config):
     if not config.option.markexpr and not any("::" in str(argument) for argument in config.args):
         config.option.markexpr = QUICK
-    settings.load_profile("quick" if config.option.markexpr == QUICK else "all")
+    is_quick = config.option.markexpr == QUICK
+    settings.load_profile("quick" if is_quick else "all")
+    if is_quick and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)  # where pytest makes the folders of tests
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,7 +46,8 @@ def pytest_collection_modifyitems(items):
     """Mark the cases that `quick_cases` leaves to `make test-all`. The markers then select, as with any other test."""
     of_test = {}
     for item in items:
-        if item.get_closest_marker("quick_cases"):
+        marks = {mark.name for mark in item.iter_markers()}
+        if "quick_cases" in marks and not marks & {"slow", "soak"}:
             of_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in of_test.values():
         (strength,) = cases[0].get_closest_marker("quick_cases").args

@@ -6,11 +6,17 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def slow(*cases: Any) -> list[Any]:
     """Return these cases of a parametrized test, left to `make test-all`."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]
+
+
+def examples(count: int) -> int:
+    """Return how many examples a property test draws: `count` in `make test-all`, a fifth of them in `make test`."""
+    return count if settings.default.max_examples > 100 else count // 5
 
 
 def covering(cases: Sequence[Sequence[Hashable]], strength: int) -> set[int]:

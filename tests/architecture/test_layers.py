@@ -8,21 +8,22 @@ from pathlib import Path
 import pytest
 from package_imports import PACKAGE, imports, layer, modules, targets
 
-# Each layer, and the layers it may import. "" is the package's __init__: it imports core at once, and the Guard on demand.
-BELOW_COMPOSE = ["core", "runtime", "distributed", "supervise", "replay"]
+# Each layer, and the layers it may import. "" is the package's __init__: it imports core at once, the rest on demand.
+BELOW_COMPOSE = ["core", "runtime", "distributed", "resilience", "supervise", "replay"]
 EXPLAINS = ["diagnosis", "reports"]
-BELOW_DRILL = ["", *BELOW_COMPOSE, *EXPLAINS, "compose", "integrations", "reference"]
+BELOW_DRILL = ["", *BELOW_COMPOSE, *EXPLAINS, "compose", "trainers", "reference"]
 ALLOWED: dict[str, list[str]] = {
     "core": [],
     "runtime": ["core"],
     "distributed": ["core", "runtime"],
+    "resilience": ["core", "runtime", "distributed"],
     "supervise": ["core", "runtime", "distributed"],
     "replay": ["core", "runtime", "distributed", "supervise"],
     "diagnosis": ["core"],
     "reports": ["core", "diagnosis"],
     "compose": [*BELOW_COMPOSE, *EXPLAINS],
-    "": ["core", "runtime", "compose"],
-    "integrations": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
+    "trainers": [*BELOW_COMPOSE, "compose"],
+    "": ["core", "runtime", "compose", "trainers"],
     "reference": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
     "examples": [""],
     "drill": BELOW_DRILL,

@@ -18,7 +18,17 @@ BANNED = re.compile(
     r"|how-manieth|(?:earlier|later|next|first|second|other) (?:life|lives)|whose doing|a word of|the word of)\b",
     re.IGNORECASE,
 )
-CLEAN = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "src", "tests", "benchmarks", "examples"]
+CLEAN = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs",
+    "src",
+    "tests",
+    "benchmarks",
+    "examples",
+]
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -66,3 +76,8 @@ def test_clean_files_stay_clean(name):
 def test_checker_reads_docstrings_comments_and_messages(tmp_path, source, expected):
     (tmp_path / "a.py").write_text(source)
     assert banned_phrases(tmp_path / "a.py") == expected
+
+
+def test_the_tests_that_security_md_names_exist():
+    named = set(re.findall(r"tests/[\w/]+(?:\.py)?", (ROOT / "SECURITY.md").read_text()))
+    assert named and [name for name in sorted(named) if not (ROOT / name).exists()] == []

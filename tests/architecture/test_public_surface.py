@@ -15,6 +15,7 @@ import pytest
 import typer
 
 import holdfast
+from holdfast import resilience
 from holdfast.cli import main, prune, train, verify
 from holdfast.core.base import errors
 from holdfast.core.base.config import section_types
@@ -45,6 +46,7 @@ PUBLIC = [
     "RunDirError",
     "SetupError",
     "Severity",
+    "Shutdown",
     "Signal",
     "Skip",
     "SkipData",
@@ -69,16 +71,20 @@ COMMANDS = {
     "demo": ([], {"--seed", "--steps", "--folder", "--json"}),
     "train": (["config"], {"--resume", "--stop-at", "--json"}),
     "prepare": (["inputs"], {"--output", "-o", "--tokenizer", "--field", "--json"}),
-    "init": (["path"], {"--force", "--json"}),
+    "init": (
+        ["path"],
+        {"--slurm", "--torchrun", "--nodes", "--gpus", "--processes", "--time", "--array", "--force", "--json"},
+    ),
     "check": (["config"], {"--json"}),
-    "ack": (["run"], {"--note", "--json"}),
+    "ack": (["run"], {"--note", "--release-data", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
     "diff": (["first", "second"], {"--json"}),
     "plan": (
         ["run"],
         {
             "--save-cost", "--write-time", "--step-time", "--mtbf", "--node-mtbf", "--failures-per-day", "--nodes",
-            "--world", "--restart", "--certify-after", "--every", "--json",
+            "--world", "--restart", "--certify-after", "--every", "--json", "--params", "--dtype", "--optimizer-states",
+            "--state-dtype", "--ranks", "--ranks-per-host", "--host-memory", "--memory-gb",
         },
     ),
     "checkpoints": ([], set()),
@@ -91,9 +97,15 @@ COMMANDS = {
             "--json",
         },
     ),
+    "checkpoints export": (["checkpoint"], {"--format", "--output", "-o", "--json"}),
     "checkpoints resume-path": (["run"], {"--load-path", "--no-verify", "--json"}),
 }  # fmt: skip
 
+STAND_ALONE = [
+    "LossSpikeWatchdog", "NaNDetector", "NaNState", "SLURMInfo", "ShutdownHandler", "check_gpu_health",
+    "check_nccl_health", "get_slurm_info", "is_slurm_job", "is_slurm_requeue", "log_job_info", "resolve_resume_path",
+    "seconds_left",
+]  # fmt: skip
 
 TRAINERS = {
     "model": [
@@ -124,6 +136,11 @@ def test_names_that_need_torch_are_there_when_asked_for():
     source = "import holdfast; print(holdfast.Step.__name__, holdfast.Guard.__name__)"
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.returncode) == ("Step Guard\n", 0), done.stderr
+
+
+def test_parts_that_stand_alone_are_these():
+    assert sorted(resilience.__all__) == sorted(STAND_ALONE)
+    assert all(callable(getattr(resilience, name)) for name in STAND_ALONE)
 
 
 def test_name_that_is_not_public_is_an_attribute_error():
@@ -157,7 +174,7 @@ def test_every_policy_stop_is_logged_where_it_is_made():
                 if "PolicyStop" in calls:
                     makers.append(function.name)
                     assert "log.error" in calls, f"{path.relative_to(source)}: {function.name}"
-    assert sorted(makers) == ["open", "perform", "run_on_all"]
+    assert sorted(makers) == ["_refuse_if_stopped", "close", "perform", "run_on_all"]
 
 
 def test_version_is_the_one_of_the_package():

@@ -40,12 +40,15 @@ def torch_names() -> set[str]:
 
 
 def private_uses(path: Path, own: set[str], listed: set[str]) -> list[str]:
-    """Return the private names in a module that are not the package's own, or are listed as torch's."""
-    wrong = []
+    """Return the private names in a module that are not the package's own, or are listed as torch's.
+
+    The modules of `trainers` use private names of the trainers they guard.
+    """
+    wrong, is_trainer = [], path.parent.name == "trainers"
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Attribute):
-            if not is_of_self(node) and (node.attr in listed or node.attr not in own):
+            if not is_of_self(node) and (node.attr in listed or (node.attr not in own and not is_trainer)):
                 names = [node.attr]
         elif isinstance(node, ast.ImportFrom):
             module = node.module or ""

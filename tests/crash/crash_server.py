@@ -25,7 +25,7 @@ MOST_SECONDS = 60.0
 _PHASES = ("", "startup", "step", "closing", "resuming", "rollback", "saving", "marking", "pruning", "over")
 _ROOM = 4096
 _CHOSEN = ("how", "site", "nth", "every")
-_NOTHING: dict[str, Any] = {"kind": "", "holdfast": False, "text": "", "result": None, "sites": None}
+_NOTHING: dict[str, Any] = {"kind": "", "holdfast": False, "text": "", "result": None, "sites": None, "lines": None}
 
 
 class Ended(NamedTuple):
@@ -44,6 +44,8 @@ class Ended(NamedTuple):
     phase: str
     sites: dict[str, int] | None
     """its file-system calls, if it was not killed"""
+    lines: dict[str, int] | None
+    """its lines of Holdfast, if they were counted"""
     hits: int
     """how many of them were made to fail"""
     hit: str
@@ -61,9 +63,11 @@ class Server:
         assert self._answer() == {"ready": True}
 
     def run(self, run_dir: Path, variant: str, **how: Any) -> Ended:
-        """Run one process to its end. after: seconds until it is killed; how, site, nth, every: see crash_calls.
+        """Run one process to its end. after: seconds until it is killed, or gets the signal `number`; how, site, nth, every:
+        see crash_calls.
 
-        before_step: it waits for the disk before every step, and dies before this one.
+        lines: how, site and nth of a line, see crash_lines; {} counts them. before_step: it waits for the disk before every
+        step, and dies before this one.
         """
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"run_dir": str(run_dir), "variant": variant, **how}) + "\n")
@@ -72,7 +76,7 @@ class Server:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], 3 * MOST_SECONDS)
+        ready, _, _ = select.select([self._process.stdout], [], [], 6 * MOST_SECONDS)
         assert ready, "the crash server does not answer"
         line = self._process.stdout.readline()
         assert line, f"the crash server has ended: {self._process.poll()}"
@@ -140,12 +144,17 @@ def _one(order: dict[str, Any]) -> dict[str, Any]:
         _child(order, board, there)
     os.close(there)
     hung = False
-    if not select.select([here], [], [], order.get("after") or MOST_SECONDS)[0]:
+    most = MOST_SECONDS * (5 if order.get("lines") == {} else 1)  # counting every line takes long
+    if not select.select([here], [], [], order.get("after") or most)[0]:
         hung = not order.get("after")
+        if "number" in order:
+            os.kill(child, order["number"])
+            hung = not select.select([here], [], [], MOST_SECONDS)[0]
         if hung:
             os.kill(child, signal.SIGABRT)  # faulthandler shows where it hangs
             select.select([here], [], [], 5.0)
-        os.kill(child, signal.SIGKILL)
+        if hung or "number" not in order:
+            os.kill(child, signal.SIGKILL)
     said = b"".join(iter(lambda: os.read(here, 65536), b""))
     os.close(here)
     _, status = os.waitpid(child, 0)
@@ -160,12 +169,12 @@ def _child(order: dict[str, Any], board: Board, there: int) -> None:
     told = dict(_NOTHING)
     try:
         told |= _train(order, board)
+        board.put(0, "over")
     except BaseException as error:
         import holdfast
 
         told |= {"kind": type(error).__name__, "holdfast": isinstance(error, holdfast.HoldfastError)}
         told["text"] = "".join(traceback.format_exception(error))[-6000:]
-    board.put(0, "over")
     threading._shutdown()  # as at the end of a program: threads left running would hang it
     os.write(there, json.dumps(told).encode())
     os._exit(0)
@@ -173,6 +182,7 @@ def _child(order: dict[str, Any], board: Board, there: int) -> None:
 
 def _train(order: dict[str, Any], board: Board) -> dict[str, Any]:
     from crash_calls import Calls
+    from crash_lines import Lines
     from crash_workload import GuardedRun
 
     board.put(0, "startup")
@@ -181,6 +191,9 @@ def _train(order: dict[str, Any], board: Board) -> dict[str, Any]:
     chosen = {"how": "", "site": "", "nth": 1, "every": 0} | {k: order[k] for k in _CHOSEN if k in order}
     calls = Calls(run_dir, board.hit, **chosen)
     calls.install()
+    lines = Lines(board.hit, **order.get("lines", {}))
+    if "lines" in order:
+        lines.install()
     guarded = GuardedRun(run_dir, order["variant"])
 
     def at(phase: str) -> None:
@@ -191,7 +204,7 @@ def _train(order: dict[str, Any], board: Board) -> dict[str, Any]:
             if guarded.guard.step + 1 == order["before_step"]:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    return {"result": guarded.train(at, board.opened), "sites": dict(calls.sites)}
+    return {"result": guarded.train(at, board.opened), "sites": dict(calls.sites), "lines": lines.sites}
 
 
 def _watch(board: Board) -> list[Any]:

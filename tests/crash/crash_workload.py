@@ -4,6 +4,9 @@ Dropout, BatchNorm, AdamW, a schedule, a shuffled loader over several epochs, ac
 diary of what was trained on; a row that holds NaN (skipped) and rows far out (a rollback each time one comes by). So saves,
 marks, prunes, skips and rollbacks fill its few dozen steps.
 
+Two more runs have the default policy and a longer, calmer course: a stretch of garbage rows in one of them, weights scaled
+once in the other. The experiments find out which it was.
+
 The step a rollback returns to does not depend on the checkpoint a process resumed from: a checkpoint takes at least as many
 healthy steps to become good as a snapshot in memory, so no process begins later than a rollback returns to.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +41,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "device": {"fused": True, "gate": "device", "far": (45, 86)},
     "again": {"fused": False, "gate": "host", "far": (48, 70)},
     "released": {"fused": False, "gate": "host", "nan": (58, 16), "config": RETURNS},
+    "garbage": {"fused": False, "gate": "host", "garbage": range(480, 544)},
+    "garbage_device": {"fused": True, "gate": "device", "garbage": range(480, 544)},
+    "scaled": {"fused": False, "gate": "host", "scaled_at": 61},
 }
 """again: a second spike soon after the first rollback, which has to go back further than that one did
-released: two bad steps in a row, so that the run returns and the skipped data is put back; then it fails again"""
+released: two bad steps in a row, so that the run returns and the skipped data is put back; then it fails again
+garbage: eight steps of rows that are finite and far out
+scaled: the weights are multiplied by 50 once in the life of the run, whatever the number of its processes"""
 
 
 class Rows(Dataset):
@@ -58,6 +66,23 @@ class Rows(Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         noise = 0.05 * torch.randn(WIDTH) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        return self.x[i] + noise, self.y[i], i
+
+
+class Descent(Dataset):
+    """960 rows of a target that is easy to learn, so that the loss descends; some rows are garbage."""
+
+    def __init__(self, garbage: Iterable[int] = ()) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(960, WIDTH, generator=generator)
+        self.y = self.x.sum(1, keepdim=True) + 0.05 * torch.randn(960, 1, generator=generator)
+        self.x[list(garbage)] = 30.0
+
+    def __len__(self) -> int:
+        return 960
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        noise = 0.01 * torch.randn(WIDTH) + 0.01 * random.random() + 0.01 * float(np.random.rand())
         return self.x[i] + noise, self.y[i], i
 
 
@@ -160,6 +185,20 @@ def config(gate: str, more: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: {**sections.get(name, {}), **more.get(name, {})} for name in {**sections, **more}}
 
 
+def default_policy(gate: str) -> dict[str, Any]:
+    """What to do about an excursion of the loss is left to the defaults; only the run is short.
+
+    Every process that dies in an experiment spends returns, so many of them are allowed.
+    """
+    return {
+        "recover": {"max_rollbacks_per_incident": 1000, "max_rollbacks_per_window": 1000},
+        "snapshot": {"every_steps": 5, "certify_after": 5},
+        "checkpoint": {"every_steps": 10, "certify_after": 5, "keep_last": 2},
+        "detect": {"gate": gate, "warmup_steps": 20},
+        "metrics": {"flush_seconds": 0.0},
+    }
+
+
 class GuardedRun:
     """One process's part of the run."""
 
@@ -168,22 +207,29 @@ class GuardedRun:
         np.random.seed(seed)
         random.seed(seed)
         options = VARIANTS[variant]
-        self.model = Net()
+        self._scaled_at, self._scaled = options.get("scaled_at"), run_dir / "scaled"
+        watched: dict[str, Any]
+        if "garbage" in options or self._scaled_at:
+            self.model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 12), nn.ReLU(), nn.Linear(12, 1))
+            self.loader = DataLoader(Descent(options.get("garbage", ())), batch_size=BATCH)
+            self._epochs, watched = 1, {"config": default_policy(options["gate"])}
+        else:
+            self.model = Net()
+            rows = Rows(**{k: options[k] for k in ("far", "nan") if k in options})
+            self.loader, self._epochs = DataLoader(rows, batch_size=BATCH, shuffle=True), EPOCHS
+            watched = {"config": config(options["gate"], options.get("config", {})), "detectors": [HighLoss()]}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=options["fused"])
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 60)
-        self.loader = DataLoader(
-            Rows(**{k: options[k] for k in ("far", "nan") if k in options}), batch_size=BATCH, shuffle=True
-        )
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 60 if self._epochs > 1 else 240)
         self.average, self.diary = Average(self.model), Diary()
+        hooks = [self.average, self.diary, *([BackFromSpikes()] if "detectors" in watched else [])]
         self.guard = holdfast.Guard(
             self.model,
             self.optimizer,
             scheduler=self.scheduler,
             clip_grad_norm=1.0,
             run_dir=run_dir,
-            config=config(options["gate"], options.get("config", {})),
-            hooks=[self.average, self.diary, BackFromSpikes()],
-            detectors=[HighLoss()],
+            hooks=hooks,
+            **watched,
         )
         self.guard.register("average", self.average)
         self.guard.register("diary", self.diary)
@@ -192,8 +238,9 @@ class GuardedRun:
         """To the end, telling `at` where it stands; a digest of every part of what it ended as."""
         with self.guard:
             opened()
-            for step in self.guard.steps(self.loader, accumulate=ACCUMULATE, epochs=EPOCHS):
+            for step in self.guard.steps(self.loader, accumulate=ACCUMULATE, epochs=self._epochs):
                 at("step")
+                self._scale_once(step.number)
                 with step:
                     self.diary.ids = []
                     for x, y, ids in step.microbatches():
@@ -201,6 +248,13 @@ class GuardedRun:
                         step.backward(nn.functional.mse_loss(self.model(x), y))
             at("closing")
         return self.digests()
+
+    def _scale_once(self, step: int) -> None:
+        if step == self._scaled_at and not self._scaled.exists():
+            self._scaled.touch()
+            with torch.no_grad():
+                for p in self.model.parameters():
+                    p.mul_(50)
 
     def digests(self) -> dict[str, str]:
         names = {id(p): n for n, p in self.model.named_parameters()}

@@ -45,10 +45,9 @@ def only_the_first_checkpoint(server: Server, path: Path) -> Directory:
 @pytest.mark.parametrize(
     ("site", "nth"),
     [
-        ("lstat /checkpoints/STEP/rank_00000.bin", 2),
         ("open /checkpoints/STEP/rank_00000.bin", 1),
-        ("open /checkpoints/STEP/rank_00000.json", 1),
         ("read /checkpoints/STEP/rank_00000.json", 1),
+        *slow(("lstat /checkpoints/STEP/rank_00000.bin", 2), ("open /checkpoints/STEP/rank_00000.json", 1)),
     ],
 )
 def test_a_read_that_fails_once_does_not_condemn_the_only_checkpoint(

@@ -332,6 +332,21 @@ def loader_error_without_with_block(folder: Path, rank: int, size: int) -> None:
             time.sleep(60)
 
 
+def every_sample_quarantined(folder: Path, rank: int, size: int) -> None:
+    """One rank quarantines all data in the middle of the run: every rank ends with the error, or is ended by the others."""
+    with time_limit():
+        layout = Layout("ddp", rank, size)
+        with holdfast.Guard(
+            layout.model, layout.optimizer, run_dir=folder / "run", config={**QUICK, **HOST_GATE}
+        ) as guard:
+            for step in guard.steps(layout.loader(), max_steps=500):
+                with step:
+                    for batch in step.microbatches():
+                        step.backward(loss_of(layout.model, batch))
+                if rank == 1 and step.number == 3:
+                    guard.quarantine(range(len(Data({}))), "all of it")
+
+
 # ---- combinations
 
 

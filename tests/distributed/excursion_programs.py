@@ -10,14 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layouts import GLOBAL, QUICK, Data, Layout, loss_of, on_all, same
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import holdfast
 from holdfast.core.record.quarantine import Quarantine
 
-STEPS = 150
-ONSET = 90
+STEPS = 100
+ONSET = 60
 WINDOW = range(ONSET, ONSET + 5)
 RECOVER = {**QUICK["recover"], "skip_batches": 12, "lr_factor": 0.5, "lr_ramp_steps": 20}
 LayoutFault = Callable[[Layout, int], None]
@@ -130,50 +130,42 @@ class Scale:
                         getattr(p, "_local_tensor", p).mul_(50.0)
 
 
-WAYS = (("host", "adamw"), ("device", "adamw_fused"))
+OPTIMIZER = {"host": "adamw", "device": "adamw_fused"}
 
 
-def scaled_weights(kind: str, ranks: set[int], folder: Path, rank: int, size: int) -> None:
+def scaled_weights(folder: Path, rank: int, size: int) -> None:
     """Weights times 50: all ranks return together, and the run ends as one that never had it."""
-    for gate, optimizer in WAYS:
-        layout = Layout(kind, rank, size, optimizer)
-        run = Experiment(layout, folder / f"{gate}-{len(ranks)}", gate, before=Scale(ranks))
-        run.check_agreed()
-        returns = [o for o in run.outcomes if o[2] == "rolled_back"]
-        assert len(returns) == 1 and ONSET <= returns[0][0] < ONSET + 10, returns
-        assert {o[2] for o in run.outcomes} == {"committed", "rolled_back"}, run.outcomes
-        assert run.step == STEPS and not run.left_out()
-        same(layout.state(), unguarded(Layout(kind, rank, size, optimizer)))
-        assert not {e["action"] for e in run.events("action")} - {"rollback"}
-        (back,) = run.events("action")
-        assert back["to_step"] < ONSET
-
-
-def scaled_on_all_ranks(folder: Path, rank: int, size: int) -> None:
-    for kind in ("ddp", "fsdp"):
-        (folder / kind).mkdir(exist_ok=True)
-        scaled_weights(kind, set(range(size)), folder / kind, rank, size)
-
-
-def scaled_on_one_rank(folder: Path, rank: int, size: int) -> None:
-    scaled_weights("ddp", {size - 1}, folder, rank, size)
+    kind, gate, struck = folder.name.split("-")
+    layout = Layout(kind, rank, size, OPTIMIZER[gate])
+    scale = Scale(set(range(size)) if struck == "all" else {size - 1})
+    run = Experiment(layout, folder / "run", gate, before=scale)
+    run.check_agreed()
+    returns = [o for o in run.outcomes if o[2] == "rolled_back"]
+    assert len(returns) == 1 and ONSET <= returns[0][0] < ONSET + 10, returns
+    assert {o[2] for o in run.outcomes} == {"committed", "rolled_back"}, run.outcomes
+    assert run.step == STEPS and not run.left_out()
+    same(layout.state(), unguarded(Layout(kind, rank, size, OPTIMIZER[gate])))
+    assert not {e["action"] for e in run.events("action")} - {"rollback"}
+    (back,) = run.events("action")
+    assert back["to_step"] < ONSET
 
 
 def garbage_on_one_rank(folder: Path, rank: int, size: int) -> None:
     """Garbage in the samples of one rank, for a few steps: left out on all ranks, and nothing else is."""
+    gate = folder.name
     faults = {(n - 1) * GLOBAL + i: "spike" for n in WINDOW for i in range(GLOBAL) if i % size == size - 1}
     # A clipped step of SGD leaves the state sound; one of AdamW does not, and the loss takes longer to come back.
-    for gate, optimizer, watch_steps in (("host", "adamw", 24), ("device", "sgd_fused", 8)):
-        layout = Layout("ddp", rank, size, optimizer)
-        run = Experiment(layout, folder / gate, gate, faults=faults, watch_steps=watch_steps)
-        run.check_agreed()
-        skips = [o for o in run.outcomes if o[2] == "skipped"]
-        assert [step for step, _, _ in skips] == [ONSET] * len(WINDOW), skips
-        assert run.left_out() == set(WINDOW), run.left_out()
-        assert run.step == STEPS - len(WINDOW)
-        same(layout.state(), unguarded(Layout("ddp", rank, size, optimizer), without=set(WINDOW)))
-        assert run.causes() == ["data"], run.events("cause")
-        assert run.rungs() == [("same_data", "begun"), ("leave_out_data", "begun"), ("leave_out_data", "gone")]
+    optimizer, watch_steps = {"host": ("adamw", 24), "device": ("sgd_fused", 8)}[gate]
+    layout = Layout("ddp", rank, size, optimizer)
+    run = Experiment(layout, folder / "run", gate, faults=faults, watch_steps=watch_steps)
+    run.check_agreed()
+    skips = [o for o in run.outcomes if o[2] == "skipped"]
+    assert [step for step, _, _ in skips] == [ONSET] * len(WINDOW), skips
+    assert run.left_out() == set(WINDOW), run.left_out()
+    assert run.step == STEPS - len(WINDOW)
+    same(layout.state(), unguarded(Layout("ddp", rank, size, optimizer), without=set(WINDOW)))
+    assert run.causes() == ["data"], run.events("cause")
+    assert run.rungs() == [("same_data", "begun"), ("leave_out_data", "begun"), ("leave_out_data", "gone")]
 
 
 def jump_of_the_objective(folder: Path, rank: int, size: int) -> None:
@@ -182,11 +174,46 @@ def jump_of_the_objective(folder: Path, rank: int, size: int) -> None:
     def alter(layout: Layout, batch: int, loss: Tensor) -> Tensor:
         return loss + 8.0 if batch >= ONSET and layout.rank == size - 1 else loss
 
-    for gate, optimizer in WAYS:
-        layout = Layout("ddp", rank, size, optimizer)
-        run = Experiment(layout, folder / gate, gate, alter=alter)
-        run.check_agreed()
-        assert run.step == STEPS and not run.left_out()
-        same(layout.state(), unguarded(Layout("ddp", rank, size, optimizer), alter=alter))
-        assert run.causes()[-1] == "objective", run.events("cause")
-        assert run.rungs()[-1][1] == "came_back", run.rungs()
+    gate = folder.name
+    layout = Layout("ddp", rank, size, OPTIMIZER[gate])
+    run = Experiment(layout, folder / "run", gate, alter=alter)
+    run.check_agreed()
+    assert run.step == STEPS and not run.left_out()
+    same(layout.state(), unguarded(Layout("ddp", rank, size, OPTIMIZER[gate]), alter=alter))
+    assert run.causes()[-1] == "objective", run.events("cause")
+    assert run.rungs()[-1][1] == "came_back", run.rungs()
+
+
+class _NormData(torch.utils.data.Dataset):
+    """A linear task of 60 steps an epoch. One sample, which the last rank reads, is 10,000 times larger."""
+
+    batch = 64
+    bad = 50 * batch - 1
+
+    def __len__(self) -> int:
+        return 60 * self.batch
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(8, generator=torch.Generator().manual_seed(i))
+        return (x * 1e4 if i == self.bad else x), x.sum()
+
+
+def spoilt_statistics(folder: Path, rank: int, size: int) -> None:
+    """One sample spoils the running statistics of one rank: all ranks leave its batch out, and it is not drawn again."""
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    sampler = DistributedSampler(_NormData(), num_replicas=size, rank=rank, shuffle=False)
+    loader = DataLoader(_NormData(), batch_size=_NormData.batch // size, sampler=sampler)
+    guard = holdfast.Guard(parallel, optimizer, run_dir=folder / "run", config=QUICK)
+    with guard:
+        for step in guard.steps(loader, epochs=3):
+            with step:
+                for x, y in step.microbatches():
+                    step.backward(nn.functional.mse_loss(parallel(x).squeeze(1), y))
+    events = [json.loads(line) for line in (folder / "run" / "journal.jsonl").read_text().splitlines()]
+    (cause,) = {e["cause"] for e in events if e["event"] == "cause"}
+    assert cause == "data", events
+    assert Quarantine(folder / "run" / "quarantine.json").samples == {_NormData.bad}
+    assert on_all(guard.step) == [guard.step] * size

@@ -29,8 +29,14 @@ class Raises(torch.autograd.Function):
         raise ValueError("broken in backward")
 
 
-def main(folder: Path, kind: str) -> None:
-    """Fail in the first attempt in forward on rank 1, in the second in backward on rank 0, in the third in the update."""
+REASONS = {"same": [ValueError("row 7 is bad")] * 9, "other": [ValueError("one"), KeyError("two"), ValueError("three")]}
+
+
+def main(folder: Path, kind: str, reasons: str = "") -> None:
+    """Fail in the first attempt in forward on rank 1, in the second in backward on rank 0, in the third in the update.
+
+    reasons: fail in forward of rank 1 at the same step in each attempt, for the same reason or another one each time.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -38,6 +44,9 @@ def main(folder: Path, kind: str) -> None:
     layout = Layout(kind, rank, size)
     where, culprit = {0: ("forward", 1), 1: ("backward", 0), 2: ("update", 1)}.get(attempt, ("nowhere", -1))
     breaks, when = rank == culprit, FIRST_FAULT_STEP + 4 * attempt
+    failures = REASONS.get(reasons, [])
+    if reasons:
+        where, when, breaks = "forward", 12, rank == 1 and attempt < len(failures)
 
     def update(*_: Any) -> None:
         if breaks and guard.step == when - 1:
@@ -58,7 +67,7 @@ def main(folder: Path, kind: str) -> None:
                 for batch in step.microbatches():
                     if bad and where == "forward":
                         moment(folder, where)
-                        raise ValueError("broken in forward")
+                        raise failures[attempt] if reasons else ValueError("broken in forward")
                     loss = loss_of(layout.model, batch)
                     if bad and where == "backward":
                         moment(folder, where)
@@ -74,4 +83,4 @@ def moment(folder: Path, where: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -264,7 +264,7 @@ def save_sharded(folder: Path, rank: int, size: int) -> None:
     state = build_state(model, optimizer, None, None, None)
     train(model, optimizer, "fsdp", rank, range(2))
     store = DiskCheckpointStore(folder / "run", World.current(), 30)
-    store.open("the-run")
+    store.open("the-run", lambda: None)
     with no_collective():
         contents = contents_of(take_snapshot(state), state)._replace(lineage=Lineage())
         store.save(contents, CheckpointLabel("test", False, Health.GOOD, "", {}, {}))
@@ -287,7 +287,7 @@ def load_sharded(folder: Path, rank: int, size: int) -> None:
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     state = build_state(model, optimizer, None, None, None)
     store = DiskCheckpointStore(folder / "run", World.current(), 30)
-    store.open("the-run")
+    store.open("the-run", lambda: None)
     entry, _ = store.choose(lambda e: None)
     assert entry is not None
     saved = store.load(entry, state.target())

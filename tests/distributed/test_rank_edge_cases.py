@@ -45,6 +45,14 @@ def test_loader_error_on_one_rank_ends_all_ranks_without_a_with_block(run, tmp_p
     assert "rank 1 failed" in (tmp_path / "log").read_text()
 
 
+def test_every_sample_quarantined_ends_all_ranks_and_names_the_cure(run, tmp_path):
+    with pytest.raises(AssertionError):
+        run("edge_case_programs.every_sample_quarantined:2")
+    log = (tmp_path / "log").read_text()
+    assert "no sample left that is not quarantined" in log and "--release-data" in log
+    assert "Timeout" not in log
+
+
 def test_gradients_cleared_on_one_rank_end_all_ranks_and_name_the_mistake(run, tmp_path):
     with pytest.raises(AssertionError):
         run("edge_case_programs.gradients_cleared_on_one_rank:2")

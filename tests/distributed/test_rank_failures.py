@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import watchdog_programs
 
 from holdfast.core.record import journal
 from holdfast.core.record.rank_records import rank_file
 
-PROGRAM = Path(__file__).with_name("watchdog_programs.py")
+PROGRAM = Path(watchdog_programs.__file__)
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "holdfast.distributed.watchdog"])  # DDP imports the first
 RESTART, FAILED, KILLED = 75, 1, -signal.SIGKILL
 Run = Callable[..., None]
 
@@ -43,8 +48,13 @@ def start(arguments: list[str], log: Path, seconds: float) -> int:
 def run_scenarios(tmp_path: Path) -> Run:
     def start_all(*scenarios: str) -> None:
         log = tmp_path / "log"
-        status = start([str(PROGRAM), str(tmp_path), *scenarios], log, 150)
-        assert status == 0, log.read_text()
+        process = FORKSERVER.Process(target=watchdog_programs.run_scenarios, args=(tmp_path, log, *scenarios))
+        process.start()
+        process.join(150)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join(30)
+        assert process.exitcode == 0, log.read_text()
 
     return start_all
 
@@ -58,7 +68,7 @@ def exit_codes(folder: Path) -> list[int]:
 
 def events(folder: Path, rank: int, event: str) -> list[dict[str, Any]]:
     path = rank_file(folder, rank)
-    record = journal.read(path) if path.exists() else journal.JournalContents([], [])
+    record = journal.read_rows(path) if path.exists() else journal.JournalContents([], [], [])
     assert not record.torn
     return [line for line in record.events if line["event"] == event]
 
@@ -98,20 +108,54 @@ def test_exception_on_one_rank_ends_all_ranks_and_each_records_the_cause(run_sce
     assert "failed, but its process was still running 0.5 s later; ending it now" in log_of(hung, 0)
 
 
-def test_ranks_exit_when_the_host_of_the_store_is_killed_or_stopped(run_scenarios: Run, tmp_path: Path) -> None:
-    run_scenarios("killed_in_forward:3", "killed_in_collective:3", "host_stops:2")
-    in_forward = tmp_path / "killed_in_forward"
-    assert exit_codes(in_forward) == [KILLED, RESTART, RESTART]
-    for rank in (1, 2):
-        (gone,) = events(in_forward, rank, "store_gone")
-        assert gone["error"] == "the store is gone: the process of rank 0, which hosts it, has ended"
-        assert gone["error"] in log_of(in_forward, rank)
+def assert_death_noticed(folder: Path, who: int) -> None:
+    """Each rank but the dead one must have exited within three seconds, with the dead one in its record and log."""
+    exits = json.loads((folder / "exits.json").read_text())
+    assert [status for status, _ in exits] == [KILLED if rank == who else RESTART for rank in range(len(exits))], exits
+    assert all(seconds < 3 for _, seconds in exits), exits
+    found = 0
+    for rank in set(range(len(exits))) - {who}:
+        (dead, *_) = [e for name in ("peer_dead", "peer_failed", "store_gone") for e in events(folder, rank, name)]
+        found += dead["event"] == "peer_dead"
+        if dead["event"] == "store_gone":  # not a neighbour of rank 0
+            assert who == 0 and dead["error"] == "the store is gone: the process of rank 0, which hosts it, has ended"
+        else:
+            reason = rf"rank {who} \(host .*, pid \d+\) has ended without reporting a failure: was it killed\?"
+            assert re.fullmatch(reason, dead["error"]) and (dead["rank"], dead["step"]) == (who, 3), dead
+        assert dead["error"] in log_of(folder, rank)
+    assert 1 <= found <= 2
 
-    in_collective = tmp_path / "killed_in_collective"
-    assert exit_codes(in_collective)[0] == KILLED
-    assert set(exit_codes(in_collective)[1:]) <= {FAILED, RESTART}  # gloo itself may report the closed connection
-    assert all(events(in_collective, rank, "failed") or events(in_collective, rank, "store_gone") for rank in (1, 2))
 
+def test_killed_rank_is_named_by_all_others_within_three_seconds(run_scenarios: Run, tmp_path: Path) -> None:
+    run_scenarios("killed_0_asleep:4", "killed_2_in_collective:4", "killed_with_workers:3")
+    assert_death_noticed(tmp_path / "killed_0_asleep", 0)
+    assert_death_noticed(tmp_path / "killed_2_in_collective", 2)
+    assert_death_noticed(tmp_path / "killed_with_workers", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["asleep", "in_collective"])
+def test_any_rank_may_be_the_killed_one(run_scenarios: Run, tmp_path: Path, others: str) -> None:
+    run_scenarios(*(f"killed_{who}_{others}:4" for who in range(4)))
+    for who in range(4):
+        assert_death_noticed(tmp_path / f"killed_{who}_{others}", who)
+
+
+@pytest.mark.slow
+def test_stopped_rank_and_one_that_holds_the_gil_are_not_taken_for_dead(run_scenarios: Run, tmp_path: Path) -> None:
+    run_scenarios("pauses:4")
+    exits = json.loads((tmp_path / "pauses" / "exits.json").read_text())
+    assert [status for status, _ in exits] == [0] * 4, [log_of(tmp_path / "pauses", rank) for rank in range(4)]
+
+
+def test_ranks_that_exit_one_after_the_other_are_not_taken_for_dead(run_scenarios: Run, tmp_path: Path) -> None:
+    run_scenarios("ends_apart:3")
+    exits = json.loads((tmp_path / "ends_apart" / "exits.json").read_text())
+    assert [status for status, _ in exits] == [0] * 3, [log_of(tmp_path / "ends_apart", rank) for rank in range(3)]
+
+
+def test_ranks_exit_when_the_host_of_the_store_is_stopped(run_scenarios: Run, tmp_path: Path) -> None:
+    run_scenarios("host_stops:2")
     stopped = tmp_path / "host_stops"
     assert exit_codes(stopped) == [KILLED, RESTART]
     recorded = [*events(stopped, 1, "liveness"), *events(stopped, 1, "store_gone")]

@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torchrun_job
 
-HERE = Path(__file__).parent
-
-
-def launch(folder: Path, *arguments: str, ranks: int = 2, restarts: int = 3) -> tuple[int, str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [
-        f"--max-restarts={restarts}",
-        "--monitor-interval=0.2",
-        str(HERE / "restart_program.py"),
-        str(folder),
-        *arguments,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    log = folder / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-    try:
-        return process.wait(120), log.read_text()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+launch = partial(torchrun_job.launch, "restart_program.py")
 
 
 @pytest.mark.slow
@@ -55,6 +33,34 @@ def test_error_on_one_rank_ends_all_ranks_and_the_restart_resumes(tmp_path, kind
     resumed = [e["step"] for e in lines(tmp_path / "run/journal.jsonl") if e["event"] == "resumed"]
     # Which checkpoints the first attempt had written after six fast steps depends on the disk; maybe only that of step 0.
     assert len(resumed) == 3 and resumed[0] < 6 and resumed[0] <= resumed[1] < 10 and 0 < resumed[1] <= resumed[2] < 14
+
+
+@pytest.mark.slow
+def test_same_failure_at_the_same_step_makes_the_group_give_up_with_status_70(tmp_path):
+    status, log = launch(tmp_path, "ddp", "same", restarts=5)
+    assert status != 0
+    journal = lines(tmp_path / "run/journal.jsonl")
+    failures = [e for e in journal if e["event"] == "failure"]
+    assert [(e["step"], e["rank"], e["error"]) for e in failures] == [(12, 1, "ValueError: row 7 is bad")] * 3, log
+    (stop,) = [e for e in journal if e.get("action") == "stop"]
+    assert "step 12 failed in the same way in 3 processes in a row: ValueError: row # is bad" in stop["reason"]
+    assert f"`holdfast ack {tmp_path / 'run'}`" in log
+    raised = [e for e in lines(tmp_path / "run/ranks/rank_00001.jsonl") if e["event"] == "failed"]
+    assert len(raised) == 3  # the other restarts refuse before they train
+    exits = re.findall(r"failed \(exitcode: (\d+)\)", log)
+    assert len(exits) == 6 and set(exits[2:]) == {"70"}, log
+    assert "rank 0 exits, and the run gives up: this failure came back too often" in log
+
+
+@pytest.mark.slow
+def test_another_failure_at_the_same_step_is_restarted(tmp_path):
+    status, log = launch(tmp_path, "ddp", "other")
+    assert status == 0, log
+    journal = lines(tmp_path / "run/journal.jsonl")
+    errors = [e["error"] for e in journal if e["event"] == "failure"]
+    assert errors == ["ValueError: one", "KeyError: 'two'", "ValueError: three"]
+    assert not [e for e in journal if e.get("action") == "stop"]
+    assert journal[-1]["event"] == "run_end" and journal[-1]["policy"]["failure"] is None
 
 
 def lines(path: Path) -> list[dict]:

@@ -1,14 +1,15 @@
 """Runs ranks that fail, die, hang or leave early under a StoreWatchdog, which they call as the guard does.
 
-`python watchdog_programs.py FOLDER SCENARIO:SIZE ...` imports once, then runs the scenarios, one forked process a rank. It
-writes each rank's exit code, and the seconds from `mark` to its exit, to FOLDER/SCENARIO/exits.json. Under torchrun it
-runs `restarted`.
+`run_scenarios` forks one process a rank. It writes each rank's exit code, and the seconds from `mark` to its exit, to
+FOLDER/SCENARIO/exits.json. As a program, under torchrun, this runs `restarted`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -144,28 +145,58 @@ def breaks(where: str, ranks: set[int]) -> Callable[..., None]:
     return scenario
 
 
-def killed_in_forward(me: Rank) -> None:
-    """The host of the store dies while the others are not in a collective."""
+def killed(who: int, others_sleep: bool, workers: int = 0) -> Callable[..., None]:
+    """A rank dies in forward. The others wait for it in a collective, or sleep, so that no collective breaks."""
+
+    def scenario(me: Rank) -> None:
+        def at(rank: int, step: int, where: str) -> None:
+            if (step, where) != (3, "forward"):
+                return
+            if rank == who:
+                time.sleep(0.3)  # until the others have left the last collective
+                me.mark()
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif others_sleep:
+                time.sleep(LIMIT_SECONDS)
+
+        fork = multiprocessing.get_context("fork") if workers else None
+        data = TensorDataset(torch.ones(40, 4))
+        loader = DataLoader(data, batch_size=2, num_workers=workers, multiprocessing_context=fork)
+        me.train(9, at, loader if workers else None)
+
+    return scenario
+
+
+def pauses(me: Rank) -> None:
+    """Rank 1 is stopped for five seconds, rank 2 holds the GIL for as long. Both are alive."""
 
     def at(rank: int, step: int, where: str) -> None:
         if (step, where) != (3, "forward"):
             return
-        if rank == 0:
-            time.sleep(0.3)  # until the others have left the last collective
-            me.mark()
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(LIMIT_SECONDS)
+        if rank == 1 and (child := os.fork()) == 0:
+            time.sleep(5)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        elif rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(child, 0)
+        elif rank == 2:
+            ctypes.PyDLL(None).usleep(5_000_000)
 
     me.train(9, at)
+    assert not me.records.path.exists()
+    dist.barrier()
 
 
-def killed_in_collective(me: Rank) -> None:
-    def at(rank: int, step: int, where: str) -> None:
-        if (rank, step, where) == (0, 3, "forward"):
-            me.mark()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    me.train(9, at)
+def ends_apart(me: Rank) -> None:
+    """The ranks finish together and exit one after the other, the host of the store first."""
+    me.watchdog.start()
+    dist.barrier()
+    time.sleep(0.5)  # two polls: the ranks are connected
+    me.watchdog.wait_for_others_to_finish(0)
+    time.sleep(0.4 * me.rank)
+    me.watchdog.close()
+    assert not me.records.path.exists()
 
 
 def leaves_early(me: Rank) -> None:
@@ -202,15 +233,16 @@ def hangs_on_exit(me: Rank) -> None:
 
 
 def healthy(me: Rank) -> None:
-    """Train 200 steps, with a ping in every second one, and forked loader workers that report a failure."""
+    """Train 60 steps, with a ping in every second one, and forked loader workers that report a failure."""
 
     def worker(_: int) -> None:
         me.watchdog.report_failure(Oops("in a worker"), 1, "forward")
         me.watchdog.wait_for_others_to_finish(1)
         me.watchdog.close()
 
-    data = TensorDataset(torch.ones(400, 4))
-    me.train(200, lambda *_: None, DataLoader(data, batch_size=2, num_workers=1, worker_init_fn=worker))
+    data, fork = TensorDataset(torch.ones(120, 4)), multiprocessing.get_context("fork")
+    loader = DataLoader(data, batch_size=2, num_workers=1, worker_init_fn=worker, multiprocessing_context=fork)
+    me.train(60, lambda *_: None, loader)
     assert not connect(dist.distributed_c10d._get_default_store()).check(["holdfast/one/failure"])
     assert not me.records.path.exists()
     dist.barrier()  # the host of the store exits last
@@ -221,8 +253,11 @@ SCENARIOS: dict[str, tuple[Callable[[Rank], None], LivenessSection]] = {
     "backward": (breaks("backward", {0}), NO_PINGS),
     "update": (breaks("update", {1}), NO_PINGS),
     "both": (breaks("forward", {0, 2}), NO_PINGS),
-    "killed_in_forward": (killed_in_forward, NO_PINGS),
-    "killed_in_collective": (killed_in_collective, NO_PINGS),
+    **{f"killed_{who}_asleep": (killed(who, others_sleep=True), NO_PINGS) for who in range(4)},
+    **{f"killed_{who}_in_collective": (killed(who, others_sleep=False), NO_PINGS) for who in range(4)},
+    "killed_with_workers": (killed(2, others_sleep=True, workers=2), NO_PINGS),
+    "pauses": (pauses, NO_PINGS),
+    "ends_apart": (ends_apart, NO_PINGS),
     "leaves_early": (leaves_early, NO_PINGS),
     "sleeps": (sleeps, PINGS),
     "stops": (stops(1), PINGS),
@@ -288,6 +323,18 @@ def run_scenario(scenario: str, folder: Path, size: int) -> None:
     (folder / "exits.json").write_text(json.dumps(timed))
 
 
+def run_scenarios(folder: Path, log: Path, *scenarios: str) -> None:
+    """Run each SCENARIO:SIZE in a process group of its own, with the output in a log."""
+    os.setsid()
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    for name, size in (scenario.split(":") for scenario in scenarios):
+        run_scenario(name, folder / name, int(size))
+
+
 def restarted(folder: Path) -> None:
     """Under torchrun: rank 1 fails in the first attempt; the second attempt trains to the end."""
     logging.basicConfig()
@@ -307,12 +354,4 @@ def restarted(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    root = Path(sys.argv[1])
-    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-        restarted(root)
-    else:
-        scenarios = [argument.split(":") for argument in sys.argv[2:]]
-        if any(name in ("forward", "backward", "update", "both") for name, _ in scenarios):
-            import torch._dynamo  # DDP imports it: once here, not in every rank
-        for name, size in scenarios:
-            run_scenario(name, root / name, int(size))
+    restarted(Path(sys.argv[1]))

@@ -6,6 +6,8 @@ import pytest
 import torch
 from cases import Case, assert_same
 
+from marks import slow
+
 NAN = {"nan": lambda x: x * float("nan"), "inf": lambda x: x + float("inf")}
 QUICK = {
     "snapshot": {"every_steps": 4, "certify_after": 3},
@@ -64,17 +66,14 @@ def check(case: Case, tmp_path, *actions: str):
     return run
 
 
-GATES = [
-    ("adamw", "host"),
-    ("adamw_fused", "host"),
-    ("adamw_fused", "device"),
-    ("sgd", "host"),
-    ("sgd_fused", "device"),
-]
+QUICK_GATES = [("adamw", "host"), ("sgd_fused", "device")]
+OTHER_GATES = [("adamw_fused", "host"), ("adamw_fused", "device"), ("sgd", "host")]
+GATES = [*QUICK_GATES, *slow(*OTHER_GATES)]
 
 
+@pytest.mark.shows("steps", "nan")
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize(("optimizer", "gate"), GATES)
+@pytest.mark.parametrize(("optimizer", "gate"), [*QUICK_GATES, *OTHER_GATES])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("shuffle", ["none", "global", "generator", "seeded"])
 def test_skip(optimizer, gate, accumulate, shuffle, tmp_path):
@@ -157,6 +156,7 @@ def test_fp16_a_nan_batch_does_not_move_the_loss_scale(optimizer, gate, tmp_path
     assert run.guard.summary().overflowed == 0
 
 
+@pytest.mark.shows("steps", "border")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("shuffle", ["unique", "unique_generator"])

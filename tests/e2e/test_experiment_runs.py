@@ -15,10 +15,14 @@ from cases import Case, Run, assert_same
 from test_exact import NAN, at, causes, garbage, quick, without
 from torch.utils.data import DataLoader, IterableDataset
 
+from marks import slow
+
 FORK = multiprocessing.get_context("fork")
 NOTHING: dict[str, Any] = {"spans": [], "samples": {}}
 
-pytestmark = pytest.mark.parametrize("gate", ["host", "device"])
+on_the_host = pytest.mark.parametrize("gate", ["host", *slow("device")])
+on_the_device = pytest.mark.parametrize("gate", ["device", *slow("host")])
+on_both = pytest.mark.parametrize("gate", ["host", "device"])
 
 
 @dataclass
@@ -76,9 +80,31 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
     return [e for e in run.journal() if e["event"] == kind]
 
 
+# ---- running statistics
+
+
+@on_both
+def test_sample_that_spoils_the_running_statistics_is_left_out_and_they_recover(gate, tmp_path):
+    case = descent(gate)
+    case.norm, case.shuffle, case.count, case.epochs = True, "seeded", 480, 4
+    case.faults = {37: lambda x: x * 1e4}
+    run = case.guarded(tmp_path / "run")
+    assert causes(run) == ["data"]
+    left_out = run.excluded()
+    (span,) = left_out["spans"]
+    assert left_out["samples"].keys() == {37}
+    left_out["samples"][37] = span[0] + 1  # it landed in the epoch before
+    assert_same(run, case.plain(left_out))
+    (first, again) = (e for e in events(run, "finding") if e["kind"] == "statistics_jump")
+    assert first["step"] == again["step"] and first["evidence"]["tensor"] == "norm.running_var"
+    assert case.plain().model.norm.running_var.max() > 10 * run.model.norm.running_var.max()
+
+
 # ---- transient
 
 
+@pytest.mark.shows("steps", "weights")
+@on_the_device
 def test_weights_times_50_once_is_transient_and_the_run_is_bit_for_bit_calm(gate, tmp_path):
     case = descent(gate)
 
@@ -94,6 +120,8 @@ def test_weights_times_50_once_is_transient_and_the_run_is_bit_for_bit_calm(gate
     assert_same(run, case.plain())
 
 
+@pytest.mark.shows("steps", "inf")
+@on_the_host
 def test_an_inf_gradient_once_is_replayed_and_the_run_is_bit_for_bit_calm(gate, tmp_path):
     case = descent(gate)
 
@@ -106,6 +134,8 @@ def test_an_inf_gradient_once_is_replayed_and_the_run_is_bit_for_bit_calm(gate, 
     assert_same(run, case.plain())
 
 
+@pytest.mark.quick_cases(1)
+@on_both
 @pytest.mark.parametrize("what", ["weight", "moment"])
 def test_a_nan_in_the_state_is_rolled_back_and_the_run_is_bit_for_bit_calm(what, gate, tmp_path):
     case = descent(gate)
@@ -125,6 +155,8 @@ def test_a_nan_in_the_state_is_rolled_back_and_the_run_is_bit_for_bit_calm(what,
 # ---- data
 
 
+@pytest.mark.shows("steps", "garbage")
+@on_the_device
 def test_a_garbage_window_is_left_out_and_nothing_else(gate, tmp_path):
     case, bad = descent(gate), range(110, 122)
     case.faults = at(case, *bad, how=garbage)
@@ -137,6 +169,7 @@ def test_a_garbage_window_is_left_out_and_nothing_else(gate, tmp_path):
     assert_same(run, case.plain(without(case, *bad)))
 
 
+@on_the_host
 def test_a_single_high_batch_lands_with_a_note(gate, tmp_path):
     case = descent(gate)
     case.faults = at(case, 110, how=garbage)
@@ -149,6 +182,8 @@ def test_a_single_high_batch_lands_with_a_note(gate, tmp_path):
     assert_same(run, case.plain())
 
 
+@pytest.mark.quick_cases(1)
+@on_both
 @pytest.mark.parametrize("count", [5, 9])
 def test_nan_batches_in_a_row_are_left_out_and_nothing_else(count, gate, tmp_path):
     """Up to max_consecutive they are skipped; beyond it the run returns once, and they fail again."""
@@ -162,6 +197,7 @@ def test_nan_batches_in_a_row_are_left_out_and_nothing_else(count, gate, tmp_pat
 
 
 @pytest.mark.filterwarnings("ignore::holdfast.HoldfastWarning")
+@on_the_device
 def test_a_stream_runs_on_new_data_and_the_journal_says_so(gate, tmp_path):
     @dataclass
     class Streamed(Descent):
@@ -192,6 +228,7 @@ def test_a_stream_runs_on_new_data_and_the_journal_says_so(gate, tmp_path):
 # ---- the run itself
 
 
+@on_the_host
 def test_a_changed_objective_is_accepted_and_a_second_jump_costs_nothing(gate, tmp_path):
     case = descent(gate)
     case.factors = ((100, 10.0), (160, 100.0))
@@ -204,6 +241,7 @@ def test_a_changed_objective_is_accepted_and_a_second_jump_costs_nothing(gate, t
     assert_same(run, case.plain())
 
 
+@on_the_device
 def test_a_rare_second_task_is_part_of_the_run(gate, tmp_path):
     case = descent(gate)
     rare = torch.randperm(200, generator=torch.Generator().manual_seed(5))[:10].tolist()
@@ -214,6 +252,7 @@ def test_a_rare_second_task_is_part_of_the_run(gate, tmp_path):
     assert_same(run, case.plain())
 
 
+@on_the_host
 def test_an_lr_jump_made_by_the_loop_is_held(gate, tmp_path):
     case = descent(gate)
 
@@ -235,8 +274,10 @@ def test_an_lr_jump_made_by_the_loop_is_held(gate, tmp_path):
 
 
 @pytest.mark.quick_cases(1)
+@on_both
 @pytest.mark.parametrize(
-    "rungs", [["same_data"], ["leave_out_data"], ["same_data", "leave_out_data"], ["leave_out_data"] * 3]
+    "rungs",
+    [["same_data"], ["leave_out_data"], *slow(["same_data", "leave_out_data"], ["leave_out_data"] * 3)],
 )
 def test_a_kill_in_an_experiment_resumes_it_or_ends_it(rungs, gate, tmp_path):
     """No data stays out without a verdict, and the run is the one without what was left out."""

@@ -24,6 +24,7 @@ def check(case: Case, tmp_path) -> None:
     assert len(guarded.losses) > 20
 
 
+@pytest.mark.shows("steps", "harmless")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -52,6 +53,7 @@ def test_scheduler_per_epoch(accumulate, tmp_path):
     check(Case(scheduler="exponential", interval="epoch", epochs=4, accumulate=accumulate), tmp_path)
 
 
+@pytest.mark.shows("steps", "harmless")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", ["global", "generator", "none", "seeded"])
@@ -154,9 +156,9 @@ SENSORS_OFF = {"update_spike": False, "advisory": False}
     ("optimizer", "precision", "gate"),
     [
         ("adamw", "fp32", "host"),
-        ("adamw_foreach", "bf16", "host"),
         ("adamw_fused", "fp16", "device"),
         ("sgd", "fp32", "host"),
+        *slow(("adamw_foreach", "bf16", "host")),
         *slow(("adamw_fused", "fp16", "host"), ("adamw_fused", "fp32", "device")),
         *slow(("nadam", "fp32", "host"), ("rmsprop", "fp32", "host")),
     ],

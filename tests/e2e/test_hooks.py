@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.cli.ack import ack
 from holdfast.core.record.journal import read
+from marks import slow
 
 GATES = ["host", "device"]
+ONE_GATE = ["host", *slow("device")]
 mse = nn.functional.mse_loss
 
 
@@ -121,7 +123,7 @@ def test_on_the_device_a_hook_runs_before_the_next_forward_unless_it_says_that_i
     assert " ".join(f"{what[0]}{number}" for what, number in told) == words
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_a_hook_that_raises_at_the_end_lets_the_folder_go(gate, tmp_path):
     class Broken:
         def on_step_end(self, outcome):
@@ -172,7 +174,7 @@ class Says:
         return self.plans.pop(0) if self.plans else None
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_none_leaves_it_to_the_policy(gate, tmp_path):
     case, hook = case_of(gate, [9]), Says(None)
     run = case.guarded(tmp_path / "run", hooks=[hook])
@@ -182,7 +184,7 @@ def test_none_leaves_it_to_the_policy(gate, tmp_path):
     assert_same(run, case.reference(run))
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_a_replay_heals_what_was_transient(gate, tmp_path):
     calls = []
 
@@ -219,7 +221,7 @@ def test_a_rollback_that_the_policy_would_not_have_made(gate, tmp_path):
     assert_same(run, case.reference(run))
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_a_rollback_without_a_word_on_data_meets_the_batch_again(gate, tmp_path):
     case = case_of(gate, [13])
     run = case.guarded(
@@ -229,7 +231,7 @@ def test_a_rollback_without_a_word_on_data_meets_the_batch_again(gate, tmp_path)
     assert_same(run, case.reference(run))
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_a_stop(gate, tmp_path):
     case = case_of(gate, [9])
     plan = holdfast.Plan(actions=(holdfast.Stop("enough of this"),))
@@ -250,7 +252,7 @@ def test_a_stop_that_the_program_swallows_is_in_the_log_when_raised_and_when_ope
         assert any(message in r.message for r in caplog.records if r.levelname == "ERROR")
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_an_empty_plan_does_not_let_a_vetoed_update_land(gate, tmp_path):
     case = case_of(gate, [9])
     run = case.guarded(tmp_path / "run", hooks=[Says(holdfast.Plan())])
@@ -285,7 +287,7 @@ def test_an_intervention_alone_lets_a_landed_update_stand(gate, actions, tmp_pat
 
 
 @pytest.mark.quick_cases(1)
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 @pytest.mark.parametrize("actions", [(CUT,), (holdfast.Skip(), CUT), (CLIP, holdfast.Skip())])
 def test_an_intervention_comes_with_the_skip_of_a_vetoed_step(gate, actions, tmp_path):
     case = case_of(gate, [9])
@@ -344,7 +346,7 @@ def shifted(tmp_path, declare, gate="host", nan=False):
     return [e["action"] for e in journal(tmp_path / f"run-{declare}-{nan}") if e["event"] == "action"]
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_a_declared_shift_is_learned_and_an_undeclared_one_rolled_back(gate, tmp_path):
     assert "rollback" in shifted(tmp_path, False, gate)
     assert shifted(tmp_path, True, gate) == []
@@ -352,7 +354,7 @@ def test_a_declared_shift_is_learned_and_an_undeclared_one_rolled_back(gate, tmp
     assert (shift["step"], shift["reason"]) == (100, "new data stage")
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_a_declared_shift_does_not_mute_nan(gate, tmp_path):
     assert shifted(tmp_path, True, gate, nan=True) == ["replay", "skip"]
 
@@ -537,7 +539,7 @@ def test_under_the_strict_preset_the_third_spike_stops_the_run(tmp_path):
     assert_same(run, case.plain({"spans": [], "samples": {}}))
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ONE_GATE)
 def test_data_that_stays_non_finite_stops_the_run_after_two_rollbacks(gate, tmp_path):
     case = Case(optimizer="adamw_fused", shuffle="unique", count=160, epochs=6, norm=False)
     case.config = quick(gate, max_consecutive=3, probation_steps=50)

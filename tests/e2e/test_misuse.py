@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,7 +14,10 @@ from cases import Case, Net, Points
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.cli.ack import ack
 from holdfast.core.record.journal import read
+
+FORK = multiprocessing.get_context("fork")
 
 
 def parts():
@@ -78,29 +82,26 @@ def test_a_malformed_config_names_the_line(tmp_path):
 
 
 def test_a_run_directory_held_by_a_live_process_is_refused_with_its_pid(tmp_path):
-    script = textwrap.dedent("""
-        import sys, torch, holdfast
-        model = torch.nn.Linear(2, 1)
-        guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=sys.argv[1])
-        with guard:
-            print("held", flush=True)
-            sys.stdin.read()
-    """)
-    child = subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path / "run")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    def hold() -> None:
+        with holdfast.Guard(*parts()[:2], run_dir=tmp_path / "run"):
+            held.set()
+            FORK.Event().wait(60)
+
+    held = FORK.Event()
+    child = FORK.Process(target=hold, daemon=True)
+    child.start()
     try:
-        assert child.stdout.readline().strip() == "held"
+        assert held.wait(60)
         model, optimizer, _ = parts()
         with pytest.raises(holdfast.RunDirError, match=str(child.pid)):
             holdfast.Guard(model, optimizer, run_dir=tmp_path / "run").__enter__()
         child.kill()
-        child.wait(timeout=30)
+        child.join(30)
         with holdfast.Guard(model, optimizer, run_dir=tmp_path / "run"):
             pass
     finally:
         child.kill()
-        child.wait(timeout=30)
+        child.join(30)
 
 
 def test_two_guards_of_one_process_on_one_directory(tmp_path):
@@ -161,7 +162,7 @@ def test_a_model_that_is_already_broken():
         ({"clip_grad_norm": "1"}, "positive number"),
         ({"scheduler": "cosine"}, "LR scheduler"),
         ({"scaler": 3}, "GradScaler"),
-        ({"scheduler_interval": "often"}, "'step', 'epoch' or 'eval'|for 0 schedulers"),
+        ({"scheduler_interval": "often"}, "'step', 'epoch', 'eval', or 'loop'|for 0 schedulers"),
         ({"hooks": [object()]}, "none of the methods"),
         ({"hooks": holdfast.Hook()}, r"expected a list; write hooks=\[\.\.\.\]"),
         ({"detectors": 3}, r"Guard\(detectors=3\): expected a list"),
@@ -304,7 +305,106 @@ def test_the_users_own_scheduler_step(tmp_path):
             scheduler.step()
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Steps the optimizer inside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {"lr": 0.1})
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+def test_an_optimizer_that_would_be_stepped_twice():
+    model, optimizer, _ = parts()
+    with pytest.raises(holdfast.SetupError, match="number 1, AdamW, is in the list twice.*name it once"):
+        holdfast.Guard(model, [optimizer, optimizer])
+    with pytest.raises(holdfast.SetupError, match="number 1, AdamW, is inside Wrapper.*pass only the Wrapper"):
+        holdfast.Guard(model, [Wrapper(optimizer), optimizer])
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    with pytest.raises(holdfast.SetupError, match="number 1, ConstantLR, is in the list twice"):
+        holdfast.Guard(model, optimizer, scheduler=[scheduler, scheduler])
+    holdfast.Guard(model, Wrapper(optimizer))
+    holdfast.Guard(model, [optimizer, torch.optim.SGD(model.parameters(), 0.1)])
+
+
+@pytest.mark.parametrize("first", [lambda o: o, Wrapper], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("second", [lambda o: o, Wrapper], ids=["plain", "wrapped"])
+def test_two_open_guards_on_one_optimizer(first, second):
+    model, optimizer, loader = parts()
+    one, other = holdfast.Guard(model, first(optimizer)), holdfast.Guard(model, second(optimizer))
+    with one, pytest.raises(holdfast.SetupError, match="belongs to another Guard .* still open: close that one first"):
+        other.__enter__()
+    other.fit(loss_of, loader, max_steps=2)  # one after the other
+    assert other.step == 2
+
+
+def test_an_optimizer_without_param_groups_or_lr():
+    model, optimizer, _ = parts()
+    other = torch.optim.SGD(model.parameters(), 0.1)
+    del other.param_groups[0]["lr"]
+    with pytest.raises(holdfast.SetupError, match="no 'lr'.*give every group one"):
+        holdfast.Guard(model, other)
+    other.param_groups.clear()
+    with pytest.raises(
+        holdfast.SetupError, match=r"number 1, SGD, has no param groups; build it from model.parameters"
+    ):
+        holdfast.Guard(model, [optimizer, other])
+    optimizer.param_groups[0]["params"].clear()
+    with pytest.raises(holdfast.SetupError, match="hold no parameters"):
+        holdfast.Guard(model, optimizer)
+
+
+@pytest.mark.parametrize("after", [2, 14], ids=["in the first steps", "later"])
+@pytest.mark.parametrize("which", ["groups", "parameters", "groups of one of two"])
+def test_param_groups_emptied_during_the_run_apply_nothing(tmp_path, which, after):
+    model, optimizer, loader = parts()
+    head = torch.optim.SGD(model.last.parameters(), 0.1)
+    optimizers = [optimizer, head] if which == "groups of one of two" else optimizer
+    frozen_at = {}
+    with (
+        pytest.raises(holdfast.StepError, match=f"step {after + 1}: an optimizer was emptied during the run"),
+        holdfast.Guard(model, optimizers, run_dir=tmp_path / "run") as guard,
+    ):
+        for step in guard.steps(loader, max_steps=20):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(loss_of(model, batch))
+            if step.number == after:
+                (optimizer.param_groups[0]["params"] if which == "parameters" else optimizer.param_groups).clear()
+                frozen_at = frozen(model)
+    assert unchanged(model, frozen_at)
+    assert "emptied" in last_event(tmp_path / "run")["error"]
+
+
+def test_parameters_and_buffers_without_values():
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 1)
+    with pytest.raises(holdfast.SetupError, match=r"0\.weight of the model is on the meta device.*to_empty"):
+        holdfast.Guard([model], torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer, _ = parts()
+    model.register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(holdfast.SetupError, match="table of the model is on the meta device"):
+        holdfast.Guard(model, optimizer)
+    lazy = torch.nn.LazyLinear(1)
+    with pytest.raises(holdfast.SetupError, match="weight of the model has no shape yet.*call the model once"):
+        holdfast.Guard(lazy, torch.optim.SGD(lazy.parameters(), 0.1))
+
+
+def test_complex_parameters_that_are_already_broken():
+    model = torch.nn.Linear(2, 1, dtype=torch.complex64)
+    model.weight.data[0, 0] = complex(0.0, float("nan"))
+    with pytest.raises(holdfast.SetupError, match="weight holds NaN or Inf before the first step"):
+        holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 LOSSES = {
+    "complex": (lambda m, b: loss_of(m, b) * (1 + 1j), r"torch\.complex64.*real part or its absolute value"),
+    "whole numbers": (lambda m, b: loss_of(m, b).long(), r"torch\.int64"),
+    "no values": (lambda m, b: loss_of(m, b).to("meta"), "on the meta device"),
+    "sparse": (lambda m, b: loss_of(m, b).reshape(1).to_sparse(), "layout torch.sparse_coo"),
+    "empty": (lambda m, b: m(b[0])[:0], r"shape \(0, 1\).*loss\.mean\(\)"),
     "no graph": (lambda m, b: loss_of(m, b).detach(), "no graph"),
     "not a scalar": (lambda m, b: (m(b[0]) - b[1]) ** 2, r"shape \(8, 1\)"),
     "a number": (lambda m, b: loss_of(m, b).item(), "pass the tensor, not its value"),
@@ -413,9 +513,41 @@ def test_a_dataset_whose_rows_are_all_quarantined_ends_the_run(tmp_path):
     model = torch.nn.Linear(4, 1)
     guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=tmp_path / "run")
     loader = DataLoader(TensorDataset(torch.full((64, 4), float("nan"))), batch_size=4)
-    with pytest.raises(holdfast.HoldfastError, match="no sample left that is not quarantined"):
+    with pytest.raises(holdfast.DataError, match="no sample left that is not quarantined .64 samples"):
         guard.fit(lambda m, b: m(b[0]).mean(), loader, max_steps=50)
     assert guard.summary().samples_quarantined == 64
+    assert "no sample left" in last_event(tmp_path / "run")["error"]
+
+
+def test_quarantined_data_is_served_again_after_it_was_released(tmp_path):
+    """Deleting quarantine.json would not do: the next start rebuilds it from the journal."""
+
+    def train(quarantined=()):
+        model, optimizer, loader = parts()
+        with holdfast.Guard(model, optimizer, run_dir=tmp_path / "run") as guard:
+            guard.quarantine(quarantined, "known to be bad")
+            return guard.fit(loss_of, loader, epochs=2).committed
+
+    with pytest.raises(holdfast.DataError, match=f"holdfast ack {tmp_path / 'run'} --release-data"):
+        train(range(64))
+    (tmp_path / "run" / "quarantine.json").unlink()
+    with pytest.raises(holdfast.DataError):
+        train()
+    ack = [sys.executable, "-m", "holdfast", "ack", str(tmp_path / "run"), "--release-data"]
+    answer = subprocess.run(ack, capture_output=True, text=True, timeout=60, check=True)
+    assert "served again from the next start on: 64 samples" in answer.stdout
+    assert train() == 16
+
+
+def test_sample_ids_for_a_stream_that_has_none(tmp_path):
+    model, optimizer, loader = parts()
+    with holdfast.Guard(model, optimizer, run_dir=tmp_path / "run") as guard:
+        guard.quarantine([1], "known to be bad")
+        with pytest.warns(holdfast.HoldfastWarning, match="no resumable position"):
+            guard.fit(loss_of, list(loader), max_steps=2)
+        guard.quarantine([2], "found to be bad")
+    notes = [e["message"] for e in read(tmp_path / "run" / "journal.jsonl").events if e["event"] == "note"]
+    assert len([n for n in notes if "a stream has no sample ids" in n]) == 2
 
 
 def test_a_script_stopped_by_policy_ends_with_status_70_says_why_and_needs_an_ack(tmp_path):
@@ -435,10 +567,9 @@ def test_a_script_stopped_by_policy_ends_with_status_70_says_why_and_needs_an_ac
     assert "the run was stopped" in first.stderr
     assert "holdfast ack" in first.stderr
     assert "Traceback" not in first.stderr
-    second = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert second.returncode == 70
-    assert "was stopped by policy" in second.stderr
-    ack = [sys.executable, "-m", "holdfast", "ack", str(tmp_path / "run")]
-    assert subprocess.run(ack, capture_output=True, timeout=60).returncode == 0
+    with pytest.raises(holdfast.PolicyStop, match="was stopped by policy") as second:
+        holdfast.Guard(*parts()[:2], run_dir=tmp_path / "run").__enter__()
+    assert second.value.code == 70
+    ack(str(tmp_path / "run"))
     with holdfast.Guard(*parts()[:2], run_dir=tmp_path / "run"):
         pass

@@ -357,13 +357,13 @@ EITHER = [
 HOST = [sparse_beside_dense, muon_beside_adamw, wrapped_optimizer]
 
 
-def ways(turn):
+def ways(turn, share=2):
     """Every recipe with the gate on the host and on the device. One of the two is quick, the other one is slow: they take
-    turns over the recipes, and over the tests by `turn`."""
+    turns over the recipes, and over the tests by `turn`. With share=4 half of the recipes have both slow."""
     cases = [pytest.param(lambda r=r: r(), "host", id=r.__name__) for r in HOST]
     for number, r in enumerate(EITHER, turn):
         for device, gate in enumerate(("host", "device")):
-            marks = [] if number % 2 == device else [pytest.mark.slow]
+            marks = [] if number % share == device else [pytest.mark.slow]
             make = lambda r=r, fused=bool(device): r(fused=fused)  # noqa: E731
             cases.append(pytest.param(make, gate, id=f"{r.__name__}-{gate}", marks=marks))
     return cases
@@ -385,7 +385,7 @@ def recipe(make, gate, request, **case) -> Recipe:
     return Recipe(make, Case(**case))
 
 
-@pytest.mark.parametrize(("make", "gate"), ways(turn=0))
+@pytest.mark.parametrize(("make", "gate"), ways(turn=2, share=4))
 def test_without_a_fault_it_is_the_plain_run(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     run, plain = r.guarded(tmp_path / "run"), r.plain()
@@ -394,7 +394,7 @@ def test_without_a_fault_it_is_the_plain_run(make, gate, request, tmp_path):
     assert_equal(run.state, plain.state)
 
 
-@pytest.mark.parametrize(("make", "gate"), ways(turn=1))
+@pytest.mark.parametrize(("make", "gate"), ways(turn=1, share=4))  # the others are skipped in test_rollback
 def test_skip(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     r.case.faults = at(r.case, 0, 9, 15)
@@ -412,7 +412,7 @@ def test_rollback(make, gate, request, tmp_path):
     assert_equal(run.state, r.plain(without(r.case, 21, 22, 23)).state)
 
 
-@pytest.mark.parametrize(("make", "gate"), ways(turn=1))
+@pytest.mark.parametrize(("make", "gate"), ways(turn=3, share=4))
 def test_rollback_with_a_cut_lr(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
     r.case.config["recover"] |= {"skip_batches": 2}

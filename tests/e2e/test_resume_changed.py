@@ -28,7 +28,7 @@ def live(folder, stop, *, lr=1e-2, schedule="none", steps=40, **options):
     guard = holdfast.Guard(model, optimizer, scheduler=scheduler, run_dir=folder)
     with guard:
         guard.fit(lambda m, batch: m(batch[0]).square().mean(), loader, max_steps=stop)
-    lrs = {e["step"]: e["lr"] for e in journal.read(folder / "metrics.jsonl").events}
+    lrs = {e["step"]: e["lr"] for e in journal.read_rows(folder / "metrics.jsonl").events}
     return optimizer, lrs, model
 
 

@@ -25,16 +25,19 @@ LOADERS = {
     "set_epoch": {"way": "seeded"},
     "distributed": {"way": "distributed"},
     "shuffle, accumulated": {"way": "shuffle", "accumulate": 3, "epochs": 6},
-    "workers": {"way": "shuffle", "workers": 2, "augment": False},
-    "workers, generator": {"way": "generator", "workers": 2, "augment": False},
-    "persistent workers": {"way": "shuffle", "workers": 2, "augment": False, "persistent": True},
+    "workers": {"way": "shuffle", "workers": 2},
+    "workers, generator": {"way": "generator", "workers": 2},
+    "persistent workers": {"way": "shuffle", "workers": 2, "persistent": True},
     "persistent workers, set_epoch, accumulated": {
-        "way": "seeded", "workers": 2, "augment": False, "persistent": True, "accumulate": 2,
+        "way": "seeded", "workers": 2, "persistent": True, "accumulate": 2,
     },
 }  # fmt: skip
 
 
-SLOW_LOADERS = ("shuffle, drop_last", "generator", "shuffle, accumulated", "workers, generator", "persistent workers")
+SLOW_LOADERS = (
+    *("shuffle, drop_last", "generator", "generator, accumulated", "sequential", "shuffle, accumulated"),
+    *("workers, generator", "persistent workers"),
+)
 
 
 def loaders():
@@ -64,7 +67,7 @@ def ways():
     for number, make in enumerate(made.EITHER):
         gate = ("host", "device")[number % 2]
         # Rollbacks of all of them are quick tests in test_parts; they copy the same state.
-        marks = [pytest.mark.slow] if number % 4 > 1 else []
+        marks = [pytest.mark.slow] if number % 3 else []
         yield pytest.param(make, gate, id=f"{make.__name__}-{gate}", marks=marks)
 
 
@@ -81,12 +84,30 @@ def test_whatever_it_is_made_of(make, gate, tmp_path):
     assert_continued(relay(r, tmp_path / "relay", [5]), whole)
 
 
+@pytest.mark.shows("steps", "killed")
 def test_real_kills_inside_an_epoch_at_its_end_and_at_once(tmp_path):
     r = simple("device")
     whole = live(r, tmp_path / "whole")
     for at_step in (1, 5, 8, 8, 15):
         killed(r, tmp_path / "run", lambda guard, parts, step, n=at_step: step.number >= n)
     assert_continued(live(r, tmp_path / "run"), whole)
+
+
+@pytest.mark.parametrize("gate", ["host", "device"])
+def test_steps_that_are_settled_before_the_next_begins(gate, tmp_path):
+    """Everything of a snapshot is then of the same step: schedule and LR too."""
+    r = simple(gate)
+    whole = live(r, tmp_path / "whole")
+    dies = Dies(tmp_path, 16)
+
+    def between(guard, parts, step):
+        guard.flush()
+        dies(guard, parts, step)
+
+    assert_continued(live(r, tmp_path / "settled", between=between), whole)
+    life = live(r, dies.died[16])
+    assert life.began == 12
+    assert_continued(life, whole)
 
 
 @pytest.mark.parametrize("kind", ["PCG64", "Philox"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ended import Dead, check_passed_over, often, with_idle
+from resealed import rewritten
 from resumed import assert_continued, config_of, copied, entries_of, idle, live
 from test_resume_damage import BIN, INDEX, flipped
 
@@ -12,7 +13,6 @@ from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.manifest import (
     FileSum,
     HealthRecord,
-    Manifest,
     name_of,
     seal,
     unseal_health,
@@ -29,19 +29,9 @@ def dead(tmp_path_factory) -> Dead:
 # ---- the small files, rewritten by an expert
 
 
-def rewritten(folder, **changes) -> None:
-    """The manifest with other content, its checksum and the health record made to fit."""
-    manifest, _ = unseal_manifest((folder / "manifest.json").read_bytes())
-    body = {name: getattr(manifest, name) for name in manifest.__struct_fields__} | changes
-    content, digest = seal(Manifest(**body))
-    (folder / "manifest.json").write_bytes(content)
+def told(folder, health) -> None:
     record = unseal_health((folder / "health.json").read_bytes())
-    told(folder, record.health, digest)
-
-
-def told(folder, health, digest=None) -> None:
-    record = unseal_health((folder / "health.json").read_bytes())
-    record = HealthRecord(health=health, why="edited", manifest=digest or record.manifest, time=record.time)
+    record = HealthRecord(health=health, why="edited", manifest=record.manifest, time=record.time)
     (folder / "health.json").write_bytes(seal(record)[0])
 
 

@@ -129,7 +129,9 @@ def test_a_read_only_directory_is_refused_with_the_cure(dead, tmp_path, monkeypa
 
     before = tree(path)
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(RunDirError, match=r"cannot be written: Read-only file system.*another run_dir"):
+    with pytest.raises(
+        RunDirError, match=r"cannot be written: Read-only file system; choose a run_dir that can be written"
+    ):
         live(often(), path, about=dead.about)
     monkeypatch.undo()
     assert tree(path) == before

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import holdfast
 from holdfast.core.record.journal import read
+from marks import slow
 
 STEPS = 36
 OBSERVE = {"recover": {"mode": "observe"}}
@@ -131,9 +132,10 @@ def test_an_optimizer_whose_turn_it_is_not_does_nothing(optimizer, clip, tmp_pat
     assert_equal(ours, Gan(optimizer, clip=clip).plain().state())
 
 
-GATES = [("adamw", "host"), ("adamw_fused", "device"), ("sgd_fused", "device")]
+GATES = [("adamw", "host"), ("adamw_fused", "device"), *slow(("sgd_fused", "device"))]
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_turns_on_both_gates_and_with_a_scaler_are_the_plain_loop(optimizer, gate, precision, tmp_path):
@@ -146,6 +148,7 @@ def test_turns_on_both_gates_and_with_a_scaler_are_the_plain_loop(optimizer, gat
     assert_equal(ours, Gan(optimizer, precision, scale=scale).plain().state())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("batch", [6, 7], ids=["of the discriminator", "of the generator"])
 def test_a_nan_batch_in_a_turn_is_skipped_exactly(optimizer, gate, batch, tmp_path):

@@ -28,6 +28,12 @@ CLEARS = {
 
 
 @pytest.fixture(autouse=True)
+def _no_hooks_of_other_tests():
+    """A guard that another test has left open keeps its hook."""
+    optimizer_module._global_optimizer_pre_hooks.clear()
+
+
+@pytest.fixture(autouse=True)
 def warnings(caplog):
     """What the console shows by default."""
     caplog.set_level(logging.WARNING, logger="holdfast")

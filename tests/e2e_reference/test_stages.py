@@ -7,6 +7,7 @@ from test_trainer import Done, configuration, events, token_file
 
 from holdfast.drill.fault_schedule import FaultSchedule
 from holdfast.drill.faults.inf_gradient import InfGradient
+from marks import slow
 
 BORDER = 26
 """the first step with samples of the second stage: stages begin with blocks of 1000 samples, 40 to a step"""
@@ -38,7 +39,7 @@ def test_run_of_one_stage_has_no_shift(tmp_path):
     assert events(tmp_path / "run", "shift") == []
 
 
-@pytest.mark.parametrize("stop_at", [BORDER - 2, BORDER - 1, BORDER])
+@pytest.mark.parametrize("stop_at", [BORDER - 1, *slow(BORDER - 2, BORDER)])
 def test_boundary_of_a_stopped_and_resumed_run_is_declared_once(stop_at, tmp_path):
     whole = Done(staged(tmp_path, "whole"))
     first = Done(staged(tmp_path), stop_at=stop_at)

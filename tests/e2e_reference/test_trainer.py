@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import multiprocessing
+import os
 import random
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -20,6 +24,7 @@ from holdfast.drill.faults.nan_batch import NanBatch
 from holdfast.reference import trainer as reference
 from holdfast.reference.config import parse
 from holdfast.reference.tokens import TokenWriter
+from marks import slow
 
 STEPS = 20
 BEFORE = itertools.count(999)
@@ -70,7 +75,7 @@ class Done:
 
 
 def metrics(run_dir) -> list[dict]:
-    record = journal.read(run_dir / "metrics.jsonl")
+    record = journal.read_rows(run_dir / "metrics.jsonl")
     assert record.torn == []
     return record.events
 
@@ -139,11 +144,12 @@ CASES = {
     ),
     "bad gradient replayed before": ({}, lambda: FaultSchedule([InfGradient(4)], 4), lambda: None),
 }
+REPEATED = ("accumulated", "fp16", "bad batch skipped before, accumulated")
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in REPEATED), *slow(*REPEATED)])
 def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_path, case):
-    sections, faults, faults_after = case
+    sections, faults, faults_after = CASES[case]
     whole = Done(configuration(tmp_path / "whole", **sections), faults=faults())
     parted = configuration(tmp_path / "parted", **sections)
     first = Done(parted, faults=faults(), stop_at=9)
@@ -432,14 +438,14 @@ def test_interrupted_program_leaves_a_readable_run_and_resumes(tmp_path, program
     (end,) = events(run, "run_end")
     assert end.get("error") is None
     reached = end["step"]
-    assert 10 <= reached < 600
+    assert 10 <= reached < 500
     assert [row["step"] for row in metrics(run)] == list(range(1, reached + 1))
 
-    second = program(*words).end()
-    assert second.status == 0, second.err
-    assert [row["step"] for row in metrics(run)] == list(range(1, 601))
+    with pytest.raises(SystemExit) as second:
+        main.run([*map(str, words), f"--stop-at={reached + 10}"])
+    assert second.value.code == 75
+    assert [row["step"] for row in metrics(run)] == list(range(1, reached + 11))
     assert events(run, "resumed")[0]["step"] == reached
-    assert "clean: 600 steps committed" in second.err
 
 
 def test_second_interrupt_ends_the_program_at_once_without_a_traceback(tmp_path, program, config_file):
@@ -453,9 +459,14 @@ def test_second_interrupt_ends_the_program_at_once_without_a_traceback(tmp_path,
     assert events(tmp_path / "run", "run_end")
 
 
-def test_run_in_use_by_a_live_process_is_one_message(tmp_path, program, config_file, capsys):
-    first = program("train", config_file, "--train.steps=1000000")
-    first.wait_for("step 10/")
+def test_run_in_use_by_a_live_process_is_one_message(tmp_path, config_file, capsys):
+    fork = multiprocessing.get_context("fork")
+    first = fork.Process(target=main.run, args=(["train", str(config_file), "--train.steps=1000000"],), daemon=True)
+    first.start()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run" / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(SystemExit) as ended:
         main.run(["train", str(config_file)])
     stderr = capsys.readouterr().err
@@ -463,7 +474,8 @@ def test_run_in_use_by_a_live_process_is_one_message(tmp_path, program, config_f
     assert stderr.count("error: ") == 1
     assert f"{tmp_path / 'run'} is in use by process" in stderr
     assert "choose another run_dir" in stderr
-    first.interrupt()
-    assert first.end().status == 75
+    os.kill(first.pid, signal.SIGINT)
+    first.join(60)
+    assert first.exitcode == 75
     assert len(events(tmp_path / "run", "run_begin")) == 1
     assert events(tmp_path / "run", "restart") == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from holdfast.cli import main
+
+FORK = multiprocessing.get_context("fork")
 
 
 class Answer(NamedTuple):
@@ -51,3 +55,23 @@ def installed() -> Callable[..., Answer]:
         return Answer(done.returncode, done.stdout, done.stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """Each kind of run directory, made once."""
+    place = tmp_path_factory.mktemp("runs")
+    found: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in found:
+            found[kind] = place / kind
+            import saved_runs  # imports torch, which most commands do without
+
+            child = FORK.Process(target=saved_runs.KINDS[kind], args=(found[kind],), daemon=True)
+            child.start()
+            child.join(120)
+            assert child.exitcode == (-signal.SIGKILL if kind == "killed" else 0)
+        return found[kind]
+
+    return make

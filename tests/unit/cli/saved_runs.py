@@ -1,11 +1,9 @@
-"""Makes run directories with checkpoints, by real Guards. As a program, it makes one run and may kill itself."""
+"""Makes run directories with checkpoints, by real Guards. One of them kills its process."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -117,6 +115,4 @@ def killed_in_rollback(run_dir: Path) -> None:
     train(run_dir, 100, bad_step=66, hooks=(RollBackOnce(45),), at_end=False)
 
 
-if __name__ == "__main__":
-    logging.disable()
-    {"straight": straight, "forked": forked, "killed": killed_in_rollback}[sys.argv[1]](Path(sys.argv[2]))
+KINDS = {"straight": straight, "forked": forked, "killed": killed_in_rollback}

@@ -8,8 +8,10 @@ import os
 import pytest
 
 from holdfast.core.base.config import RecoverSection
+from holdfast.core.base.types import Span
 from holdfast.core.decide.policy import Policy
 from holdfast.core.record import journal
+from holdfast.core.record.quarantine import Quarantine
 
 HOLD = """
 import sys
@@ -37,7 +39,7 @@ def run(tmp_path):
     folder = tmp_path / "runs" / "a"
     folder.mkdir(parents=True)
     log = journal.Journal(folder / "journal.jsonl")
-    log.write("start")
+    log.write("run_begin")
     log.write("plan", policy={**SPENT, "spikes": 1, "latched": None})
     log.write("plan", policy=SPENT)
     log.write("outcome", status="stopped")
@@ -201,3 +203,30 @@ def test_policy_state_of_another_shape_is_refused_and_nothing_is_written(holdfas
     assert answer.status == 1
     assert "rollbacks" in answer.err
     assert (run / "journal.jsonl").read_bytes() == before
+
+
+def test_release_data_puts_all_quarantined_data_back(holdfast, run):
+    with_data = Quarantine(run / "quarantine.json")
+    with_data.add_samples([3, 5], "bad row")
+    with_data.add_spans([Span(0, 4, 8)], "bad batch")
+    with_data.add_ahead(2, 0, 4, "bad window")
+    log = journal.Journal(run / "journal.jsonl")
+    log.write("quarantine", samples=[3, 5, 7], reason="bad row")
+    log.close()
+    answer = holdfast("ack", run, "--release-data", "--json")
+    assert answer.json["released_data"] == "3 samples, 1 ranges of single epochs, 1 windows ahead"
+    again = Quarantine(run / "quarantine.json")
+    again.complete(events(run))
+    assert (again.samples, again.spans(), again.ahead(2)) == (frozenset(), [], [])
+    assert [entry["reason"] for entry in again.entries][:2] == ["bad row", "bad batch"], "the record stays"
+    again.add_samples([9], "bad again")
+    assert Quarantine(run / "quarantine.json").samples == {9}
+    other_rank = Quarantine()
+    other_rank.adopt(again.entries)
+    assert other_rank.samples == {9}
+
+
+def test_without_release_data_the_quarantine_stays(holdfast, run):
+    Quarantine(run / "quarantine.json").add_samples([3], "bad row")
+    assert "released_data" not in holdfast("ack", run, "--json").json
+    assert Quarantine(run / "quarantine.json").samples == {3}

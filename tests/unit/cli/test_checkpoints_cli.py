@@ -27,6 +27,7 @@ from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.measured import measure
 from holdfast.core.checkpoints.resume import Survey, resolve_resume_path
 from holdfast.core.record import journal
+from marks import slow
 
 HOLD = """
 import sys
@@ -37,24 +38,6 @@ sys.stdin.read()
 """
 LEFT = ["step_00000060.b1", "step_00000050.b1"]
 STRAIGHT = [f"step_{step:08d}" for step in (35, 30, 20, 10, 0)]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Each kind of run directory, made once."""
-    place = tmp_path_factory.mktemp("runs")
-    found: dict[str, Path] = {}
-
-    def make(kind: str) -> Path:
-        if kind not in found:
-            found[kind] = place / kind
-            program = [sys.executable, saved_runs.__file__, kind, str(found[kind])]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=environment)
-            assert done.returncode == (-9 if kind == "killed" else 0), done.stderr
-        return found[kind]
-
-    return make
 
 
 @pytest.fixture
@@ -166,7 +149,7 @@ def test_tree_of_branches_abandoned_at_several_steps(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
+@pytest.mark.parametrize("columns", [60, 200, *slow(80, 100, 120)])
 def test_table_fits_the_terminal(installed, forked, columns):
     answer = installed("checkpoints", "ls", forked, env={"COLUMNS": str(columns), "PYTHONUTF8": "1"})
     table = answer.out.partition("\n\n")[0].splitlines()

@@ -144,7 +144,7 @@ def test_terminal_of_any_width_shows_the_picture_without_drawing_it_at_every_ste
     monkeypatch.setattr(command.Chart, "render", lambda *a: drawn.append(1) or render(*a))
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=40, color_system=None)
-    monkeypatch.setattr(command, "Console", lambda **_: console)
+    monkeypatch.setattr(command, "console", lambda **_: console)
     screen = command._DemoScreen(1200, quiet=False)
     with screen:
         fake_demo(0, 1200, None, screen.listen)

@@ -118,7 +118,7 @@ def test_control_characters_of_a_run_are_not_printed(tmp_path, installed):
     b = write_run(tmp_path / "b", facts={"note": "\ud800\x00", "eval": {"\x1b[31mx": 0.4}})
     answer = installed("diff", a, b)
     assert answer.status == 0, answer.err
-    assert "\x1b" not in answer.out and "?[2J" in answer.out
+    assert "\x1b" not in answer.out and "?? " in answer.out
 
 
 @pytest.mark.parametrize("width", ["20", "40", "200"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import shutil
+import subprocess
 import tomllib
 
 import pytest
@@ -102,3 +104,70 @@ def test_full_disk_leaves_the_old_file_only(installed, tmp_path):
     assert "Traceback" not in answer.err
     assert path.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "use"), [("--slurm", "train.sbatch", "sbatch"), ("--torchrun", "train.sh", "bash")]
+)
+def test_script_is_written_beside_the_program_and_the_message_says_how_to_use_it(
+    holdfast, tmp_path, monkeypatch, option, name, use
+):
+    monkeypatch.chdir(tmp_path)
+    answer = holdfast("init", option, "--", "train.py", "--lr", "3e-4")
+    assert answer.status == 0
+    assert f"wrote {name}; " in answer.out and f"{use} {name}" in answer.out
+    assert [p.name for p in tmp_path.iterdir()] == [name]
+    assert "    train.py --lr 3e-4" in (tmp_path / name).read_text()
+    assert holdfast("init", option).status == 1
+
+
+@pytest.mark.parametrize("option", ["--slurm", "--torchrun"])
+@pytest.mark.parametrize("more", [[], ["--nodes", "2", "--gpus", "8"], ["--gpus", "0", "--array", "0-3"]])
+def test_script_is_valid_shell(holdfast, tmp_path, option, more):
+    path = tmp_path / "a b.sh"
+    assert holdfast("init", option, path, *more, "--", "python", "-m", "x", "it's", "a b").status == 0
+    text = path.read_text()
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=30)
+    assert """ -m x 'it'"'"'s' 'a b'""" in text
+    assert "python" not in text
+    if shutil.which("shellcheck"):
+        done = subprocess.run(["shellcheck", str(path)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout
+
+
+def test_options_are_in_the_batch_script(holdfast):
+    text = holdfast("init", "--slurm", "-", "--nodes", "2", "--gpus", "4", "--time", "7:00", "--array", "0-3").out
+    lines = [line.split("  ")[0] for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert lines == [
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=32",
+        "#SBATCH --time=7:00",
+        "#SBATCH --array=0-3",
+        "#SBATCH --output=%x-%A_%a.out",
+        "#SBATCH --signal=USR1@180",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+    ]
+    assert "--nproc-per-node 4 " in text
+    without = holdfast("init", "--slurm", "-", "--gpus", "0", "--processes", "3").out
+    assert "gpus" not in without and "%x-%j.out" in without and "--nproc-per-node 3 " in without
+
+
+def test_dash_and_json_carry_the_script(holdfast):
+    assert holdfast("init", "--torchrun", "-", "--json").json["text"] == holdfast("init", "--torchrun", "-").out
+
+
+def test_command_without_a_kind_of_script_is_refused(holdfast, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = holdfast("init", "--", "train.py")
+    assert answer.status == 2 and "'train.py'" in answer.err and "--slurm or --torchrun" in answer.err
+    assert holdfast("init", "--slurm", "--torchrun").status == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["1:00\n#SBATCH --uid=0", "1:00 --uid=0", ""])
+def test_value_that_would_add_a_line_to_the_script_is_refused(holdfast, text):
+    for option in ("--time", "--array"):
+        assert holdfast("init", "--slurm", "-", option, text).status == 2

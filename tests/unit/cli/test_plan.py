@@ -452,3 +452,69 @@ def test_terminal_in_an_old_encoding_gets_question_marks_and_no_traceback(instal
 )
 def test_durations_use_a_readable_unit(seconds, words):
     assert format_duration(seconds) == words
+
+
+# ---- the snapshots of a model
+
+
+def test_snapshots_of_a_planned_model(holdfast):
+    answer = holdfast("plan", "--params", "7b", "--ranks", 8, "--host-memory", "1tb")
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.startswith("replicated (DDP): no snapshots: 2 copies of 84.00 GB are needed, and 0 fit.")
+    assert "sharded (FSDP): 2 copies of 10.50 GB fit; a rollback in memory reaches 11 steps back or more." in answer.out
+    for words in (
+        "7,000,000,000 parameters in float32",
+        "2 optimizer states",
+        "a quarter of that",
+        "memory_gb = 115.5",
+    ):
+        assert words in answer.out
+
+
+def test_snapshots_of_a_planned_model_as_json(holdfast):
+    words = ("--params", "70B", "--dtype", "bf16", "--state-dtype", "fp32", "--ranks", 64, "--host-memory", "2tb")
+    answer = holdfast("plan", *words, "--json").json
+    assert answer["schema"] == "holdfast.plan.snapshots/1"
+    assert answer["model"]["nbytes"] == 70 * 10**9 * (2 + 2 * 4)
+    assert answer["model"]["ranks_per_host"] == 8
+    replicated, sharded = answer["plans"]
+    assert (replicated["state"], replicated["kept"], replicated["reach"]) == ("replicated", 0, None)
+    assert "snapshots are off" in replicated["note"]
+    assert sharded["allowed"] == 2 * 10**12 // 8 // 4
+    assert (sharded["nbytes"], sharded["copies"], sharded["kept"], sharded["wanted"]) == (10937500000, 5, 5, 11)
+    assert sharded["reach"][0] < sharded["reach"][1]
+
+
+def test_one_rank_with_memory_for_all_has_nothing_to_note(holdfast):
+    answer = holdfast("plan", "--params", "1.4e6", "--optimizer-states", 0, "--memory-gb", 1, "--json").json
+    (plan,) = answer["plans"]
+    assert (plan["nbytes"], plan["kept"], plan["note"]) == (5_600_000, 11, None)
+    assert (
+        "one rank: all 11 copies of 5.6 MB fit."
+        in holdfast("plan", "--params", "1.4m", "--optimizer-states", 0, "--memory-gb", 1).out
+    )
+
+
+def test_everything_wrong_with_a_model_is_listed(holdfast):
+    words = ("--params", "seven", "--dtype", "int4", "--ranks", 2, "--ranks-per-host", 4, "--memory-gb", -1)
+    answer = holdfast("plan", *words, "--host-memory", "1zb", "--mtbf", "3h", "--save-cost", 3)
+    assert answer.status == 78
+    for text in (
+        "--params counts snapshots, --save-cost, --mtbf plan saves: run the command twice",
+        "--params 'seven': not a size from 1 to 1e18; write 7b, 350m or 1.4e9",
+        "--host-memory '1zb': not a size from 1 to 1e18; write 512, 512gb or 2tb",
+        "--memory-gb -1.0: must be a number above 0, such as 60",
+        "--ranks-per-host 4: more than all ranks; give --ranks 4 or more",
+        "--dtype 'int4': not a known dtype; write one of fp32, bf16, fp16, fp64, float32",
+    ):
+        assert text in answer.err
+    missing = holdfast("plan", "--params", "7b")
+    assert missing.status == 78
+    assert "memory: give --host-memory SIZE, the free memory of a host, or --memory-gb NUMBER" in missing.err
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf", "-1", "0", "1e400", "7 b b", "٣b", "\x1b[31m", "9" * 500])
+def test_a_size_that_is_none_is_an_error(holdfast, text):
+    answer = holdfast("plan", "--params", text, "--memory-gb", 1)
+    assert answer.status == 78
+    assert "--params" in answer.err and "\x1b" not in answer.err

@@ -258,7 +258,7 @@ def test_stopped_run_is_status_75_and_the_same_command_resumes_it(holdfast, file
     assert (resumed.status, resumed.json["steps"]) == (0, 12)
     whole = holdfast("train", file, "--train.run_dir=whole", "--json")
     assert resumed.json["eval_loss"] == whole.json["eval_loss"]
-    steps = [row["step"] for row in journal.read(tmp_path / "runs/train/metrics.jsonl").events]
+    steps = [row["step"] for row in journal.read_rows(tmp_path / "runs/train/metrics.jsonl").events]
     assert steps == list(range(1, 13))
 
 

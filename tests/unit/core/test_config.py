@@ -24,6 +24,7 @@ from holdfast.core.base.config import (
     with_current_keys,
 )
 from holdfast.core.base.errors import ConfigError, HoldfastWarning
+from marks import examples
 
 KEYS = [(section, key) for section, kind in SECTIONS.items() for key in kind.__struct_fields__]
 
@@ -191,8 +192,14 @@ def test_path_under_a_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"[a]\nb = \xff\n", "UTF-8"), (b"[a\n", "line 1"), (b"a = " + b"[" * 100_000, "TOML")],
-    ids=["bytes", "syntax", "depth"],
+    [
+        (b"[a]\nb = \xff\n", "UTF-8"),
+        (b"[a\n", "line 1"),
+        (b"a = " + b"[" * 100_000, "TOML"),
+        (b"a = " + b"9" * 5000, "TOML"),
+        (b"#" * 2**21, "longer than"),
+    ],
+    ids=["bytes", "syntax", "depth", "digits", "length"],
 )
 def test_file_that_is_no_toml_is_refused_with_the_reason(tmp_path, content, says):
     path = tmp_path / "a.toml"
@@ -365,7 +372,7 @@ bodies = st.dictionaries(junk_keys | real_keys, junk_values, max_size=5)
 junk = st.dictionaries(junk_keys | st.sampled_from(list(SECTIONS)), bodies | junk_values, max_size=5)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(junk)
 def test_junk_never_crashes_and_every_unknown_name_is_reported(data):
     unknown_sections = [name for name in data if name not in SECTIONS]
@@ -384,7 +391,7 @@ def test_junk_never_crashes_and_every_unknown_name_is_reported(data):
         assert any(e.startswith((f"[{name}]: ", f"{name}: ")) for e in errors)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sets(st.sampled_from(KEYS), max_size=6), st.sets(st.sampled_from(["zz1", "zz2", "zz3"])), st.data())
 def test_every_error_is_reported_once_and_none_beside(wrong, unknown, data):
     section = data.draw(st.sampled_from(list(SECTIONS)))
@@ -403,7 +410,7 @@ def test_every_error_is_reported_once_and_none_beside(wrong, unknown, data):
         assert sum(error.startswith(start) for error in errors) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     loss_z=st.floats(6.0, 1e6),
     every=st.integers(1, 1000),
@@ -468,7 +475,7 @@ def test_override_under_a_section_that_is_a_value_leaves_the_error_to_parse():
     assert "write [detect]" in only_error(override({"detect": 3}, ["detect.loss_z=9"]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(KEYS), st.text(max_size=20))
 def test_override_with_any_text_is_a_config_or_a_config_error(where, text):
     section, key = where

@@ -71,12 +71,11 @@ def test_bytes_of_wider_items_are_all_written(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"abcdefgh"
 
 
-def test_exclusive_file_is_not_overwritten_and_another_is_emptied_first(tmp_path):
-    durable.write_file(tmp_path / "a", b"long content")
+def test_file_that_exists_is_not_overwritten(tmp_path):
+    durable.write_file(tmp_path / "a", b"old")
     with pytest.raises(FileExistsError):
-        durable.write_file(tmp_path / "a", b"new", exclusive=True)
-    durable.write_file(tmp_path / "a", b"new")
-    assert (tmp_path / "a").read_bytes() == b"new"
+        durable.write_file(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_bytes() == b"old"
 
 
 def test_nothing_is_written_or_read_through_a_link(tmp_path):

@@ -295,6 +295,16 @@ def test_garbage_window_wider_than_one_incident_may_leave_out_is_put_back():
     assert_nothing_changed(run, 800)
 
 
+def test_no_data_is_left_out_if_the_random_numbers_of_a_step_make_the_loss_high():
+    def unlucky(run: Run, step: int, batch: int, lr: float) -> float:  # a step that runs again draws the same numbers
+        is_bad_draw = FAULT <= step < FAULT + 4 or step == FAULT + 9
+        return sound(run, step, batch, lr) + 6.0 * (is_bad_draw and batch % 5 < 4)
+
+    run = Run(unlucky).run(700)
+    assert ("leave_out_data", "begun") in run.results()
+    assert_nothing_changed(run, 700)
+
+
 def test_data_that_must_not_be_left_out_is_not():
     run = Run(garbage(30), skip_batches=0).run(800)
     assert "leave_out_data" not in {rung for rung, _ in run.results()}

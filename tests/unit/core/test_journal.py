@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import resource
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from holdfast.core.base.types import Finding, Kind, Severity, Span
 from holdfast.core.record import journal
 from holdfast.core.record.journal import Journal, NullJournal
 from holdfast.core.record.outage import DiskOutage
+from marks import examples
 
 
 def write(path: Path, *events: dict[str, Any]) -> bytes:
@@ -44,7 +47,7 @@ def test_each_event_is_one_line_with_its_name_time_and_number(tmp_path):
     log.write("plan", durable=True, step=3)
     log.close()
     assert path.read_bytes().count(b"\n") == 2
-    assert journal.read(path).events == [
+    assert journal.read_rows(path).events == [
         {"event": "start", "time": 100.0, "n": 1, "seed": 1},
         {"event": "plan", "time": 101.5, "n": 2, "step": 3},
     ]
@@ -54,7 +57,7 @@ def test_event_can_be_read_as_soon_as_write_returns(tmp_path):
     path = tmp_path / "journal.jsonl"
     log = Journal(path)
     log.write("plan")
-    assert len(journal.read(path).events) == 1
+    assert len(journal.read_rows(path).events) == 1
     log.close()
 
 
@@ -62,7 +65,7 @@ def test_nan_and_infinities_round_trip_and_none_stays_none(tmp_path):
     path = tmp_path / "journal.jsonl"
     data = write(path, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": None})
     assert b'"a":NaN,"b":Infinity,"c":-Infinity,"d":null' in data
-    (event,) = journal.read(path).events
+    (event,) = journal.read_rows(path).events
     assert math.isnan(event["a"])
     assert (event["b"], event["c"], event["d"]) == (math.inf, -math.inf, None)
 
@@ -79,7 +82,7 @@ def test_nan_inside_a_finding_is_a_nan(tmp_path):
     )
     path = tmp_path / "journal.jsonl"
     write(path, {"finding": finding})
-    (event,) = journal.read(path).events
+    (event,) = journal.read_rows(path).events
     assert event["finding"]["kind"] == "nonfinite_loss"
     assert event["finding"]["severity"] == 1
     assert math.isnan(event["finding"]["evidence"]["loss"])
@@ -93,13 +96,13 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(json_values, max_size=4))
 def test_any_value_is_one_line_and_reads_back_equal(values):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "journal.jsonl"
         data = write(path, *({"value": value} for value in values))
-        record = journal.read(path)
+        record = journal.read_rows(path)
     assert data.count(b"\n") == len(values)
     assert [event["value"] for event in record.events] == values
     assert record.torn == []
@@ -115,7 +118,7 @@ def test_file_cut_at_every_byte_keeps_all_earlier_lines_and_at_most_one_torn(tmp
     path = tmp_path / "cut"
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        record = journal.read(path)
+        record = journal.read_rows(path)
         ended = [0, *(end for end in ends if end <= cut)]
         tail = whole[ended[-1] : cut]
         lacks_newline_only = cut + 1 in ends
@@ -128,11 +131,11 @@ def test_writer_continues_a_file_cut_at_every_byte_and_records_where(tmp_path):
     path = tmp_path / "cut"
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        before = journal.read(path)
+        before = journal.read_rows(path)
         log = Journal(path, fsync=False, clock=FakeClock())
         log.write("restart")
         log.close()
-        after = journal.read(path)
+        after = journal.read_rows(path)
         added = after.events[len(before.events) :]
         assert repr(after.events[: len(before.events)]) == repr(before.events), cut
         assert after.torn == [torn._replace(data=torn.data + b"\n") for torn in before.torn], cut
@@ -151,7 +154,7 @@ def test_torn_line_longer_than_one_read_is_found(tmp_path):
         file.write(b'{"x":"' + b"y" * 200_000)
     log = Journal(path)
     log.close()
-    assert journal.read(path).events[-1]["offset"] == len(head)
+    assert journal.read_rows(path).events[-1]["offset"] == len(head)
 
 
 def test_file_that_is_one_torn_line_is_continued(tmp_path):
@@ -159,7 +162,7 @@ def test_file_that_is_one_torn_line_is_continued(tmp_path):
     path.write_bytes(b"{" + b" " * 70_000)
     log = Journal(path)
     log.close()
-    assert journal.read(path).events[0]["offset"] == 0
+    assert journal.read_rows(path).events[0]["offset"] == 0
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_line_of_garbage_is_reported_where_it_is_and_costs_no_other(tmp_path, ga
     path = tmp_path / "journal.jsonl"
     first = write(path, {"step": 1})
     path.write_bytes(first + garbage + b"\n\n" + first)
-    record = journal.read(path)
+    record = journal.read_rows(path)
     assert len(record.events) == 2
     assert record.torn == [(2, len(first), garbage + b"\n")]
 
@@ -195,7 +198,7 @@ def test_killed_writer_leaves_every_event_it_was_told_was_written(tmp_path, star
         assert process.line()
     process.kill()
     told = [20, *map(int, process.rest())]
-    record = journal.read(path)
+    record = journal.read_rows(path)
     numbers = [event["number"] for event in record.events]
     assert numbers == list(range(1, len(numbers) + 1))
     assert len(numbers) >= told[-1]
@@ -228,7 +231,7 @@ def test_event_after_a_half_written_one_is_not_lost_with_it(tmp_path, start):
     process = start(LIMITED, path)
     assert process.line() == "refused"
     assert process.line() == "done"
-    record = journal.read(path)
+    record = journal.read_rows(path)
     assert [event["event"] for event in record.events] == ["first", "after"]
     assert len(record.torn) == 1
 
@@ -258,7 +261,7 @@ def test_events_that_a_full_disk_refuses_wait_and_are_written_in_order(tmp_path,
     ended = process.line()
     assert "'files': ['journal.jsonl'], 'why': 'File too large', 'lines_waited': 50, 'lines_lost': 0" in ended
     assert ended.endswith(" None")
-    record = journal.read(path)
+    record = journal.read_rows(path)
     assert record.torn == [], "a line that was half written is completed"
     assert [event["n"] for event in record.events] == list(range(1, 53))
     assert [event["number"] for event in record.events[1:-1]] == list(range(50))
@@ -277,7 +280,7 @@ def test_an_event_that_cannot_be_forced_to_disk_is_forced_later(tmp_path, monkey
     log = Journal(tmp_path / "journal.jsonl", outage=outage)
     log.write("plan", durable=True)
     assert outage.is_active and forced == []
-    assert [event["event"] for event in journal.read(tmp_path / "journal.jsonl").events] == ["plan"]
+    assert [event["event"] for event in journal.read_rows(tmp_path / "journal.jsonl").events] == ["plan"]
     log.write_out()
     assert len(forced) == 1
     assert outage.pop_finished() is not None and not outage.is_active
@@ -292,7 +295,7 @@ def test_a_deleted_journal_is_continued_in_a_new_file_of_that_name(tmp_path, cap
     path.unlink()
     log.write("kept")
     log.close()
-    assert [event["event"] for event in journal.read(path).events] == ["kept"]
+    assert [event["event"] for event in journal.read_rows(path).events] == ["kept"]
     assert "was deleted or replaced" in caplog.text
 
 
@@ -306,17 +309,32 @@ def test_events_wait_while_the_folder_is_gone_and_are_written_when_it_is_back(tm
     (tmp_path / "away").rename(folder)
     log.write("third")
     log.close()
-    assert [event["event"] for event in journal.read(folder / "journal.jsonl").events] == ["first", "second", "third"]
+    assert [event["event"] for event in journal.read_rows(folder / "journal.jsonl").events] == [
+        "first",
+        "second",
+        "third",
+    ]
 
 
-def test_full_disk_is_a_run_dir_error_that_names_the_file():
-    with pytest.raises(RunDirError, match=r"/dev/full cannot be written: No space left"):
-        Journal("/dev/full").write("plan")
+def test_full_disk_is_a_run_dir_error_that_names_the_file(tmp_path):
+    log = Journal(tmp_path / "journal.jsonl")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(RunDirError, match=r"journal.jsonl cannot be written: File too large"):
+            log.write("plan")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        log.close()
 
 
-def test_event_that_cannot_be_forced_to_disk_is_a_run_dir_error():
-    log = Journal("/dev/null")
+def test_event_that_cannot_be_forced_to_disk_is_a_run_dir_error(tmp_path, monkeypatch):
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    log = Journal(tmp_path / "journal.jsonl")
     log.write("note")
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(RunDirError, match="cannot be forced to disk"):
         log.write("plan", durable=True)
     log.close()

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ LONG = 60.0
 
 
 def rows(path: Path) -> list[int]:
-    return [row["step"] for row in journal.read(path).events]
+    return [row["step"] for row in journal.read_rows(path).events]
 
 
 def threads() -> list[threading.Thread]:
@@ -193,7 +194,7 @@ def test_file_torn_by_a_kill_is_continued(tmp_path):
     path.write_bytes(b'{"step":1}\n{"st')
     with opened(path, 0.0) as file:
         file.write({"step": 2})
-    record = journal.read(path)
+    record = journal.read_rows(path)
     assert [row["step"] for row in record.events] == [1, 2]
     assert len(record.torn) == 1
 
@@ -218,7 +219,7 @@ def test_rows_are_written_once_although_the_disk_was_full_at_any_byte(tmp_path, 
                 file.flush()
                 file.flush()
         assert rows(path) == [1, 2, 3, 4], room
-        assert journal.read(path).torn == [], room
+        assert journal.read_rows(path).torn == [], room
 
 
 @pytest.mark.parametrize("call", ["write", "flush", "idle", "close"])
@@ -238,7 +239,7 @@ def test_rows_that_the_thread_could_not_write_are_written_later_and_the_outage_i
     file.write({"step": 5}) if call == "write" else getattr(file, call)()
     file.close()
     assert rows(path) == [1, 2, 3, 4, 5][: 5 if call == "write" else 4]
-    assert journal.read(path).torn == []
+    assert journal.read_rows(path).torn == []
     logged = [record.getMessage() for record in caplog.records]
     assert len(logged) == 2, logged
     assert logged[0].startswith(f"holdfast: {path} cannot be written: No space left on device; ")
@@ -270,17 +271,20 @@ def test_training_does_not_wait_for_a_full_disk_and_the_oldest_rows_are_lost_bey
     kept = rows(path)
     assert kept[:2] == [100, 101], "what was in the file, and the line that was half in it"
     assert kept[2:] == list(range(kept[2], 401)) and 60 < len(kept) < 90
-    assert journal.read(path).torn == []
+    assert journal.read_rows(path).torn == []
     assert f"{301 - len(kept)} were lost" in caplog.messages[-1]
     assert sum("the oldest lines are lost" in message for message in caplog.messages) == 1
 
 
-def test_a_file_that_cannot_be_written_is_closed_all_the_same(caplog):
-    file = MetricsFile(Path("/dev/full"), 1e9, FakeClock())
+def test_a_file_that_cannot_be_written_is_closed_all_the_same(tmp_path, caplog):
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "metrics.jsonl"
+    file = MetricsFile(path, 1e9, FakeClock())
+    shutil.rmtree(tmp_path / "run")
     file.write({"step": 1})
     file.close()
     file.close()
-    assert caplog.messages[-1] == "holdfast: /dev/full: lines lost because the disk refused them: 1"
+    assert caplog.messages[-1] == f"holdfast: {path}: lines lost because the disk refused them: 1"
 
 
 def test_a_deleted_file_is_begun_again_and_logged(tmp_path, caplog):
@@ -396,7 +400,7 @@ def test_a_kill_costs_the_rows_of_the_last_moments_and_no_others(tmp_path):
     process.communicate(timeout=LONG)
     found = rows(path)
     assert found and found == list(range(len(found))) and len(found) <= int(said) + 101
-    assert len(journal.read(path).torn) <= 1
+    assert len(journal.read_rows(path).torn) <= 1
     with opened(path, 1.0) as file:
         file.write({"step": -1})
     assert rows(path)[-1] == -1

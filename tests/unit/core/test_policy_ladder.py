@@ -24,6 +24,7 @@ from holdfast.core.decide.policy import Policy
 NAN = verdict(Kind.NONFINITE_LOSS)
 BAD_STATE = verdict(Kind.NONFINITE_STATE, Severity.ROLLBACK)
 JUMP = verdict(Kind.STATE_JUMP, Severity.ROLLBACK, vetoed=False)
+STATISTICS = verdict(Kind.STATISTICS_JUMP, Severity.ROLLBACK, vetoed=False)
 MINE = verdict("mine", Severity.ROLLBACK, vetoed=False)
 DESYNC = verdict(Kind.DESYNC)
 
@@ -221,6 +222,19 @@ def test_jump_that_does_not_come_back_was_transient():
     assert [cause for _, cause, _ in policy.pop_established()] == [Cause.TRANSIENT]
     healthy(policy, 200, first=120)
     assert type(do(policy, JUMP).actions[0]) is Rollback, "another jump is another fault"
+
+
+def test_batch_that_spoils_running_statistics_twice_is_left_out_and_a_third_time_nothing_is_done():
+    policy = Policy(RecoverSection())
+    first, second, third = (do(policy, STATISTICS) for _ in range(3))
+    assert (type(first.actions[0]), first.first(SkipData)) == (Rollback, None)
+    assert second.first(SkipData) == SkipData(batches=1, around=100)
+    assert third.actions == ()
+
+
+def test_budget_spent_on_running_statistics_does_not_stop_the_run():
+    policy = Policy(RecoverSection(max_rollbacks_per_incident=1))
+    assert [do(policy, STATISTICS).first(Stop) for _ in range(4)] == [None] * 4
 
 
 def test_corruption_runs_again_then_returns_and_never_changes_data_or_lr():

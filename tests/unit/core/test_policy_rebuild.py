@@ -76,3 +76,11 @@ def test_state_of_another_shape_is_a_run_dir_error_that_says_which_event_and_wha
     assert message.startswith("the policy state in event 3 of the journal ('plan' at step 40) cannot be read: ")
     assert where in message
     assert "use the version of Holdfast that wrote it, or start over in another run_dir" in message
+
+
+def test_a_return_of_an_unknown_kind_proves_nothing():
+    account = {"number": 1, "kind": "nonfinite_loss", "opened": 3, "onset": 3, "check_at": 4, "last_return": "edited"}
+    policy = Policy(RecoverSection())
+    policy.rebuild([{"event": "note", "policy": {"incident": account}}])
+    policy.commit(5)
+    assert policy.state.incident is not None and policy.state.incident.check_at is None

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
+from marks import examples
 
 spans = st.builds(Span, st.integers(0, 2), st.integers(0, 40), st.integers(0, 40))
 
@@ -27,7 +28,7 @@ def positions(of: list[Span]) -> set[tuple[int, int]]:
 # ---- spans, against a set
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.lists(spans, max_size=4), max_size=6), st.lists(spans, max_size=10))
 def test_spans_exclude_what_a_set_of_positions_would(calls, questions):
     quarantine, model = Quarantine(), set()
@@ -45,7 +46,7 @@ def test_spans_exclude_what_a_set_of_positions_would(calls, questions):
             assert quarantine.covers(*question) == (positions([question]) <= model)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(spans, max_size=8), st.lists(st.integers(0, 30), max_size=8))
 def test_what_was_written_is_what_is_read(some_spans, ids):
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +224,7 @@ def test_folder_in_the_place_of_the_file_is_refused(tmp_path):
         Quarantine(tmp_path)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_file_cut_anywhere_is_refused_and_never_half_read(data):
     with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +254,7 @@ def test_about_may_hold_what_json_takes(tmp_path):
 # ---- data that is put back
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.lists(spans, max_size=3)), max_size=8))
 def test_release_puts_back_what_a_set_of_positions_would(calls):
     with tempfile.TemporaryDirectory() as folder:
@@ -291,7 +292,7 @@ def test_what_an_incident_left_out_is_known_until_it_is_put_back():
 batches = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["quarantine", "skip", "released"]), batches), max_size=10), st.data())
 def test_journal_completes_a_file_of_any_age_to_what_its_last_event_about_each_batch_says(history, data):
     """The file may be lost, or of any moment: a process died between the journal and the file."""

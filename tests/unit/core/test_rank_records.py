@@ -26,7 +26,7 @@ def test_events_of_several_threads_and_lives_are_read_back_line_by_line(tmp_path
     RankRecords(tmp_path, 1).write("peer_failed", rank=0)
 
     assert records.path == rank_file(tmp_path, 1) == tmp_path / "ranks" / "rank_00001.jsonl"
-    found = journal.read(records.path)
+    found = journal.read_rows(records.path)
     assert not found.torn
     assert sorted(e["step"] for e in found.events[:-1]) == list(range(20))
     assert found.events[-1]["event"] == "peer_failed" and found.events[-1]["time"] > 0

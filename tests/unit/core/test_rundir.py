@@ -142,7 +142,7 @@ def test_file_in_the_way_is_refused(tmp_path, below):
 def test_full_disk_costs_the_owners_name_but_not_the_lock(rundir, start):
     process = start(HOLD_ON_A_FULL_DISK, rundir.path)
     assert process.line() == "held"
-    with pytest.raises(RunDirError, match="in use by an unknown process"):
+    with pytest.raises(RunDirError, match=f"in use by process {process.pid} of user "):
         rundir.acquire()
 
 

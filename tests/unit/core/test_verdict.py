@@ -62,6 +62,7 @@ def test_kinds_that_share_a_cause_share_a_family_and_any_other_is_its_own():
         Kind.DESYNC: "corruption",
         Kind.SILENT_CORRUPTION: "corruption",
         Kind.STATE_JUMP: "jump",
+        Kind.STATISTICS_JUMP: "statistics",
     }
     assert {kind: family(kind) for kind in Kind} == {kind: shared.get(kind, kind.value) for kind in Kind}
     assert family("loss_spike") == "spike", "as read back from a journal"

@@ -13,7 +13,7 @@ from holdfast.reference import trainer as reference
 from holdfast.reference.config import parse
 from holdfast.reference.tokens import TokenWriter
 
-STEPS = 120
+STEPS = 80
 # Virtual machines exist that announce AMX and end a process that uses it with SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 

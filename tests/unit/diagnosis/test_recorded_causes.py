@@ -400,9 +400,9 @@ def _break_quarantine(run: RecordedRun) -> None:
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        (lambda run: run.cause("data", "x", data=[[0, 1]]), "data: x"),
-        (lambda run: run.cause("data", "x", data=[["a", "b", "c"]]), "data: x"),
-        (lambda run: run.cause("data", "x", samples=7), "data: x"),
+        (lambda run: run.cause("data", "x", data=[[0, 1]]), "data: before"),
+        (lambda run: run.cause("data", "x", data=[["a", "b", "c"]]), "data: before"),
+        (lambda run: run.cause("data", "x", samples=7), "data: before"),
         (lambda run: run.cause("data", "x", number=9), "data: before"),
         (lambda run: run.journal.write("cause", incident=[1], cause="lr"), "data: before"),
         (lambda run: run.journal.write("cause", incident=1), "data: before"),

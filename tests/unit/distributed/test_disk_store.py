@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from holdfast.core.base.types import Health
@@ -54,6 +55,19 @@ def test_write_error_on_one_rank_is_a_failure_and_not_unsafe_state(tmp_path: Pat
 def test_bug_on_one_rank_does_not_make_the_other_wait_for_the_timeout(tmp_path: Path) -> None:
     events = save_on_two_ranks(tmp_path, contents()._replace(parts={"step": object()}))
     assert [event.status for event in events] == ["failed", "failed"]
+
+
+def test_no_rank_waits_for_a_run_directory_that_was_removed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    store = DiskCheckpointStore(tmp_path / "run", World(1, 2), 30.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(World, "barrier", lambda self, timeout: None)  # rank 0 is not there
+        store.open("a", lambda: None)
+    (tmp_path / "run").rmdir()
+    store.save(contents(), LABEL)
+    store.wait()
+    store.close()
+    assert [(event.status, event.why) for event in store.events] == [("failed", f"{tmp_path / 'run'} was removed")]
 
 
 def test_nonfinite_state_on_one_rank_is_refused_and_names_the_tensor_first(tmp_path: Path) -> None:

@@ -87,6 +87,13 @@ def test_checkpoint_without_tensors_can_be_read(tmp_path):
 # ---- several ranks
 
 
+def test_plain_values_that_no_reader_would_take_are_refused_when_they_are_written(tmp_path):
+    with pytest.raises(
+        RunDirError, match="would hold 68 MB of numbers and text, and may hold 64 MB: keep large values"
+    ):
+        save(tmp_path, [{"a": torch.zeros(1)}], parts="[" + "1," * (34 << 20) + "1]")
+
+
 def test_replicated_tensors_are_written_once_and_evenly(tmp_path):
     sizes = [10_000, 9_000, 8_000, 5_000, 4_000, 3_000, 100, 50, 1, 0]
     tensors = {f"t{i}": torch.randn(n) for i, n in enumerate(sizes)}
@@ -187,11 +194,12 @@ def test_failing_call_names_path_and_cure_and_leaves_nothing_open(tmp_path, monk
     tensors = {"a": torch.randn(100_000), "b": torch.randn(3)}
     before = descriptors()
     for nth in range(1, 100):
-        failing, message = Failing(name, nth, code), ""
+        failing, message, folder = Failing(name, nth, code), "", tmp_path / str(nth)
+        folder.mkdir()
         with monkeypatch.context() as patch:
             patch.setattr(os, name, failing)
             try:
-                write_rank(tmp_path, tensors, "{}", rank=0, size=1, sums={}, is_private=is_private)
+                write_rank(folder, tensors, "{}", rank=0, size=1, sums={}, is_private=is_private)
             except RunDirError as error:
                 message = str(error)
         assert descriptors() == before

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.core.base.errors import DataError
 from holdfast.reference.mixture import BLOCK, Mixture, MixtureStage, block_quotas
 from holdfast.reference.tokens import Tokens
+from marks import examples
 
 CONTEXT = 8
 
@@ -92,7 +93,7 @@ def test_length_is_the_samples_asked_for():
 amounts = st.floats(min_value=1e-6, max_value=1e6, allow_nan=False)
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=examples(300), derandomize=True, deadline=None)
 @given(st.lists(amounts, min_size=1, max_size=12).map(tuple))
 def test_quotas_add_up_and_are_off_by_less_than_one(weights):
     shares = block_quotas(weights)

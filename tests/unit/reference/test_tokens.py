@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.errors import DataError
 from holdfast.reference.tokens import Tokens, TokenWriter, dtype_for, load_embedded, open_tokens
+from marks import examples
 
 SIZES = {"uint8": 256, "uint16": 50_304, "uint32": 200_000}
 
@@ -150,7 +151,7 @@ def test_foreign_file_is_not_a_token_file(tmp_path, content):
     assert "is not a token file" in message and "holdfast prepare" in message
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=examples(100), derandomize=True, deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_any_invalid_content_is_a_data_error(tmp_path_factory, content, in_the_header):
     path = tmp_path_factory.mktemp("fuzz") / "a"
@@ -202,3 +203,15 @@ def test_missing_standard_library_names_the_cure(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match=r"\[\[dataset.sources\]\]"):
         load_embedded()
+
+
+def test_a_planted_temporary_name_is_not_written_through(tmp_path):
+    (tmp_path / "victim").write_bytes(b"theirs")
+    (tmp_path / f".a.tokens.{os.getpid()}").symlink_to(tmp_path / "victim")
+    before = os.umask(0)
+    try:
+        write(tmp_path / "a.tokens", [1, 2, 3])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "victim").read_bytes() == b"theirs"
+    assert (tmp_path / "a.tokens").stat().st_mode & 0o777 == 0o644

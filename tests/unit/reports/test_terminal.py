@@ -14,11 +14,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "diagnosis"))
 from leaf_cases import CASES
 from synthetic import N, episode, healthy_loss, noise, put, run
 
+from holdfast.core.base.clean import clean
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.find import episodes
 from holdfast.reports import terminal
-from holdfast.reports.clean import clean, escape_markdown
 from holdfast.reports.curve import draw_curve
+from holdfast.reports.markdown import escape_markdown
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ def test_curve_draws_whatever_it_is_given(values):
 
 
 def test_clean_leaves_one_visible_line():
-    assert clean("a\x1b[2Jb\nc\td\x00\u202e") == "ab c d"
+    assert clean("a\x1b[2Jb\nc\td\x00\u202e") == "ab c d??"
     assert clean("\ud800") == "?"
 
 

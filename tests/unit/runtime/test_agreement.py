@@ -15,6 +15,7 @@ from holdfast.core.decide.engine import Limits
 from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMeasurements, Rows, agree
 from holdfast.runtime.step.pipeline import agree_alone
 from holdfast.runtime.tensors.norms import Norm
+from marks import examples
 
 
 class Others:
@@ -102,7 +103,7 @@ def test_tightest_limit_of_any_rank_holds():
     assert (float(loss), float(grad)) == (2.5, 7.0)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6))
 def test_whole_numbers_of_a_check_come_through_bit_for_bit(values):
     mine = measured(1.0, checks=torch.tensor(values))
@@ -112,7 +113,7 @@ def test_whole_numbers_of_a_check_come_through_bit_for_bit(values):
     assert Rows(only.extra, 1).checks == [values]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.floats(allow_nan=True), st.floats(0, 1e6)), min_size=2, max_size=5))
 def test_every_rank_comes_to_the_same_bits(ranks):
     parts = [(host(weight), measured(loss, abs(loss) if math.isfinite(loss) else 1.0)) for loss, weight in ranks]

@@ -14,6 +14,7 @@ from operations import Operations
 from torch import Tensor, nn
 
 from holdfast.runtime.state.buffers import _SMALL_BYTES, _STABLE_CAPTURES, ModuleBuffers
+from marks import examples
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
@@ -211,7 +212,7 @@ def test_as_named_and_from_named_round_trip():
 DEEDS = ("write", "data", "rebind", "other shape", "none", "grow", "nothing", "nothing", "nothing", "restore")
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.tuples(st.sampled_from(DEEDS), st.integers(0, 5)), max_size=20))
 def test_captures_equal_clones_after_any_sequence_of_changes(course):
     holder = Holder(

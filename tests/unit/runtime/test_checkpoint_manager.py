@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,10 @@ class RememberingStore:
     def entries(self) -> list[Any]:
         return []
 
-    def choose(self, why_not: Any) -> tuple[None, list[Any]]:
+    def choose(self, why_not: Any, in_memory: Any = ()) -> tuple[None, list[Any]]:
         return None, []
 
-    def open(self, run: str) -> None: ...
+    def open(self, run: str, check: Callable[[], None]) -> None: ...
     def wait(self) -> None: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...

@@ -20,6 +20,7 @@ from holdfast.runtime.data.indexed import IndexedSource
 from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.state.rng import Rng
+from marks import examples
 
 
 class Numbers(Dataset):
@@ -314,7 +315,7 @@ class Open(Dataset):
 
 
 @given(st.integers(1, 30), st.integers(1, 7), st.integers(1, 4), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_sequence_of_draws_seeks_and_exclusions_matches_the_reference(count, size, epochs, data):
     model = Model(count, size, epochs)
     loader = DataLoader(Open(), batch_sampler=BatchSampler(Epochs(count), size, drop_last=False))

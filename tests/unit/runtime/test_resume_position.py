@@ -31,7 +31,7 @@ from holdfast.runtime.data.open import open_source
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.data.world import world_size_problem
 from holdfast.runtime.state.rng import Rng, RngState
-from marks import slow
+from marks import examples, slow
 
 
 class Numbers(Dataset):
@@ -557,7 +557,7 @@ def moved(processes: list[Process], loaders: list[DataLoader], epochs: int) -> l
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_every_sample_of_an_epoch_is_served_once_for_any_ranks_and_batch_sizes(data):
     """Resumed twice, anywhere, with other batch sizes and ranks: each id once, except for torch's padding."""
     count = data.draw(st.integers(1, 40))

@@ -16,6 +16,7 @@ from holdfast.core.base.types import Signal
 from holdfast.runtime.agree.attribution import group_by_batch
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.agree.rows import Column, Rows
+from marks import examples
 
 LARGE = 2.0**32 - 1
 RANK = st.fixed_dictionaries(
@@ -52,7 +53,7 @@ def over_all(found: torch.Tensor) -> tuple[Signal, Rows]:
     return coordinator.merge_signal(Signal(step=4, loss=1.0), rows), rows
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
 @given(st.lists(RANK, min_size=2, max_size=9))
 def test_signal_over_all_ranks_is_what_it_is_rank_by_rank(ranks):
     signal, rows = over_all(table(ranks))

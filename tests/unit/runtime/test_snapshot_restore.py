@@ -139,6 +139,59 @@ def test_training_waits_for_a_slow_disk_and_takes_no_more_memory():
     snapshots.close()
 
 
+def memory_for(copies: int, place: str) -> float:
+    """Return the memory_gb for exactly so many snapshots of a bench."""
+    bench = Bench(place=place)
+    bench.go(2)
+    (room,) = bench.snapshots._rooms
+    bench.snapshots.close()
+    return (copies * room.nbytes + 1) / 1e9
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_with_room_for_few_there_are_never_more_and_each_good_one_is_exact(copies, place):
+    bench = Bench(Disk(every=5), place=place, certify_after=4, memory_gb=memory_for(copies, place))
+    snapshots, states = bench.snapshots, {}
+    for _ in range(40):
+        bench.train()
+        states[bench.step] = bench.bits()
+        bench.snapshot()
+        for saved in bench.disk.reading:
+            saved.written.set()
+        assert snapshots._copier.count("update_tensors", on_host=place == "host") <= copies
+        assert len(snapshots.ring) <= copies
+        assert bench.step <= 4 or any(s.health is Health.GOOD for s in snapshots.ring)
+    for _ in range(2):
+        bench.train()
+        found, _ = snapshots.find_restore_point(bench.step, bench.step)
+        assert found is not None and found.step > 30
+        snapshots.restore(found)
+        assert same(bench.bits(), states[found.step])
+        bench.step = found.step
+        bench.go(1)
+    snapshots.close()
+
+
+def test_with_room_for_two_a_snapshot_waits_for_the_disk_that_reads_the_other():
+    bench = Bench(Disk(every=4), certify_after=1, memory_gb=memory_for(2, "host"))
+    snapshots = bench.snapshots
+    bench.go(4)
+    (saved,) = bench.disk.reading
+    waiting = threading.Thread(target=lambda: [bench.go(1) for _ in range(6)])
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "it took memory for a third"
+    assert snapshots._copier.count("update_tensors", on_host=True) == 2
+    saved.written.set()
+    while waiting.is_alive():
+        for each in bench.disk.reading:
+            each.written.set()
+        waiting.join(0.05)
+    assert bench.step == 10
+    assert snapshots._copier.count("update_tensors", on_host=True) == 2
+    snapshots.close()
+
+
 class FullMemory:
     """Makes the allocation of snapshot buffers in one place fail while `is_full` is set."""
 

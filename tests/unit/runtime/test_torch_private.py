@@ -48,6 +48,7 @@ def test_the_installed_torch_has_every_name():
     [
         *((torch, name) for name in ("_foreach_norm", "_foreach_mul_", "_foreach_copy_")),
         (optimizer_module, "_global_optimizer_post_hooks"),
+        *((torch.utils.data._utils.worker, name) for name in ("_worker_info", "_generate_state")),
     ],
 )
 def test_missing_function_of_torch_fails_at_import(owner, name, monkeypatch):

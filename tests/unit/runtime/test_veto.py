@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.types import Flag
 from holdfast.runtime.update.measurements import DeviceMeasurements, MeasurementPacker
+from marks import examples
 
 LARGEST = torch.finfo(torch.float32).max
 VALUES = [1.0, -1.0, 5.0, 0.1, -400.0, 3e38, LARGEST, -LARGEST, math.inf, -math.inf, math.nan]
@@ -69,7 +70,7 @@ limit = st.none() | st.floats(allow_nan=False)
 flag = st.sampled_from([None, 0.0, 1.0])
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(loss=single, norm=single, loss_limit=limit, norm_limit=limit, found_inf=flag, differs=flag, agreed=st.booleans())
 def test_random_values_are_vetoed_alike(loss, norm, loss_limit, norm_limit, found_inf, differs, agreed):
     check(loss, norm, loss_limit, norm_limit, found_inf, differs, agreed)

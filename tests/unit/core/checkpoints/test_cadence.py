@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from holdfast.core.checkpoints import cadence
 from holdfast.core.checkpoints.cadence import Costs, advise, goodput
+from marks import examples, slow
 
 HOUR = 3600.0
 USUAL = Costs(stall=12, restart=300, mtbf=36 * HOUR, step_time=0.8, write=30, certify_steps=10)
-OFTEN = settings(max_examples=200, deadline=None, derandomize=True)
+OFTEN = settings(max_examples=examples(200), deadline=None, derandomize=True)
 
 
 # ---- the run itself, step by step
@@ -56,8 +57,8 @@ def simulated(costs: Costs, every: int, failures: int, seed: int) -> tuple[float
     ("costs", "every"),
     [
         (Costs(stall=10, restart=60, mtbf=2000, step_time=20), 5),
-        (Costs(stall=10, restart=60, mtbf=2000, step_time=50), 10),
-        (Costs(stall=30, restart=400, mtbf=1000, step_time=20), 10),
+        *slow((Costs(stall=10, restart=60, mtbf=2000, step_time=50), 10)),
+        *slow((Costs(stall=30, restart=400, mtbf=1000, step_time=20), 10)),
         (Costs(stall=2, restart=100, mtbf=3000, step_time=50, write=90), 2),
         (Costs(stall=2, restart=100, mtbf=3000, step_time=50, write=90, certify_steps=5), 2),
         (Costs(stall=0, restart=0, mtbf=500, step_time=10), 2),

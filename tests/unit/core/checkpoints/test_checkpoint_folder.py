@@ -252,11 +252,11 @@ def test_sweep_removes_leftovers_and_names_them(folder, tmp_path):
     left = [".gone-step_00000001/deep", ".tmp-step_00000002"]
     for name in left:
         (folder.path / name).mkdir(parents=True)
-    (folder.path / ".gone-link").symlink_to(tmp_path)
+    (folder.path / ".gone-step_00000003").symlink_to(tmp_path)
     (entry.path / ".health.json.0123abcd.aside").touch()
     (folder.path / ".unknown").touch()
     assert sorted(folder.sweep()) == [
-        *(".gone-link", ".gone-step_00000001", ".tmp-step_00000002", ".tmp-step_00000008"),
+        *(".gone-step_00000001", ".gone-step_00000003", ".tmp-step_00000002", ".tmp-step_00000008"),
         "step_00000007/.health.json.0123abcd.aside",
     ]
     assert hidden(folder) == [".unknown"]

@@ -21,6 +21,7 @@ from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import Manifest, name_of
 from holdfast.core.checkpoints.resume import pick
+from marks import examples
 
 HEALTHY_STEPS = 3
 
@@ -202,7 +203,7 @@ def live(events: Iterable[tuple[str, int]]) -> Iterator[tuple[Life, Saved | None
         yield life, chosen
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 1000)), max_size=60))
 def test_newest_restorable_state_of_the_current_lineage_is_chosen_in_every_short_life(events):
     for _ in live(events):

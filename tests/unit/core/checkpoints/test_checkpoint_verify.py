@@ -32,6 +32,7 @@ from holdfast.core.checkpoints.manifest import (
 )
 from holdfast.core.checkpoints.resume import choose
 from holdfast.core.checkpoints.verify import checksum_file, verify, verify_except_contents
+from marks import examples
 
 EVERY = (*FILES, "manifest.json", "health.json")
 
@@ -257,6 +258,8 @@ def test_health_of_another_checkpoint_is_found(folder):
         ({"format": 2}, "format 2"),
         ({"unknown": 1}, "was not written by Holdfast"),
         ({"reason": ["\ud800"]}, "was not written by Holdfast"),
+        ({"time": float("inf")}, "impossible time"),
+        ({"time": 1e300}, "impossible time"),
     ],
 )
 def test_manifest_that_means_harm_is_refused_although_its_checksum_is_right(folder, changes, said):
@@ -295,8 +298,8 @@ any_json = st.recursive(
 )
 
 
-@settings(max_examples=150)
-@given(st.dictionaries(st.text(max_size=5), any_json, max_size=4), st.text(max_size=20), st.floats())
+@settings(max_examples=examples(150))
+@given(st.dictionaries(st.text(max_size=5), any_json, max_size=4), st.text(max_size=20), st.floats(0, 1e11))
 def test_what_is_sealed_reads_back_whatever_it_holds(about, reason, time):
     lineage = Lineage((Fork(0, 0), Fork(3, 5)))
     manifest = Manifest(run=RUN, step=9, lineage=lineage, reason=reason, time=time, about=about)
@@ -316,6 +319,16 @@ def test_what_every_user_may_write_is_refused_with_the_cure(folder, name):
     path = newest(folder) / name
     path.chmod(path.stat().st_mode | 0o002)
     assert_found(folder, name or "the folder", "can be written by every user", "chmod -R o-w")
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_checkpoint_in_a_folder_that_every_user_can_write_to_is_not_trusted(folder, above):
+    entry = save(folder, 7)
+    place = entry.path.parents[above]
+    place.chmod(0o777)
+    assert f"{place} can be written by every user (mode 0777)" in (verify(entry) or "")
+    place.chmod(0o1777)  # as /tmp: others can add files but not replace these
+    assert verify(entry) is None
 
 
 def test_what_the_group_may_write_is_taken(folder):

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.config import Config
 from holdfast.core.checkpoints.fit import NOT_ON_RECORD, Difference, compare, describe, refusal
+from marks import examples
 
-OFTEN = settings(max_examples=200, deadline=None, derandomize=True)
+OFTEN = settings(max_examples=examples(200), deadline=None, derandomize=True)
 SHA = "sha256:" + "5" * 64
 OTHER = "sha256:" + "5" * 63 + "6"
 

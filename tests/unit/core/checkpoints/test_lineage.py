@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.checkpoints.lineage import Fork, Lineage
+from marks import examples
 
-OFTEN = settings(max_examples=200, deadline=None, derandomize=True)
+OFTEN = settings(max_examples=examples(200), deadline=None, derandomize=True)
 
 
 def test_run_that_never_went_back_is_one_branch_from_step_0():

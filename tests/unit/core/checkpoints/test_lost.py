@@ -23,7 +23,6 @@ def test_good_ones_and_those_written_at_start_stop_and_end_are_usable():
         event("candidate", 50, why="the state an orderly end left"),
         event("failed", 60, reason="scheduled"),
         {"event": "note", "name": "step_00000070", "step": 70, "status": "good"},
-        event("good", 80, name=None),
     ]
     assert list(usable_by_journal(events).values()) == [0, 20, 30, 40, 50]
 

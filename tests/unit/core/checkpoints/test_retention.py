@@ -12,10 +12,11 @@ from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
+from marks import examples
 
 GOOD, BAD, CANDIDATE, QUARANTINED = Health.GOOD, Health.BAD, Health.CANDIDATE, Health.QUARANTINED
 SPARSE = RetentionRules(keep_last=1, keep_every=0, powers=False, keep_bad=0)
-OFTEN = settings(max_examples=150, deadline=None, derandomize=True)
+OFTEN = settings(max_examples=examples(150), deadline=None, derandomize=True)
 
 
 def at(step, health=GOOD, branch=0, handover=False):

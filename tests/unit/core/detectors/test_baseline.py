@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.detectors.baseline import NORMAL_TAIL, Baseline
+from marks import examples
 
 
 def fed(values, start: int = 32, *, falling: bool = True) -> Baseline:
@@ -21,7 +22,7 @@ def fed(values, start: int = 32, *, falling: bool = True) -> Baseline:
     return baseline
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     st.lists(st.floats(-1e6, 1e6) | st.sampled_from([1e149, -1e149, 0.0]), min_size=1, max_size=120),
     st.integers(1, 20),

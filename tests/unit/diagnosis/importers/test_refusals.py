@@ -7,6 +7,8 @@ import gzip
 import importlib.util
 import os
 import sys
+import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from holdfast.diagnosis import importers
 from holdfast.diagnosis.importers import FORMATS, detect_format, read
 from holdfast.diagnosis.importers.reading import log_source
 from holdfast.diagnosis.importers.reading.events import find_events
+from marks import slow
 
 
 def write(tmp_path, data, name="x.log"):
@@ -127,6 +130,59 @@ def test_long_repetitions_do_not_slow_down_the_patterns(tmp_path, filler):
         read(write(tmp_path, text.encode()))
 
 
+@pytest.mark.parametrize("unit", [b"\0" * 100, b"x" * 100, b"global_step=1 loss=2.5\n"])
+def test_small_gzip_file_that_holds_gigabytes_is_read_up_to_a_limit(tmp_path, unit, monkeypatch):
+    monkeypatch.setattr(log_source, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(log_source, "CHUNK_BYTES", 1 << 20)
+    packed = zlib.compressobj(1, wbits=31)
+    with (tmp_path / "x.gz").open("wb") as file:
+        block = unit * ((1 << 20) // len(unit))
+        for _ in range(40):
+            file.write(packed.compress(block))
+        file.write(packed.flush())
+    began = time.process_time()
+    try:
+        (table,) = read(tmp_path / "x.gz")
+        reason = " ".join(limit.text for limit in table.limits)
+    except LogRefused as error:
+        reason = error.reason
+    assert time.process_time() - began < 2
+    if b"x" not in unit:  # refused by the first megabytes already
+        assert "100 times its packed size" in reason and "gunzip" in reason
+
+
+def test_many_short_and_blank_lines_are_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_source, "MAX_LINES_PER_CHUNK", 7)
+    good = b"".join(b"global_step=%d loss=%d.5\n" % (i, i) for i in range(30))
+    path = write(tmp_path, good + b"z\n" * 999 + b"\r\n" * 99_999 + good.replace(b"step=", b"step=1"))
+    chunks = list(log_source.LogSource(path).chunks())
+    assert max(chunk.count(b"\n") for chunk in chunks) <= 7 and len(chunks) < 400
+    assert b"\n".join(chunks).count(b"z") == 999
+    (table,) = read(path)
+    assert len(table) == 60
+
+
+def test_gzipped_log_is_read_whole(tmp_path):
+    lines = b"".join(b"global_step=%d loss=%d.5\n" % (i, i * 7919 % 1000) for i in range(20_000))
+    (table,) = read(write(tmp_path, gzip.compress(lines), "x.gz"))
+    assert len(table) == 20_000 and not any("packed size" in limit.text for limit in table.limits)
+
+
+@pytest.mark.parametrize(
+    "word", ["grad", "watchdog ", "overflow", "nccl timeout", "loss ", "! ", "9", "rank9", "timeout", "a."]
+)
+@pytest.mark.parametrize("keyword", ["nan", "killed", "overflow", "timed out", "Traceback (most recent call last)"])
+def test_line_of_repeated_words_is_classified_within_milliseconds(word, keyword):
+    long = (word * 2000)[:1950].encode()
+    lines = [long + b" " + keyword.encode(), keyword.encode() + b" " + long] * 2
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        find_events(lines)
+        took.append(time.process_time() - began)
+    assert min(took) / len(lines) < 0.003
+
+
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
@@ -192,8 +248,9 @@ def fuzz_module():
     return module
 
 
-def test_damaged_logs_are_diagnosed_or_refused(tmp_path):
+@pytest.mark.parametrize("count", [80, *slow(400)])
+def test_damaged_logs_are_diagnosed_or_refused(count, tmp_path):
     fuzz = fuzz_module()
-    outcomes = [fuzz.run_case(fuzz.make_case(number, 1), tmp_path / "case", number) for number in range(400)]
-    assert outcomes.count("diagnosed") > 100
-    assert outcomes.count("refused") > 50
+    outcomes = [fuzz.run_case(fuzz.make_case(number, 1), tmp_path / "case", number) for number in range(count)]
+    assert outcomes.count("diagnosed") > count // 4
+    assert outcomes.count("refused") > count // 8

@@ -332,6 +332,23 @@ def test_run_directory_without_metrics_still_has_events(tmp_path):
     assert table.events
 
 
+def test_the_hole_of_a_sparse_file_is_not_read(tmp_path):
+    rows = [f'{{"step": {i}, "loss": {5 - i * 0.1}}}\n' for i in range(30)]
+    path = write(tmp_path, "".join(rows[:20]), "log.jsonl")
+    with path.open("ab") as file:
+        file.truncate(10**10)
+        file.seek(0, 2)
+        file.write("\n".join(["", *rows[20:]]).encode())
+    assert read_one(path).step.tolist() == list(range(30))
+
+
+def test_a_row_nested_too_deep_is_a_lost_line(tmp_path):
+    path = make_run_directory(tmp_path) / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + b'\n{"step": 41, "loss": ' + b"[" * 5000 + b"]" * 5000 + b"}\n")
+    table = read_one(tmp_path)
+    assert table.step.tolist() == list(range(40)) and table.dropped == 2
+
+
 @pytest.mark.parametrize("blank", ["", " ", "  "])
 def test_run_directory_reads_nan_and_infinity_with_any_spacing(tmp_path, blank):
     words = {3: "NaN", 4: "Infinity", 5: "-Infinity"}

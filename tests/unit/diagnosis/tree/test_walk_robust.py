@@ -21,6 +21,7 @@ from holdfast.diagnosis.postmortem import build
 from holdfast.diagnosis.tree import walk
 from holdfast.diagnosis.tree.load import load_tree
 from holdfast.reports import markdown, terminal
+from marks import examples
 
 NAMES = [
     "loss", "grad_norm", "lr", "loss_scale", "weight_norm", "seconds", "tokens_per_second", "memory_allocated",
@@ -60,7 +61,7 @@ def logs(draw):
     return made
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(logs(), st.data())
 def test_every_walk_ends_at_a_leaf(made, data):
     with warnings.catch_warnings():

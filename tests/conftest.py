@@ -16,6 +16,7 @@ What `make test` runs has its folders in memory, if there is room: it forces fil
 import gc
 import os
 import shutil
+import signal
 
 import pytest
 from hypothesis import settings
@@ -64,6 +65,16 @@ def values(item):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         given.append((*names, *(id(item.callspec.params[name.strip()]) for name in names)))
     return given
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_free():
+    """Take signals back from the runs that a test left open: a test that sends some would end this process."""
+    yield
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        owner = getattr(signal.getsignal(each), "__self__", None)
+        if hasattr(owner, "signal_received"):
+            owner.finish()
 
 
 def pytest_collection_finish(session):

@@ -39,6 +39,8 @@ class Deadline:
     is_saving: if it returns True when the time is over, the process has the same time once more.
     is_handled: whether a signal counts before its Python handler has confirmed it. The C handler also reports signals that
     another handler has taken over since.
+    step: a number that changes while the main thread runs Python code. If it changes and no Python handler has confirmed
+    the signal, another handler took it, and the clock is stopped.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class Deadline:
         last_resort: Callable[[], None] | None = None,
         is_saving: Callable[[], bool] = lambda: False,
         is_handled: Callable[[int], bool] = lambda signum: True,
+        step: Callable[[], int] = lambda: 0,
     ) -> None:
         by_signal = seconds if callable(seconds) else lambda signum: seconds
-        self._clock = _Clock(by_signal, frozenset(map(int, signals)), 0.0, repeat_seconds, is_handled)
+        self._clock = _Clock(by_signal, frozenset(map(int, signals)), 0.0, repeat_seconds, is_handled, step)
         self._last_resort, self._is_saving = last_resort, is_saving
         self._is_cancelled = False
         self._source, self._sink = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -129,8 +132,11 @@ class _Clock:
         grace: float = 0.0,
         repeat_seconds: float = REPEAT_SECONDS,
         is_handled: Callable[[int], bool] = lambda signum: True,
+        step: Callable[[], int] = lambda: 0,
     ) -> None:
         self.signals, self._is_handled = signals, is_handled
+        self._step, self._began_at_step = step, 0
+        self._is_confirmed = False
         self._seconds_after, self._grace, self._repeat_seconds = seconds, grace, repeat_seconds
         self._began = self._ends = float("inf")
         self._seconds = 0.0
@@ -138,12 +144,21 @@ class _Clock:
         """a second signal has ended it"""
         self.why = ""
 
+    def dismiss_unhandled(self) -> None:
+        """Stop if the main thread has gone on for a step and none of our handlers has confirmed the signal."""
+        if self._began != float("inf") and not self._is_confirmed and self._step() != self._began_at_step:
+            self._began = self._ends = float("inf")
+            self.is_cut_short = False
+
     def receive(self, numbers: bytes) -> None:
+        self.dismiss_unhandled()
         for number in numbers:
             signum, now = number % _CONFIRMED, time.monotonic()
             if signum not in self.signals or (number == signum and not self._is_handled(signum)):
                 continue
+            self._is_confirmed |= number != signum
             if self._began == float("inf"):
+                self._began_at_step = self._step()
                 self._seconds = self._seconds_after(signum)
                 self._began, self._ends = now, now + self._seconds + self._grace
                 self.why = f"the shutdown is not finished {self._seconds:g} s after {signal.Signals(signum).name}"
@@ -175,6 +190,7 @@ def _wait_until(
 ) -> bool:
     """Return True when it is over; False if it is not wanted any more, or every source has ended before it."""
     while is_wanted():
+        clock.dismiss_unhandled()
         if is_over():
             return True
         poll = select.poll()  # unlike select, it takes descriptors over 1023

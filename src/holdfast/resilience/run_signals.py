@@ -44,12 +44,13 @@ class RunSignals(ShutdownHandler):
         """the handler of SIGCHLD, which is put back at the end"""
 
     def register(  # type: ignore[override]
-        self, last_resort: Callable[[], str | None], is_saving: Callable[[], bool]
+        self, last_resort: Callable[[], str | None], is_saving: Callable[[], bool], step: Callable[[], int]
     ) -> None:
         if not self._is_enabled or threading.current_thread() is not threading.main_thread():
             return
         self._signals = tuple(s for s in self._wanted if _is_free(s))
         self._last_resort, self._is_saving = weakref.WeakMethod(last_resort), is_saving
+        self._step = step
         if self._signals:
             super().register()
 
@@ -67,7 +68,10 @@ class RunSignals(ShutdownHandler):
             repeat_seconds=self._repeat_seconds,
             last_resort=self._end_without_training_thread,
             is_saving=self._is_saving,
-            is_handled=lambda signum: signal.getsignal(signum) == self._handle_signal,
+            is_handled=lambda signum: (
+                self._last_resort() is not None and signal.getsignal(signum) == self._handle_signal
+            ),
+            step=self._step,
         )
 
     def _seconds_after(self, signum: int) -> float:

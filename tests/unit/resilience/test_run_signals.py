@@ -71,7 +71,7 @@ def test_handlers_are_as_before_when_the_run_has_ended():
     before = {number: signal.getsignal(number) for number in (TERM, signal.SIGINT, USR1, signal.SIGCHLD)}
     signals = RunSignals(ShutdownSection())
     run = Run()
-    signals.register(run.save, lambda: False)
+    signals.register(run.save, lambda: False, lambda: 0)
     assert signal.getsignal(TERM) != before[TERM]
     signals.finish()
     assert {number: signal.getsignal(number) for number in before} == before
@@ -81,8 +81,8 @@ def test_a_run_that_was_never_closed_hands_the_signals_over_to_the_next_and_is_f
     before, forgotten = signal.getsignal(USR1), Run()
     freed = weakref.ref(forgotten)
     first, second, run = RunSignals(ShutdownSection()), RunSignals(ShutdownSection()), Run()
-    first.register(forgotten.save, lambda: False)
-    second.register(run.save, lambda: False)
+    first.register(forgotten.save, lambda: False, lambda: 0)
+    second.register(run.save, lambda: False, lambda: 0)
     del forgotten
     assert freed() is None
     os.kill(os.getpid(), USR1)
@@ -94,7 +94,7 @@ def test_a_run_that_was_never_closed_hands_the_signals_over_to_the_next_and_is_f
 
 def test_a_signal_that_another_handler_has_taken_over_starts_no_deadline():
     signals, run, received = RunSignals(ShutdownSection(deadline_seconds=0.05)), Run(), []
-    signals.register(run.save, lambda: False)
+    signals.register(run.save, lambda: False, lambda: 0)
     earlier = signal.signal(USR1, lambda *_: received.append(USR1))
     os.kill(os.getpid(), USR1)
     assert received == [USR1]
@@ -104,10 +104,31 @@ def test_a_signal_that_another_handler_has_taken_over_starts_no_deadline():
     signals.finish()
 
 
+def test_signals_that_a_passing_handler_took_neither_start_a_deadline_nor_count_as_a_second_one():
+    # The handler puts the guard's back before the deadline's thread reads the signal.
+    signals, run, steps = RunSignals(ShutdownSection(deadline_seconds=2)), Run(), []
+    signals.register(run.save, lambda: False, lambda: len(steps))
+
+    def take(number, frame):
+        signal.signal(number, signals._handle_signal)
+
+    for _ in range(3):
+        signal.signal(signal.SIGINT, take)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.15)
+        steps.append(1)  # the run ends a step
+        time.sleep(0.15)
+    time.sleep(1.2)  # the process would be gone
+    assert signals.reason is None
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.reason == "received SIGINT"
+    signals.finish()
+
+
 def test_a_signal_after_a_run_was_dropped_does_what_it_did_before_the_run():
     earlier = signal.signal(USR1, signal.SIG_IGN)
     signals, run = RunSignals(ShutdownSection()), Run()
-    signals.register(run.save, lambda: False)
+    signals.register(run.save, lambda: False, lambda: 0)
     del run
     os.kill(os.getpid(), USR1)
     assert signal.getsignal(USR1) == signal.SIG_IGN and signals.reason is None
@@ -117,6 +138,6 @@ def test_a_signal_after_a_run_was_dropped_does_what_it_did_before_the_run():
 def test_ctrl_c_at_a_prompt_stays_with_the_prompt(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before, signals, run = signal.getsignal(signal.SIGINT), RunSignals(ShutdownSection()), Run()
-    signals.register(run.save, lambda: False)
+    signals.register(run.save, lambda: False, lambda: 0)
     assert signal.getsignal(signal.SIGINT) == before and signal.getsignal(TERM) == signals._handle_signal
     signals.finish()

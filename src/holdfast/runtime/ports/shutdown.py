@@ -12,11 +12,14 @@ class ShutdownSignals(Protocol):
     reason: str | None
     """which signal was received; the run reads it before every step"""
 
-    def register(self, last_resort: Callable[[], str | None], is_saving: Callable[[], bool]) -> None:
+    def register(
+        self, last_resort: Callable[[], str | None], is_saving: Callable[[], bool], step: Callable[[], int]
+    ) -> None:
         """Receive signals. Does nothing outside the main thread.
 
         last_resort: called on another thread when half of the time is over. It saves what it can without the training
         thread and returns what it saved, or None. The process then ends.
+        step: the number of committed steps. If it changes, the training thread runs, and with it its signal handlers.
         """
 
     def finish(self) -> None:
@@ -28,5 +31,7 @@ class NoSignals:
 
     reason: str | None = None
 
-    def register(self, last_resort: Callable[[], str | None], is_saving: Callable[[], bool]) -> None: ...
+    def register(
+        self, last_resort: Callable[[], str | None], is_saving: Callable[[], bool], step: Callable[[], int]
+    ) -> None: ...
     def finish(self) -> None: ...

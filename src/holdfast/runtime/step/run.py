@@ -58,7 +58,8 @@ class GuardedRun:
         context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
         parts.first_steps.open()
         self.pipeline.open()
-        parts.signals.register(self._save_last_resort, self._saving.locked)
+        progress = self.pipeline.progress
+        parts.signals.register(self._save_last_resort, self._saving.locked, lambda: progress.step)
 
     def _open_records(self, about: dict[str, Any]) -> None:
         context = self.context

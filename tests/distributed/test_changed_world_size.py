@@ -54,20 +54,20 @@ def test_killed_ranks_resume_from_the_newest_good_checkpoint_with_more_ranks(run
     assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))
 
 
-@pytest.mark.slow
-def test_two_ranks_that_stop_and_resume_equal_an_uninterrupted_run_bit_for_bit(run, tmp_path):
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_ranks_that_stop_and_resume_equal_an_uninterrupted_run_bit_for_bit(ranks, run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, legs in ((whole, [{}]), (parts, [{"stop": 7}, {}])):
         folder.mkdir()
         (folder / "legs.json").write_text(json.dumps([{"batch": 4, "workers": 0, **plan} for plan in legs]))
-    run("whole/resume_programs.leg:2", "parts/resume_programs.leg:2", "parts/resume_programs.leg:2")
-    for rank in (0, 1):
+    run(*(f"{folder}/resume_programs.leg:{ranks}" for folder in ("whole", "parts", "parts")))
+    for rank in range(ranks):
         last = [json.loads((f / f"leg-{n}-{rank}.json").read_text()) for f, n in ((whole, 0), (parts, 1))]
         assert last[0]["parameters"] == last[1]["parameters"]
         assert last[0]["served"][-len(last[1]["served"]) :] == last[1]["served"]
     for checkpoint in (parts / "run" / "checkpoints").iterdir():
         assert verify(checkpoint) is None
-        assert len(list(checkpoint.glob("rank_*.bin"))) == 2
+        assert len(list(checkpoint.glob("rank_*.bin"))) == ranks
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ def ends(folder: Path, ranks: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("fsdp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 4), ("fsdp", 4)])
 def test_killed_rank_is_restarted_from_memory_bit_for_bit(kind, ranks, tmp_path):
     reference, killed = tmp_path / "reference", tmp_path / "killed"
     status, log = launch(reference, kind, "spared", ranks)

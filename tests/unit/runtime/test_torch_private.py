@@ -7,7 +7,9 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizer_module
 
 from holdfast.core.base.errors import SetupError
@@ -213,3 +215,51 @@ def test_missing_default_store_fails(monkeypatch):
     monkeypatch.delattr(torch.distributed.distributed_c10d, "_get_default_store")
     with pytest.raises(SetupError, match=r"_get_default_store"):
         torch_private.default_store(torch.distributed)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def small_ddp(**options):
+    return DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), **options)
+
+
+def train_two_steps(model):
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 2))  # torch publishes the order here
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_bucket_order_is_set_without_a_trace_for_hooks_and_gradients():
+    first, second, order = small_ddp(), small_ddp(), [1, 3, 0, 2]
+    train_two_steps(first)
+    assert torch_private.ddp_bucket_order(first) == [3, 2, 1, 0] and torch_private.ddp_bucket_order(second) is None
+    weight, seen = second.module[0].weight, []
+    weight.register_hook(seen.append)
+    weight.register_post_accumulate_grad_hook(seen.append)
+    gradient = weight.grad = torch.full_like(weight, 2.0)
+    torch_private.order_ddp_buckets(second, order)
+    assert seen == [] and weight.grad is gradient and gradient.eq(2.0).all() and second.module[0].bias.grad is None
+    train_two_steps(second)
+    assert torch_private.ddp_bucket_order(second) == order and len(seen) == 4, "the hooks are called again"
+    torch_private.order_ddp_buckets(second, [3, 2, 1, 0])
+    train_two_steps(second)
+    assert torch_private.ddp_bucket_order(second) == order, "it was chosen for good"
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [({"static_graph": True}, [0, 1, 2, 3]), ({}, [0, 1]), ({"find_unused_parameters": True}, [0, 1, 2, 3])],
+)
+def test_a_bucket_order_of_another_kind_of_run_is_not_set(options, order):
+    model = small_ddp(**options)
+    torch_private.order_ddp_buckets(model, order)
+    assert all(p.grad is None for p in model.parameters())
+    train_two_steps(model)
+    assert torch_private.ddp_bucket_order(model) != order

@@ -36,6 +36,7 @@ class _SmallState(msgspec.Struct):
     scaler: dict[str, Any] | None
     registered: dict[str, Any]
     wrapped: list[bool | None] = []
+    gradient_orders: list[list[int] | None] = []
 
 
 class _SavedRng(msgspec.Struct):

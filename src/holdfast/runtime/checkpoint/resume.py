@@ -101,6 +101,9 @@ class _CheckpointRestorer:
         problems = [each for each in context.ranks.all_gather_object(problem) if each]
         if problems:
             raise SetupError(f"checkpoint {entry.name} cannot be restored: {problems[0]}")
+        if context.ranks.size > 2:  # the sum of two gradients has one order
+            orders = context.ranks.all_gather_object(saved.parts["light"].get("gradient_orders", []))
+            context.state.restore_gradient_orders(orders[0])
         return _RestoredRun(entry, saved, point, differences, warnings)
 
     def describes_another_run(self, entry: CheckpointEntry) -> bool:

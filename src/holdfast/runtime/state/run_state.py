@@ -21,7 +21,13 @@ from holdfast.runtime.state.buffers import BufferCapture, ModuleBuffers
 from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.scaler import Scaler
 from holdfast.runtime.state.schedule import Interventions, Schedulers
-from holdfast.runtime.state.wrappers import broadcasts_buffers, set_broadcasts_buffers, unwrap
+from holdfast.runtime.state.wrappers import (
+    broadcasts_buffers,
+    gradient_order,
+    set_broadcasts_buffers,
+    set_gradient_order,
+    unwrap,
+)
 from holdfast.runtime.tensors.checksum import checksum_and_finite
 from holdfast.runtime.tensors.inspect import bit_checksum, dense_parts, first_nonfinite, nbytes, nonfinite_mask
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
@@ -217,6 +223,7 @@ class RunState:
             "schedulers": self.schedulers.state_dict(),
             "interventions": self.interventions.state_dict(),
             "wrapped": [broadcasts_buffers(module) for _, module in self.wrapped_modules],
+            "gradient_orders": [gradient_order(module) for _, module in self.wrapped_modules],
             "scaler": None if self.scaler is None else self.scaler.split_state(tensors),
         }
         live: dict[str, Tensor] = {}
@@ -391,6 +398,11 @@ class RunState:
         self.reshard()
         for (_, module), flag in zip(self.wrapped_modules, rest.get("wrapped", ()), strict=False):
             set_broadcasts_buffers(module, flag)
+
+    def restore_gradient_orders(self, orders: Sequence[list[int] | None]) -> None:
+        """Let this process sum gradients in the order of the process that saved the state. All ranks call it."""
+        for (_, module), order in zip(self.wrapped_modules, orders, strict=False):
+            set_gradient_order(module, order)
 
     def reshard(self) -> None:
         """Free the parameters that FSDP2 has gathered, because the sharded ones are about to change."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.runtime.tensors.torch_private import require, wrapped_module
+from holdfast.runtime.tensors.torch_private import ddp_bucket_order, order_ddp_buckets, require, wrapped_module
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -33,6 +33,21 @@ def set_broadcasts_buffers(module: nn.Module, flag: bool | None) -> None:
     for layer in layers(module):
         if flag is not None and hasattr(layer, "require_forward_param_sync"):
             layer.require_forward_param_sync = flag  # type: ignore[assignment]
+
+
+def gradient_order(module: nn.Module) -> list[int] | None:
+    """Return the order in which DistributedDataParallel sums gradients; None if it has not chosen one.
+
+    On three or more ranks the order decides about the last bits of a sum.
+    """
+    return next((ddp_bucket_order(layer) for layer in layers(module) if hasattr(layer, "reducer")), None)
+
+
+def set_gradient_order(module: nn.Module, order: list[int] | None) -> None:
+    """Restore what `gradient_order` returned, in a process that has not chosen one. All ranks call it."""
+    for layer in layers(module):
+        if order is not None and hasattr(layer, "reducer"):
+            order_ddp_buckets(layer, order)
 
 
 def layers(module: nn.Module) -> list[nn.Module]:

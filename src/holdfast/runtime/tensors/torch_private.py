@@ -138,6 +138,43 @@ def wrapped_module(module: nn.Module) -> nn.Module | None:
     return None if name is None else require(module, name)
 
 
+def ddp_bucket_order(ddp: Any) -> list[int] | None:
+    """Return the order of the parameters in the buckets of DistributedDataParallel; None if it has not chosen one.
+
+    It chooses one in the second forward of a process, from the order in which the gradients of the first arrived.
+    """
+    order = str(require(ddp, "_get_ddp_logging_data")().get("rebuilt_per_bucket_param_indices", ""))
+    return [int(index) for index in order.replace(",", " ").split()] or None
+
+
+def order_ddp_buckets(ddp: Any, order: list[int]) -> None:
+    """Make DistributedDataParallel choose this order in its next forward. It averages gradients of 0: all ranks call it.
+
+    Do nothing if it has chosen one, or if it chooses none: then the order of the saved state is of another program.
+    """
+    parameters, is_sparse = require(ddp, "_build_params_for_reducer")()
+    is_special = ddp.static_graph or ddp.find_unused_parameters or ddp.mixed_precision is not None or any(is_sparse)
+    has_hooks = require(ddp, "_comm_hooks") or require(ddp, "_delay_all_reduce_params")
+    if is_special or has_hooks or sorted(order) != list(range(len(parameters))) or ddp_bucket_order(ddp) is not None:
+        return
+    gradients = [p.grad for p in parameters]
+    hooks = [require(p, name) for p in parameters for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
+    hidden = [(each, dict(each)) for each in hooks if each]
+    try:
+        for each, _ in hidden:  # the gradients of 0 are none of theirs
+            each.clear()
+        for p in parameters:
+            p.grad = None
+        require(ddp.reducer, "prepare_for_backward")([])
+        for index in order:
+            torch.autograd.backward(parameters[index], torch.zeros_like(parameters[index]))
+    finally:
+        for each, entries in hidden:
+            each.update(entries)
+        for p, gradient in zip(parameters, gradients, strict=True):
+            p.grad = gradient
+
+
 def fsdp_modules(module: nn.Module) -> list[Any]:
     """Return the modules that FSDP2 shards, each as one unit: the module itself and those inside it."""
     return [m for m in module.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]

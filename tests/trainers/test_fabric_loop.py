@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import runpy
@@ -160,11 +161,15 @@ def test_a_nan_batch_is_left_out_although_clip_gradients_raises_for_it_by_defaul
 
 
 @pytest.mark.shows("fabric", "garbage")
+@pytest.mark.shows("fabric", "border")
 @pytest.mark.slow
 def test_a_window_of_garbage_is_left_out_of_fabrics_loop(tmp_path):
     window = [(4, 18), (4, 19), (5, 0), (5, 1), (5, 2)]
     options = {"count": 160, "epochs": 7, "norm": False, "augment": True}
     run = Loop(tmp_path / "run", bad=window, how=garbage, config=CONFIG, **options)
+    events = map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines())
+    rollbacks = [(e["to_step"], e["from_step"]) for e in events if e.get("action") == "rollback"]
+    assert any(to < 100 < begin for to, begin in rollbacks), "step 100 ends an epoch"
     assert_same(run, Loop(without=window, **options))
 
 

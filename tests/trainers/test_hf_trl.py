@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -91,6 +92,21 @@ def test_a_transient_fault_leaves_no_trace(what, tmp_path):
         case.on_trainer = lambda trainer: None
     run = case.guarded(tmp_path)
     assert run.actions() == {"inf": ["replay"], "weights": ["rollback"], "killed": []}[what]
+    case.on_trainer = lambda trainer: None
+    assert_same(run, case.plain(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.shows("sft", "border")
+def test_a_rollback_over_the_border_of_an_epoch_is_exact(tmp_path):
+    HITS.clear()
+    case = TRLCase("sft", batches=78, num_train_epochs=2)
+    case.config = WATCHED
+    case.on_trainer = lambda trainer: trainer.add_callback(Faults("weights"))
+    run = case.guarded(tmp_path)
+    events = map(json.loads, (tmp_path / "run" / "journal.jsonl").read_text().splitlines())
+    (rollback,) = [event for event in events if event.get("action") == "rollback"]
+    assert rollback["to_step"] < 78 < rollback["from_step"], "step 78 ends an epoch"
     case.on_trainer = lambda trainer: None
     assert_same(run, case.plain(tmp_path))
 

@@ -12,12 +12,13 @@ from hf_ranks import assert_same_ending, run_on_two_ranks
 from test_hf_trainer import nan
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from trl_cases import NAN, TRLCase
 
 ARGS = {"ddp_backend": "gloo", "per_device_train_batch_size": 2, "ddp_find_unused_parameters": False}
 SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True, "auto_wrap_policy": "NO_WRAP"}}
 
 
-def compare(case: HFCase, tmp_path: Any, excluded: tuple[int, ...]) -> list[str]:
+def compare(case: HFCase | TRLCase, tmp_path: Any, excluded: tuple[int, ...]) -> list[str]:
     case.config = {**QUICK, "recover": QUICK["recover"] | {"max_consecutive": 3}}
 
     def guarded(folder: Any) -> Run:
@@ -76,3 +77,11 @@ def test_both_ranks_roll_back_over_an_epochs_border(args, tmp_path):
     bad = tuple(range(22, 26))
     case = HFCase(epochs=5, faults=dict.fromkeys(bad, nan), args=ARGS | args)
     assert "rollback" in compare(case, tmp_path, bad)
+
+
+@pytest.mark.slow
+@pytest.mark.shows("sft", "ranks")
+@pytest.mark.parametrize("faults", [{}, {7: NAN}], ids=["no fault", "nan"])
+def test_two_ranks_of_an_sft_trainer_are_the_plain_ones_without_the_bad_batch(faults, tmp_path):
+    case = TRLCase("sft", faults=faults, **ARGS)
+    assert compare(case, tmp_path, tuple(faults)) == (["replay", "skip"] if faults else [])

@@ -20,11 +20,13 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.core.base import durable
 from holdfast.core.base.probe_result import ProbeResult
 from holdfast.resilience.probes.probe import Answer, Probe, ProbeSettings, failed, not_checked
 
 _START_SECONDS = 60.0
-"""for the interpreter and its imports, on top of the limit of the first probe"""
+"""for the interpreter and its imports"""
+_READY = b"[]"
 _END_SECONDS = 10.0
 _LINE_BYTES = 64 << 20
 _PACKAGES = str(Path(__file__).resolve().parents[3])
@@ -53,14 +55,13 @@ def run_probes(
             child.stdin.write(json.dumps(request).encode() + b"\n")
             child.stdin.close()
         lines = _Lines(child.stdout.fileno())
-        more, problem = _START_SECONDS, ""
+        problem = "" if lines.read(_START_SECONDS) == _READY else "the child process did not start"
         for probe in probes:
             yield probe.name, None
             if problem:
-                yield probe.name, [not_checked(probe.name, f"{problem}, so this one was not started")]
+                yield probe.name, [not_checked(probe.name, f"{problem}, so this probe did not run")]
                 continue
-            answer = lines.read(probe.limit_seconds + more)
-            more = 0.0
+            answer = lines.read(probe.limit_seconds)
             results = None if answer is None else _decode(answer)
             if results is None:
                 text = _describe_end(child, probe, is_silent=answer is None)
@@ -134,10 +135,10 @@ def serve() -> None:
     request = json.loads(sys.stdin.buffer.readline())
     settings = msgspec.convert(request["settings"], ProbeSettings)
     probes = {probe.name: probe for probe in importlib.import_module(request["module"]).PROBES}
+    durable.write_all(answers, _READY + b"\n")
     for name in request["names"]:
-        line = json.dumps(msgspec.to_builtins(run_probe(probes[name], settings))).encode() + b"\n"
-        while line:
-            line = line[os.write(answers, line) :]
+        results = run_probe(probes[name], settings)
+        durable.write_all(answers, json.dumps(msgspec.to_builtins(results)).encode() + b"\n")
 
 
 def run_probe(probe: Probe, settings: ProbeSettings) -> list[ProbeResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from holdfast.resilience.probes.probe import Answer, Probe, ProbeSettings, faile
 _REPLACE = "leave it out and have it tested: it computes or stores wrongly"
 _SIZES = {"least": (64, 1 << 20, 1), "quick": (4096, 256 << 20, 5), "full": (8192, 4 << 30, 20)}
 """effort: rows of a matrix, bytes of memory, repetitions"""
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""of NVIDIA's driver, of Windows' subsystem for Linux, and of AMD's driver"""
 _LOW_SHARE = 0.6
 """of the data sheet; healthy devices reach 0.7 to 0.95"""
 
@@ -44,6 +47,8 @@ def for_each_gpu(
     """Return a probe that runs a check on one GPU or on each. A GPU that raises has failed, unless its memory is in use."""
 
     def run(settings: ProbeSettings) -> Answer:
+        if not any(map(os.path.exists, DEVICE_FILES)):  # known without the seconds that importing torch takes
+            return not_checked(name, "this host has no GPU: none of its device files exists")
         try:
             import torch
         except ImportError as error:

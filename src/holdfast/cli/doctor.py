@@ -127,5 +127,6 @@ def _list_excluded(text: str, form: str, as_json: bool) -> None:
             "devices": devices,
         }
         emit({**answer, "unreadable_lines": len(record.torn) + len(record.skipped)})
-    elif hosts:
-        echo(",".join(hosts) if form == "slurm" else "\n".join(hosts))
+        return
+    for line in hosts if form == "list" or not hosts else [",".join(hosts)]:
+        echo(line)

@@ -155,7 +155,7 @@ def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
             answers[name] = results or []
     for name, key in _GPU_KEYS.items():
         bad = [each for each in answers[name] if each.status not in (ProbeStatus.OK, ProbeStatus.NOTE)]
-        result[key] = not bad
+        result[key] = bool(answers[name]) and not bad
         if bad and not result["error"]:
             result["error"] = bad[0].text
             log.error("holdfast: the health check of GPU %s failed: %s", device, bad[0].text)

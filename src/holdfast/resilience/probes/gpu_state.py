@@ -24,9 +24,8 @@ _COOL_CELSIUS = 87
 """data-center GPUs slow down at about 90; used if the driver does not tell"""
 _RESET, _REPLACE = "drain the host and reset the GPU: nvidia-smi --gpu-reset", "leave it out and have it replaced"
 _XID = re.compile(r"^\[ *(\d+\.\d+)\].*NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d{1,4})\b", re.MULTILINE)
-_BROKEN_XIDS = {48, 64, 74, 79, 92, 95, 119, 120, 140, 143}
-"""memory errors that cannot be corrected or contained, a failed remapping, NVLink, off the bus, no answer of the GSP"""
-_WORRYING_XIDS = {63, 94, 154}
+_HARDWARE_XIDS = {48, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140, 143, 154}
+"""memory errors and remapped rows, NVLink, off the bus, no answer of the GSP, a reset is needed"""
 _RECENT_SECONDS = 86400.0
 
 
@@ -157,22 +156,14 @@ def find_xids(kernel_log: str, now: float) -> list[Xid]:
 
 
 def judge_xids(xids: list[Xid]) -> ProbeResult:
-    """Judge the messages of the last day; older ones are a note, because a reset may have followed."""
-    name, recent = "xid", [x for x in xids if x.age_seconds < _RECENT_SECONDS]
+    """Judge the messages. They are history: whether a GPU works now, its state and its answers tell."""
+    recent = [x for x in xids if x.age_seconds < _RECENT_SECONDS]
     listed = ", ".join(f"Xid {x.number} on {x.pci} {x.age_seconds / 3600:.1f} h ago" for x in (recent or xids)[-8:])
-    broken = [x for x in recent if x.number in _BROKEN_XIDS]
-    if broken:
-        return failed(
-            name,
-            listed,
-            "reset or replace the GPU; NVIDIA's Xid catalog has each number",
-            device=f"PCI {broken[-1].pci}",
-        )
-    if any(x.number in _WORRYING_XIDS for x in recent):
-        return make(name, ProbeStatus.WARNING, listed, _RESET)
+    if any(x.number in _HARDWARE_XIDS for x in recent):
+        return make("xid", ProbeStatus.WARNING, listed, "reset the GPU, unless that was done since")
     if xids:
-        return make(name, ProbeStatus.NOTE, f"{listed}: most such messages are faults of a program")
-    return ok(name, "no Xid message in the kernel's log")
+        return make("xid", ProbeStatus.NOTE, f"{listed}: most such messages are faults of a program, or old")
+    return ok("xid", "no Xid message in the kernel's log")
 
 
 def check_xids(settings: ProbeSettings) -> ProbeResult:

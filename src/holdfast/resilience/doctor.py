@@ -59,7 +59,7 @@ def examine(settings: ProbeSettings, place: RankPlace, progress: Callable[[str],
         return results
     # torchrun ends all ranks as soon as one has failed. Each must still end by itself, and rank 0 print the answer.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    meeting = msgspec.structs.replace(settings, rank=place.rank, world_size=place.world_size, local_results=results)
+    meeting = msgspec.structs.replace(settings, rank=place.rank, local_results=results)
     together = _run(ranks.__name__, meeting, progress)
     has_met = all(each.name != "ranks" for each in together)  # else it is the probe's own failure
     healthy = (ProbeStatus.OK, ProbeStatus.NOT_CHECKED)

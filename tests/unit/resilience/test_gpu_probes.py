@@ -243,6 +243,12 @@ def test_the_short_check_of_a_process_that_uses_cuda_runs_in_it(cuda):
     assert "wrong values" in sick["error"]
 
 
+def test_a_driver_without_a_gpu_is_a_warning_and_nothing_is_called_healthy(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = [probe.run(LEAST).status for probe in gpu_compute.PROBES]
+    assert found == [ProbeStatus.WARNING, *[ProbeStatus.NOT_CHECKED] * 3]
+
+
 def test_without_a_device_file_torch_is_not_even_imported(monkeypatch):
     monkeypatch.setattr(gpu_compute, "DEVICE_FILES", ("/none",))
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -13,6 +13,7 @@ from holdfast.core.base.probe_result import ProbeResult, ProbeStatus
 from holdfast.resilience.probes.host import known_product
 from holdfast.resilience.probes.probe import Answer, Probe, ProbeSettings, failed, make, not_checked, ok
 
+ACCESS, COMPUTE, MEMORY = "gpu access", "gpu compute", "gpu memory"
 _REPLACE = "leave it out and have it tested: it computes or stores wrongly"
 _SIZES = {"least": (64, 1 << 20, 1), "quick": (4096, 256 << 20, 5), "full": (8192, 4 << 30, 20)}
 """effort: rows of a matrix, bytes of memory, repetitions"""
@@ -54,7 +55,9 @@ def for_each_gpu(
         except ImportError as error:
             return not_checked(name, f"torch cannot be imported: {error}", "pip install 'holdfast[torch]'")
         if not torch.cuda.is_available():
-            return not_checked(name, "torch sees no GPU")
+            text = "the driver has device files, but torch finds no GPU"
+            cure = "see nvidia-smi: no GPU was asked for, torch has no CUDA, or the driver does not start"
+            return make(name, ProbeStatus.WARNING, text, cure) if name == ACCESS else not_checked(name, text)
         devices = range(torch.cuda.device_count()) if settings.device is None else [settings.device]
         return [_run_on(torch, name, check, index, settings) for index in devices]
 
@@ -176,7 +179,6 @@ def _beside(
     return ok(name, text, numbers)
 
 
-ACCESS, COMPUTE, MEMORY = "gpu access", "gpu compute", "gpu memory"
 PROBES = (
     Probe(ACCESS, 60.0, for_each_gpu(ACCESS, check_access)),
     Probe(COMPUTE, 180.0, for_each_gpu(COMPUTE, check_answers)),

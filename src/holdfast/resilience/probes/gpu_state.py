@@ -83,19 +83,15 @@ def _describe_gpu(nvml: Any, index: int) -> list[ProbeResult]:
 def _memory_errors(gpu: GpuReader, label: str) -> ProbeResult:
     """Judge ECC errors and remapped rows."""
     name, uncorrected, volatile, aggregate = f"{label} memory errors", 1, 0, 1
-    since_load, ever = (
-        gpu.get("TotalEccErrors", uncorrected, volatile),
-        gpu.get("TotalEccErrors", uncorrected, aggregate),
-    )
+    since_load = gpu.get("TotalEccErrors", uncorrected, volatile)
+    ever = gpu.get("TotalEccErrors", uncorrected, aggregate)
     rows = gpu.get("RemappedRows")
     if since_load is None and rows is None:
         return not_checked(name, "the driver reports neither ECC errors nor remapped rows; is ECC off?")
     corrected, bad_rows, is_pending, has_failed = rows or (0, 0, 0, 0)
     numbers = {"uncorrected": (since_load or 0, "errors"), "uncorrected_ever": (ever or 0, "errors"),
                "remapped_rows": (corrected + bad_rows, "rows")}  # fmt: skip
-    text = (
-        f"{since_load or 0} uncorrected ECC errors since the driver was loaded, {ever or 0} ever; {bad_rows} bad rows"
-    )
+    text = f"{since_load or 0} uncorrected ECC errors since the driver's start, {ever or 0} ever; {bad_rows} bad rows"
     if has_failed:
         return make(name, ProbeStatus.FAILED, f"{text}; a remapping failed", _REPLACE, numbers)
     if since_load:

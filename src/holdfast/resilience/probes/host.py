@@ -96,7 +96,7 @@ def check_memory(settings: ProbeSettings) -> ProbeResult:
 
 def check_use(settings: ProbeSettings) -> ProbeResult:
     """Report how much memory, swap and processor time others use."""
-    info, cores = _meminfo(), len(os.sched_getaffinity(0))
+    info, cores = _meminfo(), os.cpu_count() or 1
     total, available = info["MemTotal"], info["MemAvailable"]
     swapped, load = info["SwapTotal"] - info["SwapFree"], os.getloadavg()[0]
     numbers = {
@@ -106,8 +106,8 @@ def check_use(settings: ProbeSettings) -> ProbeResult:
     text = f"{available / _GB:.1f} of {total / _GB:.1f} GB available, {swapped / _GB:.2f} GB swapped, load {load:.1f}"
     if available < total / 10 or swapped > total / 10:
         return make("use", ProbeStatus.WARNING, text, "end other processes: training would swap or be killed", numbers)
-    if load > 2 * (os.cpu_count() or cores):
-        cure = f"find what else runs here: {os.cpu_count()} cores are shared"
+    if load > 2 * cores:
+        cure = f"find what else runs here: {cores} cores are shared"
         return make("use", ProbeStatus.WARNING, text, cure, numbers)
     return make("use", ProbeStatus.NOTE if swapped else ProbeStatus.OK, text, numbers=numbers)
 
@@ -130,10 +130,8 @@ def check_shared_memory(settings: ProbeSettings) -> ProbeResult:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     if not writable:
         return failed(name, f"{place} cannot be written", "mount it with mode 1777: loader workers need it")
-    text, numbers = (
-        f"{place}: {free / _GB:.2f} of {size / _GB:.2f} GB free",
-        {"free": (free / _GB, "GB"), "size": (size / _GB, "GB")},
-    )
+    text = f"{place}: {free / _GB:.2f} of {size / _GB:.2f} GB free"
+    numbers = {"free": (free / _GB, "GB"), "size": (size / _GB, "GB")}
     if free < _MIN_SHARED_BYTES:
         cure = "give it more (docker run --shm-size=8g), or remove what is left there: loader workers die of SIGBUS"
         return make(name, ProbeStatus.WARNING, text, cure, numbers)
@@ -164,29 +162,17 @@ def _limit_problems() -> Iterator[tuple[ProbeStatus, str, str]]:
 
     warning, note = ProbeStatus.WARNING, ProbeStatus.NOTE
     if (files := soft(resource.RLIMIT_NOFILE)) < _MIN_FILES:
-        yield (
-            warning,
-            f"{files:g} open files: each batch of a loader worker and each peer rank takes some",
-            "ulimit -n 65536",
-        )
+        yield warning, f"{files:g} open files: loader workers and peer ranks take many", "ulimit -n 65536"
     if (processes := soft(resource.RLIMIT_NPROC)) < _MIN_PROCESSES:
         yield warning, f"{processes:g} processes: threads of all ranks and workers count", "ulimit -u 65536"
     if (size := soft(resource.RLIMIT_FSIZE)) != float("inf"):
         yield warning, f"files may have {size / _GB:.3g} GB: a larger checkpoint fails", "ulimit -f unlimited"
     if (space := soft(resource.RLIMIT_AS)) != float("inf"):
-        yield (
-            warning,
-            f"{space / _GB:.3g} GB of address space: CUDA reserves far more than it uses",
-            "ulimit -v unlimited",
-        )
+        yield warning, f"{space / _GB:.3g} GB of address space: CUDA reserves more", "ulimit -v unlimited"
     if (locked := soft(resource.RLIMIT_MEMLOCK)) < _MIN_LOCKED_BYTES:
         has_fabric = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-        text = f"{locked / 1e6:.3g} MB of locked memory: InfiniBand needs more"
-        yield (
-            warning if has_fabric else note,
-            text,
-            "ulimit -l unlimited, and for Slurm PropagateResourceLimitsExcept=MEMLOCK",
-        )
+        cure = "ulimit -l unlimited, and for Slurm PropagateResourceLimitsExcept=MEMLOCK"
+        yield warning if has_fabric else note, f"{locked / 1e6:.3g} MB of locked memory: InfiniBand needs more", cure
     if soft(resource.RLIMIT_CORE) == float("inf"):
         yield note, "core dumps are unlimited: each crashed rank may write its whole memory", "ulimit -c 0"
 

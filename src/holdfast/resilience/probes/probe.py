@@ -25,7 +25,6 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: int | None = None
     """the GPU to compute on; None: each of them in turn"""
     rank: int = 0
-    world_size: int = 1
     local_results: list[ProbeResult] = []
     """what this rank has found before the ranks meet"""
 

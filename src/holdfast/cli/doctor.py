@@ -28,7 +28,7 @@ _STYLES = {
 
 
 def doctor(
-    folder: Annotated[str, typer.Argument(metavar="[FOLDER]", help="The folder that the run writes to.")] = ".",
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="The folder that the run writes to.")] = ".",
     quick: Annotated[bool, typer.Option("--quick", help="Test less of the memory and the disk; seconds.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 3 if there are warnings.")] = False,
     excluded: Annotated[

@@ -60,6 +60,12 @@ def test_a_probe_that_hangs_is_killed_and_has_failed(name, monkeypatch):
     assert started[0].poll() is not None, "the child is gone"
 
 
+def test_a_hang_on_one_gpu_points_at_it():
+    settings = ProbeSettings(device=3)
+    (result,) = [found[0] for _, found in child.run_probes("odd_probes", settings, ["leave"]) if found is not None]
+    assert (result.status, result.device) == (ProbeStatus.FAILED, "gpu 3")
+
+
 def test_a_child_that_does_not_start_is_not_called_healthy(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     result = run("after")["after"]

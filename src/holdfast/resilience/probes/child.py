@@ -66,7 +66,8 @@ def run_probes(
             if results is None:
                 text = _describe_end(child, probe, is_silent=answer is None)
                 problem = f"{probe.name} {text}"
-                results = [failed(probe.name, text, _CURE)]
+                device = None if settings.device is None else f"gpu {settings.device}"
+                results = [failed(probe.name, text, _CURE, device=device)]
             yield probe.name, results
         if not problem:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -66,6 +66,8 @@ def test_command_line_never_brings_in_torch():
         ["prepare", "none.txt", "-o", "none.tokens"],
         ["demo", "--help"],
         ["diff", "none", str(TINY)],
+        ["doctor", "--excluded", "none"],
+        ["doctor", "--help"],
     ]
     source = """
 import json, sys

@@ -19,6 +19,7 @@ from holdfast import resilience
 from holdfast.cli import main, prune, train, verify
 from holdfast.core.base import errors
 from holdfast.core.base.config import section_types
+from holdfast.core.base.probe_result import EXIT_FAILED, EXIT_WARNING
 from holdfast.reference.config import TRAINER_SECTIONS, TrainConfig
 
 PUBLIC = [
@@ -87,6 +88,7 @@ COMMANDS = {
             "--state-dtype", "--ranks", "--ranks-per-host", "--host-memory", "--memory-gb",
         },
     ),
+    "doctor": (["folder"], {"--quick", "--strict", "--excluded", "--format", "--json"}),
     "checkpoints": ([], set()),
     "checkpoints ls": (["run"], {"--json"}),
     "checkpoints verify": (["paths"], {"--all", "--mark", "--json"}),
@@ -217,4 +219,5 @@ def test_exit_statuses_are_these():
     assert (main.EXIT_ERROR, main.EXIT_BAD_CONFIG, main.EXIT_INTERRUPTED) == (1, 78, 130)
     assert train.EXIT_RESUME == 75
     assert (verify.EXIT_DAMAGED, verify.EXIT_NOTHING, prune.EXIT_NOT_DONE, prune.EXIT_UNASKED) == (1, 3, 1, 2)
+    assert (EXIT_WARNING, EXIT_FAILED) == (3, 4)
     assert holdfast.PolicyStop("stopped").code == 70

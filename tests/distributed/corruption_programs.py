@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from layouts import Guarded, Layout, on_all, same, train_unguarded
 
 import holdfast
+from holdfast.core.record import journal
+from holdfast.core.record.exclusions import read_exclusions
 
 EVERY, FLIP_STEP = 5, 7
 # Not back to before the first step: DistributedDataParallel rebuilds its buckets there, and more than two ranks would then
@@ -67,7 +70,10 @@ def replicas(folder: Path, rank: int, size: int) -> None:
             )
             name = "model.down.weight" if where == "parameter" else where
             assert len(evidence["tensors"]) <= 2 and any(name in t for t in evidence["tensors"]), evidence
+            assert [each["rank"] for each in evidence["devices"]] == evidence["ranks"]
+            assert all(each["host"] == socket.gethostname() and each["device"] == "cpu" for each in evidence["devices"])
             assert any("transient" in e.get("message", "") for e in run.events("note"))
+            assert read_exclusions(run.events("finding") + run.events("plan")) == [], "named once"
 
 
 def persistent(folder: Path, rank: int, size: int) -> None:
@@ -83,6 +89,12 @@ def persistent(folder: Path, rank: int, size: int) -> None:
         Guarded(layout, run_dir, config=CONFIG, each=each)
     assert stop.value.code == 70
     assert all("rank 1" in text and "desync" in text for text in on_all(str(stop.value)))
+    if rank == 0:
+        events = journal.read(run_dir / "journal.jsonl").events
+        (excluded,) = [event for event in events if event["event"] == "excluded"]
+        assert (excluded["host"], excluded["device"]) == (socket.gethostname(), "cpu")
+        assert [naming["rank"] for naming in excluded["namings"]] == [1, 1]
+        assert [each.host for each in read_exclusions(events)] == [socket.gethostname()]
 
 
 def window(folder: Path, rank: int, size: int) -> None:

@@ -13,15 +13,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from holdfast.core.base.config import DetectSection
+from holdfast.core.base.probe_result import ProbeResult, ProbeStatus
 from holdfast.core.base.types import Signal
 from holdfast.core.detectors.nonfinite import NonFinite
 from holdfast.distributed.world import World, collective_device, first_line
+from holdfast.resilience.probes import gpu_compute
+from holdfast.resilience.probes.child import run_probe, run_probes
+from holdfast.resilience.probes.probe import ProbeSettings
 from holdfast.runtime.tensors.inspect import first_nonfinite, nonfinite_mask
 
 log = logging.getLogger("holdfast")
 
 _ACTIONS = ("warn", "skip", "raise")
 _POLL_SECONDS = 0.001
+_GPU_KEYS = {
+    gpu_compute.ACCESS: "device_accessible",
+    gpu_compute.COMPUTE: "compute_ok",
+    gpu_compute.MEMORY: "memory_ok",
+}
+"""probe -> its key in the answer of check_gpu_health"""
 
 
 @dataclass
@@ -121,9 +131,10 @@ class NaNDetector:
 
 
 def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
-    """Compute on a GPU and fill a megabyte of its memory. Return the results; `error` is empty if it is healthy.
+    """Compute on a GPU with known answers and fill a megabyte of its memory. `error` is empty if it is healthy.
 
-    The keys are cuda_available, device_accessible, compute_ok, memory_ok and error. The current device stays the same.
+    The keys are cuda_available, device_accessible, compute_ok, memory_ok and error. The current device stays the same. If
+    this process does not use CUDA yet, a child process computes, and no device context is left behind.
     """
     result: dict[str, bool | str] = {
         "cuda_available": torch.cuda.is_available(),
@@ -135,20 +146,19 @@ def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
     if not result["cuda_available"]:
         result["error"] = "CUDA not available"
         return result
-    try:
-        with torch.cuda.device(device):
-            ones = torch.ones(16, device="cuda")
-            result["device_accessible"] = True
-            if (total := float((ones + ones).sum())) != 32.0:
-                raise RuntimeError(f"the sum of 16 twos is {total}")
-            result["compute_ok"] = True
-            pattern = torch.arange(256 * 1024, dtype=torch.int32)
-            if not torch.equal(pattern.cuda().cpu(), pattern):
-                raise RuntimeError("a megabyte of memory came back with other values")
-            result["memory_ok"] = True
-    except (RuntimeError, AssertionError, ValueError) as error:
-        result["error"] = str(error) or type(error).__name__
-        log.error("holdfast: the health check of GPU %s failed: %s", device, first_line(error))
+    settings = ProbeSettings(effort="least", device=device)
+    answers: dict[str, list[ProbeResult]] = {}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        answers = {probe.name: run_probe(probe, settings) for probe in gpu_compute.PROBES if probe.name in _GPU_KEYS}
+    else:
+        for name, results in run_probes(gpu_compute.__name__, settings, list(_GPU_KEYS)):
+            answers[name] = results or []
+    for name, key in _GPU_KEYS.items():
+        bad = [each for each in answers[name] if each.status not in (ProbeStatus.OK, ProbeStatus.NOTE)]
+        result[key] = bool(answers[name]) and not bad
+        if bad and not result["error"]:
+            result["error"] = bad[0].text
+            log.error("holdfast: the health check of GPU %s failed: %s", device, bad[0].text)
     return result
 
 

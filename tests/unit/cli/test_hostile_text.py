@@ -112,7 +112,7 @@ def commands(run: Path, other: Path) -> Iterator[tuple[object, ...]]:
         yield ("checkpoints", command, run)
     yield from (("checkpoints", "resume-path", other, "--load-path", run), ("checkpoints", "verify", run, "--all"))
     yield from (("checkpoints", "prune", run, "--dry-run"), ("checkpoints", "prune", run, "--keep-last", 1, "--yes"))
-    yield from (("checkpoints", "verify", run, "--mark"), ("ack", run, "--note", NAME))
+    yield from (("checkpoints", "verify", run, "--mark"), ("ack", run, "--note", NAME), ("doctor", "--excluded", run))
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -17,6 +17,7 @@ SAME, DIFFERS, UNSEEN = 0, 1, -1
 """whether the state of a rank changed between two updates; UNSEEN: there was nothing to compare with"""
 
 _LISTED_TENSORS = 8
+_LISTED_DEVICES = 32
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -135,7 +136,21 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """tensors that this kind of check ignores from now on; then the run may continue as it is"""
 
 
-def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[str], last_good: int) -> Finding:
+def describe_devices(ranks: Sequence[int], accounts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rank, host and device of the ranks, from the accounts of all ranks, for the evidence of a finding."""
+    return [
+        {"rank": rank, "host": accounts[rank]["host"], "device": accounts[rank]["device"]}
+        for rank in ranks[:_LISTED_DEVICES]
+    ]
+
+
+def make_finding(
+    corruption: Corruption,
+    decision: Decision,
+    tensors: Sequence[str],
+    last_good: int,
+    devices: Sequence[Mapping[str, Any]] = (),
+) -> Finding:
     """Return a finding whose onset is after the last good check: wrong values have reached all ranks by gradients."""
     replica = corruption.kind == "replica"
     more = len(tensors) - _LISTED_TENSORS
@@ -157,6 +172,7 @@ def make_finding(corruption: Corruption, decision: Decision, tensors: Sequence[s
             "last_good": last_good,
             "cause": decision.cause,
             "leave_out": list(decision.leave_out),
+            "devices": list(devices),
         },
     )
 

@@ -41,6 +41,7 @@ from holdfast.core.decide.verdict import merge
 from holdfast.core.detectors import build
 from holdfast.core.detectors.base import BuiltInDetector, Detector
 from holdfast.core.detectors.expected_shifts import ExpectedShifts
+from holdfast.core.record.exclusions import Exclusions
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal
 from holdfast.core.record.tally import Summary, Tally
@@ -97,6 +98,7 @@ class Engine:
         self._on_instability = on_instability or (lambda incident: None)
         self._shifts = ExpectedShifts()
         self._tally = Tally()
+        self._exclusions = Exclusions()
         self._recent: deque[Signal] = deque(maxlen=_RECENT_SIGNALS)
         self._incident: Incident | None = None
         self._observed: tuple[tuple[str, int, int], int] = (("", 0, 0), 0)
@@ -116,6 +118,7 @@ class Engine:
         self.policy.rebuild(past)
         for event in past:
             self._tally.feed(event)
+            self._exclusions.feed(event)
             if event.get("event") == "experiment":
                 self._interrupted = event.get("incident") if event.get("result") == "begun" else None
         account = self.policy.state.incident
@@ -129,7 +132,11 @@ class Engine:
             self._journal.write(event, durable=durable, **fields)
         if event in ("experiment", "cause"):
             self._files.add_event(event, fields)
-        self._tally.feed(plain({"event": event, **fields}))
+        written = plain({"event": event, **fields})
+        self._tally.feed(written)
+        for each in self._exclusions.feed(written):
+            self.write("excluded", durable=True, step=fields.get("step"), **_fields(each))
+            log.warning("holdfast: %s. Leave it out of the next start: holdfast doctor --excluded RUN", each.describe())
 
     def note(self, step: int, message: str) -> None:
         """Journal and log that something works less well than asked."""

@@ -53,6 +53,8 @@ _EVENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "checkpoint": ({"status": str, "name": str, "step": int}, {"why": str, "handover": bool}),
     "resumed": ({}, {"checkpoint": str, "passed_over": list[Any]}),
     "facts": ({"facts": _Mapping}, {}),
+    "health": ({"host": str, "device": str}, {"rank": int, "text": str, "checks": list[str]}),
+    "excluded": ({"host": str, "device": str}, {"namings": list[_Mapping]}),
     **dict.fromkeys(
         ("outage", "started_over", "shift", "note", "abandoned", "remainder", "stop_requested", "progress", "ack", "torn",
          "snapshot_saved", "restart_time"), ({}, {})

@@ -5,17 +5,26 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from torch import Tensor
 
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
-from holdfast.core.decide.corruption import UNSEEN, Corruption, corrupt_tensors, make_finding, ranks_text
+from holdfast.core.decide.corruption import (
+    UNSEEN,
+    Corruption,
+    corrupt_tensors,
+    describe_devices,
+    make_finding,
+    ranks_text,
+)
 from holdfast.core.decide.recurrence import Recurrence
 from holdfast.runtime.agree.rows import SAME_NORM_TOLERANCE, Column, Rows
 from holdfast.runtime.context import Context
 from holdfast.runtime.integrity.state_checks import StateChecks
 from holdfast.runtime.ports.replicas import Replicas
+from holdfast.runtime.tensors.device_identity import describe_device
 from holdfast.runtime.tensors.sharded import is_sharded
 
 
@@ -74,7 +83,7 @@ class IntegrityMonitor:
                 self._recurrence.record_clean_check(kind)
         if not corruptions:
             return findings
-        accounts = self._context.ranks.all_gather_object(self.checks.account(number))
+        accounts = self._context.ranks.all_gather_object({**self.checks.account(number), **describe_device()})
         return [*findings, *(self._judge(c, accounts, number) for c in corruptions)]
 
     def _compare_gradients(self, rows: Rows, signal: Signal) -> list[Finding]:
@@ -86,6 +95,7 @@ class IntegrityMonitor:
         apart = [r for r, norm in enumerate(norms) if not math.isclose(norm, median, rel_tol=SAME_NORM_TOLERANCE)]
         is_minority = 2 * len(apart) < len(norms)
         ranks = apart if is_minority else list(range(len(norms)))
+        accounts = self._context.ranks.all_gather_object(describe_device()) if is_minority else []
         message = "should have the same gradient and do not; which of them is right cannot be told"
         if is_minority:
             message = "the gradient after averaging differs from the other ranks'"
@@ -97,18 +107,25 @@ class IntegrityMonitor:
                 onset=signal.step,
                 detector="integrity",
                 message=f"{ranks_text(ranks)}: {message}",
-                evidence={"check": "gradient", "ranks": ranks, "named": is_minority, "norms": norms[:32]},
+                evidence={
+                    "check": "gradient",
+                    "ranks": ranks,
+                    "named": is_minority,
+                    "norms": norms[:32],
+                    "devices": describe_devices(ranks, accounts) if is_minority else [],
+                },
             )
         ]
 
-    def _judge(self, corruption: Corruption, accounts: Sequence[dict[str, object]], number: int) -> Finding:
+    def _judge(self, corruption: Corruption, accounts: Sequence[dict[str, Any]], number: int) -> Finding:
         tensors, fresh = corrupt_tensors(corruption, accounts, self.checks.groups(number))
         decision = self._recurrence.diagnose(corruption, tensors, fresh)
         if decision.leave_out:
             self.checks.leave_out(corruption.kind, decision.leave_out)
             if corruption.kind == "replica":
                 self._context.state.rank_specific.update(decision.leave_out)
-        judged = make_finding(corruption, decision, tensors, self.checks.last_good)
+        devices = describe_devices(corruption.ranks, accounts)
+        judged = make_finding(corruption, decision, tensors, self.checks.last_good, devices)
         if decision.heals or decision.leave_out:
             return judged
         return msgspec.structs.replace(judged, severity=Severity.STOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from concurrent import futures
 from typing import Any
@@ -117,6 +118,13 @@ class Snapshot:
             next((each.nonfinite for each in results if each.nonfinite is not None), None),
             any(each.torn for each in results),
         )
+
+    def replica_digest(self) -> str:
+        """Return a digest of the tensors that ranks share out, as this rank held them: equal on ranks with equal state."""
+        assert self.copy.share is not None
+        checksums = self.copy.result().checksums
+        held = [(name, owner, checksums[name]) for name, owner in sorted(self.copy.share.owners.items())]
+        return hashlib.sha256(repr(held).encode()).hexdigest()
 
     def reject(self, why: str) -> None:
         self.health, self.why = Health.BAD, why

@@ -1,0 +1,254 @@
+"""Ranks with room for a share of each snapshot only: rollbacks, damage, a stop, a signal, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import holdfast
+import pytest
+import torch
+import torch.distributed as dist
+from agreement_programs import OPTIMIZER, NanGradientOnce
+from corruption_programs import flip
+from layouts import GLOBAL, QUICK, Guarded, Layout, on_all, same, train_unguarded
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.cli.ack import ack
+from holdfast.core.checkpoints.folder import Folder
+from holdfast.core.checkpoints.snapshot_rule import SnapshotRoom
+from holdfast.distributed import world
+from holdfast.runtime.snapshots.shares import Share
+
+FAULT_STEP = 14
+RECOVER = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "probation_steps": 20}
+SNAPSHOT = {**QUICK["snapshot"], "certify_after": 2}
+
+
+def config_for(gate: str, folder: Path, rank: int, size: int, **sections: Any) -> dict[str, Any]:
+    """Return a config with room for no two whole snapshots, and for two or more shares."""
+    probe = Guarded(
+        Layout("ddp", rank, size, OPTIMIZER[gate]), folder / "probe", config={"snapshot": SNAPSHOT}, max_steps=5
+    )
+    (whole,) = {room.nbytes for room in probe.guard._run.parts.snapshots._rooms}
+    return {
+        "detect": {"gate": gate, "warmup_steps": 8},
+        "recover": RECOVER,
+        "snapshot": {**SNAPSHOT, "memory_gb": 1.9 * whole / 1e9},
+        **sections,
+    }
+
+
+def share_of(run: Guarded) -> Share:
+    """Return what this rank keeps of the newest snapshot: some of the tensors, but not all."""
+    copy = run.guard._run.parts.snapshots.ring.snapshots[-1].copy
+    assert copy.share is not None and copy.share.elsewhere
+    assert not set(copy.share.elsewhere) & set(copy.tensors)
+    return copy.share
+
+
+def rolled_back(folder: Path, rank: int, size: int) -> None:
+    """A NaN in the gradient of one rank: all gather the same snapshot, and the run is as without the fault."""
+    gate = folder.name.split("-")[0]
+    world.PIECE_BYTES = 100  # many pieces, and tensors that are cut
+    config = config_for(gate, folder, rank, size)
+    layout = Layout("ddp", rank, size, OPTIMIZER[gate])
+    run = Guarded(layout, folder / "run", config=config, each=NanGradientOnce(layout, FAULT_STEP))
+    assert [o for o in run.outcomes if o[2] != "committed"] == [(FAULT_STEP, 1, "rolled_back")], run.outcomes
+    share = share_of(run)
+    assert set(on_all(sorted(share.owners.items()))[0]) == set(share.owners.items())
+    assert set(share.owners.values()) == set(range(size))
+    same(layout.state(), train_unguarded(Layout("ddp", rank, size, OPTIMIZER[gate]), 1.0, set()))
+    whole = Layout("ddp", rank, size, OPTIMIZER[gate])
+    settings = {**config, "snapshot": SNAPSHOT}
+    Guarded(whole, folder / "whole", config=settings, each=NanGradientOnce(whole, FAULT_STEP))
+    same(layout.state(), whole.state())
+    dist.barrier()
+    if rank == 0:
+        (back,) = (e for e in run.events("action") if e["action"] == "rollback")
+        assert FAULT_STEP - 9 <= back["to_step"] < FAULT_STEP and back["restored_from"] == "memory", back
+        notes = [e["message"] for e in run.events("note") if "keeps a share" in e.get("message", "")]
+        assert len(notes) >= 1 and "1 fits whole, so each rank keeps a share of" in notes[-1], notes
+        assert "in the making" in notes[-1] or "all" in notes[-1], notes
+
+
+def scaled_weights(folder: Path, rank: int, size: int) -> None:
+    """Weights of one rank are scaled in memory: the comparison of replicas finds it, and all return to before."""
+    config = config_for("host", folder, rank, size)
+    config["integrity"] = {"replicas_every": 5, "between_updates_every": 0}
+    config["recover"] = {"rollback_margin": 0, "probation_steps": 6, "lr_factor": 1.0}
+    layout = Layout("ddp", rank, size)
+    done: list[int] = []
+
+    def scale(guard: Any, step: Any) -> None:
+        if rank == size - 1 and step.number == 7 and not done:
+            done.append(1)
+            layout.model.module.down.weight.detach().numpy()[...] *= 3  # not a write that torch counts
+
+    run = Guarded(layout, folder / "run", config=config, each=scale)
+    assert [o for o in run.outcomes if o[2] == "rolled_back"] == [(10, 1, "rolled_back")], run.outcomes
+    share_of(run)
+    same(layout.state(), train_unguarded(Layout("ddp", rank, size), 1.0, set()))
+
+
+def damaged(folder: Path, rank: int, size: int) -> None:
+    """A bit of one rank's share flips in memory: all ranks reject that snapshot and use the next older one, or the disk."""
+    for only_snapshot in (False, True):
+        memory = folder / f"only-{only_snapshot}"
+        config = config_for("host", folder / f"p-{only_snapshot}", rank, size)
+        config["checkpoint"] = {"every_steps": 6, "certify_after": 2, "rank_timeout_seconds": 30}
+        layout = Layout("ddp", rank, size)
+        fault = NanGradientOnce(layout, FAULT_STEP)
+        hit: list[int] = []
+
+        def each(guard: Any, step: Any, fault: Any = fault, hit: Any = hit, every: bool = only_snapshot) -> None:
+            if step.number == FAULT_STEP and not hit:
+                good = [s for s in guard._run.parts.snapshots.ring if s.health == "good"]
+                hit += [s.step for s in (good if every else good[-1:])]
+                for snapshot in good if every else good[-1:]:
+                    if rank == size - 1:
+                        name = next(n for n, r in snapshot.copy.share.owners.items() if r == rank)
+                        flip(snapshot.copy.tensors[name])
+            fault(guard, step)
+
+        run = Guarded(layout, memory, config=config, each=each)
+        assert [o for o in run.outcomes if o[2] != "committed"] == [(FAULT_STEP, 1, "rolled_back")], run.outcomes
+        same(layout.state(), train_unguarded(Layout("ddp", rank, size), 1.0, set()))
+        dist.barrier()
+        if rank == 0:
+            (back,) = (e for e in run.events("action") if e["action"] == "rollback")
+            rejected = [e["why"] for e in back["passed_over"] if "has changed since it was made" in e["why"]]
+            assert rejected and all(why.startswith(f"rank {size - 1}: its copy of ") for why in rejected), back
+            assert back["restored_from"].startswith("step_") if only_snapshot else back["to_step"] < hit[0], back
+
+
+def differing(folder: Path, rank: int, size: int) -> None:
+    """Weights differed between ranks when the snapshot was taken: no rank restores the value that one of them kept."""
+    config = config_for("host", folder, rank, size)
+    config["integrity"] = {"replicas_every": 0, "between_updates_every": 0}
+    config["checkpoint"] = {"every_steps": 3, "certify_after": 2, "rank_timeout_seconds": 30}
+    layout = Layout("ddp", rank, size)
+    fault = NanGradientOnce(layout, FAULT_STEP)
+    was: list[torch.Tensor] = []
+    weight = layout.model.module.out.weight
+
+    def each(guard: Any, step: Any) -> None:
+        if rank == 1 and step.number == 8 and not was:  # before the update that the snapshot of step 8 follows
+            was.append(weight.detach().clone())
+            weight.detach().numpy()[0, 0] += 2.0**-10
+        fault(guard, step)
+
+    run = Guarded(layout, folder / "run", config=config, each=each, max_steps=FAULT_STEP + 1)
+    dist.barrier()
+    if rank == 0:
+        (back,) = (e for e in run.events("action") if e["action"] == "rollback")
+        why = {e["step"]: e["why"] for e in back["passed_over"]}
+        assert any("the ranks held different values" in text for text in why.values()), back
+        assert back["to_step"] < 8, back
+
+
+def killed_in_the_gather(folder: Path, rank: int, size: int) -> None:
+    """The last rank is killed between two pieces. The others must end; the test reads how."""
+    world.PIECE_BYTES = 100
+    config = config_for("host", folder, rank, size)
+    layout = Layout("ddp", rank, size)
+    broadcast, calls = dist.broadcast, [0]
+
+    def dies(tensor: torch.Tensor, source: int) -> Any:
+        calls[0] += 1
+        if rank == size - 1 and calls[0] == 7:
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return broadcast(tensor, source)
+
+    fault = NanGradientOnce(layout, FAULT_STEP)
+
+    def each(guard: Any, step: Any) -> None:
+        if step.number == FAULT_STEP:
+            dist.broadcast = dies
+        fault(guard, step)
+
+    Guarded(layout, folder / "run", config=config, each=each)
+
+
+BAD_STEP = 18
+NAN = {(BAD_STEP - 1) * GLOBAL + 3: "nan"}
+
+
+def checkpoints(run_dir: Path) -> dict[int, tuple[str, str]]:
+    found = Folder(run_dir / "checkpoints").entries()
+    return {e.step: (str(e.health), "" if e.manifest is None else e.manifest.reason) for e in found}
+
+
+def stopped(folder: Path, rank: int, size: int) -> None:
+    """A stop writes the newest certified snapshot from the shares, and a restart resumes there bit for bit."""
+    gate = folder.name.split("-")[0]
+    config = config_for(gate, folder, rank, size)
+    config |= {"detect": {"gate": gate, "warmup_steps": 30}, "recover": {"ladder": ["stop"]}}
+    config["checkpoint"] = {"every_steps": 1000, "rank_timeout_seconds": 30}
+    run_dir = folder / "run"
+    with pytest.raises(holdfast.PolicyStop, match="step_0000001"):
+        Guarded(Layout("ddp", rank, size, OPTIMIZER[gate]), run_dir, faults=NAN, config=config)
+    dist.barrier()
+    saved = checkpoints(run_dir)
+    assert set(saved.values()) == {("good", "start"), ("good", "stop")} and max(saved) >= 12, saved
+    if rank == 0:
+        ack(str(run_dir))
+    dist.barrier()
+    layout = Layout("ddp", rank, size, OPTIMIZER[gate])
+    run = Guarded(layout, run_dir, config=config)
+    assert run.outcomes[0][0] == max(saved) + 1 and run.guard.step == 20
+    same(layout.state(), train_unguarded(Layout("ddp", rank, size, OPTIMIZER[gate]), 1.0, set()))
+
+
+class Wide(nn.Module):
+    """Large enough that alignment and single numbers do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def memory_of_a_rank(folder: Path, rank: int, size: int) -> None:
+    """The memory that a snapshot takes on a rank is its share: about 1/ranks of a whole one."""
+    used: dict[str, list[int]] = {}
+    for shared in ("off", "auto"):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(Wide())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        nbytes = sum(3 * p.nbytes for p in model.parameters())
+        settings = {**SNAPSHOT, "shared": shared, "memory_gb": 2.2 * nbytes / 1e9}
+        config = {**QUICK, "snapshot": settings}
+        data = [torch.randn(4, 64, generator=torch.Generator().manual_seed(i)) for i in range(12)]
+        with holdfast.Guard(model, optimizer, config=config) as guard:
+            for step in guard.steps(data, epochs=1):
+                with step:
+                    for x in step.microbatches():
+                        step.backward(model(x).square().mean())
+            ring = guard._run.parts.snapshots.ring
+            copies = [s.copy for s in ring if s.step > 0]
+            assert ring.is_limited == (shared == "off"), ring.max_snapshots()
+            used[shared] = [sum(m.nbytes for m in copy.buffer._memory.values()) for copy in copies]
+    (whole,), (share,) = set(used["off"]), set(used["auto"])
+    assert nbytes <= whole < 1.05 * nbytes
+    assert share < 1.15 * nbytes / size, (share, nbytes)
+    assert sum(on_all(share)) >= nbytes, "all together is the whole"
+
+
+def room_is_exchanged(folder: Path, rank: int, size: int) -> None:
+    """One rank has its shares off, or room for all: no rank shares."""
+    settings = [{}, {"shared": "off"}] if rank == 0 else [{}, {}]
+    for number, setting in enumerate(settings):
+        config = config_for("host", folder / str(number), rank, size)
+        config["snapshot"] |= setting
+        run = Guarded(Layout("ddp", rank, size), folder / f"run-{number}", config=config, max_steps=9)
+        snapshots = run.guard._run.parts.snapshots
+        assert snapshots._shares.is_on == (number == 0)
+        assert all(isinstance(room, SnapshotRoom) for room in snapshots._rooms)
+        assert snapshots.ring.enabled == (number == 0), "no two whole ones fit"

@@ -165,7 +165,7 @@ class SnapshotSection(ConfigSection, frozen=True):
         bool, doc("if a copy to the host delays updates, keep its last part in free device memory meanwhile")
     ] = True
     shared: Annotated[
-        Literal["auto", "off"], doc("auto: if few fit, ranks with equal tensors (DDP) keep a share of them each")
+        Literal["auto", "off"], doc("auto: if few snapshots fit, ranks with equal tensors (DDP) keep a share of each")
     ] = "auto"
 
 

@@ -213,8 +213,11 @@ def describe_room(rooms: Sequence[SnapshotRoom], rule: SnapshotRule, certify_aft
     text += f" and {format_gb(room.allowed)} of {room.where} memory are allowed: "
     if room.whole:
         whole = room._replace(nbytes=room.whole, whole=0)
-        text += f"{_fits(whole.copies)} whole, so each rank keeps a share of {format_gb(room.nbytes)}, and a rollback "
-        text += "gathers the shares; "
+        text += f"{_fits(whole.copies)} whole, "
+        if room.copies < MIN_COPIES:
+            text += f"and if each rank keeps a share of {format_gb(room.nbytes)}, "
+        else:
+            text += f"so each rank keeps a share of {format_gb(room.nbytes)}, and a rollback gathers the shares; "
         if is_all:
             return text + f"all {full} snapshots fit; {_cure(whole, full)} for whole ones"
     if room.copies < MIN_COPIES:

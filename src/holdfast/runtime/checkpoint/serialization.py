@@ -48,7 +48,7 @@ def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> 
         "data": snapshot.data,
         "journal_bytes": journal_bytes,
     }
-    sharded, share = state.sharded_tensors(), snapshot.copy.share
+    sharded, share = state.sharded_tensors(), snapshot.share
     owners = {} if share is None else share.owners
     on_host = {n: t.cpu() for n, t in snapshot.tensors().items()}
     tensors = {n: shard_like(sharded[n], t) if n in sharded else t for n, t in on_host.items()}

@@ -374,7 +374,7 @@ class SnapshotManager:
         for step in sorted(common, key=lambda s: (s <= before, s), reverse=True):
             snapshot = local[step]
             why = self._first_problem(find_problem(snapshot))
-            if why is None and snapshot.copy.share is not None:
+            if why is None and snapshot.share is not None:
                 why = self._gather(snapshot) if gathers else self._differing_replicas(snapshot)
             if why is None:
                 return snapshot, rejected

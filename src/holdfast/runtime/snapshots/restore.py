@@ -73,7 +73,7 @@ class Restorer:
         return self._verify_in_place(snapshot) if self.verifies_in_place(snapshot) else self.verify_memory(snapshot)
 
     def verifies_in_place(self, snapshot: Snapshot) -> bool:
-        return snapshot.copy.on_device and snapshot.copy.share is None
+        return snapshot.copy.on_device and snapshot.share is None
 
     def verify_memory(self, snapshot: Snapshot) -> str | None:
         """Return what is wrong with the snapshot's own memory, or None. Writes nothing."""
@@ -89,7 +89,7 @@ class Restorer:
         doubtful = {n: t for n, t in tensors.items() if n not in finite}
         if (name := first_nonfinite(doubtful, self._state.allowed_nonfinite)) is not None:
             return f"{name} holds NaN or Inf"
-        elsewhere = {} if snapshot.copy.share is None else snapshot.copy.share.elsewhere
+        elsewhere = {} if (share := snapshot.share) is None else share.elsewhere
         return self._state.mismatch(snapshot.small_state, {**tensors, **elsewhere})
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class Restorer:
         Each rank has verified its own share. What others keep is received into the live tensors, or into new memory if the
         run does not have such a tensor any more.
         """
-        share = snapshot.copy.share
+        share = snapshot.share
         assert share is not None
         self._copier.wait()
         self.is_partial = True
@@ -153,7 +153,7 @@ class Restorer:
         assert snapshot.small_state is not None and snapshot.rng is not None
         tensors = snapshot.tensors()
         if self._in_place is not snapshot:
-            assert snapshot.copy.share is None
+            assert snapshot.share is None
             self._write_tensors(snapshot.small_state, tensors, snapshot, self._matching_tensors(snapshot))
         self._finish(snapshot.small_state, tensors, snapshot.rng)
 
@@ -169,8 +169,8 @@ class Restorer:
         if buffer is None or buffer.layout.unpackable:
             return None
         live = self._state.update_tensors_if_same_structure(snapshot.small_state)
-        if live is not None and snapshot.copy.share is not None:
-            live = {name: value for name, value in live.items() if name not in snapshot.copy.share.elsewhere}
+        if live is not None and (share := snapshot.share) is not None:
+            live = {name: value for name, value in live.items() if name not in share.elsewhere}
         return live if live is not None and buffer.layout.fits(live, buffer.layout.destination) else None
 
     def _write_tensors(

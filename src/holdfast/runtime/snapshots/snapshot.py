@@ -14,6 +14,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.copy import SnapshotCopy
+from holdfast.runtime.snapshots.shares import Share
 from holdfast.runtime.state.rng import RngState
 
 
@@ -71,8 +72,13 @@ class Snapshot:
     def copies(self) -> list[SnapshotCopy]:
         return [c for c in (self.copy, self.small_state_copy, self.buffers) if c is not None]
 
+    @property
+    def share(self) -> Share | None:
+        """What this rank keeps of it; None: everything."""
+        return self.copy.share
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
+        """Return all tensors by name that this rank keeps."""
         merged: dict[str, Tensor] = dict(self.frozen)
         for copy in self.copies:
             merged.update(copy.tensors)
@@ -121,9 +127,9 @@ class Snapshot:
 
     def replica_digest(self) -> str:
         """Return a digest of the tensors that ranks share out, as this rank held them: equal on ranks with equal state."""
-        assert self.copy.share is not None
-        checksums = self.copy.result().checksums
-        held = [(name, owner, checksums[name]) for name, owner in sorted(self.copy.share.owners.items())]
+        share, checksums = self.share, self.copy.result().checksums
+        assert share is not None
+        held = [(name, owner, checksums[name]) for name, owner in sorted(share.owners.items())]
         return hashlib.sha256(repr(held).encode()).hexdigest()
 
     def reject(self, why: str) -> None:

@@ -99,6 +99,31 @@ def other_structure(folder: Path, rank: int, size: int) -> None:
             assert (back["to_step"] == 0) == (step == 2) and back["restored_from"] == "memory", back
 
 
+def decided_again(folder: Path, rank: int, size: int) -> None:
+    """The optimizer keeps less than Adam: whole ones fit after all. A snapshot of either kind is restored exactly."""
+    whole = sum(2 * p.nbytes for p in Layout("ddp", rank, size, "sgd").model.parameters())
+    config = {"detect": {"gate": "host", "warmup_steps": 8}, "recover": RECOVER}
+    config["snapshot"] = {**SNAPSHOT, "memory_gb": 15 * whole / 1e9}
+    for step in (3, FAULT_STEP):
+        layout = Layout("ddp", rank, size, "sgd")
+        fault, is_on = NanGradientOnce(layout, step), []
+
+        def each(guard: Any, now: Any, fault: Any = fault, is_on: Any = is_on) -> None:
+            is_on.append(guard._run.parts.snapshots._shares.is_on)
+            fault(guard, now)
+
+        run = Guarded(layout, folder / f"run-{step}", config=config, each=each)
+        assert (step, 1, "rolled_back") in run.outcomes, run.outcomes
+        assert on_all(is_on) == [is_on] * size
+        assert is_on[0] and not is_on[-1], is_on
+        same(layout.state(), train_unguarded(Layout("ddp", rank, size, "sgd"), 1.0, set()))
+        dist.barrier()
+        if rank == 0:
+            notes = [e["message"] for e in run.events("note")]
+            assert any("keeps a share" in note for note in notes), notes
+            assert "all snapshots fit into memory now" in notes, notes
+
+
 def broadcast(folder: Path, rank: int, size: int) -> None:
     """Tensors of any dtype, layout and size arrive bit for bit, whatever the pieces."""
 

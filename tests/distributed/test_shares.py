@@ -27,6 +27,10 @@ def test_rollback_from_shares_is_exact_if_the_optimizer_state_was_another(run):
     run("share_programs.other_structure:2")
 
 
+def test_ranks_decide_again_if_whole_snapshots_fit_after_all(run):
+    run("share_programs.decided_again:2")
+
+
 @pytest.mark.parametrize("size", [2, *slow(4)])
 def test_scaled_weights_of_one_rank_are_undone_from_shares(run, size):
     run(f"share_programs.scaled_weights:{size}")

@@ -138,10 +138,10 @@ class Copier:
         device_checksums: list[Checksums] = []
         work: list[StreamWork] = []
         on_host_others = {n: v for n, v in others.items() if not v.is_cuda}
-        for device in devices:
+        for device in dict.fromkeys([*devices, *(v.device for v in others.values())]):
             if device.type == "cuda":
                 local = {n: v for n, v in sources.items() if v.device == device and n not in apart}
-                if buffer is not None:
+                if buffer is not None and device in devices:
                     staging = self._staging_for(buffer.layout, device) if live else None
                     work.append(self._copy_on_stream(device, local, values, buffer, staging))
                 local |= {n: v for n, v in others.items() if v.device == device}

@@ -15,13 +15,18 @@ FAULT_STEP = 14
 
 
 def room_for_two(folder: Path, rank: int, size: int) -> None:
-    """The last rank has room for two, the others for all. The fault does not come back: all is as before."""
-    kind, gate = folder.name.split("-")
+    """The last rank has room for two, or for two shares. The fault does not come back: all is as before."""
+    kind, gate, *shared = folder.name.split("-")
     optimizer = OPTIMIZER[gate]
     snapshot: dict[str, Any] = {**QUICK["snapshot"], "certify_after": 2, "memory_gb": 1.0}
+    snapshot["shared"] = "auto" if shared else "off"
     config = {"detect": {"gate": gate, "warmup_steps": 8}, "recover": {"ladder": ["rollback", "stop"]}}
     probe = Guarded(Layout(kind, rank, size, optimizer), folder / "probe", config={**config, "snapshot": snapshot})
-    nbytes = probe.guard._run.parts.snapshots.ring.snapshots[-1].copy.buffer.layout.nbytes
+    parts = probe.guard._run.parts
+    layout = parts.snapshots.ring.snapshots[-1].copy.buffer.layout
+    nbytes = layout.nbytes
+    if shared:
+        nbytes = parts.snapshots._shares.sizes(probe.guard._run.context.state.update_tensors(), layout)[1]
     if rank == size - 1:
         snapshot = {**snapshot, "memory_gb": (2 * nbytes + 1) / 1e9}
     recover = {"ladder": ["rollback", "stop"], "rollback_margin": 1, "probation_steps": 20}

@@ -26,7 +26,7 @@ def ends(folder: Path, ranks: int) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 4), ("fsdp", 4)])
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 4), ("ddp-shares", 4), ("fsdp", 4)])
 def test_killed_rank_is_restarted_from_memory_bit_for_bit(kind, ranks, tmp_path):
     reference, killed = tmp_path / "reference", tmp_path / "killed"
     status, log = launch(reference, kind, "spared", ranks)
@@ -34,6 +34,7 @@ def test_killed_rank_is_restarted_from_memory_bit_for_bit(kind, ranks, tmp_path)
     status, log = launch(killed, kind, "killed", ranks)
     assert status == 0, log
     assert f"resumed from memory, {NEWEST}, at step 12" in log, log
+    assert ("so each rank keeps a share" in log) == (kind == "ddp-shares")
     events = [json.loads(line) for line in (killed / "run/journal.jsonl").read_text().splitlines()]
     (resumed,) = [e for e in events if e["event"] == "resumed"]
     assert resumed["step"] == 12 and resumed["restored_from"] == "memory"

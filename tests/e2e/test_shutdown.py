@@ -253,6 +253,41 @@ def test_ranks_that_come_to_no_step_in_time_save_what_is_certified(tmp_path, cal
     assert digest(run_dir, 1) == calm_ranks
 
 
+SHARES: dict[str, Any] = {"snapshot": {"memory_gb": 3.2e-6}}
+"""room for shares of snapshots, and for no two whole ones"""
+
+
+@pytest.mark.slow
+def test_ranks_that_keep_shares_save_all_of_a_step_after_a_signal(tmp_path, calm_ranks):
+    run_dir = tmp_path / "run"
+    both = Ranks(run_dir, ("forward", 18), SHARES, on=(1,))
+    both.of[1].arrived()
+    both.of[1].kill()
+    both.of[1].pipe.send("go on")
+    assert both.ended() == [75, 75]
+    notes = [e.get("message", "") for e in read(run_dir / "journal.jsonl").events]
+    assert any("1 fits whole, so each rank keeps a share" in note for note in notes), notes
+    assert {"step_00000018", "step_00000019"} & set(names(run_dir))
+    assert Ranks(run_dir).ended() == [0, 0]
+    assert digest(run_dir, 1) == calm_ranks
+
+
+def test_ranks_that_keep_shares_save_what_is_certified_without_their_training_threads(tmp_path, calm_ranks):
+    run_dir = tmp_path / "run"
+    both = Ranks(run_dir, ("evaluation", 29, 60.0), {**SHARES, "shutdown": {"deadline_seconds": 3.0}})
+    for each in both.of:
+        each.arrived()
+    for each in both.of:
+        each.kill()
+    assert both.ended() == [75, 75]
+    notes = [e.get("message", "") for e in read(run_dir / "journal.jsonl").events]
+    assert any("1 fits whole, so each rank keeps a share" in note for note in notes), notes
+    newest = max(saved := names(run_dir))
+    assert newest >= "step_00000020" and saved[newest] is Health.GOOD, saved
+    assert Ranks(run_dir).ended() == [0, 0]
+    assert digest(run_dir, 1) == calm_ranks
+
+
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("signals", [*slow(5), pytest.param(50, marks=pytest.mark.soak)])
 def test_ranks_that_are_asked_to_end_at_random_instants_end_as_an_uninterrupted_run(tmp_path, calm_ranks, signals):

@@ -87,11 +87,12 @@ def answer(model: PlannedModel, config: SnapshotSection) -> dict[str, Any]:
         "schema": SCHEMA,
         "model": {**model._asdict(), "nbytes": model.nbytes},
         "settings": {"every_steps": config.every_steps, "reach_steps": config.reach_steps,
-                     "certify_after": config.certify_after, "memory_gb": config.memory_gb},
+                     "certify_after": config.certify_after, "memory_gb": config.memory_gb, "shared": config.shared},
         "plans": [
             {
                 "state": plan.state,
                 "nbytes": plan.room.nbytes,
+                "whole_nbytes": plan.room.whole or plan.room.nbytes,
                 "allowed": plan.room.allowed,
                 "copies": plan.room.copies,
                 "kept": plan.kept,
@@ -150,13 +151,15 @@ def kept_columns(plan: SnapshotPlan) -> tuple[str, str, str]:
 
 
 def _way(plan: SnapshotPlan, model: PlannedModel) -> str:
-    return _WAYS[plan.state] if model.ranks > 1 else "one rank"
+    if model.ranks == 1:
+        return "one rank"
+    return "shares (DDP)" if plan.room.whole else _WAYS[plan.state]
 
 
 def _summary(plan: SnapshotPlan) -> str:
-    size = format_gb(plan.room.nbytes)
+    size = f"{'shares' if plan.room.whole else 'copies'} of {format_gb(plan.room.nbytes)}"
     if plan.ages is None:
-        return f"no snapshots: 2 copies of {size} are needed, and {plan.room.copies} fit."
+        return f"no snapshots: 2 {size} are needed, and {plan.room.copies} fit."
     if plan.kept == plan.wanted:
-        return f"all {plan.wanted} copies of {size} fit."
-    return f"{plan.kept} copies of {size} fit; a rollback in memory reaches {plan.ages.reach[0]:,} steps back or more."
+        return f"all {plan.wanted} {size} fit."
+    return f"{plan.kept} {size} fit; a rollback in memory reaches {plan.ages.reach[0]:,} steps back or more."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holdfast.core.base.errors import HoldfastError
+
+PIECE_BYTES = 64 << 20
+"""tensors are sent in pieces of at most this size"""
 
 
 class World:
@@ -76,6 +79,31 @@ class World:
         self._checked("all_gather", lambda: _all_gather_single(rows, row))
         return rows.view(self.size, -1)
 
+    @torch.no_grad()
+    def broadcast_tensors(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Write rank `source`'s values into the tensors of the other ranks, through PIECE_BYTES of staging memory."""
+        sizes = [t.nbytes for t in tensors]
+        staging = torch.empty(min(PIECE_BYTES, sum(sizes)), dtype=torch.uint8, device=collective_device())
+        dense: dict[int, Tensor] = {}
+        for piece in _pieces(sizes):
+            end, parts = 0, []
+            for index, first, last in piece:
+                if index not in dense:
+                    dense[index] = tensors[index].detach().contiguous().view(-1).view(torch.uint8)
+                parts.append((staging[end : end + last - first], dense[index][first:last]))
+                end += last - first
+            if self.rank == source:
+                for place, part in parts:
+                    place.copy_(part)
+            self._checked("broadcast", lambda content=staging[:end]: dist.broadcast(content, source))  # type: ignore[misc]
+            if self.rank == source:
+                continue
+            for place, part in parts:
+                part.copy_(place)
+            for index, _, last in piece:
+                if last == sizes[index] and not (target := tensors[index]).is_contiguous():
+                    target.copy_(dense.pop(index).view(target.dtype).view(target.shape))
+
     def barrier(self, seconds: float) -> None:
         """Return when every rank has called it. HoldfastError if one has not after `seconds`."""
         if self.size == 1:
@@ -105,6 +133,24 @@ def collective_device() -> torch.device:
     if "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield pieces of at most PIECE_BYTES as lists of parts: index of a tensor, first byte and end. From sizes alone, so
+    that all ranks make the same pieces."""
+    piece: list[tuple[int, int, int]] = []
+    left = PIECE_BYTES
+    for index, size in enumerate(sizes):
+        first = 0
+        while first < size:
+            last = min(size, first + left)
+            piece.append((index, first, last))
+            left, first = left - (last - first), last
+            if left == 0:
+                yield piece
+                piece, left = [], PIECE_BYTES
+    if piece:
+        yield piece
 
 
 def first_line(error: Exception) -> str:

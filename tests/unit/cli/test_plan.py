@@ -460,7 +460,7 @@ def test_durations_use_a_readable_unit(seconds, words):
 def test_snapshots_of_a_planned_model(holdfast):
     answer = holdfast("plan", "--params", "7b", "--ranks", 8, "--host-memory", "1tb")
     assert (answer.status, answer.err) == (0, "")
-    assert answer.out.startswith("replicated (DDP): no snapshots: 2 copies of 84.00 GB are needed, and 0 fit.")
+    assert answer.out.startswith("shares (DDP): 2 shares of 10.50 GB fit; a rollback in memory reaches 11 steps back")
     assert "sharded (FSDP): 2 copies of 10.50 GB fit; a rollback in memory reaches 11 steps back or more." in answer.out
     for words in (
         "7,000,000,000 parameters in float32",
@@ -478,8 +478,9 @@ def test_snapshots_of_a_planned_model_as_json(holdfast):
     assert answer["model"]["nbytes"] == 70 * 10**9 * (2 + 2 * 4)
     assert answer["model"]["ranks_per_host"] == 8
     replicated, sharded = answer["plans"]
-    assert (replicated["state"], replicated["kept"], replicated["reach"]) == ("replicated", 0, None)
-    assert "snapshots are off" in replicated["note"]
+    assert (replicated["state"], replicated["nbytes"]) == ("replicated", sharded["nbytes"])
+    assert (replicated["whole_nbytes"], sharded["whole_nbytes"]) == (answer["model"]["nbytes"], sharded["nbytes"])
+    assert "0 fit whole, so each rank keeps a share of 10.94 GB" in replicated["note"]
     assert sharded["allowed"] == 2 * 10**12 // 8 // 4
     assert (sharded["nbytes"], sharded["copies"], sharded["kept"], sharded["wanted"]) == (10937500000, 5, 5, 11)
     assert sharded["reach"][0] < sharded["reach"][1]

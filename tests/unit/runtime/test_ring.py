@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.snapshot_rule import SnapshotRoom, SnapshotRule, ages, describe_room
+from holdfast.core.checkpoints.snapshot_rule import SnapshotRoom, SnapshotRule, ages, describe_room, should_share
+from holdfast.core.checkpoints.spread import spread
 from holdfast.runtime.snapshots.copy import SnapshotCopy
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -325,3 +326,43 @@ def test_the_message_names_the_rank_with_the_least_room():
 
 def test_there_is_no_message_if_all_fit():
     assert describe_room([SnapshotRoom(10, 0, 1000)], SnapshotRule(10, 1000, 100), 10) is None
+
+
+# ---- shares
+
+
+def test_ranks_share_only_if_not_all_whole_snapshots_fit_and_more_shares_do():
+    room = SnapshotRoom(80, 0, 300, share=10)
+    assert should_share([room, room], 11)
+    assert not should_share([room, room], 3), "all whole ones fit"
+    assert not should_share([room, room._replace(share=0)], 11), "a rank that cannot share keeps all of it"
+    assert not should_share([room, room._replace(share=80)], 11), "it would gain nothing"
+    assert should_share([room._replace(allowed=15)] * 2, 11), "neither is enough, and fewer bytes are missing"
+
+
+def test_the_message_about_shares_has_what_fits_whole_and_as_shares():
+    room = SnapshotRoom(84 * 10**9, 0, 32 * 10**9, share=10 * 10**9).as_share()
+    rule = SnapshotRule(10, 1000, room.copies)
+    text = describe_room([room], rule, 10)
+    assert text.startswith(
+        "a snapshot takes 84.00 GB and 32.00 GB of host memory are allowed: 0 fit whole, so each rank keeps a share of "
+        "10.00 GB, and a rollback gathers the shares; 3 fit, one of them in the making; "
+    )
+    assert text.endswith("set [snapshot] memory_gb = 110, or run on more hosts, for all 11 snapshots")
+    text = describe_room([room._replace(allowed=12 * 10**9)], rule._replace(copies=1), 10)
+    assert (
+        "0 fit whole, and if each rank keeps a share of 10.00 GB, 1 fits and 2 are needed, so snapshots are off" in text
+    )
+    assert text.endswith("set [snapshot] memory_gb = 20, or run on more hosts, for 2")
+
+
+@given(
+    st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1)
+)
+def test_spread_is_even_to_the_largest_tensor_and_does_not_depend_on_the_order(sizes, loads):
+    chosen = spread(sizes, loads)
+    assert chosen == spread(dict(reversed(sizes.items())), loads)
+    assert chosen.keys() == sizes.keys()
+    ends = [load + sum(sizes[n] for n, rank in chosen.items() if rank == each) for each, load in enumerate(loads)]
+    grown = [end for end, load in zip(ends, loads, strict=True) if end > load]
+    assert not grown or max(grown) <= min(ends) + max(sizes.values())

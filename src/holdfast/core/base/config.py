@@ -164,6 +164,9 @@ class SnapshotSection(ConfigSection, frozen=True):
     device_staging: Annotated[
         bool, doc("if a copy to the host delays updates, keep its last part in free device memory meanwhile")
     ] = True
+    shared: Annotated[
+        Literal["auto", "off"], doc("auto: if few snapshots fit, ranks with equal tensors (DDP) keep a share of each")
+    ] = "auto"
 
 
 class CheckpointSection(ConfigSection, frozen=True):

@@ -12,6 +12,7 @@ from holdfast.core.checkpoints.snapshot_rule import (
     SnapshotRule,
     ages,
     describe_room,
+    should_share,
 )
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -40,7 +41,10 @@ class PlannedModel(NamedTuple):
 
 
 class SnapshotPlan(NamedTuple):
-    """What is kept if the state is held in one way: `replicated` on every rank (DDP), or `sharded` over all (FSDP)."""
+    """What is kept if the state is held in one way: `replicated` on every rank (DDP), or `sharded` over all (FSDP).
+
+    If each rank keeps a share of a replicated state, `room` is that for shares.
+    """
 
     state: str
     room: SnapshotRoom
@@ -59,7 +63,11 @@ def plan_snapshots(model: PlannedModel, config: SnapshotSection) -> list[Snapsho
         if shards == model.ranks == 1 and plans:
             break
         room = SnapshotRoom(-(-model.nbytes // shards), 0, allowed)
-        rule = SnapshotRule(config.every_steps, config.reach_steps, room.copies)
+        rule = SnapshotRule(config.every_steps, config.reach_steps)
+        if state == "replicated" and model.ranks > 1 and config.shared == "auto":
+            room = room._replace(share=-(-model.nbytes // model.ranks))
+            room = room.as_share() if should_share([room], rule.full_count()) else room
+        rule = rule._replace(copies=room.copies)
         is_on = room.copies >= MIN_COPIES
         plans.append(
             SnapshotPlan(

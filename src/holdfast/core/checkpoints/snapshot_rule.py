@@ -169,11 +169,30 @@ class SnapshotRoom(NamedTuple):
     where: str = "host"
     is_known: bool = True
     """False: the optimizer has no state yet, so a snapshot may take more"""
+    share: int = 0
+    """of this rank's share of one snapshot, if ranks with equal tensors keep a share each; 0: they cannot"""
+    whole: int = 0
+    """if `nbytes` is that of a share: of one whole snapshot; else 0"""
 
     @property
     def copies(self) -> int:
         """How many snapshots fit at once."""
         return max(0, self.allowed - self.shared) // max(1, self.nbytes)
+
+    def as_share(self) -> SnapshotRoom:
+        """Return the room for shares of snapshots."""
+        return self._replace(nbytes=self.share, whole=self.nbytes)
+
+
+def should_share(rooms: Sequence[SnapshotRoom], wanted: int) -> bool:
+    """Return whether ranks keep a share of each snapshot: not all whole ones fit on all ranks, and more shares do.
+
+    Also if neither is enough: fewer bytes are missing then.
+    """
+    whole = min(room.copies for room in rooms)
+    if whole >= wanted or not all(room.share for room in rooms):
+        return False
+    return whole < MIN_COPIES or min(room.as_share().copies for room in rooms) > whole
 
 
 def describe_room(rooms: Sequence[SnapshotRoom], rule: SnapshotRule, certify_after: int, ranks: int = 0) -> str | None:
@@ -185,16 +204,24 @@ def describe_room(rooms: Sequence[SnapshotRoom], rule: SnapshotRule, certify_aft
     """
     rank, room = min(enumerate(rooms), key=lambda each: each[1].copies)
     full = rule.full_count()
-    if room.copies >= full or (room.copies >= MIN_COPIES and not room.is_known):
+    is_all = room.copies >= full
+    if (is_all and not room.whole) or (room.copies >= MIN_COPIES and not room.is_known):
         return None
     text = f"rank {rank}: " if len(rooms) > 1 else ""
-    text += f"a snapshot takes {format_gb(room.nbytes)}"
+    text += f"a snapshot takes {format_gb(room.whole or room.nbytes)}"
     text += f", frozen weights {format_gb(room.shared)}," if room.shared else ""
     text += f" and {format_gb(room.allowed)} of {room.where} memory are allowed: "
+    if room.whole:
+        whole = room._replace(nbytes=room.whole, whole=0)
+        text += f"{_fits(whole.copies)} whole, "
+        if room.copies < MIN_COPIES:
+            text += f"and if each rank keeps a share of {format_gb(room.nbytes)}, "
+        else:
+            text += f"so each rank keeps a share of {format_gb(room.nbytes)}, and a rollback gathers the shares; "
+        if is_all:
+            return text + f"all {full} snapshots fit; {_cure(whole, full)} for whole ones"
     if room.copies < MIN_COPIES:
-        text += (
-            f"{room.copies} fit{'s' if room.copies == 1 else ''} and {MIN_COPIES} are needed, so snapshots are off and "
-        )
+        text += f"{_fits(room.copies)} and {MIN_COPIES} are needed, so snapshots are off and "
         text += f"nothing can be rolled back in memory; {_cure(room, MIN_COPIES)} for {MIN_COPIES}"
         return text
     found = ages(rule, certify_after, ranks=ranks or len(rooms))
@@ -203,8 +230,14 @@ def describe_room(rooms: Sequence[SnapshotRoom], rule: SnapshotRule, certify_aft
     return text + f"back needs a checkpoint; {_cure(room, full)} for all {full} snapshots"
 
 
+def _fits(copies: int) -> str:
+    return f"{copies} fit{'s' if copies == 1 else ''}"
+
+
 def _cure(room: SnapshotRoom, copies: int) -> str:
     needed = math.ceil((room.shared + copies * room.nbytes) / 1e7) / 100
+    if room.whole:
+        return f"set [snapshot] memory_gb = {needed:g}, or run on more hosts,"
     if room.where == "device":
         return f'set [snapshot] memory_gb = {needed:g} or place = "host"'
     return f'set [snapshot] memory_gb = {needed:g}, run fewer ranks on a host, or set place = "device"'

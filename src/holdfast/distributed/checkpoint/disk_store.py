@@ -188,6 +188,7 @@ class DiskCheckpointStore:
             size=self._world.size,
             sums=lambda: {**_inspected_checksums(contents), **checksums(small)},
             is_private=contents.is_private,
+            owners=contents.owners,
             wait_for=contents.wait_for_tensor,
         )
 

@@ -48,12 +48,14 @@ def write_rank(
     size: int,
     sums: Mapping[str, int] | Callable[[], Mapping[str, int]],
     is_private: IsPrivate,
+    owners: Mapping[str, int] = {},
     wait_for: Callable[[str], None] = lambda name: None,
 ) -> dict[str, FileSum]:
     """Write this rank's share into the existing `folder`. Return the two files' checksums when both are on disk.
 
     `tensors` are on the host, DTensors with their local shard. Names, shapes, dtypes, placements and `is_private` must be
-    equal on all ranks. So must the values of plain tensors that are not private: one rank writes them for all.
+    equal on all ranks. So must the values of plain tensors that are not private: one rank writes them for all. A tensor in
+    `owners` is on the rank that writes it, and need not be on others.
     `sums[name]` is the checksum of this rank's shard. A callable is called after the tensors are written, so that
     computing checksums may overlap with writing.
     `wait_for(name)` blocks until a tensor is complete; the tensor must not change after that. This way the first tensors
@@ -62,7 +64,7 @@ def write_rank(
     """
     check_byte_order()
     chunks = []
-    for chunk in chunks_to_write(tensors, is_private, rank=rank, size=size):
+    for chunk in chunks_to_write(tensors, is_private, rank=rank, size=size, owners=owners):
         if not chunk.data.is_contiguous() or chunk.data.is_conj() or chunk.data.is_neg():
             wait_for(chunk.name)  # it is copied now
         chunks.append(chunk._replace(data=_to_contiguous(chunk.name, chunk.data)))

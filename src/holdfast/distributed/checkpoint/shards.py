@@ -6,7 +6,6 @@ replica. Writers are chosen so that all ranks write about the same amount.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.base.errors import RunDirError
+from holdfast.core.checkpoints.spread import spread
 from holdfast.distributed.dtensor import is_dtensor
 from holdfast.runtime.tensors.torch_private import mesh_slices
 
@@ -36,9 +36,16 @@ class Chunk(NamedTuple):
 
 
 @torch.no_grad()
-def chunks_to_write(tensors: Mapping[str, Tensor], is_private: IsPrivate, *, rank: int, size: int) -> list[Chunk]:
-    """Return what this rank writes, in the given order. Names, shapes and placements must be equal on every rank."""
-    writers = _choose_writers(tensors, is_private, size)
+def chunks_to_write(
+    tensors: Mapping[str, Tensor], is_private: IsPrivate, *, rank: int, size: int, owners: Mapping[str, int]
+) -> list[Chunk]:
+    """Return what this rank writes, in the given order. Names, shapes and placements must be equal on every rank.
+
+    `owners` are the ranks that write some of the tensors: only they need to have them.
+    """
+    others = {name: value for name, value in tensors.items() if name not in owners}
+    writers = _choose_writers(others, is_private, size)
+    writers |= {name: frozenset({owner}) for name, owner in owners.items()}
     chunks = []
     for name, value in tensors.items():
         _check_layout(name, value)
@@ -87,14 +94,8 @@ def _choose_writers(tensors: Mapping[str, Tensor], is_private: IsPrivate, size: 
             chosen = replicas[int(loads[replicas].max(axis=1).argmin())]
             loads[chosen] += _bytes(tensors[name]) // len(chosen)
             writers[name] = frozenset(chosen.tolist())
-    heap = [(int(load), rank) for rank, load in enumerate(loads)]
-    heapq.heapify(heap)
-    for name in order:
-        if name not in writers:
-            load, rank = heap[0]
-            heapq.heapreplace(heap, (load + _bytes(tensors[name]), rank))
-            writers[name] = frozenset({rank})
-    return writers
+    plain = spread({name: _bytes(tensors[name]) for name in order if name not in writers}, loads.tolist())
+    return writers | {name: frozenset({rank}) for name, rank in plain.items()}
 
 
 def _replicas(name: str, value: Any, size: int) -> np.ndarray:

@@ -143,11 +143,11 @@ class MemoryTier:
     def _bytes_of(self, snapshot: Snapshot) -> int:
         """Return the bytes that all ranks write: sharded tensors and those of one rank count once for each rank."""
         state, ranks = self._context.state, self._context.ranks.size
-        sharded = state.sharded_tensors()
+        sharded, share = state.sharded_tensors(), snapshot.share
         return sum(
             tensor.nbytes * (ranks if n in sharded or n.startswith("buffer.") or state.is_rank_specific(n) else 1)
             for n, tensor in snapshot.tensors().items()
-        )
+        ) + (0 if share is None else share.nbytes_elsewhere)
 
     def _newest_step(self) -> int:
         return max((step for step, _ in self._states.values()), default=-1)

@@ -48,7 +48,8 @@ def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> 
         "data": snapshot.data,
         "journal_bytes": journal_bytes,
     }
-    sharded = state.sharded_tensors()
+    sharded, share = state.sharded_tensors(), snapshot.share
+    owners = {} if share is None else share.owners
     on_host = {n: t.cpu() for n, t in snapshot.tensors().items()}
     tensors = {n: shard_like(sharded[n], t) if n in sharded else t for n, t in on_host.items()}
     snapshot.begin_reading()
@@ -61,6 +62,7 @@ def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> 
         snapshot.inspect,
         lambda name: name.startswith(("buffer.", PART)) or state.is_rank_specific(name),
         snapshot.end_reading,
+        owners,
     )
 
 

@@ -73,6 +73,8 @@ class CheckpointContents(NamedTuple):
     """whether a tensor belongs to this rank alone; other tensors are equal on all ranks"""
     release: Callable[[], None]
     """called when the store no longer reads the memory"""
+    owners: Mapping[str, int] = {}
+    """the rank that has each tensor that is equal on all ranks and kept by one; that rank writes it"""
 
 
 class CheckpointLabel(NamedTuple):

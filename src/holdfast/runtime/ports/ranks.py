@@ -1,13 +1,13 @@
 """Defines how a run communicates with its other ranks. `holdfast.distributed` implements it; one process needs no peers.
 
-Every rank makes the same calls in the same order. A healthy step needs one collective, `all_gather_rows`. The other two
-exchange JSON values at the start and end of a run, and when something goes wrong.
+Every rank makes the same calls in the same order. A healthy step needs one collective, `all_gather_rows`. The others
+exchange JSON values at the start and end of a run, and values or tensors when something goes wrong.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Ranks(Protocol):
     def broadcast_object(self, value: Any) -> Any:
         """Return the value of rank 0."""
 
+    def broadcast_tensors(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Write the values of rank `source`'s tensors into those of the other ranks, bit for bit. Shapes and dtypes must
+        be equal on every rank; devices may differ."""
+
 
 class SingleRank:
     """Implements Ranks for one process."""
@@ -52,6 +56,9 @@ class SingleRank:
 
     def broadcast_object(self, value: Any) -> Any:
         return json.loads(json.dumps(value))
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor], source: int) -> None:
+        pass
 
 
 class MonitoredRanks:
@@ -74,6 +81,10 @@ class MonitoredRanks:
     def broadcast_object(self, value: Any) -> Any:
         with self._exchange():
             return self._ranks.broadcast_object(value)
+
+    def broadcast_tensors(self, tensors: Sequence[Tensor], source: int) -> None:
+        with self._exchange():
+            self._ranks.broadcast_tensors(tensors, source)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:

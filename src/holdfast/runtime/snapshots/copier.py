@@ -115,11 +115,13 @@ class Copier:
         part: str = "update_tensors",
         on_host: bool = True,
         layout: SnapshotLayout | None = None,
+        others: Mapping[str, Tensor] = {},
     ) -> SnapshotCopy:
         """Start copying `sources`, and return the copy.
 
         `live` sources belong to the run and must not change until `wait` has returned. Others are copies already that do
         not change: they are kept as they are if they are on the right device. `layout` is the one that fits them, if known.
+        Of the live tensors in `others` only checksums are taken.
         """
         values = list(sources.values())
         buffer: SnapshotBuffer | None = None
@@ -135,21 +137,26 @@ class Copier:
                 tensors = {n: _clone(v, on_host) if n in apart else buffer.tensors[n] for n, v in sources.items()}
         device_checksums: list[Checksums] = []
         work: list[StreamWork] = []
-        for device in devices:
+        on_host_others = {n: v for n, v in others.items() if not v.is_cuda}
+        for device in dict.fromkeys([*devices, *(v.device for v in others.values())]):
             if device.type == "cuda":
                 local = {n: v for n, v in sources.items() if v.device == device and n not in apart}
-                if buffer is not None:
+                if buffer is not None and device in devices:
                     staging = self._staging_for(buffer.layout, device) if live else None
                     work.append(self._copy_on_stream(device, local, values, buffer, staging))
+                local |= {n: v for n, v in others.items() if v.device == device}
                 work.append(self._checksum_on_stream(device, local, device_checksums))
         if work and buffer is not None and HOST in devices:
             # If the model is on CUDA, host tensors are small (Adam's step counts): copy them here and wait for no thread.
             buffer.fill(values, HOST)
-        writes = WriteDetector(values) if buffer is not None and live else None
+        if work:
+            device_checksums += _checksums_by_device(on_host_others)
+            on_host_others = {}
+        writes = WriteDetector([*values, *others.values()]) if buffer is not None and live else None
         copy = SnapshotCopy(tensors, work, buffer, writes if work else None)
         if live:
             self.reading.append(copy)
-        self._copy_thread.submit(self._copy, copy, values, None if work else writes, device_checksums)
+        self._copy_thread.submit(self._copy, copy, values, None if work else writes, device_checksums, on_host_others)
         return copy
 
     def _stream(self, device: torch.device, purpose: str = "copy") -> torch.cuda.Stream:
@@ -241,8 +248,9 @@ class Copier:
         values: list[Tensor],
         writes: WriteDetector | None,
         device_checksums: list[Checksums],
+        others: Mapping[str, Tensor],
     ) -> None:
-        """Copy what no stream copies. Runs on the copy thread."""
+        """Copy what no stream copies, and take the checksums of `others`. Runs on the copy thread."""
         try:
             buffer = copy.buffer
             if buffer is not None and not copy.on_device:
@@ -252,6 +260,7 @@ class Copier:
                 for batch in buffer.layout.batches:
                     buffer.fill_batch(values, batch)
                     copy.mark_copied([buffer.layout.names[i] for i in batch])
+            device_checksums += _checksums_by_device(others)
             # If forward wrote to a parameter meanwhile, the copy is a state that never existed.
             torn = writes is not None and writes.detected()
             self._inspect_thread.submit(self._inspect, copy, device_checksums, torn)
@@ -315,6 +324,12 @@ def checksum_all(tensors: Mapping[str, Tensor], known: Sequence[Checksums] = ())
         sums.update(zip(each.names, values, strict=True))
         doubtful += [name for name, flag in zip(each.names, flags, strict=True) if flag]
     return sums, doubtful
+
+
+def _checksums_by_device(tensors: Mapping[str, Tensor]) -> list[Checksums]:
+    devices = {value.device for value in tensors.values()}
+    by_device = ({n: v for n, v in tensors.items() if v.device == device} for device in devices)
+    return [checksum_and_finite(each, finite=False) for each in by_device]
 
 
 def _pinned_for(layout: SnapshotLayout) -> torch.device | None:

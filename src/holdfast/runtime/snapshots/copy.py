@@ -13,6 +13,7 @@ from torch import Tensor
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.buffer_pool import SnapshotBuffer
 from holdfast.runtime.snapshots.device_staging import CopyTiming
+from holdfast.runtime.snapshots.shares import Share
 from holdfast.runtime.tensors.inspect import known_finite
 from holdfast.runtime.tensors.torch_private import version_of
 
@@ -56,6 +57,8 @@ class SnapshotCopy:
         self._work = work
         self._writes = writes
         self._torn = False
+        self.share: Share | None = None
+        """what `tensors` are of the state, if other ranks keep the rest of it"""
 
     @property
     def on_device(self) -> bool:

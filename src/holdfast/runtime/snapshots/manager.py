@@ -20,6 +20,7 @@ from holdfast.runtime.snapshots.copy import SnapshotCopy
 from holdfast.runtime.snapshots.placement import Placement
 from holdfast.runtime.snapshots.restore import Restorer
 from holdfast.runtime.snapshots.ring import Ring
+from holdfast.runtime.snapshots.shares import Shares
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.rng import Rng, RngState
@@ -79,7 +80,9 @@ class SnapshotManager:
         self._copier = Copier(state.allowed_nonfinite, staging=config.device_staging)
         self.copies_in_flight = self._copier.reading
         """copies that the next update must wait for"""
-        self._placement = Placement(state, self._copier, self.ring, config.place, devices)
+        is_possible = config.shared == "auto" and config.place == "host"
+        self._shares = Shares(state, self._ranks, is_possible=is_possible)
+        self._placement = Placement(state, self._copier, self.ring, config.place, devices, self._shares)
         self.restorer = Restorer(state, self._copier, rng)
         self._in_progress: Snapshot | None = None
         self._due_step: int | None = None
@@ -133,7 +136,9 @@ class SnapshotManager:
         return self._budget()
 
     def _budget(self) -> str | None:
-        note, dropped = self.ring.budget(self._rooms)
+        self._shares.is_on = self.ring.should_share(self._rooms)
+        rooms = [room.as_share() for room in self._rooms] if self._shares.is_on else self._rooms
+        note, dropped = self.ring.budget(rooms)
         for snapshot in dropped:
             self._placement.release(snapshot)
         return note
@@ -332,21 +337,27 @@ class SnapshotManager:
     def find_restore_point(self, before: int, at_latest: int) -> tuple[Snapshot | None, list[RejectedSnapshot]]:
         """Return the newest certified snapshot up to `before`, else up to `at_latest`, and those rejected on the way.
 
-        Every rank must have it and verify its own part. If the snapshot is on a device, its tensors are written when this
-        returns, and nothing else is: call `restore`, or `restore_saved` with another state.
+        Every rank must have it and verify its own part. If it is on a device, or each rank keeps a share of it, its tensors
+        are written when this returns, and nothing else is: call `restore`, or `restore_saved` with another state.
         """
-        return self._find(before, at_latest, self.restorer.find_problem)
+        return self._find(before, at_latest, self.restorer.find_problem, gathers=True)
 
     def find_to_save(self, before: int, at_latest: int, newer_than: int) -> Snapshot | None:
         """Return the snapshot that `find_restore_point` would return, if its step is above `newer_than`. Writes nothing."""
-        return self._find(before, at_latest, self.restorer.verify_memory, newer_than)[0]
+        return self._find(before, at_latest, self.restorer.verify_memory, newer_than=newer_than)[0]
 
     def certified(self) -> list[Snapshot]:
         """Return the certified snapshots, newest first. Any thread may call it."""
         return [s for s in reversed(list(self.ring.snapshots)) if s.health is Health.GOOD]
 
     def _find(
-        self, before: int, at_latest: int, find_problem: Callable[[Snapshot], str | None], newer_than: int = -1
+        self,
+        before: int,
+        at_latest: int,
+        find_problem: Callable[[Snapshot], str | None],
+        *,
+        newer_than: int = -1,
+        gathers: bool = False,
     ) -> tuple[Snapshot | None, list[RejectedSnapshot]]:
         self.discard_in_progress()
         for snapshot in list(self.ring):
@@ -362,14 +373,30 @@ class SnapshotManager:
         rejected += [RejectedSnapshot(step, missing) for step in sorted(set(local) - common)]
         for step in sorted(common, key=lambda s: (s <= before, s), reverse=True):
             snapshot = local[step]
-            problems = enumerate(self._ranks.all_gather_object(find_problem(snapshot)))
-            why = next((p if self._ranks.size == 1 else f"rank {rank}: {p}" for rank, p in problems if p), None)
+            why = self._first_problem(find_problem(snapshot))
+            if why is None and snapshot.share is not None:
+                why = self._gather(snapshot) if gathers else self._differing_replicas(snapshot)
             if why is None:
                 return snapshot, rejected
             rejected.append(RejectedSnapshot(step, why))
             snapshot.reject(why)
             self._drop(snapshot)
         return None, rejected
+
+    def _first_problem(self, problem: str | None) -> str | None:
+        """Return the problem of the first rank that has one. All ranks call it."""
+        problems = enumerate(self._ranks.all_gather_object(problem))
+        return next((p if self._ranks.size == 1 else f"rank {rank}: {p}" for rank, p in problems if p), None)
+
+    def _gather(self, snapshot: Snapshot) -> str | None:
+        """Gather the shares of a snapshot that every rank has verified, and verify the whole. Return what is wrong."""
+        why = self._differing_replicas(snapshot)
+        return why or self._first_problem(self.restorer.gather(snapshot, self._ranks))
+
+    def _differing_replicas(self, snapshot: Snapshot) -> str | None:
+        """Return that tensors of which one rank keeps the copy were not equal on all ranks, or None."""
+        digests = self._ranks.all_gather_object(snapshot.replica_digest())
+        return None if len(set(digests)) == 1 else "the ranks held different values of tensors that they share out"
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore the state, random state and buffers of a snapshot, and drop newer snapshots."""

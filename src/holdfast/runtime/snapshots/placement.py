@@ -16,6 +16,7 @@ from holdfast.runtime.snapshots.copier import Copier
 from holdfast.runtime.snapshots.copy import SnapshotCopy
 from holdfast.runtime.snapshots.layout import SnapshotLayout
 from holdfast.runtime.snapshots.ring import Ring
+from holdfast.runtime.snapshots.shares import Shares
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.run_state import RunState
 
@@ -27,9 +28,15 @@ class Placement:
     """Allocates and reclaims the memory of snapshots. The notes it returns are for the user; each is returned once."""
 
     def __init__(
-        self, state: RunState, copier: Copier, ring: Ring, place: str, devices: Collection[torch.device]
+        self,
+        state: RunState,
+        copier: Copier,
+        ring: Ring,
+        place: str,
+        devices: Collection[torch.device],
+        shares: Shares,
     ) -> None:
-        self._state, self._copier, self._ring = state, copier, ring
+        self._state, self._copier, self._ring, self._shares = state, copier, ring, shares
         self._on_host = place == "host"
         self._leaving: list[Snapshot] = []
         """dropped from the ring, but still being inspected or written to disk"""
@@ -52,7 +59,7 @@ class Placement:
         Before the first update there is no optimizer state. Then the room is estimated only `at_start`, as if for Adam's;
         if that would not do, for what there is. `is_trained`: an update has been made, so the size is known.
         """
-        layout = self._copier.layout("update_tensors", tensors, on_host=self._on_host)
+        layout = self._copier.layout("update_tensors", self._kept(tensors), on_host=self._on_host)
         if (layout is self._budgeted and (self._is_size_known or not is_trained)) or not self._ring.enabled:
             return layout, None
         has_state = is_trained or any(name.startswith("optimizer.") for name in layout.names)
@@ -61,16 +68,26 @@ class Placement:
         self._budgeted, self._is_size_known = layout, has_state
         small, shared = self._state.snapshot_nbytes()
         shared = shared if self._on_host else 0
-        room = self._ring.room((1 if has_state else 3) * layout.nbytes + small, shared)
-        if not has_state and room.copies < MIN_COPIES:
-            room = self._ring.room(layout.nbytes + small, shared)._replace(is_known=False)
-        return layout, room
+        whole, share = self._shares.sizes(tensors, layout)
+
+        def room(times: int) -> SnapshotRoom:
+            return self._ring.room(times * whole + small, shared, times * share + small if share else 0)
+
+        fitting = room(1 if has_state else 3)
+        if not has_state and max(fitting.copies, fitting.as_share().copies if share else 0) < MIN_COPIES:
+            fitting = room(1)._replace(is_known=False)
+        return layout, fitting
+
+    def _kept(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that this rank keeps."""
+        share = self._shares.of(tensors)
+        return tensors if share is None else share.split(tensors)[0]
 
     def preallocate(self) -> None:
         """After the first step, when the size of a snapshot is known, allocate its memory ahead of time."""
         self.is_preallocated = True
         if self._ring.enabled and self._on_host:
-            self._copier.layout("update_tensors", self._state.update_tensors())
+            self._copier.layout("update_tensors", self._kept(self._state.update_tensors()))
             self._copier.preallocate(self._ring.max_snapshots())
 
     def copy(
@@ -78,10 +95,12 @@ class Placement:
     ) -> tuple[SnapshotCopy, list[str | None]]:
         """Start a copy as soon as there is memory for it. If the device is full, keep snapshots on the host from now on."""
         on_host = self.on_host(reason)
+        share = self._shares.of(tensors)
+        tensors, others = (tensors, {}) if share is None else share.split(tensors)
         notes = [self._wait_for_memory(on_host)]
         try:
             fitting = layout if on_host == self._on_host else None
-            copy = self._copier.start(tensors, live=True, on_host=on_host, layout=fitting)
+            copy = self._copier.start(tensors, live=True, on_host=on_host, layout=fitting, others=others)
         except torch.OutOfMemoryError:
             if on_host:
                 raise
@@ -90,6 +109,7 @@ class Placement:
             # Training needs the device memory that is free for later copies.
             self._copier.retire("update_tensors", on_host=False)
             copy = self._copier.start(tensors, live=True)
+        copy.share = share
         if self.is_preallocated:
             self._copier.preallocate(self._ring.max_snapshots())
         if copy.buffer is not None:

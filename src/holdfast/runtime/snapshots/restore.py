@@ -2,16 +2,19 @@
 
 On the host a snapshot is verified before anything is written. On a device the checksums are computed over the live
 tensors once they are written: at the speed of device memory, and they prove the transfer too. Until that is done and
-everything else is restored, the live state is one that never existed, and must not be saved.
+everything else is restored, the live state is one that never existed, and must not be saved. If each rank keeps a share of
+the snapshot, each verifies its own before anything is written. Then all gather, and verify what arrived in the same way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from holdfast.runtime.ports.ranks import Ranks
 from holdfast.runtime.snapshots.copier import Copier, checksum_all
 from holdfast.runtime.snapshots.layout import FOREACH_DTYPES
 from holdfast.runtime.snapshots.snapshot import Snapshot
@@ -35,6 +38,8 @@ class BatchedWrites:
     def add(self, name: str, target: Tensor, saved: Tensor) -> None:
         if target.dtype is saved.dtype and target.shape == saved.shape:
             self.live[name] = target
+            if target.device == saved.device and target.data_ptr() == saved.data_ptr():
+                return  # it is written already: another rank's share was gathered into it
         dtype = None if target.device.type == "cpu" else target.dtype
         targets, sources = self._batches.setdefault((target.device, saved.device, dtype), ([], []))
         targets.append(target)
@@ -68,14 +73,15 @@ class Restorer:
         return self._verify_in_place(snapshot) if self.verifies_in_place(snapshot) else self.verify_memory(snapshot)
 
     def verifies_in_place(self, snapshot: Snapshot) -> bool:
-        return snapshot.copy.on_device
+        return snapshot.copy.on_device and snapshot.share is None
 
     def verify_memory(self, snapshot: Snapshot) -> str | None:
         """Return what is wrong with the snapshot's own memory, or None. Writes nothing."""
         assert snapshot.small_state is not None
         tensors = snapshot.tensors()
         for copy in snapshot.copies:
-            if (name := _first_difference(checksum_all(copy.tensors)[0], copy.result().checksums)) is not None:
+            expected = {n: value for n, value in copy.result().checksums.items() if n in copy.tensors}
+            if (name := _first_difference(checksum_all(copy.tensors)[0], expected)) is not None:
                 return _copy_changed(name)
         if (name := self._state.corrupted_frozen_copy(snapshot.frozen)) is not None:
             return _shared_copy_changed(name)
@@ -83,23 +89,50 @@ class Restorer:
         doubtful = {n: t for n, t in tensors.items() if n not in finite}
         if (name := first_nonfinite(doubtful, self._state.allowed_nonfinite)) is not None:
             return f"{name} holds NaN or Inf"
-        return self._state.mismatch(snapshot.small_state, tensors)
+        elsewhere = {} if (share := snapshot.share) is None else share.elsewhere
+        return self._state.mismatch(snapshot.small_state, {**tensors, **elsewhere})
 
-    def _verify_in_place(self, snapshot: Snapshot) -> str | None:
-        """Write the snapshot's tensors, and verify the live ones. Values that are not written are verified in memory."""
+    @torch.no_grad()
+    def gather(self, snapshot: Snapshot, ranks: Ranks) -> str | None:
+        """Write a snapshot of which each rank keeps a share, and return what is wrong with it, or None. All ranks call it.
+
+        Each rank has verified its own share. What others keep is received into the live tensors, or into new memory if the
+        run does not have such a tensor any more.
+        """
+        share = snapshot.share
+        assert share is not None
+        self._copier.wait()
+        self.is_partial = True
+        live = self._state.update_tensors()
+        received: dict[str, Tensor] = {}
+        for name, (shape, dtype) in share.elsewhere.items():
+            target = live.get(name)
+            is_same = target is not None and tuple(target.shape) == shape and target.dtype is dtype
+            received[name] = target if target is not None and is_same else torch.empty(shape, dtype=dtype)
+        values = {**snapshot.copy.tensors, **received}
+        for rank in range(ranks.size):
+            ranks.broadcast_tensors([values[name] for name, owner in share.owners.items() if owner == rank], rank)
+        return self._verify_in_place(snapshot, received)
+
+    def _verify_in_place(self, snapshot: Snapshot, received: Mapping[str, Tensor] = {}) -> str | None:
+        """Write the snapshot's tensors, and verify the live ones. Values that are not written are verified in memory.
+
+        `received` are those that other ranks have sent.
+        """
         assert snapshot.small_state is not None
         self._in_place = None
         targets = self._matching_tensors(snapshot)
         tensors: dict[str, Tensor] | None = None
-        if targets is not None and not snapshot.frozen:
+        if targets is not None and not snapshot.frozen and not received:
             problem = self._state.small_state_mismatch(snapshot.small_state)
         else:
-            tensors = snapshot.tensors()
+            tensors = {**snapshot.tensors(), **received}
             problem = self._state.mismatch(snapshot.small_state, tensors)
         if problem is not None:
             return problem
         # From here on the copies are under way; the host does the rest of its work meanwhile.
-        live, known = self._write_tensors(snapshot.small_state, tensors, snapshot, targets)
+        written, known = self._write_tensors(snapshot.small_state, tensors, snapshot, targets)
+        live = {**received, **written}
         expected = {name: value for copy in snapshot.copies for name, value in copy.result().checksums.items()}
         unwritten = {n: t for copy in snapshot.copies for n, t in copy.tensors.items() if n not in live}
         actual, doubtful = checksum_all(live, known)
@@ -120,6 +153,7 @@ class Restorer:
         assert snapshot.small_state is not None and snapshot.rng is not None
         tensors = snapshot.tensors()
         if self._in_place is not snapshot:
+            assert snapshot.share is None
             self._write_tensors(snapshot.small_state, tensors, snapshot, self._matching_tensors(snapshot))
         self._finish(snapshot.small_state, tensors, snapshot.rng)
 
@@ -135,6 +169,8 @@ class Restorer:
         if buffer is None or buffer.layout.unpackable:
             return None
         live = self._state.update_tensors_if_same_structure(snapshot.small_state)
+        if live is not None and (share := snapshot.share) is not None:
+            live = {name: value for name, value in live.items() if name not in share.elsewhere}
         return live if live is not None and buffer.layout.fits(live, buffer.layout.destination) else None
 
     def _write_tensors(

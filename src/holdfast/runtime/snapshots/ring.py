@@ -8,7 +8,13 @@ import torch
 
 from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.snapshot_rule import MIN_COPIES, SnapshotRoom, SnapshotRule, describe_room
+from holdfast.core.checkpoints.snapshot_rule import (
+    MIN_COPIES,
+    SnapshotRoom,
+    SnapshotRule,
+    describe_room,
+    should_share,
+)
 from holdfast.runtime.snapshots.memory import available_bytes, free_device_bytes
 from holdfast.runtime.snapshots.snapshot import Snapshot
 
@@ -29,8 +35,8 @@ class Ring:
         """a snapshot was due and there was no room for it: it is taken as soon as there is"""
         self.snapshots: list[Snapshot] = []
         on_cuda = [d for d in devices if d.type == "cuda"]
-        self._noted_count = self.max_snapshots()
-        """how many snapshots fit by the last note"""
+        self._noted = self.max_snapshots(), False
+        """how many snapshots fit by the last note, and whether they are shared out"""
         self._where = "device" if on_cuda else "host"
         if on_cuda:
             free = min(map(free_device_bytes, on_cuda)) * len(on_cuda)
@@ -57,13 +63,18 @@ class Ring:
         copies, full = self._rule.copies, self._rule.full_count()
         return full if copies is None else min(copies, full)
 
-    def room(self, nbytes: int, shared: int = 0) -> SnapshotRoom:
-        """Return this rank's room, given the bytes of one snapshot and those that all share."""
-        return SnapshotRoom(nbytes, shared, self._allowed, self._where)
+    def room(self, nbytes: int, shared: int = 0, share: int = 0) -> SnapshotRoom:
+        """Return this rank's room, given the bytes of one snapshot, those that all share, and this rank's share of one."""
+        return SnapshotRoom(nbytes, shared, self._allowed, self._where, share=share)
 
-    def usable_copies(self, room: SnapshotRoom) -> int:
-        """Return how many copies that fit into `room` the ring has a use for."""
-        return min(room.copies, self._rule.full_count())
+    def usable_copies(self, room: SnapshotRoom) -> tuple[int, int]:
+        """Return how many copies that fit into `room` the ring has a use for, whole and as shares."""
+        shares = room.as_share().copies if room.share else 0
+        return min(room.copies, self._rule.full_count()), min(shares, self._rule.full_count())
+
+    def should_share(self, rooms: Sequence[SnapshotRoom]) -> bool:
+        """Return whether each rank keeps a share of every snapshot."""
+        return should_share(rooms, self._rule.full_count())
 
     def budget(self, rooms: Sequence[SnapshotRoom]) -> tuple[str | None, list[Snapshot]]:
         """Fit the ring into the room of every rank. Returns a note if the number of snapshots changed, and those dropped.
@@ -76,12 +87,13 @@ class Ring:
         if self.max_snapshots() < MIN_COPIES:
             self.enabled = False
             return note, self.drop_after(-1)
-        if self.max_snapshots() == self._noted_count:
+        noted = self.max_snapshots(), bool(rooms[0].whole)
+        if noted == self._noted:
             note = None
-        elif not self.is_limited:
+        elif not self.is_limited and not rooms[0].whole:
             note = "all snapshots fit into memory now"
         if note is not None:
-            self._noted_count = self.max_snapshots()
+            self._noted = noted
         return note, self.make_room(self.snapshots[-1].step, is_forced=True) if self.snapshots else []
 
     def make_room(self, step: int, *, is_forced: bool = False) -> list[Snapshot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from concurrent import futures
 from typing import Any
@@ -13,6 +14,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.runtime.data.source import Position
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.copy import SnapshotCopy
+from holdfast.runtime.snapshots.shares import Share
 from holdfast.runtime.state.rng import RngState
 
 
@@ -70,8 +72,13 @@ class Snapshot:
     def copies(self) -> list[SnapshotCopy]:
         return [c for c in (self.copy, self.small_state_copy, self.buffers) if c is not None]
 
+    @property
+    def share(self) -> Share | None:
+        """What this rank keeps of it; None: everything."""
+        return self.copy.share
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
+        """Return all tensors by name that this rank keeps."""
         merged: dict[str, Tensor] = dict(self.frozen)
         for copy in self.copies:
             merged.update(copy.tensors)
@@ -117,6 +124,13 @@ class Snapshot:
             next((each.nonfinite for each in results if each.nonfinite is not None), None),
             any(each.torn for each in results),
         )
+
+    def replica_digest(self) -> str:
+        """Return a digest of the tensors that ranks share out, as this rank held them: equal on ranks with equal state."""
+        share, checksums = self.share, self.copy.result().checksums
+        assert share is not None
+        held = [(name, owner, checksums[name]) for name, owner in sorted(share.owners.items())]
+        return hashlib.sha256(repr(held).encode()).hexdigest()
 
     def reject(self, why: str) -> None:
         self.health, self.why = Health.BAD, why

@@ -409,7 +409,9 @@ class RunState:
         for module in self.fsdp_modules:
             module.reshard()
 
-    def mismatch(self, rest: dict[str, Any], tensors: dict[str, Tensor], *, whole: bool = False) -> str | None:
+    def mismatch(
+        self, rest: dict[str, Any], tensors: Mapping[str, Tensor | TensorSpec], *, whole: bool = False
+    ) -> str | None:
         """Return why a snapshot does not fit the run, or None if it does. With `whole`, `tensors` holds DTensors, not this
         rank's parts of them."""
         return self.small_state_mismatch(rest) or self.parameter_mismatch(tensors, whole=whole)

@@ -62,24 +62,48 @@ def planned(billions: int, ranks: int) -> list[SnapshotPlan]:
     return plan_snapshots(model, SnapshotSection())
 
 
+def held(plan: SnapshotPlan) -> str:
+    """Return what a rank keeps of a snapshot."""
+    way = "share" if plan.room.whole else "shard" if plan.state == "sharded" else "whole"
+    return f"{way}, {format_gb(plan.room.nbytes)}"
+
+
 def test_table_of_models_is_up_to_date():
-    rows = [("parameters", "ranks", "memory of a rank", "replicated (DDP)", "kept", "sharded (FSDP)", "kept")]
+    rows = [("parameters", "state", "ranks", "memory of a rank", "DDP", "kept", "FSDP", "kept")]
     for billions in SIZES:
         for ranks in RANKS:
             plans = planned(billions, ranks)
-            cells = [cell for plan in plans for cell in (format_gb(plan.room.nbytes), kept_columns(plan)[0])]
+            cells = [cell for plan in plans for cell in (held(plan), kept_columns(plan)[0])]
             cells += ["", ""] * (len(plans) == 1)
-            rows.append((f"{billions}B", f"{ranks}", format_gb(plans[0].room.allowed), *cells))
+            state = format_gb(plans[0].room.whole or plans[0].room.nbytes)
+            rows.append((f"{billions}B", state, f"{ranks}", format_gb(plans[0].room.allowed), *cells))
     expect("models", table(*rows))
 
 
 def test_sharding_divides_the_state_and_not_the_memory_of_a_rank():
-    replicated, sharded = planned(7, 16)
+    model = PlannedModel(7 * 10**9, 16, PER_HOST, HOST_GB * 10**9)
+    replicated, sharded = plan_snapshots(model, SnapshotSection(shared="off"))
     assert replicated.room.nbytes == 84 * 10**9
     assert sharded.room.nbytes == 84 * 10**9 // 16
     assert replicated.room.allowed == sharded.room.allowed == HOST_GB * 10**9 // PER_HOST // 4
     assert (replicated.kept, replicated.ages) == (0, None)
     assert sharded.kept == 5
+
+
+def test_ranks_of_a_replicated_state_keep_shares_if_whole_ones_do_not_all_fit():
+    replicated, sharded = planned(7, 16)
+    assert (replicated.room.whole, replicated.room.nbytes) == (84 * 10**9, 84 * 10**9 // 16)
+    assert (replicated.kept, replicated.ages) == (sharded.kept, sharded.ages) == (5, sharded.ages)
+    assert replicated.note is not None and "0 fit whole, so each rank keeps a share of 5.25 GB" in replicated.note
+
+
+def test_whole_copies_are_planned_if_all_of_them_fit():
+    (alone,) = planned(1, 1)
+    fits = plan_snapshots(PlannedModel(10**9, 8), SnapshotSection(memory_gb=12 * 11))[0]
+    assert (alone.room.whole, fits.room.whole, fits.note) == (0, 0, None)
+    almost = plan_snapshots(PlannedModel(10**9, 8), SnapshotSection(memory_gb=12 * 11 - 1))[0]
+    assert (almost.room.whole, almost.kept, almost.wanted) == (12 * 10**9, 11, 11)
+    assert almost.note is not None and "all 11 snapshots fit; set [snapshot] memory_gb = 132" in almost.note
 
 
 @pytest.mark.parametrize(("allowed", "copies"), [(60, 3), (90, 5), (34, 2), (33, 1)])

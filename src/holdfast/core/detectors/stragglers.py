@@ -1,15 +1,16 @@
 """Names a rank that is slower than the others, the phase that makes it slow, and the step at which that began.
 
-Each step has the seconds of every rank between steps, in the loader, computing, and waiting. Whatever disturbs a healthy rank
-makes single steps longer and none shorter. So of a block of steps one of the shorter times counts, and a pause of any length
-counts for nothing. A rank's excess in a phase is that time less the median of the other ranks, as a share of the phase. A CUSUM
-adds the excess up; the more it varies by nature, the higher the sum must be.
+Each step has the seconds of every rank between steps, in the loader, computing, and waiting. Whatever disturbs a healthy
+rank makes single steps longer and none shorter. So of a block of steps one of the shortest times counts, and a pause of any
+length counts for nothing. A rank's excess in a phase is that time less the median of the other ranks, as a share of the
+phase. A CUSUM adds the excess up; the more it varies by nature, the higher the sum must be.
 
 It follows from the rows of all ranks alone, so all ranks name the same one. It is a note: nothing is done about it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -39,10 +40,10 @@ _LEAST_CAP, _CAP_SPREADS = 0.2, 1.5
 """the most that one block counts, and the same in units of how far neighbouring blocks differ"""
 _LEAST_BLOCKS = 3.5
 """so many blocks at the cap are needed at least"""
-_CERTAINTY = 30.0
-"""noise that is independent from block to block reaches the required score once in e to this power blocks"""
-_MEMORY = 24
-"""blocks over which noise is measured"""
+_CERTAINTY, _PER_RANKS = 30.0, 0.2
+"""the required score in units of what noise reaches, for two ranks; and how much more for e times as many"""
+_MEMORY, _PRIOR_BLOCKS, _PRIOR_VARIANCE = 24, 8, 0.001
+"""blocks over which noise is measured; what is assumed at the beginning, and how many blocks that counts for"""
 _FIRST_STEPS = 8
 """the first steps of a process start workers and compile"""
 
@@ -57,6 +58,7 @@ class Stragglers:
 
     def __init__(self, hosts: Sequence[str], size: int) -> None:
         self._hosts, self._size = hosts, size
+        self._certainty = _CERTAINTY * (1 + _PER_RANKS * math.log(size / 2))
         shape = len(PHASES), size
         self._window: Values = np.empty((_BLOCK, len(PHASES) + 1, size))
         self._steps = 0
@@ -68,7 +70,7 @@ class Stragglers:
         self._last: Values = np.zeros(shape)
         self._spread: Values = np.zeros((len(PHASES), 1))
         """how far neighbouring blocks differ"""
-        self._variance: Values = np.zeros(shape)
+        self._variance: Values = np.full(shape, _PRIOR_VARIANCE)
         self._score: Values = np.zeros(shape)
         self._since = np.zeros(shape, dtype=np.int64)
         """the step from which on the score is above 0"""
@@ -101,15 +103,15 @@ class Stragglers:
         self._last, self._blocks = excess, self._blocks + 1
         cap, score = np.clip(_CAP_SPREADS * self._spread, _LEAST_CAP, 1.0), self._score
         noise = np.maximum(self._variance, np.median(self._variance, axis=1, keepdims=True))
-        limit = np.maximum(_LEAST_BLOCKS * (cap - _SLACK), noise * (_CERTAINTY / (2 * _SLACK)))
+        limit = np.maximum(_LEAST_BLOCKS * (cap - _SLACK), noise * (self._certainty / (2 * _SLACK)))
         self._since[score == 0.0] = self._began
         score += np.clip(excess, -cap, cap) - _SLACK
         np.clip(score, 0.0, limit, out=score)
         return self._begin(step, score / limit), self._end(step)
 
     def _learn(self, excess: Values) -> None:
-        """Learn how much the excess varies by nature. Its level is no part of that: a rank may always have been slow."""
-        change, weight = np.abs(excess - self._last), 1 / min(self._blocks, _MEMORY)
+        """Learn how much the excess varies by nature. Neither its level nor one change of level is part of that."""
+        change, weight = np.abs(excess - self._last), 1 / min(self._blocks + _PRIOR_BLOCKS, _MEMORY)
         self._spread += weight * (change.mean(axis=1, keepdims=True) - self._spread)
         cap = np.clip(_CAP_SPREADS * self._spread, _LEAST_CAP, 1.0)
         self._variance += weight * (np.minimum(change, cap) ** 2 / 2 - self._variance)

@@ -3,10 +3,11 @@
 Two ranks with DistributedDataParallel on gloo trained 4,000 steps on 2 cores that other programs kept busy (load 8 to 14;
 torch 2.13, Python 3.11, 2026-11-18). Each profile has, for every phase, the median in ms and the quantiles of the times over
 their median. Neighbouring steps correlate: the normal score of a time is a sum of white noise and of two processes, with a
-memory of 3 and of 33 steps. The shares of these two are in the profile. The slow one is common to the ranks: it is the load of
-the machine, and the measured correlation of the two ranks (0.3 to 0.5) is about its share.
+memory of 3 and of 33 steps. The shares of these two are in the profile. The slow one is common to the ranks: it is the load
+of the machine, and the measured correlation of the two ranks (0.3 to 0.5) is about its share.
 
-QUIET_HOST: the forward mostly sleeps, as a host does that waits for its device. BUSY_HOST: the ranks compute on the busy cores.
+QUIET_HOST: the forward mostly sleeps, as a host does that waits for its device. BUSY_HOST: the ranks compute on the busy
+cores.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def test_steps_of_a_few_milliseconds_name_none():
 def test_times_that_are_not_finite_name_none_and_do_not_spoil_later_ones():
     own = slowed(4, DATA, 1, begin=300, steps=400)
     own[100, COMPUTE, 2] = np.nan
-    own[150] = np.inf
+    own[150, DATA, 0] = np.inf
     (finding,), _ = watch(own)
     assert finding.evidence["rank"] == 3
 

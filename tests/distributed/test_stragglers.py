@@ -10,9 +10,9 @@ from marks import slow
 @pytest.mark.parametrize(
     ("case", "size"),
     [
-        ("ddp-data-55", 2),
-        *slow(("ddp-compute-55", 2), ("ddp-between_steps-55", 2), ("ddp-data-200", 4), ("ddp-compute-200", 4)),
-        *slow(("fsdp-data-55", 2), ("wrap-data-55", 2), ("wrap-compute-55", 2)),
+        ("ddp-data-72", 2),
+        *slow(("ddp-compute-72", 2), ("ddp-between_steps-72", 2), ("ddp-data-200", 4), ("ddp-compute-200", 4)),
+        *slow(("fsdp-data-72", 2), ("wrap-data-72", 2), ("wrap-compute-72", 2)),
     ],
 )
 def test_slow_rank_is_named_with_its_phase_and_the_run_is_bit_identical(run, case, size):

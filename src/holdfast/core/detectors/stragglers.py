@@ -29,7 +29,10 @@ _CURES = {
     "data": "look at its storage, its loader workers and the load of its CPU",
     "compute": "look at its clocks, its temperature, other processes, and whether its batches are larger",
 }
-_SHARES = np.array([[0.5], [0.5], [0.25]])
+_DATA = 1
+_CHECKED = (0, _DATA, 2, _DATA)
+"""the phase of each score. Data has two: workers that are too slow make the loader slow in bursts, so its mean counts too"""
+_SHARES = np.array([[0.5], [0.5], [0.25], [0.5]])
 """a phase shorter than this share of a step counts as that long: a slow phase that costs next to nothing is not named"""
 _MIN_STEP_SECONDS = 0.02
 _BLOCK, _LOW = 8, 1
@@ -59,7 +62,7 @@ class Stragglers:
     def __init__(self, hosts: Sequence[str], size: int) -> None:
         self._hosts, self._size = hosts, size
         self._certainty = _CERTAINTY * (1 + _PER_RANKS * math.log(size / 2))
-        shape = len(PHASES), size
+        shape = len(_CHECKED), size
         self._window: Values = np.empty((_BLOCK, len(PHASES) + 1, size))
         self._steps = 0
         self._began = self._first_step = 0
@@ -68,7 +71,7 @@ class Stragglers:
         """the times of recent blocks"""
         self._blocks = 0
         self._last: Values = np.zeros(shape)
-        self._spread: Values = np.zeros((len(PHASES), 1))
+        self._spread: Values = np.zeros((len(_CHECKED), 1))
         """how far neighbouring blocks differ"""
         self._variance: Values = np.full(shape, _PRIOR_VARIANCE)
         self._score: Values = np.zeros(shape)
@@ -94,8 +97,10 @@ class Stragglers:
     def _judge(self, step: int) -> tuple[list[Finding], list[str]]:
         if not np.isfinite(self._window).all():
             return [], []
-        times = np.concatenate((self._window, np.cumsum(self._window, axis=1)), axis=1)
-        times = np.partition(times, _LOW, axis=0)[_LOW]
+        low = np.concatenate((self._window, np.cumsum(self._window, axis=1)), axis=1)
+        low = np.partition(low, _LOW, axis=0)[_LOW]
+        data = np.minimum(self._window[:, _DATA], np.median(low[-1])).mean(axis=0)  # a pause counts as one step
+        times = np.concatenate((low, data[None]))
         self._recent.append(times)
         excess = _relative_excess(times)
         if self._blocks:
@@ -120,8 +125,8 @@ class Stragglers:
         findings = []
         for rank in np.flatnonzero((share >= 1.0).any(axis=0)).tolist():
             if rank not in self._named:
-                phase = int(np.argmax(share[:, rank]))
-                self._named[rank] = _Episode(phase, int(self._since[phase, rank]))
+                row = int(np.argmax(share[:, rank]))
+                self._named[rank] = _Episode(_CHECKED[row], int(self._since[row, rank]))
                 findings.append(self._describe(step, rank, self._named[rank]))
         return findings
 
@@ -141,7 +146,9 @@ class Stragglers:
     def _describe(self, step: int, rank: int, episode: _Episode) -> Finding:
         phase, onset = episode
         blocks = list(self._recent)[-max(1, (step - onset + 1) // _BLOCK) :]
-        times: Values = np.median(np.stack(blocks), axis=0)[: len(PHASES) + 1]
+        times: Values = np.median(np.stack(blocks), axis=0)
+        times[_DATA] = times[-1]
+        times = times[: len(PHASES) + 1]
         others: Values = np.median(np.delete(times, rank, axis=1), axis=1)
         lost = max(0.0, float(times[phase, rank] - others[phase]))
         step_seconds = max(float(np.median(times.sum(axis=0))), _MIN_STEP_SECONDS)
@@ -176,17 +183,19 @@ class Stragglers:
 
 
 def _relative_excess(times: Values) -> Values:
-    """Return by how much each rank is slower than the others in each phase, as a share of the phase, from -1 to 1.
+    """Return by how much each rank is slower than the others in each check, as a share of the phase, from -1 to 1.
 
-    times: of each phase and the wait, then the sums of each up to there. A rank that has waited for others inside a phase is
-    slow in it, but not behind them at its end: the lesser counts.
+    times: of each phase and the wait, then the sums of each up to there, then the mean of the loader. A rank that has waited
+    for others inside a phase is slow in it, but not behind them at its end: the lesser counts.
     """
     phases, size = len(PHASES), times.shape[1]
     middle = (size - 1) // 2, size // 2
     low, high = np.partition(times, middle, axis=1)[:, middle].T[:, :, None]
     # The median of the other ranks; if their number is even, the median of all.
     excess = times - np.where(times <= low, high, low)
+    excess[:phases] = np.minimum(excess[:phases], excess[phases + 1 : -2])
+    chosen = [*range(phases), -1]
     medians = (low + high) / 2
-    scale = np.maximum(medians[:phases], _SHARES * np.maximum(medians[-1], _MIN_STEP_SECONDS))
-    values: Values = np.clip(np.minimum(excess[:phases], excess[phases + 1 : -1]) / scale, -1.0, 1.0)
+    scale = np.maximum(medians[chosen], _SHARES * np.maximum(medians[-2], _MIN_STEP_SECONDS))
+    values: Values = np.clip(excess[chosen] / scale, -1.0, 1.0)
     return values

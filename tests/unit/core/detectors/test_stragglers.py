@@ -87,6 +87,16 @@ def test_recovery_is_noted_once_and_a_second_episode_is_named_again():
     assert "rank 2 (node2) is as fast as the other ranks again; it was slow in data" in note
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_loader_whose_workers_are_too_slow_is_named_although_most_batches_are_there_at_once(ranks):
+    for seed in range(5):
+        own = own_times(QUIET_HOST, 1000, ranks, seed)
+        own[300::4, DATA, -1] += 4 * 0.25 * OWN_SECONDS
+        found, _ = watch(own)
+        assert [(f.evidence["rank"], f.evidence["phase"]) for f in found] == [(ranks - 1, "data")]
+        assert found[0].step < 500 and found[0].evidence["percent"] > 10
+
+
 def test_two_slow_ranks_of_eight_are_both_named():
     own = slowed(8, DATA, 2, begin=300, steps=300, by=0.3)
     own[299:599, COMPUTE, 0] += 0.3 * OWN_SECONDS

@@ -11,7 +11,7 @@ from holdfast.runtime.update.local_grad_norms import LocalGradNorms
 
 
 class Hand:
-    """A clock that moves when it is told to."""
+    """A clock that only the test moves."""
 
     def __init__(self) -> None:
         self.seconds = 100.0

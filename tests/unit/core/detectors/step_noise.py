@@ -71,7 +71,8 @@ def own_times(profile: Profile, steps: int, ranks: int, seed: int) -> Values:
 def with_wait(own: Values) -> Values:
     """Add the wait for the slowest rank, which the backward of DistributedDataParallel makes of every rank."""
     total = own.sum(axis=1)
-    wait = total.max(axis=1, keepdims=True) - total + _WAIT_SECONDS
+    with np.errstate(invalid="ignore"):
+        wait = total.max(axis=1, keepdims=True) - total + _WAIT_SECONDS
     return np.concatenate((own, wait[:, None]), axis=1)
 
 

@@ -11,6 +11,7 @@ from step_noise import BUSY_HOST, QUIET_HOST, Profile, Values, own_times, with_w
 
 from holdfast.core.base.types import Finding, Kind, Severity
 from holdfast.core.detectors.stragglers import PHASES, Stragglers
+from marks import slow
 
 BETWEEN, DATA, COMPUTE = range(3)
 OWN_SECONDS = 1e-3 * sum(QUIET_HOST.medians)
@@ -38,7 +39,7 @@ def slowed(ranks: int, phase: int, seed: int, *, begin: int, steps: int, by: flo
 # ---- a rank slowed by 20% for 200 steps
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 4, *slow(8, 64)])
 @pytest.mark.parametrize("phase", [BETWEEN, DATA, COMPUTE])
 def test_rank_slowed_by_a_fifth_is_named_with_its_phase_within_50_steps(ranks, phase):
     named = 0
@@ -113,7 +114,7 @@ def named_in(profile: Profile, steps: int, ranks: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("profile", [QUIET_HOST, BUSY_HOST])
-@pytest.mark.parametrize("ranks", [2, 4, 64])
+@pytest.mark.parametrize("ranks", [2, 4, *slow(64)])
 def test_no_healthy_rank_is_named(profile, ranks):
     assert named_in(profile, 4000, ranks, seed=11) == []
 

@@ -44,6 +44,7 @@ class Guard(GuardBase):
             MeshReplicas(world.size),
             lambda: _make_watchdog(run_dir, config, world),
             ranks_per_host=hosts.count(hosts[world.rank]),
+            hosts=tuple(hosts),
         )
         return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory)
 

@@ -11,7 +11,10 @@ from holdfast.core.base.types import Kind, Severity
 from holdfast.core.decide.engine import Engine
 from holdfast.core.record.incidents import IncidentFiles
 
-LOUD = [Kind.DEAD_RUN, Kind.ZERO_GRADIENT, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH]
+LOUD = [
+    *(Kind.DEAD_RUN, Kind.ZERO_GRADIENT, Kind.SCALE_STUCK, Kind.LR_FROZEN, Kind.LR_JUMP, Kind.DUPLICATE_BATCH),
+    Kind.STRAGGLER,
+]
 QUIET = [Kind.PLATEAU, Kind.UPDATE_SPIKE, Kind.WEIGHT_NORM, Kind.SCALE_COLLAPSE, Kind.LOSS_SPIKE, "of_my_own"]
 
 

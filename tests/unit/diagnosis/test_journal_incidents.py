@@ -100,3 +100,16 @@ def test_the_post_mortem_shows_them(run_dir):
     assert "| 200 | 9 | 30 |" in text
     assert "rolled back from step 199 to 190" in text
     assert "online, incident 1" in text
+
+
+def test_rank_found_slow_is_a_note_and_in_the_post_mortem(run_dir):
+    message = "rank 3 (node7) has been slow in data since step 41"
+    finding = {"event": "finding", "kind": "straggler", "severity": "note", "step": 80, "onset": 41, "message": message}
+    with (run_dir / "journal.jsonl").open("ab") as journal:
+        journal.write(dumps({**finding, "detector": "stragglers", "evidence": {"rank": 3, "host": "node7"}}))
+        journal.write(dumps({**finding, "message": "", "onset": None, "step": None}))
+    (table,) = read(run_dir)
+    report = diagnose(table)
+    notes = [(n.step_start, n.step_end, n.text) for n in report.notes if n.kind == "straggler"]
+    assert notes == [(41.0, 80.0, message), (0.0, 0.0, "one rank is slower than the rest")]
+    assert f"stragglers: {message}" in markdown.render_postmortem(build(table, report))

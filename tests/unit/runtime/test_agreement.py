@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,15 @@ def test_loss_is_the_mean_over_all_ranks_by_weight():
     found = together((host(3.0), measured(2.0)), (host(1.0), measured(6.0)))
     assert float(found.loss) == 3.0
     assert float(found.total_weight) == 4.0
+
+
+def test_times_of_the_phases_arrive_rank_by_rank_and_a_row_is_as_long_as_documented():
+    slow, fast = (0.1, 0.2, 0.3, 0.4), (0.1, 0.1, 0.3, 0.5)
+    found = together((host(phases=slow), measured(1.0)), (host(phases=fast), measured(1.0)))
+    assert Rows(found.extra, 2).phases().T.tolist() == [list(slow), list(fast)]
+    docs = Path(__file__).parents[3] / "docs"
+    for page in ("ranks.md", "performance.md"):
+        assert f"row of {row(host(), measured(1.0)).nbytes} bytes" in (docs / page).read_text()
 
 
 def test_rank_that_counts_nothing_does_not_spoil_the_mean():

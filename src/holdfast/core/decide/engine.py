@@ -62,6 +62,7 @@ _WARNED_KINDS = {
     Kind.LR_FROZEN,
     Kind.LR_JUMP,
     Kind.DUPLICATE_BATCH,
+    Kind.STRAGGLER,
 }
 """notes that are logged as warnings, since a person should know"""
 

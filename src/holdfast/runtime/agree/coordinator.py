@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +20,7 @@ from torch import Tensor
 from holdfast.core.base.config import Config
 from holdfast.core.base.errors import PolicyStop, RanksDisagree
 from holdfast.core.base.types import Finding, Flag, Kind, Plan, Severity, Signal
+from holdfast.core.detectors.stragglers import Stragglers
 from holdfast.runtime.agree.attribution import Origin, find_origin
 from holdfast.runtime.agree.rows import AgreedStep, Column, HostFields, LocalMeasurements, Rows, agree
 from holdfast.runtime.ports.hooks import Hooks
@@ -55,9 +56,10 @@ class Requests(NamedTuple):
 class RankCoordinator:
     """Exchanges with the ranks of a run. One process exchanges nothing."""
 
-    def __init__(self, ranks: Ranks, config: Config) -> None:
+    def __init__(self, ranks: Ranks, config: Config, hosts: Sequence[str] = ()) -> None:
         self._ranks, self._config = ranks, config
         self.is_distributed = ranks.size > 1
+        self._stragglers = Stragglers(hosts, ranks.size) if self.is_distributed and config.detect.advisory else None
         self._requests: list[dict[str, Any]] = []
         self._decisions = 0
         """checksum of every plan so far; ranks compare it at each step"""
@@ -97,6 +99,15 @@ class RankCoordinator:
             grad_limit=grad_limit if grad_limit < math.inf else None,
             group=signal.group if lowest[Column.GROUP] == rows.highest[Column.GROUP] else _SEVERAL_GROUPS,
         )
+
+    def find_stragglers(self, step: int, rows: Rows, note: Callable[[str], None]) -> list[Finding]:
+        """Return the ranks found slow at this step. `note` is called for each that is slow no longer."""
+        if self._stragglers is None:
+            return []
+        findings, notes = self._stragglers.observe(step, rows.phases())
+        for message in notes:
+            note(message)
+        return findings
 
     def next_unit(self, rows: Rows, parts: int) -> float | None:
         """Return the weight of a part for the next step: the mean of this one, rounded to a power of two."""

@@ -44,12 +44,19 @@ class Column(IntEnum):
     """1 if the loop passes weight= to backward"""
     GROUP = 13
     """checksum of the name of the group of losses; -1 if there is none"""
-    LOSS = 14
-    NORM = 15
-    SCALE = 16
-    UPDATE = 17
-    WEIGHT_NORM = 18
-    LOCAL_GRAD_NORM = 19
+    BETWEEN_SECONDS = 14
+    """from the exchange of rows of the step before to this step's forward, without the loader"""
+    DATA_SECONDS = 15
+    COMPUTE_SECONDS = 16
+    """forward and backward, up to the last gradient before averaging"""
+    WAIT_SECONDS = 17
+    """from that gradient to this row, and in the exchange before it: mostly the wait for other ranks"""
+    LOSS = 18
+    NORM = 19
+    SCALE = 20
+    UPDATE = 21
+    WEIGHT_NORM = 22
+    LOCAL_GRAD_NORM = 23
     """norm of a few gradients of this rank before they were averaged over the ranks"""
 
 
@@ -79,6 +86,8 @@ class HostFields(NamedTuple):
     is_weighted: bool
     limits: Limits
     group: str | None = None
+    phases: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    """seconds between steps, in the loader, computing and waiting"""
     decisions: int = 0
     has_requests: bool = False
 
@@ -152,6 +161,7 @@ def _pack_row(host: HostFields, local: LocalMeasurements, device: torch.device) 
         *(-1.0 if value is None else value for value in (host.batch, host.samples, host.length)),
         *(host.weight, *limits, update_count, host.is_weighted),
         -1 if host.group is None else zlib.crc32(host.group.encode()),
+        *host.phases,
     ]
     host_part = torch.tensor([float(v) for v in known], dtype=torch.float64, pin_memory=device.type == "cuda")
     zero = local.loss.new_zeros((), dtype=torch.float64)
@@ -215,6 +225,11 @@ class Rows:
         """Return the value that all ranks share, or None."""
         value = self.lowest[column]
         return int(value) if value >= 0 and value == self.highest[column] else None
+
+    def phases(self) -> Values:
+        """Return the seconds of each phase (rows) on each rank (columns)."""
+        values: Values = self._columns[Column.BETWEEN_SECONDS : Column.LOSS]
+        return values
 
     def has_requests(self) -> bool:
         """Return whether any rank has queued requests."""

@@ -55,7 +55,7 @@ def build_run(
     is_distributed = ranks.size > 1
     if is_distributed:
         ranks = MonitoredRanks(ranks, watchdog.get)
-    coordinator = RankCoordinator(ranks, config)
+    coordinator = RankCoordinator(ranks, config, distributed.hosts)
 
     def ask_hooks(incident: Incident) -> Plan | None:
         """Return the plan of the user's hooks; on several ranks, that of rank 0."""
@@ -84,7 +84,7 @@ def build_run(
         ),
         norms=distributed.norms,
         update_size=UpdateSize(state.optimizers) if config.detect.update_spike else None,
-        local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed),
+        local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed, now=clock.monotonic),
         gradient_sync=GradientSync(state.wrapped_modules),
         coordinator=coordinator,
         snapshots=SnapshotManager(

@@ -19,3 +19,5 @@ class DistributedContext(NamedTuple):
     make_watchdog: Callable[[], RankWatchdog] = NoWatchdog
     ranks_per_host: int = 1
     """ranks that share the memory of this host"""
+    hosts: tuple[str, ...] = ()
+    """the host of each rank, by name"""

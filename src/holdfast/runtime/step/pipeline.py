@@ -28,6 +28,7 @@ from holdfast.runtime import effects
 from holdfast.runtime.agree.attribution import describe_data
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurements
+from holdfast.runtime.agree.step_timer import StepTimer
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.bad_rows import outlying_samples
@@ -116,6 +117,7 @@ class GuardedPipeline:
     def __init__(self, context: Context, parts: Parts, clip: float | None) -> None:
         self.context, self.parts, self.progress = context, parts, Progress()
         self.is_distributed = parts.coordinator.is_distributed
+        self._timer = StepTimer(context.clock.monotonic) if self.is_distributed else None
         self._is_armed = context.config.recover.mode == "heal"
         self._has_statistics = self._is_armed and bool(context.state.buffers.running_variances)
         self.averages_gradients = parts.gradient_sync.has_modules
@@ -276,12 +278,16 @@ class GuardedPipeline:
 
     def _draw(self) -> tuple[Draw | None, int]:
         """Return one batch, or None at the end of the data, and how many epochs ended right before it."""
-        feeder = self.parts.feeder
+        feeder, timer = self.parts.feeder, self._timer
         feeder.ended_epochs.clear()
+        began = 0.0 if timer is None else timer.now()
         try:
-            return feeder.source.draw(), len(feeder.ended_epochs)
+            draw: Draw | None = feeder.source.draw()
         except StopIteration:
-            return None, len(feeder.ended_epochs)
+            draw = None
+        if timer is not None:
+            timer.add_data(began)
+        return draw, len(feeder.ended_epochs)
 
     def _begin_step(self) -> BufferCapture:
         """Capture the buffers, and complete a snapshot of the step before with random state and data position."""
@@ -342,6 +348,8 @@ class GuardedPipeline:
             self.parts.streams.wait_for_last_stream()
         if self.is_distributed:
             self.parts.watchdog.get().enter_step(attempt.number)
+        if self._timer is not None:
+            self._timer.enter()
 
     def before_forward(self, *, is_last: bool) -> None:
         """Have DDP and FSDP2 average gradients in the backward of the step's last part, and in no other."""
@@ -489,7 +497,8 @@ class GuardedPipeline:
             parts.local_grad_norms.pop() if self.is_distributed else None,
             checks,
         )
-        if not self.is_distributed:
+        timer = self._timer
+        if timer is None:
             attempt.loss_limit, attempt.grad_limit = limits
             return agree_alone(limits, local)
         if (alarm := self._pop_alarm()) is not None:
@@ -508,13 +517,16 @@ class GuardedPipeline:
             attempt.is_weighted,
             limits,
             attempt.group,
+            timer.phases(parts.local_grad_norms.pop_last_arrival(), on_device=parts.gate.on_device),
         )
+        sent_at = timer.now()
         agreed = parts.coordinator.agree(host, local)
         if not parts.gate.on_device:
             assert agreed.extra is not None
             if self._read_rows(attempt, agreed.extra.cpu()):
                 limits = self._limits(attempt)
                 agreed = agreed._replace(limits=limits)
+        timer.exchanged(sent_at)
         attempt.loss_limit, attempt.grad_limit = limits
         # If the host reads the rows, only after they show all ranks at the same step.
         parts.watchdog.get().ping(number)
@@ -666,7 +678,10 @@ class GuardedPipeline:
         progress, parts, coordinator = self.progress, self.parts, self.parts.coordinator
         attempt, progress.pending = progress.pending, None
         assert attempt is not None and attempt.handle is not None
+        began = 0.0 if self._timer is None else self._timer.now()
         measured = attempt.handle.measurements or attempt.handle.read()
+        if self._timer is not None:
+            self._timer.add_wait(began)
         if self.is_distributed or measured.extra is not None:
             self._read_rows(attempt, measured.extra)
         signal = attempt.signal(measured)
@@ -687,6 +702,7 @@ class GuardedPipeline:
             findings = self._check_state(attempt, signal)
         if attempt.rows is not None:
             findings += parts.integrity.findings(attempt.number, attempt.rows, signal)
+            findings += coordinator.find_stragglers(attempt.number, attempt.rows, self.note)
         origin = None if attempt.origin is None else attempt.origin.evidence
         inspect = partial(self._check_statistics, attempt, following) if self._has_statistics else None
         plan = self.context.engine.judge(signal, findings, origin, inspect)

@@ -7,7 +7,8 @@ nothing and waits for nothing. A single process measures nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +23,16 @@ _MAX_PARAMETERS, _MAX_ELEMENTS = 64, 1 << 16
 class LocalGradNorms:
     """Collects the norms: call `finish_backward` after every backward, `pop` once a step."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], *, enabled: bool) -> None:
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        *,
+        enabled: bool,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._now = now
+        self._last_at: float | None = None
+        """when the step's last gradient arrived"""
         self._norms: list[Tensor] = []
         self._sum_of_squares: Tensor | None = None
         self._handles: list[Any] = []
@@ -51,6 +61,7 @@ class LocalGradNorms:
         part = local(gradient)
         if not part.is_sparse:
             self._norms.append(torch.linalg.vector_norm(part, dtype=torch.float32))
+            self._last_at = self._now()
 
     @torch.no_grad()
     def finish_backward(self, counts: bool = True) -> None:
@@ -65,6 +76,11 @@ class LocalGradNorms:
         """Return the norm over the step, and begin the next; None if nothing was measured."""
         total, self._sum_of_squares, self._norms = self._sum_of_squares, None, []
         return None if total is None else total.sqrt()
+
+    def pop_last_arrival(self) -> float | None:
+        """Return when the step's last gradient arrived here, before the ranks averaged it; None if nothing was measured."""
+        last_at, self._last_at = self._last_at, None
+        return last_at
 
     def close(self) -> None:
         for handle in self._handles:

@@ -126,6 +126,9 @@ ROUTES: dict[str, tuple[str, str, Callable[[], tuple[Any, Any]]]] = {
     "slower, one rank slow": (
         "straggling_rank", "+steps_slower ?batch_changed ?data_wait_grew -at_restart +one_rank_slow",
         lambda: slower(**SLOW_RANK)),
+    "slower, one rank named in the journal": (
+        "straggling_rank", "+steps_slower ?batch_changed ?data_wait_grew -at_restart +one_rank_slow",
+        lambda: slower(events=[(900, "finding", "finding: straggler: rank 3 (node7) has been slow in data")])),
     "slower, equal ranks": (
         "slow_open", "+steps_slower ?batch_changed ?data_wait_grew -at_restart -one_rank_slow",
         lambda: slower(**EQUAL_RANKS)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from holdfast.core.base.types import Kind
 from holdfast.diagnosis.find import hang, memory, throughput
 from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
@@ -117,7 +118,8 @@ def data_wait_grew(table: Table, episode: Episode | None, t: Thresholds) -> Answ
 def one_rank_slow(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     ranks = throughput.rank_columns(table)
     if len(ranks) < 2:
-        return unknown("the log has no step times of single ranks")
+        named = [event.text for event in table.events if event.text.startswith(f"finding: {Kind.STRAGGLER}: ")]
+        return yes(named[-1]) if named else unknown("the log has no step times of single ranks")
     slow = throughput.find_slow_rank(table, t)
     if slow is None:
         return no(f"all {len(ranks)} ranks take about the same time")

@@ -15,8 +15,7 @@ import msgspec
 from holdfast.core.base.types import Kind
 
 NAMINGS_TO_EXCLUDE = 2
-_STRAGGLER = "straggler"
-_REASONS = {Kind.DESYNC: "corruption", Kind.SILENT_CORRUPTION: "corruption", _STRAGGLER: "slowness"}
+_REASONS = {Kind.DESYNC: "corruption", Kind.SILENT_CORRUPTION: "corruption", Kind.STRAGGLER: "slowness"}
 _MAX_NAMINGS = 32
 """kept of one device"""
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
@@ -72,7 +71,7 @@ class Exclusions:
             self._devices.clear()
         if name == "finding" and event.get("kind") in _REASONS:
             self._wait(event)
-            return self._settle(None) if event["kind"] == _STRAGGLER else []
+            return self._settle(None) if event["kind"] == Kind.STRAGGLER else []
         if name == "health":  # one event for each device of each examination
             naming = Naming(reason="health", text=_text(event.get("text")), rank=event.get("rank"), time=_time(event))
             return self._count(event, naming, ("health", len(self._seen)))

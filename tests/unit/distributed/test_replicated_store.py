@@ -107,7 +107,10 @@ def test_file_that_is_damaged_on_one_host_is_fetched_from_the_other(make, caplog
     job = make("aabb")
     job.attach()
     assert_restored(job)
-    assert "rank_00002.bin on a has checksum" in caplog.text and "rank_00001.bin on b has checksum" in caplog.text
+    assert (
+        "a: rank_00002.bin is not what was saved" in caplog.text
+        and "b: rank_00001.bin is not what was saved" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("file", ["rank_00002.bin", "rank_00002.json"])
@@ -118,7 +121,7 @@ def test_file_that_is_damaged_on_both_hosts_is_reported_with_both(make, file):
     job = make("aabb")
     job.attach()
     for states in job.entries():
-        assert f"{file} on a has checksum" in states[NAME] and "host b" in states[NAME], states
+        assert f"a: {file} is not what was saved" in states[NAME] and "host b" in states[NAME], states
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "health.json"])

@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ from holdfast.core.checkpoints.manifest import (
     unseal_health,
     unseal_manifest,
 )
-from holdfast.core.checkpoints.verify import checksum_file
+from holdfast.core.checkpoints.verify import compare_file
 from holdfast.distributed.checkpoint.memory_store import MemoryCheckpointStore, identify
 from holdfast.distributed.checkpoint.rank_index import bin_name, index_name
 from holdfast.distributed.checkpoint.replication import FileExchange, Peer, Request, Transfer
@@ -56,6 +57,8 @@ from holdfast.runtime.tensors.torch_private import default_store
 log = logging.getLogger("holdfast")
 
 _NOTE = re.compile(r"\.note-\d{5,9}")
+_MAX_FETCH_SECONDS = 300.0
+"""at a resume; shorter than the usual timeout of a collective, in which ranks that are done wait for the others"""
 _SHORT_SECONDS = 5.0
 """for a request whose failure harms nothing"""
 
@@ -75,7 +78,7 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         self, run_dir: str | os.PathLike[str], world: World, rank_timeout_seconds: float, hosts: Sequence[str]
     ) -> None:
         super().__init__(run_dir, world, rank_timeout_seconds)
-        self._fetch_seconds = rank_timeout_seconds
+        self._fetch_seconds = min(rank_timeout_seconds, _MAX_FETCH_SECONDS)
         self._host = hosts[world.rank]
         self._groups = [[rank for rank, host in enumerate(hosts) if host == name] for name in dict.fromkeys(hosts)]
         """the ranks of each host, in ring order"""
@@ -84,7 +87,7 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         self._next = self._groups[(self._index + 1) % len(self._groups)]
         self.owns_folder = world.rank == self._local[0]
         self.kept_fraction = min(1.0, (len(self._local) + len(self._previous)) / world.size)
-        self._exchange: FileExchange | None = None
+        self._exchange = FileExchange(world.rank, self._host, self._handle, self._fetch_seconds)
         self._peers: list[Peer] = []
 
     # ---- opening and closing
@@ -99,14 +102,12 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         problem = None
         try:
             found = self._find(path, makes=True) if self.owns_folder else None
-            self._exchange = FileExchange(self._world.rank, self._host, self._handle, self._fetch_seconds)
             self._exchange.listen(*self._find_address())
         except OSError as error:
             problem = f"{error.filename or path} on {self._host}: {error.strerror or error}"
         except HoldfastError as error:
             problem = str(error)
-        peer = None if self._exchange is None else msgspec.to_builtins(self._exchange.local)
-        told = self._world.all_gather_object([found, problem, peer])
+        told = self._world.all_gather_object([found, problem, msgspec.to_builtins(self._exchange.local)])
         problem = next((why for _, why, _ in told if why), None)
         lead_found = told[self._local[0]][0]
         if problem is None and not all(self._world.all_gather_object(identify(path) == lead_found)):
@@ -114,7 +115,7 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         if problem is None and len({tuple(told[group[0]][0]) for group in self._groups}) < len(self._groups):
             problem = f"hosts of different names share {path}; give each a folder of its own (HOLDFAST_SHM)"
         if problem is not None:
-            self._close_exchange()
+            self._exchange.close()
             return problem
         self._peers = [msgspec.convert(peer, Peer) for _, _, peer in told]
         self._use(path, run, check)
@@ -132,15 +133,11 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
 
     def abort(self) -> None:
         super().abort()
-        self._close_exchange()
+        self._exchange.close()
 
     def close(self) -> None:
         super().close()
-        self._close_exchange()
-
-    def _close_exchange(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
+        self._exchange.close()
 
     def _other_leads(self) -> Iterator[Peer]:
         return (self._peers[group[0]] for group in self._groups if group is not self._local)
@@ -165,7 +162,6 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
             raise
 
     def _replicate(self, name: str, files: dict[str, FileSum], staging: Path) -> None:
-        assert self._exchange is not None
         peer = self._peers[self._next[self._local.index(self._world.rank) % len(self._next)]]
         for file, expected in files.items():
             self._exchange.send(peer, "put", name, self._timeout, file, staging / file, sums=expected)
@@ -174,11 +170,9 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         if 0 in self._local:
             super()._write_note(name, file, note)
         else:
-            assert self._exchange is not None
             self._exchange.send(self._peers[0], "put", name, self._timeout, file, note)
 
     def _publish_elsewhere(self, manifest: Manifest, health: HealthRecord) -> None:
-        assert self._exchange is not None
         content = json.dumps([seal(manifest)[0].decode(), seal(health)[0].decode()]).encode()
         for peer in self._other_leads():
             self._exchange.send(peer, "publish", manifest.name, self._timeout, content=content)
@@ -192,7 +186,6 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         super()._remove(name)
 
     def _remove_elsewhere(self, name: str) -> None:
-        assert self._exchange is not None
         for peer in self._other_leads():
             with contextlib.suppress(RunDirError):  # the next process finds it and removes it
                 self._exchange.send(peer, "remove", name, _SHORT_SECONDS)
@@ -250,10 +243,10 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         self.wait()
         self._world.all_gather_object(None)  # rank 0 may have removed states of other hosts
         listings = self._world.all_gather_object(self._list() if self.owns_folder else {})
-        names = sorted({name for listing in listings for name in listing})
+        names = sorted({name for listing in listings for name in listing}, key=_step_and_branch)
         problems: dict[str, str] = {}
         is_complete = False
-        for name in sorted(names, key=lambda n: (len(n.partition(".")[0]), n), reverse=True):
+        for name in reversed(names):
             problems[name] = "a newer state is complete" if is_complete else self._complete(name, listings)
             is_complete = is_complete or not problems[name]
         found = {name: read_entry(self._folder.path / name) for name in names}
@@ -299,15 +292,12 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         problem = ""
         try:
             work()
-        except OSError as error:
-            problem = f"{self._host}: {error}"
-        except RunDirError as error:
+        except (OSError, RunDirError) as error:
             problem = f"{self._host}: {error}"
         return next((each for each in self._world.all_gather_object(problem) if each), "")
 
     def _prepare(self, name: str, digest: str, holders: dict[int, _Listed]) -> None:
         """Make the folder of a state, with manifest and health, if this host has none. RunDirError if there is no room."""
-        assert self._exchange is not None
         if self._index not in holders:
             source = self._peers[self._groups[min(holders)][0]]
             texts = [self._exchange.get_bytes(source, name, n, self._fetch_seconds) for n in (MANIFEST, HEALTH)]
@@ -329,17 +319,18 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
 
     def _obtain(self, name: str, files: list[str], holders: dict[int, _Listed]) -> None:
         """Verify files of a state on this host; fetch those that are missing or damaged from a host that has them."""
-        manifest = self._manifest_of(name)
+        manifest, ends = self._manifest_of(name), time.monotonic() + self._fetch_seconds
         for file in files:
             path, expected = self._folder.path / name / file, manifest.files[file]
             problems = []
             if os.path.lexists(path):
-                if (found := checksum_file(path, expected.sum.partition(":")[0])) == expected:
+                if (difference := compare_file(path, expected)) is None:
                     continue
-                problems.append(f"{file} on {self._host} has checksum {found.sum}, the manifest says {expected.sum}")
+                problems.append(f"{self._host}: {difference}")
             for host in (n for n, each in holders.items() if file in each.present and n != self._index):
+                peer = self._peers[self._groups[host][self._world.rank % len(self._groups[host])]]
                 try:
-                    self._fetch(host, name, path, expected)
+                    self._exchange.get_file(peer, name, path, expected, ends - time.monotonic())
                 except RunDirError as error:
                     problems.append(str(error))
                     continue
@@ -348,12 +339,6 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
                 break
             else:
                 raise RunDirError("; ".join(problems))
-
-    def _fetch(self, host: int, name: str, path: Path, expected: FileSum) -> None:
-        assert self._exchange is not None
-        group = self._groups[host]
-        peer = self._peers[group[self._world.rank % len(group)]]
-        self._exchange.get_file(peer, name, path, expected, self._fetch_seconds)
 
     def _manifest_of(self, name: str) -> Manifest:
         manifest = self._folder.entry(name).manifest
@@ -374,6 +359,11 @@ def _unusable(path: Path, entry: CheckpointEntry | None, problem: str) -> Checkp
     damage = problem or "its folder is gone"
     manifest = None if entry is None else entry.manifest
     return CheckpointEntry(path.name, path, manifest, "", Health.BAD, damage, damage, in_memory=True)
+
+
+def _step_and_branch(name: str) -> tuple[int, int]:
+    step, _, branch = name.removeprefix("step_").partition(".b")
+    return int(step), int(branch or 0)
 
 
 def _length(path: Path) -> int:

@@ -236,8 +236,10 @@ class FileExchange:
     ) -> T:
         """Send a request and return what `read` makes of the answer's bytes."""
         transfer: Transfer | None = None
+        if self._is_closed:
+            raise RunDirError("the run is ending")
         try:
-            connection = socket.create_connection((peer.address, peer.port), min(seconds, CONNECT_SECONDS))
+            connection = socket.create_connection((peer.address, peer.port), max(0.01, min(seconds, CONNECT_SECONDS)))
             transfer = self._add(connection, seconds)
             transfer.send(request, content)
             answer = msgspec.json.decode(transfer.read_line(), type=_Answer)

@@ -15,6 +15,7 @@ from host_threads import LABEL, Job, contents, rewrite, tensors_of
 
 from holdfast.core.base import durable
 from holdfast.distributed.checkpoint import replication
+from holdfast.distributed.checkpoint.replicated_store import ReplicatedMemoryStore
 
 NAME = "step_00000012"
 MakeJob = Callable[..., Job]
@@ -157,6 +158,27 @@ def test_new_state_replaces_the_one_before_on_every_host(make):
     job.each(lambda store: (store.remove([NAME]), store.wait()))
     for host in "ab":
         assert [p.name for p in job.state(host, "step_00000016").parent.iterdir()] == ["step_00000016"]
+
+
+def test_crash_while_hosts_publish_leaves_a_state_that_is_complete(make, monkeypatch):
+    """One of four hosts has published when all ranks die. The state before it is still on all of them."""
+    job = crash_after_save(make, "abcd")
+    job = make("abcd")
+    job.attach()
+    monkeypatch.setattr(ReplicatedMemoryStore, "_remove_elsewhere", lambda *_: None)
+    monkeypatch.setattr(job.stores[0], "_other_leads", lambda: iter([job.stores[0]._peers[2], unreachable()]))
+    job.each(lambda store: setattr(store, "_timeout", 3.0))
+    assert job.save(16)[0][0] == "failed" and job.state("c", "step_00000016").is_dir()
+    job.crash()
+    job = make("abcd")
+    job.attach()
+    assert job.entries() == [{NAME: None, "step_00000016": "no host has rank_00000.bin and 3 more of its files"}] * 4
+    assert len(job.load(NAME)) == 4
+
+
+def unreachable() -> replication.Peer:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return replication.Peer(1, "b", "127.0.0.1", closed.getsockname()[1], "token")
 
 
 def test_orderly_end_leaves_nothing_on_any_host(make):
@@ -317,9 +339,11 @@ def test_rank_that_ends_waits_for_no_transfer(make):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         job.stores[0]._peers[1] = replication.Peer(1, "b", "127.0.0.1", silent.getsockname()[1], "token")
         job.stores[0].save(contents(12, 0), LABEL)
-        time.sleep(0.2)
+        silent.settimeout(30)
+        connection = silent.accept()[0]
         began = time.monotonic()
         job.stores[0].abort()
         job.stores[0].wait()
         assert time.monotonic() - began < 10
         assert job.stores[0].events.popleft().status == "failed"
+        connection.close()

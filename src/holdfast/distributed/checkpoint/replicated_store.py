@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import json
 import logging
 import os
@@ -89,6 +90,8 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         self.kept_fraction = min(1.0, (len(self._local) + len(self._previous)) / world.size)
         self._exchange = FileExchange(world.rank, self._host, self._handle, self._fetch_seconds)
         self._peers: list[Peer] = []
+        self._findings: list[str] = []
+        """what this rank has found in the memory of its host and repaired"""
 
     # ---- opening and closing
 
@@ -249,6 +252,9 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         for name in reversed(names):
             problems[name] = "a newer state is complete" if is_complete else self._complete(name, listings)
             is_complete = is_complete or not problems[name]
+        for finding in itertools.chain(*self._world.all_gather_object(self._findings)):
+            log.warning("holdfast: %s", finding)  # by rank 0; the others log errors only
+        self._findings.clear()
         found = {name: read_entry(self._folder.path / name) for name in names}
         return [
             entry._replace(in_memory=True)
@@ -261,14 +267,10 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         """Return the states on this host, without files for those that are damaged or of another run."""
         listing: dict[str, Any] = {}
         for entry in self._folder.entries():
-            files = (
-                {}
-                if entry.manifest is None or entry.damage or entry.manifest.run != self._run
-                else entry.manifest.files
-            )
-            if not files:
-                why = entry.damage or f"it belongs to run {entry.manifest.run if entry.manifest else None}"
-                log.warning("holdfast: %s in the shared memory of %s is passed over: %s", entry.name, self._host, why)
+            run, files = ("", {}) if entry.manifest is None else (entry.manifest.run, entry.manifest.files)
+            if entry.damage is not None or run != self._run:
+                why, files = entry.damage or f"it belongs to run {run}", {}
+                self._findings.append(f"{entry.name} in the shared memory of {self._host} is passed over: {why}")
             present = {n for n, f in files.items() if _length(entry.path / n) == f.bytes}
             listing[entry.name] = _Listed(entry.digest, sorted(present), sorted(set(files) - present))
         return listing
@@ -335,7 +337,7 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
                     problems.append(str(error))
                     continue
                 if problems:
-                    log.warning("holdfast: %s in memory: %s; fetched from another host", name, "; ".join(problems))
+                    self._findings.append(f"{name} in memory: {'; '.join(problems)}; fetched from {peer.host}")
                 break
             else:
                 raise RunDirError("; ".join(problems))

@@ -104,7 +104,8 @@ class MemoryTier:
         if snapshot is not None and store.owns_folder and not store.is_rank_zero:  # rank 0 has looked at its own host
             problem = self._find_obstacle(snapshot, store)
         answers = context.ranks.all_gather_object([is_ready, problem])
-        if (problem := next((each for _, each in answers if each), None)) is not None:
+        problem = next((each for _, each in answers if each), None)
+        if problem is not None and self.is_writing:
             self.is_writing = False
             self._note(problem, step)
         if problem is not None or not all(is_ready for is_ready, _ in answers) or snapshot is None:

@@ -208,9 +208,9 @@ class ReplicatedMemoryStore(MemoryCheckpointStore):
         if request.action == "put" and (is_file_name(file) or _NOTE.fullmatch(file)):
             staging = self._staging_of(name)
             self._wait_until(staging.is_dir, lambda: f"{staging} was not made")
-            transfer.read_file(staging / file, FileSum(request.bytes, request.sum))
+            transfer.receive_file(staging / file, FileSum(request.bytes, request.sum))
         elif request.action == "publish" and self.owns_folder:
-            self._publish_received(name, transfer.read_bytes())
+            self._publish_received(name, transfer.receive_bytes())
         elif request.action == "remove" and self.owns_folder:
             durable.remove_tree(self._staging_of(name))
             if os.path.lexists(self._folder.path / name):

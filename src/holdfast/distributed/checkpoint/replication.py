@@ -1,7 +1,7 @@
 """Transfers files of the memory tier between hosts: every rank has a server, and sends requests to those of others.
 
 A connection carries one request: a line of JSON with the token of the rank that accepts it, and the bytes that it sends.
-The answer is a line of JSON, and the bytes that were asked for. Whoever does not know the token gets no answer.
+The answer is a line of JSON, and the bytes that were asked for. Without the token there is no answer.
 Everything on a connection has one time limit, and `close` ends all of them.
 """
 
@@ -95,7 +95,7 @@ class Transfer:
             line += self._receive(1)
         return bytes(line)
 
-    def read_bytes(self) -> bytes:
+    def receive_bytes(self) -> bytes:
         """Return the announced bytes."""
         if self.unread > MAX_SMALL_BYTES:
             raise OSError(f"{self.unread:,} bytes are more than {MAX_SMALL_BYTES:,}")
@@ -104,7 +104,7 @@ class Transfer:
             content += self._read_chunk()
         return bytes(content)
 
-    def read_file(self, path: Path, expected: FileSum) -> None:
+    def receive_file(self, path: Path, expected: FileSum) -> None:
         """Write the announced bytes to `path`, which appears when it is complete. RunDirError if the checksum differs."""
         algorithm = expected.sum.partition(":")[0]
         if algorithm not in CHECKSUMS or self.unread != expected.bytes:
@@ -213,15 +213,15 @@ class FileExchange:
     def get_file(self, peer: Peer, state: str, path: Path, expected: FileSum, seconds: float) -> None:
         """Fetch the file of that name. RunDirError if it does not arrive with its checksum."""
         request = Request(token=peer.token, action="get", state=state, file=path.name)
-        self._exchange(peer, request, seconds, b"", lambda transfer: transfer.read_file(path, expected))
+        self._exchange(peer, request, seconds, b"", lambda transfer: transfer.receive_file(path, expected))
 
     def get_bytes(self, peer: Peer, state: str, file: str, seconds: float) -> bytes:
         """Return the content of a small file. RunDirError if it does not arrive."""
         request = Request(token=peer.token, action="get", state=state, file=file)
-        return self._exchange(peer, request, seconds, b"", Transfer.read_bytes)
+        return self._exchange(peer, request, seconds, b"", Transfer.receive_bytes)
 
     def close(self) -> None:
-        """End the server and every transfer. Whoever waits for one gets an error."""
+        """End the server and every transfer. Threads that wait for one get an error."""
         self._is_closed = True
         if self._listener is not None:
             with contextlib.suppress(OSError):

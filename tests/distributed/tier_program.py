@@ -30,10 +30,10 @@ def main(folder: Path, kind: str, is_killed: bool) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    tier = "auto" if "TORCHELASTIC_RUN_ID" in os.environ else "on"
+    mode = "auto" if "TORCHELASTIC_RUN_ID" in os.environ else "on"
     layout = Layout(kind, rank, size)
     config = {
-        "checkpoint": {"every_steps": 1000, "rank_timeout_seconds": 30, "memory_tier": tier},
+        "checkpoint": {"every_steps": 1000, "rank_timeout_seconds": 30, "memory_tier": mode},
         "snapshot": {"every_steps": 4, "certify_after": 2},
         "liveness": {"poll_seconds": 0.1},
     }
@@ -41,8 +41,11 @@ def main(folder: Path, kind: str, is_killed: bool) -> None:
     with guard:
         for step in guard.steps(layout.loader(), epochs=1):
             if step.number == 14:
-                # A write that is still under way would take the place of the one that begins next.
-                guard._run.parts.checkpoints.tier.wait()
+                # A write or a removal that is still under way would take the place of the write that begins next.
+                tier = guard._run.parts.checkpoints.tier
+                tier.wait()
+                tier._poll()
+                tier.wait()
                 dist.barrier()
             may_die = is_killed and attempt == 0 and rank == size - 1 and step.number >= 16
             if may_die and (has_newest(folder) or step.number == 19):

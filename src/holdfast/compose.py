@@ -11,6 +11,7 @@ from holdfast.core.base.errors import SetupError
 from holdfast.core.record.rank_records import RankRecords
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.checkpoint.memory_store import MemoryCheckpointStore
+from holdfast.distributed.checkpoint.replicated_store import ReplicatedMemoryStore
 from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.watchdog import StoreWatchdog
@@ -32,8 +33,7 @@ class Guard(GuardBase):
         hosts = world.all_gather_object(socket.gethostname()) if world.size > 1 else [""]
         store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
         signals = NoSignals() if store is None or not config.checkpoint.enabled else RunSignals(config.shutdown)
-        is_one_host = len(set(hosts)) == 1
-        memory = None if run_dir is None else MemoryCheckpointStore(run_dir, world, timeout, is_one_host=is_one_host)
+        memory = None if run_dir is None else _make_memory_store(run_dir, world, timeout, hosts)
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
             context = DistributedContext(norms=norms, make_watchdog=_check_still_single)
@@ -47,6 +47,14 @@ class Guard(GuardBase):
             hosts=tuple(hosts),
         )
         return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory)
+
+
+def _make_memory_store(
+    run_dir: str | os.PathLike[str], world: World, timeout: float, hosts: list[str]
+) -> MemoryCheckpointStore:
+    if len(set(hosts)) > 1:
+        return ReplicatedMemoryStore(run_dir, world, timeout, hosts)
+    return MemoryCheckpointStore(run_dir, world, timeout)
 
 
 def _check_still_single() -> RankWatchdog:

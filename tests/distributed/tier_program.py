@@ -1,4 +1,7 @@
-"""Trains ranks of which one is killed in the first attempt. Run it under torchrun, which restarts all of them."""
+"""Trains ranks of which one is killed in the first attempt. torchrun restarts all of them, or the test does.
+
+FOLDER/shm is the shared memory of the host; of several hosts each has one of its own, FOLDER/shm-NAME.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import torch.distributed as dist
 from layouts import Layout, loss_of
 
 import holdfast
-from holdfast.core.checkpoints import memory_folder
 from holdfast.runtime.checkpoint import memory_tier
 
 NEWEST = "step_00000012"
@@ -29,9 +31,10 @@ def main(folder: Path, kind: str, is_killed: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kind, _, room = kind.partition("-")
+    mode = "auto" if "TORCHELASTIC_RUN_ID" in os.environ else "on"
     layout = Layout(kind, rank, size)
     config = {
-        "checkpoint": {"every_steps": 1000, "rank_timeout_seconds": 30},
+        "checkpoint": {"every_steps": 1000, "rank_timeout_seconds": 30, "memory_tier": mode},
         "snapshot": {"every_steps": 4, "certify_after": 2},
         "liveness": {"poll_seconds": 0.1},
     }
@@ -40,13 +43,16 @@ def main(folder: Path, kind: str, is_killed: bool) -> None:
     guard = holdfast.Guard(layout.model, layout.optimizer, clip_grad_norm=1.0, run_dir=folder / "run", config=config)
     with guard:
         for step in guard.steps(layout.loader(), epochs=1):
-            if step.number == 14:
-                # A write that is still under way would take the place of the one that begins next.
-                guard._run.parts.checkpoints.tier.wait()
+            if step.number >= 12:
+                # A write or a removal that is still under way would take the place of the write that begins next.
+                tier = guard._run.parts.checkpoints.tier
+                tier.wait()
+                tier._poll()
+                tier.wait()
                 dist.barrier()
             may_die = is_killed and attempt == 0 and rank == size - 1 and step.number >= 16
-            if may_die and (has_newest() or step.number == 19):
-                wait_for_newest()
+            if may_die and (has_newest(folder) or step.number == 19):
+                wait_for_newest(folder)
                 os.kill(os.getpid(), signal.SIGKILL)
             with step:
                 for batch in step.microbatches():
@@ -56,13 +62,14 @@ def main(folder: Path, kind: str, is_killed: bool) -> None:
     dist.destroy_process_group()
 
 
-def has_newest() -> bool:
-    return bool(list(memory_folder.root().glob(f"*/checkpoints/{NEWEST}")))
+def has_newest(folder: Path) -> bool:
+    """Return whether every host has published the state."""
+    return all(list(each.glob(f"holdfast-*/*/checkpoints/{NEWEST}")) for each in folder.glob("shm*"))
 
 
-def wait_for_newest() -> None:
+def wait_for_newest(folder: Path) -> None:
     ends = time.monotonic() + 20
-    while not has_newest():
+    while not has_newest(folder):
         assert time.monotonic() < ends, "no state was written to shared memory"
         time.sleep(0.01)
 

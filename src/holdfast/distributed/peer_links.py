@@ -104,7 +104,7 @@ class PeerLinks:
     def listen(self, store: Any) -> None:
         """Accept connections at the address by which this machine reaches the store."""
         try:
-            family, address = _local_address(store)
+            family, address = local_address(store)
             self._listener = socket.create_server((address, 0), family=family)
             self._listener.setblocking(False)
             port = self._listener.getsockname()[1]
@@ -213,7 +213,7 @@ class PeerLinks:
         self._links.remove(link)
 
 
-def _local_address(store: Any) -> tuple[socket.AddressFamily, str]:
+def local_address(store: Any) -> tuple[socket.AddressFamily, str]:
     """Return this machine's address on the network of the store; loopback if the store is no TCPStore."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store

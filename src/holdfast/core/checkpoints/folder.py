@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from holdfast.core.base import durable
@@ -89,12 +89,14 @@ class Folder:
         *,
         time: float,
         handover: bool = False,
+        held: Collection[str] | None = None,
     ) -> CheckpointEntry:
         """Turn `staging` into the checkpoint `manifest.name`: complete and on disk, or not there at all.
 
         Raises RunDirError if that name exists, or if the files differ from the manifest in name or length, or could not
         be trusted later; then `staging` is removed if possible. If the last step, syncing the parent folder, fails, the
         checkpoint is listed and complete, but may not survive a power loss.
+        held: the files of the manifest that are in this folder; all of them, unless other hosts hold the rest.
         """
         path = self._at(manifest.name)
         if staging != self.path / f"{_TMP}{manifest.name}":
@@ -104,7 +106,7 @@ class Folder:
                 if os.path.lexists(path):
                     raise RunDirError(f"{path} exists already; remove it, or save on the current branch of the run")
                 record = HealthRecord(health=health, why=why, handover=handover, manifest=seal(manifest)[1], time=time)
-                entry = self._complete(staging, manifest, record)
+                entry = self._complete(staging, manifest, record, manifest.files if held is None else held)
                 self._check_change()
                 durable.rename(staging, path)
         except BaseException:
@@ -204,18 +206,20 @@ class Folder:
             )
         durable.write_file(self.path / _OWNER, self.run.encode())
 
-    def _complete(self, staging: Path, manifest: Manifest, record: HealthRecord) -> CheckpointEntry:
+    def _complete(
+        self, staging: Path, manifest: Manifest, record: HealthRecord, held: Collection[str]
+    ) -> CheckpointEntry:
         """Add the two small files, force everything to disk, and return the entry."""
         content, digest = seal(manifest)
         unseal_manifest(content)  # refuse now what could not be read at a resume
         for name in (MANIFEST, HEALTH):
             if os.path.lexists(staging / name):
                 raise RunDirError(f"{staging / name} exists already; only publish writes it")
-        if (mismatch := _mismatch(staging, manifest)) is not None:
+        if (mismatch := _mismatch(staging, manifest, held)) is not None:
             raise RunDirError(f"{staging} differs from its manifest: {mismatch}; nothing was published")
         durable.write_file(staging / MANIFEST, content)
         durable.write_file(staging / HEALTH, seal(record)[0])
-        for name in manifest.files:
+        for name in held:
             durable.fsync_file(staging / name)
         durable.fsync_folder(staging)
         path = self.path / manifest.name
@@ -244,22 +248,18 @@ def is_unfinished(name: str) -> bool:
     return any(name.startswith(prefix) and is_name(name.removeprefix(prefix)) for prefix in (_TMP, _GONE))
 
 
-def _mismatch(staging: Path, manifest: Manifest) -> str | None:
+def _mismatch(staging: Path, manifest: Manifest, held: Collection[str]) -> str | None:
     """Return the first difference between the folder and the manifest in names, types, lengths and modes."""
     trust = TrustedOwners(staging)
     extra = next(
-        (
-            n
-            for n in sorted(durable.retry_interrupted(os.listdir, staging))
-            if not n.startswith(".") and n not in manifest.files
-        ),
+        (n for n in sorted(durable.retry_interrupted(os.listdir, staging)) if not n.startswith(".") and n not in held),
         None,
     )
     if extra is not None:
         return f"{extra} is not part of it"
     if distrust := trust.distrust("the folder", durable.retry_interrupted(os.lstat, staging)):
         return distrust
-    for name, expected in manifest.files.items():
+    for name, expected in ((name, manifest.files[name]) for name in held):
         try:
             status = durable.retry_interrupted(os.lstat, staging / name)
         except FileNotFoundError:

@@ -135,17 +135,29 @@ def _compare_contents(path: Path, manifest: Manifest, progress: Progress | None)
         if progress is not None:
             progress(done, total)
 
-    for name, expected in manifest.files.items():
-        algorithm = expected.sum.partition(":")[0]
-        if algorithm not in CHECKSUMS:
-            known = ", ".join(CHECKSUMS)
-            return f"{name} has a checksum that this version cannot compute: {algorithm[:20]!r}; it has {known}"
-        length, digest = _read(path / name, CHECKSUMS[algorithm](), advance)
-        if difference := _compare_length(name, length, expected.bytes):
-            return difference
-        actual = f"{algorithm}:{digest}"
-        if actual != expected.sum:
-            return f"{name} is not what was saved: its checksum is {actual}, the manifest says {expected.sum[:80]}"
+    differences = (_compare_file(path / name, expected, advance) for name, expected in manifest.files.items())
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def compare_file(path: Path, expected: FileSum) -> str | None:
+    """Return how a file differs from what was saved, or None."""
+    try:
+        return _compare_file(path, expected, lambda count: None)
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+
+
+def _compare_file(path: Path, expected: FileSum, advance: Callable[[int], None]) -> str | None:
+    name, algorithm = path.name, expected.sum.partition(":")[0]
+    if algorithm not in CHECKSUMS:
+        known = ", ".join(CHECKSUMS)
+        return f"{name} has a checksum that this version cannot compute: {algorithm[:20]!r}; it has {known}"
+    length, digest = _read(path, CHECKSUMS[algorithm](), advance)
+    if difference := _compare_length(name, length, expected.bytes):
+        return difference
+    actual = f"{algorithm}:{digest}"
+    if actual != expected.sum:
+        return f"{name} is not what was saved: its checksum is {actual}, the manifest says {expected.sum[:80]}"
     return None
 
 

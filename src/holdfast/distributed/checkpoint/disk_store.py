@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from holdfast.core.base.errors import RunDirError, SetupError, UnreadableError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.folder import Folder
-from holdfast.core.checkpoints.manifest import FileSum, Manifest, name_of
+from holdfast.core.checkpoints.manifest import FileSum, HealthRecord, Manifest, name_of, seal
 from holdfast.core.checkpoints.resume import CHECKPOINTS, RejectedCheckpoint, pick, resolve_resume_path
 from holdfast.core.checkpoints.verify import verify, verify_except_contents
 from holdfast.distributed.checkpoint.rank_writer import write_rank
@@ -56,7 +56,7 @@ class DiskCheckpointStore:
         self._run_dir = Path(run_dir).resolve()
         self._folder = Folder(self._run_dir / CHECKPOINTS)
         self._world, self._timeout = world, rank_timeout_seconds
-        self.is_rank_zero = world.rank == 0
+        self.is_rank_zero = self.owns_folder = world.rank == 0
         self._run = ""
         self._has_run_dir = False
         """the run directory was there when the run began"""
@@ -70,7 +70,7 @@ class DiskCheckpointStore:
         self._run = self._folder.run = run
         self._folder.check = check
         self._has_run_dir = durable.retry_interrupted(self._run_dir.is_dir)
-        if self.is_rank_zero:
+        if self.owns_folder:
             try:
                 self._folder.sweep()
             except RunDirError as error:
@@ -91,7 +91,7 @@ class DiskCheckpointStore:
             return names[0] if names else None
 
         def begun() -> str | None:
-            return next((name for name in names if (self._folder.path / f".tmp-{name}").is_dir()), None)
+            return next((name for name in names if self._staging_of(name).is_dir()), None)
 
         try:
             self._wait_until(lambda: begun() is not None, lambda: "rank 0 has begun no checkpoint")
@@ -207,37 +207,55 @@ class DiskCheckpointStore:
             about=label.about,
             files=files,
         )
-        entry = self._folder.publish(staging, manifest, label.health, label.why, time=now, handover=label.handover)
-        return entry.path, sum(f.bytes for f in files.values())
+        health = HealthRecord(
+            health=label.health, why=label.why, handover=label.handover, manifest=seal(manifest)[1], time=now
+        )
+        self._publish_elsewhere(manifest, health)
+        return self._publish_here(staging, manifest, health), sum(f.bytes for f in files.values())
+
+    def _publish_here(self, staging: Path, manifest: Manifest, health: HealthRecord) -> Path:
+        entry = self._folder.publish(
+            *(staging, manifest, health.health, health.why),
+            time=health.time,
+            handover=health.handover,
+            held=self._held_files(manifest),
+        )
+        return entry.path
+
+    # ---- what a store on several hosts adds
+
+    def _replicate(self, name: str, files: dict[str, FileSum], staging: Path) -> None:
+        """Copy this rank's files to another host."""
+
+    def _publish_elsewhere(self, manifest: Manifest, health: HealthRecord) -> None:
+        """Have other hosts publish their files of a checkpoint."""
+
+    def _held_files(self, manifest: Manifest) -> Collection[str]:
+        """Return the files of a checkpoint that this folder holds."""
+        return manifest.files
 
     # ---- with several ranks
 
     def _save_distributed(self, contents: CheckpointContents, label: CheckpointLabel) -> tuple[Path, int]:
         """Write this rank's share and its note; publish if all succeeded. A rank that fails says why in its note."""
         world, name = self._world, name_of(contents.step, contents.lineage.branch)
-        final = self._folder.path / name
-        staging = self._folder.staging(name) if world.rank == 0 else self._folder.path / f".tmp-{name}"
-        self._wait_until(staging.is_dir, lambda: f"rank 0 has not made {staging}")
+        final, staging = self._folder.path / name, self._make_staging(name)
         files: dict[str, FileSum] = {}
         failure: Exception | None = None
         try:
             files = self._write_share(staging, contents)
+            self._replicate(name, files, staging)
         except _UnsafeState as error:
             failure = _UnsafeState(f"{error} on rank {world.rank}")
         except Exception as error:  # report it at once, or the other ranks would wait for the timeout
             failure = RunDirError(f"rank {world.rank}: {str(error) or type(error).__name__}")
-        note = {
-            "files": {n: msgspec.to_builtins(s) for n, s in files.items()},
-            "why": None if failure is None else str(failure),
-            "unsafe": isinstance(failure, _UnsafeState),
-        }
-        durable.write_file(staging / _note_name(world.rank), json.dumps(note).encode())
-        if world.rank != 0:
-            self._wait_until(lambda: not staging.exists(), lambda: f"rank 0 has not published {name}")
-            if not final.is_dir():
-                raise failure or RunDirError("another rank could not write its share")
-            return final, sum(f.bytes for f in files.values())
         try:
+            self._leave_note(name, files, failure)
+            if world.rank != 0:
+                self._wait_until(lambda: not staging.exists(), lambda: f"rank 0 has not published {name}")
+                if not final.is_dir():
+                    raise failure or RunDirError("another rank could not write its share")
+                return final, sum(f.bytes for f in files.values())
             notes = self._collect_notes(staging)
             failed = sorted((n for n in notes if n["why"]), key=lambda n: not n["unsafe"])
             if failed:
@@ -245,8 +263,32 @@ class DiskCheckpointStore:
             all_files = {n: msgspec.convert(s, FileSum) for note in notes for n, s in note["files"].items()}
             return self._publish(staging, contents, label, all_files)
         finally:
-            with contextlib.suppress(OSError):
-                durable.remove_tree(staging)
+            if self.owns_folder:
+                with contextlib.suppress(OSError):
+                    durable.remove_tree(staging)
+
+    def _make_staging(self, name: str) -> Path:
+        """Return the folder in which the ranks write a checkpoint. One rank makes it, the others wait for it."""
+        if self.owns_folder:
+            return self._folder.staging(name)
+        staging = self._staging_of(name)
+        self._wait_until(staging.is_dir, lambda: f"rank 0 has not made {staging}")
+        return staging
+
+    def _staging_of(self, name: str) -> Path:
+        return self._folder.path / f".tmp-{name}"
+
+    def _leave_note(self, name: str, files: dict[str, FileSum], failure: Exception | None) -> None:
+        """Tell rank 0 which files this rank has written, or why it could not."""
+        note = {
+            "files": {n: msgspec.to_builtins(s) for n, s in files.items()},
+            "why": None if failure is None else str(failure),
+            "unsafe": isinstance(failure, _UnsafeState),
+        }
+        self._write_note(name, note_name(self._world.rank), json.dumps(note).encode())
+
+    def _write_note(self, name: str, file: str, note: bytes) -> None:
+        durable.write_file(self._staging_of(name) / file, note)
 
     def _collect_notes(self, staging: Path) -> list[dict[str, Any]]:
         """Wait for the notes of all ranks. Return them in rank order and delete their files."""
@@ -256,14 +298,14 @@ class DiskCheckpointStore:
             for rank in range(self._world.size):
                 if rank not in notes:
                     with contextlib.suppress(OSError, ValueError):
-                        notes[rank] = json.loads(durable.read_file(staging / _note_name(rank), _MAX_NOTE_BYTES))
+                        notes[rank] = json.loads(durable.read_file(staging / note_name(rank), _MAX_NOTE_BYTES))
             return len(notes) == self._world.size
 
         self._wait_until(
             all_present, lambda: f"ranks {sorted(set(range(self._world.size)) - set(notes))} wrote no share"
         )
         for rank in notes:
-            durable.remove_tree(staging / _note_name(rank))
+            durable.remove_tree(staging / note_name(rank))
         return [notes[rank] for rank in sorted(notes)]
 
     def _wait_until(self, condition: Callable[[], bool], describe: Callable[[], str]) -> None:
@@ -372,5 +414,5 @@ class _UnsafeState(Exception):
     """The state itself must not be saved."""
 
 
-def _note_name(rank: int) -> str:
+def note_name(rank: int) -> str:
     return f".note-{rank:05d}"

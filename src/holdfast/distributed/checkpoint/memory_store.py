@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
@@ -15,6 +17,8 @@ from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
 from holdfast.distributed.world import World
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""containers of a machine have it in common"""
 _MAX_RANK_TIMEOUT = 60.0
 """seconds; an end of the run waits so long at most for a rank that does not write its share"""
 
@@ -22,22 +26,19 @@ _MAX_RANK_TIMEOUT = 60.0
 class MemoryCheckpointStore(DiskCheckpointStore):
     """Implements MemoryStore in shared memory. It has a thread of its own, so the disk never waits for it."""
 
-    def __init__(
-        self, run_dir: str | os.PathLike[str], world: World, rank_timeout_seconds: float, *, is_one_host: bool
-    ) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], world: World, rank_timeout_seconds: float) -> None:
         super().__init__(run_dir, world, min(rank_timeout_seconds, _MAX_RANK_TIMEOUT))
-        self._of_run, self._is_one_host = self._run_dir, is_one_host
+        self._of_run = self._run_dir
         self._path: Path | None = None
+        self.kept_fraction = 1.0
 
     def attach(self, run: str, check: Callable[[], None], *, makes: bool) -> str | None:
         """Find the folder of the run, or make it if `makes`. Return why there is none, or None. All ranks call it.
 
         Rank 0 holds the lock of the run directory. Without `makes`, a missing folder is no problem.
         """
-        if not self._is_one_host:
-            return "the ranks are on several hosts, which share no memory" if makes else None
         path = memory_folder.path_of(self._of_run, run)
-        found: list[int] | None = None
+        found: list[Any] | None = None
         problem: str | None = None
         if self.is_rank_zero:
             try:
@@ -45,23 +46,26 @@ class MemoryCheckpointStore(DiskCheckpointStore):
             except OSError as error:
                 problem = f"{error.filename or path}: {error.strerror}"
         found, problem = self._world.broadcast_object([found, problem])
-        is_seen = problem is None and found is not None and _identify(path) == found
+        is_seen = problem is None and found is not None and identify(path) == found
         if problem is None and found is not None and not all(self._world.all_gather_object(is_seen)):
             found, problem = None, f"not every rank sees {path} of rank 0"
         if problem is not None or found is None:
             return problem
-        self._path, self._run_dir, self._folder = path, path, Folder(path / CHECKPOINTS)
-        self.open(run, lambda: self._check(check))
+        self._use(path, run, check)
         return None
 
-    def _find(self, path: Path, makes: bool) -> list[int] | None:
+    def _use(self, path: Path, run: str, check: Callable[[], None]) -> None:
+        self._path, self._run_dir, self._folder = path, path, Folder(path / CHECKPOINTS)
+        self.open(run, lambda: self._check(check))
+
+    def _find(self, path: Path, makes: bool) -> list[Any] | None:
         if makes:
             memory_folder.make(path, self._of_run)
         elif not os.path.lexists(path):
             return None
         memory_folder.check(path)
         memory_folder.remove_stale(path, self._of_run)
-        return _identify(path)
+        return identify(path)
 
     def _check(self, check: Callable[[], None]) -> None:
         """Raise RunDirError if the folder is not what this process has found or made."""
@@ -80,6 +84,9 @@ class MemoryCheckpointStore(DiskCheckpointStore):
     def is_busy(self) -> bool:
         return not all(request.done() for request in self._requests)
 
+    def states(self) -> list[list[Any]]:
+        return self._world.broadcast_object([[e.name, e.step, e.branch] for e in self.entries()])  # type: ignore[no-any-return]
+
     def entries(self) -> list[CheckpointEntry]:
         return [entry._replace(in_memory=True) for entry in super().entries()] if self.is_attached else []
 
@@ -93,7 +100,7 @@ class MemoryCheckpointStore(DiskCheckpointStore):
 
     def delete(self, run: str) -> None:
         """Remove the folder of the run, if there is one. No request may be under way."""
-        if self.is_rank_zero:
+        if self.owns_folder:
             path = memory_folder.path_of(self._of_run, run)
             try:
                 if os.path.lexists(path):
@@ -102,10 +109,13 @@ class MemoryCheckpointStore(DiskCheckpointStore):
                 raise RunDirError(f"{path} cannot be removed: {error.strerror}; remove it by hand") from None
 
 
-def _identify(path: Path) -> list[int] | None:
-    """Return what tells one folder of this machine from another."""
+def identify(path: Path) -> list[Any] | None:
+    """Return what tells one folder from another, of this machine or of others."""
+    boot = b""
+    with contextlib.suppress(OSError):
+        boot = durable.read_file(_BOOT_ID, 100)
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return [status.st_dev, status.st_ino]
+    return [status.st_dev, status.st_ino, boot.decode("ascii", "replace")]

@@ -7,6 +7,7 @@ The states are in no journal event and no record of the checkpoint manager: rete
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 
 from holdfast.core.base.errors import RunDirError
@@ -59,14 +60,13 @@ class MemoryTier:
         if problem is not None:
             self.is_writing = False
             self._note(problem)
-        listed = [[entry.name, entry.step, entry.branch] for entry in store.entries()]
-        for name, step, branch in store.broadcast_object(listed) if store.is_attached else ():
+        for name, step, branch in store.states() if store.is_attached else ():
             self._states[name] = (step, branch)
         history = self._context.history
         self._remove([name for name, (step, branch) in self._states.items() if is_left(history.lineage, branch, step)])
 
     def entries(self) -> list[CheckpointEntry]:
-        """Return the states to resume from, as rank 0 lists them."""
+        """Return the states to resume from. On several hosts each fetches what it lacks first. All ranks call it."""
         return [] if self._store is None else self._store.entries()
 
     def branches(self) -> list[int]:
@@ -100,7 +100,15 @@ class MemoryTier:
         self._poll()
         snapshot = next((s for s in ring.snapshots if s.health is Health.GOOD and s.step == step), None)
         is_ready = snapshot is not None and not snapshot.in_use and bool(snapshot.data) and not store.is_busy
-        if not all(context.ranks.all_gather_object(is_ready)) or snapshot is None:
+        problem = None
+        if snapshot is not None and store.owns_folder and not store.is_rank_zero:  # rank 0 has looked at its own host
+            problem = self._find_obstacle(snapshot, store)
+        answers = context.ranks.all_gather_object([is_ready, problem])
+        problem = next((each for _, each in answers if each), None)
+        if problem is not None and self.is_writing:
+            self.is_writing = False
+            self._note(problem, step)
+        if problem is not None or not all(is_ready for is_ready, _ in answers) or snapshot is None:
             return
         records = context.records
         label = CheckpointLabel(REASON, False, Health.GOOD, "certified in memory", records.about(), records.versions())
@@ -127,17 +135,13 @@ class MemoryTier:
         """Return why the states of this run cannot be kept in shared memory, or None."""
         if not snapshot.data:
             return "the state_dict of the loader is known only when a checkpoint is saved"
-        needed = max(0, _COPIES - len(self._states)) * self._bytes_of(snapshot)
         if (room := store.room()) is None:
             return None  # writing tells what has become of the folder
-        (free, whole), available = room, available_bytes()
-        # Workers of a DataLoader use the same file system: they crash if it is full.
-        if free - needed >= whole // 4 and needed <= available // 2:
+        needed = max(0, _COPIES - len(self._states)) * int(store.kept_fraction * self._bytes_of(snapshot))
+        if (missing := describe_missing_room(*room, needed)) is None:
             return None
         return (
-            f"{_COPIES} copies need {needed / 1e9:.2f} GB more, with a quarter of the shared memory and half of the memory "
-            f"left free; {free / 1e9:.2f} of {whole / 1e9:.2f} GB and {available / 1e9:.2f} GB are free; allow more (docker "
-            '--shm-size), or set [checkpoint] memory_tier = "off"'
+            f'{_COPIES} copies need {missing}; allow more (docker --shm-size), or set [checkpoint] memory_tier = "off"'
         )
 
     def _bytes_of(self, snapshot: Snapshot) -> int:
@@ -208,6 +212,18 @@ class MemoryTier:
 
     def _note(self, problem: str, step: int = 0) -> None:
         self._context.engine.note(step, f"no new state is kept in shared memory: {problem}")
+
+
+def describe_missing_room(free: int, whole: int, needed: int) -> str | None:
+    """Return how much room of this host's shared memory is needed and free; None if there is enough."""
+    available = available_bytes()
+    # Workers of a DataLoader use the same file system: they crash if it is full.
+    if free - needed >= whole // 4 and needed <= available // 2:
+        return None
+    return (
+        f"{needed / 1e9:.2f} GB more, with a quarter of the shared memory and half of the memory left free; "
+        f"{free / 1e9:.2f} of {whole / 1e9:.2f} GB and {available / 1e9:.2f} GB are free on {socket.gethostname()[:200]}"
+    )
 
 
 def _is_restarted_here() -> bool:

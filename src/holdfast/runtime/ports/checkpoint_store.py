@@ -151,7 +151,15 @@ class CheckpointStore(Protocol):
 
 
 class MemoryStore(CheckpointStore, Protocol):
-    """Keeps checkpoints in shared memory, where a restarted process of the same machine finds them."""
+    """Keeps checkpoints in shared memory, where a restarted process of the same machine finds them.
+
+    On several hosts each keeps part of a state. `entries` fetches what this host lacks first, so all ranks call it.
+    """
+
+    owns_folder: bool
+    """whether this rank makes and removes the folder of its host"""
+    kept_fraction: float
+    """the part of what all ranks write that is kept on this host"""
 
     @property
     def is_attached(self) -> bool:
@@ -162,5 +170,8 @@ class MemoryStore(CheckpointStore, Protocol):
         """Whether a request is under way."""
 
     def attach(self, run: str, check: Callable[[], None], *, makes: bool) -> str | None: ...
+    def states(self) -> list[list[Any]]:
+        """Return name, step and branch of every state, damaged or not, of any host. All ranks call it."""
+
     def room(self) -> tuple[int, int] | None: ...
     def delete(self, run: str) -> None: ...

@@ -110,7 +110,7 @@ def named(folder: Path, rank: int, size: int) -> None:
     """The slow rank is named with its phase, and the parameters are those of the loop without a guard."""
     kind, place, length = folder.name.split("-")
     end = BEGIN + int(length) - 1
-    steps = end if end < 200 else end + 80
+    steps = end if end < 200 else end + 160
     slow = SlowRank(place, rank == size - 1, end)
     state = train_guarded(kind, steps, slow, folder / "run")
     same(state, train_unguarded(kind, steps))

@@ -132,7 +132,8 @@ class Stragglers:
 
     def _end(self, step: int) -> list[str]:
         notes = []
-        for rank in [rank for rank in self._named if not self._score[:, rank].any()]:
+        checked = np.array(_CHECKED)
+        for rank in [r for r, episode in self._named.items() if not self._score[checked == episode.phase, r].any()]:
             phase, onset = self._named.pop(rank)
             notes.append(
                 f"step {step}: {self._name(rank)} is as fast as the other ranks again; it was slow in {PHASES[phase]} "

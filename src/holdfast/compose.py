@@ -18,9 +18,12 @@ from holdfast.distributed.world import World
 from holdfast.resilience.run_signals import RunSignals
 from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.hang_watch import HangWatch, NoHangWatch
 from holdfast.runtime.ports.ranks import NoWatchdog, RankWatchdog
 from holdfast.runtime.ports.shutdown import NoSignals
 from holdfast.runtime.tensors.norms import LocalNorms
+from holdfast.runtime.tensors.torch_private import dump_flight_record
+from holdfast.supervise.sidecar_client import SidecarClient
 
 
 class Guard(GuardBase):
@@ -29,7 +32,9 @@ class Guard(GuardBase):
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
         world = World.current()
         timeout = config.checkpoint.rank_timeout_seconds
-        hosts = world.all_gather_object(socket.gethostname()) if world.size > 1 else [""]
+        about = [socket.gethostname(), secrets.token_hex(8)]
+        hosts, sessions = zip(*(world.all_gather_object(about) if world.size > 1 else [about]), strict=True)
+        hang_watch = _make_hang_watch(run_dir, config, world, sessions[0])
         store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
         signals = NoSignals() if store is None or not config.checkpoint.enabled else RunSignals(config.shutdown)
         is_one_host = len(set(hosts)) == 1
@@ -37,15 +42,15 @@ class Guard(GuardBase):
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
             context = DistributedContext(norms=norms, make_watchdog=_check_still_single)
-            return Wiring(run_dir, store, context, signals, memory)
+            return Wiring(run_dir, store, context, signals, memory, hang_watch)
         context = DistributedContext(
             world,
             MeshNorms(world.size),
             MeshReplicas(world.size),
-            lambda: _make_watchdog(run_dir, config, world),
+            lambda: _make_watchdog(run_dir, config, world, sessions[0]),
             ranks_per_host=hosts.count(hosts[world.rank]),
         )
-        return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory)
+        return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory, hang_watch)
 
 
 def _check_still_single() -> RankWatchdog:
@@ -59,8 +64,14 @@ def _check_still_single() -> RankWatchdog:
     return NoWatchdog()
 
 
-def _make_watchdog(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> RankWatchdog:
-    session = world.broadcast_object(secrets.token_hex(8))
+def _make_watchdog(run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str) -> RankWatchdog:
     records = None if run_dir is None else RankRecords(run_dir, world.rank)
     record = (lambda *_, **__: None) if records is None else records.write
     return StoreWatchdog(world.rank, world.size, config.liveness, record=record, session=session)
+
+
+def _make_hang_watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str) -> HangWatch:
+    if run_dir is None or not config.hang.enabled:
+        return NoHangWatch()
+    dump = dump_flight_record if world.size > 1 else lambda: None
+    return SidecarClient(run_dir, world.rank, world.size, session, config.hang, dump)

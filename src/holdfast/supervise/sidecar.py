@@ -1,0 +1,227 @@
+"""The sidecar: one process per node that reads the heartbeats of its ranks, and writes an incident when one hangs.
+
+It runs while a rank holds the GIL or is stopped. It ends with its last rank. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.base import durable
+from holdfast.core.base.clean import clean_lines
+from holdfast.core.hang import incident_files
+from holdfast.core.hang.heartbeat import SIZE, HeartbeatReader
+from holdfast.core.hang.monitor import Monitor
+from holdfast.core.hang.verdict import Verdict, judge, render
+from holdfast.supervise.gather import ConnectedRank, end_ranks, gather
+from holdfast.supervise.processes import read_state
+
+_POLL_SECONDS = 0.25
+_LOOK_SECONDS = 1.0
+"""how long a rank is in one phase before its state is read, and how often the sidecar looks for an incident to join"""
+_OTHERS_SECONDS = 3.0
+"""how long the node that found a hang waits for the reports of the others"""
+_ALONE_SECONDS = 30.0
+"""how long the sidecar waits for its first rank"""
+_RETRY_SECONDS = 10.0
+"""when a wait is looked at again that turned out to be no hang; doubled each time"""
+
+
+class Sidecar:
+    """Watches the ranks that connect to it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._listener = socket.socket(fileno=settings["listener"])
+        self._run_dir, self._session = Path(settings["run_dir"]), str(settings["session"])
+        self._world, self._restarts = int(settings["world"]), bool(settings["restarts"])
+        self._monitor = Monitor(settings["floor_seconds"], settings["user_seconds"], _POLL_SECONDS)
+        self._ranks: dict[int, ConnectedRank] = {}
+        self._poller = select.poll()
+        self._poller.register(self._listener, select.POLLIN)
+        self._number = 1
+        """of the next incident"""
+        self._looked_at = time.monotonic()
+        self._retry_at, self._retry_seconds = 0.0, _RETRY_SECONDS
+        self._reported: tuple[Any, ...] = ()
+        """the beats of the ranks that were reported: the same hang is reported once"""
+        self._open: tuple[Path, Verdict, int] | None = None
+        self._noted: set[int] = set()
+        self._had_ranks = False
+
+    def run(self) -> None:
+        """Watch until the last rank has ended."""
+        began, next_poll = time.monotonic(), 0.0
+        while True:
+            for descriptor, _ in self._poller.poll(max(0.0, next_poll - time.monotonic()) * 1000):
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                else:
+                    self._drop(descriptor)
+            now = time.monotonic()
+            if not self._ranks and (self._had_ranks or now - began > _ALONE_SECONDS):
+                return
+            if now >= next_poll:
+                next_poll = now + _POLL_SECONDS
+                self._poll(now)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        connection.settimeout(2.0)
+        try:
+            data, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
+            hello = json.loads(data)
+            shared, stacks = descriptors
+            if user != os.geteuid() or os.fstat(shared).st_size != SIZE:
+                raise ValueError(f"user {user} is not welcome")
+            memory = memoryview(mmap.mmap(shared, SIZE, prot=mmap.PROT_READ))
+            os.close(shared)
+            rank = ConnectedRank(int(hello["rank"]), pid, os.pidfd_open(pid), connection, stacks, int(hello["signal"]))
+            rank.answers = bool(hello["answers"])
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+            return
+        if rank.rank in self._ranks:
+            self._forget(self._ranks[rank.rank])
+        self._ranks[rank.rank], self._had_ranks = rank, True
+        self._monitor.add(rank.rank, HeartbeatReader(memory))
+        self._poller.register(rank.pidfd, select.POLLIN)
+        self._poller.register(connection, select.POLLHUP | select.POLLERR)
+
+    def _drop(self, descriptor: int) -> None:
+        for rank in [r for r in self._ranks.values() if descriptor in (r.pidfd, r.connection.fileno())]:
+            self._forget(rank)
+
+    def _forget(self, rank: ConnectedRank) -> None:
+        self._poller.unregister(rank.pidfd)
+        self._poller.unregister(rank.connection)
+        rank.close()
+        del self._ranks[rank.rank]
+        self._monitor.remove(rank.rank)
+
+    def _poll(self, now: float) -> None:
+        waiting = [r for r in self._ranks if self._monitor.seconds(r) > _LOOK_SECONDS]
+        states = {rank: read_state(self._ranks[rank].pid).state for rank in waiting}
+        overdue = self._monitor.poll(now, states)
+        self._note_end(overdue)
+        if not self._ranks:
+            return
+        path = incident_files.incident_path(self._run_dir, self._session, self._number)
+        if overdue and self._beats(overdue) != self._reported and now >= self._retry_at:
+            self._look(path, overdue, states)
+        elif now - self._looked_at > _LOOK_SECONDS and len(self._ranks) < self._world:
+            self._looked_at = now
+            if path.is_dir():
+                self._join(path, states)
+
+    def _beats(self, ranks: list[int]) -> tuple[Any, ...]:
+        return tuple((rank, self._monitor.ranks[rank].beat) for rank in sorted(ranks) if rank in self._ranks)
+
+    def _look(self, path: Path, overdue: list[int], states: dict[int, str]) -> None:
+        """Find out why ranks are overdue. Write an incident if it is a hang."""
+        reports = gather(list(self._ranks.values()), self._monitor, states)
+        is_alone = len(reports) >= self._world
+        is_first = True
+        if not is_alone:  # other nodes see the folder and add their ranks
+            is_first = self._write(path, reports)
+            self._wait_for_others(path)
+            with contextlib.suppress(OSError):
+                reports = incident_files.read_reports(path) or reports
+        verdict = judge(reports, self._world)
+        if not verdict.is_hang:
+            if not is_alone and is_first:
+                with contextlib.suppress(OSError):
+                    durable.remove_tree(path)
+            self._wait_longer(verdict)
+            return
+        self._retry_seconds = _RETRY_SECONDS
+        if is_alone:
+            self._write(path, reports)
+        self._conclude(path, verdict, overdue, is_first)
+
+    def _conclude(self, path: Path, verdict: Verdict, overdue: list[int], is_first: bool) -> None:
+        action = "restart" if self._restarts else "report"
+        if is_first:
+            with contextlib.suppress(OSError):
+                incident_files.write_verdict(path, verdict, action=action, time=time.time())
+            _say(
+                f"hang: {render(verdict)}\n  stacks and flight records are in {path}; see `holdfast hang {self._run_dir}`"
+            )
+        self._number += 1
+        self._reported = self._beats(overdue)
+        self._open = (path, verdict, overdue[0]) if overdue and is_first else None
+        if self._restarts:
+            _say(f"hang: ending {len(self._ranks)} processes of this node, so that the launcher restarts them")
+            end_ranks(list(self._ranks.values()))
+
+    def _join(self, path: Path, states: dict[int, str]) -> None:
+        """Add the reports of this node to an incident of another one. If that one is a hang, act on it too."""
+        self._write(path, gather(list(self._ranks.values()), self._monitor, states))
+        ends = time.monotonic() + 2 * _OTHERS_SECONDS
+        while time.monotonic() < ends and path.is_dir():
+            if incident_files.read_verdict(path) is not None:
+                stuck = [rank for rank in self._ranks if self._monitor.seconds(rank) > _LOOK_SECONDS]
+                self._conclude(path, Verdict(kind="stuck", summary=""), stuck, is_first=False)
+                return
+            time.sleep(0.1)
+
+    def _write(self, path: Path, reports: list[Any]) -> bool:
+        """Write the reports. Return whether this node has made the folder. A full disk leaves the text on stderr."""
+        is_first = True
+        with contextlib.suppress(OSError):
+            is_first = incident_files.make(path)
+            for report in reports:
+                incident_files.write_report(path, report)
+        return is_first
+
+    def _wait_for_others(self, path: Path) -> None:
+        ends = time.monotonic() + _OTHERS_SECONDS
+        while time.monotonic() < ends:
+            with contextlib.suppress(OSError):
+                if len(incident_files.read_reports(path)) >= self._world:
+                    return
+            time.sleep(0.2)
+
+    def _wait_longer(self, verdict: Verdict) -> None:
+        if verdict.kind == "debugger":
+            if not self._noted.issuperset(verdict.culprits):
+                self._noted.update(verdict.culprits)
+                _say(f"note: {verdict.summary}")
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+        else:
+            self._retry_at = time.monotonic() + self._retry_seconds
+            self._retry_seconds *= 2
+
+    def _note_end(self, overdue: list[int]) -> None:
+        """Write into the verdict that a hang is over, if its rank continues by itself."""
+        if self._open is None or self._open[2] in overdue or self._open[2] not in self._ranks:
+            return
+        path, verdict, rank = self._open
+        self._open = None
+        with contextlib.suppress(OSError):
+            incident_files.write_verdict(path, verdict, action="report", ended=time.time())
+        _say(f"hang: rank {rank} continues: what it waited for has come. {path} has the record")
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        print(clean_lines(f"holdfast: {message}"), file=sys.stderr, flush=True)
+
+
+def main(settings: dict[str, Any]) -> None:
+    """Run as the sidecar of one node. Signals that end the ranks do not end it: it ends after them."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    os.chdir("/")
+    Sidecar(settings).run()

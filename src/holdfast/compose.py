@@ -47,7 +47,7 @@ class Guard(GuardBase):
             world,
             MeshNorms(world.size),
             MeshReplicas(world.size),
-            lambda: _make_watchdog(run_dir, config, world, sessions[0]),
+            lambda: _make_watchdog(run_dir, config, world, sessions[0], hang_watch),
             ranks_per_host=hosts.count(hosts[world.rank]),
         )
         return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory, hang_watch)
@@ -64,10 +64,15 @@ def _check_still_single() -> RankWatchdog:
     return NoWatchdog()
 
 
-def _make_watchdog(run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str) -> RankWatchdog:
+def _make_watchdog(
+    run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str, hang_watch: HangWatch
+) -> RankWatchdog:
     records = None if run_dir is None else RankRecords(run_dir, world.rank)
     record = (lambda *_, **__: None) if records is None else records.write
-    return StoreWatchdog(world.rank, world.size, config.liveness, record=record, session=session)
+    watchdog = StoreWatchdog(world.rank, world.size, config.liveness, record=record, session=session)
+    if isinstance(hang_watch, SidecarClient):
+        hang_watch.on_end = watchdog.end_hang
+    return watchdog
 
 
 def _make_hang_watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str) -> HangWatch:

@@ -14,13 +14,14 @@ from typing import Any
 from holdfast.core.base import durable
 from holdfast.core.hang.monitor import Monitor
 from holdfast.core.hang.stacks import MAX_CHARS
-from holdfast.core.hang.verdict import RankReport, WorkerReport
+from holdfast.core.hang.verdict import RankReport, Verdict, WorkerReport
 from holdfast.supervise.processes import GONE, ProcessState, ask_for_stacks, children, read_state, spy
-from holdfast.supervise.sidecar_client import REPLY
+from holdfast.supervise.sidecar_client import DUMP, END, LENGTH
 
 _GATHER_SECONDS = 1.0
 _WORKER_SECONDS = 0.3
-_END_SECONDS = 2.0
+_END_SECONDS = 6.0
+"""how long a rank has to end by itself: it tells the others why, and clears the store for the restart"""
 _MAX_WORKERS = 16
 _SETTLED_SECONDS = 0.05
 _MAX_RECORD_BYTES = 64 << 20
@@ -114,7 +115,7 @@ def _flight_records(ranks: list[ConnectedRank]) -> dict[int, Any]:
         rank.received = b""
         with contextlib.suppress(OSError):
             _drain(rank.connection)
-            rank.connection.sendall(b"d")
+            rank.connection.sendall(DUMP)
     records: dict[int, Any] = {}
     ends = time.monotonic() + _GATHER_SECONDS
     while waiting and (left := ends - time.monotonic()) > 0:
@@ -138,28 +139,31 @@ def _drain(connection: socket.socket) -> None:
 
 
 def _is_whole(received: bytes) -> bool:
-    if len(received) < REPLY.size:
+    if len(received) < LENGTH.size:
         return False
-    (length,) = REPLY.unpack_from(received)
-    return len(received) >= min(REPLY.size + int(length), _MAX_RECORD_BYTES)
+    (length,) = LENGTH.unpack_from(received)
+    return len(received) >= min(LENGTH.size + int(length), _MAX_RECORD_BYTES)
 
 
 def _decode(received: bytes) -> Any:
     try:
-        content = json.loads(received[REPLY.size :])
+        content = json.loads(received[LENGTH.size :])
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 
 
-def end_ranks(ranks: list[ConnectedRank]) -> None:
+def end_ranks(ranks: list[ConnectedRank], verdict: Verdict) -> None:
     """End the processes: each by itself with status 75 if it can, and else by SIGKILL."""
-    for rank in ranks:
-        if rank.answers:
-            with contextlib.suppress(OSError):
-                rank.connection.sendall(b"e")
+    culprit = verdict.culprits[0] if verdict.culprits else ranks[0].rank
+    hang = {"rank": culprit, "step": verdict.step, "phase": verdict.phase or "hang", "summary": verdict.summary[:1500]}
+    message = json.dumps(hang).encode()
+    able = [rank for rank in ranks if rank.answers and read_state(rank.pid).state not in ("T", "t")]
+    for rank in able:
+        with contextlib.suppress(OSError):
+            rank.connection.sendall(END + LENGTH.pack(len(message)) + message)
     ends = time.monotonic() + _END_SECONDS
-    for rank in ranks:
+    for rank in able:
         select.select([rank.pidfd], [], [], max(0.0, ends - time.monotonic()))
     for rank in ranks:
         with contextlib.suppress(OSError):

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from holdfast.core.base import durable
 from holdfast.core.base.clean import clean_lines
 from holdfast.core.hang import incident_files
@@ -57,7 +59,7 @@ class Sidecar:
         """the beats of the ranks that were reported: the same hang is reported once"""
         self._open: tuple[Path, Verdict, int] | None = None
         self._noted: set[int] = set()
-        self._had_ranks = False
+        self._had_ranks = self._is_done = False
 
     def run(self) -> None:
         """Watch until the last rank has ended."""
@@ -69,7 +71,7 @@ class Sidecar:
                 else:
                     self._drop(descriptor)
             now = time.monotonic()
-            if not self._ranks and (self._had_ranks or now - began > _ALONE_SECONDS):
+            if self._is_done or (not self._ranks and (self._had_ranks or now - began > _ALONE_SECONDS)):
                 return
             if now >= next_poll:
                 next_poll = now + _POLL_SECONDS
@@ -78,7 +80,7 @@ class Sidecar:
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        connection.settimeout(2.0)
+        connection.settimeout(2.0)  # for the first message, which is sent with the connection
         try:
             data, descriptors, _, _ = socket.recv_fds(connection, 4096, 2)
             hello = json.loads(data)
@@ -89,6 +91,7 @@ class Sidecar:
             os.close(shared)
             rank = ConnectedRank(int(hello["rank"]), pid, os.pidfd_open(pid), connection, stacks, int(hello["signal"]))
             rank.answers = bool(hello["answers"])
+            connection.setblocking(False)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
             return
@@ -163,16 +166,17 @@ class Sidecar:
         self._open = (path, verdict, overdue[0]) if overdue and is_first else None
         if self._restarts:
             _say(f"hang: ending {len(self._ranks)} processes of this node, so that the launcher restarts them")
-            end_ranks(list(self._ranks.values()))
+            end_ranks(list(self._ranks.values()), verdict)
+            self._is_done = True
 
     def _join(self, path: Path, states: dict[int, str]) -> None:
         """Add the reports of this node to an incident of another one. If that one is a hang, act on it too."""
         self._write(path, gather(list(self._ranks.values()), self._monitor, states))
         ends = time.monotonic() + 2 * _OTHERS_SECONDS
         while time.monotonic() < ends and path.is_dir():
-            if incident_files.read_verdict(path) is not None:
+            if (found := incident_files.read_verdict(path)) is not None:
                 stuck = [rank for rank in self._ranks if self._monitor.seconds(rank) > _LOOK_SECONDS]
-                self._conclude(path, Verdict(kind="stuck", summary=""), stuck, is_first=False)
+                self._conclude(path, _of_other_node(found), stuck, is_first=False)
                 return
             time.sleep(0.1)
 
@@ -212,6 +216,13 @@ class Sidecar:
         with contextlib.suppress(OSError):
             incident_files.write_verdict(path, verdict, action="report", ended=time.time())
         _say(f"hang: rank {rank} continues: what it waited for has come. {path} has the record")
+
+
+def _of_other_node(content: dict[str, Any]) -> Verdict:
+    try:
+        return msgspec.convert(content, Verdict)
+    except msgspec.ValidationError:
+        return Verdict(kind="stuck", summary="another node found a hang")
 
 
 def _say(message: str) -> None:

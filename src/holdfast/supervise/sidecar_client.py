@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.base.config import HangSection
 from holdfast.core.base.errors import EXIT_RESTART
@@ -30,8 +31,8 @@ from holdfast.supervise.processes import read_state
 log = logging.getLogger("holdfast")
 
 _CONNECT_SECONDS = 2.0
-_DUMP, _EXIT = b"d", b"e"
-REPLY = struct.Struct(">I")
+DUMP, END = b"d", b"e"
+LENGTH = struct.Struct(">I")
 _BOOT = """
 import os, sys
 if os.fork():
@@ -68,6 +69,8 @@ class SidecarClient:
     ) -> None:
         self._run_dir, self._rank, self._size, self._session = Path(run_dir).resolve(), rank, size, session
         self._config, self._dump = config, dump_flight_record
+        self.on_end: Callable[[int, int, str, str], None] | None = None
+        """ends this process and tells the other ranks why: rank, step, phase and reason of the hang"""
         self.restarts = does_restart(config.action, os.environ)
         self._first_call: float | None = None
         self._starter: subprocess.Popen[bytes] | None = None
@@ -198,18 +201,26 @@ class SidecarClient:
         connection.settimeout(None)
         try:
             while request := connection.recv(1):
-                if request == _DUMP:
+                if request == DUMP:
                     record = self._dump() or b""
-                    connection.sendall(REPLY.pack(len(record)) + record)
-                elif request == _EXIT:
-                    log.error("holdfast: rank %d hangs, or waits for one that does: it exits for a restart", self._rank)
-                    for stream in (sys.stdout, sys.stderr):
-                        with contextlib.suppress(Exception):
-                            stream.flush()
-                    os._exit(EXIT_RESTART)
+                    connection.sendall(LENGTH.pack(len(record)) + record)
+                elif request == END:
+                    (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
+                    self._end(json.loads(connection.recv(length, socket.MSG_WAITALL)))
         except OSError:
             pass
         self._is_lost = True  # the sidecar was killed, unless the run ends: the next call starts another
+
+    def _end(self, hang: dict[str, Any]) -> None:
+        """End this process with status 75, through the watchdog of the ranks if there are several."""
+        if self.on_end is not None:
+            self.on_end(int(hang["rank"]), int(hang["step"]), str(hang["phase"]), f"hang: {hang['summary']}")
+            return
+        log.error("holdfast: hang: %s; the process exits for a restart", hang["summary"])
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(EXIT_RESTART)
 
 
 def does_restart(action: str, environment: Mapping[str, str]) -> bool:

@@ -66,16 +66,17 @@ class Monitor:
         return [rank for rank in self.ranks if self.is_overdue(rank, (states or {}).get(rank, ""))]
 
     def _read(self, watched: WatchedRank, now: float, counted: float, is_in_time: bool) -> None:
-        ended = watched.reader.read()
+        is_first, ended = watched.beat is None, watched.reader.read()
         for number, (beat, following) in enumerate(ended):
             seconds = (following.since - beat.since) / 1e9
             if number == 0 and (watched.was_held or not is_in_time):
                 continue  # it was stopped, suspended or debugged meanwhile
             if 0 <= beat.phase < len(PHASES):
                 self._times[beat.phase].add(seconds)
-        if ended and watched.beat is not None:
+        if (ended or is_first) and watched.beat is not None:
+            age = max(0.0, now - watched.beat.since / 1e9)
+            watched.since = self._now - (age if is_first else min(counted, age))
             watched.was_held = False
-            watched.since = self._now - min(counted, max(0.0, now - watched.beat.since / 1e9))
 
     def seconds(self, rank: int) -> float:
         """Return how long the rank has been in its phase."""

@@ -4,7 +4,7 @@ Exit statuses:
     0    done
     1    any other error; a damaged checkpoint
     2    wrong command line; a confirmation is needed and stdin is not a terminal
-    3    `diagnose --fail-on` matched; no checkpoint (`checkpoints resume-path`, `verify`)
+    3    `diagnose --fail-on` matched; no checkpoint (`checkpoints resume-path`, `verify`); no hang (`hang`)
     70   stopped by policy
     75   stopped early and resumable
     78   bad configuration or input
@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, init, overrides, plan, prepare, train
+from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, hang, init, overrides, plan, prepare, train
 from holdfast.cli.checked_command import CheckedCommand
 from holdfast.cli.output import echo, emit
 from holdfast.core.base.errors import ConfigError, HoldfastError, PolicyStop
@@ -47,6 +47,7 @@ _with_overrides(check.check)
 app.command(cls=CheckedCommand)(ack.ack)
 app.command(cls=CheckedCommand)(diagnose.diagnose)
 app.command(cls=CheckedCommand)(diff.diff)
+app.command(cls=CheckedCommand)(hang.hang)
 app.command(cls=CheckedCommand)(plan.plan)
 app.add_typer(checkpoints.app)
 
@@ -77,6 +78,7 @@ def _holdfast(
       holdfast ack runs/a              acknowledge a stopped run and reset its recovery budgets
       holdfast diagnose runs/a         explain what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      rank the differences between two runs as suspects
+      holdfast hang runs/a             name the rank, the line and the collective of a hang
       holdfast plan runs/a             recommend how often to save, and estimate the goodput
       holdfast checkpoints ls runs/a   list checkpoints and the one that a resume would use
     """

@@ -11,6 +11,8 @@ import socket
 import time
 from typing import Any
 
+import msgspec
+
 from holdfast.core.base import durable
 from holdfast.core.hang.monitor import Monitor
 from holdfast.core.hang.stacks import MAX_CHARS
@@ -49,15 +51,18 @@ class ConnectedRank:
         return os.pread(self.stacks, MAX_CHARS, start).decode(errors="replace")
 
 
-def gather(ranks: list[ConnectedRank], monitor: Monitor, states: dict[int, str]) -> list[RankReport]:
+def gather(ranks: list[ConnectedRank], monitor: Monitor) -> list[RankReport]:
     """Return a report of every rank of this node. Takes about a second if a rank does not answer."""
     found = {rank.rank: read_state(rank.pid) for rank in ranks}
     starts = {rank.rank: rank.stacks_size() for rank in ranks}
     asked = [rank for rank in ranks if ask_for_stacks(rank.pid, rank.signal)]
-    records = _flight_records([rank for rank in ranks if rank.answers and found[rank.rank].state not in ("T", "t")])
+    able = [rank for rank in ranks if rank.answers and found[rank.rank].state not in ("T", "t", "gone")]
+    records = _flight_records(able)
+    silent = {rank.rank for rank in able} - set(records)
     for rank in asked:
         _wait_until_written(rank, starts[rank.rank], _GATHER_SECONDS)
-    return [_report(rank, found[rank.rank], starts[rank.rank], records.get(rank.rank), monitor) for rank in ranks]
+    reports = [_report(rank, found[rank.rank], starts[rank.rank], records.get(rank.rank), monitor) for rank in ranks]
+    return [msgspec.structs.replace(report, answered=report.rank not in silent) for report in reports]
 
 
 def _report(rank: ConnectedRank, process: ProcessState, start: int, record: Any, monitor: Monitor) -> RankReport:

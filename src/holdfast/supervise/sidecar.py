@@ -122,18 +122,18 @@ class Sidecar:
             return
         path = incident_files.incident_path(self._run_dir, self._session, self._number)
         if overdue and self._beats(overdue) != self._reported and now >= self._retry_at:
-            self._look(path, overdue, states)
+            self._look(path, overdue)
         elif now - self._looked_at > _LOOK_SECONDS and len(self._ranks) < self._world:
             self._looked_at = now
             if path.is_dir():
-                self._join(path, states)
+                self._join(path)
 
     def _beats(self, ranks: list[int]) -> tuple[Any, ...]:
         return tuple((rank, self._monitor.ranks[rank].beat) for rank in sorted(ranks) if rank in self._ranks)
 
-    def _look(self, path: Path, overdue: list[int], states: dict[int, str]) -> None:
+    def _look(self, path: Path, overdue: list[int]) -> None:
         """Find out why ranks are overdue. Write an incident if it is a hang."""
-        reports = gather(list(self._ranks.values()), self._monitor, states)
+        reports = gather(list(self._ranks.values()), self._monitor)
         is_alone = len(reports) >= self._world
         is_first = True
         if not is_alone:  # other nodes see the folder and add their ranks
@@ -157,7 +157,7 @@ class Sidecar:
         action = "restart" if self._restarts else "report"
         if is_first:
             with contextlib.suppress(OSError):
-                incident_files.write_verdict(path, verdict, action=action, time=time.time())
+                incident_files.write_verdict(path, verdict, action=action, time=time.time(), world=self._world)
             _say(
                 f"hang: {render(verdict)}\n  stacks and flight records are in {path}; see `holdfast hang {self._run_dir}`"
             )
@@ -169,9 +169,9 @@ class Sidecar:
             end_ranks(list(self._ranks.values()), verdict)
             self._is_done = True
 
-    def _join(self, path: Path, states: dict[int, str]) -> None:
+    def _join(self, path: Path) -> None:
         """Add the reports of this node to an incident of another one. If that one is a hang, act on it too."""
-        self._write(path, gather(list(self._ranks.values()), self._monitor, states))
+        self._write(path, gather(list(self._ranks.values()), self._monitor))
         ends = time.monotonic() + 2 * _OTHERS_SECONDS
         while time.monotonic() < ends and path.is_dir():
             if (found := incident_files.read_verdict(path)) is not None:
@@ -214,7 +214,7 @@ class Sidecar:
         path, verdict, rank = self._open
         self._open = None
         with contextlib.suppress(OSError):
-            incident_files.write_verdict(path, verdict, action="report", ended=time.time())
+            incident_files.write_verdict(path, verdict, action="report", ended=time.time(), world=self._world)
         _say(f"hang: rank {rank} continues: what it waited for has come. {path} has the record")
 
 

@@ -81,6 +81,18 @@ class SidecarClient:
         self._signal = self._stacks = 0
         self._is_lost = self._has_failed = False
 
+    def prepare(self) -> None:
+        if self._signal or self._has_failed:
+            return
+        try:
+            self._stacks = os.memfd_create("holdfast-stacks")
+            self._signal = _free_signal()
+            _signals_in_use.add(self._signal)
+            faulthandler.register(self._signal, file=self._stacks, all_threads=True, chain=False)
+        except (AttributeError, OSError, RuntimeError) as error:  # another system than Linux
+            self._has_failed = True
+            log.warning("holdfast: the run is not watched for hangs: %s: %s", type(error).__name__, error)
+
     def start_if_due(self, heartbeat: Heartbeat) -> str | None:
         if self._starter is not None and self._starter.poll() is not None:  # reaped
             self._starter = None
@@ -90,7 +102,7 @@ class SidecarClient:
         self._first_call = now if self._first_call is None else self._first_call
         if now - self._first_call < self._config.floor_seconds:  # nothing that is over sooner could be judged
             return None
-        self.close()
+        self._disconnect()
         try:
             self._start(heartbeat)
         except Exception as error:  # an old kernel, another system, no memory: training continues unwatched
@@ -100,19 +112,14 @@ class SidecarClient:
         return None
 
     def _start(self, heartbeat: Heartbeat) -> None:
-        if sys.platform != "linux":
-            raise OSError(f"it needs Linux, and this is {sys.platform}")
         self._socket = self._connect()
         _require_same_user(self._socket)
-        shared, self._stacks = os.memfd_create("holdfast-heartbeat"), os.memfd_create("holdfast-stacks")
+        shared = os.memfd_create("holdfast-heartbeat")
         try:
             os.ftruncate(shared, SIZE)
             self._memory = mmap.mmap(shared, SIZE)
             heartbeat.share(memoryview(self._memory))
             self._heartbeat = heartbeat
-            self._signal = _free_signal()
-            _signals_in_use.add(self._signal)
-            faulthandler.register(self._signal, file=self._stacks, all_threads=True, chain=False)
             hello = {"rank": self._rank, "signal": self._signal, "answers": self._has_thread}
             socket.send_fds(self._socket, [json.dumps(hello).encode()], [shared, self._stacks])
         finally:
@@ -170,7 +177,19 @@ class SidecarClient:
         )
 
     def close(self) -> None:
-        """Disconnect: the sidecar ends with its last rank."""
+        """Disconnect, and let go of the signal. The sidecar ends with its last rank."""
+        self._disconnect()
+        if self._signal:
+            faulthandler.unregister(self._signal)
+            _signals_in_use.discard(self._signal)
+        if self._stacks:
+            os.close(self._stacks)
+        self._signal = self._stacks = 0
+        if self._starter is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._starter.wait(1.0)
+
+    def _disconnect(self) -> None:
         connection, self._socket = self._socket, None
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -180,21 +199,12 @@ class SidecarClient:
         self._thread = None
         if connection is not None:
             connection.close()
-        if self._signal:
-            faulthandler.unregister(self._signal)
-            _signals_in_use.discard(self._signal)
         if self._heartbeat is not None:
             self._heartbeat.unshare()
         if self._memory is not None:
             with contextlib.suppress(BufferError):
                 self._memory.close()
-        if self._stacks:
-            os.close(self._stacks)
         self._heartbeat = self._memory = None
-        self._signal = self._stacks = 0
-        if self._starter is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._starter.wait(1.0)
 
     def _answer(self, connection: socket.socket) -> None:
         """Answer the sidecar until it or the run ends. Runs on its own thread."""

@@ -44,6 +44,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     why_no_stacks: str = ""
     workers: list[WorkerReport] = []
     flight_record: dict[str, Any] | None = None
+    answered: bool = True
+    """False: it was asked for its flight record and did not answer, though it is not stopped"""
 
     @property
     def is_overdue(self) -> bool:
@@ -121,7 +123,7 @@ def _stopped(reports: Mapping[int, RankReport]) -> Verdict | None:
     gone = [rank for rank, report in sorted(reports.items()) if report.state == "gone"]
     if stopped:
         text = f"{_ranks(stopped)} was stopped by a signal (SIGSTOP, or Ctrl-Z): `kill -CONT PID` continues it"
-        return Verdict(kind="stopped", summary=text, culprits=stopped)
+        return Verdict(kind="stopped", summary=text, culprits=stopped, collective=_waiting_in(reports))
     if gone and len(gone) < len(reports):
         return Verdict(kind="absent", summary=f"the process of {_ranks(gone)} has ended", culprits=gone)
     return None
@@ -175,6 +177,8 @@ def _with_context(verdict: Verdict, reports: Mapping[int, RankReport], frames: M
     evidence = [*verdict.evidence]
     for rank, report in sorted(reports.items())[:16]:
         evidence.append(f"rank {rank}: {_where(report, frames[rank])}")
+        if not report.answered:
+            evidence.append(f"rank {rank}: it did not answer: C code may hold the GIL{_other_threads(report)}")
         for worker in report.workers:
             found = stacks.training_stack(stacks.parse(worker.stacks))
             frame = None if found is None or not found.has_user_code else found.user_frame()
@@ -218,6 +222,13 @@ def _where(report: RankReport, stack: Stack | None) -> str:
     since = f" since {report.seconds:.1f} s" if report.phase else ""
     host = f", process {report.pid} on {report.host}" if report.pid else ""
     return f"{phase_of(report, stack) or 'phase not known'} of step {report.step}{since}, at {line}{host}"
+
+
+def _other_threads(report: RankReport) -> str:
+    """Return where the other threads are that run the user's code: one of them may hold the GIL."""
+    threads = [stack for stack in stacks.parse(report.stacks) if stack.thread != report.thread and stack.has_user_code]
+    lines = [frame.describe() for stack in threads[:4] if (frame := stack.user_frame()) is not None]
+    return f"; other threads are at {', '.join(lines)}" if lines else ""
 
 
 def _waiting_in(reports: Mapping[int, RankReport]) -> str:

@@ -42,6 +42,7 @@ class GuardedRun:
         context, parts = self.context, self.parts
         self._restart_time.end("groups")
         parts.watchdog.start()
+        parts.hang_watch.prepare()
         if context.ranks.rank > 0:
             log.addFilter(_keep_errors)
         try:

@@ -69,6 +69,21 @@ def compare(records: Mapping[int, Mapping[str, GroupRecord]]) -> list[Mismatch]:
     return [mismatch for _, mismatch in sorted(found, key=lambda each: each[0])]
 
 
+def unusual_calls(records: Mapping[int, Mapping[str, GroupRecord]]) -> list[Mismatch]:
+    """Return ranks whose newest call does not follow from their own past: another rank died of it, with its record."""
+    found: list[Mismatch] = []
+    for rank, groups in sorted(records.items()):
+        for name, record in groups.items():
+            own = record.calls[-1]
+            usual = _usual_successor(record, own)
+            if usual is None or usual == own.signature:
+                continue
+            expected = own._replace(op=usual[0], sizes=usual[1], dtypes=usual[2], line="")
+            kind: Kind = "other_shape" if (own.op, own.dtypes) == (usual[0], usual[2]) else "other_call"
+            found.append(Mismatch(name, kind, (rank,), expected, own, True))
+    return found
+
+
 def _absent(records: Mapping[int, GroupRecord]) -> Mismatch | None:
     """Return the ranks that have made fewer calls than most, if someone waits in the first call that they lack."""
     newest = max(record.last for record in records.values())

@@ -23,7 +23,7 @@ class WatchedRank:
         self.since = 0.0
         """when the current phase began, by the clock of the monitor"""
         self.was_held = False
-        """the process was stopped or debugged during this phase: its time says nothing"""
+        """the process was stopped, suspended or debugged during this phase: its time says nothing"""
 
     @property
     def beat(self) -> Beat | None:
@@ -61,7 +61,7 @@ class Monitor:
         self._now, self._polled_at = self._now + counted, now
         for rank, watched in self.ranks.items():
             self._read(watched, now, counted, counted == passed)
-            if (states or {}).get(rank) in ("T", "t"):
+            if counted != passed or (states or {}).get(rank) in ("T", "t"):
                 watched.was_held = True
         return [rank for rank in self.ranks if self.is_overdue(rank, (states or {}).get(rank, ""))]
 

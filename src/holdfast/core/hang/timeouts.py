@@ -12,6 +12,8 @@ import math
 
 MIN_INSTANCES = 20
 _FACTOR, _FACTOR_OF_LONGEST = 4.5, 2.0
+_MAX_FACTOR_OF_LONGEST = 10.0
+"""two kinds of instances, fast ones and some slow ones, look like a tail without an end"""
 _DECADES = 5
 """from the 99.9th percentile to one instance in 10^8"""
 _JITTER_SECONDS = 0.1
@@ -58,4 +60,5 @@ class PhaseTimes:
     def _learn(self) -> float:
         tail, before = self.quantile(0.999), self.quantile(0.99)
         ratio = (tail + _JITTER_SECONDS) / (before + _JITTER_SECONDS)
-        return tail * max(_FACTOR, ratio**_DECADES if self.count >= 1000 else 0.0)
+        continued = tail * ratio**_DECADES if self.count >= 1000 else 0.0
+        return max(_FACTOR * tail, min(continued, _MAX_FACTOR_OF_LONGEST * self.longest))

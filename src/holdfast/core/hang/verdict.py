@@ -108,6 +108,29 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> Verdict:
     return _with_context(_excuse(verdict, by_rank, frames), by_rank, frames)
 
 
+def judge_death(dead: int, reports: Sequence[RankReport]) -> Verdict | None:
+    """Return a verdict if a rank's process died because another rank called something else, as gloo ends it.
+
+    reports: of the ranks that are left. None if their records explain nothing.
+    """
+    by_rank = {report.rank: report for report in reports}
+    records = _records(by_rank)
+    mismatches = [each for each in desync.compare(records) if each.kind != "never_came"] or desync.unusual_calls(
+        records
+    )
+    if not mismatches:
+        return None
+    first = mismatches[0]
+    verdict = Verdict(
+        kind="desync",
+        summary=f"the process of rank {dead} died in a collective: {first.describe()}",
+        culprits=list(first.ranks),
+        collective=first.expected.describe(),
+        is_certain=first.is_certain,
+    )
+    return _with_context(verdict, by_rank, {rank: _training_stack(report) for rank, report in by_rank.items()})
+
+
 def _debugged(reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]) -> Verdict | None:
     for rank, report in sorted(reports.items()):
         stack = frames[rank]

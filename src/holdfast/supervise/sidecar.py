@@ -25,7 +25,7 @@ from holdfast.core.base.clean import clean_lines
 from holdfast.core.hang import incident_files
 from holdfast.core.hang.heartbeat import SIZE, HeartbeatReader
 from holdfast.core.hang.monitor import Monitor
-from holdfast.core.hang.verdict import Verdict, judge, render
+from holdfast.core.hang.verdict import Verdict, judge, judge_death, render
 from holdfast.supervise.gather import ConnectedRank, end_ranks, gather
 from holdfast.supervise.processes import read_state
 
@@ -104,7 +104,20 @@ class Sidecar:
 
     def _drop(self, descriptor: int) -> None:
         for rank in [r for r in self._ranks.values() if descriptor in (r.pidfd, r.connection.fileno())]:
+            has_died = read_state(rank.pid).state == "gone"
             self._forget(rank)
+            if has_died and self._ranks and not self._is_done:
+                self._look_at_death(rank.rank)
+
+    def _look_at_death(self, dead: int) -> None:
+        """Write an incident if a rank died because another one called another collective. The others end by themselves."""
+        reports = gather(list(self._ranks.values()), self._monitor)
+        verdict = judge_death(dead, reports)
+        if verdict is not None:
+            path = incident_files.incident_path(self._run_dir, self._session, self._number)
+            self._write(path, reports)
+            self._publish(path, verdict, "report")
+            self._number += 1
 
     def _forget(self, rank: ConnectedRank) -> None:
         self._poller.unregister(rank.pidfd)
@@ -156,11 +169,7 @@ class Sidecar:
     def _conclude(self, path: Path, verdict: Verdict, overdue: list[int], is_first: bool) -> None:
         action = "restart" if self._restarts else "report"
         if is_first:
-            with contextlib.suppress(OSError):
-                incident_files.write_verdict(path, verdict, action=action, time=time.time(), world=self._world)
-            _say(
-                f"hang: {render(verdict)}\n  stacks and flight records are in {path}; see `holdfast hang {self._run_dir}`"
-            )
+            self._publish(path, verdict, action)
         self._number += 1
         self._reported = self._beats(overdue)
         self._open = (path, verdict, overdue[0]) if overdue and is_first else None
@@ -168,6 +177,11 @@ class Sidecar:
             _say(f"hang: ending {len(self._ranks)} processes of this node, so that the launcher restarts them")
             end_ranks(list(self._ranks.values()), verdict)
             self._is_done = True
+
+    def _publish(self, path: Path, verdict: Verdict, action: str) -> None:
+        with contextlib.suppress(OSError):
+            incident_files.write_verdict(path, verdict, action=action, time=time.time(), world=self._world)
+        _say(f"hang: {render(verdict)}\n  stacks and flight records are in {path}; see `holdfast hang {self._run_dir}`")
 
     def _join(self, path: Path) -> None:
         """Add the reports of this node to an incident of another one. If that one is a hang, act on it too."""

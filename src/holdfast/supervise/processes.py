@@ -84,7 +84,7 @@ def spy(pid: int) -> str:
     """Return the stacks of a process as py-spy prints them; "" if it is not installed or not permitted."""
     try:
         done = subprocess.run(
-            ["py-spy", "dump", "--nonblocking", "--pid", str(pid)],
+            ["py-spy", "dump", "--full-filenames", "--nonblocking", "--pid", str(pid)],
             capture_output=True,
             timeout=_SPY_SECONDS,
             stdin=subprocess.DEVNULL,

@@ -55,8 +55,10 @@ class Sidecar:
         """of the next incident"""
         self._looked_at = time.monotonic()
         self._retry_at, self._retry_seconds = 0.0, _RETRY_SECONDS
-        self._reported: tuple[Any, ...] = ()
-        """the beats of the ranks that were reported: the same hang is reported once"""
+        self._looked_at_count = 0
+        """how many ranks were overdue then"""
+        self._reported: dict[int, Any] = {}
+        """the beats of all ranks at the last report: the same hang is reported once"""
         self._open: tuple[Path, Verdict, int] | None = None
         self._noted: set[int] = set()
         self._had_ranks = self._is_done = False
@@ -94,6 +96,7 @@ class Sidecar:
             connection.setblocking(False)
         except (OSError, ValueError, KeyError, TypeError):
             connection.close()
+            self._had_ranks = self._had_ranks or user == os.geteuid()  # a rank that was killed right after it connected
             return
         if rank.rank in self._ranks:
             self._forget(self._ranks[rank.rank])
@@ -134,15 +137,19 @@ class Sidecar:
         if not self._ranks:
             return
         path = incident_files.incident_path(self._run_dir, self._session, self._number)
-        if overdue and self._beats(overdue) != self._reported and now >= self._retry_at:
+        if not overdue:
+            self._retry_at, self._retry_seconds, self._looked_at_count = 0.0, _RETRY_SECONDS, 0
+        is_due = now >= self._retry_at or len(overdue) > self._looked_at_count
+        if is_due and any(self._beats().get(rank) != self._reported.get(rank) for rank in overdue):
+            self._looked_at_count = len(overdue)
             self._look(path, overdue)
         elif now - self._looked_at > _LOOK_SECONDS and len(self._ranks) < self._world:
             self._looked_at = now
             if path.is_dir():
                 self._join(path)
 
-    def _beats(self, ranks: list[int]) -> tuple[Any, ...]:
-        return tuple((rank, self._monitor.ranks[rank].beat) for rank in sorted(ranks) if rank in self._ranks)
+    def _beats(self) -> dict[int, Any]:
+        return {rank: watched.beat for rank, watched in self._monitor.ranks.items()}
 
     def _look(self, path: Path, overdue: list[int]) -> None:
         """Find out why ranks are overdue. Write an incident if it is a hang."""
@@ -161,7 +168,6 @@ class Sidecar:
                     durable.remove_tree(path)
             self._wait_longer(verdict)
             return
-        self._retry_seconds = _RETRY_SECONDS
         if is_alone:
             self._write(path, reports)
         self._conclude(path, verdict, overdue, is_first)
@@ -171,7 +177,7 @@ class Sidecar:
         if is_first:
             self._publish(path, verdict, action)
         self._number += 1
-        self._reported = self._beats(overdue)
+        self._reported = self._beats()
         self._open = (path, verdict, overdue[0]) if overdue and is_first else None
         if self._restarts:
             _say(f"hang: ending {len(self._ranks)} processes of this node, so that the launcher restarts them")
@@ -212,14 +218,11 @@ class Sidecar:
             time.sleep(0.2)
 
     def _wait_longer(self, verdict: Verdict) -> None:
-        if verdict.kind == "debugger":
-            if not self._noted.issuperset(verdict.culprits):
-                self._noted.update(verdict.culprits)
-                _say(f"note: {verdict.summary}")
-            self._retry_at = time.monotonic() + _RETRY_SECONDS
-        else:
-            self._retry_at = time.monotonic() + self._retry_seconds
-            self._retry_seconds *= 2
+        if verdict.kind == "debugger" and not self._noted.issuperset(verdict.culprits):
+            self._noted.update(verdict.culprits)
+            _say(f"note: {verdict.summary}")
+        self._retry_at = time.monotonic() + self._retry_seconds
+        self._retry_seconds *= 2
 
     def _note_end(self, overdue: list[int]) -> None:
         """Write into the verdict that a hang is over, if its rank continues by itself."""

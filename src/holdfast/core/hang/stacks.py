@@ -10,7 +10,7 @@ _FRAME = re.compile(r'^  File "(.{1,4000})", line (\d{1,9}) in (.{1,500})$')
 _SPY_THREAD = re.compile(r"^Thread (?:0x([0-9a-fA-F]{1,16})|(\d{1,20}))\b")
 _SPY_FRAME = re.compile(r"^    (.{1,500}?) \((.{1,4000}?):(\d{1,9})\)$")
 _LIBRARY = re.compile(
-    r"(^<)|/(site|dist)-packages/|/lib/python\d|/holdfast/(runtime|core|distributed|supervise|trainers)/"
+    r"(^<)|/(site|dist)-packages/|/lib/python\d|/holdfast/(core|runtime|distributed|resilience|supervise|trainers)/"
 )
 _COMPILING = re.compile(
     r"/torch/_dynamo/(convert_frame|symbolic_convert|output_graph)\.py|/torch/_inductor/(async_compile|codecache|graph)\.py"
@@ -18,7 +18,8 @@ _COMPILING = re.compile(
 )
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|_pydevd_bundle|ipdb|pudb)/")
 _BACKWARD = re.compile(r"/torch/(autograd|_tensor\.py)")
-_LOADER_WAIT = re.compile(r"/torch/utils/data/(dataloader\.py|_utils/worker\.py)$")
+_LOADER_WAIT = re.compile(r"/torch/utils/data/dataloader\.py$")
+_WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
 _SPY = re.compile(r"^Process \d{1,10}: ", re.MULTILINE)
 MAX_CHARS = 4 << 20
 
@@ -60,6 +61,13 @@ class Stack(NamedTuple):
     @property
     def is_in_backward(self) -> bool:
         return any(_BACKWARD.search(frame.file) for frame in self.frames)
+
+    def inside_worker(self) -> Stack:
+        """Return the calls that a forked loader worker has made itself: below them are those of the process it is from."""
+        for at, frame in enumerate(self.frames):
+            if _WORKER_LOOP.search(frame.file):
+                return self._replace(frames=self.frames[:at])
+        return self
 
     @property
     def waits_for_loader(self) -> bool:

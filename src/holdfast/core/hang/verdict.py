@@ -91,6 +91,12 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> Verdict:
     elif silent:
         culprits, kind, collective, certain = silent, "silent", _waiting_in(by_rank), True
         summary = f"{_ranks(silent)} sent no report: its node, its network or its sidecar is gone"
+    elif mismatches and (undelivered := _undelivered(mismatches[0], records)) is not None:
+        culprits, kind, collective, certain = list(mismatches[0].ranks), "network", undelivered.describe(), True
+        summary = (
+            f"{_ranks(culprits)} waits in {undelivered.describe()}, which other ranks have completed: no rank is missing, so "
+            "the network between them does not deliver"
+        )
     elif mismatches:
         first = mismatches[0]
         culprits, kind, collective, certain = list(first.ranks), "absent", first.expected.describe(), first.is_certain
@@ -106,6 +112,19 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> Verdict:
         is_certain=certain,
     )
     return _with_context(_excuse(verdict, by_rank, frames), by_rank, frames)
+
+
+def _undelivered(
+    late: desync.Mismatch, records: Mapping[int, Mapping[str, flight_records.GroupRecord]]
+) -> flight_records.Collective | None:
+    """Return the call that a rank which seems late waits in, if ranks that are further have completed it."""
+    record = records[late.ranks[0]].get(late.group)
+    if record is None or not record.calls or record.calls[-1].is_complete:
+        return None
+    own = record.calls[-1]
+    others = [groups[late.group].calls for groups in records.values() if late.group in groups]
+    is_passed = any(call.seq == own.seq and call.is_complete for calls in others for call in calls)
+    return own if is_passed else None
 
 
 def judge_death(dead: int, reports: Sequence[RankReport]) -> Verdict | None:
@@ -203,10 +222,8 @@ def _with_context(verdict: Verdict, reports: Mapping[int, RankReport], frames: M
         if not report.answered:
             evidence.append(f"rank {rank}: it did not answer: C code may hold the GIL{_other_threads(report)}")
         for worker in report.workers:
-            found = stacks.training_stack(stacks.parse(worker.stacks))
-            frame = None if found is None or not found.has_user_code else found.user_frame()
-            if frame is not None:
-                evidence.append(f"rank {rank}: its loader worker, process {worker.pid}, is at {frame.describe()}")
+            if line := _worker_line(worker):
+                evidence.append(f"rank {rank}: its child, process {worker.pid}, is at {line}")
     if first is None:
         return msgspec.structs.replace(verdict, evidence=evidence)
     line = _line(first, frames[first.rank])
@@ -233,10 +250,17 @@ def _line(report: RankReport, stack: Stack | None) -> str:
         return ""
     if report.phase == "data" and stack.waits_for_loader:
         for worker in report.workers:
-            found = stacks.training_stack(stacks.parse(worker.stacks))
-            if found is not None and found.has_user_code and (frame := found.user_frame()) is not None:
-                return f"{frame.describe()} (loader worker, process {worker.pid})"
+            if line := _worker_line(worker):
+                return f"{line} (loader worker, process {worker.pid})"
     frame = stack.user_frame()
+    return "" if frame is None else frame.describe()
+
+
+def _worker_line(worker: WorkerReport) -> str:
+    """Return the line of the user's code that a child is at; "" if it waits for work, or that is not known."""
+    found = stacks.training_stack(stacks.parse(worker.stacks))
+    inside = None if found is None else found.inside_worker()
+    frame = None if inside is None or not inside.has_user_code else inside.user_frame()
     return "" if frame is None else frame.describe()
 
 

@@ -94,8 +94,8 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> Verdict:
     elif mismatches and (undelivered := _undelivered(mismatches[0], records)) is not None:
         culprits, kind, collective, certain = list(mismatches[0].ranks), "network", undelivered.describe(), True
         summary = (
-            f"{_ranks(culprits)} waits in {undelivered.describe()}, which other ranks have completed: no rank is missing, so "
-            "the network between them does not deliver"
+            f"{_ranks(culprits)} waits in {undelivered.describe()}, which other ranks have completed: no rank is missing, "
+            "so the network between them does not deliver"
         )
     elif mismatches:
         first = mismatches[0]

@@ -53,6 +53,12 @@ def test_ranks_that_all_wait_in_the_same_call_point_to_the_network():
     assert "no rank is missing" in found.summary
 
 
+def test_a_rank_that_waits_in_a_call_which_others_have_completed_points_to_the_network():
+    ahead, behind = dump(steps(5, FIRST, SECOND)), dump(steps(5, FIRST))
+    found = judge([report(0, flight_record=ahead), report(1, flight_record=behind)], 2)
+    assert found.kind == "network" and "rank 1 waits in all_reduce number 16" in found.summary
+
+
 def test_a_rank_that_is_late_because_it_waits_in_another_group_is_not_the_cause():
     """Rank 2 waits in group 7 for rank 3, which sleeps; ranks 0 and 1 wait in group 0 for both."""
     behind, ahead = dump(steps(3), ranks=4, waits=False), dump(steps(3, FIRST), ranks=4)
@@ -137,7 +143,7 @@ def test_stacks_of_py_spy_are_read():
 Python v3.11.7 (/usr/bin/python3.11)
 
 Thread 12 (idle): "MainThread"
-    wait (threading.py:324)
+    wait (/usr/lib/python3.11/threading.py:324)
     load (/home/me/data.py:31)
 Thread 14 (active): "holdfast-hang"
     recv (/home/me/other.py:5)

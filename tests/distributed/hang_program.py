@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import holdfast
 
 FAULT_STEP, STEPS, BATCH = 200, 220, 2
+"""by step 200 the sidecar runs, since a step takes longer if the floor is higher"""
 STEP_SECONDS = 0.02
 FOREVER = 600.0
 
@@ -96,7 +97,7 @@ def main(folder: Path, fault: str, floor: str = "2.0") -> None:
             is_bad = is_culprit and step.number == FAULT_STEP
             with step:
                 for x, y in step.microbatches():
-                    time.sleep(STEP_SECONDS)
+                    time.sleep(STEP_SECONDS * max(1.0, float(floor) / 2))
                     if is_bad and fault not in ("loader", "worker"):
                         mark()
                     if is_bad and fault == "stop":

@@ -13,7 +13,7 @@ from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import HoldfastError
 from holdfast.core.hang import incident_files
-from holdfast.core.hang.verdict import Verdict, judge, render
+from holdfast.core.hang.verdict import HangVerdict, judge, render
 from holdfast.diagnosis import hang_files
 
 SCHEMA = "holdfast.hang/1"
@@ -105,5 +105,5 @@ def _read_incident(path: Path) -> dict[str, Any]:
     return _answer(str(path), verdict, action=written.get("action"), **times)
 
 
-def _answer(path: str, verdict: Verdict, **more: Any) -> dict[str, Any]:
+def _answer(path: str, verdict: HangVerdict, **more: Any) -> dict[str, Any]:
     return {"path": path, **msgspec.to_builtins(verdict), "text": render(verdict), **more}

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.core.base import durable
 from holdfast.core.hang.monitor import Monitor
 from holdfast.core.hang.stacks import MAX_CHARS
-from holdfast.core.hang.verdict import RankReport, Verdict, WorkerReport
+from holdfast.core.hang.verdict import HangVerdict, RankReport, WorkerReport
 from holdfast.supervise.processes import GONE, ProcessState, ask_for_stacks, children, read_state, spy
 from holdfast.supervise.sidecar_client import DUMP, END, LENGTH
 
@@ -158,7 +158,7 @@ def _decode(received: bytes) -> Any:
     return content if isinstance(content, dict) else None
 
 
-def end_ranks(ranks: list[ConnectedRank], verdict: Verdict) -> None:
+def end_ranks(ranks: list[ConnectedRank], verdict: HangVerdict) -> None:
     """End the processes: each by itself with status 75 if it can, and else by SIGKILL."""
     culprit = verdict.culprits[0] if verdict.culprits else ranks[0].rank
     hang = {"rank": culprit, "step": verdict.step, "phase": verdict.phase or "hang", "summary": verdict.summary[:1500]}

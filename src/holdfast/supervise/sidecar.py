@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import select
 import signal
 import socket
 import struct
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from typing import Any
 import msgspec
 
 from holdfast.core.base import durable
-from holdfast.core.base.clean import clean_lines
 from holdfast.core.hang import incident_files
 from holdfast.core.hang.heartbeat import SIZE, HeartbeatReader
 from holdfast.core.hang.monitor import Monitor
-from holdfast.core.hang.verdict import Verdict, judge, judge_death, render
+from holdfast.core.hang.verdict import HangVerdict, judge, judge_death, render
 from holdfast.supervise.gather import ConnectedRank, end_ranks, gather
 from holdfast.supervise.processes import read_state
+
+log = logging.getLogger("holdfast")
 
 _POLL_SECONDS = 0.25
 _LOOK_SECONDS = 1.0
@@ -59,7 +60,7 @@ class Sidecar:
         """how many ranks were overdue then"""
         self._reported: dict[int, Any] = {}
         """the beats of all ranks at the last report: the same hang is reported once"""
-        self._open: tuple[Path, Verdict, int] | None = None
+        self._open: tuple[Path, HangVerdict, int] | None = None
         self._noted: set[int] = set()
         self._had_ranks = self._is_done = False
 
@@ -172,7 +173,7 @@ class Sidecar:
             self._write(path, reports)
         self._conclude(path, verdict, overdue, is_first)
 
-    def _conclude(self, path: Path, verdict: Verdict, overdue: list[int], is_first: bool) -> None:
+    def _conclude(self, path: Path, verdict: HangVerdict, overdue: list[int], is_first: bool) -> None:
         action = "restart" if self._restarts else "report"
         if is_first:
             self._publish(path, verdict, action)
@@ -184,7 +185,7 @@ class Sidecar:
             end_ranks(list(self._ranks.values()), verdict)
             self._is_done = True
 
-    def _publish(self, path: Path, verdict: Verdict, action: str) -> None:
+    def _publish(self, path: Path, verdict: HangVerdict, action: str) -> None:
         with contextlib.suppress(OSError):
             incident_files.write_verdict(path, verdict, action=action, time=time.time(), world=self._world)
         _say(f"hang: {render(verdict)}\n  stacks and flight records are in {path}; see `holdfast hang {self._run_dir}`")
@@ -217,7 +218,7 @@ class Sidecar:
                     return
             time.sleep(0.2)
 
-    def _wait_longer(self, verdict: Verdict) -> None:
+    def _wait_longer(self, verdict: HangVerdict) -> None:
         if verdict.kind == "debugger" and not self._noted.issuperset(verdict.culprits):
             self._noted.update(verdict.culprits)
             _say(f"note: {verdict.summary}")
@@ -235,21 +236,21 @@ class Sidecar:
         _say(f"hang: rank {rank} continues: what it waited for has come. {path} has the record")
 
 
-def _of_other_node(content: dict[str, Any]) -> Verdict:
+def _of_other_node(content: dict[str, Any]) -> HangVerdict:
     try:
-        return msgspec.convert(content, Verdict)
+        return msgspec.convert(content, HangVerdict)
     except msgspec.ValidationError:
-        return Verdict(kind="stuck", summary="another node found a hang")
+        return HangVerdict(kind="stuck", summary="another node found a hang")
 
 
 def _say(message: str) -> None:
-    with contextlib.suppress(OSError):
-        print(clean_lines(f"holdfast: {message}"), file=sys.stderr, flush=True)
+    log.error("holdfast: %s", message)
 
 
 def main(settings: dict[str, Any]) -> None:
     """Run as the sidecar of one node. Signals that end the ranks do not end it: it ends after them."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(message)s")
     os.chdir("/")
     Sidecar(settings).run()

@@ -1,6 +1,6 @@
 """Reads the dumps of torch's flight recorder: JSON, or a pickle of plain containers, of any backend.
 
-A pickle may run any code of whoever wrote it. This reader makes dicts, lists, tuples, numbers and text, and refuses
+A pickle may run any code when it is loaded. This reader makes dicts, lists, tuples, numbers and text, and refuses
 everything else.
 """
 

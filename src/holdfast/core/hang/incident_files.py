@@ -4,7 +4,7 @@
     verdict.json       who hangs, where and since when
     verdict.txt        the same, to read
 
-Every node writes the files of its own ranks. Whoever finds the hang first makes the folder; the others see it and join.
+Every node writes the files of its own ranks. The first node that finds the hang makes the folder; the others join.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 from holdfast.core.base import durable
 from holdfast.core.base.clean import clean_lines
 from holdfast.core.base.masking import mask
-from holdfast.core.hang.verdict import RankReport, Verdict, render, to_report
+from holdfast.core.hang.verdict import HangVerdict, RankReport, render, to_report
 
 FOLDER = "hang"
 VERDICT = "verdict.json"
@@ -48,7 +48,7 @@ def write_report(path: Path, report: RankReport) -> None:
     _write(path / f"rank_{report.rank:05d}.json", report)
 
 
-def write_verdict(path: Path, verdict: Verdict, **more: Any) -> None:
+def write_verdict(path: Path, verdict: HangVerdict, **more: Any) -> None:
     _write(path / VERDICT, {**msgspec.to_builtins(verdict), **more})
     durable.replace_file(path / "verdict.txt", (mask(clean_lines(render(verdict))) + "\n").encode())
 

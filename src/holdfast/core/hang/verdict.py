@@ -52,7 +52,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
         return self.timeout is not None and self.seconds > self.timeout
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who hangs, where and since when."""
 
     kind: HangKind
@@ -71,7 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.kind not in ("debugger", "busy")
 
 
-def judge(reports: Sequence[RankReport], world: int | None = None) -> Verdict:
+def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdict:
     """Return the verdict over the reports of all ranks. `world`: how many ranks there are; the others are silent."""
     by_rank = {report.rank: report for report in reports}
     frames = {rank: _training_stack(report) for rank, report in by_rank.items()}
@@ -103,7 +103,7 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> Verdict:
         summary = first.describe()
     else:
         culprits, kind, collective, certain, summary = _by_heartbeat(by_rank)
-    verdict = Verdict(
+    verdict = HangVerdict(
         kind=kind,  # type: ignore[arg-type]
         summary=summary,
         culprits=culprits,
@@ -127,7 +127,7 @@ def _undelivered(
     return own if is_passed else None
 
 
-def judge_death(dead: int, reports: Sequence[RankReport]) -> Verdict | None:
+def judge_death(dead: int, reports: Sequence[RankReport]) -> HangVerdict | None:
     """Return a verdict if a rank's process died because another rank called something else, as gloo ends it.
 
     reports: of the ranks that are left. None if their records explain nothing.
@@ -140,7 +140,7 @@ def judge_death(dead: int, reports: Sequence[RankReport]) -> Verdict | None:
     if not mismatches:
         return None
     first = mismatches[0]
-    verdict = Verdict(
+    verdict = HangVerdict(
         kind="desync",
         summary=f"the process of rank {dead} died in a collective: {first.describe()}",
         culprits=list(first.ranks),
@@ -150,24 +150,24 @@ def judge_death(dead: int, reports: Sequence[RankReport]) -> Verdict | None:
     return _with_context(verdict, by_rank, {rank: _training_stack(report) for rank, report in by_rank.items()})
 
 
-def _debugged(reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]) -> Verdict | None:
+def _debugged(reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]) -> HangVerdict | None:
     for rank, report in sorted(reports.items()):
         stack = frames[rank]
         if report.tracer or report.state == "t" or (stack is not None and stack.is_in_debugger):
             by = f"process {report.tracer}" if report.tracer else "a debugger in the process"
             text = f"rank {rank} is being debugged by {by}: it is not taken for stuck, and nothing is ended"
-            return Verdict(kind="debugger", summary=text, culprits=[rank], phase=report.phase, step=report.step)
+            return HangVerdict(kind="debugger", summary=text, culprits=[rank], phase=report.phase, step=report.step)
     return None
 
 
-def _stopped(reports: Mapping[int, RankReport]) -> Verdict | None:
+def _stopped(reports: Mapping[int, RankReport]) -> HangVerdict | None:
     stopped = [rank for rank, report in sorted(reports.items()) if report.state == "T"]
     gone = [rank for rank, report in sorted(reports.items()) if report.state == "gone"]
     if stopped:
         text = f"{_ranks(stopped)} was stopped by a signal (SIGSTOP, or Ctrl-Z): `kill -CONT PID` continues it"
-        return Verdict(kind="stopped", summary=text, culprits=stopped, collective=_waiting_in(reports))
+        return HangVerdict(kind="stopped", summary=text, culprits=stopped, collective=_waiting_in(reports))
     if gone and len(gone) < len(reports):
-        return Verdict(kind="absent", summary=f"the process of {_ranks(gone)} has ended", culprits=gone)
+        return HangVerdict(kind="absent", summary=f"the process of {_ranks(gone)} has ended", culprits=gone)
     return None
 
 
@@ -197,7 +197,7 @@ def _by_heartbeat(reports: Mapping[int, RankReport]) -> tuple[list[int], HangKin
     return culprits, "absent", collective, certain, text
 
 
-def _excuse(verdict: Verdict, reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]) -> Verdict:
+def _excuse(verdict: HangVerdict, reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]) -> HangVerdict:
     """Return "busy" if none of the ranks that the others wait for has itself been in its phase for too long."""
     if verdict.kind in ("desync", "network", "silent"):
         return verdict
@@ -213,7 +213,9 @@ def _excuse(verdict: Verdict, reports: Mapping[int, RankReport], frames: Mapping
     return msgspec.structs.replace(verdict, kind="busy", summary=f"the others wait: {'; '.join(busy[:4])}")
 
 
-def _with_context(verdict: Verdict, reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]) -> Verdict:
+def _with_context(
+    verdict: HangVerdict, reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]
+) -> HangVerdict:
     """Add phase, step, time and line of the first culprit, and where every rank is."""
     first = next((reports[rank] for rank in verdict.culprits if rank in reports), None)
     evidence = [*verdict.evidence]
@@ -308,7 +310,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def render(verdict: Verdict) -> str:
+def render(verdict: HangVerdict) -> str:
     """Return the verdict as text for a person."""
     lines = [verdict.summary]
     if verdict.phase:

@@ -1,4 +1,4 @@
-"""A rank that never came is told from one that called something else."""
+"""The comparison tells a rank that never came from one that called something else."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ def test_a_rank_that_has_called_nothing_at_all_is_named():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_call_left_out_is_told_from_a_rank_that_never_came(size):
+def test_a_call_left_out_is_found_from_a_rank_that_never_came(size):
     """On two ranks there is no majority: the past of the rank itself names it."""
     others = [dump(steps(5, FIRST), ranks=size)] * (size - 1)
     assert one(*others, dump(steps(5, SECOND), ranks=size)) == ("left_out", (size - 1,), True)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_another_shape_is_told(size):
+def test_another_shape_is_named(size):
     others = [dump(steps(5, FIRST), ranks=size)] * (size - 1)
     assert one(*others, dump(steps(5, ("all_reduce", [7])), ranks=size)) == ("other_shape", (size - 1,), True)
 
 
-def test_another_order_is_told_if_the_calls_go_on():
+def test_another_order_is_found_if_the_calls_go_on():
     """NCCL enqueues: ranks that differ may both make the next call."""
     usual = dump(steps(5, FIRST, SECOND, THIRD), backend="nccl")
     assert one(usual, usual, dump(steps(5, SECOND, FIRST, THIRD), backend="nccl")) == ("other_order", (2,), True)
 
 
-def test_a_call_too_many_is_told():
+def test_a_call_too_many_is_found():
     usual = dump(steps(5, FIRST, SECOND, THIRD), backend="nccl")
     extra = dump(steps(5, ("broadcast", [1]), FIRST, SECOND), backend="nccl")
     assert one(usual, usual, extra) == ("added", (2,), True)

@@ -164,12 +164,30 @@ def end_ranks(ranks: list[ConnectedRank], verdict: HangVerdict) -> None:
     hang = {"rank": culprit, "step": verdict.step, "phase": verdict.phase or "hang", "summary": verdict.summary[:1500]}
     message = json.dumps(hang).encode()
     able = [rank for rank in ranks if rank.answers and read_state(rank.pid).state not in ("T", "t")]
+    workers = [worker for rank in ranks for worker in _forked_workers(rank)]
     for rank in able:
         with contextlib.suppress(OSError):
             rank.connection.sendall(END + LENGTH.pack(len(message)) + message)
     ends = time.monotonic() + _END_SECONDS
     for rank in able:
         select.select([rank.pidfd], [], [], max(0.0, ends - time.monotonic()))
-    for rank in ranks:
+    for descriptor in (*(rank.pidfd for rank in ranks), *workers):
         with contextlib.suppress(OSError):
-            signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+
+def _forked_workers(rank: ConnectedRank) -> list[int]:
+    """Return descriptors of the children that were forked from a rank: a loader worker in an endless loop outlives it.
+
+    They have the rank's signal handler. A program that the rank has started does not, and is left alone.
+    """
+    descriptors: list[int] = []
+    for pid in children(rank.pid):
+        with contextlib.suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            state = read_state(pid)
+            if state.parent == rank.pid and state.handles(rank.signal):
+                descriptors.append(descriptor)
+            else:
+                durable.close(descriptor)
+    return descriptors

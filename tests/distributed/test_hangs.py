@@ -57,7 +57,8 @@ def test_the_rank_that_hangs_is_named_and_the_run_continues_after_a_restart(tmp_
         waited = found["time"] - float((tmp_path / "fault").read_text())
         assert waited < 60, "the floor is 2 s here"
     if fault == "worker":  # it does not outlive its rank
-        assert not Path(f"/proc/{re.findall(r'process (\d+)', found['line'])[0]}").exists()
+        (worker,) = re.findall(r"process (\d+)", found["line"])
+        assert not Path("/proc", worker).exists()
     ends = [json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in range(size)]
     assert ends == [{"attempt": 1, "step": hang_program.STEPS}] * size
     done = subprocess.run(

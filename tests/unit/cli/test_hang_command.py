@@ -84,6 +84,16 @@ def test_desynchronised_dumps_are_told_from_an_absent_rank(capsys, tmp_path):
     assert (found["kind"], found["culprits"]) == ("desync", [1])
 
 
+def test_a_diagnosis_of_the_run_has_the_hang(capsys, tmp_path):
+    incident(tmp_path, 1, reports("data"))
+    rows = [{"step": step, "status": "committed", "loss": 2.0 - step / 100} for step in range(1, 60)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, out, _ = run(capsys, "diagnose", tmp_path, "--json")
+    kinds = [verdict["kind"] for verdict in json.loads(out)["verdicts"]]
+    assert status == 0 and "hang" in kinds
+    assert "rank 1 did not come" in run(capsys, "diagnose", tmp_path, "--postmortem")[1]
+
+
 def test_a_missing_dump_is_a_rank_without_a_report(capsys, tmp_path):
     (tmp_path / "rank_0").write_bytes(pickle.dumps(dump(steps(5, FIRST), ranks=2)))
     assert "rank 1 sent no report" in run(capsys, "hang", tmp_path)[1]

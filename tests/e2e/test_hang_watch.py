@@ -20,7 +20,8 @@ from holdfast.supervise.processes import read_state
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the hang watch needs Linux")
 STEPS = 64
-EARLY = {"hang": {"floor_seconds": 0.01}}
+EARLY = {"hang": {"floor_seconds": 0.01, "action": "report"}}
+"""the sidecar starts at once; on a busy machine it may report such short stalls, which changes nothing either"""
 
 
 def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
@@ -80,7 +81,6 @@ def test_a_watched_run_is_bit_for_bit_the_plain_one_and_shares_its_phases(tmp_pa
     guard.close()
     assert len(os.listdir("/proc/self/fd")) < descriptors
     assert all(torch.equal(a, b) for a, b in zip(plain().values(), model.state_dict().values(), strict=True))
-    assert not (tmp_path / "run" / "hang").exists()
 
 
 def test_a_single_process_has_no_thread_for_the_watch(tmp_path):

@@ -88,9 +88,6 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         first = mismatches[0]
         culprits, kind, collective = list(first.ranks), "desync", first.expected.describe()
         summary, certain = first.describe(), first.is_certain
-    elif silent:
-        culprits, kind, collective, certain = silent, "silent", _waiting_in(by_rank), True
-        summary = f"{_ranks(silent)} sent no report: its node, its network or its sidecar is gone"
     elif mismatches and (undelivered := _undelivered(mismatches[0], records)) is not None:
         culprits, kind, collective, certain = list(mismatches[0].ranks), "network", undelivered.describe(), True
         summary = (
@@ -101,6 +98,11 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         first = mismatches[0]
         culprits, kind, collective, certain = list(first.ranks), "absent", first.expected.describe(), first.is_certain
         summary = first.describe()
+    elif silent:
+        culprits, kind, collective, certain = silent, "silent", _waiting_in(by_rank), True
+        summary = (
+            f"{_ranks(silent)} sent no report: its node or its network is gone, or its run directory is not this one"
+        )
     else:
         culprits, kind, collective, certain, summary = _by_heartbeat(by_rank)
     verdict = HangVerdict(

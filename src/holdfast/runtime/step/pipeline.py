@@ -25,7 +25,7 @@ from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagre
 from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Severity, Signal, Status
 from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
-from holdfast.core.hang.heartbeat import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER, USER
+from holdfast.core.hang.heartbeat import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER, SAVE, USER
 from holdfast.runtime import effects
 from holdfast.runtime.agree.attribution import describe_data
 from holdfast.runtime.agree.coordinator import RankCoordinator
@@ -728,7 +728,10 @@ class GuardedPipeline:
             return self._apply(effects.skip.perform(self._recovery, situation), attempt, signal)
         parts.snapshots.reset_healthy_counts()
         parts.checkpoints.reset_healthy_counts()
-        return self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
+        before = self.context.heartbeat.enter(SAVE)  # it may read the whole state from disk
+        is_valid = self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
+        self.context.heartbeat.enter(before)
+        return is_valid
 
     def _check_state(self, attempt: StepAttempt, signal: Signal) -> list[Finding]:
         """Find out whether the state was non-finite before the batch. Checked only when something is wrong already."""

@@ -46,6 +46,13 @@ def test_a_rank_whose_node_sent_nothing_is_named():
     assert (found.kind, found.culprits) == ("silent", [1])
 
 
+def test_a_rank_of_this_node_that_never_came_is_named_before_nodes_that_sent_nothing():
+    """Nodes may write to run directories of their own."""
+    ahead, late = dump(steps(5, FIRST), ranks=4), dump(steps(5), ranks=4, waits=False)
+    found = judge([report(0, "collective", flight_record=ahead), report(1, "data", flight_record=late)], 4)
+    assert (found.kind, found.culprits) == ("absent", [1])
+
+
 def test_ranks_that_all_wait_in_the_same_call_point_to_the_network():
     same = dump(steps(5, FIRST))
     found = judge([report(0, "backward", flight_record=same), report(1, "backward", flight_record=same)], 2)

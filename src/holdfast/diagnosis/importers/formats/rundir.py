@@ -222,8 +222,8 @@ def _read_hangs(path: Path, table: Table) -> None:
         step, summary, line = verdict.get("step"), verdict.get("summary"), verdict.get("line")
         if isinstance(summary, str):
             at = f", at {line}" if isinstance(line, str) and line else ""
-            is_step = isinstance(step, int) and 0 <= step < 2**53
-            table.add_event(float(step) if is_step else None, "hang", f"hang: {summary}{at}"[:600])
+            at_step = float(step) if isinstance(step, int) and 0 <= step < 2**53 else None
+            table.add_event(at_step, "hang", f"hang: {summary}{at}"[:600])
 
 
 def _describe(event: dict[str, Any]) -> str:

@@ -25,6 +25,8 @@ _WORKER_SECONDS = 0.3
 _END_SECONDS = 6.0
 """how long a rank has to end by itself: it tells the others why, and clears the store for the restart"""
 _MAX_WORKERS = 16
+_WITH_CHILDREN = ("data", "user")
+"""phases in which a rank may wait for a child"""
 _SETTLED_SECONDS = 0.05
 _MAX_RECORD_BYTES = 64 << 20
 
@@ -85,7 +87,7 @@ def _report(rank: ConnectedRank, process: ProcessState, start: int, record: Any,
         thread=watched.reader.thread,
         stacks=stacks,
         why_no_stacks=why,
-        workers=_workers(rank) if process.state not in ("T", "t", "gone") else [],
+        workers=_workers(rank) if watched.phase in _WITH_CHILDREN and process.state not in ("T", "t", "gone") else [],
         flight_record=record,
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,6 +117,16 @@ def test_a_stopped_rank_is_named_and_nothing_is_sent_to_it(start, folder):
     )
     pending = Path(f"/proc/{processes[1].pid}/status").read_text()
     assert "SigPnd:\t0000000000000000" in pending and "ShdPnd:\t0000000000000000" in pending
+
+
+@pytest.mark.skipif(shutil.which("py-spy") is None, reason="py-spy is not installed")
+def test_py_spy_shows_the_stack_of_a_stopped_rank(start, folder):
+    (process,) = start("sleep")
+    os.kill(process.pid, signal.SIGSTOP)
+    found = verdict(folder)
+    if not found["line"]:
+        pytest.skip("py-spy is not permitted")
+    assert found["kind"] == "stopped" and "beating_program.py" in found["line"]
 
 
 def test_the_stack_of_a_loader_worker_is_shown(start, folder):

@@ -101,8 +101,8 @@ def test_signals_are_free_again_after_the_run_and_two_runs_have_different_ones(t
     second, _, _ = train("steps", tmp_path / "b", EARLY)
     numbers = [guard._run.parts.hang_watch._signal for guard in (first, second)]
     assert len(set(numbers)) == 2 and all(signal.getsignal(number) == signal.SIG_DFL for number in numbers)
-    first.close()
     second.close()
+    first.close()
     assert not any(read_state(os.getpid()).handles(number) for number in numbers)
 
 

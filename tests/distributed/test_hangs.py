@@ -49,8 +49,8 @@ def test_the_rank_that_hangs_is_named_and_the_run_continues_after_a_restart(tmp_
     assert line in found["line"] and found["step"] == hang_program.FAULT_STEP
     if fault == "gil":
         assert any("in hold_gil" in text for text in found["evidence"])
-    if fault == "shape":  # gloo ends the process that receives too much, so that no rank hangs
-        assert "died in a collective" in found["summary"] and found["action"] == "report"
+    if found["action"] == "report":  # gloo may end a process that receives too much, so that no rank hangs
+        assert fault == "shape" and "died in a collective" in found["summary"]
     else:
         assert found["action"] == "restart"
         assert found["collective"].startswith("all_reduce number")
@@ -65,7 +65,7 @@ def test_the_rank_that_hangs_is_named_and_the_run_continues_after_a_restart(tmp_
         [sys.executable, "-m", "holdfast", "hang", str(tmp_path / "run"), "--json"], capture_output=True, text=True
     )
     (offline,) = json.loads(done.stdout)["hangs"]
-    if fault != "shape":  # the record of the rank that died is not on file
+    if found["action"] == "restart":  # otherwise the record of the rank that died is not on file
         assert (offline["kind"], offline["culprits"]) == (kind, [size - 1]), offline
 
 

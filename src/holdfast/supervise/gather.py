@@ -20,7 +20,8 @@ from holdfast.core.hang.verdict import HangVerdict, RankReport, WorkerReport
 from holdfast.supervise.processes import GONE, ProcessState, ask_for_stacks, children, read_state, spy
 from holdfast.supervise.sidecar_client import DUMP, END, LENGTH
 
-_GATHER_SECONDS = 1.0
+_GATHER_SECONDS, _OTHERS_SECONDS = 1.0, 0.5
+"""how long ranks have to answer, and how long the others have after one has"""
 _WORKER_SECONDS = 0.3
 _END_SECONDS = 6.0
 """how long a rank has to end by itself: it tells the others why, and clears the store for the restart"""
@@ -135,6 +136,7 @@ def _flight_records(ranks: list[ConnectedRank]) -> dict[int, Any]:
             if not data or _is_whole(rank.received):
                 del waiting[descriptor]
                 records[rank.rank] = _decode(rank.received)
+                ends = min(ends, time.monotonic() + _OTHERS_SECONDS)
     return records
 
 

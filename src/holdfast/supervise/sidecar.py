@@ -30,7 +30,7 @@ from holdfast.supervise.processes import read_state
 
 log = logging.getLogger("holdfast")
 
-_POLL_SECONDS = 0.4
+_POLL_SECONDS = 0.3
 _LOOK_SECONDS = 1.0
 """how long a rank is in one phase before its state is read, and how often the sidecar looks for an incident to join"""
 _OTHERS_SECONDS = 3.0

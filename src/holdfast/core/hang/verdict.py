@@ -15,6 +15,10 @@ from holdfast.core.hang.stacks import Stack
 HangKind = Literal["stopped", "absent", "stuck", "desync", "network", "silent", "debugger", "busy"]
 
 
+_ORDER = {"data": 0, "forward": 1, "backward": 2, "collective": 3, "optimizer": 4}
+"""the phases of a step; the others come after it"""
+
+
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was found out about a child of a rank, such as a worker of its loader."""
 
@@ -187,14 +191,18 @@ def _by_heartbeat(reports: Mapping[int, RankReport]) -> tuple[list[int], HangKin
         if collective:
             text += f", and wait in {collective}: no rank is missing, so the network between them does not deliver"
         return sorted(reports), "network" if collective else "stuck", collective, bool(collective), text
-    waiting = {rank for rank, report in reports.items() if report.phase == "collective"}
+    records = _records(reports)
+    in_call = {rank for rank, groups in records.items() if _is_waiting(groups)}
+    waiting = in_call | {rank for rank, report in reports.items() if report.phase == "collective"}
     (usual, most), (_, second) = counts.most_common(2)
     if waiting and len(waiting) < len(reports):
         culprits, certain = sorted(set(reports) - waiting), True
     else:
-        oldest = min(places.values(), key=lambda place: place[0])
-        usual = usual if most > second else next(place for place in counts if place != oldest)
-        culprits, certain = sorted(rank for rank, place in places.items() if place != usual), most > second
+        if most == second:  # no majority: the ranks that are furthest behind
+            behind = min(places.values(), key=lambda place: (place[0], _ORDER.get(place[1], len(_ORDER))))
+            culprits, certain = sorted(rank for rank, place in places.items() if place == behind), False
+        else:
+            culprits, certain = sorted(rank for rank, place in places.items() if place != usual), True
     text = f"{_ranks(culprits)} did not come to where the other ranks are"
     return culprits, "absent", collective, certain, text
 

@@ -41,6 +41,24 @@ def test_without_a_flight_record_the_rank_that_is_not_in_the_exchange_is_named(s
     assert found.collective == "the agreement on a step"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_gave_no_record_is_named_if_the_other_waits_in_a_call(first):
+    """Its GIL is held. In which order the ranks connected must not matter."""
+    waits = report(1 - first, "backward", flight_record=dump(steps(5, FIRST)))
+    held = report(first, "forward", answered=False)
+    for reports in ([waits, held], [held, waits]):
+        found = judge(reports, 2)
+        assert (found.kind, found.culprits, found.phase) == ("absent", [first], "forward")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_ranks_the_one_that_is_behind_is_named(first):
+    ranks = [report(1 - first, "backward"), report(first, "forward")]
+    for reports in (ranks, ranks[::-1]):
+        found = judge(reports, 2)
+        assert (found.culprits, found.is_certain) == ([first], False)
+
+
 def test_a_rank_whose_node_sent_nothing_is_named():
     found = judge([report(0, "collective"), report(2, "collective")], 3)
     assert (found.kind, found.culprits) == ("silent", [1])

@@ -10,7 +10,7 @@ export MKL_NUM_THREADS = 1
 # Compile each module once, and not in each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers gpu-libs clean
+.PHONY: test test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs gpu-libs clean
 # Every behaviour at least once, under 5 minutes on two cores. tests/conftest.py says how tests are chosen. `make check` has
 # those of the architecture.
 test: $(READY)
@@ -78,6 +78,11 @@ bench-gpu-overhead: $(READY)
 	$(BIN)/python -m benchmarks.gpu.overhead --check-equal --profile --check --budget 7200 --json build/gpu-overhead.json
 	$(BIN)/python -m benchmarks.gpu.overhead --models 1.4b --batch 2 --rounds 0 --rollback --check --json build/gpu-rollback.json
 	$(BIN)/python -m benchmarks.gpu.growth --json build/gpu-growth.json
+
+# What the hang watch costs, and how long it takes to name a hang; docs/hangs.md has the table.
+bench-hangs: $(READY)
+	$(BIN)/python -m benchmarks.hangs cost --check
+	$(BIN)/python -m benchmarks.hangs cases
 
 # What the guard costs inside Hugging Face Trainer and Lightning, beside the same trainer without it.
 bench-trainers: $(READY)

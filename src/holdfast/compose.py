@@ -19,9 +19,12 @@ from holdfast.distributed.world import World
 from holdfast.resilience.run_signals import RunSignals
 from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.hang_watch import HangWatch, NoHangWatch
 from holdfast.runtime.ports.ranks import NoWatchdog, RankWatchdog
 from holdfast.runtime.ports.shutdown import NoSignals
 from holdfast.runtime.tensors.norms import LocalNorms
+from holdfast.runtime.tensors.torch_private import dump_flight_record
+from holdfast.supervise.sidecar_client import SidecarClient
 
 
 class Guard(GuardBase):
@@ -30,23 +33,25 @@ class Guard(GuardBase):
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
         world = World.current()
         timeout = config.checkpoint.rank_timeout_seconds
-        hosts = world.all_gather_object(socket.gethostname()) if world.size > 1 else [""]
+        about = [socket.gethostname(), secrets.token_hex(8)]
+        hosts, sessions = zip(*(world.all_gather_object(about) if world.size > 1 else [about]), strict=True)
+        hang_watch = _make_hang_watch(run_dir, config, world, sessions[0])
         store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
         signals = NoSignals() if store is None or not config.checkpoint.enabled else RunSignals(config.shutdown)
-        memory = None if run_dir is None else _make_memory_store(run_dir, world, timeout, hosts)
+        memory = None if run_dir is None else _make_memory_store(run_dir, world, timeout, list(hosts))
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
             context = DistributedContext(norms=norms, make_watchdog=_check_still_single)
-            return Wiring(run_dir, store, context, signals, memory)
+            return Wiring(run_dir, store, context, signals, memory, hang_watch)
         context = DistributedContext(
             world,
             MeshNorms(world.size),
             MeshReplicas(world.size),
-            lambda: _make_watchdog(run_dir, config, world),
+            lambda: _make_watchdog(run_dir, config, world, sessions[0], hang_watch),
             ranks_per_host=hosts.count(hosts[world.rank]),
-            hosts=tuple(hosts),
+            hosts=hosts,
         )
-        return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory)
+        return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory, hang_watch)
 
 
 def _make_memory_store(
@@ -68,8 +73,19 @@ def _check_still_single() -> RankWatchdog:
     return NoWatchdog()
 
 
-def _make_watchdog(run_dir: str | os.PathLike[str] | None, config: Config, world: World) -> RankWatchdog:
-    session = world.broadcast_object(secrets.token_hex(8))
+def _make_watchdog(
+    run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str, hang_watch: HangWatch
+) -> RankWatchdog:
     records = None if run_dir is None else RankRecords(run_dir, world.rank)
     record = (lambda *_, **__: None) if records is None else records.write
-    return StoreWatchdog(world.rank, world.size, config.liveness, record=record, session=session)
+    watchdog = StoreWatchdog(world.rank, world.size, config.liveness, record=record, session=session)
+    if isinstance(hang_watch, SidecarClient):
+        hang_watch.on_end = watchdog.end_hang
+    return watchdog
+
+
+def _make_hang_watch(run_dir: str | os.PathLike[str] | None, config: Config, world: World, session: str) -> HangWatch:
+    if run_dir is None or not config.hang.enabled:
+        return NoHangWatch()
+    dump = dump_flight_record if world.size > 1 else lambda: None
+    return SidecarClient(run_dir, world.rank, world.size, session, config.hang, dump)

@@ -80,6 +80,7 @@ COMMANDS = {
     "ack": (["run"], {"--note", "--release-data", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
     "diff": (["first", "second"], {"--json"}),
+    "hang": (["paths"], {"--all", "--json"}),
     "plan": (
         ["run"],
         {

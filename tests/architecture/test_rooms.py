@@ -21,7 +21,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("step",),
         ("guard",),
     ],
-    "core": [("base",), ("detectors", "record"), ("checkpoints", "decide")],
+    "core": [("base",), ("detectors", "record", "hang"), ("checkpoints", "decide")],
     "diagnosis": [
         ("model",),
         ("find", "importers.reading"),

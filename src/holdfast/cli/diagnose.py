@@ -12,10 +12,12 @@ import typer
 from rich.status import Status
 from rich.text import Text
 
+from holdfast.cli import hang
 from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import ConfigError, LogRefused
 from holdfast.core.record.rundir import write_atomically
+from holdfast.diagnosis import hang_files
 from holdfast.diagnosis.diagnose import SCHEMA_VERSION, DiagnosisReport
 from holdfast.diagnosis.diagnose import diagnose as judge
 from holdfast.diagnosis.importers import FORMATS, read
@@ -67,6 +69,7 @@ def diagnose(
     Prints the verdict, its confidence, the evidence, and what to do next.
     Reads Holdfast's run directories and the logs of other tools: HF trainer_state.json, TensorBoard, Lightning,
     W&B exports, LLaMA-Factory, Megatron, DeepSpeed, nanoGPT, torchtitan, fairseq, MLPerf, Composer, csv, jsonl, text.
+    Flight records of torch and printed stacks, of all ranks together, are explained as `holdfast hang` does.
     A file that cannot be read is refused with the reason; the other files are still diagnosed.
     Exit status: 0 done, 1 every path was refused, 3 an incident of a kind in --fail-on.
 
@@ -87,6 +90,9 @@ def diagnose(
         raise ConfigError([f"-o {output}: is a folder; name a file in it: -o {output / 'postmortem.md'}"], "diagnose")
     if output is not None and not output.parent.is_dir():
         raise ConfigError([f"-o {output}: no folder {output.parent}; make it: mkdir -p {output.parent}"], "diagnose")
+    if all(path.exists() and hang_files.is_evidence(path) for path in paths):
+        hang.show([hang.read_files(paths)], as_json=as_json)
+        return
     reports: list[DiagnosisReport] = []
     refusals: list[RefusedLog] = []
     texts: list[str] = []

@@ -4,7 +4,8 @@ Exit statuses:
     0    done
     1    any other error; a damaged checkpoint
     2    wrong command line; a confirmation is needed and stdin is not a terminal
-    3    `diagnose --fail-on` matched; no checkpoint (`checkpoints resume-path`, `verify`); `doctor --strict` has warnings
+    3    `diagnose --fail-on` matched; no checkpoint (`checkpoints resume-path`, `verify`); no hang (`hang`);
+         `doctor --strict` has warnings
     4    `doctor` found something broken
     70   stopped by policy
     75   stopped early and resumable
@@ -23,7 +24,21 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import holdfast
-from holdfast.cli import ack, check, checkpoints, demo, diagnose, diff, doctor, init, overrides, plan, prepare, train
+from holdfast.cli import (
+    ack,
+    check,
+    checkpoints,
+    demo,
+    diagnose,
+    diff,
+    doctor,
+    hang,
+    init,
+    overrides,
+    plan,
+    prepare,
+    train,
+)
 from holdfast.cli.checked_command import CheckedCommand
 from holdfast.cli.output import echo, emit
 from holdfast.core.base.errors import ConfigError, HoldfastError, PolicyStop
@@ -48,6 +63,7 @@ _with_overrides(check.check)
 app.command(cls=CheckedCommand)(ack.ack)
 app.command(cls=CheckedCommand)(diagnose.diagnose)
 app.command(cls=CheckedCommand)(diff.diff)
+app.command(cls=CheckedCommand)(hang.hang)
 app.command(cls=CheckedCommand)(plan.plan)
 app.command(cls=CheckedCommand)(doctor.doctor)
 app.add_typer(checkpoints.app)
@@ -79,6 +95,7 @@ def _holdfast(
       holdfast ack runs/a              acknowledge a stopped run and reset its recovery budgets
       holdfast diagnose runs/a         explain what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      rank the differences between two runs as suspects
+      holdfast hang runs/a             name the rank, the line and the collective of a hang
       holdfast plan runs/a             recommend how often to save, and estimate the goodput
       holdfast doctor runs             test this machine: cores, memory, GPUs, disk, clocks, ranks
       holdfast checkpoints ls runs/a   list checkpoints and the one that a resume would use

@@ -89,6 +89,7 @@ class StoreWatchdog:
         self._exchange: BlockedExchange | None = None
         self._finished_after: int | None = None
         self._own_failure: RankFailure | None = None
+        self._hang: RankFailure | None = None
         self._may_restart = False
         self._pings = Pings(size, liveness.timeout_seconds)
         self._wake = threading.Event()
@@ -157,6 +158,11 @@ class StoreWatchdog:
         self._wake.set()
         self._failure_posted.wait(CALL_SECONDS + _STAY_SECONDS)
 
+    def end_hang(self, rank: int, step: int, where: str, error: str) -> None:
+        """End the processes of all ranks, because `rank` hangs. Any thread may call it; the watchdog thread does it."""
+        self._hang = msgspec.structs.replace(self._failure(step, where, error), rank=rank)
+        self._wake.set()
+
     def wait_for_others_to_finish(self, step: int) -> None:
         if not self._is_running() or self._own_failure is not None:
             return
@@ -221,6 +227,8 @@ class StoreWatchdog:
             return
         if reading.failure is not None:
             self._shut_down("peer_failed", reading.failure)
+        elif self._hang is not None:
+            self._shut_down("hang", self._hang)
         elif dead is not None:
             self._shut_down("peer_dead", self._death(dead))
         elif (failure := self._store_gone()) is not None:

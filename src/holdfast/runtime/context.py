@@ -8,6 +8,7 @@ from holdfast.core.base.clock import Clock
 from holdfast.core.base.config import Config
 from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
+from holdfast.core.hang.heartbeat import Heartbeat
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import Ranks
 from holdfast.runtime.record.records import Records
@@ -28,3 +29,4 @@ class Context:
     clock: Clock
     rng: Rng
     history: RecoveryHistory
+    heartbeat: Heartbeat

@@ -223,6 +223,22 @@ class LivenessSection(ConfigSection, frozen=True):
     )
 
 
+class HangSection(ConfigSection, frozen=True):
+    """A process beside the ranks that names who hangs. It needs a run_dir, and Linux."""
+
+    enabled: Annotated[bool, doc("false: no such process is started")] = True
+    action: Annotated[
+        Literal["auto", "report", "restart"],
+        doc(
+            "restart: end the ranks of a hang, so that the launcher restarts them; auto: if torchrun has restarts left"
+        ),
+    ] = "auto"
+    floor_seconds: Annotated[Positive, doc("no phase counts as stuck sooner")] = 8.0
+    user_seconds: Annotated[
+        Positive, doc("code between two steps, such as an evaluation that is not declared, not sooner than this")
+    ] = 1800.0
+
+
 class ShutdownSection(ConfigSection, frozen=True):
     """Signals that end the run with a checkpoint, with exit status 75. They need a run_dir."""
 
@@ -282,6 +298,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: CheckpointSection = CheckpointSection()
     integrity: IntegritySection = IntegritySection()
     liveness: LivenessSection = LivenessSection()
+    hang: HangSection = HangSection()
     shutdown: ShutdownSection = ShutdownSection()
     quarantine: QuarantineSection = QuarantineSection()
     metrics: MetricsSection = MetricsSection()

@@ -22,6 +22,7 @@ from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.core.checkpoints.resume import RejectedCheckpoint, is_left
 from holdfast.core.checkpoints.retention import RetentionRules, SavedCheckpoint, select_for_deletion
+from holdfast.core.hang.heartbeat import SAVE
 from holdfast.runtime.checkpoint.content_checks import RunChecks
 from holdfast.runtime.checkpoint.memory_tier import MemoryTier
 from holdfast.runtime.checkpoint.serialization import RestorePoint, contents_of, restore_point_on_disk
@@ -136,7 +137,9 @@ class CheckpointManager:
             # The same step in another state: an evaluation has moved the schedule since it was saved.
             self.fork(snapshot.lineage, snapshot.step)
             snapshot.lineage = self.lineage
+        before = self.context.heartbeat.enter(SAVE)
         self.store.wait()  # One at a time: a disk slower than the cadence stalls the run, and the journal shows it.
+        self.context.heartbeat.enter(before)
         record = CheckpointRecord(snapshot.step, snapshot.lineage.branch, Health.CANDIDATE)
         record.reason, record.handover = snapshot.reason, snapshot.reason == END
         why = _CERTIFIED.get(snapshot.reason, "")

@@ -10,6 +10,7 @@ from holdfast.core.base.types import Incident, Plan, Span
 from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.detectors.base import Detector
+from holdfast.core.hang.heartbeat import Heartbeat
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
@@ -18,6 +19,7 @@ from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
 from holdfast.runtime.ports.shutdown import ShutdownSignals
@@ -48,14 +50,17 @@ def build_run(
     memory: MemoryStore | None,
     distributed: DistributedContext,
     signals: ShutdownSignals,
+    heartbeat: Heartbeat,
+    hang_watch: HangWatch,
 ) -> GuardedRun:
     """Return a guarded run, not opened yet."""
     watchdog = LateWatchdog(distributed.make_watchdog)
     ranks: Ranks = distributed.ranks
     is_distributed = ranks.size > 1
     if is_distributed:
-        ranks = MonitoredRanks(ranks, watchdog.get)
+        ranks = MonitoredRanks(ranks, watchdog.get, heartbeat)
     coordinator = RankCoordinator(ranks, config, distributed.hosts)
+    hooks.heartbeat = heartbeat
 
     def ask_hooks(incident: Incident) -> Plan | None:
         """Return the plan of the user's hooks; on several ranks, that of rank 0."""
@@ -68,7 +73,7 @@ def build_run(
         engine.write("quarantine", durable=True, spans=[span], batches=batches, reason=reason)
 
     devices = list({p.device for _, module in state.modules for p in module.parameters()})
-    context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory())
+    context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory(), heartbeat)
     feeder = Feeder(context.rng, journal_exclusion, is_distributed=is_distributed)
     checkpoints = CheckpointManager(context, store, feeder, memory)
     on_cuda = state.optimizers.can_veto_on_cuda() and all(map(distributed.ranks.supports_device, devices))
@@ -97,5 +102,6 @@ def build_run(
         streams=StreamTracker(devices) if any(device.type == "cuda" for device in devices) else None,
         watchdog=watchdog,
         signals=signals,
+        hang_watch=hang_watch,
     )
     return GuardedRun(context, parts, clip)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self
 
 from torch import Generator, Tensor, nn
@@ -18,6 +19,7 @@ from holdfast.core.base.config import Config
 from holdfast.core.base.errors import HoldfastError, SetupError, Shutdown, StepError
 from holdfast.core.base.types import Outcome
 from holdfast.core.detectors.base import Detector
+from holdfast.core.hang.heartbeat import Heartbeat
 from holdfast.core.record.facts import check_facts, record_in_folder
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.build import build_run
@@ -28,6 +30,7 @@ from holdfast.runtime.guard.unguarded import UnguardedRun
 from holdfast.runtime.guard.wrap import OwnLines
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
+from holdfast.runtime.ports.hang_watch import HangWatch, NoHangWatch
 from holdfast.runtime.ports.hooks import AnyHook, Hooks
 from holdfast.runtime.ports.shutdown import NoSignals, ShutdownSignals
 from holdfast.runtime.record.environment import describe_loop, describe_run
@@ -53,6 +56,7 @@ class Wiring(NamedTuple):
     distributed: DistributedContext
     signals: ShutdownSignals = NoSignals()
     memory: MemoryStore | None = None
+    hang_watch: HangWatch = NoHangWatch()
 
 
 class GuardBase:
@@ -110,7 +114,7 @@ class GuardBase:
                 )
         scaler = scaler_inside(optimizer) if scaler is None else scaler
         state = build_state(model, optimizer, scheduler, scaler, scheduler_interval)
-        self._state, self._hooks = state, Hooks(hooks)
+        self._state, self._hooks, self._heartbeat = state, Hooks(hooks), Heartbeat()
         wiring = self._wire(run_dir, policy)
         self._records = Records(wiring.run_dir, policy, self._clock)
         self._run: Run
@@ -129,6 +133,8 @@ class GuardBase:
                 memory=wiring.memory,
                 distributed=wiring.distributed,
                 signals=wiring.signals,
+                heartbeat=self._heartbeat,
+                hang_watch=wiring.hang_watch,
             )
         self._clip, self._about = clip_grad_norm, dict(about or {})
         self.handles_signals = (
@@ -398,6 +404,13 @@ class GuardBase:
         Call it before `steps`, with the same model and optimizer. A run directory means its newest good checkpoint.
         """
         self._run.load_checkpoint(os.fspath(path))
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Declare what the loop does: `with guard.phase("eval"):`. Time in it counts for that phase when hangs are sought.
+
+        name: "eval", "save", "compile", "data" or "user".
+        """
+        return self._heartbeat.during(name)
 
     def quarantine(self, samples: Iterable[int], reason: str) -> None:
         """Exclude these sample ids from this run, also after a restart."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from holdfast.core.base.errors import SetupError
 from holdfast.core.base.types import Incident, Outcome, Plan
+from holdfast.core.hang.heartbeat import USER, Heartbeat
 from holdfast.core.record.tally import Summary
 
 
@@ -82,6 +83,7 @@ class Hooks:
             if not any(_has(hook, name) for name in CALLBACKS):
                 raise SetupError(f"hook {hook!r} has none of the methods {', '.join(CALLBACKS)}; check their names")
         self._hooks = list(hooks)
+        self.heartbeat = Heartbeat()
         self.callbacks = frozenset(name for name in CALLBACKS if any(_has(hook, name) for hook in hooks))
         """the callbacks that some hook of this rank has"""
         self.runs_between_steps = any(_has(h, "on_step_end") and not getattr(h, "late", False) for h in hooks)
@@ -92,9 +94,13 @@ class Hooks:
         """whether rank 0 broadcasts its hooks' plans: some rank has a plan hook"""
 
     def call(self, name: str, argument: Any) -> None:
-        for hook in self._hooks:
-            if _has(hook, name):
-                getattr(hook, name)(argument)
+        before = self.heartbeat.enter(USER)
+        try:
+            for hook in self._hooks:
+                if _has(hook, name):
+                    getattr(hook, name)(argument)
+        finally:
+            self.heartbeat.enter(before)
 
     def plan(self, incident: Incident) -> Plan | None:
         """Return the first plan that a hook returns. SetupError if a hook returns anything else but None."""

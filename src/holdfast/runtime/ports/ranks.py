@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from holdfast.core.hang.heartbeat import COLLECTIVE, Heartbeat
+
 
 class Ranks(Protocol):
     """Communicates with the ranks that train together."""
@@ -64,8 +66,8 @@ class SingleRank:
 class MonitoredRanks:
     """Reports each exchange of objects to the watchdog, which finds exchanges that not every rank will join."""
 
-    def __init__(self, ranks: Ranks, watchdog: Callable[[], RankWatchdog]) -> None:
-        self._ranks, self._watchdog = ranks, watchdog
+    def __init__(self, ranks: Ranks, watchdog: Callable[[], RankWatchdog], heartbeat: Heartbeat) -> None:
+        self._ranks, self._watchdog, self._heartbeat = ranks, watchdog, heartbeat
         self.rank, self.size = ranks.rank, ranks.size
 
     def supports_device(self, device: torch.device) -> bool:
@@ -90,7 +92,9 @@ class MonitoredRanks:
     def _exchange(self) -> Iterator[None]:
         watchdog = self._watchdog()
         watchdog.begin_exchange()
+        before = self._heartbeat.enter(COLLECTIVE)
         yield
+        self._heartbeat.enter(before)
         watchdog.end_exchange()  # after an error, report_failure follows instead
 
 

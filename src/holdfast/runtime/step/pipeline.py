@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
+from time import monotonic_ns
 from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
@@ -24,6 +25,7 @@ from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagre
 from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Severity, Signal, Status
 from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
+from holdfast.core.hang.heartbeat import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER, SAVE, USER
 from holdfast.runtime import effects
 from holdfast.runtime.agree.attribution import describe_data
 from holdfast.runtime.agree.coordinator import RankCoordinator
@@ -40,6 +42,7 @@ from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import rewind
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
+from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.ports.shutdown import ShutdownSignals
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
@@ -91,6 +94,7 @@ class Parts:
     streams: StreamTracker | None
     watchdog: LateWatchdog
     signals: ShutdownSignals
+    hang_watch: HangWatch
 
 
 class GradientStats(NamedTuple):
@@ -171,6 +175,12 @@ class GuardedPipeline:
         self.progress.step, self.progress.exhausted, self._last_lr = step, False, None
         if is_new_loader:
             self.progress.positions.clear()
+
+    def _enter_phase(self, phase: int) -> None:
+        """Note which phase the training thread is in, as `Heartbeat.enter` does, without a call into another file."""
+        beat = self.context.heartbeat
+        beat.phase = phase
+        beat.pack_into(beat.memory, next(beat.slots), phase, beat.step, monotonic_ns())
 
     # ---- 1. draw
 
@@ -253,6 +263,8 @@ class GuardedPipeline:
 
     def _draw_step(self, accumulate: int) -> StepAttempt | None:
         progress, feeder = self.progress, self.parts.feeder
+        self.context.heartbeat.step = progress.step + 1
+        self._enter_phase(DATA)
         while True:
             buffers = self._begin_step()
             draw, ended_epochs = self._draw()
@@ -303,7 +315,9 @@ class GuardedPipeline:
     def draw_batch(self, attempt: StepAttempt) -> bool:
         """Draw one more batch for a step in progress. Return False if the data ended inside it."""
         self.require_own_process()
+        self._enter_phase(DATA)
         draw, ended_epochs = self._draw()
+        self._enter_phase(FORWARD)
         attempt.epochs_inside += ended_epochs
         if draw is None:
             attempt.data_ended = True
@@ -340,6 +354,7 @@ class GuardedPipeline:
     def enter(self, attempt: StepAttempt) -> None:
         """Note that the user's forward and backward begin."""
         attempt.phase = "open"
+        self._enter_phase(FORWARD)
         for draw in attempt.draws:  # none if settling the step before has redrawn it at the end of the data
             attempt.inputs.add(draw.batch)
         # As it is now: settling the step before may change it meanwhile.
@@ -374,6 +389,7 @@ class GuardedPipeline:
     def _backward(self, attempt: StepAttempt, value: Tensor, *, counts: bool) -> None:
         scaler = self.context.state.scaler
         attempt.running = "backward"
+        self._enter_phase(BACKWARD)
         first_steps = self._first_steps if counts else None
         if first_steps is not None:
             self._follow_param_groups()
@@ -384,6 +400,7 @@ class GuardedPipeline:
         if first_steps is not None:
             first_steps.after_backward(self._parameters)
         attempt.running = "forward"
+        self._enter_phase(FORWARD)
 
     def after_backward(self, attempt: StepAttempt) -> None:
         """Note that a backward of the driver's own is over."""
@@ -398,6 +415,7 @@ class GuardedPipeline:
         StepError if it is one of the first steps, and its gradients were dropped or reached other parameters.
         """
         self.require_own_process()
+        self._enter_phase(OPTIMIZER)
         if self._first_steps is not None:
             try:
                 self._require_parameters()
@@ -413,6 +431,7 @@ class GuardedPipeline:
         except BaseException as error:
             self.report_failure(error, "the update")
             raise
+        self._enter_phase(USER)
         if self.is_distributed:
             self.parts.watchdog.get().leave_step()
 
@@ -519,6 +538,7 @@ class GuardedPipeline:
             attempt.group,
             timer.phases(parts.local_grad_norms.pop_last_arrival(), on_device=parts.gate.on_device),
         )
+        self._enter_phase(COLLECTIVE)
         sent_at = timer.now()
         agreed = parts.coordinator.agree(host, local)
         if not parts.gate.on_device:
@@ -530,6 +550,7 @@ class GuardedPipeline:
         attempt.loss_limit, attempt.grad_limit = limits
         # If the host reads the rows, only after they show all ranks at the same step.
         parts.watchdog.get().ping(number)
+        self._enter_phase(OPTIMIZER)
         return agreed
 
     def _limits(self, attempt: StepAttempt) -> Limits:
@@ -666,7 +687,9 @@ class GuardedPipeline:
             )
         if served is not None and served.phase == "left":
             served = None
+        before = self.context.heartbeat.enter(OPTIMIZER)
         is_settled = self._settle(served)
+        self.context.heartbeat.enter(before)
         if not is_settled:
             progress.exhausted = False
             if served is not None:
@@ -721,7 +744,10 @@ class GuardedPipeline:
             return self._apply(effects.skip.perform(self._recovery, situation), attempt, signal)
         parts.snapshots.reset_healthy_counts()
         parts.checkpoints.reset_healthy_counts()
-        return self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
+        before = self.context.heartbeat.enter(SAVE)  # it may read the whole state from disk
+        is_valid = self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
+        self.context.heartbeat.enter(before)
+        return is_valid
 
     def _check_state(self, attempt: StepAttempt, signal: Signal) -> list[Finding]:
         """Find out whether the state was non-finite before the batch. Checked only when something is wrong already."""
@@ -818,6 +844,7 @@ class GuardedPipeline:
             self._request_tier_write()
         if progress.step % _FORGET_EVERY == 0:
             self._forget_positions()
+            self._note_for_all(parts.hang_watch.start_if_due(context.heartbeat))
         if self.on_first_commit is not None:
             self.on_first_commit()
             self.on_first_commit = None
@@ -921,6 +948,7 @@ class GuardedPipeline:
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
         attempt.phase = "left"
+        self._enter_phase(USER)
         if self.is_forked:
             return
         self.report_failure(error, attempt.running)

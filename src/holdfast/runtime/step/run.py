@@ -14,6 +14,7 @@ from torch import Generator
 
 from holdfast.core.base.errors import HoldfastError, PolicyStop, RanksDisagree, SetupError, Shutdown, StepError
 from holdfast.core.decide.repeated_failure import describe_error, is_counted
+from holdfast.core.hang.heartbeat import SAVE
 from holdfast.core.record.restart_time import RestartTime
 from holdfast.core.record.tally import Summary
 from holdfast.runtime import effects
@@ -41,6 +42,7 @@ class GuardedRun:
         context, parts = self.context, self.parts
         self._restart_time.end("groups")
         parts.watchdog.start()
+        parts.hang_watch.prepare()
         if context.ranks.rank > 0:
             log.addFilter(_keep_errors)
         try:
@@ -202,12 +204,14 @@ class GuardedRun:
         if parts.checkpoints.store is None or not parts.feeder.is_attached:
             return None
         is_returned = self.pipeline.return_data(served)
+        before = context.heartbeat.enter(SAVE)
         try:
             if parts.checkpoints.is_needed_now(progress.step):
                 buffers = context.state.buffers.capture()
                 parts.snapshots.take_now(progress.step, reason, buffers, parts.feeder.source, context.engine.state_dict)
             return parts.checkpoints.finish_now(progress.step, reason)
         finally:
+            context.heartbeat.enter(before)
             if is_returned and served is not None:
                 self.pipeline.redraw(served)
 
@@ -323,6 +327,7 @@ class GuardedRun:
         )
 
     def _release(self, *, may_restart: bool = False) -> None:
+        self.parts.hang_watch.close()
         self.parts.watchdog.get().close(may_restart=may_restart)
         log.removeFilter(_keep_errors)
 

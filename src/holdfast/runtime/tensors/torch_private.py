@@ -336,3 +336,18 @@ def call_before_threads_end(function: Callable[[], None]) -> None:
 def default_store(distributed: Any) -> Any:
     """Return the store of the default process group. `distributed` is the module torch.distributed."""
     return require(distributed.distributed_c10d, "_get_default_store")()
+
+
+# ---- torch's flight recorder
+
+
+def dump_flight_record() -> bytes | None:
+    """Return the collectives that torch has recorded, as JSON; None if this torch records none.
+
+    The record explains a hang and decides nothing, so a torch without it is no error.
+    """
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
+    try:
+        return None if dump is None else bytes(dump())
+    except RuntimeError:  # a build without it
+        return None

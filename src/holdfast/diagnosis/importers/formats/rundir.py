@@ -19,6 +19,7 @@ import numpy as np
 
 from holdfast.core.base import durable
 from holdfast.core.base.errors import LogRefused
+from holdfast.core.hang import incident_files
 from holdfast.core.record.events import event_problem
 from holdfast.core.record.journal import with_current_names
 from holdfast.diagnosis.importers.reading.column_blocks import Bools, Floats
@@ -78,6 +79,7 @@ def read(path: Path) -> list[Table]:
     """Read a run directory into one table. Raises LogRefused if it holds neither a step nor an event."""
     table = Table(str(path), NAME, np.empty(0))
     _read_journal(path, table)
+    _read_hangs(path, table)
     try:
         facts = load_json(durable.read_file(path / "run.json", 4 << 20))
         table.facts.update(facts if isinstance(facts, dict) else {})
@@ -211,6 +213,17 @@ def _read_journal(path: Path, table: Table) -> None:
         table.add_limit(
             "torn", f"{torn} lines of the journal cannot be read: the process was killed while it wrote them"
         )
+
+
+def _read_hangs(path: Path, table: Table) -> None:
+    """Add the verdicts of the hang watch as events."""
+    for incident in incident_files.list_incidents(path):
+        verdict = incident_files.read_verdict(incident) or {}
+        step, summary, line = verdict.get("step"), verdict.get("summary"), verdict.get("line")
+        if isinstance(summary, str):
+            at = f", at {line}" if isinstance(line, str) and line else ""
+            at_step = float(step) if isinstance(step, int) and 0 <= step < 2**53 else None
+            table.add_event(at_step, "hang", f"hang: {summary}{at}"[:600])
 
 
 def _describe(event: dict[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""Watches the processes of a run from outside of them. The sidecar imports no torch."""

@@ -115,6 +115,7 @@ class Sidecar:
 
     def _look_at_death(self, dead: int) -> None:
         """Write an incident if a rank died because another one called another collective. The others end by themselves."""
+        self._monitor.poll(time.monotonic())
         reports = gather(list(self._ranks.values()), self._monitor)
         verdict = judge_death(dead, reports)
         if verdict is not None:

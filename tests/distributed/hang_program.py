@@ -88,7 +88,7 @@ def main(folder: Path, fault: str, floor: str = "2.0") -> None:
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     config = {
-        "hang": {"floor_seconds": float(floor)},
+        "hang": {"floor_seconds": float(floor), "restart_seconds": float(floor) + 0.5},
         "checkpoint": {"every_steps": 50, "certify_after": 1},
         "liveness": {"every_steps": 0},
     }

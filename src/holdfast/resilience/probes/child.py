@@ -38,16 +38,16 @@ def run_probes(
 ) -> Iterator[tuple[str, list[ProbeResult] | None]]:
     """Yield each probe's name with None when it begins, and with its results when it ends. `names`: only these probes."""
     probes: list[Probe] = [p for p in importlib.import_module(module).PROBES if not names or p.name in names]
-    # -P: the working folder may be anyone's, and must not provide modules.
+    # -P, and no empty path: the working folder may be anyone's, and must not provide modules.
     command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
-    paths = [_PACKAGES, os.environ.get("PYTHONPATH", "")]
+    paths = filter(None, [_PACKAGES, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     request = {"module": module, "names": [p.name for p in probes], "settings": msgspec.to_builtins(settings)}
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **(environment or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **(environment or {})},
     )
     assert child.stdin is not None and child.stdout is not None
     try:

@@ -19,14 +19,17 @@ def test_rollback_from_shares_is_exact(run, gate, size):
     run(f"{gate}-{size}/share_programs.rolled_back:{size}")
 
 
+@pytest.mark.slow
 def test_tensors_arrive_bit_for_bit_in_any_pieces(run):
     run("share_programs.broadcast:3")
 
 
+@pytest.mark.slow
 def test_rollback_from_shares_is_exact_if_the_optimizer_state_was_another(run):
     run("share_programs.other_structure:2")
 
 
+@pytest.mark.slow
 def test_ranks_decide_again_if_whole_snapshots_fit_after_all(run):
     run("share_programs.decided_again:2")
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from holdfast.core.hang.timeouts import MIN_INSTANCES, PhaseTimes
+from marks import slow
 
 FLOOR = 8.0
 
@@ -52,7 +53,7 @@ def _draw(kind: str, rng: random.Random) -> float:
     return 0.05 if rng.random() > 2e-3 else 0.05 + rng.expovariate(1 / 3.0)  # now and then a slow file
 
 
-@pytest.mark.parametrize("kind", ["lognormal", "pareto", "exponential", "slow files"])
+@pytest.mark.parametrize("kind", ["pareto", *slow("lognormal", "exponential", "slow files")])
 def test_a_million_heavy_tailed_steps_raise_no_alarm(kind):
     rng, learned, alarms = random.Random(7), PhaseTimes(), []
     for step in range(1_000_000):

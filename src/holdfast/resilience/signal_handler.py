@@ -138,6 +138,9 @@ class ShutdownHandler:
             if signal.getsignal(each) == self._handle_signal:  # else another was set since: leave it
                 # None: it was set by C code, which Python cannot restore.
                 signal.signal(each, signal.SIG_DFL if handler is None else handler)
+            for later in _registered:  # it would restore this one, which handles nothing any more
+                if later._earlier.get(each) == self._handle_signal:
+                    later._earlier[each] = handler
         self._earlier.clear()
         _registered.discard(self)
         return True

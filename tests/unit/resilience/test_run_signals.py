@@ -92,6 +92,17 @@ def test_a_run_that_was_never_closed_hands_the_signals_over_to_the_next_and_is_f
     assert signal.getsignal(USR1) == before
 
 
+@pytest.mark.parametrize("is_first_closed_first", [True, False])
+def test_two_runs_leave_the_handlers_as_before_in_whatever_order_they_close(is_first_closed_first):
+    before, runs = signal.getsignal(TERM), [Run(), Run()]
+    both = [RunSignals(ShutdownSection()), RunSignals(ShutdownSection())]
+    for signals, run in zip(both, runs, strict=True):
+        signals.register(run.save, lambda: False, lambda: 0)
+    for signals in both if is_first_closed_first else reversed(both):
+        signals.finish()
+    assert signal.getsignal(TERM) == before
+
+
 def test_a_signal_that_another_handler_has_taken_over_starts_no_deadline():
     signals, run, received = RunSignals(ShutdownSection(deadline_seconds=0.05)), Run(), []
     signals.register(run.save, lambda: False, lambda: 0)

@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/architecture $(PYTEST_OPTIONS)
 
-# Every test but those of `make soak`, under 45 minutes on two cores.
+# Every test but those of `make soak`, under an hour on two cores.
 test-all: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_OPTIONS)
 

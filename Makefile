@@ -10,13 +10,17 @@ export MKL_NUM_THREADS = 1
 # Compile each module once, and not in each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs gpu-libs clean
+.PHONY: test test-slow test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs gpu-libs clean
 # Every behaviour at least once, 6 to 8 minutes on two cores. tests/conftest.py says how tests are chosen. `make check` has
 # those of the architecture.
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/architecture $(PYTEST_OPTIONS)
 
-# Every test but those of `make soak`, under an hour on two cores.
+# What `make test` leaves to `make test-all`: after both, every test but those of `make soak` has run.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow and not soak" $(PYTEST_OPTIONS)
+
+# Every test but those of `make soak`, with more random examples, over an hour on two cores.
 test-all: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_OPTIONS)
 

@@ -43,6 +43,8 @@ NOT_RUN = {
 }
 STATUS = {
     "holdfast diagnose runs/* --fail-on nan --fail-on divergence": 3,  # runs/b has a NaN
+    "holdfast hang runs/a": 3,  # it has none
+    "holdfast hang /tmp/nccl_trace_rank_* stacks_rank_2.txt": 1,  # there are no such files
 }
 
 

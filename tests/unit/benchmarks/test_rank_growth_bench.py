@@ -121,6 +121,6 @@ def test_a_tiny_run_measures_models_and_is_right(tmp_path, capsys):
     found = json.loads((tmp_path / "ranks.json").read_text())
     assert [len(one["ranks"]) for one in found["measured"].values()] == [2, 3, 5]
     assert [one["ranks"][0]["rows"] for one in found["measured"].values()] == [4, 4, 4]
-    assert min(found["measured"]["2"]["ranks"][1]["bytes"]) == found["row_bytes"] == 160
+    assert min(found["measured"]["2"]["ranks"][1]["bytes"]) == found["row_bytes"] == 192
     assert set(found["models"]["processor time a rank"]["shapes"]) == {"ring", "tree"}
     assert set(found["host"]["sizes"]) == {"2", "16", "64"}

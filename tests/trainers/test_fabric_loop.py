@@ -197,7 +197,7 @@ def test_a_loop_of_fabric_that_is_killed_ends_as_if_it_never_was(tmp_path, optio
     if "bad" in arguments:
         arguments.pop("bad")
         arguments["without"] = [(1, n) for n in range(4)]
-    program = (  # a process of its own: threads that an earlier test has set change the last bits
+    program = (  # a process of its own: after other tests of this process the last bits differ
         "import sys, torch; from pathlib import Path; from test_fabric_loop import Loop\n"
         f"plain = Loop(**{arguments!r})\n"
         "torch.save((plain.state(), plain.random), Path(sys.argv[1]) / 'plain.pt')\n"

@@ -22,6 +22,7 @@ from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hang_watch import HangWatch, NoHangWatch
 from holdfast.runtime.ports.ranks import NoWatchdog, RankWatchdog
 from holdfast.runtime.ports.shutdown import NoSignals
+from holdfast.runtime.tensors.device_progress import watch_device
 from holdfast.runtime.tensors.norms import LocalNorms
 from holdfast.runtime.tensors.torch_private import dump_flight_record
 from holdfast.supervise.sidecar_client import SidecarClient
@@ -88,4 +89,4 @@ def _make_hang_watch(run_dir: str | os.PathLike[str] | None, config: Config, wor
     if run_dir is None or not config.hang.enabled:
         return NoHangWatch()
     dump = dump_flight_record if world.size > 1 else lambda: None
-    return SidecarClient(run_dir, world.rank, world.size, session, config.hang, dump)
+    return SidecarClient(run_dir, world.rank, world.size, session, config.hang, dump, watch_device)

@@ -20,7 +20,7 @@ from holdfast.core.hang.verdict import HangVerdict, RankReport, WorkerReport
 from holdfast.supervise.processes import GONE, ProcessState, ask_for_stacks, children, read_state, spy
 from holdfast.supervise.sidecar_client import DUMP, END, LENGTH
 
-_GATHER_SECONDS, _OTHERS_SECONDS = 1.0, 0.5
+_GATHER_SECONDS, _OTHERS_SECONDS = 1.5, 0.9
 """how long ranks have to answer, and how long the others have after one has"""
 _WORKER_SECONDS = 0.3
 _END_SECONDS = 6.0
@@ -60,15 +60,19 @@ def gather(ranks: list[ConnectedRank], monitor: Monitor) -> list[RankReport]:
     starts = {rank.rank: rank.stacks_size() for rank in ranks}
     asked = [rank for rank in ranks if ask_for_stacks(rank.pid, rank.signal)]
     able = [rank for rank in ranks if rank.answers and found[rank.rank].state not in ("T", "t", "gone")]
-    records = _flight_records(able)
-    silent = {rank.rank for rank in able} - set(records)
+    answers = _ask(able)
+    silent = {rank.rank for rank in able} - set(answers)
     for rank in asked:
         _wait_until_written(rank, starts[rank.rank], _GATHER_SECONDS)
-    reports = [_report(rank, found[rank.rank], starts[rank.rank], records.get(rank.rank), monitor) for rank in ranks]
+    reports = [
+        _report(rank, found[rank.rank], starts[rank.rank], answers.get(rank.rank) or {}, monitor) for rank in ranks
+    ]
     return [msgspec.structs.replace(report, answered=report.rank not in silent) for report in reports]
 
 
-def _report(rank: ConnectedRank, process: ProcessState, start: int, record: Any, monitor: Monitor) -> RankReport:
+def _report(
+    rank: ConnectedRank, process: ProcessState, start: int, answer: dict[str, Any], monitor: Monitor
+) -> RankReport:
     stacks, why = rank.read_stacks(start), ""
     if not stacks and process is not GONE:
         stacks = spy(rank.pid)
@@ -89,7 +93,8 @@ def _report(rank: ConnectedRank, process: ProcessState, start: int, record: Any,
         stacks=stacks,
         why_no_stacks=why,
         workers=_workers(rank) if watched.phase in _WITH_CHILDREN and process.state not in ("T", "t", "gone") else [],
-        flight_record=record,
+        flight_record=record if isinstance(record := answer.get("flight_record"), dict) else None,
+        is_device_stuck=answer.get("is_device_stuck") is True,
     )
 
 
@@ -116,15 +121,18 @@ def _wait_until_written(rank: ConnectedRank, start: int, seconds: float) -> None
             return
 
 
-def _flight_records(ranks: list[ConnectedRank]) -> dict[int, Any]:
-    """Ask the ranks for their flight records. A rank whose GIL is held does not answer in time."""
+def _ask(ranks: list[ConnectedRank]) -> dict[int, dict[str, Any] | None]:
+    """Ask the ranks for their flight records and whether their devices are stuck.
+
+    A rank whose GIL is held does not answer in time.
+    """
     waiting = {rank.connection.fileno(): rank for rank in ranks}
     for rank in ranks:
         rank.received = b""
         with contextlib.suppress(OSError):
             _drain(rank.connection)
             rank.connection.sendall(DUMP)
-    records: dict[int, Any] = {}
+    answers: dict[int, dict[str, Any] | None] = {}
     ends = time.monotonic() + _GATHER_SECONDS
     while waiting and (left := ends - time.monotonic()) > 0:
         for descriptor in select.select(list(waiting), [], [], left)[0]:
@@ -135,9 +143,9 @@ def _flight_records(ranks: list[ConnectedRank]) -> dict[int, Any]:
             rank.received += data
             if not data or _is_whole(rank.received):
                 del waiting[descriptor]
-                records[rank.rank] = _decode(rank.received)
+                answers[rank.rank] = _decode(rank.received)
                 ends = min(ends, time.monotonic() + _OTHERS_SECONDS)
-    return records
+    return answers
 
 
 def _drain(connection: socket.socket) -> None:
@@ -154,7 +162,7 @@ def _is_whole(received: bytes) -> bool:
     return len(received) >= min(LENGTH.size + int(length), _MAX_RECORD_BYTES)
 
 
-def _decode(received: bytes) -> Any:
+def _decode(received: bytes) -> dict[str, Any] | None:
     try:
         content = json.loads(received[LENGTH.size :])
     except (ValueError, RecursionError):

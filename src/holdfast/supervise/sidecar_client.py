@@ -56,6 +56,7 @@ class SidecarClient:
 
     session: equal on all ranks of a run, and new for each process group.
     dump_flight_record: returns torch's flight record as JSON, or None if there is none.
+    watch_device: called on the training thread; returns a function that tells whether the device is stuck, or None.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class SidecarClient:
         session: str,
         config: HangSection,
         dump_flight_record: Callable[[], bytes | None] = lambda: None,
+        watch_device: Callable[[], Callable[[], bool | None] | None] = lambda: None,
     ) -> None:
         self._run_dir, self._rank, self._size, self._session = Path(run_dir).resolve(), rank, size, session
-        self._config, self._dump = config, dump_flight_record
+        self._config, self._dump, self._watch_device = config, dump_flight_record, watch_device
+        self._is_device_stuck: Callable[[], bool | None] | None = None
         self.on_end: Callable[[int, int, str, str], None] | None = None
         """ends this process and tells the other ranks why: rank, step, phase and reason of the hang"""
         self.restarts = does_restart(config.action, os.environ)
@@ -112,6 +115,7 @@ class SidecarClient:
         return None
 
     def _start(self, heartbeat: Heartbeat) -> None:
+        self._is_device_stuck = self._watch_device()
         self._socket = self._connect()
         _require_same_user(self._socket)
         shared = os.memfd_create("holdfast-heartbeat")
@@ -133,8 +137,8 @@ class SidecarClient:
 
     @property
     def _has_thread(self) -> bool:
-        """Return whether the sidecar can ask this process for anything. A process that reports only needs no thread."""
-        return self._size > 1 or self.restarts
+        """Return whether the sidecar can ask this process for anything. A CPU process that reports only needs none."""
+        return self._size > 1 or self.restarts or self._is_device_stuck is not None
 
     def _connect(self) -> socket.socket:
         """Return a connection to the sidecar of this node. Start it, if this is the first rank here."""
@@ -213,8 +217,10 @@ class SidecarClient:
         try:
             while request := connection.recv(1):
                 if request == DUMP:
-                    record = self._dump() or b""
-                    connection.sendall(LENGTH.pack(len(record)) + record)
+                    is_stuck = None if self._is_device_stuck is None else self._is_device_stuck()
+                    record = self._dump() or b"null"
+                    answer = b'{"is_device_stuck":%s,"flight_record":%s}' % (json.dumps(is_stuck).encode(), record)
+                    connection.sendall(LENGTH.pack(len(answer)) + answer)
                 elif request == END:
                     (length,) = LENGTH.unpack(connection.recv(LENGTH.size, socket.MSG_WAITALL))
                     self._end(json.loads(connection.recv(length, socket.MSG_WAITALL)))

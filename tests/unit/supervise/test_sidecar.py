@@ -8,17 +8,20 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from holdfast.supervise import sidecar
 from holdfast.supervise.processes import read_state
-from holdfast.supervise.sidecar_client import does_restart
+from holdfast.supervise.sidecar_client import address_of, does_restart
 
 PROGRAM = Path(__file__).parent / "beating_program.py"
 WAIT = 30.0
@@ -208,3 +211,41 @@ def test_a_killed_sidecar_harms_nothing(start, folder):
 )
 def test_a_hang_ends_processes_only_if_asked_or_if_torchrun_has_restarts_left(action, environment, expected):
     assert does_restart(action, environment) is expected
+
+
+def test_a_debugger_that_stays_for_an_hour_gives_one_note_and_ends_nothing(folder, monkeypatch, caplog):
+    """The clock is simulated: a poll comes 0.3 s after the last one. The process and its tracer are real."""
+    ahead = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0], time=time.time, sleep=time.sleep)
+    monkeypatch.setattr(sidecar, "time", clock)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address_of(folder.name))
+    listener.listen(8)
+    settings = {"run_dir": folder, "session": folder.name, "world": 1, "restarts": True, "restart_seconds": 300.0}
+    watch = sidecar.Sidecar({**settings, "listener": listener.detach(), "floor_seconds": 0.5, "user_seconds": 1800.0})
+    command = [sys.executable, str(PROGRAM), str(folder), "0", "1", "sleep", "restart"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    try:
+        watch._accept()
+        while (
+            watch._monitor.ranks[0].phase != "forward"
+            or watch._monitor.timeout(0) is None
+            or watch._beats()[0].step < 50
+        ):
+            watch._poll(clock.monotonic())
+        assert process.stdout is not None and process.stdout.readline() == "fault\n"
+        if libc.ptrace(PTRACE_SEIZE, process.pid, None, None) != 0:
+            pytest.skip("ptrace is not permitted")
+        assert libc.ptrace(PTRACE_INTERRUPT, process.pid, None, None) == 0
+        os.waitpid(process.pid, 0x40000000)  # __WALL
+        for _ in range(12_000):
+            ahead[0] += 0.3
+            watch._poll(clock.monotonic())
+        assert watch._monitor.seconds(0) > 3600
+        assert caplog.text.count("is being debugged") == 1
+        assert not list(folder.glob("hang/*")) and read_state(process.pid).state == "t"
+    finally:
+        process.kill()
+        process.wait(10)

@@ -12,11 +12,13 @@ from holdfast.core.base.errors import HoldfastError
 from holdfast.core.hang import desync, flight_records, stacks
 from holdfast.core.hang.stacks import Stack
 
-HangKind = Literal["stopped", "absent", "stuck", "desync", "network", "silent", "debugger", "busy"]
+HangKind = Literal["stopped", "absent", "stuck", "desync", "network", "silent", "device", "debugger", "busy"]
 
 
 _ORDER = {"data": 0, "forward": 1, "backward": 2, "collective": 3, "optimizer": 4}
 """the phases of a step; the others come after it"""
+_OF_A_RANK = ("absent", "stuck")
+"""verdicts that blame ranks, and no collective between them"""
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +50,8 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True):
     why_no_stacks: str = ""
     workers: list[WorkerReport] = []
     flight_record: dict[str, Any] | None = None
+    is_device_stuck: bool = False
+    """True: its device did not reach a marker behind the work that was queued"""
     answered: bool = True
     """False: it was asked for its flight record and did not answer, though it is not stopped"""
 
@@ -117,7 +121,21 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         evidence=[each.describe() for each in mismatches[1:4]],
         is_certain=certain,
     )
-    return _with_context(_excuse(verdict, by_rank, frames), by_rank, frames)
+    verdict = _blame_device(_excuse(verdict, by_rank, frames), by_rank)
+    return _with_context(verdict, by_rank, frames)
+
+
+def _blame_device(verdict: HangVerdict, reports: Mapping[int, RankReport]) -> HangVerdict:
+    """Return "device" if the ranks that do not get on wait for their own devices."""
+    stuck = [rank for rank in verdict.culprits if reports[rank].is_device_stuck] if verdict.kind in _OF_A_RANK else []
+    if not stuck:
+        return verdict
+    text = (
+        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: a kernel that "
+        "never ends, or a sick GPU (`holdfast doctor`, dmesg for Xid); the line is where the host waits, and the "
+        "kernel was launched before it"
+    )
+    return msgspec.structs.replace(verdict, kind="device", summary=text, culprits=stuck)
 
 
 def _undelivered(

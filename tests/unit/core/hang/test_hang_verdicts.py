@@ -33,6 +33,18 @@ def test_one_process_is_named_with_phase_step_and_line():
     assert "forward of step 7, since 9.0 s at /home/me/train.py:1" in render(found)
 
 
+def test_a_rank_that_waits_for_its_own_device_is_told_from_one_whose_host_is_stuck():
+    found = judge([report(0, "optimizer", is_device_stuck=True)], 1)
+    assert (found.kind, found.culprits) == ("device", [0])
+    assert "device of rank 0" in found.summary
+    # On NCCL the collective itself keeps the devices of those that wait busy: the rank that never came is to blame.
+    waits = [report(rank, "collective", is_device_stuck=True) for rank in range(3)]
+    assert judge([*waits, report(3, "data")], 4).kind == "absent"
+    found = judge([*waits, report(3, "forward", is_device_stuck=True)], 4)
+    assert (found.kind, found.culprits) == ("device", [3])
+    assert judge(waits, 3).kind == "network"
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_without_a_flight_record_the_rank_that_is_not_in_the_exchange_is_named(size):
     ranks = [report(rank, "collective") for rank in range(size - 1)]

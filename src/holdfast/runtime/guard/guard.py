@@ -405,6 +405,20 @@ class GuardBase:
         """
         self._run.load_checkpoint(os.fspath(path))
 
+    def set_splitter(
+        self, splitter: Callable[[Any, int], list[Any]] | None, *, weight: Callable[[Any], float] | None = None
+    ) -> None:
+        """Say how a micro-batch that does not fit into memory is split: `splitter(batch, n)` returns a list of n batches.
+
+        weight: returns what a part counts in the mean loss, such as its valid labels. Without it the guard counts labels
+        that are not ignored, or samples. None as splitter: along the first dimension.
+        """
+        for name, value in (("splitter", splitter), ("weight", weight)):
+            if value is not None and not callable(value):
+                raise SetupError(f"set_splitter({name}={value!r}): expected a function")
+        if (oom := self._run.pipeline.oom) is not None:
+            oom.splitter, oom.weigh = splitter, weight
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Declare what the loop does: `with guard.phase("eval"):`. Time in it counts for that phase when hangs are sought.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
@@ -120,8 +120,10 @@ def _slice(value: Any, size: int, start: int, stop: int) -> Any:
             return value[start:stop]
         return type(value)(_slice(v, size, start, stop) for v in value)
     if fields := _fields(value):
+        sliced = {name: _slice(field, size, start, stop) for name, field in fields.items()}
+        if not hasattr(value, "__dict__"):  # slots
+            return replace(value, **sliced)
         part = copy.copy(value)  # not its constructor, which may compute fields or take other arguments
-        for name, field in fields.items():
-            object.__setattr__(part, name, _slice(field, size, start, stop))
+        vars(part).update(sliced)
         return part
     return value

@@ -137,11 +137,10 @@ class MemoryRetry:
             return False
         if self._is_distributed and not may_fill:
             self.wanted_parts = retry.parts
-            log.error(
-                "holdfast: step %d: %s. Other ranks may wait in a collective, so all ranks end; the next start serves every "
-                "micro-batch in %d parts",
-                *(attempt.number, retry.reason, retry.parts),
-            )
+            text = f"step {attempt.number}: {retry.reason}. Other ranks may wait in a collective, so all ranks end; "
+            text += f"the next start serves every micro-batch in {retry.parts} parts"
+            log.error("holdfast: %s", text)
+            error.add_note(f"holdfast: {text}")
             return False
         if not self._is_distributed:
             self._record(attempt.number, retry, where=attempt.running)

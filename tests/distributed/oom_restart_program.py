@@ -92,7 +92,7 @@ def main(folder: Path, kind: str) -> None:
         "liveness": {"poll_seconds": 0.1},
     }
     one_sample = LENGTH * 4 * 4
-    state, parts, step = train(kind, {"run_dir": folder / "run", "config": config}, int(1.5 * one_sample), at=5)
+    state, parts, step = train(kind, {"run_dir": folder / "run", "config": config}, int(2.5 * one_sample), at=5)
     plain, _, _ = train(kind, {"config": {"checkpoint": {"enabled": False}}}, None, at=0)
     difference = max(float((a - b).norm() / b.norm()) for a, b in zip(state, plain, strict=True))
     end = {"attempt": attempt, "step": step, "parts": parts, "difference": difference}

@@ -486,6 +486,39 @@ def test_snapshot_that_runs_out_of_memory_is_left_out(caplog):
     assert run.statuses == ["committed"] * STEPS
 
 
+def test_probe_finds_the_split_before_the_first_step_and_leaves_no_trace(whole):
+    rows = Rows()
+    longest = torch.utils.data.default_collate([rows[n] for n in range(8)])
+    limit, probes = MemoryLimit(), []
+
+    def probe(guard):
+        model = guard._state.modules[0][1]
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        before = [torch.get_rng_state(), *(t.clone() for t in guard._state.update_tensors().values())]
+
+        def loss_fn(net, batch):
+            with limit:
+                value = token_loss(net, batch)
+            value.register_hook(lambda gradient: gradient)
+            return value
+
+        for share in (2.0, 0.5, 0.001):
+            limit.nbytes = int(share * whole.limit.peak)
+            probes.append(guard.probe_memory(loss_fn, longest))
+        after = [torch.get_rng_state(), *guard._state.update_tensors().values()]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight)) and model[2].weight.grad is None
+        model[0].weight.grad = None
+
+    run = train(int(0.65 * whole.limit.peak), setup=probe)
+    assert [p.parts for p in probes] == [1, 2, 0] and [p.fits for p in probes] == [True, False, False]
+    assert probes[0].state_bytes == 2 * sum(p.numel() * 4 for p in run.parameters)
+    assert "fits in 2 parts, and is served so" in probes[1].message
+    assert "not even one sample at a time" in probes[2].message
+    assert run.limit.raised == 0 and run.sizes[0] == [4, 4]
+    assert_close(run, whole)
+
+
 def test_classic_loop_says_that_it_cannot_be_served_again(caplog):
     model = nn.Linear(4, 5)
     guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -53,7 +53,8 @@ class MemoryRetry:
         self._context = context = recovery.context
         self._config: OomSection = context.config.oom
         self._is_distributed = recovery.coordinator.is_distributed
-        self._is_armed = self._config.action == "split" and context.config.recover.mode == "heal"
+        self.is_armed = self._config.action == "split" and context.config.recover.mode == "heal"
+        """the policy allows splits"""
         self._can_fill = self._config.ranks == "auto" and sync.has_only_ddp and not self._has_collectives_in_forward()
         self.splits: BatchSplits = context.state.splits
         self.splits.is_for_ranks = self._is_distributed
@@ -166,7 +167,7 @@ class MemoryRetry:
         first_line = str(error).strip().split("\n")[0][:300]
         free_pinned(error, [module for _, module in state.modules])
         given_back = self._recovery.snapshots.release_device_memory()
-        if not self._is_armed:
+        if not self.is_armed:
             return f"{what}; the policy forbids a retry"
         shape = "" if failed is None else shape_of(failed.batch)
         parts = 1 if failed is None else self.splits.parts_for(shape)
@@ -210,6 +211,12 @@ class MemoryRetry:
         modules = [m for _, root in self._context.state.modules for m in root.modules()]
         return any(isinstance(m, nn.SyncBatchNorm) for m in modules)
 
+    def learn(self, number: int, shape: str, parts: int, reason: str) -> None:
+        """Serve micro-batches of a shape in parts from now on."""
+        self._write(number, _Retry(shape, parts, reason))
+        self.splits.learn(shape, parts)
+        self.is_splitting = True
+
     # ---- several ranks
 
     def take_requests(self, requests: list[dict[str, Any]]) -> None:
@@ -239,7 +246,7 @@ class MemoryRetry:
         free_pinned(error)
         self._recovery.snapshots.release_device_memory()
         why = f"step {number}: out of memory in optimizer.step(), which may have updated a part of the parameters"
-        if self._is_distributed or not self._is_armed or times > _MAX_UPDATE_FAILURES:
+        if self._is_distributed or not self.is_armed or times > _MAX_UPDATE_FAILURES:
             log.error(
                 "holdfast: %s: nothing of it is saved, and the error ends the run (%s); %s", why, first_line, _ADVICE
             )

@@ -1,7 +1,7 @@
 """Measures an out-of-memory error that the guard heals: a long batch on a device that is nearly full.
 
-Trains a small GPT in float32 on short sequences, with two long batches on the way. Once with free memory, once with 90% of the
-device occupied, so that the first long batch does not fit. The guard undoes that step and serves it again in parts. The
+Trains a small GPT in float32 on short sequences, with two long batches on the way. Once with free memory, once with 90% of
+the device occupied, so that the first long batch does not fit. The guard undoes that step and serves it again in parts. The
 program checks its result: the error happened, the second long batch had none, and both runs end with the same parameters.
 
     python -m benchmarks.gpu.oom                  one CUDA device, under two minutes
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import holdfast
 from benchmarks.blocks import synchronize
@@ -93,7 +94,7 @@ def train(device: str, sizes: Sizes, folder: Path, occupy: Any, limit: Any) -> R
         model, optimizer, clip_grad_norm=1.0, run_dir=folder, config={"checkpoint": {"enabled": False}}
     )
     with guard:
-        for step in guard.steps(served, max_steps=STEPS):
+        for step in guard.steps(DataLoader(served, batch_size=None), max_steps=STEPS):
             began = time.perf_counter()
             number = step.number
             with step:
@@ -144,8 +145,8 @@ def main() -> int:
 def report(device: str, plain: Run, full: Run) -> int:
     first, second = LONG_STEPS
     before, after = range(5, first), range(first + 1, second)
-    pairs = zip(full.parameters, plain.parameters, strict=True)
-    difference = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    a, b = (torch.cat([p.flatten() for p in run.parameters]) for run in (full, plain))
+    difference = float((a - b).norm() / b.norm())
     rows = [
         ("a short step before", median(plain, before), median(full, before)),
         ("the first long step, with its tries", sum(plain.seconds[first]), sum(full.seconds[first])),

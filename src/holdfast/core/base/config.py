@@ -194,10 +194,7 @@ class OomSection(ConfigSection, frozen=True):
     ] = 200
     ranks: Annotated[
         Literal["auto", "restart"],
-        doc(
-            "auto: heal under DDP before the gradients are averaged; restart: always end all ranks, for a forward with "
-            "collectives of its own"
-        ),
+        doc("auto: heal DDP in place while no gradients are averaged; restart: always end all ranks"),
     ] = "auto"
 
 

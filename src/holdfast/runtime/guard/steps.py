@@ -238,6 +238,9 @@ class _Microbatches:
                 f"step {step.number}: the last batch was left without step.backward(loss); a `continue` in the "
                 "micro-batch loop leaves a part of the batch out; nothing was applied"
             )
+        if attempt.is_filler and not self._taken:  # if the data ends inside the step, no rank averages gradients in it
+            while len(attempt.draws) < attempt.accumulate and step._pipeline.draw_batch(attempt):
+                pass
         if not self._pieces and not self._parts_left:
             if self._taken >= attempt.accumulate or attempt.data_ended:
                 raise StopIteration
@@ -258,6 +261,7 @@ class _Microbatches:
             self._pieces = oom.pieces(attempt, part, step._part_samples, self._splitter)
             if attempt.is_filler:
                 self._parts_left.clear()
+                self._taken = attempt.accumulate
         step._piece = self._pieces.pop(0)
         step._drawn_parts += 1
         step._pieces_left = len(self._parts_left) + len(self._pieces)

@@ -182,8 +182,8 @@ class MemoryRetry:
         splitter = failed.splitter or self.splitter
         try:
             is_smaller = more > parts and len(cut(failed.batch, more, failed.samples, splitter)) > parts
-        except StepError as problem:
-            return f"{what}; {problem}"
+        except Exception as problem:  # StepError, or what a splitter of the user raises
+            return f"{what}; it cannot be split: {problem}; see guard.set_splitter"
         if not is_smaller:
             size = "one sample" if failed.samples == parts else f"a part of {parts}, the most ([oom] max_split)"
             return f"{what} with {size} at a time: the micro-batch cannot be split further"

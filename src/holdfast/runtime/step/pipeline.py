@@ -289,7 +289,7 @@ class GuardedPipeline:
         elif ended_epochs:
             self._end_epochs(ended_epochs)
         if self.oom.is_filling:
-            self.oom.is_filling, attempt.is_filler, attempt.accumulate = False, True, 1
+            self.oom.is_filling, attempt.is_filler = False, True
         progress.served = attempt
         return attempt
 

@@ -15,8 +15,8 @@ def test_rank_that_runs_out_before_gradients_are_averaged_is_healed_in_place(run
     run("oom_programs.heal:2")
 
 
-def test_device_gate_and_weights_over_all_ranks(run):
-    run("oom_programs.heal_weighted_on_device:2")
+def test_device_gate_weights_over_all_ranks_and_the_end_of_the_data(run):
+    run("oom_programs.heal_weighted_on_device:2", "oom_programs.heal_at_the_end_of_the_data:2")
 
 
 @pytest.mark.slow

@@ -389,7 +389,7 @@ def test_split_grows_back_and_waits_longer_after_a_failure(whole, tmp_path):
     )
     splits = [(e["step"], e["parts"]) for e in journal(tmp_path / "run") if e.get("action") == "split"]
     # Steps 1 to 3 in two parts; step 4 is tried whole and fails; six clean steps; from step 10 on it fits.
-    assert splits == [(1, 2), (3, 1), (4, 2), (9, 1)]
+    assert splits == [(1, 2), (3, 1), (4, 2), (9, 1)] and run.summary.splits == 2
     assert run.sizes[-1] == [8] and difference(run, train(steps=24)) < BOUND
 
 
@@ -484,6 +484,32 @@ def test_snapshot_that_runs_out_of_memory_is_left_out(caplog):
     assert difference(run, plain) == 0.0
     assert "memory ran out while a snapshot of step 4 was taken: it is left out" in caplog.text
     assert run.statuses == ["committed"] * STEPS
+
+
+def test_guard_gives_its_own_memory_back_before_anything_is_split(whole, tmp_path):
+    """Snapshots on the device go first; the newest good one moves to the host, and a rollback from there is exact."""
+    config = {"snapshot": {"place": "device", "every_steps": 1, "certify_after": 1}}
+    limit, calls = MemoryLimit(), []
+
+    class Starved(torch.optim.AdamW):
+        def step(self, closure=None):
+            calls.append(len(calls))
+            limit.nbytes = limit.live_bytes() + 300 if len(calls) == 6 else None
+            with limit:
+                return super().step()
+
+    run = train(
+        int(0.65 * whole.limit.peak),
+        when=lambda step, part: step == 5,
+        config=config,
+        run_dir=tmp_path / "run",
+        optimizer=lambda model: Starved(model.parameters(), lr=1e-2, foreach=False),
+    )
+    actions = [e for e in journal(tmp_path / "run") if e["event"] == "action"]
+    assert [(e["action"], e.get("parts")) for e in actions] == [("split", 1), ("split", 2), ("rollback", None)]
+    assert "snapshots leave the device" in actions[0]["reason"] and run.summary.splits == 1
+    assert actions[2]["to_step"] == 3 and actions[2]["restored_from"] == "memory"
+    assert_close(run._replace(losses=[]), whole._replace(losses=[]))
 
 
 def test_probe_finds_the_split_before_the_first_step_and_leaves_no_trace(whole):

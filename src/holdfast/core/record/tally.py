@@ -192,7 +192,7 @@ class Tally:
         if name == "cut_lr":
             self._summary.lr_cuts += 1
         elif name == "split":
-            self._summary.splits += 1
+            self._summary.splits += (event.get("parts") or 0) > 1 and not event.get("trial")
         elif name == "stop":
             self._summary.stopped = event.get("reason") or "no reason on record"
             if line is not None:

@@ -260,7 +260,7 @@ class MemoryRetry:
         for changed in self.splits.commit():
             reason = f"{self.splits.grow_after} or more clean steps in {changed.before} parts"
             retry = _Retry(changed.shape, changed.parts, reason)
-            self._write(number, retry)
+            self._write(number, retry, trial=True)
             log.info("holdfast: step %d: %s: %d are tried from now on", number, reason, changed.parts)
         self.is_splitting = self.splits.is_active
 

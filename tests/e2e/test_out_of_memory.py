@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
+from holdfast.diagnosis.model.run_journal import read_run_journal
 from holdfast.drill.memory_limit import MemoryLimit
 
 BOUND = 1e-6
@@ -138,6 +139,8 @@ def test_memory_that_runs_out_in_forward_or_backward_costs_one_retry(whole, tmp_
     assert run.sizes[-1] == parts  # learned: no further step runs out of memory
     assert run.summary.splits == len(splits) and run.summary.status == "recovered"
     assert "out of memory: micro-batches split" in str(run.summary)
+    told = read_run_journal(str(tmp_path / "run")).action_lines()
+    assert told[0].startswith("served micro-batches of shape 8x32x4,8x32 in 2 parts from step 1 on (out of memory in")
 
 
 def test_no_memory_of_the_failed_forward_is_kept(whole):

@@ -159,6 +159,7 @@ class MemoryRetry:
             return True
         attempt.result = Outcome(status=Status.REPLAYED, signal=attempt.unmeasured_signal())
         self._context.engine.record_outcome(attempt.result)
+        self._context.hooks.call("on_recovery", attempt.result)
         return True
 
     def _choose(self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None) -> _Retry | str:

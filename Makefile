@@ -76,6 +76,7 @@ bench-agreement: $(READY)
 # The invariants on a GPU: one rank on NCCL with FSDP2, two on gloo; docs/ranks.md has its table.
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu.smoke --json build/gpu.json
+	$(BIN)/python -m benchmarks.gpu.oom
 
 # What the guard costs on a GPU, beside a bare loop and others, and how it grows; docs/performance.md has its tables.
 bench-gpu-overhead: $(READY)

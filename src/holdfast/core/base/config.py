@@ -169,6 +169,35 @@ class SnapshotSection(ConfigSection, frozen=True):
     ] = "auto"
 
 
+class OomSection(ConfigSection, frozen=True):
+    """Out of memory in forward or backward of `guard.steps()`."""
+
+    action: Annotated[
+        Literal["split", "stop"],
+        doc("split: serve the step again in smaller micro-batches; stop: the error ends the run"),
+    ] = "split"
+    allow_inexact: Annotated[
+        bool, doc("split also if that changes the result: BatchNorm or dropout in train mode, or batch_loss")
+    ] = True
+    batch_loss: Annotated[
+        bool, doc("the loss compares samples of a micro-batch (contrastive, MoE balance): a split changes it")
+    ] = False
+    loss: Annotated[
+        Literal["mean", "sum"],
+        doc("what the loss of a micro-batch is: the mean over its valid labels or samples, or a sum"),
+    ] = "mean"
+    ignore_index: Annotated[int, doc("labels of this value do not count")] = -100
+    max_split: Annotated[int, Meta(ge=1, le=1 << 20), doc("most parts of one micro-batch")] = 64
+    grow_after_steps: Annotated[
+        CountOrZero,
+        doc("clean steps after which half as many parts are tried; twice as many after each failure; 0: never"),
+    ] = 200
+    ranks: Annotated[
+        Literal["auto", "restart"],
+        doc("auto: heal DDP in place while no gradients are averaged; restart: always end all ranks"),
+    ] = "auto"
+
+
 class CheckpointSection(ConfigSection, frozen=True):
     """Copies of the run on disk, to resume from in another process. They need a run_dir."""
 
@@ -298,6 +327,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     detect: DetectSection = DetectSection()
     recover: RecoverSection = RecoverSection()
     snapshot: SnapshotSection = SnapshotSection()
+    oom: OomSection = OomSection()
     checkpoint: CheckpointSection = CheckpointSection()
     integrity: IntegritySection = IntegritySection()
     liveness: LivenessSection = LivenessSection()

@@ -45,6 +45,7 @@ _EVENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "reason": str, "data": _Spans, "samples": list[int], "batches": int, "skip_window": _ExcludedWindow,
             "interventions": list[Any], "ramp_steps": int, "steps": int, "factor": _Number, "part_of_rollback": bool,
+            "shape": str, "parts": int, "trial": bool,
         },
     ),
     "outcome": ({"status": str}, {"seconds_lost": _Number}),

@@ -57,6 +57,8 @@ class Summary(msgspec.Struct, kw_only=True):
     batches_skipped: int = 0
     samples_quarantined: int = 0
     lr_cuts: int = 0
+    splits: int = 0
+    """micro-batches that were split because memory ran out"""
     restarts: int = 0
     seconds_lost: float = 0.0
     incidents: list[IncidentSummary] = []
@@ -77,6 +79,8 @@ class Summary(msgspec.Struct, kw_only=True):
         lines = [", ".join([head, *counts])]
         if self.batches_skipped or self.samples_quarantined:
             lines.append(f"data left out: {self.batches_skipped} batches, {self.samples_quarantined} sample ids")
+        if self.splits:
+            lines.append(f"out of memory: micro-batches split {self.splits} time{'s' if self.splits > 1 else ''}")
         if self.seconds_lost:
             lines.append(f"time lost: {self.seconds_lost:.1f} s")
         lines += map(str, self.incidents)
@@ -187,6 +191,8 @@ class Tally:
             line.actions.append(name)
         if name == "cut_lr":
             self._summary.lr_cuts += 1
+        elif name == "split":
+            self._summary.splits += (event.get("parts") or 0) > 1 and not event.get("trial")
         elif name == "stop":
             self._summary.stopped = event.get("reason") or "no reason on record"
             if line is not None:

@@ -133,7 +133,8 @@ class RunJournal:
                 steps.append(action.get("step"))
                 if len(steps) > 1:
                     continue
-            lines.append(f"incident {action.get('incident', MISSING)}: {_describe_action(action)}")
+            place = "" if action.get("action") == "split" else f"incident {action.get('incident', MISSING)}: "
+            lines.append(place + _describe_action(action))
         for incident, steps in skips.items():
             if len(steps) > 1:
                 lines.append(
@@ -188,6 +189,9 @@ def _describe_action(action: dict[str, Any]) -> str:
             f"cut the learning rate from {fmt_recorded(action.get('lr_from'))} to {fmt_recorded(action.get('lr_to'))}"
         )
         text += f", restored over {action.get('ramp_steps', MISSING)} steps"
+    elif name == "split":
+        text = f"served micro-batches of shape {action.get('shape', MISSING)} in {action.get('parts', MISSING)} parts"
+        text += f" from step {step} on"
     elif name == "skip":
         text = f"skipped the update of step {step}"
     else:

@@ -51,6 +51,8 @@ class Requests(NamedTuple):
     """the first rank that received a signal, and which"""
     tier_step: int | None
     """the certified snapshot to write to shared memory, by its step"""
+    splits: list[dict[str, Any]]
+    """micro-batches that did not fit into a rank's memory"""
 
 
 class RankCoordinator:
@@ -141,6 +143,7 @@ class RankCoordinator:
         snapshots: list[tuple[int, dict[str, Any]]] = []
         shutdown: tuple[int, str] | None = None
         tier_step: int | None = None
+        splits: list[dict[str, Any]] = []
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
@@ -160,9 +163,11 @@ class RankCoordinator:
                     notes.append(value)
                 elif what == "snapshots":
                     snapshots += [(rank, news) for news in value]
+                elif what == "split":
+                    splits.append({**value, "rank": rank})
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step)
+        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step, splits)
 
     # ---- decisions that all ranks share
 
@@ -281,5 +286,8 @@ def _count_samples(rows: Rows) -> int:
 
 def _shared_config_checksum(config: Config) -> int:
     """Return a checksum of the sections all ranks must share. Memory and output settings may differ by rank."""
-    shared = (config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint)
+    shared = (
+        *(config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint),
+        config.oom,
+    )
     return zlib.crc32(msgspec.json.encode(shared))

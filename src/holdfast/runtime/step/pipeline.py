@@ -22,7 +22,7 @@ import msgspec
 from torch import OutOfMemoryError, Tensor, float64
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, Shutdown, StepError
-from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Severity, Signal, Status
+from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Plan, Severity, Signal, Status
 from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.core.hang.heartbeat import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER, SAVE, USER
@@ -36,6 +36,7 @@ from holdfast.runtime.context import Context
 from holdfast.runtime.data.bad_rows import outlying_samples
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.data.pieces import FailedPart
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects import RecoveryParts, Situation, Transition
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -50,6 +51,7 @@ from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.schedule import UnknownSchedulers
+from holdfast.runtime.step.memory_retry import MemoryRetry
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.tensors.norms import GradientNorms, Norm, scale_gradients
@@ -128,6 +130,7 @@ class GuardedPipeline:
         self.keeps_gradients = False
         self._clip = clip
         self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
+        self.oom = MemoryRetry(self._recovery, parts.gradient_sync)
         self._parameters: list[Tensor] = []
         self._parameter_ids: frozenset[int] | None = None
         self._emptied: str | None = None
@@ -285,6 +288,8 @@ class GuardedPipeline:
             attempt.epochs_before = ended_epochs
         elif ended_epochs:
             self._end_epochs(ended_epochs)
+        if self.oom.is_filling:
+            self.oom.is_filling, attempt.is_filler = False, True
         progress.served = attempt
         return attempt
 
@@ -361,7 +366,7 @@ class GuardedPipeline:
         attempt.unit = self.context.state.interventions.weight_unit
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
-        if self.is_distributed:
+        if self.is_distributed and not attempt.is_filler:  # this rank is in that step already
             self.parts.watchdog.get().enter_step(attempt.number)
         if self._timer is not None:
             self._timer.enter()
@@ -447,7 +452,15 @@ class GuardedPipeline:
             self._move_epoch_schedule(attempt)
         attempt.number, attempt.attempt = progress.step + 1, progress.attempt
         agreed = self._agree(attempt, stats)
-        self._update(attempt, stats, agreed)
+        try:
+            self._update(attempt, stats, agreed)
+        except OutOfMemoryError as error:
+            plan = self.oom.undo_update(attempt.number, error)
+            if plan is None:
+                raise
+            self._drop_gradients()
+            self._act(attempt, None, attempt.unmeasured_signal(), plan, is_vetoed=False)
+            return
         progress.pending = attempt
         if not gate.on_device:
             self._settle(None)
@@ -714,6 +727,8 @@ class GuardedPipeline:
         if is_vetoed or signal.overflow:
             attempt.handle.drop_new_optimizer_state(overflow=not is_vetoed)
             parts.integrity.forget()
+        if is_vetoed and self.is_distributed and (retry := self.oom.agreed_retry(attempt)) is not None:
+            return self._act(attempt, following, signal, retry, is_vetoed)
         if self.is_distributed and signal.flags and attempt.rows is not None:
             attempt.origin = coordinator.find_origin(
                 attempt.rows, signal, lambda find: describe_data(attempt.draws, attempt.losses, find_nonfinite=find)
@@ -739,11 +754,19 @@ class GuardedPipeline:
             else:
                 self._commit(attempt, signal, is_healthy)
             return True
-        situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
-        if not has_actions:
+        if plan is None or not has_actions:
+            situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
             return self._apply(effects.skip.perform(self._recovery, situation), attempt, signal)
         parts.snapshots.reset_healthy_counts()
         parts.checkpoints.reset_healthy_counts()
+        return self._act(attempt, following, signal, plan, is_vetoed)
+
+    def _act(
+        self, attempt: StepAttempt, following: StepAttempt | None, signal: Signal, plan: Plan, is_vetoed: bool
+    ) -> bool:
+        """Carry out a plan. Return False if data was requeued."""
+        progress = self.progress
+        situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
         before = self.context.heartbeat.enter(SAVE)  # it may read the whole state from disk
         is_valid = self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
         self.context.heartbeat.enter(before)
@@ -837,9 +860,11 @@ class GuardedPipeline:
             context.records.metrics.write(outcome)
         if context.records.outage.is_active:
             context.records.retry(context.engine)
+        if self.oom.is_splitting:
+            self.oom.count_clean_step(progress.step)
         if "on_step_end" in context.hooks.callbacks:
             context.hooks.call("on_step_end", outcome)
-        parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy)
+        self.note(parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy))
         if parts.checkpoints.tier.is_writing:
             self._request_tier_write()
         if progress.step % _FORGET_EVERY == 0:
@@ -944,6 +969,16 @@ class GuardedPipeline:
             self.context.records.metrics.write(outcome)
 
     # ---- steps that are not trained on
+
+    def heal_out_of_memory(self, attempt: StepAttempt, error: BaseException, served: FailedPart | None) -> bool:
+        """Have a step that ran out of memory served again. Return False if the error must end the loop: see `abandon`."""
+        if self.is_forked or not self.oom.heal(attempt, error, served, self._drop_gradients):
+            return False
+        self._enter_phase(USER)
+        attempt.phase, self.progress.served = "left", None
+        if not self.is_distributed and self.progress.pending is None:
+            self.progress.attempt += 1
+        return True
 
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
@@ -1106,6 +1141,8 @@ class GuardedPipeline:
             self.parts.checkpoints.tier.write(requests.tier_step, self.parts.snapshots.ring)
         for message in requests.notes:
             self.note(message)
+        if requests.splits:
+            self.oom.take_requests(requests.splits)
         return bool(requests.shifts)
 
     def report_failure(self, error: BaseException, where: str) -> None:
@@ -1116,8 +1153,11 @@ class GuardedPipeline:
             served = self.progress.served
             number = self.progress.step + 1 if served is None else served.number
             self.parts.checkpoints.abort()
-            self.gives_up = self.context.engine.why_give_up(number, error)
-            self.parts.watchdog.get().report_failure(error, number, where, gives_up=self.gives_up is not None)
+            parts = self.oom.wanted_parts  # a restart with smaller micro-batches is not the same again
+            self.gives_up = None if parts else self.context.engine.why_give_up(number, error)
+            self.parts.watchdog.get().report_failure(
+                error, number, where, gives_up=self.gives_up is not None, split=parts
+            )
 
     def note(self, message: str | None) -> None:
         """Journal and log that something works less well than asked."""

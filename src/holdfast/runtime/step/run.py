@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Generator
+from torch import Generator, OutOfMemoryError
 
 from holdfast.core.base.errors import HoldfastError, PolicyStop, RanksDisagree, SetupError, Shutdown, StepError
 from holdfast.core.decide.repeated_failure import describe_error, is_counted
@@ -24,6 +24,10 @@ from holdfast.runtime.context import Context
 from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
 
 log = logging.getLogger("holdfast")
+_NOT_SERVED_AGAIN = (
+    "in code that the guard cannot run again: an error in a loop over guard.data(), of Guard.wrap or of a trainer leaves "
+    "that loop. Use guard.steps() or guard.fit(), which serve the step again in smaller parts, or make the batch smaller"
+)
 
 
 class GuardedRun:
@@ -111,6 +115,7 @@ class GuardedRun:
                 pipeline.on_first_commit = lambda: self._report_restart(resumed)
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
+            pipeline.oom.begin(context.records.splits)
         pipeline.begin_loop(step, is_new_loader=True)
         pipeline.note(parts.snapshots.begin_run(step, trusted=is_trusted))
         return is_restored
@@ -248,6 +253,8 @@ class GuardedRun:
             problem = Shutdown(f"{parts.signals.reason}, and {type(error).__name__}: {error}")
         if error is not None:
             self.pipeline.report_failure(error, "between two steps")
+            if isinstance(error, OutOfMemoryError) and not getattr(error, "__notes__", None):
+                log.error("holdfast: step %d: out of memory %s", progress.step + 1, _NOT_SERVED_AGAIN)
         served = self.pipeline.forget_served()
         has_ended = False
         try:

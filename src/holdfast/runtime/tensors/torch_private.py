@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
+from torch.utils import _python_dispatch
 from torch.utils import data as data_module
 
 from holdfast.core.base.errors import SetupError
@@ -51,6 +52,11 @@ def _missing(owner: Any, *names: str) -> SetupError:
 foreach_norm: Callable[..., tuple[Tensor, ...]] = require(torch, "_foreach_norm")
 foreach_mul_: Callable[..., None] = require(torch, "_foreach_mul_")
 foreach_copy_: Callable[..., None] = require(torch, "_foreach_copy_")
+
+# ---- modes
+
+DispatchMode: Any = require(_python_dispatch, "TorchDispatchMode")
+"""base of a context through which every operation passes"""
 
 # ---- tensors
 

@@ -51,6 +51,8 @@ class Requests(NamedTuple):
     """the first rank that received a signal, and which"""
     tier_step: int | None
     """the certified snapshot to write to shared memory, by its step"""
+    findings: list[Finding]
+    """notes of single ranks, one of each kind"""
 
 
 class RankCoordinator:
@@ -141,6 +143,7 @@ class RankCoordinator:
         snapshots: list[tuple[int, dict[str, Any]]] = []
         shutdown: tuple[int, str] | None = None
         tier_step: int | None = None
+        findings: dict[str, Finding] = {}
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
@@ -158,11 +161,14 @@ class RankCoordinator:
                     tier_step = value
                 elif what == "note" and value not in notes:
                     notes.append(value)
+                elif what == "finding":
+                    findings.setdefault(value["kind"], msgspec.convert(value, Finding))
                 elif what == "snapshots":
                     snapshots += [(rank, news) for news in value]
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step)
+        found = list(findings.values())
+        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step, found)
 
     # ---- decisions that all ranks share
 

@@ -25,7 +25,7 @@ class Container(NamedTuple):
 
 
 def count_items() -> dict[int, tuple[str, int]]:
-    """Return the length of every container that the garbage collector knows, by identity. Takes up to a tenth of a second."""
+    """Return the length of every container that the garbage collector knows, by identity."""
     return {id(found): (type(found).__name__, len(found)) for found in gc.get_objects() if type(found) in _TYPES}
 
 

@@ -8,7 +8,7 @@ run has not seen, and does not slow down. `Growth` compares floors over windows 
 from __future__ import annotations
 
 from collections import deque
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ _STEPS, _FAST_STEPS, _URGENT_STEPS = 1000, 200, 64
 _FAST, _URGENT, _SOON = 0.25, 0.1, 10
 _WARM_UP_READINGS, _WARM_UP_STEPS = 8, 16
 _RETRIED_READINGS, _RECENT_READINGS = 8, 32
+_PEAK_READINGS, _LEVEL, _OUTGROWN, _LOST = 8, 0.05, 0.25, 0.2
 _FULL = 0.85
 _HISTORY = 512
 _MIN_READINGS, _MAX_FLOORS = 5, 12
@@ -207,19 +208,34 @@ class MemoryDetector:
             return []
         findings, peak = [], max(reading.peak or 0, reading.allocated)
         left = None if reading.limit is None else float(max(0, reading.limit - peak))
-        if rise := self._device.add(self._position, reading.allocated, left):
+        rise = self._device.add(self._position, reading.allocated, left)
+        # Batches that grow raise the peak more than the floor.
+        if rise and rise.now - rise.was >= _OF_PEAK * self._rise_of("peak", rise.steps):
             findings.append(_report(LEAK, reading, rise, left, "allocated memory at the end of a step"))
         splits = reading.inactive_split or 0
         unreserved = None if reading.limit is None else float(max(0, reading.limit - reading.reserved))
-        if (rise := self._splits.add(self._position, splits, unreserved)) and splits > 0.2 * reading.reserved:
+        rise = self._splits.add(self._position, splits, unreserved)
+        # A leak leaves unused parts of segments behind as well.
+        is_lost = splits > _LOST * reading.reserved
+        if rise and is_lost and self._rise_of("allocated", rise.steps) < _LOST * (rise.now - rise.was):
             what = "memory that is reserved but lost between allocated blocks"
             findings.append(_report(FRAGMENTATION, reading, rise, unreserved, what))
         before = None if last is None else last.retries
         self._retried.append(reading.retries is not None and before is not None and reading.retries > before)
-        if sum(self._retried) >= _RETRIED_READINGS and reading.limit:
+        is_level = self._rise_of("peak", _RECENT_READINGS) < _LEVEL * peak
+        if sum(self._retried) >= _RETRIED_READINGS and reading.limit and is_level:
             kind = FRAGMENTATION if peak < _FULL * reading.limit else CAPACITY
             findings.append(_report_retries(kind, reading, peak, sum(self._retried), len(self._retried)))
         return findings
+
+    def _rise_of(self, field: str, steps: float) -> float:
+        """Return how much a field of the readings has risen in the last so many steps."""
+        history = self._history
+        first = next((i for i, each in enumerate(history) if each.step >= history[-1].step - steps), 0)
+        first = min(first, max(0, len(history) - 2 * _PEAK_READINGS))
+        ends = list(islice(history, first, first + _PEAK_READINGS)), list(history)[-_PEAK_READINGS:]
+        before, after = (median(getattr(each, field) or 0 for each in readings) for readings in ends)
+        return after - before
 
     def _check_host(self, reading: MemoryReading) -> list[Finding]:
         findings = []
@@ -241,6 +257,9 @@ class MemoryDetector:
     def explain(self, failed: OutOfMemory, step: int) -> Finding:
         """Return the verdict on a failed allocation: a leak if memory has risen up to it, or else what its sizes show."""
         verdict, rise = explain(failed), self._rise_before_failure(failed)
+        if verdict.kind == FRAGMENTATION and self._outgrows(failed):
+            text = f"{describe_sizes(failed)}: the steps need more and more memory, and unused parts of segments do not last"
+            verdict = Explanation(CAPACITY, text, CURES[CAPACITY])
         rest = 0.0 if verdict.kind != FRAGMENTATION else failed.unallocated or 0.0
         evidence: dict[str, Any] = {k: v for k, v in failed._asdict().items() if v is not None}
         if rise is not None and rise.now - rise.was > rest:
@@ -252,6 +271,13 @@ class MemoryDetector:
         self.reported.add(verdict.kind)
         message = f"out of memory: {verdict.text}; {verdict.cure}".rstrip("; ")
         return _finding(verdict.kind, step, step, message, evidence)
+
+    def _outgrows(self, failed: OutOfMemory) -> bool:
+        """Return whether the peak has risen so fast that without fragmentation memory would have run out soon as well."""
+        if len(self._history) < 2 * _PEAK_READINGS:
+            return False
+        unused = failed.free_for_process + (failed.unallocated or 0.0) - (failed.asked or 0.0)
+        return self._rise_of("peak", self._position) > max(unused, _OUTGROWN * (failed.limit or 0.0))
 
     def _rise_before_failure(self, failed: OutOfMemory) -> Rise | None:
         """Return the rise of the floor over the last readings, if it is steady and large enough to matter."""

@@ -51,7 +51,7 @@ _PATTERNS = {
 }
 _FIELDS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
 _HOST = re.compile(
-    r"defaultcpuallocator|can'?t allocate memory|cannot allocate memory|oom[-_]kill|out of memory:? kill|memoryerror"
+    r"defaultcpuallocator|can'?t allocate memory|cannot allocate memory|oom[-_]kill|out of memory:? kill|\bmemoryerror\b"
     r"|exceeded (?:job|step) memory limit|memory cgroup out of memory|std::bad_alloc|unable to allocate .* for an array"
     r"|cuda_?hostalloc|pinned memory",
     re.IGNORECASE,

@@ -76,6 +76,10 @@ class MemoryWatch:
             self._next_host_time = ended + max(_MIN_HOST_SECONDS, _HOST_SHARE * (ended - began))
         return reading.row()
 
+    def mark_reported(self, kind: str) -> None:
+        """Note that another rank has reported this kind: one report is enough."""
+        self.detector.reported.add(kind)
+
     def explain(self, error: BaseException, step: int) -> Finding | None:
         """Return the verdict on an error of memory, of the device or the host; None for any other error."""
         failed = parse_error(error)

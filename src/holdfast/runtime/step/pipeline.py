@@ -1126,7 +1126,7 @@ class GuardedPipeline:
         for message in requests.notes:
             self.note(message)
         for finding in requests.findings:
-            self.parts.memory.detector.reported.add(finding.kind)
+            self.parts.memory.mark_reported(finding.kind)
             engine.add_note(finding)
         return bool(requests.shifts)
 

@@ -108,8 +108,8 @@ class CachingAllocator:
             f"{size / (1 << 30):.4f} GiB" for size in (asked, self.limit, free, self.allocated, unallocated)
         )
         return (
-            f"CUDA out of memory. Tried to allocate {asked_text}. GPU 0 has a total capacity of {total} of which {free_text} "
-            f"is free. Of the allocated memory {allocated} is allocated by PyTorch, and {unused} is reserved by PyTorch but "
+            f"CUDA out of memory. Tried to allocate {asked_text}. GPU 0 has a total capacity of {total} of which "
+            f"{free_text} is free. Of the allocated memory {allocated} is allocated by PyTorch, and {unused} is reserved by PyTorch but "
             "unallocated."
         )
 

@@ -109,7 +109,8 @@ class CachingAllocator:
         )
         return (
             f"CUDA out of memory. Tried to allocate {asked_text}. GPU 0 has a total capacity of {total} of which "
-            f"{free_text} is free. Of the allocated memory {allocated} is allocated by PyTorch, and {unused} is reserved by PyTorch but "
+            f"{free_text} is free. Of the allocated memory {allocated} is allocated by PyTorch, and {unused} is "
+            f"reserved by PyTorch but "
             "unallocated."
         )
 

@@ -1,7 +1,7 @@
 """Programs that leak, fragment, or do not fit, on the model of the caching allocator; and what a healthy run's memory does.
 
-A program is a generator over an allocator: it yields at the end of each step. `run` takes a reading there, as the guard does,
-until the detector finds something or the allocator raises.
+A program is a generator over an allocator: it yields at the end of each step. `run` takes a reading there, as the guard
+does, until the detector finds something or the allocator raises.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def fragments_between_survivors(allocator: CachingAllocator) -> Iterator[None]:
 
 
 def fragments_of_mixed_lifetimes(allocator: CachingAllocator) -> Iterator[None]:
-    """A cache of items of all sizes is replaced at random, as for a replay buffer on the device; then a large batch comes."""
+    """A cache of items of all sizes is replaced at random, as in a replay buffer; then a large batch comes."""
     chance, cache = random.Random(3), []
     for step in range(10_000):
         while allocator.allocated < 0.62 * allocator.limit:

@@ -38,17 +38,21 @@ def find_growing(before: dict[int, tuple[str, int]], steps: int, most: int = 5) 
         kind, items = type(container).__name__, len(container)
         was_kind, was = before.get(id(container), (kind, 0))
         grown = items - (was if was_kind == kind else 0)
-        if grown >= max(_MIN_ITEMS, steps // 2):
-            found.append(Container(kind, items, grown, _describe_last(container)))
-    return sorted(found, key=lambda each: ("tensor" not in each.holds, -each.grown))[:most]
+        if grown >= max(_MIN_ITEMS, steps // 2) and (holds := _describe_last(container)) is not None:
+            order = "tensor" not in holds, id(container) not in before, -grown
+            found.append((order, Container(kind, items, grown, holds)))
+    return list(dict.fromkeys(each for _, each in sorted(found)))[:most]
 
 
-def _describe_last(container: Any) -> str:
+def _describe_last(container: Any) -> str | None:
+    """Return what the container holds; None for one of ours."""
     try:
         values = container.values() if type(container) is dict else container
         last = container[-1] if type(container) in (list, deque) else next(iter(values))
     except (IndexError, StopIteration, RuntimeError):  # another thread has changed it
         return "unknown"
+    if type(last).__module__.startswith("holdfast."):
+        return None
     if not isinstance(last, Tensor):
         return f"of type {type(last).__name__}"
     return "a tensor that keeps its graph" if last.grad_fn is not None else "a tensor"

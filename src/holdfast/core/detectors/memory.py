@@ -177,10 +177,12 @@ class MemoryDetector:
     """Watches the memory of one process. Its state is not saved: memory belongs to a process, not to its training."""
 
     def __init__(self) -> None:
-        self._device = Growth(16 * _MB, 0.03)
+        self._device = Growth(16 * _MB, 0.05)
         self._splits = Growth(64 * _MB, 0.2)
         self._host, self._workers, self._shm = (Growth(48 * _MB, 0.05, 256.0 * _MB) for _ in range(3))
         self._history: deque[MemoryReading] = deque(maxlen=_HISTORY)
+        self._left: dict[str, int] = {}
+        """what was left of the host's memory when it was read last"""
         self._retried: deque[bool] = deque(maxlen=_RECENT_READINGS)
         self._first_step: int | None = None
         self._readings = self._position = 0
@@ -193,6 +195,7 @@ class MemoryDetector:
         self._position += 1 if last is None else max(1, reading.step - last.step)
         self._readings += 1
         self._history.append(reading)
+        self._left |= {name: left for name in ("host_left", "shm_left") if (left := getattr(reading, name)) is not None}
         if self._readings <= _WARM_UP_READINGS or self._position <= _WARM_UP_STEPS:
             return []
         new = []
@@ -240,16 +243,12 @@ class MemoryDetector:
     def _check_host(self, reading: MemoryReading) -> list[Finding]:
         findings = []
         series = (
-            (self._host, reading.host, reading.host_left, "memory of the training process on the host"),
-            (
-                self._workers,
-                reading.workers,
-                reading.host_left,
-                "memory of its child processes, such as loader workers,",
-            ),
-            (self._shm, reading.shm, reading.shm_left, "shared memory (/dev/shm)"),
+            (self._host, reading.host, "host_left", "memory of the training process on the host"),
+            (self._workers, reading.workers, "host_left", "memory of its child processes, such as loader workers,"),
+            (self._shm, reading.shm, "shm_left", "shared memory (/dev/shm)"),
         )
-        for growth, value, left, what in series:
+        for growth, value, field, what in series:
+            left = self._left.get(field)
             if value is not None and (rise := growth.add(self._position, value, left)):
                 findings.append(_report(HOST_GROWTH, reading, rise, left, what))
         return findings

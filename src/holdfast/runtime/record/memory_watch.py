@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from holdfast.runtime.tensors.torch_private import memory_snapshot
 log = logging.getLogger("holdfast")
 
 _READINGS_PER_INTERVAL, _MAX_INTERVAL = 16, 16
-_MIN_HOST_SECONDS, _HOST_SHARE = 0.5, 1000
-"""the host is read at most so often, and pauses for this many times the time it took"""
+_MIN_HOST_SECONDS, _FIRST_HOST_READINGS, _FIRST_PAUSE, _PAUSE = 0.1, 64, 20, 200
+"""the host is read at most so often. Then it is left alone for a multiple of the time that took, a smaller one at first"""
 _MAX_ROWS = 4096
 
 
@@ -43,7 +44,7 @@ class MemoryWatch:
         self._rows: dict[int, MemoryReading] = {}
         """readings that wait for their rows, by step"""
         self._host: dict[str, int] = {}
-        self._next_host_time = 0.0
+        self._next_host_time, self._host_readings = 0.0, 0
 
     @property
     def on_device(self) -> bool:
@@ -69,11 +70,14 @@ class MemoryWatch:
         reading = self._rows.pop(step, None)
         if reading is None:
             return {}
-        began = self._clock.monotonic()
-        if began >= self._next_host_time:
+        if self._clock.monotonic() >= self._next_host_time:
+            began = time.thread_time()
             self._host = read_host(self._available())
-            ended = self._clock.monotonic()
-            self._next_host_time = ended + max(_MIN_HOST_SECONDS, _HOST_SHARE * (ended - began))
+            self._host_readings += 1
+            pause = (time.thread_time() - began) * (
+                _FIRST_PAUSE if self._host_readings < _FIRST_HOST_READINGS else _PAUSE
+            )
+            self._next_host_time = self._clock.monotonic() + max(_MIN_HOST_SECONDS, pause)
         return reading.row()
 
     def mark_reported(self, kind: str) -> None:

@@ -179,7 +179,9 @@ class MemoryDetector:
     def __init__(self) -> None:
         self._device = Growth(16 * _MB, 0.05)
         self._splits = Growth(64 * _MB, 0.2)
-        self._host, self._workers, self._shm = (Growth(48 * _MB, 0.05, 256.0 * _MB) for _ in range(3))
+        # Libraries cache kernels for every new shape: a healthy process may grow by 250 MB in its first thousands of steps.
+        self._host = Growth(192 * _MB, 0.1, 256.0 * _MB)
+        self._workers, self._shm = (Growth(128 * _MB, 0.1, 256.0 * _MB) for _ in range(2))
         self._history: deque[MemoryReading] = deque(maxlen=_HISTORY)
         self._left: dict[str, int] = {}
         """what was left of the host's memory when it was read last"""

@@ -17,6 +17,7 @@ OTHER_FILES = {
     "reference/tokens.py": "token files that the user names",
     "reference/trainer.py": "a probe whose name tempfile makes",
     "runtime/record/environment.py": "the git repository and the script of the user",
+    "runtime/record/memory_readings.py": "/proc",
     "runtime/snapshots/memory.py": "/proc and /sys",
     "trainers/lightning_state.py": "checkpoints of Lightning's own",
 }

@@ -105,9 +105,9 @@ COMMANDS = {
 }  # fmt: skip
 
 STAND_ALONE = [
-    "LossSpikeWatchdog", "NaNDetector", "NaNState", "SLURMInfo", "ShutdownHandler", "check_gpu_health",
-    "check_nccl_health", "get_slurm_info", "is_slurm_job", "is_slurm_requeue", "log_job_info", "resolve_resume_path",
-    "seconds_left",
+    "DeviceMemoryMonitor", "LossSpikeWatchdog", "NaNDetector", "NaNState", "SLURMInfo", "ShutdownHandler",
+    "check_gpu_health", "check_nccl_health", "get_slurm_info", "is_slurm_job", "is_slurm_requeue", "log_job_info",
+    "resolve_resume_path", "seconds_left",
 ]  # fmt: skip
 
 TRAINERS = {

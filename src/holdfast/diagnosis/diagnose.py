@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from holdfast.core.base.types import Kind
+from holdfast.core.base.types import MEMORY_KINDS, Kind
 from holdfast.diagnosis.find import episodes, hang, journal_incidents, memory, throughput
 from holdfast.diagnosis.model.answers import fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS, Episode
@@ -16,7 +16,7 @@ from holdfast.diagnosis.tree.load import DecisionTree, load_tree
 
 SCHEMA_VERSION = 1
 MAX_FINDINGS = 5
-_MAX_STRAGGLERS = 20
+_MAX_NOTED = 20
 
 
 class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +183,7 @@ def _journal_verdicts(
 
 def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLine]:
     """Note the incidents without a verdict: observed only, or of a kind that the tree does not know; noted causes;
-    ranks that were found slow."""
+    slow ranks, and findings about memory."""
     notes = []
     for line in [*(line for line in journal.incidents if line.number not in judged), *journal.noted_causes]:
         done = line.describe_actions() or "none"
@@ -196,11 +196,11 @@ def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLin
             note.cause, note.text = line.cause, f"{text}; cause: {recorded_cause.describe_cause(line)}"
             note.action, note.confirm = recorded_cause.advise(line.cause, line, journal)
         notes.append(note)
-    stragglers = [event for event in journal.select("finding") if event.get("kind") == Kind.STRAGGLER]
-    for event in stragglers[:_MAX_STRAGGLERS]:
-        step = float(event.get("step") or 0)
-        text = str(event.get("message") or INCIDENT_KINDS["straggler"])
-        notes.append(NoteLine(kind="straggler", step_start=float(event.get("onset") or step), step_end=step, text=text))
+    noted = [event for event in journal.select("finding") if event.get("kind") in (Kind.STRAGGLER, *MEMORY_KINDS)]
+    for event in noted[:_MAX_NOTED]:
+        step, kind = float(event.get("step") or 0), str(event["kind"])
+        text = str(event.get("message") or INCIDENT_KINDS.get(kind, kind))
+        notes.append(NoteLine(kind=kind, step_start=float(event.get("onset") or step), step_end=step, text=text))
     return notes
 
 

@@ -1,7 +1,7 @@
-"""Parts that work alone, in any training loop: shutdown on a signal, NaN and spike checks, health checks, Slurm.
+"""Parts that work alone, in any training loop: shutdown on a signal, NaN and spike checks, memory, health checks, Slurm.
 
 They have the names and signatures of `kempnerforge.resilience`, and use the engine of the Guard. Importing this package
-imports no torch; NaNDetector and the two health checks import it on first use.
+imports no torch; NaNDetector, DeviceMemoryMonitor and the two health checks import it on first use.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from holdfast.resilience.spike_watchdog import LossSpikeWatchdog
 
 if TYPE_CHECKING:
     from holdfast.resilience.health import NaNDetector, NaNState, check_gpu_health, check_nccl_health
+    from holdfast.resilience.memory_monitor import DeviceMemoryMonitor
 
 __all__ = [
+    "DeviceMemoryMonitor",
     "LossSpikeWatchdog",
     "NaNDetector",
     "NaNState",
@@ -47,7 +49,8 @@ if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts a
         if name not in __all__:
             raise AttributeError(f"module 'holdfast.resilience' has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module("holdfast.resilience.health"), name)
+            module = "memory_monitor" if name == "DeviceMemoryMonitor" else "health"
+            return getattr(importlib.import_module(f"holdfast.resilience.{module}"), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise

@@ -83,7 +83,19 @@ def test_rule_that_fires_is_a_note_with_an_action(found):
 
 
 @pytest.mark.parametrize(
-    "leaf", ["leak", "fragments", "capacity", "oom_open", "rank_absent", "slow_open", "straggling_rank"]
+    "leaf",
+    [
+        "leak",
+        "fragments",
+        "capacity",
+        "fragments_by_text",
+        "full_by_text",
+        "host_full",
+        "oom_open",
+        "rank_absent",
+        "slow_open",
+        "straggling_rank",
+    ],
 )
 def test_machine_incidents_are_found_in_the_table(found, leaf):
     made, where = CASES[leaf].build()

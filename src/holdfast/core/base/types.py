@@ -41,7 +41,16 @@ class Kind(StrEnum):
     """one batch changed the running statistics of a normalization out of all proportion"""
     STRAGGLER = "straggler"
     """one rank is slower than the others"""
+    MEMORY_LEAK = "memory_leak"
+    FRAGMENTATION = "fragmentation"
+    MEMORY_CAPACITY = "memory_capacity"
+    HOST_GROWTH = "host_growth"
+    """the memory of the process or its loader workers grows on the host"""
+    OUT_OF_MEMORY = "out_of_memory"
+    """an allocation failed, for a reason that is not established"""
 
+
+MEMORY_KINDS = (Kind.MEMORY_LEAK, Kind.FRAGMENTATION, Kind.MEMORY_CAPACITY, Kind.HOST_GROWTH, Kind.OUT_OF_MEMORY)
 
 _FAMILIES = {
     Kind.NONFINITE_LOSS: "nonfinite",

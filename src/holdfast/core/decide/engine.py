@@ -19,6 +19,7 @@ from holdfast.core.base.errors import SetupError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import (
     ANSWERED_AT_ONCE,
+    MEMORY_KINDS,
     Cause,
     Finding,
     Incident,
@@ -63,6 +64,7 @@ _WARNED_KINDS = {
     Kind.LR_JUMP,
     Kind.DUPLICATE_BATCH,
     Kind.STRAGGLER,
+    *MEMORY_KINDS,
 }
 """notes that are logged as warnings, since a person should know"""
 
@@ -143,6 +145,11 @@ class Engine:
         """Journal and log that something works less well than asked."""
         self.write("note", step=step, message=message)
         log.warning("holdfast: %s", message)
+
+    def add_note(self, finding: Finding) -> None:
+        """Journal and log a finding that nothing is done about, outside of the judgement of a step."""
+        self.write("finding", step=finding.step, **_fields(finding))
+        _log_note(finding)
 
     @property
     def stopped_by(self) -> str | None:

@@ -49,6 +49,11 @@ class Event(NamedTuple):
     text: str
 
 
+def cut_event_text(kind: str, text: str) -> str:
+    """Return as much of a message as is kept. The sizes of a failed allocation are at its end."""
+    return text[: 1000 if kind == "oom" else 300]
+
+
 class Series(NamedTuple):
     """Holds values that are not in every record, such as evaluations."""
 
@@ -104,5 +109,5 @@ class Table:
         """Record an event. Return False if the table is full and the event is dropped."""
         if len(self.events) >= MAX_EVENTS:
             return False
-        self.events.append(Event(None if step is None else int(step), kind, text[:300]))
+        self.events.append(Event(None if step is None else int(step), kind, cut_event_text(kind, text)))
         return True

@@ -53,6 +53,8 @@ class Requests(NamedTuple):
     """the certified snapshot to write to shared memory, by its step"""
     splits: list[dict[str, Any]]
     """micro-batches that did not fit into a rank's memory"""
+    findings: list[Finding]
+    """notes of single ranks, one of each kind"""
 
 
 class RankCoordinator:
@@ -144,6 +146,7 @@ class RankCoordinator:
         shutdown: tuple[int, str] | None = None
         tier_step: int | None = None
         splits: list[dict[str, Any]] = []
+        findings: dict[str, Finding] = {}
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
@@ -161,13 +164,26 @@ class RankCoordinator:
                     tier_step = value
                 elif what == "note" and value not in notes:
                     notes.append(value)
+                elif what == "finding":
+                    findings.setdefault(value["kind"], msgspec.convert(value, Finding))
                 elif what == "snapshots":
                     snapshots += [(rank, news) for news in value]
                 elif what == "split":
                     splits.append({**value, "rank": rank})
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step, splits)
+        return Requests(
+            stop,
+            shifts,
+            quarantines,
+            is_checkpoint_due,
+            notes,
+            snapshots,
+            shutdown,
+            tier_step,
+            splits,
+            list(findings.values()),
+        )
 
     # ---- decisions that all ranks share
 

@@ -23,8 +23,10 @@ from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
 from holdfast.runtime.ports.shutdown import ShutdownSignals
+from holdfast.runtime.record.memory_watch import MemoryWatch
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
+from holdfast.runtime.snapshots.memory import available_bytes
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.schedule import UnknownSchedulers
@@ -76,6 +78,8 @@ def build_run(
     context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory(), heartbeat)
     feeder = Feeder(context.rng, journal_exclusion, is_distributed=is_distributed)
     checkpoints = CheckpointManager(context, store, feeder, memory)
+    memory_watch = MemoryWatch(devices, clock, available_bytes, enabled=config.detect.advisory)
+    records.memory_row = memory_watch.row
     on_cuda = state.optimizers.can_veto_on_cuda() and all(map(distributed.ranks.supports_device, devices))
     parts = Parts(
         feeder=feeder,
@@ -103,5 +107,6 @@ def build_run(
         watchdog=watchdog,
         signals=signals,
         hang_watch=hang_watch,
+        memory=memory_watch,
     )
     return GuardedRun(context, parts, clip)

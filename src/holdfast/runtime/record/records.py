@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,6 +56,8 @@ class Records:
         self._journal: Journal = NullJournal()
         self.metrics: MetricsFile | None = None
         """where settled attempts are written; None if they are not"""
+        self.memory_row: Callable[[int], dict[str, float]] | None = None
+        """returns the memory fields of the row of a step"""
         self._is_open = False
         self.identity = ""
         """identifies the run over all its processes"""
@@ -145,9 +148,8 @@ class Records:
         self._read_facts()
         if self._config.metrics.enabled:
             every = self._config.metrics.flush_seconds
-            self.metrics = MetricsFile(
-                self.rundir.metrics, every, self._clock, encode_metrics, self.outage, self.check_held
-            )
+            encode = partial(encode_metrics, memory=self.memory_row)
+            self.metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode, self.outage, self.check_held)
 
     def _take_over(self, engine: Engine, failed: _RankFailureRow) -> None:
         """Count the failure that ended the process before, or adopt the split that cures it."""
@@ -263,11 +265,13 @@ class Records:
                 stack.callback(metrics.close)
 
 
-def encode_metrics(outcome: Outcome) -> bytes:
-    """Return a settled attempt as a line of metrics.jsonl."""
+def encode_metrics(outcome: Outcome, memory: Callable[[int], dict[str, float]] | None = None) -> bytes:
+    """Return a settled attempt as a line of metrics.jsonl. `memory` returns the reading that was taken at its step."""
     signal = outcome.signal
     row = {name: value for name in _FIELDS if (value := getattr(signal, name)) is not None}
     row["status"] = outcome.status
+    if memory is not None:
+        row.update(memory(signal.step))
     try:
         return _encode(row).encode() + b"\n"
     except TypeError:  # a limit of the user's detector may be a number of another library

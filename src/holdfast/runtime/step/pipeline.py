@@ -46,6 +46,7 @@ from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.ports.shutdown import ShutdownSignals
+from holdfast.runtime.record.memory_watch import MemoryWatch, save_snapshot
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
@@ -97,6 +98,7 @@ class Parts:
     watchdog: LateWatchdog
     signals: ShutdownSignals
     hang_watch: HangWatch
+    memory: MemoryWatch
 
 
 class GradientStats(NamedTuple):
@@ -855,6 +857,9 @@ class GuardedPipeline:
             parts.checkpoints.count_healthy_step(progress.step)
             if parts.checkpoints.is_overdue:
                 self._request_checkpoint()
+        if progress.step % parts.memory.every == 0:
+            for finding in parts.memory.read(progress.step):
+                self._report_memory(finding)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
             context.records.metrics.write(outcome)
@@ -873,6 +878,18 @@ class GuardedPipeline:
         if self.on_first_commit is not None:
             self.on_first_commit()
             self.on_first_commit = None
+
+    def _report_memory(self, finding: Finding) -> None:
+        """Report what was found about this rank's memory; on several ranks all journal it, at the next step."""
+        rundir = self.context.records.rundir
+        if self.parts.memory.on_device and rundir is not None:
+            save_snapshot(rundir.path / "memory", f"step_{finding.step}", [msgspec.to_builtins(finding)])
+        if self.is_distributed:
+            evidence = {**finding.evidence, "rank": self.context.ranks.rank}
+            finding = msgspec.structs.replace(finding, evidence=evidence)
+            self.parts.coordinator.request("finding", msgspec.to_builtins(finding))
+        else:
+            self.context.engine.add_note(finding)
 
     def _request_checkpoint(self) -> None:
         """Have every rank save the same step. On several ranks they learn of it with the rows of the next one."""
@@ -992,6 +1009,8 @@ class GuardedPipeline:
         self.progress.served = None
         self.parts.feeder.source.defer_epoch_ends(attempt.epochs_before + attempt.epochs_inside)
         self.context.engine.write("abandoned", step=attempt.number, data=attempt.spans(), batches=len(attempt.draws))
+        if (verdict := self.parts.memory.explain(error, attempt.number)) is not None:
+            self.context.engine.add_note(verdict)
         if isinstance(error, OutOfMemoryError):
             self.note(self.parts.snapshots.release_device_memory())
 
@@ -1143,6 +1162,9 @@ class GuardedPipeline:
             self.note(message)
         if requests.splits:
             self.oom.take_requests(requests.splits)
+        for finding in requests.findings:
+            self.parts.memory.mark_reported(finding.kind)
+            engine.add_note(finding)
         return bool(requests.shifts)
 
     def report_failure(self, error: BaseException, where: str) -> None:

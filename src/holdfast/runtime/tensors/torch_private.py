@@ -357,3 +357,48 @@ def dump_flight_record() -> bytes | None:
         return None if dump is None else bytes(dump())
     except RuntimeError:  # a build without it
         return None
+
+
+# ---- torch's memory history
+
+
+def cuda_is_initialized() -> bool:
+    """Return whether this process uses CUDA. Asking does not make it use it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def memory_snapshot() -> dict[str, Any] | None:
+    """Return the segments and blocks of torch's CUDA allocator, with stacks if history is recorded; None without CUDA.
+
+    It explains and decides nothing, so a torch without it is no error.
+    """
+    take = getattr(torch.cuda.memory, "_snapshot", None)
+    try:
+        return None if take is None or not cuda_is_initialized() else dict(take())
+    except RuntimeError:  # a build or an allocator without it
+        return None
+
+
+def record_memory_history(max_entries: int | None) -> bool:
+    """Have torch record the Python stacks of CUDA allocations from now on; None ends it. Return whether it does."""
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None or not torch.cuda.is_available():
+        return False
+    try:
+        if max_entries is None:
+            record(enabled=None)
+        else:
+            record(context="alloc", stacks="python", max_entries=max_entries)
+    except (RuntimeError, TypeError):  # an allocator that cannot
+        return False
+    return max_entries is not None
+
+
+def call_when_out_of_memory(function: Callable[[int, int, int, int], None]) -> bool:
+    """Have torch call a function when a CUDA allocation fails, before it raises. Return whether it does."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        return False
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    attach(function)
+    return True

@@ -31,7 +31,10 @@ from holdfast.diagnosis.model.table import MAX_EVENTS, Event, Series, Table
 NAME = "rundir"
 DESCRIPTION = "a Holdfast run directory: journal.jsonl, metrics.jsonl, run.json"
 
-_NUMBERS = ("loss", "grad_norm", "lr", "loss_scale", "update_rms", "weight_norm", "seconds", "samples", "length")
+_NUMBERS = (
+    "loss", "grad_norm", "lr", "loss_scale", "update_rms", "weight_norm", "seconds", "samples", "length",
+    "memory_allocated", "memory_reserved", "memory_peak", "memory_inactive_split", "memory_host", "memory_workers",
+)  # fmt: skip
 _COLUMNS = {"samples": "batch_size", "length": "sequence_length"}
 # Stand-ins for NaN and infinity, which the fast JSON decoder rejects. Numbers near the end of the float range would make
 # it slow.
@@ -61,6 +64,12 @@ class MetricsRow(msgspec.Struct, gc=False):
     seconds: float | None = None
     samples: float | None = None
     length: float | None = None
+    memory_allocated: float | None = None
+    memory_reserved: float | None = None
+    memory_peak: float | None = None
+    memory_inactive_split: float | None = None
+    memory_host: float | None = None
+    memory_workers: float | None = None
 
 
 _DECODER = msgspec.json.Decoder(MetricsRow)

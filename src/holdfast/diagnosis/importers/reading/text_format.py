@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.core.base.errors import LogRefused
+from holdfast.core.detectors.out_of_memory import explain, parse
 from holdfast.diagnosis.importers.reading.column_blocks import Floats
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize
 from holdfast.diagnosis.importers.reading.parsed_line import LineParser
 from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, LineMerger, TextReader
-from holdfast.diagnosis.model.table import Event, Series, Table
+from holdfast.diagnosis.model.table import Event, Series, Table, cut_event_text
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TextFormat:
         for name, parts in reader.evals.items():
             steps, values = zip(*parts, strict=True)
             table.evals[name] = Series(np.concatenate(steps), np.concatenate(values))
-        table.events = [Event(before, kind, text[:300]) for before, kind, text in reader.events]
+        table.events = [Event(before, kind, cut_event_text(kind, text)) for before, kind, text in reader.events]
         table.dropped = reader.unreadable_lines
         self._add_limits(table, reader, source)
         if not len(table) and not table.evals:
@@ -125,4 +126,8 @@ def describe_no_metrics(reader: TextReader, source: LogSource) -> str:
         counts = Counter(kind for _, kind, _ in reader.events)
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         reason += f", only events ({listed}); the last: {reader.events[-1][2][:160]}"
+        failed = next((found for _, kind, text in reader.events if kind == "oom" and (found := parse(text))), None)
+        if failed is not None:
+            verdict = explain(failed)
+            reason += f". Out of memory, {verdict.kind.replace('_', ' ')}: {verdict.text}. {verdict.cure}".rstrip(". ")
     return reason + ". If the log names its loss differently, try --map loss=NAME"

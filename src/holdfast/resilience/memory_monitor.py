@@ -155,7 +155,7 @@ class DeviceMemoryMonitor:
             return
         counters = read_device(self.device)
         failed = OutOfMemory("device", asked=float(asked), free=float(free))
-        self._failed = from_counters(failed, counters, self._watch.limit)
+        self._failed = from_counters(failed, counters, self._watch.read_limit())
         self._add(self._watch.detector.explain(self._failed, self._step))
 
 

@@ -56,14 +56,18 @@ class MemoryWatch:
         self._readings += 1
         if self._readings % _READINGS_PER_INTERVAL == 0:
             self.every = min(2 * self.every, _MAX_INTERVAL)
-        if self.limit is None and self._device is not None:
-            self.limit = device_limit(self._device)
         host, self._host = self._host, {}
-        reading = read_memory(step, self._device, self.limit, host)
+        reading = read_memory(step, self._device, self.read_limit(), host)
         if len(self._rows) >= _MAX_ROWS:
             self._rows.clear()
         self._rows[step] = reading
         return self.detector.observe(reading)
+
+    def read_limit(self) -> int | None:
+        """Return the bytes that the device allows; None without a device. The first allocation may fail before a reading."""
+        if self.limit is None and self._device is not None:
+            self.limit = device_limit(self._device)
+        return self.limit
 
     def row(self, step: int) -> dict[str, float]:
         """Return the memory fields of a row. Called where rows are encoded, so the host is read beside the training."""
@@ -90,7 +94,7 @@ class MemoryWatch:
         if failed is None:
             return None
         if failed.where == "device" and failed.unallocated is None and self._device is not None:
-            failed = from_counters(failed, read_device(self._device), self.limit)
+            failed = from_counters(failed, read_device(self._device), self.read_limit())
         return self.detector.explain(failed, step)
 
 

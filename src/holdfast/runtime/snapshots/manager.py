@@ -229,7 +229,12 @@ class SnapshotManager:
     ) -> Snapshot:
         """Take a snapshot between two steps, for the disk."""
         self.discard_in_progress()
-        self._start(step, reason=reason)
+        try:
+            self._start(step, reason=reason)
+        except OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            self.release_device_memory()
+            self._start(step, reason=reason)
         snapshot = self._in_progress
         assert snapshot is not None
         self._add_position(snapshot, self._rng.capture(), buffers, source)

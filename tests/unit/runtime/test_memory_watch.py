@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -13,10 +14,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.core.base.clock import SystemClock
-from holdfast.core.base.types import Kind
+from holdfast.core.base.config import Config
+from holdfast.core.base.types import Finding, Kind, Severity
 from holdfast.core.detectors.out_of_memory import OutOfMemory
 from holdfast.diagnosis.diagnose import diagnose
 from holdfast.diagnosis.importers.formats import rundir
+from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.record import memory_readings, memory_watch
 from holdfast.runtime.record.memory_watch import MemoryWatch, from_counters, parse_error
 
@@ -164,3 +167,28 @@ def test_only_errors_of_memory_are_explained():
     assert parse_error(RuntimeError("shapes cannot be multiplied")) is None
     assert parse_error(MemoryError()) == OutOfMemory("host")
     assert parse_error(torch.OutOfMemoryError("no sizes")) == OutOfMemory("device")
+
+
+class TwoRanks:
+    """Stands for two ranks that have found the same."""
+
+    rank, size = 0, 2
+
+    def all_gather_object(self, value):
+        return [value, value]
+
+
+def test_findings_of_several_ranks_are_journaled_once():
+    coordinator = RankCoordinator(TwoRanks(), Config())  # type: ignore[arg-type]
+    finding = Finding(
+        kind=Kind.MEMORY_LEAK,
+        severity=Severity.NOTE,
+        step=9,
+        onset=3,
+        detector="memory",
+        message="m",
+        evidence={"rank": 1},
+    )
+    coordinator.request("finding", msgspec.to_builtins(finding))
+    assert coordinator.drain_requests().findings == [finding]
+    assert coordinator.drain_requests().findings == []

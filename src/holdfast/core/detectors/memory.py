@@ -36,9 +36,8 @@ _PARTS, _SMALL_PART, _STEADY = 8, 4, (0.4, 1.8)
 """parts of a window, and how much of the mean rise each must add: a few large steps are no leak"""
 _NEW_TERRITORY = 0.5
 """the share of the rise that is above all earlier floors, at least"""
-_STEPS, _FAST_STEPS, _URGENT_STEPS = 1000, 200, 64
-"""steps that a rise must last: a small one, one of at least `_FAST` of the level, and one that soon ends the run"""
-_FAST, _URGENT, _SOON = 0.25, 0.1, 10
+_STEPS, _FAST_STEPS, _FAST = 1000, 200, 0.25
+"""steps that a rise must last: a small one, and one of at least `_FAST` of the level"""
 _WARM_UP_READINGS, _WARM_UP_STEPS = 8, 16
 _RETRIED_READINGS, _RECENT_READINGS = 8, 32
 _PEAK_READINGS, _LEVEL, _OUTGROWN, _LOST = 8, 0.05, 0.25, 0.2
@@ -116,8 +115,8 @@ class Growth:
         self._levels: list[_Level] = []
         self._began: float | None = None
 
-    def add(self, position: float, value: float, left: float | None) -> Rise | None:
-        """Add a reading. Return the rise if the floor rises steadily; `left` are the bytes until memory runs out."""
+    def add(self, position: float, value: float) -> Rise | None:
+        """Add a reading. Return the rise if the floor rises steadily."""
         self._began = position if self._began is None else self._began
         rise, floor = None, value
         for index in range(len(self._levels) + 1):
@@ -125,13 +124,13 @@ class Growth:
                 self._levels.append(_Level())
             level = self._levels[index]
             block = level.add(position, floor)
-            rise = rise or self._judge(level, left, position - self._began)
+            rise = rise or self._judge(level, position - self._began)
             if block is None:
                 break
             floor = block
         return rise
 
-    def _judge(self, level: _Level, left: float | None, elapsed: float) -> Rise | None:
+    def _judge(self, level: _Level, elapsed: float) -> Rise | None:
         if len(level.floors) < _MIN_BLOCKS or level.count % _SMALL_PART:
             return None
         values = [floor for _, floor in level.floors]
@@ -153,8 +152,7 @@ class Growth:
             return None
         span = level.floors[-1][0] - level.floors[0][0]
         slope = theil_sen(list(level.floors))
-        is_urgent = left is not None and rise >= _URGENT * base and left < _SOON * span * slope
-        needed = _URGENT_STEPS if is_urgent else _FAST_STEPS if rise >= _FAST * base else _STEPS
+        needed = _FAST_STEPS if rise >= _FAST * base else _STEPS
         return Rise(slope, first, values[-1], span) if min(elapsed, 2 * span) >= needed else None
 
 
@@ -213,13 +211,13 @@ class MemoryDetector:
             return []
         findings, peak = [], max(reading.peak or 0, reading.allocated)
         left = None if reading.limit is None else float(max(0, reading.limit - peak))
-        rise = self._device.add(self._position, reading.allocated, left)
+        rise = self._device.add(self._position, reading.allocated)
         # Batches that grow raise the peak more than the floor.
         if rise and rise.now - rise.was >= _OF_PEAK * self._rise_of("peak", rise.steps):
             findings.append(_report(LEAK, reading, rise, left, "allocated memory at the end of a step"))
         splits = reading.inactive_split or 0
         unreserved = None if reading.limit is None else float(max(0, reading.limit - reading.reserved))
-        rise = self._splits.add(self._position, splits, unreserved)
+        rise = self._splits.add(self._position, splits)
         # A leak leaves unused parts of segments behind as well.
         is_lost = splits > _LOST * reading.reserved
         if rise and is_lost and self._rise_of("allocated", rise.steps) < _LOST * (rise.now - rise.was):
@@ -251,7 +249,7 @@ class MemoryDetector:
         )
         for growth, value, field, what in series:
             left = self._left.get(field)
-            if value is not None and (rise := growth.add(self._position, value, left)):
+            if value is not None and (rise := growth.add(self._position, value)):
                 findings.append(_report(HOST_GROWTH, reading, rise, left, what))
         return findings
 

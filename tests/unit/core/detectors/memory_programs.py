@@ -330,7 +330,7 @@ def healthy_readings(seed: int, steps: int = 100_000, interval: int = 16) -> Ite
     """Yield the readings of a healthy run with noisy memory, on device and host.
 
     Sequence lengths vary, optimizer state comes at the second step, caches fill in the first steps, evaluations and
-    checkpoints come and go, buffers are added, metrics of an epoch are kept until it ends, loader workers are started anew
+    checkpoints come and go, buffers are added, metrics of an epoch are kept until it ends, loader workers start again
     in every epoch, and the level wanders.
     """
     rng = np.random.default_rng(seed)

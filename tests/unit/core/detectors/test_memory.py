@@ -1,4 +1,4 @@
-"""Leak, fragmentation, capacity and growth on the host are told apart, and a healthy run is never named."""
+"""Leak, fragmentation, capacity and growth on the host are distinguished, and a healthy run is never named."""
 
 from __future__ import annotations
 

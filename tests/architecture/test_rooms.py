@@ -18,6 +18,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("snapshots",),
         ("agree", "checkpoint"),
         ("integrity", "effects"),
+        ("incidents",),
         ("step",),
         ("guard",),
     ],

@@ -1,0 +1,80 @@
+"""What is known of a step that runs again: the state right before it, and what was observed in it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from torch import Tensor
+
+from holdfast.core.base.types import Plan
+from holdfast.core.origin.report import OriginReport
+from holdfast.runtime.incidents.capture import copy_weights
+from holdfast.runtime.origin.observe import StepObserver
+from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.rng import Rng, RngState
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.wrappers import layers
+
+COMPILED = "the model is compiled, and hooks do not run inside compiled code; holdfast replay runs the step eagerly"
+
+
+class StepEvidence:
+    """Watches one attempt: `begin` before the user's forward, `end` after the backward. Neither ever raises."""
+
+    def __init__(
+        self,
+        state: RunState,
+        rng: Rng,
+        plan: Plan,
+        ranks: list[int],
+        *,
+        observes: bool,
+        weights_bytes: int | None,
+    ) -> None:
+        self._state, self._rng, self._observes, self._weights_bytes = state, rng, observes, weights_bytes
+        self.plan, self.ranks = plan, ranks
+        """why the step runs again, and the ranks that the attempt before it came from"""
+        self.rng: RngState | None = None
+        self.weights: dict[str, Tensor] = {}
+        self.why_no_weights = "it was not copied"
+        self.report: OriginReport | None = None
+        self.why_not = ""
+        """why nothing was observed"""
+        self._observer: StepObserver | None = None
+
+    def begin(self, buffers: BufferCapture) -> Self:
+        """Copy the state for a bundle, and observe what follows."""
+        self.rng = self._rng.capture()
+        try:
+            if self._weights_bytes is not None:
+                self.weights, self.why_no_weights = copy_weights(self._state, buffers, self._weights_bytes)
+            if self._observes and is_compiled(self._state):
+                self.why_not = COMPILED
+            elif self._observes:
+                observer = StepObserver(dict(self._state.modules), fine=())
+                observer.__enter__()
+                self._observer = observer
+        except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
+            self.why_not = f"{type(error).__name__}: {error}"
+        return self
+
+    def end(self) -> None:
+        """Stop observing. A second call does nothing."""
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return
+        try:
+            observer.__exit__(None, None, None)
+            self.report = observer.report()
+        except Exception as error:
+            self.why_not = f"{type(error).__name__}: {error}"
+
+
+def is_compiled(state: RunState) -> bool:
+    """Return whether torch.compile runs a model or a part of it."""
+    wrappers = [type(layer).__name__ for _, module in state.wrapped_modules for layer in layers(module)]
+    parts = (part for _, module in state.modules for part in module.modules())
+    return "OptimizedModule" in wrappers or any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in parts
+    )

@@ -36,11 +36,12 @@ class DiskBundleStore:
         self._run, self._check = run, check
 
     def save(self, contents: BundleContents) -> str:
-        """Begin to write a bundle, and return the path it will have."""
+        """Begin to write a bundle, and return the path it will have in the run directory."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-bundle")
         self._requests.append(self._worker.submit(self._save, contents))
-        return str(bundle_folder(self._run_dir, contents.incident, self._rank) / name_of(contents.step, 0))
+        path = bundle_folder(self._run_dir, contents.incident, self._rank) / name_of(contents.step, 0)
+        return path.relative_to(self._run_dir).as_posix()
 
     def pop_failures(self) -> list[str]:
         """Return why bundles could not be written since the last call."""

@@ -25,7 +25,7 @@ class BundleStore(Protocol):
 
     def open(self, run: str, check: Callable[[], None]) -> None: ...
     def save(self, contents: BundleContents) -> str:
-        """Begin to write a bundle, and return the path it will have."""
+        """Begin to write a bundle, and return the path it will have in the run directory."""
 
     def pop_failures(self) -> list[str]:
         """Return why bundles could not be written since the last call."""

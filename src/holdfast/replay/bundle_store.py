@@ -26,7 +26,8 @@ class DiskBundleStore:
 
     def __init__(self, run_dir: str | os.PathLike[str], rank: int, keep: int) -> None:
         self._run_dir, self._rank, self._keep = Path(run_dir).resolve(), rank, keep
-        self._run, self._check = "", lambda: None
+        self._run = ""
+        self._check: Callable[[], None] = lambda: None
         self._worker: ThreadPoolExecutor | None = None
         self._requests: list[Future[None]] = []
         self._failures: list[str] = []

@@ -114,7 +114,11 @@ def _difference(models: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) 
     return [
         *(f"{name} is only in the run" for name in there if name not in here),
         *(f"{name} is only in the entry" for name in here if name not in there),
-        *(f"{n} has shape {list(here[n])}, in the run {list(there[n])}" for n in here if here[n] != there.get(n, here[n])),
+        *(
+            f"{n} has shape {list(here[n])}, in the run {list(there[n])}"
+            for n in here
+            if here[n] != there.get(n, here[n])
+        ),
     ]
 
 

@@ -540,7 +540,7 @@ def _cross_check(config: Config) -> Iterator[tuple[str, ...]]:
         )
     if config.replay.act and config.replay.when != "inline":
         yield (
-            f'[replay] act = true needs when = "inline", not {config.replay.when!r}: without a verdict nothing picks an action',
+            f'[replay] act = true needs when = "inline", not {config.replay.when!r}: only a verdict can pick an action',
             "replay.act",
             "replay.when",
         )

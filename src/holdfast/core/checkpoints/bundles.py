@@ -6,9 +6,11 @@ The innermost folder has the format of a checkpoint: the same manifest, the same
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from holdfast.core.base import durable
 from holdfast.core.base.clean import clean
@@ -20,6 +22,7 @@ from holdfast.core.checkpoints.verify import verify
 BUNDLE, INCIDENTS, ANSWER = "bundle", "incidents", "replay.json"
 KIND = "incident bundle"
 """`kind` in the manifest of every bundle"""
+_MAX_BYTES = 64 << 20
 _NUMBER = re.compile(r"\d{4,9}")
 _RANK = re.compile(r"rank_\d{5,7}")
 
@@ -32,6 +35,26 @@ def incident_folder(bundle: Path) -> Path:
     """Return the folder of a bundle's incident; of a bundle that was moved, the folder it is in."""
     folder = bundle.parent
     return folder.parent.parent if folder.parent.name == BUNDLE else folder
+
+
+def read_answer(run_dir: Path, incident: int) -> dict[str, Any] | None:
+    """Return what `holdfast replay` wrote about an incident, with the fields of a journal event; None if nothing."""
+    folder = run_dir / INCIDENTS / f"{incident:04d}"
+    try:
+        durable.refuse_links(run_dir, folder)
+        content = json.loads(durable.read_file(folder / ANSWER, _MAX_BYTES))
+        verdict, origin = content["verdict"], content["origin"]
+        places = {key: origin.get(key) for key in ("phase", "module", "op", "file", "line")}
+        reasons = {"for": list(verdict["evidence_for"]), "against": list(verdict["evidence_against"])}
+        return {
+            "cause": str(verdict["cause"]),
+            "text": str(verdict["sentence"]),
+            "fix": verdict["fix"],
+            **reasons,
+            **places,
+        }
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def prune(run_dir: Path, rank: int, keep: int) -> None:

@@ -182,7 +182,8 @@ class Engine:
         """Return the plan for this attempt; None if there is no finding. The plan is in the journal when this returns.
 
         `more` are findings of the runtime itself (non-finite state); `origin` has the ranks and samples behind a vetoed
-        step; `inspect` finds more after a leap of the loss; `amend` changes the proposed plan. Every rank judges the same signal and gets the same plan.
+        step; `inspect` finds more after a leap of the loss; `amend` changes the proposed plan.
+        Every rank judges the same signal and gets the same plan.
         """
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)

@@ -63,7 +63,7 @@ def unpack_batch(value: Any, device: torch.device) -> Any:
     if kind == "attributes":
         return SimpleNamespace(**{name: unpack_batch(inner, device) for name, inner in value["values"].items()})
     if kind == "namedtuple":
-        make = namedtuple(value["name"], value["fields"])  # type: ignore[misc]  # noqa: PYI024
+        make = namedtuple(value["name"], value["fields"])  # type: ignore[misc]
         return make(*(unpack_batch(inner, device) for inner in value["values"]))
     if kind == "array":
         return value["values"].numpy()

@@ -27,7 +27,10 @@ def copy_weights(state: RunState, buffers: BufferCapture, max_bytes: int) -> tup
     tensors |= {f"buffer.{name}": value for name, value in state.buffers.as_named(buffers).items()}
     total = sum(map(nbytes, tensors.values()))
     if total > max_bytes:
-        return {}, f"the weights have {total / 1e6:,.1f} MB, and [replay] max_bundle_mb allows {max_bytes / 1e6:,.1f} MB"
+        return (
+            {},
+            f"the weights have {total / 1e6:,.1f} MB, and [replay] max_bundle_mb allows {max_bytes / 1e6:,.1f} MB",
+        )
     return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}, ""
 
 

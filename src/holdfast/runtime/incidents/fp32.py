@@ -43,7 +43,7 @@ class Fp32Modules:
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             context = torch.autocast(_device_type(args, kwargs), enabled=False)
-            context.__enter__()
+            context.__enter__()  # type: ignore[no-untyped-call]
             contexts.append(context)
             return _to_fp32(args), _to_fp32(kwargs)
 

@@ -60,7 +60,12 @@ class Remedies:
         if plan.experiment == WITHOUT_ROWS:
             reason = "the row holds NaN or Inf"
             engine.write(
-                "quarantine", durable=True, samples=verdict["samples"], reason=reason, incident=incident, step=signal.step
+                "quarantine",
+                durable=True,
+                samples=verdict["samples"],
+                reason=reason,
+                incident=incident,
+                step=signal.step,
             )
             self._context.records.quarantine.add_samples(verdict["samples"], reason, incident=incident)
         elif plan.experiment == FP32_MODULE and self._fp32 is not None:

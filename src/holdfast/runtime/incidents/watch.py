@@ -66,9 +66,7 @@ class IncidentWatch:
             self._store.close()
             self._note_failures()
 
-    def examine(
-        self, attempt: StepAttempt, signal: Signal, *, is_bad: bool
-    ) -> Callable[[Plan], Plan] | None:
+    def examine(self, attempt: StepAttempt, signal: Signal, *, is_bad: bool) -> Callable[[Plan], Plan] | None:
         """Judge an attempt that was watched. Return what changes the plan of the policy, if anything. All ranks call it."""
         evidence: StepEvidence = attempt.evidence
         evidence.end()
@@ -84,7 +82,13 @@ class IncidentWatch:
         self._verdict = verdict
         fields = {name: value for name, value in verdict.items() if value not in (None, "", [])}
         self._context.engine.write(
-            "replay", durable=True, incident=incident, step=signal.step, attempt=signal.attempt, result="verdict", **fields
+            "replay",
+            durable=True,
+            incident=incident,
+            step=signal.step,
+            attempt=signal.attempt,
+            result="verdict",
+            **fields,
         )
         fix = f"; {verdict['fix']}" if verdict["fix"] else ""
         log.warning("holdfast: step %d: %s%s", signal.step, verdict["text"], fix)
@@ -106,7 +110,9 @@ class IncidentWatch:
 
     def _judge(self, attempt: StepAttempt, *, is_bad: bool) -> dict[str, Any] | None:
         """Return this rank's verdict in plain values."""
-        rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in nonfinite_rows(draw.batch)] if is_bad else []
+        rows = (
+            [(n, row) for n, draw in enumerate(attempt.draws) for row in nonfinite_rows(draw.batch)] if is_bad else []
+        )
         verdict = judge_attempt(attempt.evidence, rows, is_bad=is_bad)
         if verdict is None:
             return None
@@ -121,7 +127,9 @@ class IncidentWatch:
             **(describe_device() if counts else {}),
         }
 
-    def settle(self, attempt: StepAttempt, signal: Signal, plan: Plan | None, *, has_landed: bool) -> StepEvidence | None:
+    def settle(
+        self, attempt: StepAttempt, signal: Signal, plan: Plan | None, *, has_landed: bool
+    ) -> StepEvidence | None:
         """Write the bundle of a new incident, and return what is to watch the next attempt at the same step, if any."""
         if self._config.when == "off":
             return None

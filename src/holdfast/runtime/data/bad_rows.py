@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.runtime.data.source import Draw
-from holdfast.runtime.data.split import count_samples, tensors_of
+from holdfast.runtime.data.split import tensors_of
 
 _OUTLYING_RATIO = 100.0
 """a row is out of all proportion if its largest value is this many times that of most rows"""
@@ -18,17 +17,6 @@ _OUTLYING_RATIO = 100.0
 def nonfinite_samples(draws: Sequence[Draw]) -> list[int]:
     """Return the ids of rows that hold NaN, or Inf if most rows do not (a mask of -inf is in every row)."""
     return _samples(draws, _nonfinite_rows)
-
-
-@torch.no_grad()
-def nonfinite_rows(batch: Any) -> list[int]:
-    """Return the rows of a batch that hold NaN, or Inf if most rows do not. Waits for the device."""
-    size = count_samples(batch)
-    rows = torch.zeros(size or 0, dtype=torch.bool)
-    for tensor in tensors_of(batch):
-        if tensor.is_floating_point() and tensor.dim() > 0 and tensor.shape[0] == size:
-            rows |= _nonfinite_rows(tensor)
-    return [int(row) for row in rows.nonzero().flatten().tolist()]
 
 
 def outlying_samples(draws: Sequence[Draw]) -> list[int]:

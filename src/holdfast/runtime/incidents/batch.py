@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import namedtuple
 from collections.abc import Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ def pack_batch(value: Any) -> Any:
         return {key: pack_batch(inner) for key, inner in value.items()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: pack_batch(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {_KIND: "attributes", "values": fields}
+        return {_KIND: "dataclass", "name": type(value).__name__, "values": fields}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         values = [pack_batch(inner) for inner in value]
         return {_KIND: "namedtuple", "name": type(value).__name__, "fields": list(value._fields), "values": values}
@@ -52,7 +51,7 @@ def pack_batch(value: Any) -> Any:
 
 
 def unpack_batch(value: Any, device: torch.device) -> Any:
-    """Return the batch of a packed one, its tensors on `device`. A dataclass becomes an object of the same attributes."""
+    """Return the batch of a packed one, its tensors on `device`. A dataclass becomes another of the same fields."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, list | tuple):
@@ -60,8 +59,9 @@ def unpack_batch(value: Any, device: torch.device) -> Any:
     if not isinstance(value, dict):
         return value
     kind = value.get(_KIND)
-    if kind == "attributes":
-        return SimpleNamespace(**{name: unpack_batch(inner, device) for name, inner in value["values"].items()})
+    if kind == "dataclass":
+        fields = {name: unpack_batch(inner, device) for name, inner in value["values"].items()}
+        return dataclasses.make_dataclass(value["name"], list(fields))(**fields)
     if kind == "namedtuple":
         make = namedtuple(value["name"], value["fields"])  # type: ignore[misc]
         return make(*(unpack_batch(inner, device) for inner in value["values"]))

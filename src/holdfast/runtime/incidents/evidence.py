@@ -27,13 +27,14 @@ class StepEvidence:
         rng: Rng,
         plan: Plan,
         ranks: list[int],
+        loss: float,
         *,
         observes: bool,
         weights_bytes: int | None,
     ) -> None:
         self._state, self._rng, self._observes, self._weights_bytes = state, rng, observes, weights_bytes
-        self.plan, self.ranks = plan, ranks
-        """why the step runs again, and the ranks that the attempt before it came from"""
+        self.plan, self.ranks, self.loss = plan, ranks, loss
+        """why the step runs again, and the ranks and the loss of the attempt before it"""
         self.rng: RngState | None = None
         self.weights: dict[str, Tensor] = {}
         self.why_no_weights = "it was not copied"

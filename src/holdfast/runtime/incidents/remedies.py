@@ -46,7 +46,9 @@ class Remedies:
             shown = ", ".join(map(str, verdict["samples"][:8]))
             reason = f"the batch runs again without samples {shown}"
             return msgspec.structs.replace(plan, actions=(Replay(),), reason=reason, experiment=WITHOUT_ROWS)
-        if cause == "dtype_overflow" and self._fp32 is not None:
+        # While training nothing has run in fp32: an op in half precision is tried, and the outcome decides.
+        is_likely = cause == "dtype_overflow" or (cause == "not_established" and verdict["is_low"])
+        if is_likely and self._fp32 is not None:
             if (why := self._fp32.why_not(verdict["module"])) is not None:
                 engine.note(signal.step, f"no module is moved to fp32: {why}")
                 return plan

@@ -14,7 +14,6 @@ from holdfast.core.base.plain import plain
 from holdfast.core.base.types import FP32_MODULE, WITHOUT_ROWS, Plan, Replay, Signal
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
-from holdfast.runtime.data.bad_rows import nonfinite_rows
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.incidents.batch import batches_nbytes
 from holdfast.runtime.incidents.capture import (
@@ -27,6 +26,7 @@ from holdfast.runtime.incidents.capture import (
 from holdfast.runtime.incidents.evidence import StepEvidence
 from holdfast.runtime.incidents.judgement import judge_attempt
 from holdfast.runtime.incidents.remedies import Remedies
+from holdfast.runtime.origin.batches import bad_rows
 from holdfast.runtime.ports.bundle_store import BundleContents, BundleStore
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.tensors.device_identity import describe_device
@@ -110,10 +110,8 @@ class IncidentWatch:
 
     def _judge(self, attempt: StepAttempt, *, is_bad: bool) -> dict[str, Any] | None:
         """Return this rank's verdict in plain values."""
-        rows = (
-            [(n, row) for n, draw in enumerate(attempt.draws) for row in nonfinite_rows(draw.batch)] if is_bad else []
-        )
-        verdict = judge_attempt(attempt.evidence, rows, is_bad=is_bad)
+        rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in bad_rows(draw.batch)] if is_bad else []
+        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, is_bad=is_bad)
         if verdict is None:
             return None
         ids = [(attempt.draws[n].ids or [])[row : row + 1] for n, row in rows]
@@ -149,6 +147,7 @@ class IncidentWatch:
             self._context.rng,
             plan,
             _suspects(attempt),
+            signal.loss,
             observes=self._config.when == "inline" and plan.experiment is None,
             weights_bytes=None if is_bundled else self._max_bytes,
         )
@@ -160,14 +159,18 @@ class IncidentWatch:
             return
         self._bundled = plan.incident
         self._note_failures()
-        suspects = _suspects(attempt) or ([] if evidence is None else evidence.ranks)
-        if context.ranks.rank not in (suspects or [0]):
-            return
+        checkpoint = newest_checkpoint(self._checkpoints, signal.step)
         if evidence is not None and evidence.rng is not None:
             weights, why_no_weights, rng = evidence.weights, evidence.why_no_weights, evidence.rng
         else:
             weights, why_no_weights = copy_weights(context.state, attempt.buffers, self._max_bytes)
             rng = attempt.draws[0].rng or context.rng.capture()
+        if not weights and checkpoint is not None:  # on all ranks, since rank 0 deletes for all
+            named = [*self._checkpoints.named_by_bundles, checkpoint["name"]]
+            self._checkpoints.named_by_bundles = named[-self._config.keep :]
+        suspects = _suspects(attempt) or ([] if evidence is None else evidence.ranks)
+        if context.ranks.rank not in (suspects or [0]):
+            return
         room = self._max_bytes - sum(map(nbytes, weights.values()))
         batches, why_no_batch = None, _NO_CONSENT
         if self._config.keep_batch:
@@ -185,7 +188,7 @@ class IncidentWatch:
             "weights": why_no_weights or "copied",
             "batch": why_no_batch or "copied",
             "earlier_step": earlier_step,
-            "checkpoint": newest_checkpoint(self._checkpoints, signal.step),
+            "checkpoint": checkpoint,
             "sample_ids": [list(draw.ids or []) for draw in attempt.draws] if self._config.keep_batch else None,
             "fp32_modules": self._remedies.fp32_names,
             "entry": self._config.entry,

@@ -14,8 +14,11 @@ from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.rng import Rng, RngState
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.wrappers import layers
+from holdfast.runtime.tensors.sharded import is_sharded
 
 COMPILED = "the model is compiled, and hooks do not run inside compiled code; holdfast replay runs the step eagerly"
+
+SPLIT = "tensors are split over ranks, and looking at a part of one may wait for other ranks"
 
 
 class StepEvidence:
@@ -49,9 +52,8 @@ class StepEvidence:
         try:
             if self._weights_bytes is not None:
                 self.weights, self.why_no_weights = copy_weights(self._state, buffers, self._weights_bytes)
-            if self._observes and is_compiled(self._state):
-                self.why_not = COMPILED
-            elif self._observes:
+            self.why_not = why_not_observable(self._state) if self._observes else ""
+            if self._observes and not self.why_not:
                 observer = StepObserver(dict(self._state.modules), fine=())
                 observer.__enter__()
                 self._observer = observer
@@ -69,6 +71,15 @@ class StepEvidence:
             self.report = observer.report()
         except Exception as error:
             self.why_not = f"{type(error).__name__}: {error}"
+
+
+def why_not_observable(state: RunState) -> str:
+    """Return why the ops of a step cannot be observed while training; empty if they can."""
+    sharded = [p for _, p in state.named_parameters() if is_sharded(p)]
+    # FSDP2 over one dimension gathers whole weights; elsewhere an op on a part of a tensor may wait for other ranks.
+    if sharded and (not state.fsdp_modules or any(getattr(p, "device_mesh").ndim > 1 for p in sharded)):
+        return SPLIT
+    return COMPILED if is_compiled(state) else ""
 
 
 def is_compiled(state: RunState) -> bool:

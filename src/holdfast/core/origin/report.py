@@ -66,6 +66,8 @@ class OriginReport:
     """True: every value is finite, and this is where the values first grew out of proportion"""
     loss_scale: float | None = None
     """the factor of a GradScaler, if one scaled the loss"""
+    detail: str = ""
+    """what else is known about it, in a sentence"""
 
 
 @dataclass(frozen=True, kw_only=True)

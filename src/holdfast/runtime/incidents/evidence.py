@@ -9,12 +9,12 @@ from torch import Tensor
 from holdfast.core.base.types import Plan
 from holdfast.core.origin.report import OriginReport
 from holdfast.runtime.incidents.capture import copy_weights
-from holdfast.runtime.origin.observe import StepObserver
+from holdfast.runtime.incidents.harmless import HarmlessObserver
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.rng import Rng, RngState
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.wrappers import layers
-from holdfast.runtime.tensors.sharded import is_sharded
+from holdfast.runtime.tensors.sharded import is_sharded, mesh_dimensions
 
 COMPILED = "the model is compiled, and hooks do not run inside compiled code; holdfast replay runs the step eagerly"
 
@@ -44,7 +44,7 @@ class StepEvidence:
         self.report: OriginReport | None = None
         self.why_not = ""
         """why nothing was observed"""
-        self._observer: StepObserver | None = None
+        self._observer: HarmlessObserver | None = None
 
     def begin(self, buffers: BufferCapture) -> Self:
         """Copy the state for a bundle, and observe what follows."""
@@ -54,9 +54,7 @@ class StepEvidence:
                 self.weights, self.why_no_weights = copy_weights(self._state, buffers, self._weights_bytes)
             self.why_not = why_not_observable(self._state) if self._observes else ""
             if self._observes and not self.why_not:
-                observer = StepObserver(dict(self._state.modules), fine=())
-                observer.__enter__()
-                self._observer = observer
+                self._observer = HarmlessObserver(dict(self._state.modules)).__enter__()
         except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
             self.why_not = f"{type(error).__name__}: {error}"
         return self
@@ -68,6 +66,8 @@ class StepEvidence:
             return
         try:
             observer.__exit__(None, None, None)
+            if observer.failure is not None:
+                raise observer.failure
             self.report = observer.report()
         except Exception as error:
             self.why_not = f"{type(error).__name__}: {error}"
@@ -77,7 +77,7 @@ def why_not_observable(state: RunState) -> str:
     """Return why the ops of a step cannot be observed while training; empty if they can."""
     sharded = [p for _, p in state.named_parameters() if is_sharded(p)]
     # FSDP2 over one dimension gathers whole weights; elsewhere an op on a part of a tensor may wait for other ranks.
-    if sharded and (not state.fsdp_modules or any(getattr(p, "device_mesh").ndim > 1 for p in sharded)):
+    if sharded and (not state.fsdp_modules or any(mesh_dimensions(p) > 1 for p in sharded)):
         return SPLIT
     return COMPILED if is_compiled(state) else ""
 

@@ -53,6 +53,8 @@ class IncidentWatch:
         self._remedies = Remedies(context)
         self._verdict: dict[str, Any] = {}
         """of the step that ran again last"""
+        self._step = 0
+        """of the newest finding"""
 
     def open(self) -> None:
         """Begin to write bundles: the run directory is open."""
@@ -131,6 +133,7 @@ class IncidentWatch:
         """Write the bundle of a new incident, and return what is to watch the next attempt at the same step, if any."""
         if self._config.when == "off":
             return None
+        self._step = signal.step
         evidence: StepEvidence | None = attempt.evidence
         is_new = plan is not None and (bool(plan.actions) or plan.by == "observe")
         runs_again = plan is not None and plan.first(Replay) is not None
@@ -200,7 +203,7 @@ class IncidentWatch:
 
     def _note_failures(self) -> None:
         for why in self._store.pop_failures() if self._store is not None else ():
-            self._context.engine.note(self._context.engine.policy.state.clock, why)
+            self._context.engine.note(self._step, why)
 
 
 def _suspects(attempt: StepAttempt) -> list[int]:

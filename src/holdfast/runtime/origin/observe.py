@@ -133,8 +133,9 @@ class StepObserver:
     def _before_module(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._names.get(id(module), f"({type(module).__name__})"))
 
-    def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        name = self._stack.pop() if self._stack else ""
+    def _after_module(self, module: nn.Module, args: Any, *more: Any) -> None:
+        name, output = self._stack.pop() if self._stack else "", more[-1]
+        kwargs = more[0] if len(more) > 1 else {}  # torch passes none after an error
         if running_node() is not None or len(self._rows) >= _MAX_ROWS:
             return  # checkpointing runs the module again
         with self._unwatched():

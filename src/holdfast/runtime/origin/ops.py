@@ -206,6 +206,8 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         numbers = list(_numbers((args, kwargs)))
         is_constant = not inputs or any(math.isinf(x) for x in numbers) or "lift_fresh" in str(func)
         intended = not values.nan and all(each.intended for each in bad_inputs) and (is_constant or bool(bad_inputs))
+        if intended and not is_constant:  # a mask that passes through an op; more Inf than it had is not on purpose
+            intended = all(_has_no_new_inf(tensor, inputs) for tensor in bad)
         record = OpRecord(
             index=len(self.ops),
             name=str(func).rpartition(".")[0],
@@ -214,7 +216,6 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             place=place,
             inputs=bad_inputs,
             values=values,
-            whole=all(_is_whole(t) for t in bad),
             intended=intended,
             has_bad_number=any(math.isnan(x) for x in numbers),
         )
@@ -292,9 +293,15 @@ def _storage_bytes(tensor: Tensor) -> int:
         return 0
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    found = measure(tensor)
-    return found.minimum is None
+def _has_no_new_inf(result: Tensor, inputs: list[Tensor]) -> bool:
+    """Return whether Inf is only where an input has it, or in no larger share if the shapes do not match."""
+    masks = [~torch.isfinite(t) for t in inputs]
+    mask = ~torch.isfinite(result)
+    try:
+        present = [m.broadcast_to(result.shape) for m in masks if bool(m.any())]
+    except RuntimeError:
+        return bool(mask.double().mean() <= max(m.double().mean() for m in masks if m.numel()))
+    return not bool((mask & ~torch.stack(present).any(0)).any())
 
 
 def _rows(tensor: Tensor) -> tuple[int, ...]:

@@ -47,9 +47,8 @@ class OpRecord:
     place: Place
     inputs: list[BadInput]
     values: Extremes
-    whole: bool
-    """no element of the result is finite"""
     intended: bool
+    """its result is Inf by constants alone"""
     has_bad_number: bool = False
     """an argument is NaN as a Python number"""
     input_ranges: list[TensorRange] = field(default_factory=list)
@@ -87,7 +86,7 @@ def trace(ops: Sequence[OpRecord], starts: Iterable[int], *, loss_is_finite: boo
         op = ops[index]
         suspects = op.suspects
         if not suspects:
-            births.append(Birth(_last_reduction(ops, op), None, changed_in))
+            births.append(Birth(op, None, changed_in))
         makes_nan = op.values.nan and not any(each.values.nan for each in op.inputs)
         for each in suspects:
             if each.producer is None:
@@ -98,14 +97,3 @@ def trace(ops: Sequence[OpRecord], starts: Iterable[int], *, loss_is_finite: boo
             changed = op if loss_is_finite and makes_nan and is_from_forward else changed_in
             waiting.append((each.producer, changed))
     return min(births, key=lambda birth: birth.op.index, default=None)
-
-
-def _last_reduction(ops: Sequence[OpRecord], op: OpRecord) -> OpRecord:
-    """Return the op that reduced a mask of -inf to a result without a finite value; the op itself if it made NaN."""
-    while not op.values.nan:
-        before = [ops[e.producer] for e in op.inputs if e.producer is not None]
-        whole = [each for each in before if each.whole and each.inputs]
-        if not whole:
-            break
-        op = whole[0]
-    return op

@@ -33,9 +33,11 @@ class StepEvidence:
         loss: float,
         *,
         observes: bool,
+        seconds: float,
         weights_bytes: int | None,
     ) -> None:
         self._state, self._rng, self._observes, self._weights_bytes = state, rng, observes, weights_bytes
+        self._seconds = seconds
         self.plan, self.ranks, self.loss = plan, ranks, loss
         """why the step runs again, and the ranks and the loss of the attempt before it"""
         self.rng: RngState | None = None
@@ -43,7 +45,7 @@ class StepEvidence:
         self.why_no_weights = "it was not copied"
         self.report: OriginReport | None = None
         self.why_not = ""
-        """why nothing was observed"""
+        """why nothing was observed, or not everything"""
         self._observer: HarmlessObserver | None = None
 
     def begin(self, buffers: BufferCapture) -> Self:
@@ -54,7 +56,7 @@ class StepEvidence:
                 self.weights, self.why_no_weights = copy_weights(self._state, buffers, self._weights_bytes)
             self.why_not = why_not_observable(self._state) if self._observes else ""
             if self._observes and not self.why_not:
-                self._observer = HarmlessObserver(dict(self._state.modules)).__enter__()
+                self._observer = HarmlessObserver(dict(self._state.modules), self._seconds).__enter__()
         except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
             self.why_not = f"{type(error).__name__}: {error}"
         return self
@@ -69,6 +71,8 @@ class StepEvidence:
             if observer.failure is not None:
                 raise observer.failure
             self.report = observer.report()
+            if observer.is_late:
+                self.why_not = f"watching every op ended after {self._seconds:.1f} s; modules were watched to the end"
         except Exception as error:
             self.why_not = f"{type(error).__name__}: {error}"
 

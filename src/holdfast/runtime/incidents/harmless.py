@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,8 +43,13 @@ class _HarmlessOps(OpWatch):
     """Watches ops until watching one fails: of nested, sparse or batched tensors not everything can be asked."""
 
     failure: Exception | None = None
+    deadline = math.inf
+    is_late = False
+    """the time is up: only modules are observed from then on"""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.is_paused and time.monotonic() > self.deadline:
+            self.is_paused = self.is_late = True
         if self.is_paused:
             return func(*args, **(kwargs or {}))
         op = _Op(func)
@@ -56,11 +63,20 @@ class _HarmlessOps(OpWatch):
 
 
 class HarmlessObserver(StepObserver):
-    """Observes every op of a step. `failure` is the first error of its own, if any; nothing is observed after it."""
+    """Observes every op of a step for at most `seconds`, and its modules to the end.
 
-    def __init__(self, models: dict[str, nn.Module]) -> None:
+    `failure` is the first error of its own, if any: no op is observed after it.
+    """
+
+    def __init__(self, models: dict[str, nn.Module], seconds: float = math.inf) -> None:
         super().__init__(models, fine=())
         self._failure: Exception | None = None
+        self._deadline = time.monotonic() + seconds
+
+    @property
+    def is_late(self) -> bool:
+        """Return whether the time was not enough for every op."""
+        return isinstance(self._watch, _HarmlessOps) and self._watch.is_late
 
     @property
     def failure(self) -> Exception | None:
@@ -70,6 +86,7 @@ class HarmlessObserver(StepObserver):
         super().__enter__()
         assert self._watch is not None, "it watches every op"
         self._watch.__class__ = _HarmlessOps
+        self._watch.deadline = self._deadline  # type: ignore[attr-defined]
         return self
 
     def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

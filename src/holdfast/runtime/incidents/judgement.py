@@ -41,7 +41,10 @@ def judge_attempt(
         "text": verdict.sentence,
         "fix": verdict.fix,
         "for": verdict.evidence_for,
-        "against": verdict.evidence_against,
+        "against": [
+            *verdict.evidence_against,
+            *([evidence.why_not] if report is not None and evidence.why_not else []),
+        ],
         "confidence": verdict.confidence,
         "phase": origin.phase,
         "module": origin.module,

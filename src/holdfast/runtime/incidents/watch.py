@@ -36,6 +36,8 @@ log = logging.getLogger("holdfast")
 
 _NO_CONSENT = "[replay] keep_batch is false, since the batch is your data"
 _MAX_ROWS = 64
+_MAX_STEPS, _MIN_SECONDS = 7, 1.0
+"""every op is watched for the time of this many steps at most, or for this long if that is longer"""
 
 
 class IncidentWatch:
@@ -152,6 +154,7 @@ class IncidentWatch:
             _suspects(attempt),
             signal.loss,
             observes=self._config.when == "inline" and plan.experiment is None,
+            seconds=max(_MIN_SECONDS, _MAX_STEPS * (signal.seconds or 0.0)),
             weights_bytes=None if is_bundled else self._max_bytes,
         )
 

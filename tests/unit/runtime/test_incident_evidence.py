@@ -13,9 +13,13 @@ from torch import nn
 
 from holdfast.core.base.config import load
 from holdfast.core.base.errors import ConfigError, DataError
+from holdfast.core.base.types import Plan
+from holdfast.core.origin.report import OriginReport
 from holdfast.runtime.incidents.batch import pack_batch, unpack_batch
+from holdfast.runtime.incidents.evidence import StepEvidence
 from holdfast.runtime.incidents.fp32 import Fp32Modules
 from holdfast.runtime.incidents.harmless import HarmlessObserver
+from holdfast.runtime.incidents.judgement import judge_attempt
 from holdfast.runtime.snapshots.encoding import decode, encode
 
 Pair = namedtuple("Pair", "x y")
@@ -95,6 +99,15 @@ def test_every_op_is_watched_only_as_long_as_allowed_and_modules_to_the_end():
     report = observer.report()
     assert observer.is_late and report.op == ""
     assert [row.module for row in report.path] == ["0", "1", "2", ""]
+
+
+def test_a_bad_row_is_named_although_the_time_was_not_enough_for_an_op():
+    evidence = StepEvidence(None, None, Plan(), [], torch.nan, observes=True, seconds=0.0, weights_bytes=None)
+    evidence.report, evidence.why_not = OriginReport(phase="backward"), "watching every op ended after 0.0 s"
+    verdict = judge_attempt(evidence, [(0, 5)], torch.nan, is_bad=True)
+    assert verdict["cause"] == "data_row" and "row 5" in verdict["text"] and evidence.why_not in verdict["against"]
+    evidence.report = OriginReport(phase="forward", module="head")
+    assert judge_attempt(evidence, [(0, 5)], torch.nan, is_bad=True)["cause"] != "data_row"
 
 
 def test_a_module_in_fp32_is_in_its_state_and_goes_back():

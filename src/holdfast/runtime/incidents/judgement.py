@@ -25,8 +25,9 @@ def judge_attempt(
     if report is None and is_bad and not rows and not evidence.why_not:
         return None
     origin = replace(report or OriginReport(phase="none"), bad_input_rows=[row for _, row in rows])
-    if report is None and rows:
-        origin = replace(origin, phase="input", detail="found in the batch; no op was observed")
+    is_made_by_module = origin.phase == "forward" and origin.module != ""
+    if rows and not origin.op and not is_made_by_module:
+        origin = replace(origin, phase="input", detail="found in the batch; no op was seen to make it")
     is_low = any(each.dtype in _LOW for each in (*origin.inputs, *origin.outputs))
     comparisons = [
         Comparison(name="as it was", ran=True, finite=False, loss=first_loss),

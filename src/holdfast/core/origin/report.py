@@ -64,6 +64,8 @@ class OriginReport:
     bad_input_rows: list[int] = field(default_factory=list)
     is_spike: bool = False
     """True: every value is finite, and this is where the values first grew out of proportion"""
+    gain: float = 1.0
+    """of a spike: how many times the op's result exceeds its largest argument"""
     loss_scale: float | None = None
     """the factor of a GradScaler, if one scaled the loss"""
     detail: str = ""

@@ -235,7 +235,8 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         has_nan, minus, plus = (any(values[at] for _, values in found) for at in range(3))
         bad_inputs = [one for t in inputs if (one := self._bad_input(t, before)) is not None]
         numbers = list(_numbers((call.args, call.kwargs)))
-        is_constant = not inputs or any(map(math.isinf, numbers)) or "lift_fresh" in call.kind.name
+        has_no_tensor = next(nested_tensors((call.args, call.kwargs)), None) is None
+        is_constant = has_no_tensor or any(map(math.isinf, numbers)) or "lift_fresh" in call.kind.name
         intended = not has_nan and all(each.intended for each in bad_inputs) and (is_constant or bool(bad_inputs))
         if intended and not is_constant:  # a mask that passes through an op; more Inf than it had is not on purpose
             intended = all(_has_no_new_inf(tensor, inputs) for tensor in bad)

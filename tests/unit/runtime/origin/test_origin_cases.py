@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks.origin.cases import CASES, build, log_of_softmax, step_of
+from benchmarks.origin.further_cases import FURTHER
 from benchmarks.origin.model import TOKENS, PlainStep, cross_entropy, make_batch
 
 from holdfast.core.origin.report import ReplayReport
@@ -15,7 +16,7 @@ from holdfast.runtime.origin.analyse import analyse
 from holdfast.runtime.origin.observe import StepObserver
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *FURTHER], ids=lambda case: case.name)
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 def test_the_origin_and_the_cause_are_found(case):
     report = analyse(case.make(), **case.observed)

@@ -123,7 +123,10 @@ class ReplayReport:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ReplayReport:
         """Invert `to_dict`. Ignore unknown keys. ValueError if a value has another type."""
-        return msgspec.convert(values, ReplayReport, strict=False)
+        try:
+            return msgspec.convert(values, ReplayReport, strict=False)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"no report of a replay: {error}") from error
 
 
 def _to_json(value: Any) -> Any:

@@ -17,7 +17,7 @@ from holdfast.core.origin.report import Comparison, ComparisonName, OriginReport
 from holdfast.core.origin.verdict import Facts, judge
 from holdfast.runtime.origin.batches import bad_rows
 from holdfast.runtime.origin.minimise import Minimum, minimise
-from holdfast.runtime.origin.observe import StepObserver
+from holdfast.runtime.origin.observe import StepObserver, is_compiled
 from holdfast.runtime.origin.precision import LOW, ModuleCalls, in_float32, op_is_finite_in_float64, raise_floats
 from holdfast.runtime.origin.ranges import extremes, values_of
 from holdfast.runtime.origin.spikes import describe_spike, find_growth
@@ -184,7 +184,7 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None], recovery_
         sample=minimum.sample,
         minimised=minimum.sentence,
         growth=max((ratio for _, ratio in find_growth(fine.path, before_watch.path)), default=1.0),
-        is_compiled="torch._dynamo" in sys.modules and any(_is_compiled(m) for m in step.models.values()),
+        is_compiled=any(map(is_compiled, step.models.values())),
         recovery_cause=recovery_cause,
     )
     verdict = judge(origin, comparisons, facts)
@@ -292,10 +292,6 @@ def _module_named(models: Mapping[str, nn.Module], name: str) -> nn.Module | Non
                 found: nn.Module = module
                 return found
     return None
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(type(each).__name__ == "OptimizedModule" for each in (*layers(model), *model.modules()))
 
 
 def _eager() -> AbstractContextManager[Any]:

@@ -64,10 +64,11 @@ class StepObserver:
                 module.register_forward_pre_hook(self._before_module, prepend=True),
                 module.register_forward_hook(self._after_module, with_kwargs=True, always_call=True),
             ]
-        self._handles += [
-            register_module_forward_pre_hook(self._before_unknown),
-            register_module_forward_hook(self._after_unknown, with_kwargs=True, always_call=True),
-        ]
+        if not any(is_compiled(model) for model in self._models.values()):  # torch warns of global hooks then
+            self._handles += [
+                register_module_forward_pre_hook(self._before_unknown),
+                register_module_forward_hook(self._after_unknown, with_kwargs=True, always_call=True),
+            ]
         if self._fine is not None:
             names = tuple(self._fine)
             inside = tuple(f"{name}." for name in names)
@@ -270,6 +271,11 @@ class _Unwatched:
         if self._watch is not None:
             self._watch.is_paused = self._was_paused
         self._no_grad.__exit__(*details)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile has wrapped the model or a module of it."""
+    return any(type(each).__name__ == "OptimizedModule" for each in (*layers(model), *model.modules()))
 
 
 def _module_names(models: Mapping[str, nn.Module]) -> dict[int, str]:

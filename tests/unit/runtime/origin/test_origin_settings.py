@@ -201,7 +201,7 @@ def test_a_batch_that_fails_by_several_rows_together_names_none():
 
     found = minimise([torch.arange(8).view(8, 1)], None, is_bad)
     assert (found.sample, "several rows" in found.sentence) == (None, True)
-    assert len(calls) == 2
+    assert len(calls) == 3
 
 
 def test_the_micro_batch_and_the_row_are_found_in_few_runs():
@@ -227,3 +227,12 @@ def test_bad_state_names_the_row_of_the_embedding():
     unused = analyse(step_of(model, loss=log_of_softmax))
     assert unused.verdict.cause == "structural"
     assert any("without effect" in each for each in unused.verdict.evidence_against)
+
+
+def test_a_row_is_found_although_batch_norm_refuses_single_rows():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    bad = rows.clone()
+    bad[3] = math.nan
+    report = analyse(PlainStep(model, lambda m, x: m(x).square().sum(), [bad], [rows]))
+    assert (report.verdict.cause, report.sample, report.origin.bad_input_rows) == ("data_row", 3, [3])

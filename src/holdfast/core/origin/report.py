@@ -64,6 +64,8 @@ class OriginReport:
     bad_input_rows: list[int] = field(default_factory=list)
     is_spike: bool = False
     """True: every value is finite, and this is where the values first grew out of proportion"""
+    gain: float = 1.0
+    """of a spike: how many times the op's result exceeds its largest argument"""
     loss_scale: float | None = None
     """the factor of a GradScaler, if one scaled the loss"""
     detail: str = ""
@@ -121,7 +123,10 @@ class ReplayReport:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ReplayReport:
         """Invert `to_dict`. Ignore unknown keys. ValueError if a value has another type."""
-        return msgspec.convert(values, ReplayReport, strict=False)
+        try:
+            return msgspec.convert(values, ReplayReport, strict=False)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"no report of a replay: {error}") from error
 
 
 def _to_json(value: Any) -> Any:

@@ -11,6 +11,8 @@ from holdfast.core.origin.report import Cause, Comparison, OriginReport, ReplayV
 
 _GREW = 10.0
 """outputs that are this many times those of the weights before show weights that have run away"""
+_EXPLODED = 1e6
+"""an op that enlarges its arguments this many times is at fault itself, whatever the data"""
 _RECOVERY_CAUSES: dict[str, tuple[Cause, ...]] = {
     "transient": ("transient",),
     "data": ("data_row", "structural", "dtype_overflow"),
@@ -105,7 +107,7 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
             0.85 if is_next_bad else 0.6,
             [f"with the weights before, the step is healthy; outputs have grown {facts.growth:.3g} times since"],
         )
-    if origin.is_spike and not is_next_bad and facts.sample is not None and "e+" not in origin.detail:
+    if origin.is_spike and not is_next_bad and facts.sample is not None and origin.gain < _EXPLODED:
         return "data_row", 0.6, [f"one row makes the spike: {facts.minimised}"]
     if origin.phase == "none":
         return "not_established", 0.2, ["no op was found that made the bad value"]

@@ -17,7 +17,7 @@ from holdfast.core.origin.report import Comparison, ComparisonName, OriginReport
 from holdfast.core.origin.verdict import Facts, judge
 from holdfast.runtime.origin.batches import bad_rows
 from holdfast.runtime.origin.minimise import Minimum, minimise
-from holdfast.runtime.origin.observe import StepObserver
+from holdfast.runtime.origin.observe import StepObserver, is_compiled
 from holdfast.runtime.origin.precision import LOW, ModuleCalls, in_float32, op_is_finite_in_float64, raise_floats
 from holdfast.runtime.origin.ranges import extremes, values_of
 from holdfast.runtime.origin.spikes import describe_spike, find_growth
@@ -154,28 +154,27 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None], recovery_
     coarse, fine = StepObserver(step.models), StepObserver(step.models, fine=())
     first = runs.run(step.batches, coarse)
     second = runs.run(step.batches, fine, cost=3.0)
-    healthy = StepObserver(step.models)
-    next_batch = Attempt(error="no other batch is known")
+    next_batch, next_watch = Attempt(error="no other batch is known"), StepObserver(step.models)
     if step.next_batches is not None:
-        next_batch = runs.run(step.next_batches, healthy)
+        next_batch = runs.run(step.next_batches, next_watch)
+    before, before_watch = Attempt(error="no earlier weights are known"), StepObserver(step.models)
+    if step.weights_before is not None and first.is_finite == second.is_finite:
+        before = runs.run(step.batches, before_watch, prepare=step.weights_before)
     origin = fine.report() if not second.error or fine.report().phase != "none" else coarse.report()
-    is_spike = False
-    if first.is_finite and second.is_finite and not (first.error or second.error):
-        is_spike = _set_spike_limits(runs, first, next_batch, observed, fine)
-        if is_spike:
-            reference = healthy.path if not next_batch.error else []
-            origin = describe_spike(fine, reference, loss_is_high=first.loss > runs.limit_loss)
+    if first.is_finite and second.is_finite:
+        references = [(next_batch, next_watch), (before, before_watch)]
+        usable = [(attempt, watch.path) for attempt, watch in references if attempt.is_finite]
+        if _set_spike_limits(runs, first, [attempt for attempt, _ in usable], observed, fine):
+            _, path = min(usable, key=lambda each: each[0].grad_norm, default=(first, []))
+            origin = describe_spike(fine, path, loss_is_high=first.loss > runs.limit_loss)
     comparisons = [runs.compare("as it was", first), runs.compare("repeated", second)]
-    has_repeated = all(each.finite is False for each in comparisons)
+    comparisons += [runs.compare("next batch", next_batch), runs.compare("weights before", before)]
     if comparisons[0].finite is False and comparisons[1].finite:
         origin = coarse.report()
     origin = _add_rows(origin, step.batches)
-    minimum, growth = Minimum(None, None, None, ""), 1.0
-    comparisons.append(runs.compare("next batch", next_batch))
-    if has_repeated:
-        comparisons.append(_compare_float32(runs, fine, origin))
-        before, growth = _compare_weights_before(runs, fine)
-        comparisons.append(before)
+    minimum = Minimum(None, None, None, "")
+    if all(each.finite is False for each in comparisons[:2]):
+        comparisons.append(_compare_float32(runs, fine))
         minimum = _minimise(runs)
         comparisons.append(_compare_float64(runs, fine, origin))
     facts = Facts(
@@ -184,8 +183,8 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None], recovery_
         outlying_rows=_outlying(step.batches, minimum),
         sample=minimum.sample,
         minimised=minimum.sentence,
-        growth=growth,
-        is_compiled="torch._dynamo" in sys.modules and any(_is_compiled(m) for m in step.models.values()),
+        growth=max((ratio for _, ratio in find_growth(fine.path, before_watch.path)), default=1.0),
+        is_compiled=any(map(is_compiled, step.models.values())),
         recovery_cause=recovery_cause,
     )
     verdict = judge(origin, comparisons, facts)
@@ -203,7 +202,7 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None], recovery_
 # ---- one change at a time
 
 
-def _compare_float32(runs: _Runs, fine: StepObserver, origin: OriginReport) -> Comparison:
+def _compare_float32(runs: _Runs, fine: StepObserver) -> Comparison:
     if not fine.dtypes & set(LOW):
         return Comparison(name="fp32", why_not="the step ran in float32 already")
     step = runs.step
@@ -212,17 +211,6 @@ def _compare_float32(runs: _Runs, fine: StepObserver, origin: OriginReport) -> C
             return runs.compare("fp32", runs.run(raise_floats(list(step.batches), torch.float32)))
     except ValueError as error:
         return Comparison(name="fp32", why_not=str(error))
-
-
-def _compare_weights_before(runs: _Runs, fine: StepObserver) -> tuple[Comparison, float]:
-    """Return the run with the earlier weights, and the largest factor by which a module's output has grown since."""
-    step = runs.step
-    if step.weights_before is None:
-        return Comparison(name="weights before", why_not="no earlier weights are known"), 1.0
-    watch = StepObserver(step.models)
-    attempt = runs.run(step.batches, watch, prepare=step.weights_before)
-    growth = 1.0 if attempt.error else max((ratio for _, ratio in find_growth(fine.path, watch.path)), default=1.0)
-    return runs.compare("weights before", attempt), growth
 
 
 def _compare_float64(runs: _Runs, fine: StepObserver, origin: OriginReport) -> Comparison:
@@ -256,32 +244,25 @@ def _minimise(runs: _Runs) -> Minimum:
 
 
 def _set_spike_limits(
-    runs: _Runs, first: Attempt, healthy: Attempt, observed: tuple[float | None, float | None], fine: StepObserver
+    runs: _Runs, bad: Attempt, healthy: list[Attempt], observed: tuple[float | None, float | None], fine: StepObserver
 ) -> bool:
     """Set the limits between a spike and a healthy step, if this step is a finite spike. Return whether it is.
 
-    The limit is the geometric mean of the bad step's value and the healthy one's.
+    A limit is the geometric mean of the bad step's value and the lowest of the others.
     """
     if any(value is not None and not math.isfinite(value) for value in observed):
         return False
-    bad = [first.loss, first.grad_norm]
-    if not healthy.error and healthy.is_finite:
-        good = [abs(healthy.loss), healthy.grad_norm]
-        limits = [
-            math.sqrt(b * g) if g > 0 and b > _SPIKE_RATIO * g else math.inf for b, g in zip(bad, good, strict=True)
-        ]
-    else:
-        growth = fine.largest_growth("backward")
-        is_exploded = first.grad_norm > _EXPLODED and growth is not None and growth.gain > _EXPLODED
-        seen = [
-            value is not None and math.isclose(value, b, rel_tol=0.5) for value, b in zip(observed, bad, strict=True)
-        ]
-        limits = [
-            bad[0] / 2 if seen[0] and not seen[1] else math.inf,
-            bad[1] / 2 if seen[1] or is_exploded else math.inf,
-        ]
-    runs.limit_loss, runs.limit_norm = limits
-    return any(map(math.isfinite, limits))
+    losses, norms = [abs(each.loss) for each in healthy], [each.grad_norm for each in healthy]
+    runs.limit_loss, runs.limit_norm = _limit(bad.loss, losses), _limit(bad.grad_norm, norms)
+    growth = fine.largest_growth("backward")
+    if not healthy and bad.grad_norm > _EXPLODED and growth is not None and growth.gain > _EXPLODED:
+        runs.limit_norm = bad.grad_norm / 2
+    return math.isfinite(runs.limit_loss) or math.isfinite(runs.limit_norm)
+
+
+def _limit(bad: float, healthy: list[float]) -> float:
+    lowest = min((value for value in healthy if value > 0), default=math.inf)
+    return math.sqrt(bad * lowest) if bad > _SPIKE_RATIO * lowest else math.inf
 
 
 # ---- what is known beside the runs
@@ -311,10 +292,6 @@ def _module_named(models: Mapping[str, nn.Module], name: str) -> nn.Module | Non
                 found: nn.Module = module
                 return found
     return None
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(type(each).__name__ == "OptimizedModule" for each in (*layers(model), *model.modules()))
 
 
 def _eager() -> AbstractContextManager[Any]:

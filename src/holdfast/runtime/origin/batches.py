@@ -13,13 +13,20 @@ from torch import Tensor
 from holdfast.runtime.data.bad_rows import nonfinite_rows, outlying_rows
 
 _MAX_DEPTH = 16
+_PLAIN = (str, bytes, int, float, type, torch.dtype, torch.device, type(None))
 
 
 def nested_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yield every tensor in lists, tuples, mappings and dataclasses."""
     if isinstance(value, Tensor):
         yield value
-    elif depth < _MAX_DEPTH and not isinstance(value, str | bytes | int | float | type):
+    elif isinstance(value, list | tuple):
+        for each in value:
+            if isinstance(each, Tensor):
+                yield each
+            elif depth < _MAX_DEPTH and not isinstance(each, _PLAIN):
+                yield from nested_tensors(each, depth + 1)
+    elif depth < _MAX_DEPTH and not isinstance(value, _PLAIN):
         for _, each in _members(value):
             yield from nested_tensors(each, depth + 1)
 

@@ -11,6 +11,9 @@ IsBad = Callable[[Sequence[Any]], bool | None]
 """runs the step on micro-batches; None: it was not run, or it raised"""
 
 
+_MAX_SINGLE = 8
+
+
 class Minimum(NamedTuple):
     """The smallest part of a step that is bad alone."""
 
@@ -39,6 +42,11 @@ def minimise(batches: Sequence[Any], spare: Sequence[Any] | None, is_bad: IsBad)
         return is_bad([take_rows(batch, part)])
 
     found = _bisect(list(range(rows)), rows_are_bad) if rows > 1 else [0]
+    if len(found) > 1 and len(found) <= _MAX_SINGLE and rows_are_bad(found[:1]) is None:
+        # The code refuses so few rows, as BatchNorm does: leave one out instead.
+        left_out = (row for row in found if rows_are_bad([r for r in range(rows) if r != row]) is False)
+        if (sample := next(left_out, None)) is not None:
+            return Minimum(index, sample, None, f"without row {sample} of {rows} the batch is healthy")
     if len(found) > 1:
         many = "the whole batch is" if len(found) == rows else f"rows {found[0]} to {found[-1]} are"
         return Minimum(index, None, None, f"{many} bad, and no half of it alone: it takes several rows")

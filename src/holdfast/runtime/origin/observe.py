@@ -19,7 +19,7 @@ from holdfast.runtime.origin.ops import Growth, OpWatch
 from holdfast.runtime.origin.ranges import Extremes, extremes, measure, storage_key
 from holdfast.runtime.origin.tape import Birth, Place, trace
 from holdfast.runtime.state.wrappers import layers
-from holdfast.runtime.tensors.torch_private import name_without_wrappers, running_node
+from holdfast.runtime.tensors.torch_private import name_without_wrappers, running_node, wrapped_module
 
 _MAX_ROWS = 4000
 _MAX_STATE_ROWS = 8
@@ -58,10 +58,17 @@ class StepObserver:
     def __enter__(self) -> StepObserver:
         states = {storage_key(t): name for name, t in self._named_state()}
         self._bad_state = _nonfinite_state(self._named_state())
-        self._handles = [
-            register_module_forward_pre_hook(self._before_module),
-            register_module_forward_hook(self._after_module, with_kwargs=True, always_call=True),
-        ]
+        # The hooks of a module that is known come after the user's own, so that they see what those return.
+        for module in self._hooked():
+            self._handles += [
+                module.register_forward_pre_hook(self._before_module, prepend=True),
+                module.register_forward_hook(self._after_module, with_kwargs=True, always_call=True),
+            ]
+        if not any(is_compiled(model) for model in self._models.values()):  # torch warns of global hooks then
+            self._handles += [
+                register_module_forward_pre_hook(self._before_unknown),
+                register_module_forward_hook(self._after_unknown, with_kwargs=True, always_call=True),
+            ]
         if self._fine is not None:
             names = tuple(self._fine)
             inside = tuple(f"{name}." for name in names)
@@ -130,6 +137,18 @@ class StepObserver:
         if len(self._rows) < _MAX_ROWS:
             self._rows.append(_Row(name, values, False))
 
+    def _hooked(self) -> list[nn.Module]:
+        modules = {id(each): each for model in self._models.values() for each in model.modules()}
+        return [each for each in modules.values() if wrapped_module(each) is None]
+
+    def _before_unknown(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._names:
+            self._before_module(module, args)
+
+    def _after_unknown(self, module: nn.Module, args: Any, *more: Any) -> None:
+        if id(module) not in self._names:
+            self._after_module(module, args, *more)
+
     def _before_module(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._names.get(id(module), f"({type(module).__name__})"))
 
@@ -143,7 +162,7 @@ class StepObserver:
             if not tensors:
                 return
             row = _Row(name, measure(tensors[0]), False)
-            if any(not extremes(t).is_finite for t in tensors):
+            if row.output.nonfinite or any(not extremes(t).is_finite for t in tensors[1:]):
                 inputs = (*nested_tensors(args), *nested_tensors(kwargs), *module.parameters(recurse=False))
                 row.made_bad = not any(_is_bad(extremes(t)) for t in inputs) and any(
                     _is_bad(extremes(t)) for t in tensors
@@ -252,6 +271,11 @@ class _Unwatched:
         if self._watch is not None:
             self._watch.is_paused = self._was_paused
         self._no_grad.__exit__(*details)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether torch.compile has wrapped the model or a module of it."""
+    return any(type(each).__name__ == "OptimizedModule" for each in (*layers(model), *model.modules()))
 
 
 def _module_names(models: Mapping[str, nn.Module]) -> dict[int, str]:

@@ -7,20 +7,19 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from holdfast.core.origin.report import TensorRange
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
-from holdfast.runtime.origin.ranges import FINITE, Extremes, extremes, measure, storage_key
+from holdfast.runtime.origin.ranges import Extremes, extremes, measure, storage_key
 from holdfast.runtime.origin.tape import BadInput, OpRecord, Place
 from holdfast.runtime.tensors.torch_private import (
-    OpSchema,
     TorchDispatchMode,
     newest_node_number,
     op_schema,
@@ -40,6 +39,7 @@ _ATTENTION = "scaled_dot_product"
 _MAX_KEPT_ELEMENTS = 1 << 24
 _MAX_BIRTHS_KEPT = 64
 _MAX_ROWS = 64
+_MAX_GROWTH = 256
 _GAIN_IS_LARGE = 100.0
 
 
@@ -53,6 +53,42 @@ class Growth:
     gain: float
     inputs: list[TensorRange]
     outputs: list[TensorRange]
+
+
+class OpKind(NamedTuple):
+    """What is known about an op by its name and schema."""
+
+    name: str
+    written: tuple[tuple[int, str], ...]
+    has_values: bool
+    """False for views, and for ops that return memory as it was found"""
+    is_softmax: bool
+
+    @staticmethod
+    def of(func: Any) -> OpKind:
+        schema, name = op_schema(func), str(func).rpartition(".")[0]
+        has_none = "empty" in name or name.endswith(".resize_") or name.startswith(("profiler", "prim"))
+        is_softmax = "softmax" in name or _ATTENTION in name
+        return OpKind(name, schema.written, not schema.is_view and not has_none, is_softmax)
+
+
+class OpCall(NamedTuple):
+    """One call of an op."""
+
+    func: Any
+    kind: OpKind
+    args: Any
+    kwargs: Any
+    phase: str
+    node: str
+    place: Place
+
+    def inputs(self) -> list[Tensor]:
+        return [t for t in nested_tensors((self.args, self.kwargs)) if _has_values(t)]
+
+    def describe(self) -> str:
+        is_gradient = self.phase == "backward" and self.node
+        return f"{self.node} ({self.kind.name})" if is_gradient else self.kind.name
 
 
 def is_library(file: str) -> bool:
@@ -92,7 +128,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         self._producers: dict[int, int] = {}
         self._sizes: dict[int, float] = {}
         self._places: dict[int, Place] = {}
-        self._schemas: dict[Any, OpSchema] = {}
+        self._kinds: dict[Any, OpKind] = {}
         self._library: dict[str, bool] = {}
         self._kept = 0
 
@@ -100,23 +136,23 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        schema = self._schemas.get(func)
-        if schema is None:
-            schema = self._schemas[func] = op_schema(func)
-        written = [t for at, name in schema.written for t in nested_tensors(_argument(args, kwargs, at, name))]
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = OpKind.of(func)
+        written = [t for at, name in kind.written for t in nested_tensors(_argument(args, kwargs, at, name))]
         before = [extremes(t) for t in written]
         result = func(*args, **kwargs)
         node = running_node()
-        place, is_backward = self._find_place(func, args, node)
-        if not schema.is_view and self._is_watched(place.module) and not _is_uninitialized(str(func)):
+        place, is_backward = self._find_place(kind.name, args, node)
+        if kind.has_values and self._is_watched(place.module):
             phase = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
-            name = "" if node is None else node[0]
-            self._inspect(func, args, kwargs, result, list(zip(written, before, strict=True)), (phase, name, place))
+            call = OpCall(func, kind, args, kwargs, phase, "" if node is None else node[0], place)
+            self._inspect(call, result, list(zip(written, before, strict=True)))
         return result
 
     # ---- where an op was called
 
-    def _find_place(self, func: Any, args: Any, node: tuple[str, int] | None) -> tuple[Place, bool]:
+    def _find_place(self, name: str, args: Any, node: tuple[str, int] | None) -> tuple[Place, bool]:
         """Return the line of an op and whether it belongs to the backward. An op of the backward has the line of the op in
         the forward that it is the gradient of."""
         number, module = newest_node_number(), self._current_module()
@@ -133,7 +169,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
                 break
             if file == _MAKES_ROOTS and function == "_make_grads":
                 self._note_root(args)
-            elif file == _GRAD_SCALER and function in ("scale", "apply_scale") and "mul" in str(func):
+            elif file == _GRAD_SCALER and function in ("scale", "apply_scale") and "mul" in name:
                 self._note_scale(args)
             frame = frame.f_back
         if frame is None and node is not None:
@@ -162,35 +198,29 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
 
     # ---- what an op did
 
-    def _inspect(self, func: Any, args: Any, kwargs: Any, result: Any, written: Any, where: Any) -> None:
+    def _inspect(self, call: OpCall, result: Any, written: list[tuple[Tensor, Extremes]]) -> None:
         outputs = [t for t in nested_tensors(result) if not any(t is w for w, _ in written)]
         outputs += [t for t, _ in written]
-        inputs = [t for t in (*nested_tensors(args), *nested_tensors(kwargs)) if _has_values(t)]
+        inputs = call.inputs()
         input_keys = {storage_key(t) for t in inputs}
-        written_keys = {storage_key(t) for t, _ in written}
-        values, largest, bad = FINITE, 0.0, []
+        before = {storage_key(t): found for t, found in written}
         fresh: list[tuple[Tensor, int, Extremes]] = []
         for tensor in outputs:
             key = storage_key(tensor)
-            if not _has_values(tensor) or (key in input_keys and key not in written_keys):
-                continue  # a view that the schema does not declare
-            found = extremes(tensor)
-            self.dtypes.add(tensor.dtype)
-            fresh.append((tensor, key, found))
-            largest = max(largest, found.largest)
-            if not found.is_finite:
-                bad.append(tensor)
-                values = Extremes(
-                    values.nan or found.nan, values.minus or found.minus, values.plus or found.plus, math.inf
-                )
-        gain_of = max((self._sizes.get(key, 0.0) for key in input_keys - written_keys), default=0.0)
-        if not bad:
-            self._note_growth(func, inputs, outputs, where, largest, gain_of)
-        self._note_logits(func, inputs, args, kwargs, where[2])
+            if _has_values(tensor) and (
+                key not in input_keys or key in before
+            ):  # no view that the schema does not declare
+                fresh.append((tensor, key, extremes(tensor)))
+                self.dtypes.add(tensor.dtype)
+        if call.kind.is_softmax and not call.node:
+            self._note_logits(call, inputs)
+        bad = [(tensor, found) for tensor, _, found in fresh if not found.is_finite]
         if bad:
-            before = {storage_key(t): found for t, found in written}
-            record = self._record(func, args, kwargs, inputs, before, bad, values, where)
-            self.ops.append(record)
+            self.ops.append(self._record(call, inputs, before, bad))
+        elif fresh:
+            largest = max(found.largest for _, _, found in fresh)
+            known = max((self._sizes.get(key, 0.0) for key in input_keys - before.keys()), default=0.0)
+            self._note_growth(call, inputs, outputs, largest, known)
         for tensor, key, found in fresh:
             self._sizes[key] = found.largest
             if not found.is_finite:
@@ -199,35 +229,38 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
                 self._producers.pop(key, None)
 
     def _record(
-        self, func: Any, args: Any, kwargs: Any, inputs: Any, before: Any, bad: Any, values: Extremes, where: Any
+        self, call: OpCall, inputs: list[Tensor], before: dict[int, Extremes], found: list[tuple[Tensor, Extremes]]
     ) -> OpRecord:
-        phase, node, place = where
+        bad = [tensor for tensor, _ in found]
+        has_nan, minus, plus = (any(values[at] for _, values in found) for at in range(3))
         bad_inputs = [one for t in inputs if (one := self._bad_input(t, before)) is not None]
-        numbers = list(_numbers((args, kwargs)))
-        is_constant = not inputs or any(math.isinf(x) for x in numbers) or "lift_fresh" in str(func)
-        intended = not values.nan and all(each.intended for each in bad_inputs) and (is_constant or bool(bad_inputs))
+        numbers = list(_numbers((call.args, call.kwargs)))
+        has_no_tensor = next(nested_tensors((call.args, call.kwargs)), None) is None
+        is_constant = has_no_tensor or any(map(math.isinf, numbers)) or "lift_fresh" in call.kind.name
+        intended = not has_nan and all(each.intended for each in bad_inputs) and (is_constant or bool(bad_inputs))
         if intended and not is_constant:  # a mask that passes through an op; more Inf than it had is not on purpose
             intended = all(_has_no_new_inf(tensor, inputs) for tensor in bad)
+        place = call.place
+        if call.phase == "optimizer":
+            owner = next((self._states[k] for k in map(storage_key, bad) if k in self._states), "")
+            place = place._replace(module=owner.rpartition(".")[0])
         record = OpRecord(
             index=len(self.ops),
-            name=str(func).rpartition(".")[0],
-            node=node,
-            phase=phase,
+            name=call.kind.name,
+            node=call.node,
+            phase=call.phase,
             place=place,
             inputs=bad_inputs,
-            values=values,
+            values=Extremes(has_nan, minus, plus, math.inf),
             intended=intended,
-            has_bad_number=any(math.isnan(x) for x in numbers),
+            has_bad_number=any(map(math.isnan, numbers)),
         )
-        if phase == "optimizer":
-            owner = next((self._states[k] for k in map(storage_key, bad) if k in self._states), "")
-            record.place = place._replace(module=owner.rpartition(".")[0])
         if not record.suspects and self._kept < _MAX_BIRTHS_KEPT:
             self._kept += 1
             record.input_ranges = [measure(t, count_zeros=True) for t in inputs[:8] if id(t) not in map(id, bad)]
             record.output_ranges = [measure(t) for t in bad[:4]]
             if not before and sum(t.numel() for t in inputs) <= _MAX_KEPT_ELEMENTS:
-                record.call = (func, *map_leaves((args, kwargs), _copy))
+                record.call = (call.func, *map_leaves((call.args, call.kwargs), _copy))
         return record
 
     def _bad_input(self, tensor: Tensor, before: dict[int, Extremes]) -> BadInput | None:
@@ -242,30 +275,23 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         state = self._states.get(key, "")
         return BadInput(None, found, is_mask and not isinstance(tensor, torch.nn.Parameter), state, _rows(tensor))
 
-    def _note_growth(self, func: Any, inputs: Any, outputs: Any, where: Any, largest: float, before: float) -> None:
-        known = before or max((extremes(t).largest for t in inputs), default=0.0)
+    def _note_growth(self, call: OpCall, inputs: Any, outputs: Any, largest: float, known: float) -> None:
+        known = known or max((extremes(t).largest for t in inputs), default=0.0)
         gain = largest / known if known else 0.0
-        if gain >= _GAIN_IS_LARGE and largest > 1.0 and len(self.growth) < 256:
+        if gain >= _GAIN_IS_LARGE and largest > 1.0 and len(self.growth) < _MAX_GROWTH:
             ranges = [measure(t, count_zeros=True) for t in inputs[:8]], [measure(t) for t in outputs[:4]]
-            phase, node, place = where
-            name = f"{node} ({str(func).rpartition('.')[0]})" if phase == "backward" and node else str(func)
-            self.growth.append(Growth(name.removesuffix(".default"), phase, place, gain, *ranges))
+            self.growth.append(Growth(call.describe(), call.phase, call.place, gain, *ranges))
 
-    def _note_logits(self, func: Any, inputs: Any, args: Any, kwargs: Any, place: Place) -> None:
+    def _note_logits(self, call: OpCall, inputs: list[Tensor]) -> None:
         """Record the largest attention logit: the input of a softmax, or the bound from the norms of queries and keys."""
-        name = str(func)
-        if running_node() is not None or not ("softmax" in name or _ATTENTION in name) or not inputs:
-            return
-        if _ATTENTION in name and len(inputs) >= 2:
-            norms = [float(torch.linalg.vector_norm(t.detach().float(), dim=-1).max()) for t in inputs[:2]]
-            scale = kwargs.get("scale") or 1.0 / math.sqrt(inputs[0].shape[-1])
-            top = TensorRange(
-                shape=[], dtype=str(inputs[0].dtype).removeprefix("torch."), maximum=norms[0] * norms[1] * scale
-            )
-        else:
-            top = measure(inputs[0])
-            top = TensorRange(shape=top.shape, dtype=top.dtype, minimum=top.minimum, maximum=top.maximum)
-        self._add_row(f"{place.module} (attention logits)".strip(), top)
+        top = measure(inputs[0]) if inputs else None
+        if top is not None and _ATTENTION in call.kind.name and len(inputs) >= 2:
+            norms = [float(torch.linalg.vector_norm(t.float(), dim=-1).max()) for t in inputs[:2]]
+            scale = call.kwargs.get("scale") or 1.0 / math.sqrt(inputs[0].shape[-1])
+            top = TensorRange(shape=top.shape, dtype=top.dtype, maximum=norms[0] * norms[1] * scale)
+        if top is not None:
+            name = f"{call.place.module} (attention logits)".strip()
+            self._add_row(name, replace(top, nonfinite=0))  # masked ones are -inf
 
     def producers_of(self, tensors: Iterator[Tensor]) -> list[int]:
         """Return the ops that made these tensors non-finite."""
@@ -275,11 +301,6 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
 
 def _argument(args: Any, kwargs: Any, at: int, name: str) -> Any:
     return args[at] if at < len(args) else kwargs.get(name)
-
-
-def _is_uninitialized(name: str) -> bool:
-    """Return whether an op returns memory as it was found: what it holds is no value yet."""
-    return "empty" in name or ".resize_" in name or name.startswith(("profiler.", "prim."))
 
 
 def _has_values(tensor: Tensor) -> bool:

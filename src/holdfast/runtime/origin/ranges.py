@@ -14,7 +14,7 @@ from holdfast.runtime.tensors.torch_private import inner_tensor
 
 
 class Extremes(NamedTuple):
-    """Whether a tensor holds NaN, -inf or +inf, and its largest magnitude (infinite with any of them)."""
+    """Whether a tensor holds NaN, -inf or +inf, and its largest magnitude. With NaN the two others are not looked for."""
 
     nan: bool
     minus: bool
@@ -42,19 +42,25 @@ def values_of(tensor: Tensor) -> Tensor | None:
     return value.float() if value.element_size() == 1 else value  # no reductions of float8
 
 
-@torch.no_grad()
+def _bounds(value: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(value)
+    if value.device.type == "cpu":
+        return low.item(), high.item()
+    both = torch.stack((low, high)).tolist()  # waits for the device once
+    return both[0], both[1]
+
+
 def extremes(tensor: Tensor) -> Extremes:
     """Return the extremes of a tensor. Waits for its device."""
     value = values_of(tensor)
     if value is None:
         return FINITE
-    low, high = torch.stack(torch.aminmax(value)).tolist()
+    low, high = _bounds(value)
     if math.isnan(low) or math.isnan(high):
-        return Extremes(True, bool((value == -math.inf).any()), bool((value == math.inf).any()), math.inf)
+        return Extremes(True, False, False, math.inf)
     return Extremes(False, low == -math.inf, high == math.inf, max(abs(low), abs(high)))
 
 
-@torch.no_grad()
 def measure(tensor: Tensor, *, count_zeros: bool = False) -> TensorRange:
     """Return the range of a tensor; without minimum and maximum if it holds no floating-point value."""
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -62,12 +68,14 @@ def measure(tensor: Tensor, *, count_zeros: bool = False) -> TensorRange:
     if value is None:
         return TensorRange(shape=shape, dtype=dtype)
     zeros = 1.0 - int(value.count_nonzero()) / value.numel() if count_zeros else None
-    low, high = torch.stack(torch.aminmax(value)).tolist()
+    bounds = _bounds(value)
+    low: float | None = bounds[0]
+    high: float | None = bounds[1]
     nonfinite = 0
-    if not (math.isfinite(low) and math.isfinite(high)):
+    if not all(map(math.isfinite, bounds)):
         finite = value[torch.isfinite(value)]
         nonfinite = value.numel() - finite.numel()
-        low, high = torch.stack(torch.aminmax(finite)).tolist() if finite.numel() else (None, None)
+        low, high = _bounds(finite) if finite.numel() else (None, None)
     return TensorRange(shape=shape, dtype=dtype, minimum=low, maximum=high, nonfinite=nonfinite, zero_share=zeros)
 
 

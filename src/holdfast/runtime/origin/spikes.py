@@ -72,5 +72,6 @@ def describe_spike(fine: StepObserver, healthy: Sequence[ModuleRow], *, loss_is_
         source=linecache.getline(file, line).strip(),
         inputs=growth.inputs,
         outputs=growth.outputs,
+        gain=growth.gain,
         detail="; ".join(filter(None, (detail, f"the op's result is {growth.gain:.3g} times its largest argument"))),
     )

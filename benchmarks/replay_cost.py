@@ -1,7 +1,7 @@
 """Measures what an incident costs with `[replay]` off, offline and inline: `python benchmarks/replay_cost.py [small]`.
 
-A small transformer trains on the CPU; one sequence of step 13 has a weight of NaN. Prints the time that the attempts at that step
-took beyond healthy ones, in steps.
+A small transformer trains on the CPU; one sequence of step 13 has a weight of NaN. Prints the time that the attempts at
+that step took beyond healthy ones, in steps.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class HarmlessObserver(StepObserver):
         super().__enter__()
         assert self._watch is not None, "it watches every op"
         self._watch.__class__ = _HarmlessOps
-        self._watch.deadline = self._deadline  # type: ignore[attr-defined]
+        self._watch.deadline = self._deadline
         return self
 
     def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -36,7 +36,7 @@ log = logging.getLogger("holdfast")
 
 _NO_CONSENT = "[replay] keep_batch is false, since the batch is your data"
 _MAX_ROWS = 64
-_MAX_STEPS, _MIN_SECONDS = 6, 0.25
+_MAX_STEPS, _MIN_SECONDS = 5, 0.25
 """every op is watched for the time of this many steps at most, or for this long if that is longer"""
 
 

@@ -26,7 +26,9 @@ def judge_attempt(
         return None
     origin = replace(report or OriginReport(phase="none"), bad_input_rows=[row for _, row in rows])
     is_made_by_module = origin.phase == "forward" and origin.module != ""
-    if rows and not origin.op and not is_made_by_module:
+    # An op that writes running statistics has made them bad itself: they were finite before the step.
+    is_written_state = origin.phase == "state" and not origin.bad_state
+    if rows and (is_written_state or (not origin.op and not is_made_by_module)):
         origin = replace(origin, phase="input", detail="found in the batch; no op was seen to make it")
     is_low = any(each.dtype in _LOW for each in (*origin.inputs, *origin.outputs))
     comparisons = [

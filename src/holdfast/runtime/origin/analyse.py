@@ -81,13 +81,15 @@ class _Runs:
         watch: AbstractContextManager[Any] | None = None,
         prepare: Callable[[], None] | None = None,
         cost: float = 1.0,
+        restore: bool = True,
     ) -> Attempt:
         """Restore the state, run, and measure. `cost`: how long it takes in steps, for the time limit."""
         if self.runs_left <= 0 or time.monotonic() + cost * self.longest > self.deadline:
             return Attempt(error="no time left for it")
         self.runs_left -= 1
         self.done += 1
-        self.step.restore()
+        if restore:
+            self.step.restore()
         began = time.monotonic()
         try:
             with _eager():
@@ -206,9 +208,11 @@ def _compare_float32(runs: _Runs, fine: StepObserver) -> Comparison:
     if not fine.dtypes & set(LOW):
         return Comparison(name="fp32", why_not="the step ran in float32 already")
     step = runs.step
+    step.restore()  # before the tensors have another dtype
     try:
         with in_float32(step.models):
-            return runs.compare("fp32", runs.run(raise_floats(list(step.batches), torch.float32)))
+            batches = raise_floats(list(step.batches), torch.float32)
+            return runs.compare("fp32", runs.run(batches, restore=False))
     except ValueError as error:
         return Comparison(name="fp32", why_not=str(error))
 

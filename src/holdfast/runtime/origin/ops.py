@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -156,7 +156,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         """Return the line of an op and whether it belongs to the backward. An op of the backward has the line of the op in
         the forward that it is the gradient of."""
         number, module = newest_node_number(), self._current_module()
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             file, function = frame.f_code.co_filename, frame.f_code.co_name
             library = self._library.get(file)

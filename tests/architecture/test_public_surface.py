@@ -81,6 +81,7 @@ COMMANDS = {
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
     "diff": (["first", "second"], {"--json"}),
     "hang": (["paths"], {"--all", "--json"}),
+    "replay": (["incident"], {"--entry", "--device", "--rank", "--seconds", "--json"}),
     "plan": (
         ["run"],
         {

@@ -37,6 +37,7 @@ from holdfast.cli import (
     overrides,
     plan,
     prepare,
+    replay,
     train,
 )
 from holdfast.cli.checked_command import CheckedCommand
@@ -64,6 +65,7 @@ app.command(cls=CheckedCommand)(ack.ack)
 app.command(cls=CheckedCommand)(diagnose.diagnose)
 app.command(cls=CheckedCommand)(diff.diff)
 app.command(cls=CheckedCommand)(hang.hang)
+app.command(cls=CheckedCommand)(replay.replay)
 app.command(cls=CheckedCommand)(plan.plan)
 app.command(cls=CheckedCommand)(doctor.doctor)
 app.add_typer(checkpoints.app)
@@ -96,6 +98,7 @@ def _holdfast(
       holdfast diagnose runs/a         explain what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      rank the differences between two runs as suspects
       holdfast hang runs/a             name the rank, the line and the collective of a hang
+      holdfast replay runs/a           run the step of the last incident again and name its line
       holdfast plan runs/a             recommend how often to save, and estimate the goodput
       holdfast doctor runs             test this machine: cores, memory, GPUs, disk, clocks, ranks
       holdfast checkpoints ls runs/a   list checkpoints and the one that a resume would use

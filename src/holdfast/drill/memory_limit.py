@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.runtime.tensors.torch_private import DispatchMode
+from holdfast.runtime.tensors.torch_private import TorchDispatchMode
 
 
-class MemoryLimit(DispatchMode):  # type: ignore[misc]
+class MemoryLimit(TorchDispatchMode):  # type: ignore[misc]
     """Raises torch.OutOfMemoryError inside the context if tensors made in it hold more than `nbytes` together.
 
     nbytes: None sets no limit. It may be changed at any time. Tensors that were made outside the context do not count.

@@ -242,6 +242,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="action"):
 Action = Skip | Replay | Rollback | SkipData | CutLR | HoldLR | TightenClip | Stop
 
 
+WITHOUT_ROWS, FP32_MODULE = "without_rows", "fp32_module"
+"""experiments of a replay that changes one thing: the rows of a batch, or the precision of a module"""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The actions to perform, and who decided."""
 
@@ -288,6 +292,8 @@ class Cause(StrEnum):
     TRANSIENT = "transient"
     """it did not come back when the same data ran again from the same state"""
     DATA = "data"
+    PRECISION = "precision"
+    """a module overflowed in half precision"""
     LR = "lr"
     OBJECTIVE = "objective"
     """it belongs to the run: nothing that was tried made it go away"""

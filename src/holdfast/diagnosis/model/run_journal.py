@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base.errors import RunDirError
+from holdfast.core.checkpoints.bundles import read_answer
 from holdfast.core.record.journal import read
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.tally import IncidentSummary, Summary, Tally
@@ -94,6 +95,17 @@ class RunJournal:
     @functools.cached_property
     def _findings(self) -> list[dict[str, Any]]:
         return [event for event in self.select("finding") if isinstance(event.get("step"), int)]
+
+    @property
+    def replays(self) -> dict[int, dict[str, Any]]:
+        """The newest verdict of a replay by incident: of `holdfast replay`, else of the run itself."""
+        verdicts = {e["incident"]: e for e in self.select("replay") if e.get("result") == "verdict" and "incident" in e}
+        incidents = sorted({e["incident"] for e in self.select("incident_opened")} | verdicts.keys())
+        for number in incidents:
+            answer = None if self._file is None else read_answer(self._file.parent, number)
+            if answer is not None:
+                verdicts[number] = answer
+        return verdicts
 
     @property
     def noted_causes(self) -> list[IncidentSummary]:

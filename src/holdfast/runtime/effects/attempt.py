@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -90,6 +90,8 @@ class StepAttempt:
         self.origin: Origin | None = None
         """the ranks and samples a vetoed step came from; None for one process"""
         self.result: Outcome | None = None
+        self.evidence: Any = None
+        """what watches it, if an earlier attempt at the step was bad"""
 
     @property
     def is_open(self) -> bool:

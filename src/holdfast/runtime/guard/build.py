@@ -15,8 +15,10 @@ from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.incidents.watch import IncidentWatch
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
+from holdfast.runtime.ports.bundle_store import BundleStore
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hang_watch import HangWatch
@@ -49,6 +51,7 @@ def build_run(
     records: Records,
     clock: Clock,
     store: CheckpointStore | None,
+    bundles: BundleStore | None,
     memory: MemoryStore | None,
     distributed: DistributedContext,
     signals: ShutdownSignals,
@@ -81,6 +84,9 @@ def build_run(
     memory_watch = MemoryWatch(devices, clock, available_bytes, enabled=config.detect.advisory)
     records.memory_row = memory_watch.row
     on_cuda = state.optimizers.can_veto_on_cuda() and all(map(distributed.ranks.supports_device, devices))
+    snapshots = SnapshotManager(
+        config.snapshot, state, context.rng, checkpoints, ranks, ranks_per_host=distributed.ranks_per_host
+    )
     parts = Parts(
         feeder=feeder,
         gate=Gate(
@@ -96,10 +102,9 @@ def build_run(
         local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed, now=clock.monotonic),
         gradient_sync=GradientSync(state.wrapped_modules),
         coordinator=coordinator,
-        snapshots=SnapshotManager(
-            config.snapshot, state, context.rng, checkpoints, ranks, ranks_per_host=distributed.ranks_per_host
-        ),
+        snapshots=snapshots,
         checkpoints=checkpoints,
+        incidents=IncidentWatch(context, snapshots, checkpoints, bundles),
         integrity=IntegrityMonitor(context, distributed.replicas),
         first_steps=FirstSteps(context),
         unknown_schedulers=UnknownSchedulers(state.optimizers, state.schedulers),

@@ -29,6 +29,7 @@ from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.guard.steps import Steps, check_loss
 from holdfast.runtime.guard.unguarded import UnguardedRun
 from holdfast.runtime.guard.wrap import OwnLines
+from holdfast.runtime.ports.bundle_store import BundleStore
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hang_watch import HangWatch, NoHangWatch
@@ -59,6 +60,7 @@ class Wiring(NamedTuple):
     signals: ShutdownSignals = NoSignals()
     memory: MemoryStore | None = None
     hang_watch: HangWatch = NoHangWatch()
+    bundles: BundleStore | None = None
 
 
 class GuardBase:
@@ -132,6 +134,7 @@ class GuardBase:
                 records=self._records,
                 clock=self._clock,
                 store=wiring.store,
+                bundles=wiring.bundles,
                 memory=wiring.memory,
                 distributed=wiring.distributed,
                 signals=wiring.signals,

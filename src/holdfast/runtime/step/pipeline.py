@@ -41,6 +41,8 @@ from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects import RecoveryParts, Situation, Transition
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import rewind
+from holdfast.runtime.incidents.evidence import StepEvidence
+from holdfast.runtime.incidents.watch import IncidentWatch
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.hang_watch import HangWatch
@@ -91,6 +93,7 @@ class Parts:
     coordinator: RankCoordinator
     snapshots: SnapshotManager
     checkpoints: CheckpointManager
+    incidents: IncidentWatch
     integrity: IntegrityMonitor
     first_steps: FirstSteps
     unknown_schedulers: UnknownSchedulers
@@ -139,6 +142,8 @@ class GuardedPipeline:
         """why the optimizers cannot train any more"""
         self._overflows = 0
         """overflowed attempts in a row"""
+        self._next_evidence: StepEvidence | None = None
+        """what is to watch the next attempt, which runs a bad step again"""
         self._first_steps: FirstSteps | None = parts.first_steps
         """None once the first steps are checked"""
         self._last_lr: float | None = None
@@ -368,6 +373,8 @@ class GuardedPipeline:
         attempt.unit = self.context.state.interventions.weight_unit
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
+        if self._next_evidence is not None:
+            attempt.evidence, self._next_evidence = self._next_evidence.begin(attempt.buffers), None
         if self.is_distributed and not attempt.is_filler:  # this rank is in that step already
             self.parts.watchdog.get().enter_step(attempt.number)
         if self._timer is not None:
@@ -423,6 +430,8 @@ class GuardedPipeline:
         """
         self.require_own_process()
         self._enter_phase(OPTIMIZER)
+        if attempt.evidence is not None:
+            attempt.evidence.end()
         if self._first_steps is not None:
             try:
                 self._require_parameters()
@@ -745,9 +754,14 @@ class GuardedPipeline:
             findings += coordinator.find_stragglers(attempt.number, attempt.rows, self.note)
         origin = None if attempt.origin is None else attempt.origin.evidence
         inspect = partial(self._check_statistics, attempt, following) if self._has_statistics else None
-        plan = self.context.engine.judge(signal, findings, origin, inspect)
+        amend = None
+        if attempt.evidence is not None:
+            amend = parts.incidents.examine(attempt, signal, is_bad=is_vetoed)
+        plan = self.context.engine.judge(signal, findings, origin, inspect, amend)
         if plan is not None:
             coordinator.add_decision(signal, plan)
+        if plan is not None or attempt.evidence is not None:
+            self._next_evidence = parts.incidents.settle(attempt, signal, plan, has_landed=not is_vetoed)
         has_actions = plan is not None and bool(plan.actions)
         if not has_actions and not is_vetoed:
             is_healthy = plan is None or plan.by != "observe"
@@ -981,6 +995,8 @@ class GuardedPipeline:
         """Record the outcome of an attempt that was not committed."""
         self.progress.attempt += 1
         attempt.result = outcome
+        if outcome.status is not Status.REPLAYED:
+            self._next_evidence = None
         self.context.engine.record_outcome(outcome, **fields)
         if self.context.records.metrics is not None:
             self.context.records.metrics.write(outcome)
@@ -1001,6 +1017,8 @@ class GuardedPipeline:
         """Apply nothing of a step that an error came out of. Its data is lost."""
         attempt.phase = "left"
         self._enter_phase(USER)
+        if attempt.evidence is not None:
+            attempt.evidence.end()
         if self.is_forked:
             return
         self.report_failure(error, attempt.running)
@@ -1018,6 +1036,8 @@ class GuardedPipeline:
         """Drop a last step for which fewer batches than `accumulate` were left."""
         self.require_own_process()
         attempt.phase = "left"
+        if attempt.evidence is not None:
+            attempt.evidence.end()
         feeder, engine = self.parts.feeder, self.context.engine
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()

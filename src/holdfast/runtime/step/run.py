@@ -61,6 +61,7 @@ class GuardedRun:
             self.pipeline.report_failure(error, "opening the run directory")
             self._release()
             raise
+        parts.incidents.open()
         context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
         parts.first_steps.open()
         self.pipeline.open()
@@ -282,6 +283,7 @@ class GuardedRun:
         releases: tuple[Callable[[], None], ...] = (
             *self._hooks_to_remove(),
             lambda: parts.checkpoints.close(is_orderly=has_ended),
+            parts.incidents.close,
             parts.snapshots.close,
             parts.feeder.close,
             lambda: self._write_end(error or problem),

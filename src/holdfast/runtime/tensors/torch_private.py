@@ -12,7 +12,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
-from torch.utils import _python_dispatch
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import data as data_module
 
 from holdfast.core.base.errors import SetupError
@@ -52,11 +52,6 @@ def _missing(owner: Any, *names: str) -> SetupError:
 foreach_norm: Callable[..., tuple[Tensor, ...]] = require(torch, "_foreach_norm")
 foreach_mul_: Callable[..., None] = require(torch, "_foreach_mul_")
 foreach_copy_: Callable[..., None] = require(torch, "_foreach_copy_")
-
-# ---- modes
-
-DispatchMode: Any = require(_python_dispatch, "TorchDispatchMode")
-"""base of a context through which every operation passes"""
 
 # ---- tensors
 
@@ -402,3 +397,44 @@ def call_when_out_of_memory(function: Callable[[int, int, int, int], None]) -> b
     torch.cuda.init()  # type: ignore[no-untyped-call]
     attach(function)
     return True
+
+
+# ---- the ops of a step, for a replay that looks for the origin of a bad value
+
+TorchDispatchMode: Any = require(python_dispatch, "TorchDispatchMode")
+"""base of a context through which every operation passes"""
+_current_node: Callable[[], Any] = require(torch._C, "_current_autograd_node")
+_next_sequence_number: Callable[[], int] = require(torch._C._autograd, "_get_sequence_nr")
+_NAMES_OF_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+
+
+class OpSchema(NamedTuple):
+    """Which arguments an op writes, by position and by name, and whether its results are views of its arguments."""
+
+    written: tuple[tuple[int, str], ...]
+    is_view: bool
+
+
+def op_schema(op: Any) -> OpSchema:
+    """Return what the schema of an op says about its arguments."""
+    schema = require(op, "_schema")
+    infos = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments)]
+    written = tuple((at, name) for at, name, info in infos if info is not None and info.is_write)
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    return OpSchema(written, bool(aliases) and not written)
+
+
+def newest_node_number() -> int:
+    """Return the sequence number of the newest autograd node of this thread: inside a dispatch mode, that of the op."""
+    return _next_sequence_number() - 1
+
+
+def running_node() -> tuple[str, int] | None:
+    """Return name and sequence number of the autograd node whose backward is running, or None."""
+    node = _current_node()
+    return None if node is None else (node.name(), require(node, "_sequence_nr")())
+
+
+def name_without_wrappers(name: str) -> str:
+    """Return a module's qualified name without the parts that torch.compile, checkpointing and FSDP insert."""
+    return ".".join(part for part in name.split(".") if part not in _NAMES_OF_WRAPPERS)

@@ -59,6 +59,8 @@ class MemoryWatch:
         if self.limit is None and self._device is not None:
             self.limit = device_limit(self._device)
         host, self._host = self._host, {}
+        if self._readings == 1:
+            host = {"host_left": self._available()}
         reading = read_memory(step, self._device, self.limit, host)
         if len(self._rows) >= _MAX_ROWS:
             self._rows.clear()

@@ -493,7 +493,8 @@ CASES: dict[str, LeafCase] = {
         lambda: with_episode("oom", N - 1, N - 1, events=[OOM_ON_HOST]),
         "oom", "supported 0.51: 2 for, 0 against, 2 unchecked",
         "the host ran out of memory", "40.00 GB asked",
-        f"{MACHINE} +out_of_memory ?allocated_rises ?fits_in_pieces +host_out_of_memory", "leak fragments fragments_by_text"),
+        f"{MACHINE} +out_of_memory ?allocated_rises ?fits_in_pieces +host_out_of_memory",
+        "leak fragments fragments_by_text"),
     "oom_open": LeafCase(
         "out of memory, memory not logged",
         lambda: with_episode("oom", N - 1, N - 1, events=[OOM]),

@@ -31,7 +31,7 @@ from holdfast.core.base.types import Kind
 from holdfast.resilience import DeviceMemoryMonitor
 
 MB, GB = 1 << 20, 1 << 30
-LIMIT, STEPS, HOST_STEPS = 4 * GB, 600, 2500
+LIMIT, STEPS, HOST_STEPS = 4 * GB, 600, 3700
 LEAK, FRAGMENTATION, CAPACITY, HOST = Kind.MEMORY_LEAK, Kind.FRAGMENTATION, Kind.MEMORY_CAPACITY, Kind.HOST_GROWTH
 Program = Callable[[str], Iterator[None]]
 PROGRAMS: dict[str, tuple[str | None, str, Program]] = {}
@@ -400,13 +400,13 @@ class Texts(Dataset[Tensor]):
     """A data set of Python objects: reading one writes its reference count, and the worker copies its page."""
 
     def __init__(self) -> None:
-        self.texts = [f"text number {i} of a data set" for i in range(6_000_000)]
+        self.texts = [f"text number {i} of a data set" for i in range(3_000_000)]
 
     def __len__(self) -> int:
         return 60_000
 
     def __getitem__(self, index: int) -> Tensor:
-        length = sum(len(text) for text in self.texts[index * 100 : index * 100 + 100])
+        length = sum(len(text) for text in self.texts[index * 50 : index * 50 + 50])
         return torch.full((128,), float(length))
 
 

@@ -50,7 +50,7 @@ def train(run: Path, steps: int, keep: int = 0, fail_at: int | None = None, conf
 @pytest.fixture(scope="module")
 def leaking(tmp_path_factory) -> tuple[Path, str]:
     run = tmp_path_factory.mktemp("leak") / "run"
-    summary, _ = train(run, 640, keep=MB)
+    summary, _ = train(run, 640, keep=MB, config={"metrics": {"flush_seconds": 0.0}})
     return run, str(summary)
 
 

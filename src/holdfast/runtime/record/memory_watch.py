@@ -57,6 +57,8 @@ class MemoryWatch:
         if self._readings % _READINGS_PER_INTERVAL == 0:
             self.every = min(2 * self.every, _MAX_INTERVAL)
         host, self._host = self._host, {}
+        if self._readings == 1:
+            host = {"host_left": self._available()}
         reading = read_memory(step, self._device, self.read_limit(), host)
         if len(self._rows) >= _MAX_ROWS:
             self._rows.clear()

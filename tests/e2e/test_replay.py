@@ -107,15 +107,20 @@ def test_a_device_with_two_transient_incidents_is_excluded_with_consent(tmp_path
     assert [n["reason"] for n in excluded["namings"]] == ["transient"] * 2
 
 
-def test_the_bad_row_alone_is_left_out_and_the_rest_of_its_batch_is_trained_on(tmp_path):
-    run = train(tmp_path / "run", "nan_row", act=True)
+@pytest.mark.parametrize(
+    ("accumulate", "workers"), [(1, 0), pytest.param(2, 2, id="batches that workers load inside the step")]
+)
+def test_the_bad_row_alone_is_left_out_and_the_rest_of_its_batch_is_trained_on(tmp_path, accumulate, workers):
+    loading = {"accumulate": accumulate, "workers": workers}
+    run = train(tmp_path / "run", "nan_row", act=True, **loading)
     (verdict,) = run.replays("verdict")
-    assert verdict["cause"] == "data_row" and verdict["samples"] == [BAD] and verdict["rows"] == [BAD % BATCH]
+    size = BATCH // accumulate
+    assert verdict["cause"] == "data_row" and verdict["samples"] == [BAD] and verdict["rows"] == [BAD % size]
     assert [e["cause"] for e in run.replays("confirmed")] == ["data_row"]
     assert "skipped" not in run.statuses()
     (cause,) = [e for e in run.events if e["event"] == "cause"]
     assert cause["cause"] == "data"
-    without = train(tmp_path / "without", "nan_row", left_out=(BAD,))
+    without = train(tmp_path / "without", "nan_row", left_out=(BAD,), **loading)
     assert all(map(torch.equal, run.weights(), without.weights())), "differs from a run that never had the sample"
 
 

@@ -61,6 +61,11 @@ class StepEvidence:
             self.why_not = f"{type(error).__name__}: {error}"
         return self
 
+    def pause(self, is_paused: bool) -> None:
+        """Do not watch ops while data is loaded: they are no part of the step."""
+        if self._observer is not None:
+            self._observer.pause(is_paused)
+
     def end(self) -> None:
         """Stop observing. A second call does nothing."""
         observer, self._observer = self._observer, None

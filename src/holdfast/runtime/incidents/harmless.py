@@ -89,6 +89,11 @@ class HarmlessObserver(StepObserver):
         self._watch.deadline = self._deadline
         return self
 
+    def pause(self, is_paused: bool) -> None:
+        """Watch no op until it is called with False; for good after a failure or when the time is up."""
+        assert self._watch is not None, "it watches every op"
+        self._watch.is_paused = is_paused or self.is_late or self.failure is not None
+
     def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         try:
             super()._after_module(module, args, kwargs, output)

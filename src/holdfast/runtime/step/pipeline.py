@@ -328,7 +328,11 @@ class GuardedPipeline:
         """Draw one more batch for a step in progress. Return False if the data ended inside it."""
         self.require_own_process()
         self._enter_phase(DATA)
+        if attempt.evidence is not None:
+            attempt.evidence.pause(True)
         draw, ended_epochs = self._draw()
+        if attempt.evidence is not None:
+            attempt.evidence.pause(False)
         self._enter_phase(FORWARD)
         attempt.epochs_inside += ended_epochs
         if draw is None:

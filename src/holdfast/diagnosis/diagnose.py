@@ -87,6 +87,10 @@ class DiagnosisReport(msgspec.Struct, kw_only=True):
     path: str
     format: str
     points: int
+    unit: str = "step"
+    """what the steps count: step, epoch, tick or record"""
+    is_judged: bool = True
+    """false if the log has neither a training loss nor a reward: then nothing is known about the run"""
     limits: list[LimitLine]
     verdicts: list[IncidentVerdict]
     notes: list[NoteLine]
@@ -115,6 +119,8 @@ def diagnose(table: Table, tree: DecisionTree | None = None) -> DiagnosisReport:
         path=table.path,
         format=table.format,
         points=len(table),
+        unit=table.unit,
+        is_judged=table.has("loss") or table.has("reward") or bool(verdicts),
         limits=[LimitLine(code=limit.code, text=limit.text) for limit in table.limits],
         verdicts=verdicts,
         notes=notes,

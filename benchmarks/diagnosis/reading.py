@@ -22,7 +22,7 @@ from benchmarks.detectors.corpus import CONFIDENT, folder, lines
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis import importers
 from holdfast.diagnosis.diagnose import diagnose
-from holdfast.diagnosis.importers.reading.runs import _select
+from holdfast.diagnosis.importers.reading.runs import select_rows
 from holdfast.diagnosis.model.table import Table
 
 _UNITS = {"iter": "step", "record": "step"}
@@ -46,6 +46,11 @@ def has_curve(entry: dict[str, Any]) -> bool:
 
 
 def is_read_right(entry: dict[str, Any], tables: list[Table]) -> bool:
+    """Return whether the runs of a file together, or one of them, are those of the index."""
+    return _agrees(entry, tables) or any(_agrees(entry, [table]) for table in tables)
+
+
+def _agrees(entry: dict[str, Any], tables: list[Table]) -> bool:
     series = [max((t.series("loss"), t.series("reward")), key=lambda s: len(s.step)) for t in tables]
     count = sum(len(s.step) for s in series)
     wanted = entry["n_points"]
@@ -109,7 +114,7 @@ def cut_fragments(corpus: Path, tables: dict[str, list[Table]], count: int, seed
         rows = np.flatnonzero(table.present["loss"])
         length = rng.randint(5, 20)
         at = rng.randrange(0, max(1, len(rows) - length))
-        fragment = _select(table, int(rows[at]), int(rows[min(len(rows) - 1, at + length - 1)]) + 1)
+        fragment = select_rows(table, int(rows[at]), int(rows[min(len(rows) - 1, at + length - 1)]) + 1)
         fragment.events, fragment.evals = [], {}
         yield files[number % len(files)], fragment
 

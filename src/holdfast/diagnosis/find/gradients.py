@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.episode import Episode, Note
 from holdfast.diagnosis.model.table import Table
 
 _GAP = 25
@@ -18,13 +18,27 @@ _SCALER_OVERFLOWS = 32
 """shorter groups of Inf under a dynamic loss scale: the scaler searches for its scale"""
 
 
-def find(table: Table) -> list[Episode]:
-    """Return all gradient episodes: non-finite groups first, then explosions."""
+def find(table: Table) -> tuple[list[Episode], list[Note]]:
+    """Return all gradient episodes, non-finite groups first, then explosions; and notes on updates that were skipped."""
     if not table.has("grad_norm"):
-        return []
+        return [], []
     rows = np.flatnonzero(table.present["grad_norm"])
     norms = table.columns["grad_norm"][rows]
-    return [*_nonfinite(table, rows, norms), *_explosions(table, rows, norms)]
+    nonfinite = _nonfinite(table, rows, norms)
+    skipped = [episode for episode in nonfinite if _was_skipped(table, episode)]
+    text = "the gradient norm is NaN or Inf and the learning rate does not advance: the update was skipped"
+    notes = [Note(kind="skipped_update", start=e.start, end=e.end, text=text) for e in skipped]
+    return [*(e for e in nonfinite if e not in skipped), *_explosions(table, rows, norms)], notes
+
+
+def _was_skipped(table: Table, episode: Episode) -> bool:
+    """Return whether the learning rate, which otherwise changes with every record, stands still at these rows."""
+    if "lr" not in table.columns or not table.present["lr"].all() or len(table) < 10:
+        return False
+    changes = np.diff(table.columns["lr"]) != 0
+    rows = np.arange(max(1, episode.first), min(len(table) - 1, episode.last) + 1)
+    stands_still = ~changes[rows - 1] | ~changes[np.minimum(rows, len(changes) - 1)]
+    return float(changes.mean()) > 0.8 and bool(stands_still.all())
 
 
 def _nonfinite(table: Table, rows: np.ndarray, norms: np.ndarray) -> list[Episode]:

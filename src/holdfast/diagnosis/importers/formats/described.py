@@ -8,14 +8,10 @@ from __future__ import annotations
 import logging
 from importlib.metadata import entry_points
 
-from holdfast.diagnosis.importers.reading.described_line import LogDescription
+from holdfast.diagnosis.importers.reading.described_line import GENERIC, LogDescription
 
 logger = logging.getLogger("holdfast")
 _N = r"[-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf)"
-GENERIC = LogDescription(
-    name="generic_text",
-    description="any text with `key: value`, `key=value` or `key value` and a loss in its lines",
-)
 _DESCRIPTIONS = (
     LogDescription(
         name="torchtitan",
@@ -42,8 +38,8 @@ _DESCRIPTIONS = (
         record=r"\[(?:epoch=(?P<epoch>\d+)(?:/\d+)?\]\[)?batch=(?P<step>\d+)(?:/\d+)?\]:(?=.*\bTrain (?!time/))",
         evaluation=r"\[(?:epoch=\d+(?:/\d+)?\]\[)?batch=\d+(?:/\d+)?\]:(?!.*\bTrain (?!time/))(?=.*\bEval )",
         continues=r"\n{0,2}(?:\d+:|\[?\w*rank\d+\]?:)?[ \t]{1,40}(?:Train|Eval) ",
-        columns={"Train loss/train/total": "loss", "loss/train/total": "loss", "Train time/batch": "", "Train time/epoch": "",
-                 "time/batch": "", "time/epoch": ""},
+        columns={"Train loss/train/total": "loss", "loss/train/total": "loss", "Train time/batch": "",
+                 "Train time/epoch": "", "time/batch": "", "time/epoch": ""},
     ),
     LogDescription(
         name="olmo",
@@ -152,7 +148,8 @@ _DESCRIPTIONS = (
         name="paddle",
         description="PaddleVideo, PaddleDetection and others: `epoch:[  1/25 ] train step:0  loss: ... batch_cost: ...`",
         markers=("batch_cost:",),
-        record=r"(?:train step:|Epoch: \[\d+\] \[|\[T(?:rain|RAIN)\]|epoch: \[\d+/\d+\], (?:iter|global_step): )(?=.*loss: )",
+        record=r"(?:train step:|Epoch: \[\d+\] \[|\[T(?:rain|RAIN)\]|epoch: \[\d+/\d+\], (?:iter|global_step): )"
+        r"(?=.*loss: )",
         evaluation=r"\b(?P<name>val|eval|Eval|EVAL|valid)\b.*loss",
         ignore=r"\bEND epoch",
         columns={"batch_cost": "seconds", "ips": "tokens_per_second"},
@@ -163,12 +160,12 @@ _DESCRIPTIONS = (
         markers=("iters:",),
         record=r"\(epoch: (?P<epoch>\d+), iters: (?P<step>\d+), time: [\d.]+,[^)]*\) (?=\w+: )",
         columns={"time": "seconds"},
-        parts=("G_A", "cycle_A", "idt_A", "G_B", "cycle_B", "idt_B", "D_A", "D_B", "G_GAN", "G_L1", "D_real", "D_fake", "G", "D"),
+        parts=("G_A", "cycle_A", "idt_A", "G_B", "cycle_B", "idt_B", "D_A", "D_B", "G_GAN", "G_L1", "D_real", "D_fake"),
     ),
     LogDescription(
         name="vits",
         description="VITS and so-vits-svc: `Losses: [2.7, 2.7, 7.2, 30.2, 3.6], step: 800, lr: 0.0001`",
-        markers=("Losses: [", "损失：[", "Train Epoch:"),
+        markers=("Losses: [", "\u635f\u5931\uff1a[", "Train Epoch:"),
         record=r"\[(?P<loss_disc>\d+\.\d+|nan), (?P<loss_gen>" + _N + "), (?P<loss_fm>" + _N + "), (?P<loss_mel>" + _N
         + "), (?P<loss_kl>" + _N + r")[^\]]*?(?:\]\D*|, )(?P<step>\d+)\D+(?P<lr>" + _N + ")",
         counts_within_epoch=False,
@@ -177,8 +174,8 @@ _DESCRIPTIONS = (
         name="yolo_txt",
         description="YOLOv5 results.txt: columns without a header, one row an epoch",
         markers=("G ",),
-        record=r"^\s+(?P<step>\d+)/\d+\s+[\d.]+G\s+(?P<box_loss>" + _N + r")\s+(?P<obj_loss>" + _N + r")\s+(?P<cls_loss>" + _N
-        + r")\s+(?P<loss>" + _N + r")\s+\d+\s+\d+\s",
+        record=r"^\s+(?P<step>\d+)/\d+\s+[\d.]+G\s+(?P<box_loss>" + _N + r")\s+(?P<obj_loss>" + _N
+        + r")\s+(?P<cls_loss>" + _N + r")\s+(?P<loss>" + _N + r")\s+\d+\s+\d+\s",
         unit="epoch",
         counts_within_epoch=False,
     ),

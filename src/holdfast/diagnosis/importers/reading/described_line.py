@@ -56,8 +56,9 @@ _EVAL_METRIC = re.compile(
     r"loss|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap", re.I
 )
 _TEXT_BEFORE_NAME = {
-    "info", "debug", "warning", "the", "and", "with", "train", "training", "batch", "avg", "average", "mean", "total", "running",
-    "current", "smoothed", "epoch", "step", "iter", "iteration", "main", "root", "at", "in", "on", "of", "for", "global",
+    "info", "debug", "warning", "the", "and", "with", "train", "training", "batch", "avg", "average", "mean", "total",
+    "running", "current", "smoothed", "epoch", "step", "iter", "iteration", "main", "root", "at", "in", "on", "of",
+    "for", "global",
 }  # fmt: skip
 _OTHER_COUNTS = {
     "total",
@@ -106,6 +107,12 @@ class LogDescription:
     """what a logged loss is a mean of"""
     decides: bool = False
     """a log with a few such records is of this format, whatever other lines it holds"""
+
+
+GENERIC = LogDescription(
+    name="generic_text",
+    description="any text with `key: value`, `key=value` or `key value` and a loss in its lines",
+)
 
 
 class Pair(NamedTuple):
@@ -283,7 +290,8 @@ class _LineRecord:
 
 _BOX_ROW = re.compile(rb"\n\|[ \t]*([^|\n]{1,80}?)[ \t]*\|[ \t]*([-+]?[\d.][^|\n]{0,30}?|nan|inf|)[ \t]*\|(?=\n|$)")
 _INDENTED_PAIR = re.compile(
-    rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*[-+]?(?:\d|nan|inf)[^\n]{0,40}(?:\n|$))"
+    rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?"
+    rb"(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*[-+]?(?:\d|nan|inf)[^\n]{0,40}(?:\n|$))"
 )
 _HOLD_BYTES = 64 << 10
 

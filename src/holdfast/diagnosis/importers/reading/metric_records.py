@@ -20,6 +20,7 @@ from holdfast.diagnosis.importers.reading.column_names import (
     is_step,
     snake_case,
 )
+from holdfast.diagnosis.importers.reading.normalize import is_one_by_one
 from holdfast.diagnosis.model.table import Series, Table
 
 _NO_METRIC = {"epoch", "_runtime", "_timestamp", "timestamp", "time", "wall_time"}
@@ -108,7 +109,7 @@ class MetricRecords:
         is_record = np.zeros(self.length, dtype=bool)
         for name in sources:
             is_record[self.cells(name)[0]] = True
-        if table.unit not in ("step", "record") and len(np.unique(steps[is_record])) <= 0.9 * is_record.sum():
+        if table.unit not in ("step", "record") and not is_one_by_one(steps[is_record]):
             steps, table.unit = np.arange(self.length, dtype=np.float64), "record"
         record_index = np.cumsum(is_record) - 1
         table.step = steps[is_record]

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
+from holdfast.diagnosis.importers.reading.described_line import GENERIC
 from holdfast.diagnosis.importers.reading.log_source import SAMPLE_BYTES, LogSource
 from holdfast.diagnosis.importers.reading.normalize import starts_afresh
+from holdfast.diagnosis.importers.reading.text_format import described_format
 from holdfast.diagnosis.model.table import Table
 
-_FENCE = re.compile(rb"^[ \t>]{0,8}(```+|~~~+)[^\n`]*$", re.MULTILINE)
-_MARKDOWN = re.compile(rb"^(?:#{1,6} \w|\*\*|[-*] \w|\[[^\]]+\]\()|[.!?]\s*$", re.MULTILINE)
+_FENCE = re.compile(rb"^(?:[ \t>]{0,8}```+[^\n`]*|~~~+ *\w*)$", re.MULTILINE)
 _MIN_RECORDS = 3
 
 
 def fenced_blocks(source: LogSource) -> list[LogSource]:
-    """Return the fenced blocks of a Markdown page, each as a source of its own; none if the file is no page."""
+    """Return the fenced blocks of a Markdown page, each as a source of its own; none if the file is no page.
+
+    A log may hold fences too, in generated text. It is a page if most of its records are inside of them.
+    """
     if source.size > SAMPLE_BYTES or source.is_gzipped or source.is_utf16 or source.end is not None:
         return []
     data = source.head(source.size)
@@ -26,7 +31,9 @@ def fenced_blocks(source: LogSource) -> list[LogSource]:
     fences = list(_FENCE.finditer(data.replace(b"\r\n", b" \n")))
     pairs = list(zip(fences[::2], [*fences[1::2], None], strict=False))
     outside = b"\n".join(data[a:b] for a, b in _gaps(pairs, len(data)))
-    if not pairs or (_MARKDOWN.search(outside) is None and fences[0].start() > 0):
+    inside = b"\n".join(data[a.end() : b.start() if b is not None else len(data)] for a, b in pairs)
+    generic = described_format(GENERIC)
+    if not pairs or generic.count_records(outside)[0] > generic.count_records(inside)[0]:
         return []
     blocks = []
     for opening, closing in pairs:
@@ -54,7 +61,7 @@ def split_runs(table: Table) -> list[Table]:
     if not len(starts):
         return [table]
     bounds = [0, *starts.tolist(), len(table)]
-    runs = [_select(table, first, stop) for first, stop in zip(bounds, bounds[1:], strict=False)]
+    runs = [select_rows(table, first, stop) for first, stop in pairwise(bounds)]
     long = [run for run in runs if len(run.series("loss").step) >= _MIN_RECORDS]
     if len(long) < len(runs) and long:
         long[0].add_limit(
@@ -67,7 +74,7 @@ def split_runs(table: Table) -> list[Table]:
     return runs
 
 
-def _select(table: Table, first: int, stop: int) -> Table:
+def select_rows(table: Table, first: int, stop: int) -> Table:
     """Return the rows of a table as a run of its own. Evaluations and events follow by their steps, if they tell."""
     rows = slice(first, stop)
     columns = {name: values[rows] for name, values in table.columns.items()}

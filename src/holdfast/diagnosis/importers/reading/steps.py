@@ -71,9 +71,9 @@ def _use_headings(table: Table, stepless: Bools) -> None:
         series = Series(*(part[np.lexsort((series.value, series.step))] for part in series))
         at = np.searchsorted(series.step, index, side="right") - 1
         values = np.where(at >= 0, series.value[np.maximum(at, 0)], np.nan)
-        if np.isfinite(values).mean() < 0.9 or len(np.unique(values)) < 0.5 * len(values):
-            if name == "step" or not np.isfinite(values).all():
-                continue
+        is_usable = np.isfinite(values).mean() >= 0.9 and len(np.unique(values)) >= 0.5 * len(values)
+        if not is_usable and (name == "step" or not np.isfinite(values).all()):
+            continue
         if name == "step":
             table.step, stepless[:] = values, False
         else:

@@ -14,7 +14,7 @@ from holdfast.diagnosis.model.table import Table
 
 def find(table: Table) -> tuple[list[Episode], list[Note]]:
     """Return all curve episodes of a run in the order of their first row, and the notes."""
-    episodes, notes = gradients.find(table)
+    episodes, notes = gradients.find(table), gradients.find_skipped(table)
     if table.has("loss"):
         losses = Losses(table)
         if len(losses.loss) <= fragments.MAX_RECORDS:

@@ -99,6 +99,8 @@ def _seen_in_hindsight(losses: Losses) -> list[Episode]:
         if len(group) < 3 or first < MIN_RECORDS or last >= len(loss) - 3 or losses.is_near_shift(first):
             continue
         peak, at = float(loss[group].max()), float(level[first])
+        if at <= 0:
+            continue
         evidence = {
             "level": at,
             "peak": peak,
@@ -179,11 +181,13 @@ def _contains(outer: Episode, inner: Episode) -> bool:
 
 
 def nonfinite_episodes(losses: Losses) -> list[Episode]:
+    """Return each group of losses that are NaN or infinite."""
     bad = np.flatnonzero(~losses.finite)
     if not len(bad):
         return []
     groups = np.split(bad, np.flatnonzero(np.diff(bad) > _NAN_GAP) + 1)
-    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, {"rows": len(g)}, []) for g in groups]
+    evidence = [{"rows": len(g), "lasts": bool(g[-1] == len(losses.loss) - 1)} for g in groups]
+    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, e, []) for g, e in zip(groups, evidence, strict=True)]
 
 
 def _restarts(losses: Losses) -> list[Note]:

@@ -18,17 +18,24 @@ _SCALER_OVERFLOWS = 32
 """shorter groups of Inf under a dynamic loss scale: the scaler searches for its scale"""
 
 
-def find(table: Table) -> tuple[list[Episode], list[Note]]:
-    """Return all gradient episodes, non-finite groups first, then explosions; and notes on updates that were skipped."""
+def find(table: Table) -> list[Episode]:
+    """Return all gradient episodes, non-finite groups first, then explosions."""
     if not table.has("grad_norm"):
-        return [], []
+        return []
     rows = np.flatnonzero(table.present["grad_norm"])
     norms = table.columns["grad_norm"][rows]
-    nonfinite = _nonfinite(table, rows, norms)
-    skipped = [episode for episode in nonfinite if _was_skipped(table, episode)]
+    nonfinite = [e for e in _nonfinite(table, rows, norms) if not _was_skipped(table, e)]
+    return [*nonfinite, *_explosions(table, rows, norms)]
+
+
+def find_skipped(table: Table) -> list[Note]:
+    """Return a note for each non-finite gradient whose update was skipped, as the learning rate shows."""
+    if not table.has("grad_norm"):
+        return []
+    rows = np.flatnonzero(table.present["grad_norm"])
+    found = [e for e in _nonfinite(table, rows, table.columns["grad_norm"][rows]) if _was_skipped(table, e)]
     text = "the gradient norm is NaN or Inf and the learning rate does not advance: the update was skipped"
-    notes = [Note(kind="skipped_update", start=e.start, end=e.end, text=text) for e in skipped]
-    return [*(e for e in nonfinite if e not in skipped), *_explosions(table, rows, norms)], notes
+    return [Note(kind="skipped_update", start=e.start, end=e.end, text=text) for e in found]
 
 
 def _was_skipped(table: Table, episode: Episode) -> bool:

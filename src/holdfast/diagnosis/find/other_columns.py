@@ -20,7 +20,21 @@ def find(table: Table, known: list[Episode]) -> list[Episode]:
     """Return the columns that turn NaN for good, and the parts of the loss that stay at 0."""
     if any(episode.kind in ("nan", "dead_run") for episode in known) or not len(table):
         return []
-    return [*_nan_for_good(table), *_untrained_parts(table)]
+    return [*_nan_for_good(table), *_untrained_parts(table), *_said_by_the_log(table, known)]
+
+
+def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
+    """Return an episode for a line that says why the run was stopped, if the curve does not show it."""
+    kinds = {"nan": "nan", "diverged": "divergence"}
+    said = [event for event in table.events if event.kind in kinds]
+    said = [
+        event for event in said if event.kind == "diverged" or re.search(r"stop|abort|exit|terminat", event.text, re.I)
+    ]
+    if not said or any(episode.kind in _LOSS_KINDS[2:] for episode in known):
+        return []
+    last = said[-1]
+    row = len(table) - 1 if last.step is None else _row_of(table, float(last.step))
+    return [_episode(table, kinds[last.kind], row, len(table) - 1, {"column": "", "said": last.text[:120]})]
 
 
 def _nan_for_good(table: Table) -> list[Episode]:
@@ -31,11 +45,8 @@ def _nan_for_good(table: Table) -> list[Episode]:
         finite = np.flatnonzero(np.isfinite(values))
         if len(finite) >= _MIN_RECORDS and len(values) - 1 - finite[-1] >= _MIN_RECORDS:
             first = _row_of(table, float(steps[finite[-1] + 1]))
-            return [
-                _episode(
-                    table, "nan", first, len(table) - 1, {"column": name, "rows": len(values) - 1 - int(finite[-1])}
-                )
-            ]
+            evidence = {"column": name, "rows": len(values) - 1 - int(finite[-1]), "lasts": True}
+            return [_episode(table, "nan", first, len(table) - 1, evidence)]
     return []
 
 

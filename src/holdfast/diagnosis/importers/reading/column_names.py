@@ -59,7 +59,9 @@ _REWARD_NAME = re.compile(
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func")
 _PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)$")
 _LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|loss$")
-_RATIO_OF_LOSS = re.compile(r"scale|weight|coef|num$|std$|delta|best|time|count|ratio|lambda")
+_RATIO_OF_LOSS = re.compile(
+    r"scale|weight|coef|num(_|$)|std$|delta|best|time|count|ratio|lambda|alpha|beta|gamma|type|power|class(es)?$|factor"
+)
 _TRAIN_AFFIX = re.compile(r"^(train|training|trainer|trn|tr)_(?=.)|^metrics_train_|_(train|training)$")
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
 

@@ -74,7 +74,10 @@ def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
         names = [name for name in names if 2 * counts[name] >= max(counts.values())]
     if len(names) > 1:
         present = np.all([table.present[name] for name in names], axis=0)
-        table.columns["loss"] = np.sum([table.columns[name] for name in names], axis=0)
+        if not present.any():
+            return
+        with np.errstate(all="ignore"):
+            table.columns["loss"] = np.sum([table.columns[name] for name in names], axis=0)
         table.present["loss"] = present
         table.facts["parts_of_loss"] = names
         listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
@@ -159,7 +162,9 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
         return fresh
     loss = table.columns["loss"]
     bounds = [0, *drops.tolist(), len(table)]
-    first = float(np.nanmedian(loss[: min(3, bounds[1])])) if bounds[1] else np.nan
+    head = loss[: min(3, bounds[1])]
+    head = head[np.isfinite(head)]
+    first = float(np.median(head)) if len(head) else np.nan
     for i, at in enumerate(drops.tolist()):
         before, after = loss[max(bounds[i], at - 5) : at], loss[at : min(at + 3, bounds[i + 2])]
         before, after = before[np.isfinite(before)], after[np.isfinite(after)]
@@ -187,7 +192,7 @@ def _check_signals(table: Table) -> None:
     if not table.has("loss") and not table.has("reward"):
         columns = sorted(name for name in table.columns if not name.startswith("_"))
         hint = columns_and_hint(columns, table.evals)
-        table.add_limit("no_loss", f"no training loss found, so the loss is not judged. {hint}")
+        table.add_limit("no_loss", f"no training loss found. {hint}")
     if not table.has("grad_norm"):
         table.add_limit("no_grad_norm", "the gradient norm is not logged, so the causes of a spike are harder to tell")
     if not table.has("lr"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.diagnosis.find.excursions import nonfinite_episodes
 from holdfast.diagnosis.find.losses import Floats, Losses
@@ -16,6 +17,7 @@ from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Table
 
+Indices = NDArray[np.intp]
 MIN_RECORDS, MAX_RECORDS = 3, 24
 _LEAP, _LEAP_NOISE = 1.4, 5.0
 _GRADIENT_RATIO, _SCALE_RATIO = 10.0, 0.25
@@ -51,7 +53,7 @@ def _baseline(before: Floats) -> tuple[float, float]:
     return level, 1.4826 * float(np.median(np.abs(np.diff(before)))) / math.sqrt(2.0)
 
 
-def _second_signals(table: Table, rows: Floats, loss: Floats, at: int, level: float) -> list[str]:
+def _second_signals(table: Table, rows: Indices, loss: Floats, at: int, level: float) -> list[str]:
     row = int(rows[at])
     first, stop = int(rows[max(0, at - 2)]), int(rows[min(len(rows) - 1, at + 1)]) + 1
     signals = []
@@ -83,7 +85,7 @@ def _climb(loss: Floats) -> int:
     return best + 1 if bool((np.diff(rest) > 0).all()) else 0
 
 
-def _episode(losses: Losses, finite: Floats, loss: Floats, at: int, level: float, signals: list[str]) -> Episode:
+def _episode(losses: Losses, finite: Indices, loss: Floats, at: int, level: float, signals: list[str]) -> Episode:
     low = np.flatnonzero(loss[at + 1 :] <= 1.15 * level) + 1
     last = at + int(low[0]) - 1 if len(low) else len(loss) - 1
     kind = "spike_recovered" if len(low) else "divergence" if len(loss) - at >= 3 else "spike"

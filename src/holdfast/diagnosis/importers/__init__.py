@@ -34,6 +34,7 @@ from holdfast.diagnosis.importers.formats import (
 )
 from holdfast.diagnosis.importers.reading.column_names import NoSuchColumn
 from holdfast.diagnosis.importers.reading.csv_file import detect_header
+from holdfast.diagnosis.importers.reading.described_line import GENERIC
 from holdfast.diagnosis.importers.reading.described_table import CSV, JSON_LINES, JSON_VALUE, MAX_JSON_BYTES, find_rows
 from holdfast.diagnosis.importers.reading.json_lines import load_json, sample_objects
 from holdfast.diagnosis.importers.reading.log_source import LogSource
@@ -46,7 +47,7 @@ from holdfast.diagnosis.model.table import Table
 Mapped = Mapping[str, str] | None
 """The user's --map options: Holdfast's name of a signal -> its column in the log."""
 
-_CODED_FORMATS = {
+_CODED_FORMATS: dict[str, TextFormat] = {
     module.FORMAT.name: module.FORMAT for module in (megatron, nanogpt, hf_console, fairseq, mlperf, deepspeed)
 }
 _DESCRIBED_FORMATS = {description.name: description for description in described.all_descriptions()}
@@ -180,7 +181,7 @@ def _detect_text_format(source: LogSource, sample: bytes, mapping: Mapped) -> st
     formats = {name: _text_format(name, mapping, sample) for name in (*_CODED_FORMATS, *_DESCRIBED_FORMATS)}
     sample = sample[:DETECTION_BYTES] + sample[-DETECTION_BYTES:] if len(sample) > 2 * DETECTION_BYTES else sample
     counts = {name: text_format.count_records(sample) for name, text_format in formats.items()}
-    generic = described.GENERIC.name
+    generic = GENERIC.name
     generic_losses, generic_records = counts.pop(generic)
     best = max(counts, key=lambda name: (formats[name].decides and counts[name][0] > 2, counts[name]))
     losses, records = counts[best]

@@ -288,7 +288,10 @@ class _LineRecord:
         return ParsedLine(EVAL, tuple(heading)) if heading else None
 
 
-_BOX_ROW = re.compile(rb"\n\|[ \t]*([^|\n]{1,80}?)[ \t]*\|[ \t]*([-+]?[\d.][^|\n]{0,30}?|nan|inf|)[ \t]*\|(?=\n|$)")
+_BOX_ROW = re.compile(
+    rb"\n\|[ \t]{0,60}+([^|\s][^|\n]{0,80}?)[ \t]{0,60}+\|[ \t]{0,60}+"
+    rb"([-+]?[\d.][^|\s]{0,30}|nan|inf|)[ \t]{0,60}+\|(?=\n|$)"
+)
 _INDENTED_PAIR = re.compile(
     rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?"
     rb"(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*[-+]?(?:\d|nan|inf)[^\n]{0,40}(?:\n|$))"

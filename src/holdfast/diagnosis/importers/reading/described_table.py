@@ -92,8 +92,8 @@ def rows_of_json(source: LogSource) -> Iterator[dict[str, Any]]:
 def find_rows(value: Any, depth: int = 3) -> list[dict[str, Any]] | None:
     """Return the records in a JSON value: the longest list of objects, or lists of numbers by name as records."""
     if isinstance(value, list):
-        rows = [row for row in value if isinstance(row, dict)]
-        return rows if len(rows) * 2 > len(value) else None
+        objects = [row for row in value if isinstance(row, dict)]
+        return objects if len(objects) * 2 > len(value) else None
     if not isinstance(value, dict) or depth == 0:
         return None
     lists = {name: inner for name, inner in value.items() if isinstance(inner, list) and _is_numeric(inner)}

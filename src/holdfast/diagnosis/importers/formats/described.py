@@ -56,8 +56,8 @@ _DESCRIPTIONS = (
         name="boxes",
         description="boxes of Stable-Baselines and OpenAI baselines: `| ep_rew_mean | 21.4 |`",
         markers=("rew_mean", "eprewmean", "EpRewMean", "EpRet", "total_timesteps", "reward"),
-        record=r"---(?=.*(?:rew|Rew|EpRet|[Ll]oss))",
-        continues=r"\|",
+        record=r"^-{3,}(?=.*(?:rew|Rew|EpRet|[Ll]oss))",
+        boxes=True,
     ),
     LogDescription(
         name="detectron2_text",

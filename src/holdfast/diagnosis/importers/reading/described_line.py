@@ -95,6 +95,8 @@ class LogDescription:
     """pattern of lines that are no records"""
     continues: str = ""
     """pattern of the start of a line that belongs to the record on the lines before it"""
+    boxes: bool = False
+    """a record is a box with a name and a value on each line"""
     columns: Mapping[str, str] = field(default_factory=dict)
     """name in the log -> Holdfast's column; an empty column is not read"""
     parts: tuple[str, ...] = ()
@@ -303,7 +305,7 @@ def line_joiner(description: LogDescription, sample: bytes) -> Callable[[Iterabl
     """Return a function that puts records of several lines on one line; None if the log has none."""
     if description.continues:
         pattern, replacement = re.compile(rb"\n(?=" + description.continues.encode() + rb")"), b" "
-    elif not description.record and len(_BOX_ROW.findall(sample[: 1 << 20])) >= 4:
+    elif (description.boxes or not description.record) and len(_BOX_ROW.findall(sample[: 1 << 20])) >= 4:
         pattern, replacement = _BOX_ROW, rb" \1: \2,"
     elif not description.record and _has_indented_records(sample[: 1 << 20]):
         pattern, replacement = _INDENTED_PAIR, b" "

@@ -16,6 +16,8 @@ from holdfast.diagnosis.model.table import Table
 
 _FENCE = re.compile(rb"^(?:[ \t>]{0,8}```+[^\n`]*|~~~+ *\w*)$", re.MULTILINE)
 _MIN_RECORDS = 3
+_MAX_IN_PROSE = 4
+"""sentences of a page that look like records"""
 
 
 def fenced_blocks(source: LogSource) -> list[LogSource]:
@@ -33,7 +35,8 @@ def fenced_blocks(source: LogSource) -> list[LogSource]:
     outside = b"\n".join(data[a:b] for a, b in _gaps(pairs, len(data)))
     inside = b"\n".join(data[a.end() : b.start() if b is not None else len(data)] for a, b in pairs)
     generic = described_format(GENERIC)
-    if not pairs or generic.count_records(outside)[0] > generic.count_records(inside)[0]:
+    in_prose = generic.count_records(outside)[0]
+    if not pairs or in_prose > max(_MAX_IN_PROSE, generic.count_records(inside)[0]):
         return []
     blocks = []
     for opening, closing in pairs:

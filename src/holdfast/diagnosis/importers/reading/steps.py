@@ -24,6 +24,8 @@ def arrange_steps(table: Table) -> None:
     if len(table) and stepless.all():
         if not use_coarse_step(table):
             table.unit = "record"
+    elif len(table) > 1 and (table.step == table.step[0]).all() and use_coarse_step(table):
+        pass  # one record for each epoch, always of the same step
     elif len(table):
         _unfold_epochs(table)
         _keep_last_drawn(table)

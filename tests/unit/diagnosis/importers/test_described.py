@@ -194,3 +194,15 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(described, "entry_points", lambda group: points)
     assert described.all_descriptions()[-2] is mine
+
+
+def test_the_console_of_keras_is_read_by_epochs_with_its_validation(tmp_path):
+    lines = [
+        f"Epoch {i + 1}/{N}\n1875/1875 [==============================] - 3s 2ms/step - loss: {loss(i)} - val_loss: 9.5"
+        for i in range(N)
+    ]
+    (tmp_path / "log").write_text("\n".join(lines))
+    (table,) = read(tmp_path / "log")
+    assert (table.unit, table.step.tolist()) == ("epoch", list(range(1, N + 1)))
+    assert table.series("loss").value.tolist() == [loss(i) for i in range(N)]
+    assert table.evals["val_loss"].value.tolist() == [9.5] * N

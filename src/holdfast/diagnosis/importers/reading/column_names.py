@@ -155,7 +155,9 @@ def columns_and_hint(columns: Iterable[str], evals: Iterable[str] = ()) -> str:
         return "No column holds numbers"
     names = [*columns, *evals]
     wanted = ("loss", "nll", "ppl", "perplexity", "cost", "objective", "error", "reward", "return")
-    candidate = next((name for word in wanted for name in names if word in name.lower()), "COLUMN")
+    metrics = [name for name in names if not re.search("time|epoch|step|date|lr", name.lower())]
+    fallback = metrics[0] if len(metrics) == 1 else "COLUMN"
+    candidate = next((name for word in wanted for name in names if word in name.lower()), fallback)
     return f"Columns: {_listed(names)}. Try --map {shlex.quote(f'loss={candidate[:80]}')}"
 
 

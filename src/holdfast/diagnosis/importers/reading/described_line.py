@@ -45,7 +45,7 @@ _EVAL_WORD = re.compile(
 _NO_RECORD = re.compile(rb"(?<!\w)(?:best|lowest|improved|so far|final|early stopping|patience)(?!\w)", re.IGNORECASE)
 _CODE = re.compile(
     rb"^\s*(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
-    rb"|self\.|\{\w+[:}]|^\s*\w+ = |\)\.|==|^\s+\w+\("
+    rb"|self\.|\{\w+[:}]|^\s*\w+ = |\)\.|(?<!=)==(?!=)|^\s+\w+\("
 )
 _METRIC_WORDS = (
     b"loss", b"Loss", b"LOSS", b"nll", b"erplexity", b"ppl", b"PPL", b"cost", b"objective", b"eward", b"rew", b"eturn",
@@ -266,7 +266,8 @@ class _LineRecord:
                 return None
             if not self.has_loss:
                 return self._as_series()
-        return ParsedLine(TRAIN, tuple(self.train.values())) if self.train.keys() - {"step", "epoch"} else None
+        fields = (*self.train.values(), *(field for name, field in self.evals.items() if _EVAL_METRIC.search(name)))
+        return ParsedLine(TRAIN, fields) if self.train.keys() - {"step", "epoch"} else None
 
     def as_evaluation(self, word: str, *, every_metric: bool) -> ParsedLine | None:
         skipped = {"step", "epoch", STEPS_OF_EPOCH, "lr", "seconds", "tokens_per_second"}

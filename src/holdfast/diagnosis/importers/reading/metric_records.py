@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,8 @@ class MetricRecords:
                 if "mean" in value and value.keys() <= _SUMMARY_KEYS:
                     self._add_value(name, to_float(value["mean"]))
                     continue
-                for inner_name, inner_value in value.items():
-                    self._add_value(f"{name}/{inner_name}", to_float(inner_value))
+                for inner_name, inner_value in _flatten(value):
+                    self._add_value(f"{name}/{inner_name}", inner_value)
             elif not prefix:
                 self._add_value(name, to_float(value))
             elif not is_step(name):
@@ -147,6 +147,16 @@ class MetricRecords:
                 steps[rows] = values
                 return steps, unit
         return np.arange(self.length, dtype=np.float64), "record"
+
+
+def _flatten(value: Mapping[str, Any], depth: int = 4) -> Iterator[tuple[str, float | None]]:
+    """Yield the numbers of an object, and of the objects inside of it, with their paths."""
+    for name, inner in value.items():
+        if isinstance(inner, dict) and depth:
+            for inner_name, number in _flatten(inner, depth - 1):
+                yield f"{name}/{inner_name}", number
+        else:
+            yield name, to_float(inner)
 
 
 def _fill_forward(steps: Floats) -> Floats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.diagnosis.importers.reading.column_blocks import Bools
+from holdfast.diagnosis.importers.reading.column_names import is_eval
 from holdfast.diagnosis.importers.reading.described_line import HEADING, STEPS_OF_EPOCH
 from holdfast.diagnosis.importers.reading.normalize import keep_rows, use_coarse_step
 from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, STEPLESS
@@ -29,6 +30,9 @@ def arrange_steps(table: Table) -> None:
     elif len(table):
         _unfold_epochs(table)
         _keep_last_drawn(table)
+    for name in [name for name in table.columns if is_eval(name)]:  # evaluations on the line of a record
+        values, present = table.columns.pop(name), table.present.pop(name)
+        table.evals[name] = Series(table.step[present], values[present])
     for name in [name for name in table.evals if name.startswith(HEADING)]:
         del table.evals[name]
     table.columns.pop(STEPS_OF_EPOCH, None)

@@ -52,7 +52,12 @@ EXIT_INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 # Plain help: rich would read the [brackets] of a usage line as markup and reflow the examples.
-app = typer.Typer(name="holdfast", add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    name="holdfast",
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 _with_overrides = app.command(
     cls=CheckedCommand, context_settings=overrides.CONTEXT_SETTINGS, options_metavar=overrides.OPTIONS_METAVAR
 )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 COLUMNS = {
     "loss": "training loss",
+    "reward": "mean reward or return of an episode",
     "grad_norm": "gradient norm before clipping, or as logged",
     "lr": "learning rate",
     "loss_scale": "loss scale of a dynamic scaler",
@@ -75,6 +76,8 @@ class Table:
     limits: list[Limit] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """facts about the whole run: precision, world size, configuration, versions"""
+    unit: str = "step"
+    """what `step` counts: step, epoch, tick, or record if the log counts nothing"""
     dropped: int = 0
     """number of unreadable records; `limits` explains each kind of them"""
 

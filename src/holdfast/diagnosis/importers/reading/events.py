@@ -50,6 +50,11 @@ EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     b"traceback (": ("error", r"traceback \(most recent call last\)"),
     b"cuda error": ("error", r"cuda error"),
     b"segmentation": ("error", r"segmentation fault"),
+    b"diverg": (
+        "diverged",
+        r"(loss|training|run|model) (has |is )?(diverged|diverging)|diverg\w+[^.]{0,40}(stop|abort|exit)",
+    ),
+    b"exploded": ("diverged", r"loss (has )?exploded"),
     b"nan": (
         "nan",
         r"(loss|grad\w{0,30}+|norm|output|activation|weight|param\w{0,30}+)\b[^:=]{0,40}"

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from holdfast.core.origin.report import ModuleRow, OriginReport, Phase, TensorRange
 from holdfast.runtime.origin.batches import nested_tensors
-from holdfast.runtime.origin.ops import Growth, OpWatch
+from holdfast.runtime.origin.ops import OpGrowth, OpWatch
 from holdfast.runtime.origin.ranges import Extremes, extremes, measure, storage_key
 from holdfast.runtime.origin.tape import Birth, Place, trace
 from holdfast.runtime.state.wrappers import layers
@@ -113,7 +113,7 @@ class StepObserver:
     def path(self) -> list[ModuleRow]:
         return [ModuleRow(module=row.module, output=row.output, gradient=row.gradient) for row in self._rows]
 
-    def largest_growth(self, phase: str = "", module: str | None = None) -> Growth | None:
+    def largest_growth(self, phase: str = "", module: str | None = None) -> OpGrowth | None:
         """Return the op whose result exceeds its arguments by the largest factor, in a phase or module."""
         found = self._watch.growth if self._watch is not None else []
         chosen = [g for g in found if (not phase or g.phase == phase) and module in (None, g.place.module)]

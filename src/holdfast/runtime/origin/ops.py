@@ -44,7 +44,7 @@ _GAIN_IS_LARGE = 100.0
 
 
 @dataclass(slots=True)
-class Growth:
+class OpGrowth:
     """An op whose result is much larger than its arguments."""
 
     name: str
@@ -116,7 +116,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         self.ops: list[OpRecord] = []
         self.roots: list[int] = []
         """the ops that made a non-finite loss"""
-        self.growth: list[Growth] = []
+        self.growth: list[OpGrowth] = []
         self.dtypes = set[torch.dtype]()
         self.loss_scale: float | None = None
         self.is_paused = False
@@ -280,7 +280,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         gain = largest / known if known else 0.0
         if gain >= _GAIN_IS_LARGE and largest > 1.0 and len(self.growth) < _MAX_GROWTH:
             ranges = [measure(t, count_zeros=True) for t in inputs[:8]], [measure(t) for t in outputs[:4]]
-            self.growth.append(Growth(call.describe(), call.phase, call.place, gain, *ranges))
+            self.growth.append(OpGrowth(call.describe(), call.phase, call.place, gain, *ranges))
 
     def _note_logits(self, call: OpCall, inputs: list[Tensor]) -> None:
         """Record the largest attention logit: the input of a softmax, or the bound from the norms of queries and keys."""

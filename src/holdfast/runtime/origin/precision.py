@@ -119,12 +119,17 @@ class ModuleCalls:
 
 
 def op_is_finite_in_float64(call: tuple[Any, Any, Any]) -> bool:
-    """Run one op with the arguments it had, in float64 on the CPU. Return whether its results are finite, but for -inf."""
+    """Run one op with the arguments it had, in float64 on the CPU. Return whether its results are finite.
+
+    If an argument holds -inf, as a mask does, the results may hold it too.
+    """
     op, args, kwargs = call
     args, kwargs = raise_floats((args, kwargs), torch.float64, "cpu")
+    is_strict = all(extremes(t).is_finite for t in nested_tensors((args, kwargs)) if t.is_floating_point())
     args, kwargs = map_leaves((args, kwargs), lambda leaf: torch.float64 if leaf in LOW else leaf)
     with torch.no_grad():
-        return _are_fine(list(nested_tensors(op(*args, **kwargs))))
+        results = list(nested_tensors(op(*args, **kwargs)))
+    return all(extremes(t).is_finite for t in results) if is_strict else _are_fine(results)
 
 
 def _as_leaf(value: Any) -> Any:

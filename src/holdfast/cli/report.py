@@ -50,10 +50,11 @@ def report(
       holdfast report runs/a --format terminal
       holdfast report runs/a -o a.png
     """
+    if output is not None:
+        check_output(output, "report")
     chosen = format or _format_of(output)
     if output is None and chosen in (ReportFormat.HTML, ReportFormat.PNG):
         output = Path(f"report.{chosen}")
-    if output is not None:
         check_output(output, "report")
     if output is not None and chosen is ReportFormat.TERMINAL:
         raise ConfigError(["--format terminal prints; for a file choose md or html, or leave out -o"], "report")

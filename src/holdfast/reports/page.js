@@ -1,7 +1,7 @@
 "use strict";
 (() => {
 // Text from the record reaches the page through textContent and canvas text only.
-const BLOCK = 64, CODES = 253, GUTTER = 66, FOOT = 18;
+const BLOCK = 64, CODES = 253, GUTTER = 72, FOOT = 18;
 const MARKS = { // kind: [glyph, colour, name]; the glyphs tell them apart without colour
   incident: ["▼", "--b", "incident"], rollback: ["◀", "--a", "rollback"], replay: ["↻", "--a", "replay"], experiment: ["⚗", "--d", "experiment"],
   data: ["✕", "--e", "data left out"], lr: ["◆", "--d", "LR or clip changed"], good: ["●", "--c", "checkpoint, good"], checkpoint: ["○", "--c", "checkpoint, not judged"],
@@ -246,7 +246,7 @@ class Plot {
 
   line(pen, curve, i, y, top) {
     const from = Math.max(0, curve.find(this.low) - 1), to = Math.min(curve.n, curve.find(this.high + 1e-9) + 1), odd = [];
-    pen.strokeStyle = pen.fillStyle = css(COLOURS[i % 5]); pen.setLineDash(to - from < this.width ? DASHES[i % 5] : []); pen.lineWidth = 1.3; pen.beginPath();
+    pen.strokeStyle = pen.fillStyle = css(COLOURS[i % 5]); pen.setLineDash(to - from < this.width ? DASHES[i % 5] : []); pen.lineWidth = 1.3; pen.globalAlpha = this.curves.length > 1 ? .8 : 1; pen.beginPath();
     if (to - from <= 2 * this.width) {
       let isDown = false;
       for (let k = from; k < to; k++) {
@@ -267,7 +267,7 @@ class Plot {
       }
       pen.stroke();
     }
-    pen.fillStyle = css("--bad"); pen.textAlign = "center";
+    pen.globalAlpha = 1; pen.fillStyle = css("--bad"); pen.textAlign = "center";
     odd.filter((x, k) => k === 0 || x - odd[k - 1] > 3 || k % 8 === 0).forEach((x) => pen.fillText("✖", x, top));
   }
 
@@ -397,7 +397,7 @@ function verdictBox() {
   const {tone, label, text} = page.verdict;
   return el("div", {className: `verdict ${tone}`, role: "status"}, el("b", {textContent: `${{good: "✓", warn: "!", bad: "✖", live: "●"}[tone] || ""} ${label}`}), el("span", {textContent: text}));
 }
-const cardList = () => el("div", {className: "cards"}, ...page.cards.map(([name, value, help]) => el("div", {className: "card"}, el("span", {textContent: name}), el("b", {textContent: value}), el("span", {textContent: help}))));
+const cardList = () => el("div", {className: `cards ${page.kind}`}, ...page.cards.map(([name, value, help]) => el("div", {className: "card"}, el("span", {textContent: name}), el("b", {textContent: value}), el("span", {textContent: help}))));
 function costBar() {
   const total = page.costs.reduce((sum, [, seconds]) => sum + seconds, 0);
   if (!total) return "";
@@ -415,7 +415,7 @@ function toolbar() {
   const field = (id, name) => el("input", {id, type: "number", "aria-label": name, title: name});
   const go = () => { const [a, b] = ["from", "to"].map((id) => parseFloat(document.getElementById(id).value)); if (b > a) show(a, b); };
   const node = el("form", {className: "tools", on: {submit: (event) => { event.preventDefault(); go(); }}}, button("◀", "move left", () => pan(-.3)), button("+", "zoom in", () => zoom(.5)), button("−", "zoom out", () => zoom(2)), button("▶", "move right", () => pan(.3)),
-    button("all", "show the whole run", () => show(...view.all)), el("label", {className: "small"}, "steps ", field("from", "first step")), el("label", {className: "small"}, "to ", field("to", "last step")), el("button", {textContent: "show"}));
+    button("all", "show the whole run", () => show(...view.all)), el("label", {className: "small"}, `${page.axis}s `, field("from", `first ${page.axis}`)), el("label", {className: "small"}, "to ", field("to", `last ${page.axis}`)), el("button", {textContent: "show"}));
   if (page.incidents.length) node.append(button("next incident", "zoom to the next incident", () => nextIncident(1)));
   return node;
 }

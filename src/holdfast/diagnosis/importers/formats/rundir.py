@@ -121,7 +121,10 @@ def _read_metrics(source: LogSource, table: Table) -> None:
     value_parts: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
     rejected: list[MetricsRow] = []
     unreadable, rows_before = 0, 0
-    extra = find_extra(source, MetricsRow.__struct_fields__)
+    extra, unread = find_extra(source, MetricsRow.__struct_fields__)
+    if unread:
+        names = f"{', '.join(repr(name) for name in unread[:3])}{' ...' if len(unread) > 3 else ''}"
+        table.add_limit("columns_left_out", f"{len(unread)} columns of metrics.jsonl are not read: {names}")
     decoder = _row_decoder(extra)
     for chunk in source.chunks():
         rows, unreadable_in_chunk = _decode_rows(chunk, decoder)

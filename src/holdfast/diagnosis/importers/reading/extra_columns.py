@@ -16,14 +16,16 @@ from holdfast.diagnosis.importers.reading.column_blocks import MAX_COLUMNS, Floa
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 
 _KEY = re.compile(rb'[{,]\s*("(?:[^"\\]|\\.){1,200}")\s*:')
+_NO_FIELD = re.compile(r'[\x00-\x1f"\\]')
+"""the decoder has no fields with these characters in their names"""
 NOT_METRICS = frozenset(
     {"attempt", "status", "clip", "flags", "overflow", "loss_limit", "grad_limit", "data", "weight", "batches", "group"}
 )
 """what a row holds beside measurements"""
 
 
-def find_extra(source: LogSource, known: Collection[str]) -> list[str]:
-    """Return the keys of the rows that are not `known`, in the order of their first use."""
+def find_extra(source: LogSource, known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the keys of the rows that are not `known`, in the order of their first use, and those that are not read."""
     lines = source.sample.splitlines()
     keys = dict.fromkeys(key for line in lines for key in _KEY.findall(line))
     names: dict[str, None] = {}
@@ -33,7 +35,9 @@ def find_extra(source: LogSource, known: Collection[str]) -> list[str]:
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
     # A key inside a nested object is found here too: its row lacks it, and it stays without a value.
-    return [name for name in names if name not in known and name not in NOT_METRICS][:MAX_COLUMNS]
+    extra = [name for name in names if name not in known and name not in NOT_METRICS]
+    readable = [name for name in extra if not _NO_FIELD.search(name)][:MAX_COLUMNS]
+    return readable, [name for name in extra if name not in readable]
 
 
 def row_type(base: type[msgspec.Struct], extra: list[str]) -> type[msgspec.Struct]:

@@ -21,7 +21,7 @@ from holdfast.diagnosis.model.table import Table
 from holdfast.reports.diff_page import build_diff_page
 from holdfast.reports.page import render_page
 from holdfast.reports.recorded_run import open_run
-from holdfast.reports.report_page import ReportPage, Verdict, build_page, build_plots
+from holdfast.reports.report_page import ReportPage, PageVerdict, build_page, build_plots
 from holdfast.reports.serve import RunServer
 from shown_run import append, make_run, metrics_row, spike_events
 
@@ -163,7 +163,7 @@ def test_one_spike_among_a_million_points_is_found_at_any_zoom(browser, tmp_path
     table.columns["loss"][at - 1] = 9.75
     table.columns["loss"][499_999] = np.nan
     table.present["loss"] = np.ones(steps, bool)
-    verdict = Verdict(status="clean", tone="good", label="Clean", text="")
+    verdict = PageVerdict(status="clean", tone="good", label="Clean", text="")
     page = ReportPage(title="big", subtitle="", verdict=verdict, cards=[], plots=build_plots(table))
     browser.open(write(page, tmp_path / "a.html"), offline=True)
     assert "highest 9.75 at step 654,321, 1 not finite" in browser.readout("Loss")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, echo, emit, titled_table
-from holdfast.cli.report import check_output, write_page
+from holdfast.cli.report import check_output
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import RunDirError
 from holdfast.diagnosis import rundiff
@@ -22,6 +22,7 @@ from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 from holdfast.diagnosis.rundiff.report import DiffReport
 from holdfast.reports.console import console
 from holdfast.reports.diff_page import build_diff_page
+from holdfast.reports.page import write_page
 
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _HEIGHT = 10

@@ -12,7 +12,7 @@ from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.record.rundir import write_atomically
 from holdfast.reports.console import console
-from holdfast.reports.page import render_page
+from holdfast.reports.page import write_page
 from holdfast.reports.picture import draw_picture
 from holdfast.reports.recorded_run import open_run
 from holdfast.reports.report_page import ReportPage, build_page
@@ -75,11 +75,6 @@ def report(
         emit(_answer(page, run, output, chosen))
     elif output is not None:
         echo(f"wrote {output}", err=True)
-
-
-def write_page(page: ReportPage, output: Path) -> None:
-    """Write the page of a run or of a comparison."""
-    write_atomically(output, render_page(page, title=page.title, note=page.verdict.text))
 
 
 def check_output(output: Path, command: str, option: str = "-o") -> None:

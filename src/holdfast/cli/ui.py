@@ -40,7 +40,7 @@ def ui(
     with RunServer(folder, host, port, needs_token=needs_token) as server:
         if not server.is_loopback:
             echo(
-                f"holdfast: warning: {host} can be reached from other machines, and nothing is encrypted: whoever has the "
+                f"holdfast: warning: {host} can be reached from other machines, and nothing is encrypted: anyone with the "
                 "address below reads these runs. Use 127.0.0.1 and ssh -L instead, if you can",
                 err=True,
             )

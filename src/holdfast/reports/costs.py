@@ -38,7 +38,7 @@ def measure_costs(table: Table | None, journal: RunJournal) -> RunCosts:
         "start of a resumed process": _total(journal, "restart_time", "total_seconds"),
     }
     rest = max(0.0, wall - kept - sum(lost.values()))
-    named = {"kept steps": kept, **lost, "everything else: start, evaluation, the loop's own code": rest}
+    named = {"kept steps": kept, **lost, "everything else: start, evaluation, own code": rest}
     parts = {name: value for name, value in named.items() if value > 0}
     return RunCosts(wall, kept / wall, dict(sorted(parts.items(), key=lambda part: -part[1])))
 

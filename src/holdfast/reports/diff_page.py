@@ -10,7 +10,7 @@ from holdfast.diagnosis.model.table import COLUMNS
 from holdfast.diagnosis.postmortem.parts import Bullets, Paragraph, Part
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 from holdfast.diagnosis.rundiff.report import DiffReport
-from holdfast.reports.report_page import LABELS, PageSection, Plot, ReportPage, Verdict, grid_section
+from holdfast.reports.report_page import LABELS, PageSection, Plot, ReportPage, PageVerdict, grid_section
 from holdfast.reports.series import pack_series
 
 
@@ -28,7 +28,7 @@ def build_diff_page(report: DiffReport, a: ComparedRun, b: ComparedRun) -> Repor
         kind="diff",
         title=f"{cards[0][1]} and {cards[1][1]}",
         subtitle=f"A: {report.a.path}; B: {report.b.path}",
-        verdict=Verdict(status="diff", tone=tone, label=label, text=verdict.text),
+        verdict=PageVerdict(status="diff", tone=tone, label=label, text=verdict.text),
         cards=cards,
         plots=_plots(report, a, b),
         sections=[section for section in _sections(report) if section.parts],

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from holdfast.core.base.clean import clean
 from holdfast.diagnosis.model.run_journal import RunJournal
 from holdfast.diagnosis.model.table import Table
-from holdfast.reports.recorded_run import SavedCheckpoint
+from holdfast.reports.recorded_run import ListedCheckpoint
 
 _MAX_MARKS = 20_000
 _ACTIONS = {"rollback": "rollback", "skip": "data", "skip_data": "data", "cut_lr": "lr", "hold_lr": "lr",
@@ -40,7 +40,7 @@ def journal_marks(journal: RunJournal) -> list[Mark]:
     return marks
 
 
-def checkpoint_marks(checkpoints: list[SavedCheckpoint]) -> list[Mark]:
+def checkpoint_marks(checkpoints: list[ListedCheckpoint]) -> list[Mark]:
     kinds = {"good": "good", "candidate": "checkpoint", "pruned": "checkpoint"}
     return [
         Mark(kinds.get(c.health, "bad"), c.step, _text(f"{c.name}: {c.health} {c.why}"))

@@ -13,11 +13,14 @@ import json
 import math
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.core.base.clean import clean
+from holdfast.core.record.rundir import write_atomically
+from holdfast.reports.report_page import ReportPage
 
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
@@ -62,6 +65,11 @@ def render_page(content: Any, *, title: str, note: str = "", is_live: bool = Fal
 </body>
 </html>
 """
+
+
+def write_page(page: ReportPage, output: Path) -> None:
+    """Write the page of a run or of a comparison to a file."""
+    write_atomically(output, render_page(page, title=page.title, note=page.verdict.text))
 
 
 def encode(content: Any) -> str:

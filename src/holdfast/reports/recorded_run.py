@@ -47,7 +47,7 @@ _MAX_RANKS, _MAX_RANK_EVENTS, _MAX_FILE = 4096, 200, 1 << 20
 RunStatus = Literal["clean", "recovered", "observed", "stopped", "failed", "training", "ended", "incidents", "log"]
 
 
-class SavedCheckpoint(NamedTuple):
+class ListedCheckpoint(NamedTuple):
     """Holds a checkpoint of the journal or of the disk. `health`: good, candidate, bad, quarantined, refused or failed."""
 
     name: str
@@ -249,21 +249,21 @@ class RecordedRun:
         return found
 
     @cached_property
-    def checkpoints(self) -> list[SavedCheckpoint]:
+    def checkpoints(self) -> list[ListedCheckpoint]:
         """Every checkpoint of the journal or of the disk, by step. What the disk says counts more."""
-        found: dict[str, SavedCheckpoint] = {}
+        found: dict[str, ListedCheckpoint] = {}
         for event in self.journal.select("checkpoint"):
             status, old = event["status"], found.get(event["name"])
             health = {"saved": "candidate", "unmarked": "candidate", "pruned": old.health if old else "pruned"}
             why = event.get("why") or (old.why if old else "")
-            found[event["name"]] = SavedCheckpoint(
+            found[event["name"]] = ListedCheckpoint(
                 event["name"], event["step"], health.get(status, status), str(why), False
             )
         if self.is_run_directory:
             with contextlib.suppress(RunDirError, OSError):
                 for entry in Folder(self._folder.path / CHECKPOINTS).entries():
                     health_on_disk = "damaged" if entry.damage else str(entry.health)
-                    found[entry.name] = SavedCheckpoint(
+                    found[entry.name] = ListedCheckpoint(
                         entry.name, entry.step, health_on_disk, entry.damage or entry.why, True
                     )
         return sorted(found.values(), key=lambda checkpoint: (checkpoint.step, checkpoint.name))

@@ -46,7 +46,7 @@ VERDICTS = {
 }
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class PageVerdict(msgspec.Struct, kw_only=True):
     """Holds the answer on top. `tone`: good, warn, bad or live."""
 
     status: str
@@ -89,7 +89,7 @@ class ReportPage(msgspec.Struct, kw_only=True):
     kind: str = "run"
     title: str
     subtitle: str
-    verdict: Verdict
+    verdict: PageVerdict
     cards: list[tuple[str, str, str]]
     """figures on top: name, value, explanation"""
     costs: list[tuple[str, float]] = []
@@ -105,7 +105,7 @@ class ReportPage(msgspec.Struct, kw_only=True):
 class RunStory(msgspec.Struct, kw_only=True):
     """Holds the part of a page that the journal decides."""
 
-    verdict: Verdict
+    verdict: PageVerdict
     cards: list[tuple[str, str, str]]
     costs: list[tuple[str, float]]
     marks: list[Mark]
@@ -138,17 +138,17 @@ def build_story(run: RecordedRun, *, is_live: bool = True) -> RunStory:
     )
 
 
-def build_verdict(run: RecordedRun, *, is_live: bool = False) -> Verdict:
+def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     status = "log" if is_live and run.summary is None else run.status
     tone, label = VERDICTS[status]
     if run.summary is None:
-        return Verdict(status=status, tone=tone, label=label, text="" if is_live else run.diagnosis.summary)
+        return PageVerdict(status=status, tone=tone, label=label, text="" if is_live else run.diagnosis.summary)
     error = next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
     lines = str(run.summary).splitlines()
     causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in run.summary.incidents)
-    named = ", ".join(f"{cause} {count} times" if count > 1 else cause for cause, count in causes.items())
+    named = ", ".join(f"{cause} ({count})" for cause, count in causes.items())
     text = lines[0].partition(": ")[2] + (
-        f". {_count(len(run.summary.incidents), 'incident')}: {named}" if named else ""
+        f". {_count(len(run.summary.incidents), 'incident')}, by cause: {named}" if named else ""
     )
     if status == "stopped":
         text = f"{lines[-1]}; {text}"
@@ -156,7 +156,7 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> Verdict:
         text = f"{error}; {text}"
     elif status == "ended":
         text = f"the last process left no end in the journal: killed, or still running elsewhere; {text}"
-    return Verdict(status=status, tone=tone, label=label, text=text)
+    return PageVerdict(status=status, tone=tone, label=label, text=text)
 
 
 def _cards(run: RecordedRun, incidents: list[RecordedIncident], costs: RunCosts) -> list[tuple[str, str, str]]:

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -39,6 +39,15 @@ class ListedRun(msgspec.Struct, kw_only=True):
     updated: float = 0.0
     age: float = 0.0
     spark: list[tuple[float, float] | None] = []
+
+
+class _SampledRow(msgspec.Struct, gc=False):
+    step: int | None = None
+    loss: float | None = None
+    seconds: float | None = None
+
+
+_DECODER = msgspec.json.Decoder(_SampledRow)
 
 
 class _Seen(NamedTuple):
@@ -129,30 +138,30 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
                 else size * (piece + 1) // _PIECES - start
             )
             rows = _rows(os.pread(descriptor, max(0, length), start), is_first=start == 0)
-            losses = [v for row in rows if isinstance(v := row.get("loss"), int | float) and math.isfinite(v)]
+            losses = [row.loss for row in rows if row.loss is not None and math.isfinite(row.loss)]
             listed.spark.append((min(losses), max(losses)) if losses else None)
-            seconds += [v for row in rows if isinstance(v := row.get("seconds"), int | float) and math.isfinite(v)]
+            seconds += [row.seconds for row in rows if row.seconds is not None and math.isfinite(row.seconds)]
         tail = _rows(os.pread(descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES)), is_first=size <= _TAIL_BYTES)
     finally:
         durable.close(descriptor)
     if tail:
-        step, loss = tail[-1].get("step"), tail[-1].get("loss")
-        listed.step = step if isinstance(step, int) else None
-        listed.loss = (
-            loss if isinstance(loss, int | float) and math.isfinite(loss) else None if loss is None else str(loss)
-        )
+        listed.step, loss = tail[-1].step, tail[-1].loss
+        listed.loss = loss if loss is None or math.isfinite(loss) else json.dumps(loss)
     times = [t for e in journal.events if isinstance(t := e.get("time"), int | float)]
     wall = times[-1] - times[0] if times else 0.0
     if seconds and wall > 0 and listed.step:
         listed.goodput = min(1.0, sum(seconds) / len(seconds) * listed.step / wall)
 
 
-def _rows(data: bytes, *, is_first: bool) -> list[dict[str, Any]]:
+def _rows(data: bytes, *, is_first: bool) -> list[_SampledRow]:
     """Return the whole lines of a piece; those cut at its ends are left out."""
+    start, stop = 0 if is_first else data.find(b"\n") + 1, data.rfind(b"\n") + 1
+    try:
+        return _DECODER.decode_lines(data[start:stop])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it holds a NaN, or damage
+        pass
     rows = []
-    for line in data.split(b"\n")[0 if is_first else 1 : -1]:
-        with contextlib.suppress(ValueError, RecursionError):
-            row = json.loads(line)
-            if isinstance(row, dict):
-                rows.append(row)
+    for line in data[start:stop].splitlines():
+        with contextlib.suppress(ValueError, RecursionError, msgspec.ValidationError):
+            rows.append(msgspec.convert(json.loads(line), _SampledRow))
     return rows

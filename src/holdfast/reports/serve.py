@@ -30,7 +30,7 @@ from holdfast.reports.page import encode, policy, render_page
 from holdfast.reports.run_list import RunList
 
 POLL_MILLISECONDS = 1000
-_MAX_LIVE, _TIMEOUT = 16, 30.0
+_MAX_LIVE, _TIMEOUT = 8, 30.0
 _COOKIE = "holdfast_token"
 
 

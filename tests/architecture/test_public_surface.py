@@ -81,7 +81,7 @@ COMMANDS = {
     "ack": (["run"], {"--note", "--release-data", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
     "diff": (["first", "second"], {"--html", "--json"}),
-    "report": (["run"], {"-o", "--output", "--format", "--json"}),
+    "report": (["run"], {"-o", "--output", "--format", "--map", "--json"}),
     "ui": (["folder"], {"--host", "--port", "--token", "--json"}),
     "hang": (["paths"], {"--all", "--json"}),
     "plan": (

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.diagnose import parse_mapping
 from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.errors import ConfigError
 from holdfast.core.record.rundir import write_atomically
@@ -34,6 +35,9 @@ def report(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write; its ending names the format.")
     ] = None,
     format: Annotated[ReportFormat | None, typer.Option("--format", help="Default: html, or by the ending.")] = None,
+    mapping: Annotated[
+        list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="The log's column for a signal.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show a run: what happened, what it cost, the curves, and the story of each incident.
@@ -47,6 +51,7 @@ def report(
       holdfast report runs/a
       holdfast report runs/a -o a.html
       holdfast report train.log -o train.html
+      holdfast report log.csv --map loss=train_nll -o log.html
       holdfast report runs/a --format terminal
       holdfast report runs/a -o a.png
     """
@@ -58,7 +63,7 @@ def report(
         check_output(output, "report")
     if output is not None and chosen is ReportFormat.TERMINAL:
         raise ConfigError(["--format terminal prints; for a file choose md or html, or leave out -o"], "report")
-    opened = open_run(run)
+    opened = open_run(run, mapping=parse_mapping(mapping or [], "report"))
     page = build_page(opened)
     if chosen is ReportFormat.PNG and output is not None:
         draw_picture(opened, page, output)

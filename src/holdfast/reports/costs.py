@@ -27,7 +27,9 @@ def measure_costs(table: Table | None, journal: RunJournal) -> RunCosts:
     kept = None
     if table is not None and table.has("seconds"):
         seconds = table.series("seconds").value
-        kept = float(seconds[np.isfinite(seconds)].sum())
+        with np.errstate(over="ignore"):
+            kept = float(seconds[np.isfinite(seconds)].sum())
+        kept = kept if np.isfinite(kept) else None
     if wall is None or kept is None or wall <= 0:
         return RunCosts(wall, None, {} if kept is None else {"kept steps": kept})
     wall = max(wall, kept)  # the last steps of a killed process are later than its last event

@@ -48,6 +48,13 @@ def checkpoint_marks(checkpoints: list[ListedCheckpoint]) -> list[Mark]:
     ]
 
 
+def hang_marks(hangs: list[dict[str, Any]]) -> list[Mark]:
+    steps = [(verdict.get("step"), verdict.get("summary")) for verdict in hangs]
+    return [
+        Mark("failure", step, _text(f"hang: {text}")) for step, text in steps if type(step) is int and 0 <= step < 2**53
+    ]
+
+
 def _mark(event: dict[str, Any], last: int) -> Mark | None:
     name, step = event["event"], event.get("step", last)
     if name == "action":

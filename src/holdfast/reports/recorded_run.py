@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -85,8 +86,11 @@ class RecordedIncident(msgspec.Struct, frozen=True, kw_only=True):
     """what other JSON files in its folder hold, such as the result of a replay"""
 
 
-def open_run(path: str | os.PathLike[str]) -> RecordedRun:
-    """Open a run directory, or the log of another tool. Raises RunDirError or LogRefused if it cannot be read."""
+def open_run(path: str | os.PathLike[str], *, mapping: Mapping[str, str] | None = None) -> RecordedRun:
+    """Open a run directory, or the log of another tool. Raises RunDirError or LogRefused if it cannot be read.
+
+    `mapping` gives the log's name for a signal, as --map of `holdfast diagnose` does: {"loss": "train_nll"}.
+    """
     place = Path(path)
     try:
         is_folder, exists = place.is_dir(), place.exists()
@@ -105,14 +109,14 @@ def open_run(path: str | os.PathLike[str]) -> RecordedRun:
                 f"{path} holds {len(inside)} runs and is none itself; did you mean {place / inside[0]}? "
                 f"To look at all of them: holdfast ui {path}"
             )
-    return RecordedRun(place)
+    return RecordedRun(place, mapping=mapping)
 
 
 class RecordedRun:
     """Holds a run on disk. Metrics are numpy arrays; a notebook shows the object as a summary with the loss."""
 
-    def __init__(self, path: Path, table: Table | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path, table: Table | None = None, mapping: Mapping[str, str] | None = None) -> None:
+        self.path, self._mapping = path, mapping or None
         self.is_run_directory = path.is_dir() and is_run_directory(path)
         self._folder = RunDir(path)
         self._table = table
@@ -126,7 +130,7 @@ class RecordedRun:
         """The kept steps with all columns; of several runs in a log the longest."""
         if self._table is None:
             try:
-                tables = read(self.path)
+                tables = read(self.path, mapping=self._mapping)
             except OSError as error:
                 raise LogRefused(str(self.path), f"{error.strerror or error}; check the path") from None
             self._table = max(tables, key=len)

@@ -21,7 +21,7 @@ from holdfast.diagnosis.model.table import COLUMNS, Series, Table
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part
 from holdfast.diagnosis.rundiff.compared_run import flatten
 from holdfast.reports.costs import RunCosts
-from holdfast.reports.marks import Mark, checkpoint_marks, journal_marks, table_marks
+from holdfast.reports.marks import Mark, checkpoint_marks, hang_marks, journal_marks, table_marks
 from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
 from holdfast.reports.series import MAX_EXACT, pack_series
 from holdfast.reports.terminal import signals_of
@@ -133,7 +133,7 @@ def build_story(run: RecordedRun, *, is_live: bool = True) -> RunStory:
         verdict=build_verdict(run, is_live=is_live),
         cards=_cards(run, incidents, run.costs),
         costs=list(run.costs.parts.items()),
-        marks=[*marks, *checkpoint_marks(run.checkpoints)],
+        marks=[*marks, *checkpoint_marks(run.checkpoints), *hang_marks(run.hangs)],
         incidents=[tell_story(incident, run) for incident in incidents[:_MAX_INCIDENTS]],
     )
 
@@ -144,7 +144,10 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     if run.summary is None:
         return PageVerdict(status=status, tone=tone, label=label, text="" if is_live else run.diagnosis.summary)
     error = next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
-    lines = str(run.summary).splitlines()
+    summary = run.summary
+    if status in ("training", "ended") and len(run.table):  # without an end, the journal counts in thousands
+        summary = msgspec.structs.replace(summary, committed=int(run.table.step[-1]))
+    lines = str(summary).splitlines()
     causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in run.summary.incidents)
     named = ", ".join(f"{cause} ({count})" for cause, count in causes.items())
     text = lines[0].partition(": ")[2] + (
@@ -320,9 +323,11 @@ def _findings(findings: list[dict[str, Any]]) -> list[Part]:
         cells = [_text(cell) for cell in row]
         if finding.get("new", True) and cells not in rows:  # an experiment meets the same finding again
             rows.append(cells)
+    origin = next((o for f in findings if isinstance(o := (f.get("evidence") or {}).get("origin"), dict)), None)
+    ranks: list[Part] = [Paragraph("By rank:"), _settings_grid(origin)] if origin else []
     more = [Paragraph(f"{len(rows) - _MAX_FINDINGS} more findings are in the journal.")]
     grid = Grid(["step", "detector", "severity", "finding", "evidence"], rows[:_MAX_FINDINGS])
-    return [Paragraph("Found:"), grid, *(more if len(rows) > _MAX_FINDINGS else [])] if rows else []
+    return [Paragraph("Found:"), grid, *(more if len(rows) > _MAX_FINDINGS else []), *ranks] if rows else []
 
 
 def _tried(incident: RecordedIncident) -> list[Part]:

@@ -85,6 +85,15 @@ def test_log_of_another_tool_becomes_a_page(holdfast, tmp_path):
     assert answer["verdict"]["label"] == "Incidents found" and len(answer["incidents"]) == 1
 
 
+def test_column_of_a_log_can_be_named(holdfast, tmp_path):
+    (tmp_path / "log.csv").write_text("iter,nll\n" + "".join(f"{n},{3 / n:.4f}\n" for n in range(1, 60)))
+    assert holdfast("report", "log.csv", "--map", "loss=nll", "--map", "step=iter", "-o", "l.html").status == 0
+    data = json.loads(re.search(r'id="data">(.*?)</script>', (tmp_path / "l.html").read_text())[1])
+    assert data["plots"][0]["title"] == "Loss"
+    wrong = holdfast("report", "log.csv", "--map", "lossnll")
+    assert wrong.status == 78 and "NAME=COLUMN" in wrong.err
+
+
 def test_two_runs_become_one_page(holdfast, run, tmp_path):
     other = make_run(tmp_path / "b<script>", spike=None)
     answer = holdfast("diff", run, other, "--html", "d.html")

@@ -90,6 +90,26 @@ def test_curves_beyond_the_budget_are_thinned_and_marked(monkeypatch):
     assert all(curve["n"] < n / 4 for curve in curves[1:])
 
 
+def test_finding_with_ranks_shows_what_each_rank_measured(tmp_path):
+    path = make_run(tmp_path / "a")
+    origin = {
+        "ranks": [3],
+        "measurement": "loss",
+        "losses": [1.0, 1.1, 0.9, 77.5],
+        "suspects": [{"rank": 3, "host": "n7"}],
+    }
+    lines = (path / "journal.jsonl").read_text().replace('"z": 60.0', f'"z": 60.0, "origin": {json.dumps(origin)}')
+    (path / "journal.jsonl").write_text(lines)
+    story = json.dumps(data_of(render_page(build_page(open_run(path)), title="a"))["incidents"])
+    assert "77.5" in story and "suspects.0.host" in story and "n7" in story
+
+
+def test_run_without_an_end_counts_its_steps_by_the_metrics(tmp_path):
+    page = build_page(open_run(make_run(tmp_path / "a", ended=False)))
+    assert (page.verdict.status, page.verdict.tone) == ("training", "live")
+    assert page.verdict.text.startswith("200 steps committed")
+
+
 def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experiments_by_result(tmp_path):
     run = open_run(make_run(tmp_path / "a"))
     marks = {(mark.kind, mark.step): mark for mark in build_page(run).marks}

@@ -20,8 +20,9 @@ from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.model.table import Table
 from holdfast.reports.diff_page import build_diff_page
 from holdfast.reports.page import render_page
+from holdfast.reports.plots import build_plots
 from holdfast.reports.recorded_run import open_run
-from holdfast.reports.report_page import PageVerdict, ReportPage, build_page, build_plots
+from holdfast.reports.report_page import PageVerdict, ReportPage, build_page
 from holdfast.reports.serve import RunServer
 from shown_run import append, make_run, metrics_row, spike_events
 

@@ -10,7 +10,8 @@ from holdfast.diagnosis.model.table import COLUMNS
 from holdfast.diagnosis.postmortem.parts import Bullets, Paragraph, Part
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 from holdfast.diagnosis.rundiff.report import DiffReport
-from holdfast.reports.report_page import LABELS, PageSection, PageVerdict, Plot, ReportPage, grid_section
+from holdfast.reports.plots import LABELS, Plot
+from holdfast.reports.report_page import PageSection, PageVerdict, ReportPage, grid_section
 from holdfast.reports.series import pack_series
 
 

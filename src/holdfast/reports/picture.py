@@ -12,8 +12,9 @@ from holdfast.core.base import durable
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import MissingDependency, RunDirError
 from holdfast.diagnosis.model.table import Series
+from holdfast.reports.plots import thin
 from holdfast.reports.recorded_run import RecordedRun
-from holdfast.reports.report_page import ReportPage, thin
+from holdfast.reports.report_page import ReportPage
 
 _SIGNALS = (("loss", "loss"), ("grad_norm", "gradient norm"), ("lr", "learning rate"))
 _MAX_POINTS, _LOG_RATIO = 20_000, 30.0

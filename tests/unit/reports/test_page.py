@@ -12,11 +12,12 @@ import pytest
 
 from holdfast.core.base.types import Span
 from holdfast.diagnosis.model.table import Table
-from holdfast.reports import report_page
+from holdfast.reports import plots
 from holdfast.reports.marks import journal_marks
 from holdfast.reports.page import encode, policy, render_page
+from holdfast.reports.plots import build_plots
 from holdfast.reports.recorded_run import open_run
-from holdfast.reports.report_page import build_page, build_plots
+from holdfast.reports.report_page import build_page
 from shown_run import make_run
 
 EVIL = "</script><img src=x onerror=alert(1)>\u2028'\"&amp;${alert(1)}<!--<script>\x1b[2J\u202e"
@@ -70,15 +71,15 @@ def test_columns_get_plots_unknown_ones_their_own_and_those_with_a_prefix_one_to
     for k, name in enumerate(names):
         table.columns[name] = np.full(n, 3.0) if name == "fixed" else np.arange(n) * (k + 1.0)
         table.present[name] = np.ones(n, bool)
-    plots = {plot.title: [curve["name"] for curve in plot.curves] for plot in build_plots(table)}
-    assert plots == {
+    titles = {plot.title: [curve["name"] for curve in plot.curves] for plot in build_plots(table)}
+    assert titles == {
         "Loss": ["loss"], "Learning rate": ["lr"], "Device memory, GB": ["memory_allocated", "memory_peak"],
         "Seconds a step": ["seconds"], "mine": ["mine"], "phases": ["phases.a", "phases.b"],
     }  # fmt: skip
 
 
 def test_curves_beyond_the_budget_are_thinned_and_marked(monkeypatch):
-    monkeypatch.setattr(report_page, "MAX_BYTES", 400_000)
+    monkeypatch.setattr(plots, "MAX_BYTES", 400_000)
     n = 200_000
     table = Table("x", "rundir", np.arange(n, dtype=float))
     for name in ("loss", "grad_norm", "more"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.diagnosis.model.table import Series
-from holdfast.reports.report_page import thin
+from holdfast.reports.plots import thin
 from holdfast.reports.series import BUCKET, CODES, MAX_EXACT, pack_series
 
 

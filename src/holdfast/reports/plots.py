@@ -31,7 +31,7 @@ def build_plots(table: Table) -> list[Plot]:
     """Return every column as a plot. Unknown columns get one of their own; those that share a prefix share one."""
     plots: list[Plot] = []
     used = 0
-    for title, names in _group(table).items():
+    for title, names in list(_group(table).items())[:MAX_PLOTS]:
         curves = []
         for name in names:
             series = table.series(name) if name in table.columns else table.evals[name]
@@ -47,7 +47,12 @@ def build_plots(table: Table) -> list[Plot]:
                 undone=None if undone is None else _pack(undone, MAX_BYTES)[0],
             )
         )
-    return plots[:MAX_PLOTS]
+    return plots
+
+
+def without_plot(table: Table) -> list[str]:
+    """Return the columns beyond the number of plots that a page has."""
+    return [name for names in list(_group(table).values())[MAX_PLOTS:] for name in names]
 
 
 def _group(table: Table) -> dict[str, list[str]]:

@@ -21,7 +21,7 @@ from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragrap
 from holdfast.diagnosis.rundiff.compared_run import flatten
 from holdfast.reports.costs import RunCosts
 from holdfast.reports.marks import Mark, checkpoint_marks, hang_marks, journal_marks, table_marks
-from holdfast.reports.plots import LABELS, Plot, build_plots, is_constant
+from holdfast.reports.plots import LABELS, Plot, build_plots, is_constant, without_plot
 from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
 from holdfast.reports.terminal import signals_of
 
@@ -332,8 +332,13 @@ def _settings_sections(run: RecordedRun) -> list[PageSection]:
         if len(series.value) and is_constant(series) and name not in LABELS
     }
     named = {"Facts": run.facts, "Environment": about, "Configuration": run.config, "Constant columns": constant}
+    left_out = [_text(name) for name in without_plot(run.table)]
     return [
-        PageSection(title=title, parts=[_settings_grid(content)] if content else []) for title, content in named.items()
+        *(
+            PageSection(title=title, parts=[_settings_grid(content)] if content else [])
+            for title, content in named.items()
+        ),
+        PageSection(title="Columns without a plot", parts=[Bullets(left_out)] if left_out else []),
     ]
 
 

@@ -78,6 +78,14 @@ def test_columns_get_plots_unknown_ones_their_own_and_those_with_a_prefix_one_to
     }  # fmt: skip
 
 
+def test_columns_beyond_the_number_of_plots_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "MAX_PLOTS", 2)
+    page = build_page(open_run(make_run(tmp_path / "a")))
+    assert [plot.title for plot in page.plots] == ["Loss", "Gradient norm"]
+    (section,) = [section for section in page.sections if section.title == "Columns without a plot"]
+    assert section.parts[0].items == ["lr", "mine"]
+
+
 def test_curves_beyond_the_budget_are_thinned_and_marked(monkeypatch):
     monkeypatch.setattr(plots, "MAX_BYTES", 400_000)
     n = 200_000

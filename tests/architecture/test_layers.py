@@ -23,7 +23,7 @@ ALLOWED: dict[str, list[str]] = {
     "reports": ["core", "diagnosis"],
     "compose": [*BELOW_COMPOSE, *EXPLAINS],
     "trainers": [*BELOW_COMPOSE, "compose"],
-    "": ["core", "runtime", "compose", "trainers"],
+    "": ["core", "runtime", "reports", "compose", "trainers"],
     "reference": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
     "examples": [""],
     "drill": BELOW_DRILL,

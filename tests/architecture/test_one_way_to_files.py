@@ -13,6 +13,7 @@ OTHER_FILES = {
     "core/record/fingerprint.py": "the user's data and tokenizer",
     "diagnosis/importers/reading/log_source.py": "the log that the user names",
     "diagnosis/tree/load.py": "part of the package",
+    "reports/page.py": "part of the package",
     "reference/prepare.py": "texts that the user names",
     "reference/tokens.py": "token files that the user names",
     "reference/trainer.py": "a probe whose name tempfile makes",

@@ -62,6 +62,7 @@ PUBLIC = [
     "UnreadableError",
     "__version__",
     "fingerprint",
+    "open_run",
     "record",
     "resolve_resume_path",
 ]
@@ -79,7 +80,9 @@ COMMANDS = {
     "check": (["config"], {"--json"}),
     "ack": (["run"], {"--note", "--release-data", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
-    "diff": (["first", "second"], {"--json"}),
+    "diff": (["first", "second"], {"--html", "--json"}),
+    "report": (["run"], {"-o", "--output", "--format", "--map", "--json"}),
+    "ui": (["folder"], {"--host", "--port", "--token", "--json"}),
     "hang": (["paths"], {"--all", "--json"}),
     "replay": (["incident"], {"--entry", "--device", "--rank", "--seconds", "--json"}),
     "plan": (

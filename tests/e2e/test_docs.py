@@ -40,6 +40,8 @@ NOT_RUN = {
     r".*configs/160m\.toml": "needs a GPU",
     r"torchrun --nproc-per-node 8 ": "needs 8 GPUs",
     r".* PATH\.\.\.$": "a synopsis",
+    r"holdfast ui ": "serves until it is interrupted",
+    r"holdfast report .*\.png": "needs matplotlib",
 }
 STATUS = {
     "holdfast diagnose runs/* --fail-on nan --fail-on divergence": 3,  # runs/b has a NaN

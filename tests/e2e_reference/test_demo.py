@@ -77,7 +77,9 @@ def test_answer_has_exactly_this_shape(demo):
         "summary",
         "diagnosis",
         "journal",
+        "report",
     }
+    assert "Recovered" in (demo.folder / answer["guarded"]["report"]).read_text()
     for incident in answer["guarded"]["incidents"]:
         assert incident.keys() == {"kind", "step", "actions", "cause", "text"}
         assert isinstance(incident["kind"], str)

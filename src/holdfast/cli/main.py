@@ -38,7 +38,9 @@ from holdfast.cli import (
     plan,
     prepare,
     replay,
+    report,
     train,
+    ui,
 )
 from holdfast.cli.checked_command import CheckedCommand
 from holdfast.cli.output import echo, emit
@@ -69,6 +71,8 @@ _with_overrides(check.check)
 app.command(cls=CheckedCommand)(ack.ack)
 app.command(cls=CheckedCommand)(diagnose.diagnose)
 app.command(cls=CheckedCommand)(diff.diff)
+app.command(cls=CheckedCommand)(report.report)
+app.command(cls=CheckedCommand)(ui.ui)
 app.command(cls=CheckedCommand)(hang.hang)
 app.command(cls=CheckedCommand)(replay.replay)
 app.command(cls=CheckedCommand)(plan.plan)
@@ -102,6 +106,8 @@ def _holdfast(
       holdfast ack runs/a              acknowledge a stopped run and reset its recovery budgets
       holdfast diagnose runs/a         explain what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      rank the differences between two runs as suspects
+      holdfast report runs/a           write a page that shows the run, to open in a browser
+      holdfast ui runs                 follow all runs of a folder live in a browser
       holdfast hang runs/a             name the rank, the line and the collective of a hang
       holdfast replay runs/a           run the step of the last incident again and name its line
       holdfast plan runs/a             recommend how often to save, and estimate the goodput

@@ -95,7 +95,7 @@ def show_postmortem(console: Console, postmortem: Postmortem) -> None:
         console.print()
         console.print(Text(clean(f"{section.number}. {section.title}"), "bold cyan"))
         for part in section.parts:
-            console.print(_render(part))
+            console.print(render_rich(part))
 
 
 def show_refusal(console: Console, path: str, reason: str) -> None:
@@ -151,7 +151,7 @@ def _charts(table: Table, verdict: IncidentVerdict, width: int) -> list[Renderab
     reach = max(_CONTEXT_ROWS, min(length // 2, 10 * _CONTEXT_ROWS))
     first, stop = max(0, verdict.row_start - reach), min(len(table), verdict.row_end + 1 + reach)
     charts: list[RenderableType] = []
-    for name, colour in _signals(verdict.kind):
+    for name, colour in signals_of(verdict.kind):
         logged = np.flatnonzero(table.present[name][first:stop]) if table.has(name) else np.empty(0, int)
         if len(logged) < 2:
             continue
@@ -165,7 +165,7 @@ def _charts(table: Table, verdict: IncidentVerdict, width: int) -> list[Renderab
     return charts
 
 
-def _signals(kind: str) -> list[tuple[str, str]]:
+def signals_of(kind: str) -> list[tuple[str, str]]:
     """Return the signals to chart for a kind of incident, with their colours."""
     if kind in ("oom", "memory_leak", "fragmentation"):
         return [("memory_allocated", "yellow"), ("memory_reserved", "yellow"), ("memory_peak", "yellow")]
@@ -197,7 +197,8 @@ def _labelled(label: str, text: str, style: str = "green") -> RenderableType:
     return _hanging(f"   {label}: ", text, style)
 
 
-def _render(part: Part) -> RenderableType:
+def render_rich(part: Part) -> RenderableType:
+    """Return one building block of a post-mortem or a report."""
     if isinstance(part, Paragraph):
         return Padding(Text(clean(part.text)), (0, 0, 0, 2))
     if isinstance(part, Bullets):

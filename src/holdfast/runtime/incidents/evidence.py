@@ -54,7 +54,8 @@ class StepEvidence:
         try:
             if self._weights_bytes is not None:
                 self.weights, self.why_no_weights = copy_weights(self._state, buffers, self._weights_bytes)
-            self.why_not = why_not_observable(self._state) if self._observes else ""
+            if self._observes:
+                self.why_not = why_not_observable(self._state)
             if self._observes and not self.why_not:
                 self._observer = HarmlessObserver(dict(self._state.modules), self._seconds).__enter__()
         except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
@@ -65,6 +66,13 @@ class StepEvidence:
         """Do not watch ops while data is loaded: they are no part of the step."""
         if self._observer is not None:
             self._observer.pause(is_paused)
+
+    def give_back_memory(self) -> Self:
+        """Stop observing and drop the copies: memory ran out. The next attempt is served without an observer."""
+        self.end()
+        self.report, self.weights, self._observes, self._weights_bytes = None, {}, False, None
+        self.why_not = self.why_no_weights = "memory ran out while the step was observed"
+        return self
 
     def end(self) -> None:
         """Stop observing. A second call does nothing."""

@@ -126,13 +126,22 @@ class MemoryRetry:
     # ---- healing
 
     def heal(
-        self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None, drop_gradients: Callable[[], None]
+        self,
+        attempt: StepAttempt,
+        error: BaseException,
+        failed: FailedPart | None,
+        drop_gradients: Callable[[], None],
+        *,
+        was_observed: bool,
     ) -> bool:
-        """Have a step that ran out of memory served again. Return False if the error must end the loop."""
+        """Have a step that ran out of memory served again. Return False if the error must end the loop.
+
+        was_observed: the step ran again under an observer, whose memory is free now.
+        """
         is_synchronising = attempt.running == "backward" and self._sync.is_on
         may_fill = self._can_fill and not attempt.is_filler and not is_synchronising
         may_fill = may_fill and self._sync.skip_buffers_if_sent(error, is_first=not attempt.losses)
-        retry = self._choose(attempt, error, failed)
+        retry = self._choose(attempt, error, failed, was_observed=was_observed)
         if isinstance(retry, str):
             self._advise(attempt, error, retry)
             return False
@@ -162,12 +171,16 @@ class MemoryRetry:
         self._context.hooks.call("on_recovery", attempt.result)
         return True
 
-    def _choose(self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None) -> _Retry | str:
+    def _choose(
+        self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None, *, was_observed: bool
+    ) -> _Retry | str:
         """Return how to go on, or why the run cannot."""
         what, state = f"out of memory in {attempt.running}", self._context.state
         first_line = str(error).strip().split("\n")[0][:300]
         free_pinned(error, [module for _, module in state.modules])
         given_back = self._recovery.snapshots.release_device_memory()
+        if given_back is None and was_observed:
+            given_back = "the step is not observed any more"
         if not self.is_armed:
             return f"{what}; the policy forbids a retry"
         shape = "" if failed is None else shape_of(failed.batch)

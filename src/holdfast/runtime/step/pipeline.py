@@ -1009,7 +1009,12 @@ class GuardedPipeline:
 
     def heal_out_of_memory(self, attempt: StepAttempt, error: BaseException, served: FailedPart | None) -> bool:
         """Have a step that ran out of memory served again. Return False if the error must end the loop: see `abandon`."""
-        if self.is_forked or not self.oom.heal(attempt, error, served, self._drop_gradients):
+        if self.is_forked:
+            return False
+        evidence, attempt.evidence = attempt.evidence, None
+        if evidence is not None:  # all ranks examine the attempt, so the one that replaces it has evidence too
+            self._next_evidence = evidence.give_back_memory()
+        if not self.oom.heal(attempt, error, served, self._drop_gradients, was_observed=evidence is not None):
             return False
         self._enter_phase(USER)
         attempt.phase, self.progress.served = "left", None
@@ -1019,7 +1024,7 @@ class GuardedPipeline:
 
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
-        attempt.phase = "left"
+        attempt.phase, self._next_evidence = "left", None
         self._enter_phase(USER)
         if attempt.evidence is not None:
             attempt.evidence.end()

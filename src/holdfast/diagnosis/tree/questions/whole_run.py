@@ -174,14 +174,10 @@ def eval_worse(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
         best, last = float(values.max() if higher else values.min()), float(np.median(values[-3:]))
         since = values[int(np.argmax(values) if higher else np.argmin(values)) :]
         trend = mann_kendall([-float(v) if higher else float(v) for v in block_medians(since, 60)])
-        if (
-            len(since) < t["evaluations"]
-            or trend < _WORSE_Z
-            or not best
-            or not (higher or _LOWER_IS_BETTER.search(name))
-        ):
+        if not best or not (higher or _LOWER_IS_BETTER.search(name)):
             continue
-        drop = (best - last if higher else last - best) / abs(best)
+        is_trend = len(since) >= t["evaluations"] and trend >= _WORSE_Z
+        drop = (best - last if higher else last - best) / abs(best) if is_trend else 0.0
         if worst is None or drop > worst[0]:
             worst = (drop, name, best, last)
     if worst is None:

@@ -1,7 +1,7 @@
 """What the text of an out-of-memory error says: how much was asked, free, allocated, and reserved but unallocated.
 
 Before torch raises the error it has returned every unused segment to the driver. So memory that is still reserved but
-unallocated lies in parts of segments, and is lost to fragmentation.
+unallocated is in parts of segments that are in use: fragmentation.
 """
 
 from __future__ import annotations

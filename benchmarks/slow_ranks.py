@@ -134,10 +134,13 @@ def main() -> int:
         return 0
     for each in results:
         named = "not named" if each["named_after"] is None else f"named after {each['named_after']} steps"
-        print(f"rank {each['rank']} slow in {each['phase']:13} from step {each['begin']}: {named}; others {each['others_named']}")
+        others = f"; {each['others_named']} others named" if each["others_named"] else ""
+        print(f"rank {each['rank']} slow in {each['phase']:13} from step {each['begin']}: {named}{others}")
     times = [each["named_after"] for each in results if each["named_after"] is not None]
     in_time = sum(after <= WITHIN for after in times)
-    print(f"{in_time} of {len(results)} named within {WITHIN} steps, median {statistics.median(times) if times else '-'}")
+    print(
+        f"{in_time} of {len(results)} named within {WITHIN} steps, median {statistics.median(times) if times else '-'}"
+    )
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1))
     is_right = in_time == len(results) and not any(each["others_named"] for each in results)

@@ -94,9 +94,9 @@ class HarmlessObserver(StepObserver):
         assert self._watch is not None, "it watches every op"
         self._watch.is_paused = is_paused or self.is_late or self.failure is not None
 
-    def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_module(self, module: nn.Module, args: Any, *more: Any) -> None:
         try:
-            super()._after_module(module, args, kwargs, output)
+            super()._after_module(module, args, *more)
         except Exception as error:
             self._failure = self._failure or error
 

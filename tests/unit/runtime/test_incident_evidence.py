@@ -91,7 +91,7 @@ def test_an_error_of_the_users_own_op_comes_out():
 
 def test_an_error_inside_a_module_comes_out_without_a_warning(recwarn):
     class Outside(nn.Linear):
-        """A module that is no part of the model: torch calls a global hook for it, without keyword arguments after an error."""
+        """No part of the model: torch calls a global hook for it, after an error without the keyword arguments."""
 
     model, outside = nn.Linear(4, 4), Outside(4, 4)
     with HarmlessObserver({"": model}) as observer:

@@ -21,6 +21,7 @@ from holdfast.resilience.probes import gpu_compute
 from holdfast.resilience.probes.child import run_probe, run_probes
 from holdfast.resilience.probes.probe import ProbeSettings
 from holdfast.runtime.tensors.inspect import first_nonfinite, nonfinite_mask
+from holdfast.runtime.tensors.torch_private import cuda_is_initialized
 
 log = logging.getLogger("holdfast")
 
@@ -148,7 +149,7 @@ def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
         return result
     settings = ProbeSettings(effort="least", device=device)
     answers: dict[str, list[ProbeResult]] = {}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if cuda_is_initialized():
         answers = {probe.name: run_probe(probe, settings) for probe in gpu_compute.PROBES if probe.name in _GPU_KEYS}
     else:
         for name, results in run_probes(gpu_compute.__name__, settings, list(_GPU_KEYS)):

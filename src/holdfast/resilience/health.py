@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from holdfast.core.base.config import DetectSection
+from holdfast.core.base.errors import first_line
 from holdfast.core.base.probe_result import ProbeResult, ProbeStatus
 from holdfast.core.base.types import Signal
 from holdfast.core.detectors.nonfinite import NonFinite
-from holdfast.distributed.world import World, collective_device, first_line
+from holdfast.distributed.world import World, collective_device
 from holdfast.resilience.probes import gpu_compute
 from holdfast.resilience.probes.child import run_probe, run_probes
 from holdfast.resilience.probes.probe import ProbeSettings

@@ -253,11 +253,7 @@ class Engine:
         return told if origin is None else [_with_origin(f, origin) for f in told]
 
     def _plan(
-        self,
-        verdict: Verdict,
-        signal: Signal,
-        origin: dict[str, Any] | None,
-        amend: Callable[[Plan], Plan] | None,
+        self, verdict: Verdict, signal: Signal, origin: dict[str, Any] | None, amend: Callable[[Plan], Plan] | None
     ) -> Plan:
         """Return the plan of the policy, as amended, or of a hook."""
         proposed = self.policy.propose(verdict)

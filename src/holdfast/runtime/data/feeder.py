@@ -25,11 +25,7 @@ class Feeder:
         self.is_attached = False
 
     def attach(
-        self,
-        loader: Iterable[Any],
-        epochs: int | None,
-        quarantine: Quarantine,
-        before_iter: Callable[[Any], None],
+        self, loader: Iterable[Any], epochs: int | None, quarantine: Quarantine, before_iter: Callable[[Any], None]
     ) -> bool:
         """Take batches from `loader` from now on and return whether it is another loader than before.
 

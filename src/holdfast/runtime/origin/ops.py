@@ -19,12 +19,7 @@ from holdfast.core.origin.report import TensorRange
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
 from holdfast.runtime.origin.ranges import Extremes, extremes, measure, nonfinite_row_numbers, storage_key
 from holdfast.runtime.origin.tape import BadInput, OpRecord, Place
-from holdfast.runtime.tensors.torch_private import (
-    TorchDispatchMode,
-    newest_node_number,
-    op_schema,
-    running_node,
-)
+from holdfast.runtime.tensors.torch_private import TorchDispatchMode, newest_node_number, op_schema, running_node
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -106,10 +101,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        current_module: Callable[[], str],
-        states: dict[int, str],
-        add_row: Callable[[str, TensorRange], None],
+        self, current_module: Callable[[], str], states: dict[int, str], add_row: Callable[[str, TensorRange], None]
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []

@@ -9,9 +9,11 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock
@@ -29,6 +31,7 @@ from holdfast.core.record.metrics import MetricsFile
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rank_records import rank_file
+from holdfast.core.record.row_metrics import RowMetrics
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
 from holdfast.runtime.record.environment import environment
 
@@ -38,6 +41,18 @@ _FIELDS = tuple(name for name in Signal.__struct_fields__ if name != "batch")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _RETRY_SECONDS = 1.0
 """how often the disk is asked again to write what it refused"""
+
+
+class RankPhases(Protocol):
+    """The rows of all ranks, of which their phases are read here."""
+
+    size: int
+
+    def phases(self) -> NDArray[np.float64]: ...
+
+
+SettledStep = tuple[Outcome, int, int, int, RankPhases | None]
+"""an outcome, when it was settled, the ns its update and the wait for its numbers took, and the rows of all ranks"""
 
 
 class Records:
@@ -54,6 +69,8 @@ class Records:
         self._journal: Journal = NullJournal()
         self.metrics: MetricsFile | None = None
         """where settled attempts are written; None if they are not"""
+        self.row_metrics: RowMetrics | None = None
+        """adds time and speed to the rows"""
         self._is_open = False
         self.identity = ""
         """identifies the run over all its processes"""
@@ -142,7 +159,7 @@ class Records:
         if self._config.metrics.enabled:
             every = self._config.metrics.flush_seconds
             self.metrics = MetricsFile(
-                self.rundir.metrics, every, self._clock, encode_metrics, self.outage, self.check_held
+                self.rundir.metrics, every, self._clock, self._encode, self.outage, self.check_held
             )
 
     def _restore_run_json(self, past: list[dict[str, Any]]) -> None:
@@ -205,6 +222,15 @@ class Records:
         else:
             self._early_facts.append((step, facts))
 
+    def _encode(self, settled: SettledStep) -> bytes:
+        """Return the line of a settled attempt. Called by the thread that writes the rows."""
+        outcome, at, update_ns, wait_ns, rows = settled
+        row = _row(outcome)
+        if self.row_metrics is not None:
+            ranks = None if rows is None or rows.size == 1 else rows.phases()
+            row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
+        return _encode_row(row)
+
     def stop_threads(self) -> None:
         """Stop the writing thread until the next step has settled: the process may be forked now."""
         if self.metrics is not None:
@@ -247,9 +273,17 @@ class Records:
 
 def encode_metrics(outcome: Outcome) -> bytes:
     """Return a settled attempt as a line of metrics.jsonl."""
+    return _encode_row(_row(outcome))
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
     signal = outcome.signal
     row = {name: value for name in _FIELDS if (value := getattr(signal, name)) is not None}
     row["status"] = outcome.status
+    return row
+
+
+def _encode_row(row: dict[str, Any]) -> bytes:
     try:
         return _encode(row).encode() + b"\n"
     except TypeError:  # a limit of the user's detector may be a number of another library

@@ -108,7 +108,7 @@ class GuardedRun:
             step, is_trusted, is_restored = resumed.step, resumed.is_trusted, resumed.is_restored
             if is_restored:
                 self._restart_time.end("restore")
-                pipeline.on_first_commit = lambda: self._report_restart(resumed)
+                pipeline.on_next_commit = lambda: self._report_restart(resumed)
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
         pipeline.begin_loop(step, is_new_loader=True)

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock
-from holdfast.core.base.config import Config
+from holdfast.core.base.config import Config, MetricsSection
 from holdfast.core.base.errors import PolicyStop, RunDirError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import Outcome, Signal
@@ -33,6 +33,7 @@ from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rank_records import rank_file
 from holdfast.core.record.row_metrics import RowMetrics
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
+from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread
 from holdfast.runtime.record.environment import environment
 
 log = logging.getLogger("holdfast")
@@ -58,7 +59,13 @@ SettledStep = tuple[Outcome, int, int, int, RankPhases | None]
 class Records:
     """Owns the run directory. Without one, every method does nothing."""
 
-    def __init__(self, path: str | os.PathLike[str] | None, config: Config, clock: Clock) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        config: Config,
+        clock: Clock,
+        make_sinks: Callable[[MetricsSection], Sequence[Sink]] | None = None,
+    ) -> None:
         self._config, self._clock = config, clock
         self.rundir = None if path is None else RunDir(path)
         self.outage = DiskOutage(clock)
@@ -71,6 +78,9 @@ class Records:
         """where settled attempts are written; None if they are not"""
         self.row_metrics: RowMetrics | None = None
         """adds time and speed to the rows"""
+        self._sinks = [] if path is None or make_sinks is None else list(map(SinkThread, make_sinks(config.metrics)))
+        self.total_steps: int | None = None
+        """how many steps the loop has asked for"""
         self._is_open = False
         self.identity = ""
         """identifies the run over all its processes"""
@@ -99,6 +109,8 @@ class Records:
             self._journal = Journal(
                 self.rundir.journal, fsync=fsync, clock=self._clock, outage=self.outage, check=self.check_held
             )
+            if self._sinks:
+                self._journal.listener = self._pass_on
             engine.open(self._journal, IncidentFiles(self.rundir, self._files), past)
             history.rebuild(past)
             self.usable_checkpoints = usable_by_journal(past)
@@ -152,6 +164,9 @@ class Records:
             write_atomically(self.rundir.run, to_json(self._environment))
             engine.write("run_begin", durable=True, environment=self._environment)
         self._is_open = True
+        run = SinkRun(self.identity, self.rundir.path, self.restarted, lambda: self.total_steps)
+        for sink in self._sinks:
+            sink.start(run)
         for step, facts in self._early_facts:
             write_facts(self.rundir, engine.write, facts, step, self._files)
         self._early_facts.clear()
@@ -229,7 +244,13 @@ class Records:
         if self.row_metrics is not None:
             ranks = None if rows is None or rows.size == 1 else rows.phases()
             row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
+        for sink in self._sinks:
+            sink.put_row(row)
         return _encode_row(row)
+
+    def _pass_on(self, event: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.put_event(plain(event))
 
     def stop_threads(self) -> None:
         """Stop the writing thread until the next step has settled: the process may be forked now."""
@@ -266,6 +287,8 @@ class Records:
         with contextlib.ExitStack() as stack:
             if self.rundir is not None:
                 stack.callback(self.rundir.release)
+            for sink in self._sinks:
+                stack.callback(sink.close)
             stack.callback(journal.close)
             if metrics is not None:
                 stack.callback(metrics.close)

@@ -289,6 +289,19 @@ class MetricsSection(ConfigSection, frozen=True):
     ] = ""
     alert_command: Annotated[str, doc("this command is run for them, with the alert as JSON on its stdin")] = ""
     alerts_per_hour: Annotated[Count, doc("more alerts are held back, and counted in the next one")] = 10
+    slowdown: Annotated[bool, doc("find out when steps become slower, and why")] = True
+    profile: Annotated[
+        Literal["auto", "on", "off"],
+        doc(
+            "torch.profiler for a few steps when they become slower, compared with a baseline profile: auto: that is taken "
+            "after 5 minutes; on: as soon as the speed is steady; off: no profiles"
+        ),
+    ] = "auto"
+    profile_steps: Annotated[Count, doc("steps of one profile")] = 3
+    profile_every: Annotated[CountOrZero, doc("also profile every so many steps; 0: not on schedule")] = 0
+    profile_signal: Annotated[
+        Literal["", "SIGUSR2", "SIGHUP"], doc("also profile when this signal arrives; empty: on none")
+    ] = ""
 
 
 class JournalSection(ConfigSection, frozen=True):

@@ -56,6 +56,7 @@ _SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
 _TRIED_OUT = (BuiltInDetector, ExpectedShifts, Experiments)
 _TRIAL_STEPS, _FAR_STEP = 8, 1 << 40
 _WARNED_KINDS = {
+    Kind.SLOWDOWN,
     Kind.DEAD_RUN,
     Kind.ZERO_GRADIENT,
     Kind.SCALE_STUCK,
@@ -143,6 +144,11 @@ class Engine:
         """Journal and log that something works less well than asked."""
         self.write("note", step=step, message=message)
         log.warning("holdfast: %s", message)
+
+    def add_note(self, finding: Finding) -> None:
+        """Journal and log a finding that nothing is done about, outside of the judgement of a step."""
+        self.write("finding", step=finding.step, **_fields(finding))
+        _log_note(finding)
 
     @property
     def stopped_by(self) -> str | None:

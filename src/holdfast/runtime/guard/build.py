@@ -28,6 +28,7 @@ from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
 from holdfast.runtime.ports.shutdown import ShutdownSignals
+from holdfast.runtime.profile.speed_watch import SpeedWatch
 from holdfast.runtime.record.flops import peak_of_ranks
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
@@ -118,4 +119,8 @@ def build_run(
         signals=signals,
         hang_watch=hang_watch,
     )
-    return GuardedRun(context, parts, clip)
+    speed = None
+    if config.metrics.slowdown and config.metrics.enabled and records.rundir is not None:
+        speed = SpeedWatch(config.metrics, records.rundir.path, devices, checkpoints.is_writing, engine.add_note)
+        records.on_row = speed.observe
+    return GuardedRun(context, parts, clip, speed)

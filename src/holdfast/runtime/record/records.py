@@ -78,6 +78,8 @@ class Records:
         """where settled attempts are written; None if they are not"""
         self.row_metrics: RowMetrics | None = None
         """adds time and speed to the rows"""
+        self.on_row: Callable[[dict[str, Any], NDArray[np.float64] | None], None] | None = None
+        """is given every row, with the phases of all ranks, on the thread that writes them"""
         self._sinks = [] if path is None or make_sinks is None else list(map(SinkThread, make_sinks(config.metrics)))
         self.total_steps: int | None = None
         """how many steps the loop has asked for"""
@@ -241,9 +243,11 @@ class Records:
         """Return the line of a settled attempt. Called by the thread that writes the rows."""
         outcome, at, update_ns, wait_ns, rows = settled
         row = _row(outcome)
+        ranks = None if rows is None or rows.size == 1 else rows.phases()
         if self.row_metrics is not None:
-            ranks = None if rows is None or rows.size == 1 else rows.phases()
             row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
+        if self.on_row is not None:
+            self.on_row(row, ranks)
         for sink in self._sinks:
             sink.put_row(row)
         return _encode_row(row)

@@ -16,7 +16,7 @@ ALLOWED: dict[str, list[str]] = {
     "core": [],
     "runtime": ["core"],
     "distributed": ["core", "runtime"],
-    "resilience": ["core", "runtime", "distributed"],
+    "resilience": ["core", "runtime", "distributed", "sinks", "reports"],
     "supervise": ["core", "runtime", "distributed"],
     "replay": ["core", "runtime", "distributed", "supervise"],
     "diagnosis": ["core"],

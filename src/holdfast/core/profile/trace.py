@@ -8,7 +8,7 @@ import re
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,14 @@ def read_trace(path: Path, steps: int | None = None) -> TraceSummary:
     for event in _iterate_events(_read_text(path), str(path), reader):
         reader.add(event)
     return reader.summary(str(path), steps)
+
+
+def summarize_events(events: Iterable[dict[str, Any]], name: str, steps: int | None = None) -> TraceSummary:
+    """Return events of a trace in numbers. LogRefused if there are neither kernels nor operators among them."""
+    reader = _Reader()
+    for event in events:
+        reader.add(event)
+    return reader.summary(name, steps)
 
 
 def is_trace(path: Path) -> bool:

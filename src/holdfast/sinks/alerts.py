@@ -19,7 +19,7 @@ from holdfast.core.record.sink_thread import SinkRun
 _TIMEOUT_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
 _SILENT = ("cause", "resumed")
-"""events that a curve marks, and nobody has to wake up for"""
+"""events that a curve marks, and that are no alert"""
 _QUIET_ACTIONS = ("skip", "skip_data", "cut_lr", "hold_lr")
 
 

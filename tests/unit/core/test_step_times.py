@@ -13,7 +13,7 @@ from holdfast.core.hang import heartbeat as beats
 from holdfast.core.hang.heartbeat import BACKWARD, DATA, FORWARD, OPTIMIZER, USER, Heartbeat
 from holdfast.core.record.device_peaks import find_peak
 from holdfast.core.record.row_metrics import RowMetrics
-from holdfast.core.record.step_times import StepTimes
+from holdfast.core.record.step_times import PhaseSplit
 
 MS = 1_000_000
 
@@ -33,7 +33,7 @@ def run_step(heartbeat: Heartbeat, clock: list[int], lengths: dict[int, int]) ->
 
 def test_phases_add_up_to_the_time_between_rows(clock):
     heartbeat, noise = Heartbeat(), random.Random(3)
-    times, ends = StepTimes(heartbeat), []
+    times, ends = PhaseSplit(heartbeat), []
     for _ in range(300):
         lengths = {phase: noise.randrange(1, 40) * MS for phase in (DATA, FORWARD, BACKWARD, OPTIMIZER)}
         run_step(heartbeat, clock, lengths)
@@ -50,7 +50,7 @@ def test_phases_add_up_to_the_time_between_rows(clock):
 
 def test_an_overwritten_heartbeat_gives_times_without_phases_and_then_phases_again(clock):
     heartbeat = Heartbeat()
-    times, ends = StepTimes(heartbeat), []
+    times, ends = PhaseSplit(heartbeat), []
     times.take(clock[0])
     run_step(heartbeat, clock, {DATA: MS})
     times.take(clock[0])
@@ -65,7 +65,7 @@ def test_an_overwritten_heartbeat_gives_times_without_phases_and_then_phases_aga
 
 def test_memory_of_the_sidecar_is_not_held(clock):
     heartbeat, memory = Heartbeat(), bytearray(beats.SIZE)
-    times = StepTimes(heartbeat)
+    times = PhaseSplit(heartbeat)
     heartbeat.share(memoryview(memory))
     run_step(heartbeat, clock, {DATA: MS, FORWARD: MS})
     times.take(clock[0])
@@ -75,7 +75,7 @@ def test_memory_of_the_sidecar_is_not_held(clock):
     assert times.take(clock[0])[1] == {"data": 0.001, "forward": 0.001}
 
 
-class Times(StepTimes):
+class Times(PhaseSplit):
     def __init__(self) -> None:
         super().__init__(Heartbeat())
 

@@ -321,7 +321,7 @@ class _Reader:
         spans = []
         for starts, lengths, numbers in self._operators.values():
             begun, took, which = np.frombuffer(starts), np.frombuffer(lengths), np.frombuffer(numbers, dtype="l")
-            # An operator that converts a number or lays out its input anew copies as a part of its own work.
+            # An operator that converts a number or changes the layout of its input copies as a part of its own work.
             own, given = _self_times(begun, took, [categories[number] for number in which.tolist()])
             for category in CATEGORIES:
                 chosen = np.array([each == category for each in given])

@@ -61,7 +61,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     count_after: float
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class SlowdownVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The cause of a slowdown, and what it follows from."""
 
     cause: str
@@ -110,7 +110,7 @@ def explain(
     before: TraceSummary | None = None,
     after: TraceSummary | None = None,
     known: Circumstances | None = None,
-) -> Verdict:
+) -> SlowdownVerdict:
     """Return the cause. What was observed directly counts before what the profiles suggest."""
     known = known or Circumstances()
     direct = None if slowdown is None else _explain_directly(slowdown, known)
@@ -125,11 +125,11 @@ def explain(
     return _verdict(NOT_ESTABLISHED, "no measurement explains it")
 
 
-def _verdict(cause: str, text: str, **evidence: Any) -> Verdict:
-    return Verdict(cause=cause, text=text, evidence=evidence)
+def _verdict(cause: str, text: str, **evidence: Any) -> SlowdownVerdict:
+    return SlowdownVerdict(cause=cause, text=text, evidence=evidence)
 
 
-def _explain_directly(slowdown: Slowdown, known: Circumstances) -> Verdict | None:
+def _explain_directly(slowdown: Slowdown, known: Circumstances) -> SlowdownVerdict | None:
     if slowdown.rank is not None:
         return _verdict("one_slow_rank", f"rank {slowdown.rank} is slow in {slowdown.phase}", rank=slowdown.rank)
     if known.saving_after >= _SAVING_SLOW and known.saving_before <= _SAVING_BEFORE:
@@ -148,7 +148,9 @@ def _explain_directly(slowdown: Slowdown, known: Circumstances) -> Verdict | Non
     return None
 
 
-def _explain_profiles(before: TraceSummary, after: TraceSummary, known: Circumstances, phase: str | None) -> Verdict:
+def _explain_profiles(
+    before: TraceSummary, after: TraceSummary, known: Circumstances, phase: str | None
+) -> SlowdownVerdict:
     step_before, step_after = before.per_step(before.span), after.per_step(after.span)
     growth = step_after - step_before
     if growth < _LEAST_GROWTH * step_before:
@@ -226,7 +228,7 @@ def _line_of(cause: str, before: TraceSummary, after: TraceSummary, known: Circu
     return ""
 
 
-def render(changes: list[Change], verdict: Verdict | None = None, title: str = "Profile") -> str:
+def render(changes: list[Change], verdict: SlowdownVerdict | None = None, title: str = "Profile") -> str:
     """Return a comparison as markdown."""
     lines = [f"# {title}", ""]
     if verdict is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.core.base.types import Signal, Status
-from holdfast.core.record.step_times import StepTimes
+from holdfast.core.record.step_times import PhaseSplit
 
 _SMOOTHING = 0.02
 """weight of one loss in the smoothed one, once there are enough of them"""
@@ -21,7 +21,7 @@ class RowMetrics:
 
     def __init__(
         self,
-        times: StepTimes | None,
+        times: PhaseSplit | None,
         wall: Callable[[], float],
         now_ns: Callable[[], int],
         facts: Callable[[], Mapping[str, Any]] = dict,
@@ -44,7 +44,7 @@ class RowMetrics:
     ) -> dict[str, Any]:
         """Return the added fields of one row.
 
-        at: when its step was settled. update_ns, wait_ns: see StepTimes. ranks: seconds of every rank between steps, in the
+        at: when its step was settled. update_ns, wait_ns: see PhaseSplit. ranks: seconds of every rank between steps, in the
         loader, computing and waiting.
         """
         row: dict[str, Any] = {"time": round(self._wall() - (self._now_ns() - at) / 1e9, 3)}

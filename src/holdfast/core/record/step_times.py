@@ -26,7 +26,7 @@ _NO_MEMORY = bytearray()
 _NAMES = [NAMES[phase] for phase in PHASES]
 
 
-class StepTimes:
+class PhaseSplit:
     """Returns the seconds of each phase between two moments. Used by one thread."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:

@@ -15,7 +15,7 @@ from holdfast.core.decide.engine import Engine
 from holdfast.core.detectors.base import Detector
 from holdfast.core.hang.heartbeat import Heartbeat
 from holdfast.core.record.row_metrics import RowMetrics
-from holdfast.core.record.step_times import StepTimes
+from holdfast.core.record.step_times import PhaseSplit
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
@@ -82,7 +82,7 @@ def build_run(
     devices = list({p.device for _, module in state.modules for p in module.parameters()})
     dtype = next((p.dtype for _, module in state.modules for p in module.parameters()), float32)
     records.row_metrics = RowMetrics(
-        StepTimes(heartbeat),
+        PhaseSplit(heartbeat),
         clock.wall,
         monotonic_ns,
         lambda: records.facts,

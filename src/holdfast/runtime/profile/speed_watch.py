@@ -24,7 +24,7 @@ from holdfast.core.base.config import MetricsSection
 from holdfast.core.base.types import Finding
 from holdfast.core.detectors.slowdown import Slowdown, SlowdownDetector
 from holdfast.core.profile.trace import TraceSummary
-from holdfast.core.profile.verdict import Circumstances, Verdict, compare, explain, render
+from holdfast.core.profile.verdict import Circumstances, SlowdownVerdict, compare, explain, render
 from holdfast.runtime.profile.line_counter import new_lines
 from holdfast.runtime.profile.profiler import StepProfile
 from holdfast.runtime.profile.throttling import throttle_reasons
@@ -216,7 +216,7 @@ class SpeedWatch:
             evidence["profile"] = f"profiles/{self._profile_name}"
         self._findings.append(slowdown.finding(verdict.cause, f"{verdict.text}. {verdict.advice}", evidence))
 
-    def _write_comparison(self, profile: StepProfile, summary: TraceSummary, verdict: Verdict) -> None:
+    def _write_comparison(self, profile: StepProfile, summary: TraceSummary, verdict: SlowdownVerdict) -> None:
         if self._folder is None or self._baseline is None or self._baseline.summary is None:
             return
         text = render(compare(self._baseline.summary, summary), verdict, f"{self._profile_name} against the baseline")

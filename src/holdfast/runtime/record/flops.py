@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.core.record.device_peaks import find_peak
+from holdfast.runtime.state.wrappers import layers
 
 log = logging.getLogger("holdfast")
 
@@ -27,16 +27,15 @@ def count_flops(model: nn.Module, *inputs: Any, training: bool = True, **named_i
     counts matrix products, convolutions and attention. None if the forward reads values, or calls kernels that torch does
     not know: the reason is logged.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    model = getattr(model, "module", model) if type(model).__name__ == "DistributedDataParallel" else model
+    model = layers(model)[-1]  # inside torch.compile and DistributedDataParallel
     tensors = {name: _to_meta(p).requires_grad_(p.requires_grad and training) for name, p in model.named_parameters()}
     tensors |= {name: _to_meta(buffer) for name, buffer in model.named_buffers()}
-    given, named = tree_map(_to_meta, inputs), tree_map(_to_meta, named_inputs)
+    given, named = _to_meta(inputs), _to_meta(named_inputs)
     counter = FlopCounterMode(display=False)
     try:
         with counter, torch.set_grad_enabled(training):
             output = functional_call(model, tensors, given, named)
-            floats = [each for each in tree_flatten(output)[0] if isinstance(each, Tensor) and each.requires_grad]
+            floats = [each for each in _tensors(output) if each.requires_grad]
             if training and floats:
                 torch.autograd.backward([each.sum() for each in floats])
     except Exception as error:  # anything that a model may do with its inputs
@@ -46,7 +45,19 @@ def count_flops(model: nn.Module, *inputs: Any, training: bool = True, **named_i
 
 
 def _to_meta(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return torch.empty_like(value, device="meta")
+    if isinstance(value, dict):
+        return {key: _to_meta(each) for key, each in value.items()}
+    return type(value)(map(_to_meta, value)) if type(value) in (list, tuple) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of an output: those in lists, tuples, dicts, and objects that are dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for each in inside for tensor in _tensors(each)]
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -7,10 +7,17 @@ a start marker says from which step on. In `attempts` the axis counts attempts, 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.core.record.metric_names import describe_mark, returned_to, scalars
 from holdfast.core.record.sink_thread import SinkRun
+
+_TIMES_EVERY = 10
+"""rows of which one has all metrics: TensorBoard's writer costs by the byte"""
+_EVERY_ROW = frozenset(("train/loss", "train/grad_norm", "train/lr", "train/step_time_sec"))
+_MAX_HELD = 20_000
 
 
 class TensorBoardSink:
@@ -24,17 +31,22 @@ class TensorBoardSink:
 
         self._event, self._session, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
         folder = run.folder / "tensorboard"
-        self._steps, self._attempts = (EventFileWriter(str(folder / name)) for name in ("steps", "attempts"))
+        self._steps = EventFileWriter(str(folder / "steps"))
+        self._open_attempts: Callable[[], Any] = lambda: EventFileWriter(str(folder / "attempts"))
+        self._attempts: Any = None
+        self._held: deque[tuple[int, float, Any]] = deque(maxlen=_MAX_HELD)
         self._attempt = 0
         self._step = 0
 
     def write_row(self, row: dict[str, Any]) -> None:
         self._step, when = int(row["step"]), float(row.get("time") or time.time())
         self._attempt += 1
-        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()]
+        values = {tag: self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()}
         if row.get("status") == "committed":
-            self._add(self._steps, self._step, when, values)
-        self._add(self._attempts, self._attempt, when, values)
+            is_full = self._attempt % _TIMES_EVERY == 1
+            chosen = [value for tag, value in values.items() if is_full or tag in _EVERY_ROW]
+            self._add(self._steps, self._step, when, chosen)
+        self._add_attempt(self._attempt, when, values.get("train/loss"))
 
     def write_event(self, event: dict[str, Any]) -> None:
         when = float(event.get("time") or time.time())
@@ -42,6 +54,7 @@ class TensorBoardSink:
             self._attempt = max(self._attempt, int(event.get("step") or 0))
         step = returned_to(event)
         if step is not None:
+            self._begin_attempts()
             start = self._session(status=self._session.START)
             self._steps.add_event(self._event(wall_time=when, step=step + 1, session_log=start))
             self._step = step
@@ -50,7 +63,20 @@ class TensorBoardSink:
             value = self._summary.Value(tag="holdfast/incidents", metadata=self._text_metadata())
             value.tensor.CopyFrom(_text_tensor(text))
             self._add(self._steps, self._step, when, [value])
-            self._add(self._attempts, self._attempt, when, [value])
+            self._add_attempt(self._attempt, when, value)
+
+    def _add_attempt(self, attempt: int, when: float, value: Any) -> None:
+        """Write one point by attempt, or hold it: until something is undone, attempts are steps."""
+        if self._attempts is None:
+            self._held.append((attempt, when, value))
+        elif value is not None:
+            self._add(self._attempts, attempt, when, [value])
+
+    def _begin_attempts(self) -> None:
+        if self._attempts is None:
+            self._attempts = self._open_attempts()
+            while self._held:
+                self._add_attempt(*self._held.popleft())
 
     def _add(self, writer: Any, step: int, when: float, values: list[Any]) -> None:
         writer.add_event(self._event(wall_time=when, step=step, summary=self._summary(value=values)))
@@ -62,7 +88,8 @@ class TensorBoardSink:
 
     def close(self) -> None:
         for writer in (self._steps, self._attempts):
-            writer.close()
+            if writer is not None:
+                writer.close()
 
 
 def _text_tensor(text: str) -> Any:

@@ -10,7 +10,7 @@ export MKL_NUM_THREADS = 1
 # Compile each module once, and not in each of the processes that tests start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-slow test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs gpu-libs clean
+.PHONY: test test-slow test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs bench-reports gpu-libs clean
 # Every behaviour at least once, 6 to 8 minutes on two cores. tests/conftest.py says how tests are chosen. `make check` has
 # those of the architecture.
 test: $(READY)
@@ -76,6 +76,7 @@ bench-agreement: $(READY)
 # The invariants on a GPU: one rank on NCCL with FSDP2, two on gloo; docs/ranks.md has its table.
 bench-gpu: $(READY)
 	$(BIN)/python -m benchmarks.gpu.smoke --json build/gpu.json
+	$(BIN)/python -m benchmarks.gpu.oom
 
 # What the guard costs on a GPU, beside a bare loop and others, and how it grows; docs/performance.md has its tables.
 bench-gpu-overhead: $(READY)
@@ -91,6 +92,10 @@ bench-hangs: $(READY)
 # What the guard costs inside Hugging Face Trainer and Lightning, beside the same trainer without it.
 bench-trainers: $(READY)
 	$(BIN)/python -m benchmarks.trainers --check --json build/trainers.json
+
+# The report of a million steps and the list of 200 runs; docs/report.md has the table.
+bench-reports: $(READY)
+	$(BIN)/python -m benchmarks.reports --check --json build/reports.json
 
 # How it grows with a million steps (half an hour) and with ranks, on the CPU; docs/performance.md has the tables.
 bench-growth: $(READY)

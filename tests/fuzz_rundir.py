@@ -232,6 +232,7 @@ def commands(run: Path, dice: random.Random) -> list[tuple[str, ...]]:
         ("diagnose", where),
         ("diagnose", where, "--all", "--postmortem"),
         ("diagnose", dice.choice(files)),
+        ("report", where, "--format", dice.choice(["md", "terminal"])),
         ("diff", where, other),
         ("diff", other, where),
         ("check", dice.choice([f for f in files if not stat.S_ISFIFO(os.lstat(f).st_mode)] or [where])),

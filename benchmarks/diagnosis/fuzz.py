@@ -94,6 +94,13 @@ MAKERS: dict[str, Callable[[random.Random], bytes]] = {
     "history": _lines(lambda i, r: f'{{"_step": {i}, "train/loss": {num(r)}}}'),
     "llamafactory": _lines(lambda i, r: f'{{"current_steps": {i}, "total_steps": 99, "loss": {num(r)}}}'),
     "state": lambda r: json.dumps({"log_history": [{"step": i, "loss": r.random()} for i in range(30)]}).encode(),
+    "box": _lines(lambda i, r: f"{'-' * 20}\n| rollout/ | |\n|  ep_rew_mean | {num(r)} |\n|  loss | {num(r)} |\n{'-' * 20}"),
+    "indented": _lines(lambda i, r: f"[step={i}/99,epoch=0]\n    optim/total_grad_norm={num(r)}\n    train/loss={num(r)}"),
+    "brackets": _lines(lambda i, r: f"Epoch: [{i // 9}][{i % 9}/9]\tTime 0.5 (0.6)\tLoss {num(r)} ({num(r)})"),
+    "page": lambda r: b"# Help\nIt breaks.\n```\n" + _lines(lambda i, r: f"step {i} loss {num(r)}")(r) + b"```\nThanks.\n",
+    "array": lambda r: json.dumps([{"main/loss": r.random(), "iteration": i, "a": {"b": i}} for i in range(30)]).encode(),
+    "lists": lambda r: json.dumps({"loss": [r.random() for _ in range(20)], "val_loss": [None] * 20}).encode(),
+    "parts": lambda r: ("epoch,a_loss,b_loss\n" + "".join(f"{i},{num(r)},{num(r)}\n" for i in range(30))).encode(),
     "words": _lines(lambda i, r: r.choice(["CUDA out of memory", "Traceback (most recent call", "Killed", "resuming from"])),
 }  # fmt: skip
 

@@ -20,7 +20,6 @@ from benchmarks.detectors.corpus import CONFIDENT, folder, lines
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.diagnose import DiagnosisReport, diagnose
 from holdfast.diagnosis.importers import read
-from holdfast.diagnosis.model.table import Table
 
 EQUIVALENT_KINDS = {
     "nan": {"nan"},
@@ -30,6 +29,7 @@ EQUIVALENT_KINDS = {
     "silent_divergence": {"divergence", "silent_divergence"},
     "grad_explosion": {"grad_explosion", "grad_nonfinite"},
     "grad_nonfinite": {"grad_explosion", "grad_nonfinite"},
+    "dead_run": {"dead_run"},
 }
 """kind in a label -> kinds of a verdict that mean the same"""
 QUIET_LABELS = {"healthy", "noisy"}
@@ -55,18 +55,17 @@ def diagnose_corpus(corpus: Path) -> list[ScoredLog]:
         if label["label_confidence"] < CONFIDENT:
             continue
         try:
-            table = longest_table(read(corpus / label["file"]))
+            tables = read(corpus / label["file"])
         except LogRefused as refused:
             print(f"refused: {refused}")
             continue
         group = index[label["file"]].get("run_group") or label["file"]
+        table = max(tables, key=lambda t: len(t.series("loss").step))
         length = float(table.step.max() - table.step.min()) if len(table) else 0.0
-        logs.append(ScoredLog(label["file"], label, group, diagnose(table), table.step_interval(), length))
+        report = diagnose(table)
+        report.verdicts = [verdict for run in tables for verdict in diagnose(run).verdicts]
+        logs.append(ScoredLog(label["file"], label, group, report, table.step_interval(), length))
     return logs
-
-
-def longest_table(tables: list[Table]) -> Table:
-    return max(tables, key=lambda t: len(t.series("loss").step))
 
 
 def confident_events(log: ScoredLog) -> list[dict[str, Any]]:

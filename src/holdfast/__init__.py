@@ -63,6 +63,7 @@ from holdfast.core.record.tally import Summary
 if TYPE_CHECKING:
     from holdfast.compose import Guard
     from holdfast.core.detectors.base import Detector
+    from holdfast.reports.recorded_run import open_run
     from holdfast.runtime.guard.steps import Step
     from holdfast.runtime.ports.hooks import Hook
     from holdfast.trainers import hf as hf
@@ -108,6 +109,7 @@ __all__ = [
     "UnreadableError",
     "__version__",
     "fingerprint",
+    "open_run",
     "record",
     "resolve_resume_path",
 ]
@@ -120,6 +122,7 @@ _IMPORTED_ON_FIRST_USE = {
     "Guard": "holdfast.compose",
     "Hook": "holdfast.runtime.ports.hooks",
     "Step": "holdfast.runtime.guard.steps",
+    "open_run": "holdfast.reports.recorded_run",
 }
 _TRAINERS = {"hf": "transformers", "lightning": "lightning"}
 """modules of `holdfast.trainers`, imported on first use, and the package that each needs"""

@@ -16,6 +16,7 @@ from holdfast.distributed.norms import MeshNorms
 from holdfast.distributed.replicas import MeshReplicas
 from holdfast.distributed.watchdog import StoreWatchdog
 from holdfast.distributed.world import World
+from holdfast.replay.bundle_store import DiskBundleStore
 from holdfast.resilience.run_signals import RunSignals
 from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
@@ -40,11 +41,12 @@ class Guard(GuardBase):
         hang_watch = _make_hang_watch(run_dir, config, world, sessions[0])
         store = None if run_dir is None else DiskCheckpointStore(run_dir, world, timeout)
         signals = NoSignals() if store is None or not config.checkpoint.enabled else RunSignals(config.shutdown)
+        bundles = None if run_dir is None else DiskBundleStore(run_dir, world.rank, config.replay.keep)
         memory = None if run_dir is None else _make_memory_store(run_dir, world, timeout, list(hosts))
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
             context = DistributedContext(norms=norms, make_watchdog=_check_still_single)
-            return Wiring(run_dir, store, context, signals, memory, hang_watch, make_sinks)
+            return Wiring(run_dir, store, context, signals, memory, hang_watch, bundles, make_sinks)
         context = DistributedContext(
             world,
             MeshNorms(world.size),
@@ -54,7 +56,7 @@ class Guard(GuardBase):
             hosts=hosts,
         )
         folder = run_dir if world.rank == 0 else None
-        return Wiring(folder, store, context, signals, memory, hang_watch, make_sinks)
+        return Wiring(folder, store, context, signals, memory, hang_watch, bundles, make_sinks)
 
 
 def _make_memory_store(

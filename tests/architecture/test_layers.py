@@ -24,7 +24,7 @@ ALLOWED: dict[str, list[str]] = {
     "resilience": ["core", "runtime", "distributed", "sinks", "reports"],
     "compose": [*BELOW_COMPOSE, *EXPLAINS, "sinks"],
     "trainers": [*BELOW_COMPOSE, "compose"],
-    "": ["core", "runtime", "compose", "trainers"],
+    "": ["core", "runtime", "reports", "compose", "trainers"],
     "reference": ["", *BELOW_COMPOSE, *EXPLAINS, "compose"],
     "examples": [""],
     "drill": BELOW_DRILL,

@@ -14,10 +14,12 @@ OTHER_FILES = {
     "core/record/fingerprint.py": "the user's data and tokenizer",
     "diagnosis/importers/reading/log_source.py": "the log that the user names",
     "diagnosis/tree/load.py": "part of the package",
+    "reports/page.py": "part of the package",
     "reference/prepare.py": "texts that the user names",
     "reference/tokens.py": "token files that the user names",
     "reference/trainer.py": "a probe whose name tempfile makes",
     "runtime/record/environment.py": "the git repository and the script of the user",
+    "runtime/record/memory_readings.py": "/proc",
     "runtime/snapshots/memory.py": "/proc and /sys",
     "trainers/lightning_state.py": "checkpoints of Lightning's own",
 }

@@ -62,6 +62,7 @@ PUBLIC = [
     "UnreadableError",
     "__version__",
     "fingerprint",
+    "open_run",
     "record",
     "resolve_resume_path",
 ]
@@ -79,8 +80,11 @@ COMMANDS = {
     "check": (["config"], {"--json"}),
     "ack": (["run"], {"--note", "--release-data", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
-    "diff": (["first", "second"], {"--json"}),
+    "diff": (["first", "second"], {"--html", "--json"}),
+    "report": (["run"], {"-o", "--output", "--format", "--map", "--json"}),
+    "ui": (["folder"], {"--host", "--port", "--token", "--json"}),
     "hang": (["paths"], {"--all", "--json"}),
+    "replay": (["incident"], {"--entry", "--device", "--rank", "--seconds", "--json"}),
     "plan": (
         ["run"],
         {
@@ -105,9 +109,9 @@ COMMANDS = {
 }  # fmt: skip
 
 STAND_ALONE = [
-    "LossSpikeWatchdog", "MetricsTracker", "NaNDetector", "NaNState", "SLURMInfo", "ShutdownHandler", "check_gpu_health",
-    "check_nccl_health", "count_flops", "get_slurm_info", "is_slurm_job", "is_slurm_requeue", "log_job_info",
-    "print_profiler_summary", "resolve_resume_path", "seconds_left",
+    "DeviceMemoryMonitor", "LossSpikeWatchdog", "MetricsTracker", "NaNDetector", "NaNState", "SLURMInfo",
+    "ShutdownHandler", "check_gpu_health", "check_nccl_health", "count_flops", "get_slurm_info", "is_slurm_job",
+    "is_slurm_requeue", "log_job_info", "print_profiler_summary", "resolve_resume_path", "seconds_left",
 ]  # fmt: skip
 
 TRAINERS = {

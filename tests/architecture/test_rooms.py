@@ -17,11 +17,12 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("",),  # context.py
         ("snapshots",),
         ("agree", "checkpoint"),
-        ("integrity", "effects"),
+        ("integrity", "effects", "origin"),
+        ("incidents",),
         ("step",),
         ("guard",),
     ],
-    "core": [("base",), ("detectors", "record", "hang"), ("checkpoints", "decide", "profile")],
+    "core": [("base",), ("detectors", "record", "hang", "origin"), ("checkpoints", "decide", "profile")],
     "diagnosis": [
         ("model",),
         ("find", "importers.reading"),

@@ -40,10 +40,16 @@ NOT_RUN = {
     r".*configs/160m\.toml": "needs a GPU",
     r"torchrun --nproc-per-node 8 ": "needs 8 GPUs",
     r".* PATH\.\.\.$": "a synopsis",
+    r"holdfast ui ": "serves until it is interrupted",
+    r"holdfast report .*\.png": "needs matplotlib",
 }
 STATUS = {
     "holdfast diagnose runs/* --fail-on nan --fail-on divergence": 3,  # runs/b has a NaN
     "holdfast hang runs/a": 3,  # it has none
+    "holdfast replay runs/a --entry train.py:entry": 1,  # it has no incident
+    "holdfast replay runs/a/incidents/0001 --entry train.py:replay_entry": 1,
+    "holdfast replay runs/a": 1,
+    "holdfast replay /mnt/usb/0001 --device cpu --json": 1,
     "holdfast hang /tmp/nccl_trace_rank_* stacks_rank_2.txt": 1,  # there are no such files
 }
 

@@ -77,7 +77,9 @@ def test_answer_has_exactly_this_shape(demo):
         "summary",
         "diagnosis",
         "journal",
+        "report",
     }
+    assert "Recovered" in (demo.folder / answer["guarded"]["report"]).read_text()
     for incident in answer["guarded"]["incidents"]:
         assert incident.keys() == {"kind", "step", "actions", "cause", "text"}
         assert isinstance(incident["kind"], str)
@@ -146,13 +148,15 @@ def test_cause_of_every_fault_is_established_and_the_diagnosis_names_those_of_th
     guarded = demo.answer["guarded"]
     causes = [event["cause"] for event in events(demo) if event["event"] == "cause"]
     assert causes == ["data", "data", "transient", "transient", "lr"]
-    named = re.findall(r"; cause: (\w+)", "\n".join(guarded["diagnosis"]))
+    # Other work on the machine may slow steps down, which is no fault of the demo.
+    told = [line for line in guarded["diagnosis"] if not line.startswith("throughput_drop")]
+    named = re.findall(r"; cause: (\w+)", "\n".join(told))
     assert named == re.findall(r"; cause: (\w+)", guarded["summary"])
 
 
 @pytest.mark.slow
 def test_guarded_runs_have_a_folder_and_the_unguarded_one_has_none(demo):
-    assert sorted(p.name for p in demo.journal.parents[1].iterdir()) == ["calm", "guarded"]
+    assert sorted(p.name for p in demo.journal.parents[1].iterdir()) == ["calm", "guarded", "report.html"]
 
 
 # ---- without training through it

@@ -1,4 +1,4 @@
-"""A hang on a device is told from one on the host: real kernels that never end. Skipped without a GPU."""
+"""A hang on a device is distinguished from one on the host: real kernels that never end. Skipped without a GPU."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ def demo(
     Three runs of the same model: without faults (calm), with five faults unguarded, and with them guarded.
     The faults: a batch with a NaN, some steps of garbage data, an Inf in one gradient, corrupted optimizer state, and a
     learning rate 300 times too high. The guarded run has the default policy. Takes a minute or two on the CPU.
+    At the end it writes a report to open in a browser, as `holdfast report` does.
 
     \b
     Examples:
@@ -113,7 +114,7 @@ class _DemoScreen:
         self._console.print(line, soft_wrap=True)
 
     def print_summary(self, answer: dict[str, Any]) -> None:
-        """Print the curves, the three losses, the summary with its causes, the diagnosis and the path of the journal."""
+        """Print the curves, the losses, the summary with its causes, the diagnosis, and the paths of journal and report."""
         out = self._console
         out.print(self._chart.render(min(out.width, 110), 16))
         calm = answer["calm"]["eval_loss"]
@@ -127,3 +128,4 @@ class _DemoScreen:
         for line in answer["guarded"]["diagnosis"]:
             out.print(Text(f"  {line}"), soft_wrap=True)
         out.print(Text(f"journal: {answer['guarded']['journal']}"), soft_wrap=True)
+        out.print(Text(f"report: {answer['guarded']['report']}; open it in a browser"), soft_wrap=True)

@@ -83,7 +83,7 @@ def diagnose(
       holdfast diagnose healthy.json.gz slow.json.gz
       holdfast diagnose runs/* --fail-on nan --fail-on divergence
     """
-    names, kinds = _parse_mapping(mapping or []), _parse_kinds(fail_on or [])
+    names, kinds = parse_mapping(mapping or []), _parse_kinds(fail_on or [])
     if format is not None and format not in FORMATS:
         raise ConfigError([f"--format {format}: no such format; the formats are {', '.join(FORMATS)}"], "diagnose")
     if output is not None and not postmortem:
@@ -155,7 +155,8 @@ def _progress(path: Path) -> Status:
     return errors.status(Text(clean(f"reading {path}{megabytes}")))
 
 
-def _parse_mapping(words: list[str]) -> dict[str, str]:
+def parse_mapping(words: list[str], command: str = "diagnose") -> dict[str, str]:
+    """Return the columns that --map names by their signals. Raises ConfigError with every wrong word."""
     errors, columns = [], {}
     for word in words:
         name, equals, column = word.partition("=")
@@ -165,7 +166,7 @@ def _parse_mapping(words: list[str]) -> dict[str, str]:
             errors.append(f"--map {word}: no signal {name!r}; the signals are step, {', '.join(COLUMNS)}")
         columns[name] = column
     if errors:
-        raise ConfigError(errors, "diagnose")
+        raise ConfigError(errors, command)
     return columns
 
 

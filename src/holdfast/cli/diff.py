@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.chart import Chart
-from holdfast.cli.output import Json, emit, titled_table
+from holdfast.cli.output import Json, echo, emit, titled_table
+from holdfast.cli.report import check_output
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import RunDirError
 from holdfast.diagnosis import rundiff
@@ -20,6 +21,8 @@ from holdfast.diagnosis.rundiff import curves
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
 from holdfast.diagnosis.rundiff.report import DiffReport
 from holdfast.reports.console import console
+from holdfast.reports.diff_page import build_diff_page
+from holdfast.reports.page import write_page
 
 _COLOURS = {"A": "cyan", "B": "magenta"}
 _HEIGHT = 10
@@ -30,6 +33,9 @@ _MAX_ROWS = 12
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help="A run directory, or a log of another tool.")],
     second: Annotated[str, typer.Argument(metavar="B", help="The run to compare with it.")],
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page with both curves, to open in a browser.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Rank the differences between two runs as suspects.
@@ -42,12 +48,18 @@ def diff(
     Examples:
       holdfast diff runs/a runs/b
       holdfast diff runs/a ../old/trainer_state.json
+      holdfast diff runs/a runs/b --html diff.html
       holdfast diff runs/a runs/b --json
     """
     if Path(first).exists() and Path(second).exists() and Path(first).samefile(second):
         raise RunDirError(f"{first} and {second} are the same run; name two")
+    if page is not None:
+        check_output(page, "diff", "--html")
     a, b = rundiff.load(first), rundiff.load(second)
     report = rundiff.compare(a, b)
+    if page is not None:
+        write_page(build_diff_page(report, a, b), page)
+        echo(f"wrote {page}", err=True)
     if as_json:
         emit(msgspec.to_builtins(report))
     else:

@@ -37,7 +37,10 @@ from holdfast.cli import (
     overrides,
     plan,
     prepare,
+    replay,
+    report,
     train,
+    ui,
 )
 from holdfast.cli.checked_command import CheckedCommand
 from holdfast.cli.output import echo, emit
@@ -51,7 +54,12 @@ EXIT_INTERRUPTED = 130
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 # Plain help: rich would read the [brackets] of a usage line as markup and reflow the examples.
-app = typer.Typer(name="holdfast", add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    name="holdfast",
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 _with_overrides = app.command(
     cls=CheckedCommand, context_settings=overrides.CONTEXT_SETTINGS, options_metavar=overrides.OPTIONS_METAVAR
 )
@@ -63,7 +71,10 @@ _with_overrides(check.check)
 app.command(cls=CheckedCommand)(ack.ack)
 app.command(cls=CheckedCommand)(diagnose.diagnose)
 app.command(cls=CheckedCommand)(diff.diff)
+app.command(cls=CheckedCommand)(report.report)
+app.command(cls=CheckedCommand)(ui.ui)
 app.command(cls=CheckedCommand)(hang.hang)
+app.command(cls=CheckedCommand)(replay.replay)
 app.command(cls=CheckedCommand)(plan.plan)
 app.command(cls=CheckedCommand)(doctor.doctor)
 app.add_typer(checkpoints.app)
@@ -95,7 +106,10 @@ def _holdfast(
       holdfast ack runs/a              acknowledge a stopped run and reset its recovery budgets
       holdfast diagnose runs/a         explain what happened to a run, from any tool's log
       holdfast diff runs/a runs/b      rank the differences between two runs as suspects
+      holdfast report runs/a           write a page that shows the run, to open in a browser
+      holdfast ui runs                 follow all runs of a folder live in a browser
       holdfast hang runs/a             name the rank, the line and the collective of a hang
+      holdfast replay runs/a           run the step of the last incident again and name its line
       holdfast plan runs/a             recommend how often to save, and estimate the goodput
       holdfast doctor runs             test this machine: cores, memory, GPUs, disk, clocks, ranks
       holdfast checkpoints ls runs/a   list checkpoints and the one that a resume would use

@@ -5,18 +5,19 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from holdfast.core.base.types import Kind
+from holdfast.core.base.types import MEMORY_KINDS, Kind
 from holdfast.diagnosis.find import episodes, hang, journal_incidents, memory, throughput
 from holdfast.diagnosis.model.answers import fmt_steps
-from holdfast.diagnosis.model.episode import INCIDENT_KINDS, Episode
+from holdfast.diagnosis.model.episode import CURVE_KINDS, INCIDENT_KINDS, Episode
 from holdfast.diagnosis.model.run_journal import RunJournal, read_run_journal
 from holdfast.diagnosis.model.table import Table
+from holdfast.diagnosis.model.wording import headline
 from holdfast.diagnosis.tree import recorded_cause, walk
 from holdfast.diagnosis.tree.load import DecisionTree, load_tree
 
 SCHEMA_VERSION = 1
 MAX_FINDINGS = 5
-_MAX_STRAGGLERS = 20
+_MAX_NOTED = 20
 
 
 class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +41,10 @@ class IncidentVerdict(msgspec.Struct, kw_only=True):
     """
 
     kind: str
+    headline: str = ""
+    """what happened, in one sentence"""
+    size: float = 1.0
+    """how many times its usual value the signal reaches; infinite for NaN"""
     cause: str
     step_start: float
     step_end: float
@@ -87,6 +92,10 @@ class DiagnosisReport(msgspec.Struct, kw_only=True):
     path: str
     format: str
     points: int
+    unit: str = "step"
+    """what the steps count: step, epoch, tick or record"""
+    is_judged: bool = True
+    """false if the log has neither a training loss nor a reward: then nothing is known about the run"""
     limits: list[LimitLine]
     verdicts: list[IncidentVerdict]
     notes: list[NoteLine]
@@ -96,17 +105,18 @@ class DiagnosisReport(msgspec.Struct, kw_only=True):
 def diagnose(table: Table, tree: DecisionTree | None = None) -> DiagnosisReport:
     """Diagnose a run. Each incident gets its own verdict and window; a healthy run has no verdict."""
     tree = tree or load_tree()
-    detected, curve_notes = episodes.find(table)
+    with np.errstate(all="ignore"):  # logs hold values near the limits of a float
+        detected, curve_notes = episodes.find(table)
     detected = [*detected, *find_machine_episodes(table, tree)]
     journal = read_run_journal(table.path)
     detected = journal_incidents.without_known_causes(detected, journal)
     verdicts = _journal_verdicts(tree, table, journal, detected)
     notes = _journal_notes(journal, {verdict.incident for verdict in verdicts})
     notes += [NoteLine(kind=n.kind, step_start=n.start, step_end=n.end, text=n.text) for n in curve_notes]
-    for episode in detected:
-        conclusion = walk.walk(tree, table, episode)
+    for episode in [e for e in detected if not _is_recorded(e, verdicts)]:
+        conclusion = _conclude(tree, table, episode)
         if conclusion.leaf.incident:
-            verdicts.append(_verdict(episode, conclusion))
+            verdicts.append(_verdict(episode, conclusion, table.unit))
         else:
             notes.append(_leaf_note(conclusion, episode.kind, episode.start, episode.end))
     verdicts.sort(key=lambda v: (v.row_start, v.row_end))
@@ -115,6 +125,8 @@ def diagnose(table: Table, tree: DecisionTree | None = None) -> DiagnosisReport:
         path=table.path,
         format=table.format,
         points=len(table),
+        unit=table.unit,
+        is_judged=table.has("loss") or table.has("reward") or bool(verdicts),
         limits=[LimitLine(code=limit.code, text=limit.text) for limit in table.limits],
         verdicts=verdicts,
         notes=notes,
@@ -132,9 +144,31 @@ def find_machine_episodes(table: Table, tree: DecisionTree) -> list[Episode]:
         ]
 
 
-def _verdict(episode: Episode, conclusion: walk.Conclusion) -> IncidentVerdict:
+def _size(episode: Episode) -> float:
+    """Return how many times its usual value the signal reaches."""
+    if episode.kind in ("nan", "grad_nonfinite", "nonfinite_state"):
+        return float(np.finfo(np.float32).max)
+    ratio = episode.evidence.get("ratio")
+    return float(ratio) if isinstance(ratio, int | float) and np.isfinite(ratio) else 1.0
+
+
+def _conclude(tree: DecisionTree, table: Table, episode: Episode) -> walk.Conclusion:
+    """Return the conclusion of the tree. It names no cause for a few records, and none for a column that is not the loss."""
+    signals, column = episode.evidence.get("signals"), episode.evidence.get("column")
+    if signals is None and column is None:
+        return walk.walk(tree, table, episode)
+    conclusion = walk.abstain(tree, table, episode)
+    conclusion.evidence = list(signals or [headline(episode, table.unit)])
+    if column is not None and episode.kind == "dead_run":
+        conclusion.action = f"Check the labels of the training data: nothing in it trains {column}."
+    return conclusion
+
+
+def _verdict(episode: Episode, conclusion: walk.Conclusion, unit: str) -> IncidentVerdict:
     return IncidentVerdict(
         kind=episode.kind,
+        headline=headline(episode, unit),
+        size=_size(episode),
         cause=conclusion.leaf.cause,
         step_start=episode.start,
         step_end=episode.end,
@@ -171,7 +205,7 @@ def _journal_verdicts(
         conclusion = recorded_cause.conclude(line, journal, episode, walk.walk(tree, incident.table, episode))
         if not conclusion.leaf.incident:
             continue
-        verdict = _verdict(episode, conclusion)
+        verdict = _verdict(episode, conclusion, table.unit)
         verdict.incident, verdict.state = line.number, line.state
         verdict.row_start = verdict.row_end = incident.row
         verdict.evidence.append(
@@ -181,9 +215,16 @@ def _journal_verdicts(
     return verdicts
 
 
+def _is_recorded(episode: Episode, recorded: list[IncidentVerdict]) -> bool:
+    """Return whether the journal explains an excursion of the curve: its account outranks the shape of the curve."""
+    if episode.kind not in CURVE_KINDS or episode.kind == "dead_run":
+        return False
+    return any(v.cause and v.step_start <= episode.end and episode.start <= v.step_end for v in recorded)
+
+
 def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLine]:
     """Note the incidents without a verdict: observed only, or of a kind that the tree does not know; noted causes;
-    ranks that were found slow."""
+    slow ranks, and findings about memory."""
     notes = []
     for line in [*(line for line in journal.incidents if line.number not in judged), *journal.noted_causes]:
         done = line.describe_actions() or "none"
@@ -196,11 +237,11 @@ def _journal_notes(journal: RunJournal, judged: set[int | None]) -> list[NoteLin
             note.cause, note.text = line.cause, f"{text}; cause: {recorded_cause.describe_cause(line)}"
             note.action, note.confirm = recorded_cause.advise(line.cause, line, journal)
         notes.append(note)
-    stragglers = [event for event in journal.select("finding") if event.get("kind") == Kind.STRAGGLER]
-    for event in stragglers[:_MAX_STRAGGLERS]:
-        step = float(event.get("step") or 0)
-        text = str(event.get("message") or INCIDENT_KINDS["straggler"])
-        notes.append(NoteLine(kind="straggler", step_start=float(event.get("onset") or step), step_end=step, text=text))
+    noted = [event for event in journal.select("finding") if event.get("kind") in (Kind.STRAGGLER, *MEMORY_KINDS)]
+    for event in noted[:_MAX_NOTED]:
+        step, kind = float(event.get("step") or 0), str(event["kind"])
+        text = str(event.get("message") or INCIDENT_KINDS.get(kind, kind))
+        notes.append(NoteLine(kind=kind, step_start=float(event.get("onset") or step), step_end=step, text=text))
     return notes
 
 
@@ -244,24 +285,46 @@ def _rule_notes(
     ]
 
 
-def severity_key(table: Table, verdict: IncidentVerdict) -> tuple[bool, bool, float]:
-    """Return a sort key: unresolved incidents first, then those at the end of the run, then the most certain."""
-    return verdict.state != "closed", bool(len(table)) and verdict.step_end == table.step[-1], verdict.confidence
+_LASTING = (
+    "nan",
+    "divergence",
+    "silent_divergence",
+    "spike",
+    "dead_run",
+    "oom",
+    "hang",
+    "nonfinite_state",
+    "scale_collapse",
+)
+
+
+def severity_key(table: Table, verdict: IncidentVerdict) -> tuple[bool, bool, bool, float]:
+    """Return a sort key: unresolved first, then what the guard recorded, lasting damage, and size times length.
+
+    The confidence does not count: to name a cause never lowers an incident.
+    """
+    length = max(1, verdict.row_end - verdict.row_start + 1)
+    lasts = verdict.kind in _LASTING or (bool(len(table)) and verdict.step_end == table.step[-1])
+    weight = min(verdict.size, 1e6) * length**0.5
+    return verdict.state != "closed", verdict.incident is not None, lasts, weight
 
 
 def _summary(table: Table, verdicts: list[IncidentVerdict]) -> str:
     """Summarize the diagnosis in one sentence."""
-    records = f"{len(table)} record{'s' if len(table) != 1 else ''}"
-    if not len(table):
-        return "nothing to diagnose: the log has no training records"
-    if not verdicts and not table.has("loss"):
-        return next((limit.text for limit in table.limits if limit.code == "no_loss"), "no training loss found")
+    records = f"{len(table):,} record{'s' if len(table) != 1 else ''}"
+    unread = next((limit.text for limit in table.limits if limit.code in ("lines_lost", "truncated")), "")
+    if not verdicts and not (table.has("loss") or table.has("reward")):
+        reason = next((limit.text for limit in table.limits if limit.code == "no_loss"), "no training loss found")
+        return f"Not judged: {reason}"
     if not verdicts:
-        limits = f"; limits of this log: {', '.join(dict(table.limits))}" if table.limits else ""
-        return f"no incident in {records}{limits}"
+        judged = f"No incident in {records}"
+        judged += f", {fmt_steps(float(table.step[0]), float(table.step[-1]), table.unit)}" if len(table) > 1 else ""
+        few = "; too few to tell a spike from noise" if table.has_limit("few_points") else ""
+        return f"{judged}{few}." + (f" Not judged: {unread}." if unread else "")
     worst = max(verdicts, key=lambda verdict: severity_key(table, verdict))
     count, closed = len(verdicts), sum(verdict.state == "closed" for verdict in verdicts)
     resolved = "" if not closed else " (all resolved)" if closed == count else f" ({closed} resolved)"
-    head = f"{count} incidents in {records}{resolved}, the most severe: " if count > 1 else ""
-    kind = INCIDENT_KINDS.get(worst.kind, worst.kind)
-    return f"{head}{kind} at {fmt_steps(worst.step_start, worst.step_end)}; cause: {worst.cause}"
+    sentence = worst.headline or f"{INCIDENT_KINDS.get(worst.kind, worst.kind)}"
+    sentence = f"{count} incidents in {records}{resolved}; the worst: {sentence}" if count > 1 else sentence
+    sentence = "The" + sentence[3:] if sentence.startswith("the ") else sentence
+    return f"{sentence}; cause: {worst.cause}."

@@ -30,6 +30,7 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
     is_dead: the rank's process has ended, and another one reports it.
     is_error: an exception that may come back at the same step.
     gives_up: the run must not be restarted.
+    split: memory ran out; the next processes split every micro-batch into so many parts. 0: it did not.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
     is_dead: bool = False
     is_error: bool = False
     gives_up: bool = False
+    split: int = 0
 
 
 class RankFinished(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,12 +138,14 @@ class StoreWatchdog:
         if every and step % every == 0 and self._is_running():
             self._pings.launch(step)
 
-    def report_failure(self, error: BaseException, step: int, where: str, *, gives_up: bool = False) -> None:
+    def report_failure(
+        self, error: BaseException, step: int, where: str, *, gives_up: bool = False, split: int = 0
+    ) -> None:
         if not self._is_running() or self._own_failure is not None:
             return
         type_name = type(error).__name__
         failure = self._failure(step, where, f"{type_name}: {error}")
-        failure = msgspec.structs.replace(failure, is_error=is_counted(error), gives_up=gives_up)
+        failure = msgspec.structs.replace(failure, is_error=is_counted(error), gives_up=gives_up, split=split)
         if _is_broken_collective(error):
             self._wake.set()
             self._cause_known.wait(_DEAD_SECONDS)
@@ -384,6 +386,8 @@ class StoreWatchdog:
 
     def _record(self, event: str, failure: RankFailure, **more: Any) -> None:
         fields = {"rank": failure.rank, "step": failure.step, "where": failure.where, "error": failure.error}
+        if failure.split:
+            more["split"] = failure.split
 
         def write() -> None:
             try:

@@ -20,6 +20,9 @@ from holdfast.diagnosis.model.answers import fmt_steps
 from holdfast.drill.fault_schedule import demo_schedule
 from holdfast.reference.config import TrainConfig, parse
 from holdfast.reference.trainer import INTERRUPTED, TrainResult, build, check_run_dir
+from holdfast.reports.page import write_page
+from holdfast.reports.recorded_run import open_run
+from holdfast.reports.report_page import build_page
 
 STEPS = 1200
 _NONFINITE_STEPS_TO_STOP = 25
@@ -93,6 +96,8 @@ def _report(name: str, result: TrainResult) -> dict[str, Any]:
         report["summary"] = str(result.summary)
         report["diagnosis"] = _diagnose(result.run_dir)
         report["journal"] = str(Path(result.run_dir) / "journal.jsonl")
+        report["report"] = str(Path(result.run_dir).with_name("report.html"))
+        write_page(build_page(open_run(result.run_dir)), Path(report["report"]))
     if result.stopped is not None:
         report["stopped"] = result.stopped
     return report

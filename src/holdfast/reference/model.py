@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +108,17 @@ def next_token_loss(logits: Tensor, targets: Tensor, weights: Tensor, z_loss: fl
     if z_loss:
         loss = loss + z_loss * torch.logsumexp(flat, dim=-1).square().mean()
     return loss
+
+
+def batch_loss(
+    model: nn.Module, batch: Mapping[str, Tensor], device: torch.device, precision: str, z_loss: float = 0.0
+) -> Tensor:
+    """Return the loss of a batch of the reference trainer."""
+    tokens, targets, weights = (batch[name].to(device, non_blocking=True) for name in ("tokens", "targets", "weight"))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        logits = model(tokens)
+    return next_token_loss(logits, targets, weights, z_loss)
 
 
 def flops_per_token(model: nn.Module, config: ModelSection) -> float:

@@ -27,7 +27,7 @@ from holdfast.reference import ranks
 from holdfast.reference.config import TrainConfig
 from holdfast.reference.layout import resolve_layout
 from holdfast.reference.mixture import BLOCK, DrawnSamples, Mixture, MixtureStage, block_quotas
-from holdfast.reference.model import Transformer, flops_per_token, next_token_loss
+from holdfast.reference.model import Transformer, batch_loss, flops_per_token
 from holdfast.reference.parallel import parallelize
 from holdfast.reference.tokens import load_embedded, open_tokens
 from holdfast.runtime.checkpoint.manager import END
@@ -171,13 +171,7 @@ class Trainer:
         return result
 
     def loss(self, batch: dict[str, Any], z_loss: float = 0.0) -> torch.Tensor:
-        tokens, targets, weights = (
-            batch[name].to(self.device, non_blocking=True) for name in ("tokens", "targets", "weight")
-        )
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.train.precision)
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
-            logits = self.model(tokens)
-        return next_token_loss(logits, targets, weights, z_loss)
+        return batch_loss(self.model, batch, self.device, self.config.train.precision, z_loss)
 
     @torch.no_grad()
     def evaluate(self) -> float:

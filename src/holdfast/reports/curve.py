@@ -26,6 +26,7 @@ def draw_curve(
     colour: str,
     width: int = 72,
     height: int = 6,
+    unit: str = "step",
 ) -> Text:
     """Return the chart with a scale on the left. It underlines the rows `marked`; a cross marks a non-finite value.
 
@@ -54,7 +55,7 @@ def draw_curve(
             line = Text("".join(_CROSS if is_bad else char for char, is_bad in crossed), style=colour)
             line.highlight_regex(_CROSS, "bold red")
         text.append_text(line).append("\n")
-    return text.append_text(_axis(steps, marked, columns))
+    return text.append_text(_axis(steps, marked, columns, unit))
 
 
 def _cells(
@@ -77,7 +78,7 @@ def _cells(
     return cells, has_nonfinite
 
 
-def _axis(steps: NDArray[np.float64], marked: tuple[int, int], columns: int) -> Text:
+def _axis(steps: NDArray[np.float64], marked: tuple[int, int], columns: int, unit: str) -> Text:
     """Return the axis with the marked rows, and the first and last step."""
     n = max(1, len(steps))
     begin, end = (min(columns - 1, row * columns // n) for row in marked)
@@ -86,5 +87,5 @@ def _axis(steps: NDArray[np.float64], marked: tuple[int, int], columns: int) -> 
     line.append("━" * (end - begin + 1), style="bold red")
     line.append("─" * (columns - end - 1))
     first, last = (fmt(float(steps[0])), fmt(float(steps[-1]))) if len(steps) else ("", "")
-    line.append(f"\n{'step':>{_LABEL}} {first}{'':>{max(1, columns - len(first) - len(last))}}{last}\n")
+    line.append(f"\n{unit:>{_LABEL}} {first}{'':>{max(1, columns - len(first) - len(last))}}{last}\n")
     return line

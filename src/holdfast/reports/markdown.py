@@ -16,11 +16,12 @@ def render_postmortem(postmortem: Postmortem) -> str:
     texts = [f"# {escape_markdown(postmortem.title)}"]
     for section in postmortem.sections:
         texts.append(f"## {section.number}. {escape_markdown(section.title)}")
-        texts += [_render(part) for part in section.parts]
+        texts += [render_part(part) for part in section.parts]
     return "\n\n".join(texts) + "\n"
 
 
-def _render(part: Part) -> str:
+def render_part(part: Part) -> str:
+    """Return one building block of a post-mortem or a report."""
     if isinstance(part, Paragraph):
         return escape_markdown(part.text)
     if isinstance(part, Bullets):

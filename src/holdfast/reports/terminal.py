@@ -24,6 +24,7 @@ MAX_VERDICTS = 5
 """of more incidents, this many are shown in full; a table lists them all"""
 MAX_ROWS = 200
 MAX_NOTES = 12
+MAX_ADVICE = 4
 _MIN_CAUSE_WIDTH = 12
 _CONTEXT_ROWS = 60
 
@@ -51,16 +52,41 @@ def show(console: Console, table: Table, report: DiagnosisReport, *, everything:
     if report.notes:
         console.print(Text("notes", "bold"))
         for note in report.notes[:MAX_NOTES]:
-            console.print(_note(note))
+            console.print(_note(note, table.unit))
         if len(report.notes) > MAX_NOTES:
             console.print(Text(f"  and {len(report.notes) - MAX_NOTES} more", "dim"))
-    if report.limits:
+    limits = [limit for limit in report.limits if limit.code != "no_loss"]
+    if limits:
         console.print(Text("what this log cannot show", "bold"))
-        for limit in report.limits:
+        for limit in limits:
             console.print(_bullet(limit.text, "dim"))
-    option = "--postmortem" if verdicts else "--json"
-    command = f"holdfast diagnose {shlex.quote(report.path)} {option}"
-    console.print(Text.assemble(("next: ", "bold"), clean(command)), soft_wrap=True)
+    if advice := _advice(verdicts):
+        console.print(_hanging("to learn why: ", advice))
+    action, command = _next(table, report)
+    if action:
+        console.print(_hanging("next: ", action))
+    console.print(Text.assemble(("in full: " if action else "next: ", "bold"), clean(command)), soft_wrap=True)
+
+
+def _advice(verdicts: list[IncidentVerdict]) -> str:
+    """Return what to log so that the questions without an answer can be asked, once for all incidents."""
+    needs = [text.rpartition("Needs ")[2].rstrip(".") for verdict in verdicts for text in verdict.unchecked]
+    needs = list(dict.fromkeys(need.split(",")[0] for need in needs if need != "the loss"))
+    return f"log {'; '.join(needs[:MAX_ADVICE])}" if needs else ""
+
+
+def _next(table: Table, report: DiagnosisReport) -> tuple[str, str]:
+    """Return the next action, empty if it is the command, and a command to type."""
+    command = f"holdfast diagnose {shlex.quote(report.path)}"
+    if not report.is_judged:
+        option = next(
+            (limit.text.rpartition("Try ")[2] for limit in report.limits if "Try --map" in limit.text), "--help"
+        )
+        return "", f"{command} {option}"
+    if not report.verdicts:
+        return next((note.action for note in report.notes if note.action), ""), f"{command} --json"
+    worst = max(report.verdicts, key=lambda verdict: severity_key(table, verdict))
+    return worst.action, f"{command} --postmortem"
 
 
 def show_postmortem(console: Console, postmortem: Postmortem) -> None:
@@ -69,7 +95,7 @@ def show_postmortem(console: Console, postmortem: Postmortem) -> None:
         console.print()
         console.print(Text(clean(f"{section.number}. {section.title}"), "bold cyan"))
         for part in section.parts:
-            console.print(_render(part))
+            console.print(render_rich(part))
 
 
 def show_refusal(console: Console, path: str, reason: str) -> None:
@@ -80,8 +106,7 @@ def show_refusal(console: Console, path: str, reason: str) -> None:
 
 
 def _summary(report: DiagnosisReport) -> RenderableType:
-    is_judged = all(limit.code != "no_loss" for limit in report.limits)
-    return Text(clean(report.summary), "red" if report.verdicts else "green" if is_judged else "yellow")
+    return Text(clean(report.summary), "red" if report.verdicts else "green" if report.is_judged else "yellow")
 
 
 def _overview(verdicts: list[IncidentVerdict], width: int) -> RenderableType:
@@ -89,27 +114,31 @@ def _overview(verdicts: list[IncidentVerdict], width: int) -> RenderableType:
     rows = [("#", "kind", "steps", "conf", "cause")]
     for i, verdict in enumerate(verdicts, 1):
         steps = fmt_steps(verdict.step_start, verdict.step_end).split(" ", 1)[1]
-        rows.append((str(i), clean(verdict.kind), steps, f"{verdict.confidence:.2f}", clean(verdict.cause)))
-    number, kind, steps_width, sure, _ = (max(len(row[k]) for row in rows) for k in range(5))
-    room = width - (number + kind + steps_width + sure + 9)
+        rows.append(
+            (str(i), clean(verdict.kind).replace("_", " "), steps, f"{verdict.confidence:.2f}", clean(verdict.cause))
+        )
+    number, kind_width, steps_width, sure, _ = (max(len(row[k]) for row in rows) for k in range(5))
+    room = width - (number + kind_width + steps_width + sure + 9)
     text = Text()
     for row in rows:
-        line = f"\n {row[0]:>{number}}  {row[1]:<{kind}}  {row[2]:<{steps_width}}  {row[3]:<{sure}}"
+        line = f"\n {row[0]:>{number}}  {row[1]:<{kind_width}}  {row[2]:<{steps_width}}  {row[3]:<{sure}}"
         cause = row[4] if len(row[4]) <= room else row[4][: room - 1] + "…"
         text.append(f"{line}  {cause}" if room >= _MIN_CAUSE_WIDTH else line.rstrip(), "bold" if row is rows[0] else "")
     return text
 
 
 def _verdict(number: int, verdict: IncidentVerdict, table: Table, width: int) -> RenderableType:
-    steps, kind = fmt_steps(verdict.step_start, verdict.step_end), INCIDENT_KINDS.get(verdict.kind, verdict.kind)
+    steps = fmt_steps(verdict.step_start, verdict.step_end, table.unit)
+    what = verdict.headline or f"{INCIDENT_KINDS.get(verdict.kind, verdict.kind)} at {steps}"
     state = f"; in the journal: {clean(verdict.state)}" if verdict.state else ""
     parts: list[RenderableType] = [
-        Text.assemble((f"\n{number}. {clean(verdict.kind)}", "bold red"), f" at {steps}: {kind}"),
+        Text(),
+        _hanging(f"{number}. ", f"{clean(verdict.kind).replace('_', ' ')}: {what}", "bold red"),
         _labelled("cause", verdict.cause, "bold"),
         Text(f"   {clean(verdict.status)}, confidence {verdict.confidence:.2f}{state}\n"),
         *_charts(table, verdict, width),
     ]
-    groups = (("for", verdict.evidence), ("against", verdict.against), ("not checked", verdict.unchecked))
+    groups = (("for", verdict.evidence), ("against", verdict.against))
     for title, lines in groups:
         if lines:
             parts += [Text(f"   {title}", "bold"), *(_bullet(line) for line in lines)]
@@ -122,19 +151,21 @@ def _charts(table: Table, verdict: IncidentVerdict, width: int) -> list[Renderab
     reach = max(_CONTEXT_ROWS, min(length // 2, 10 * _CONTEXT_ROWS))
     first, stop = max(0, verdict.row_start - reach), min(len(table), verdict.row_end + 1 + reach)
     charts: list[RenderableType] = []
-    for name, colour in _signals(verdict.kind):
+    for name, colour in signals_of(verdict.kind):
         logged = np.flatnonzero(table.present[name][first:stop]) if table.has(name) else np.empty(0, int)
         if len(logged) < 2:
             continue
         begin = min(int(np.searchsorted(logged, verdict.row_start - first)), len(logged) - 1)
         end = int(np.searchsorted(logged, verdict.row_end - first, "right")) - 1
         steps, values = table.step[first:stop][logged], table.columns[name][first:stop][logged]
-        chart = draw_curve(steps, values, (begin, max(begin, end)), name=name, colour=colour, width=width - 4)
+        chart = draw_curve(
+            steps, values, (begin, max(begin, end)), name=name, colour=colour, width=width - 4, unit=table.unit
+        )
         charts.append(Padding(chart, (0, 0, 0, 3)))
     return charts
 
 
-def _signals(kind: str) -> list[tuple[str, str]]:
+def signals_of(kind: str) -> list[tuple[str, str]]:
     """Return the signals to chart for a kind of incident, with their colours."""
     if kind in ("oom", "memory_leak", "fragmentation"):
         return [("memory_allocated", "yellow"), ("memory_reserved", "yellow"), ("memory_peak", "yellow")]
@@ -144,21 +175,30 @@ def _signals(kind: str) -> list[tuple[str, str]]:
     return [("loss", "cyan"), ("grad_norm", "magenta"), *scale]
 
 
-def _note(note: NoteLine) -> RenderableType:
-    steps = fmt_steps(note.step_start, note.step_end)
-    text = Text.assemble("   - ", (clean(note.kind), "bold"), f" at {steps}: ", clean(note.text))
-    return text.append(f" Do: {clean(note.action)}", style="dim") if note.action else text
+def _note(note: NoteLine, unit: str) -> RenderableType:
+    text = f"{fmt_steps(note.step_start, note.step_end, unit)}: {note.text}"
+    return _hanging("   - ", f"{text} Do: {note.action}" if note.action else text)
+
+
+def _hanging(label: str, text: str, style: str = "") -> RenderableType:
+    """Return a label and a text whose further lines begin below the first."""
+    grid = RichTable.grid()
+    grid.add_column(no_wrap=True, width=len(label))
+    grid.add_column()
+    grid.add_row(Text(label, "bold"), Text(clean(text), style))
+    return grid
 
 
 def _bullet(text: str, style: str = "") -> RenderableType:
-    return Padding(Text(f"- {clean(text)}", style=style), (0, 0, 0, 5))
+    return _hanging("     - ", text, style)
 
 
 def _labelled(label: str, text: str, style: str = "green") -> RenderableType:
-    return Padding(Text.assemble(f"{label}: ", (clean(text), style)), (0, 0, 0, 3))
+    return _hanging(f"   {label}: ", text, style)
 
 
-def _render(part: Part) -> RenderableType:
+def render_rich(part: Part) -> RenderableType:
+    """Return one building block of a post-mortem or a report."""
     if isinstance(part, Paragraph):
         return Padding(Text(clean(part.text)), (0, 0, 0, 2))
     if isinstance(part, Bullets):

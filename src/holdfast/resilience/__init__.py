@@ -1,7 +1,7 @@
-"""Parts that work alone, in any training loop: shutdown on a signal, NaN and spike checks, health checks, Slurm.
+"""Parts that work alone, in any training loop: shutdown on a signal, NaN and spike checks, memory, health checks, Slurm.
 
 They have the names and signatures of `kempnerforge.resilience`, and use the engine of the Guard. Importing this package
-imports no torch; NaNDetector and the two health checks import it on first use.
+imports no torch; what needs it imports it on first use.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from holdfast.resilience.spike_watchdog import LossSpikeWatchdog
 
 if TYPE_CHECKING:
     from holdfast.resilience.health import NaNDetector, NaNState, check_gpu_health, check_nccl_health
+    from holdfast.resilience.memory_monitor import DeviceMemoryMonitor
     from holdfast.resilience.metrics_tracker import MetricsTracker
     from holdfast.resilience.profiler_summary import print_profiler_summary
     from holdfast.runtime.record.flops import count_flops
 
 __all__ = [
+    "DeviceMemoryMonitor",
     "LossSpikeWatchdog",
     "MetricsTracker",
     "NaNDetector",
@@ -48,6 +50,7 @@ __all__ = [
 ]
 
 _IMPORTED_ON_USE = {
+    "DeviceMemoryMonitor": "holdfast.resilience.memory_monitor",
     "MetricsTracker": "holdfast.resilience.metrics_tracker",
     "print_profiler_summary": "holdfast.resilience.profiler_summary",
     "count_flops": "holdfast.runtime.record.flops",

@@ -24,7 +24,7 @@ RESULT = {
     "unguarded": {"eval_loss": math.nan, "seconds": 1.0, "stopped": "dead: not a number since step 7"},
     "guarded": {"eval_loss": 2.02, "seconds": 1.0, "incidents": [INCIDENT], "summary": "recovered: all of it",
                 "diagnosis": ["spike_recovered at step 9; cause: data: it was the data"],
-                "journal": "runs/x/guarded/journal.jsonl"},
+                "journal": "runs/x/guarded/journal.jsonl", "report": "runs/x/report.html"},
 }  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def test_three_losses_the_incidents_and_the_journal_are_printed(holdfast, calls)
         "`holdfast diagnose` says:",
         "  spike_recovered at step 9; cause: data: it was the data",
         "journal: runs/x/guarded/journal.jsonl",
+        "report: runs/x/report.html; open it in a browser",
     ):
         assert line in lines
     assert "  guarded  step    9  loss_spike: skip + cut lr" in lines

@@ -58,14 +58,17 @@ def found(monkeypatch):
 def test_healthy_log_ends_with_0(holdfast, log):
     answer = holdfast("diagnose", log())
     assert answer.status == 0
-    assert "no incident in 200 records" in answer.out
+    assert "No incident in 200 records" in answer.out
 
 
 def test_verdict_comes_first_then_chart_then_next_command(holdfast, log):
     answer = holdfast("diagnose", log(bad=150))
     assert answer.status == 0
     assert (
-        answer.out.index("cause:") < answer.out.index("━") < answer.out.index("not checked") < answer.out.index("next:")
+        answer.out.index("cause:")
+        < answer.out.index("━")
+        < answer.out.index("to learn why")
+        < answer.out.index("next:")
     )
 
 
@@ -139,7 +142,7 @@ def test_a_refused_file_does_not_stop_the_others(holdfast, log, tmp_path):
     answer = holdfast("diagnose", empty, log(), tmp_path / "not there")
     assert answer.status == 0
     assert answer.err.count(": refused: ") == 2
-    assert "no incident" in answer.out
+    assert "No incident" in answer.out
 
 
 def test_all_refused_ends_with_1_and_no_traceback(holdfast, tmp_path):

@@ -54,7 +54,9 @@ def test_verdict_comes_first_and_the_next_step_last(runs, holdfast):
     answer = holdfast("diff", *runs)
     assert (answer.status, answer.err) == (0, "")
     text = " ".join(answer.out.split())
-    assert text.startswith("The runs differ in: data mixture. Most likely cause of the worse hellaswag of B")
+    assert text.startswith(
+        "B is worse: hellaswag 0.34 against 0.37 (higher is better). The runs differ in: data mixture."
+    )
     assert answer.out.splitlines()[-1].startswith("next: ")
     for words in ("suspects", "curves at equal tokens", "what could not be compared", "evaluations"):
         assert words in answer.out

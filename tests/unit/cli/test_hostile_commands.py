@@ -21,6 +21,7 @@ COMMANDS = {
     "verify": ("checkpoints", "verify", "--mark"),
     "plan": ("plan", "--mtbf", "1d"),
     "diagnose": ("diagnose",),
+    "report": ("report", "--format", "md"),
     "ack": ("ack",),
 }
 

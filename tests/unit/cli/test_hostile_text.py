@@ -108,6 +108,7 @@ def commands(run: Path, other: Path) -> Iterator[tuple[object, ...]]:
     costs = ("--save-cost", "1s", "--step-time", "1s", "--restart", "1m", "--mtbf", "9h")
     yield from (("diagnose", run), ("diagnose", run, "--all"), ("diagnose", run, "--postmortem"))
     yield from (("diagnose", run / "journal.jsonl"), ("diff", run, other), ("plan", run), ("plan", run, *costs))
+    yield from (("report", run, "--format", "md"), ("report", run, "--format", "terminal"))
     for command in ("ls", "resume-path", "verify"):
         yield ("checkpoints", command, run)
     yield from (("checkpoints", "resume-path", other, "--load-path", run), ("checkpoints", "verify", run, "--all"))

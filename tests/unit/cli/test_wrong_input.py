@@ -14,7 +14,7 @@ PATHS = {
     "words.log": r"is a file; name the run directory|no step, loss or other metric|is not TOML",
 }
 RUN_COMMANDS = ["ack", "plan", "checkpoints ls", "checkpoints verify", "checkpoints prune", "checkpoints resume-path"]
-COMMANDS = [*RUN_COMMANDS, "check", "train", "diagnose", "diff", "prepare"]
+COMMANDS = [*RUN_COMMANDS, "check", "train", "diagnose", "report", "diff", "prepare"]
 ACCEPTED = {
     ("check", "empty.log"),  # every key is optional
     ("train", "empty.log"),

@@ -99,6 +99,16 @@ def ramp(start: float, end: float) -> np.ndarray:
 
 
 OOM = (399, "oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+_OOM_SIZES = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+    "of which "
+    "1.50 GiB is free. Of the allocated memory {} GiB is allocated by PyTorch, and {} GiB is reserved by PyTorch but "
+    "unallocated."
+)
+OOM_IN_PIECES, OOM_FULL = ((399, "oom", _OOM_SIZES.format(*sizes)) for sizes in (("61.00", "15.93"), ("76.50", "0.30")))
+OOM_ON_HOST = (
+    399, "oom", "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000000000 bytes.",
+)  # fmt: skip
 FLAT_20, FLAT_70 = 20.0 + noise(0.05, 9), 70.0 + noise(0.05, 10)
 
 
@@ -451,7 +461,7 @@ CASES: dict[str, LeafCase] = {
         "oom memory_leak", "supported 0.72: 2 for, 0 against, 1 unchecked",
         "a memory leak", "memory_allocated goes from 22.29 to 30.91 GB",
         f"{MACHINE} +out_of_memory +allocated_rises",
-        "fragments"),
+        "fragments fragments_by_text"),
     "fragments": LeafCase(
         "allocated level at 20 GB, reserved 24 to 36 GB",
         lambda: with_episode(
@@ -463,16 +473,35 @@ CASES: dict[str, LeafCase] = {
         "allocated level at 70 GB, out of memory at step 399",
         lambda: with_episode(
             "oom", N - 1, N - 1, memory_allocated=FLAT_70, memory_reserved=FLAT_70 + 4.0, events=[OOM]),
-        "oom", "supported 0.585: 3 for, 0 against, 0 unchecked",
+        "oom", "supported 0.527: 3 for, 0 against, 1 unchecked",
         "the batch does not fit", "memory_allocated goes from 69.99 to 70 GB",
-        f"{MACHINE} +out_of_memory -allocated_rises -reserved_grows_apart"),
+        f"{MACHINE} +out_of_memory -allocated_rises -reserved_grows_apart ?fits_in_pieces", "fragments_by_text"),
+    "fragments_by_text": LeafCase(
+        "out of memory, 2 GiB asked, 1.5 GiB free, 15.9 GiB reserved but unallocated",
+        lambda: with_episode("oom", N - 1, N - 1, events=[OOM_IN_PIECES]),
+        "oom", "supported 0.608: 2 for, 0 against, 1 unchecked",
+        "fragmentation", "17.10 GB reserved but unallocated",
+        f"{MACHINE} +out_of_memory ?allocated_rises +fits_in_pieces", "leak fragments"),
+    "full_by_text": LeafCase(
+        "out of memory, 2 GiB asked, 1.5 GiB free, 0.3 GiB reserved but unallocated",
+        lambda: with_episode("oom", N - 1, N - 1, events=[OOM_FULL]),
+        "oom", "supported 0.486: 2 for, 0 against, 1 unchecked",
+        "capacity", "the memory is in use",
+        f"{MACHINE} +out_of_memory ?allocated_rises -fits_in_pieces", "leak fragments"),
+    "host_full": LeafCase(
+        "DefaultCPUAllocator cannot allocate 40 GB",
+        lambda: with_episode("oom", N - 1, N - 1, events=[OOM_ON_HOST]),
+        "oom", "supported 0.51: 2 for, 0 against, 2 unchecked",
+        "the host ran out of memory", "40.00 GB asked",
+        f"{MACHINE} +out_of_memory ?allocated_rises ?fits_in_pieces +host_out_of_memory",
+        "leak fragments fragments_by_text"),
     "oom_open": LeafCase(
         "out of memory, memory not logged",
         lambda: with_episode("oom", N - 1, N - 1, events=[OOM]),
-        "oom", "unknown 0.9: 1 for, 0 against, 1 unchecked",
+        "oom", "unknown 0.9: 2 for, 0 against, 2 unchecked",
         "not established", "the log says: torch.OutOfMemoryError: CUDA out of memory",
-        f"{MACHINE} +out_of_memory ?allocated_rises",
-        "leak fragments"),
+        f"{MACHINE} +out_of_memory ?allocated_rises ?fits_in_pieces -host_out_of_memory",
+        "leak fragments fragments_by_text"),
     "rank_took_other_branch": LeafCase(
         "NCCL health check failed at step 300",
         lambda: hang("NCCL health check failed at step 300 - stopping"),

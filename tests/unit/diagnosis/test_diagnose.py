@@ -32,7 +32,7 @@ def test_healthy_run_has_no_verdict_and_no_note(found):
     assert report.verdicts == []
     assert report.notes == []
     assert report.points == N
-    assert report.summary == "no incident in 400 records"
+    assert report.summary == "No incident in 400 records, steps 0 to 399."
 
 
 def test_several_incidents_each_have_their_own_window_and_verdict(found):
@@ -54,7 +54,7 @@ def test_several_incidents_each_have_their_own_window_and_verdict(found):
         "fp32_zero_over_zero",
     )
     assert diagnose(made).summary.startswith(
-        "2 incidents in 400 records, the most severe: the loss is NaN or Inf at steps 300 to 399"
+        "2 incidents in 400 records; the worst: the loss is NaN or Inf from step 300 to 399"
     )
 
 
@@ -83,7 +83,19 @@ def test_rule_that_fires_is_a_note_with_an_action(found):
 
 
 @pytest.mark.parametrize(
-    "leaf", ["leak", "fragments", "capacity", "oom_open", "rank_absent", "slow_open", "straggling_rank"]
+    "leaf",
+    [
+        "leak",
+        "fragments",
+        "capacity",
+        "fragments_by_text",
+        "full_by_text",
+        "host_full",
+        "oom_open",
+        "rank_absent",
+        "slow_open",
+        "straggling_rank",
+    ],
 )
 def test_machine_incidents_are_found_in_the_table(found, leaf):
     made, where = CASES[leaf].build()
@@ -105,7 +117,7 @@ def test_abstaining_verdict_names_no_cause_and_lists_the_missing_data(found):
 def test_empty_table_has_nothing_to_diagnose(found):
     report = diagnose(table(loss=[]))
     assert report.verdicts == [] and report.notes == []
-    assert "nothing to diagnose" in report.summary
+    assert "Not judged" in report.summary
 
 
 # ---- memory, speed and hangs: no incident

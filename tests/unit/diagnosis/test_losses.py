@@ -38,7 +38,7 @@ def with_nan() -> np.ndarray:
 def three() -> np.ndarray:
     made = raised(5)
     made[100_000] += 6.0
-    made[240_000:240_030] += 2.0
+    made[225_000:225_030] += 2.0
     return made
 
 
@@ -70,7 +70,7 @@ MADE = {
         [
             ("spike_recovered", 100_000, 100_000),
             ("spike_recovered", AT, AT + 4),
-            ("spike_recovered", 240_000, 240_029),
+            ("spike_recovered", 225_000, 225_029),
         ],
     ),
 }

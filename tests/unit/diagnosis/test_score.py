@@ -16,10 +16,9 @@ from benchmarks.diagnosis.score import (
     diagnose_corpus,
     folder,
     is_met,
-    longest_table,
     score,
 )
-from synthetic import healthy_loss, table
+from synthetic import healthy_loss
 
 from holdfast.diagnosis.diagnose import DiagnosisReport, IncidentVerdict
 
@@ -122,11 +121,6 @@ def test_a_trap_is_avoided_by_no_incident():
 def test_nothing_at_all_is_no_success():
     result = score([])
     assert (result["share"], result["quiet_share"]) == (0.0, 0.0)
-
-
-def test_the_longest_table_stands_for_the_file():
-    short, long = table(loss=healthy_loss(20)), table(loss=healthy_loss(60))
-    assert longest_table([short, long, short]) is long
 
 
 def test_labels_under_the_line_and_refused_files_are_left_out(tmp_path):

@@ -170,6 +170,35 @@ class SnapshotSection(ConfigSection, frozen=True):
     ] = "auto"
 
 
+class OomSection(ConfigSection, frozen=True):
+    """Out of memory in forward or backward of `guard.steps()`."""
+
+    action: Annotated[
+        Literal["split", "stop"],
+        doc("split: serve the step again in smaller micro-batches; stop: the error ends the run"),
+    ] = "split"
+    allow_inexact: Annotated[
+        bool, doc("split also if that changes the result: BatchNorm or dropout in train mode, or batch_loss")
+    ] = True
+    batch_loss: Annotated[
+        bool, doc("the loss compares samples of a micro-batch (contrastive, MoE balance): a split changes it")
+    ] = False
+    loss: Annotated[
+        Literal["mean", "sum"],
+        doc("what the loss of a micro-batch is: the mean over its valid labels or samples, or a sum"),
+    ] = "mean"
+    ignore_index: Annotated[int, doc("labels of this value do not count")] = -100
+    max_split: Annotated[int, Meta(ge=1, le=1 << 20), doc("most parts of one micro-batch")] = 64
+    grow_after_steps: Annotated[
+        CountOrZero,
+        doc("clean steps after which half as many parts are tried; twice as many after each failure; 0: never"),
+    ] = 200
+    ranks: Annotated[
+        Literal["auto", "restart"],
+        doc("auto: heal DDP in place while no gradients are averaged; restart: always end all ranks"),
+    ] = "auto"
+
+
 class CheckpointSection(ConfigSection, frozen=True):
     """Copies of the run on disk, to resume from in another process. They need a run_dir."""
 
@@ -271,6 +300,36 @@ class QuarantineSection(ConfigSection, frozen=True):
     ] = True
 
 
+class ReplaySection(ConfigSection, frozen=True):
+    """Where a step that is not finite came from: module, line and sample; and the bundle to run it again elsewhere."""
+
+    when: Annotated[
+        Literal["inline", "offline", "off"],
+        doc(
+            "inline: observe the second attempt at such a step, and write a bundle; offline: write the bundle only; "
+            "off: neither"
+        ),
+    ] = "inline"
+    keep_batch: Annotated[bool, doc("put the batch of that step into the bundle: it is your data")] = False
+    max_bundle_mb: Annotated[
+        CountOrZero, doc("a bundle holds at most this much; larger weights are named by their checkpoint; 0: no bundle")
+    ] = 512
+    keep: Annotated[Count, doc("the bundles of this many incidents are kept, the newest")] = 4
+    entry: Annotated[
+        str, doc("FILE.py:FUNCTION or MODULE:FUNCTION that returns model and step, for `holdfast replay`")
+    ] = ""
+    act: Annotated[
+        bool,
+        doc(
+            "the verdict picks the action: a bad row alone is left out, a transient fault counts against the device, a "
+            "structural one stops the run"
+        ),
+    ] = False
+    fp32_modules: Annotated[
+        bool, doc("with act: a module that overflows under autocast runs in fp32 from there on, if that helps")
+    ] = False
+
+
 class MetricsSection(ConfigSection, frozen=True):
     """metrics.jsonl, and where the metrics go besides. They need a run_dir."""
 
@@ -325,12 +384,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     detect: DetectSection = DetectSection()
     recover: RecoverSection = RecoverSection()
     snapshot: SnapshotSection = SnapshotSection()
+    oom: OomSection = OomSection()
     checkpoint: CheckpointSection = CheckpointSection()
     integrity: IntegritySection = IntegritySection()
     liveness: LivenessSection = LivenessSection()
     hang: HangSection = HangSection()
     shutdown: ShutdownSection = ShutdownSection()
     quarantine: QuarantineSection = QuarantineSection()
+    replay: ReplaySection = ReplaySection()
     metrics: MetricsSection = MetricsSection()
     journal: JournalSection = JournalSection()
     run: RunSection = RunSection()
@@ -528,6 +589,21 @@ def _cross_check(config: Config) -> Iterator[tuple[str, ...]]:
             "detect.loss_z_rollback",
             "detect.loss_z",
         )
+    if config.replay.fp32_modules and not config.replay.act:
+        yield (
+            "[replay] fp32_modules = true has no effect without act = true; set both, or neither",
+            "replay.fp32_modules",
+            "replay.act",
+        )
+    if config.replay.act and config.replay.when != "inline":
+        yield (
+            f'[replay] act = true needs when = "inline", not {config.replay.when!r}: only a verdict can pick an action',
+            "replay.act",
+            "replay.when",
+        )
+    entry = config.replay.entry
+    if entry and not all(part.strip() for part in entry.rpartition(":")):
+        yield (f"[replay] entry = {entry!r}: write FILE.py:FUNCTION or MODULE:FUNCTION", "replay.entry")
 
 
 def override(config_data: dict[str, Any], assignments: list[str]) -> dict[str, Any]:

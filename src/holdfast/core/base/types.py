@@ -43,7 +43,16 @@ class Kind(StrEnum):
     """steps take longer than before"""
     STRAGGLER = "straggler"
     """one rank is slower than the others"""
+    MEMORY_LEAK = "memory_leak"
+    FRAGMENTATION = "fragmentation"
+    MEMORY_CAPACITY = "memory_capacity"
+    HOST_GROWTH = "host_growth"
+    """the memory of the process or its loader workers grows on the host"""
+    OUT_OF_MEMORY = "out_of_memory"
+    """an allocation failed, for a reason that is not established"""
 
+
+MEMORY_KINDS = (Kind.MEMORY_LEAK, Kind.FRAGMENTATION, Kind.MEMORY_CAPACITY, Kind.HOST_GROWTH, Kind.OUT_OF_MEMORY)
 
 _FAMILIES = {
     Kind.NONFINITE_LOSS: "nonfinite",
@@ -235,6 +244,10 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", tag_field="action"):
 Action = Skip | Replay | Rollback | SkipData | CutLR | HoldLR | TightenClip | Stop
 
 
+WITHOUT_ROWS, FP32_MODULE = "without_rows", "fp32_module"
+"""experiments of a replay that changes one thing: the rows of a batch, or the precision of a module"""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The actions to perform, and who decided."""
 
@@ -281,6 +294,8 @@ class Cause(StrEnum):
     TRANSIENT = "transient"
     """it did not come back when the same data ran again from the same state"""
     DATA = "data"
+    PRECISION = "precision"
+    """a module overflowed in half precision"""
     LR = "lr"
     OBJECTIVE = "objective"
     """it belongs to the run: nothing that was tried made it go away"""

@@ -19,6 +19,7 @@ from holdfast.core.base.errors import SetupError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import (
     ANSWERED_AT_ONCE,
+    MEMORY_KINDS,
     Cause,
     Finding,
     Incident,
@@ -64,6 +65,7 @@ _WARNED_KINDS = {
     Kind.LR_JUMP,
     Kind.DUPLICATE_BATCH,
     Kind.STRAGGLER,
+    *MEMORY_KINDS,
 }
 """notes that are logged as warnings, since a person should know"""
 
@@ -104,6 +106,8 @@ class Engine:
         self._recent: deque[Signal] = deque(maxlen=_RECENT_SIGNALS)
         self._incident: Incident | None = None
         self._observed: tuple[tuple[str, int, int], int] = (("", 0, 0), 0)
+        self.last_findings: tuple[Finding, ...] = ()
+        """of the newest step that had any"""
         self._groups: dict[str, list[Detector]] = {}
         """the detectors of each group that the loop has named"""
         self._interrupted: int | None = None
@@ -132,7 +136,7 @@ class Engine:
         fields = {k: v for k, v in fields.items() if v is not None}
         if self._journal is not None:
             self._journal.write(event, durable=durable, **fields)
-        if event in ("experiment", "cause"):
+        if event in ("experiment", "cause", "replay"):
             self._files.add_event(event, fields)
         written = plain({"event": event, **fields})
         self._tally.feed(written)
@@ -181,11 +185,13 @@ class Engine:
         more: Sequence[Finding] = (),
         origin: dict[str, Any] | None = None,
         inspect: Callable[[], list[Finding]] | None = None,
+        amend: Callable[[Plan], Plan] | None = None,
     ) -> Plan | None:
         """Return the plan for this attempt; None if there is no finding. The plan is in the journal when this returns.
 
         `more` are findings of the runtime itself (non-finite state); `origin` has the ranks and samples behind a vetoed
-        step; `inspect` finds more after a leap of the loss. Every rank judges the same signal and gets the same plan.
+        step; `inspect` finds more after a leap of the loss; `amend` changes the proposed plan.
+        Every rank judges the same signal and gets the same plan.
         """
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
@@ -212,6 +218,7 @@ class Engine:
         if not detected and not more and ruling is None:
             return None
         findings = (*more, *(detected if origin is None else [_with_origin(f, origin) for f in detected]))
+        self.last_findings = findings
         observing = self.config.recover.mode == "observe"
         verdict = merge(signal, [self._as_acted_on(f, signal, ruling) for f in findings])
         if verdict is not None:
@@ -231,7 +238,9 @@ class Engine:
             if observing and verdict.severity > Severity.NOTE:
                 plan = self.policy.observe(verdict)
             else:
-                plan = self.policy.adopt(self._consult(verdict.findings, self.policy.propose(verdict)))
+                proposed = self.policy.propose(verdict)
+                proposed = proposed if amend is None else amend(proposed)
+                plan = self.policy.adopt(self._consult(verdict.findings, proposed))
                 self._write_skip_cause(plan, verdict, signal, origin)
                 # A return or a stop ends an experiment, and the return puts its changes back. A replay or a skip does not.
                 is_over = plan.first(Rollback) is not None or plan.first(Stop) is not None

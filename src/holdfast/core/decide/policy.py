@@ -22,6 +22,8 @@ from holdfast.core.base.config import RecoverSection
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import (
     ANSWERED_AT_ONCE,
+    FP32_MODULE,
+    WITHOUT_ROWS,
     Action,
     Cause,
     CutLR,
@@ -88,6 +90,8 @@ class PolicyState(msgspec.Struct):
     """batches skipped since the last commit"""
     just_replayed: bool = False
     """the attempt judged next runs the same data again"""
+    replay_changes: str = ""
+    """what the replay changes: an experiment; empty: nothing"""
     next_number: int = 1
     rollbacks: list[int] = []
     """the clock at each rollback inside the window"""
@@ -204,7 +208,7 @@ class Policy:
                 if plan.experiment is None:
                     incident.rolled[incident.cause] = incident.rolled.get(incident.cause, 0) + 1
         elif plan.first(Replay) is not None:
-            state.just_replayed = True
+            state.just_replayed, state.replay_changes = True, plan.experiment or ""
             if incident is not None:
                 incident.replays += 1
         elif plan.first(Skip) is not None:
@@ -251,8 +255,7 @@ class Policy:
         if incident is None:
             return None
         if was_replayed:
-            text = "a transient fault: the same data ran again from the same state, and it did not come back"
-            self._establish(incident.number, Cause.TRANSIENT, text)
+            self._establish(incident.number, *_REPLAYS.get(state.replay_changes, _UNKNOWN_RETURN))
         elif incident.check_at is not None and step >= incident.check_at:
             is_new_data = incident.last_return == _CHANGES_NOTHING and not self.can_serve_again
             proven = _RETURNS.get(_NEW_DATA if is_new_data else incident.last_return, _UNKNOWN_RETURN)
@@ -445,6 +448,15 @@ class Policy:
             ) from None
 
 
+_REPLAYS = {
+    "": (
+        Cause.TRANSIENT,
+        "a transient fault: the same data ran again from the same state, and it did not come back",
+    ),
+    WITHOUT_ROWS: (Cause.DATA, "the data: the step is finite without the rows that hold NaN or Inf"),
+    FP32_MODULE: (Cause.PRECISION, "half precision: the step is finite with the module in fp32"),
+}
+"""what a replay changed -> what is proven if it is finite"""
 _UPDATES_MAKE_IT = "it came back on the same data: the updates themselves make it"
 _UNKNOWN_RETURN = (Cause.NOT_ESTABLISHED, "it did not come back after the return")
 """for the state of another version, or of an edited journal"""

@@ -95,7 +95,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class _Row(NamedTuple):
+class _Times(NamedTuple):
     step: int
     seconds: float
     low: float
@@ -110,8 +110,8 @@ class SlowdownDetector:
     def __init__(self) -> None:
         self._seen = 0
         self._window: deque[float] = deque(maxlen=_WINDOW)
-        self._recent: deque[_Row] = deque(maxlen=_MANY_WINDOW + _GUARD_STEPS)
-        self._before: deque[_Row] = deque(maxlen=_EARLY)
+        self._recent: deque[_Times] = deque(maxlen=_MANY_WINDOW + _GUARD_STEPS)
+        self._before: deque[_Times] = deque(maxlen=_EARLY)
         """the newest rows of the baseline"""
         self._times: deque[float] = deque(maxlen=_BASELINE)
         self._lows: deque[float] = deque(maxlen=_BASELINE)
@@ -144,7 +144,7 @@ class SlowdownDetector:
         seconds = max(0.0, seconds - sum(phases.get(name, 0.0) for name in _ONE_TIME))
         self._window.append(seconds)
         low = sorted(self._window)[_LOW] if len(self._window) == _WINDOW else 0.0
-        new = _Row(int(row["step"]), seconds, low, phases, ranks)
+        new = _Times(int(row["step"]), seconds, low, phases, ranks)
         self._recent.append(new)
         if self.current is not None:
             self._follow()
@@ -155,7 +155,7 @@ class SlowdownDetector:
             return self._report(new, is_intermittent=False)
         return self._report(new, is_intermittent=True) if seconds > self._slow_limit and self._has_many_slow() else None
 
-    def _learn(self, row: _Row) -> None:
+    def _learn(self, row: _Times) -> None:
         self._before.append(row)
         self._times.append(row.seconds)
         if row.low:
@@ -191,7 +191,7 @@ class SlowdownDetector:
 
     # ---- what is reported
 
-    def _report(self, new: _Row, *, is_intermittent: bool) -> Slowdown:
+    def _report(self, new: _Times, *, is_intermittent: bool) -> Slowdown:
         rows = list(self._recent)
         onset = self._find_first_of_many(rows) if is_intermittent else self._find_onset(rows)
         after = [row for row in rows if row.step >= onset][-_MANY_WINDOW:] or [new]
@@ -217,7 +217,7 @@ class SlowdownDetector:
         self._slow_rows = 0
         return self.current
 
-    def _find_onset(self, rows: list[_Row]) -> int:
+    def _find_onset(self, rows: list[_Times]) -> int:
         """Return the first slow step: the split of the recent steps into two levels that fits best."""
         cap = self._typical + 3 * max(self._limit - self._base, _MIN_SECONDS)
         times = np.minimum([row.seconds for row in rows], cap)
@@ -229,14 +229,14 @@ class SlowdownDetector:
                 best, place = error, split
         return rows[place].step
 
-    def _find_first_of_many(self, rows: list[_Row]) -> int:
+    def _find_first_of_many(self, rows: list[_Times]) -> int:
         """Return the first slow step from which on slow steps are frequent: it is the likeliest."""
         slow = np.array([row.seconds > self._slow_limit for row in rows])
         rate = min(0.95, max(float(slow[-_MANY_WINDOW:].mean()), 2 * self._slow_rate))
         gains = np.where(slow, math.log(rate / self._slow_rate), math.log((1 - rate) / (1 - self._slow_rate)))
         return rows[int(np.cumsum(gains[::-1])[::-1].argmax())].step
 
-    def _find_rank(self, before: list[_Row], after: list[_Row], growth: float) -> tuple[int | None, str | None]:
+    def _find_rank(self, before: list[_Times], after: list[_Times], growth: float) -> tuple[int | None, str | None]:
         """Return the rank whose own time has grown, and the phase; None if no rank has, or all have."""
         old = [row.ranks for row in before if row.ranks is not None]
         new = [row.ranks for row in after if row.ranks is not None]
@@ -271,7 +271,7 @@ class SlowdownDetector:
                 self._base = self._limit = self._slow_limit = math.inf
 
 
-def _typical(rows: list[_Row], is_intermittent: bool) -> dict[str, float]:
+def _typical(rows: list[_Times], is_intermittent: bool) -> dict[str, float]:
     """Return the typical seconds of each phase."""
     names = {name for row in rows for name in row.phases}
     middle = np.mean if is_intermittent else np.median

@@ -38,6 +38,13 @@ _EVENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "incident_opened": ({"incident": int, "kind": str, "step": int, "onset": int}, {}),
     "incident_closed": ({"incident": int}, {}),
     "experiment": ({}, {"rung": str, "result": str, "text": str}),
+    "replay": (
+        {"result": str},
+        {
+            "cause": str, "text": str, "rank": int, "module": str, "op": str, "file": str, "line": int, "fix": str,
+            "path": str, "host": str, "device": str, "samples": list[int],
+        },
+    ),
     "cause": ({"cause": str}, {"text": str, "data": _Spans, "samples": list[int]}),
     "plan": ({}, {"actions": list[_Mapping], "reason": str, "by": str, "experiment": str}),
     "action": (
@@ -45,6 +52,7 @@ _EVENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {
             "reason": str, "data": _Spans, "samples": list[int], "batches": int, "skip_window": _ExcludedWindow,
             "interventions": list[Any], "ramp_steps": int, "steps": int, "factor": _Number, "part_of_rollback": bool,
+            "shape": str, "parts": int, "trial": bool,
         },
     ),
     "outcome": ({"status": str}, {"seconds_lost": _Number}),

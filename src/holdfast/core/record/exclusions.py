@@ -1,4 +1,4 @@
-"""Devices that a run names twice: by corruption, by slowness, or by a failed health check.
+"""Devices that a run names twice: by corruption, by a transient fault, by slowness, or by a failed health check.
 
 The journal is the record. Every finding that names a rank holds its host and device, and so does a `health` event of
 `holdfast doctor`. Reading the journal again gives the same exclusions, whatever else is damaged.
@@ -26,7 +26,7 @@ class Naming(msgspec.Struct, frozen=True, kw_only=True):
     """One time that a run named a device."""
 
     reason: str
-    """corruption, slowness or health"""
+    """corruption, transient, slowness or health"""
     text: str = ""
     rank: int | None = None
     step: int | None = None
@@ -75,6 +75,10 @@ class Exclusions:
         if name == "health":  # one event for each device of each examination
             naming = Naming(reason="health", text=_text(event.get("text")), rank=event.get("rank"), time=_time(event))
             return self._count(event, naming, ("health", len(self._seen)))
+        if name == "replay" and event.get("cause") == "transient":
+            rank, step, text = event.get("rank"), event.get("step"), _text(event.get("text"))
+            naming = Naming(reason="transient", text=text, rank=rank, step=step, time=_time(event))
+            return self._count(event, naming, ("transient", event.get("incident")))
         return self._settle(event.get("incident")) if name == "plan" else []
 
     def devices(self) -> list[ExcludedDevice]:

@@ -55,8 +55,8 @@ class IncidentFiles:
         self._add({"outcome": outcome})
 
     def add_event(self, event: str, fields: dict[str, Any]) -> None:
-        """Add an experiment, or set the cause, as the journal has it. A later cause replaces an earlier one."""
-        if event == "experiment":
+        """Add an experiment or a replay, or set the cause, as the journal has it. A later cause replaces an earlier one."""
+        if event in ("experiment", "replay"):
             self._add({event: fields})
         elif self._incident is not None:
             self._incident["cause"] = fields

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.core.base.clean import clean
-from holdfast.core.base.types import Cause, Span
+from holdfast.core.base.types import MEMORY_KINDS, Cause, Span
 
 _MAX_PLACES = 4
 """spans or sample ids that a description names; the others are counted"""
@@ -57,10 +57,14 @@ class Summary(msgspec.Struct, kw_only=True):
     batches_skipped: int = 0
     samples_quarantined: int = 0
     lr_cuts: int = 0
+    splits: int = 0
+    """micro-batches that were split because memory ran out"""
     restarts: int = 0
     seconds_lost: float = 0.0
     incidents: list[IncidentSummary] = []
     stopped: str | None = None
+    memory: list[str] = []
+    """what was found about the memory of the run"""
 
     def __str__(self) -> str:
         head = f"{self.status}: {self.committed} steps committed"
@@ -77,9 +81,12 @@ class Summary(msgspec.Struct, kw_only=True):
         lines = [", ".join([head, *counts])]
         if self.batches_skipped or self.samples_quarantined:
             lines.append(f"data left out: {self.batches_skipped} batches, {self.samples_quarantined} sample ids")
+        if self.splits:
+            lines.append(f"out of memory: micro-batches split {self.splits} time{'s' if self.splits > 1 else ''}")
         if self.seconds_lost:
             lines.append(f"time lost: {self.seconds_lost:.1f} s")
         lines += map(str, self.incidents)
+        lines += [clean(f"memory: {text}") for text in self.memory]
         if self.stopped:
             lines.append(clean(f"stopped: {self.stopped}"))
         return "\n".join(lines)
@@ -152,7 +159,11 @@ class Tally:
             self._set_cause(line, event, event.get("text"))
 
     def _on_finding(self, event: dict[str, Any]) -> None:
-        """Keep a note with a cause, such as a spike that came back by itself."""
+        """Keep what is about memory, and notes with a cause, such as a spike that came back by itself."""
+        if event.get("kind") in MEMORY_KINDS:
+            self._summary.memory = [*self._summary.memory, f"step {event.get('step')}: {event.get('message')}"][
+                :_MAX_PLACES
+            ]
         evidence = event.get("evidence")
         if event.get("severity") != "note" or not isinstance(evidence, dict):
             return
@@ -187,6 +198,8 @@ class Tally:
             line.actions.append(name)
         if name == "cut_lr":
             self._summary.lr_cuts += 1
+        elif name == "split":
+            self._summary.splits += (event.get("parts") or 0) > 1 and not event.get("trial")
         elif name == "stop":
             self._summary.stopped = event.get("reason") or "no reason on record"
             if line is not None:

@@ -6,7 +6,7 @@ episode. Harmless patterns (a deliberate restart, epoch steps, a loss scale that
 
 from __future__ import annotations
 
-from holdfast.diagnosis.find import excursions, gradients, watch_only
+from holdfast.diagnosis.find import excursions, fragments, gradients, other_columns, watch_only
 from holdfast.diagnosis.find.losses import Losses
 from holdfast.diagnosis.model.episode import Episode, Note
 from holdfast.diagnosis.model.table import Table
@@ -14,12 +14,17 @@ from holdfast.diagnosis.model.table import Table
 
 def find(table: Table) -> tuple[list[Episode], list[Note]]:
     """Return all curve episodes of a run in the order of their first row, and the notes."""
-    episodes, notes = gradients.find(table), list[Note]()
+    episodes, notes = gradients.find(table), gradients.find_skipped(table)
     if table.has("loss"):
         losses = Losses(table)
-        loss_episodes, restarts = excursions.find(losses)
-        episodes += loss_episodes
-        watched, watch_notes = watch_only.find(losses, episodes)
-        episodes += watched
-        notes += [*restarts, *watch_notes]
+        if len(losses.loss) <= fragments.MAX_RECORDS:
+            episodes = [*(e for e in episodes if e.kind != "grad_explosion"), *fragments.find(losses)]
+        else:
+            loss_episodes, loss_notes = excursions.find(losses)
+            watched, watch_notes = watch_only.find(losses, [*episodes, *loss_episodes])
+            episodes += [*loss_episodes, *watched]
+            notes += [*loss_notes, *watch_notes]
+        episodes, unrewarded = other_columns.without_unrewarded(table, episodes)
+        notes += unrewarded
+    episodes += other_columns.find(table, episodes)
     return sorted(episodes, key=lambda e: (e.first, e.last)), sorted(notes, key=lambda n: n.start)

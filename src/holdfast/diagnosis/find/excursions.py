@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.core.base.types import Finding, Kind, Severity
 from holdfast.core.detectors.monotone import mann_kendall
-from holdfast.diagnosis.find.losses import MIN_RECORDS, RECORDS_BEFORE, Losses
+from holdfast.diagnosis.find.losses import MIN_RECORDS, RECORDS_BEFORE, Floats, Losses
 from holdfast.diagnosis.model.episode import Episode, Note
 
 _RECORDS_AFTER = 5
@@ -27,6 +27,12 @@ _COMMON_SPIKES = 3
 _SIGNED_NOISE = 15.0
 _DIVERGENCES = ("divergence", "silent_divergence")
 _RUNAWAY_RATIO, _END_RATIO, _RISE_Z, _LONG_ROWS = 3.0, 1.3, 2.5, 40
+_SHIFT_RATIO, _SHIFT_NOISE, _SHIFT_RECORDS = 1.25, 6.0, 5
+_SINGLE_ROWS = 5
+_EVEN_SHARE = 0.02
+"""distances between excursions that differ by less are planned: resets, restarts"""
+_MERGE_ROWS = 8
+_BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
 class Candidate(NamedTuple):
@@ -39,7 +45,7 @@ class Candidate(NamedTuple):
 
 def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
     """Return the loss episodes, and a note for each restart that looks like one."""
-    episodes = _nonfinite(losses)
+    episodes = nonfinite_episodes(losses)
     jumps, rises = _candidates(losses)
     for candidate in _without_common_spikes(losses, [*_leap_at_start(losses), *jumps]):
         episode = _follow(losses, candidate)
@@ -49,6 +55,9 @@ def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
         episode = _follow(losses, candidate)
         if episode is not None and not any(_overlap(other, episode) for other in episodes):
             episodes.append(episode)
+    for episode in _seen_in_hindsight(losses):
+        if not any(_overlap(other, episode) for other in episodes):
+            episodes.append(episode)
     for episode in _runaway_before_nan(losses):
         if not any(_begins_inside(episode, other) for other in episodes if other.kind in _DIVERGENCES):
             # A spike inside the runaway is the beginning of it.
@@ -56,10 +65,107 @@ def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
                 other for other in episodes if not (other.kind.startswith("spike") and _contains(episode, other))
             ]
             episodes.append(episode)
-    for episode in _ends_above_best(losses):
+    for episode in [*_ends_above_best(losses), *_ends_at_higher_level(losses)]:
         if not any(_overlap(other, episode) for other in episodes if other.kind in _DIVERGENCES):
             episodes.append(episode)
-    return _merge(episodes), _restarts(losses)
+    episodes, planned = _without_planned(losses, _merge(episodes))
+    return episodes, [*planned, *_restarts(losses)]
+
+
+def _seen_in_hindsight(losses: Losses) -> list[Episode]:
+    """Return ranges far above the records on both sides, which the detectors, that see one side, may miss."""
+    loss = losses.loss
+    count = len(loss) // _BLOCK
+    if count < 3 or losses.has_negative or not losses.finite.all() or len(loss) > _MAX_HINDSIGHT:
+        return []
+    blocks = loss[: count * _BLOCK].reshape(count, _BLOCK)
+    medians = np.median(blocks, axis=1)
+    # The level at a block is that of two blocks on each side of it, so that an excursion does not hide itself.
+    near = np.stack([medians[np.clip(np.arange(count) + shift, 0, count - 1)] for shift in (-2, -1, 1, 2)])
+    level = np.repeat(np.median(near, axis=0), _BLOCK)
+    level = np.append(level, np.full(len(loss) - len(level), level[-1]))
+    distance = loss - level
+    noise = 1.4826 * np.median(np.abs(blocks - medians[:, None]), axis=1)
+    near_noise = np.stack([noise[np.clip(np.arange(count) + shift, 0, count - 1)] for shift in (-2, -1, 1, 2)])
+    noise = np.repeat(np.median(near_noise, axis=0), _BLOCK)
+    noise = np.append(noise, np.full(len(loss) - len(noise), noise[-1])) + 1e-12
+    tail = -float(np.quantile(distance / noise, 0.02))
+    is_high = (distance > max(8.0, 2.0 * tail) * noise) & (loss > _LEAP_RATIO * level)
+    high = np.flatnonzero(is_high)
+    groups = np.split(high, np.flatnonzero(np.diff(high) > 3) + 1) if len(high) else []
+    episodes = []
+    for group in groups:
+        first, last = int(group[0]), int(group[-1])
+        if len(group) < 3 or first < MIN_RECORDS or last >= len(loss) - 3 or losses.is_near_shift(first):
+            continue
+        peak, at = float(loss[group].max()), float(level[first])
+        if at <= 0:
+            continue
+        evidence = {
+            "level": at,
+            "peak": peak,
+            "noise": float(noise[first]),
+            "rows": last - first + 1,
+            "ratio": peak / at,
+        }
+        episodes.append(_episode(losses, "spike_recovered", first, last, 0.75, evidence, []))
+    return episodes if len(episodes) <= 2 * _COMMON_SPIKES else []
+
+
+def _ends_at_higher_level(losses: Losses) -> list[Episode]:
+    """Return a sudden rise that lasts to the end of the run, even if the run ends inside of it."""
+    since = losses.since_shift(len(losses.loss) - 1)
+    loss = losses.loss[since:]
+    if len(loss) < 2 * MIN_RECORDS or not np.isfinite(loss).all() or losses.has_negative or loss.min() <= 0:
+        return []
+    # The lowest split from which on every record stays above all of the records just before.
+    lowest_after = np.minimum.accumulate(loss[::-1])[::-1]
+    for i in range(MIN_RECORDS, len(loss) - 2):
+        before = loss[i - MIN_RECORDS : i]
+        if lowest_after[i] <= before.max() or loss[i] < 1.05 * before.max():
+            continue
+        level, after = float(np.median(before)), loss[i:]
+        noise = _noise(before)
+        last = float(np.median(after[-_SHIFT_RECORDS:]))
+        is_rising = len(after) < _SHIFT_RECORDS and bool((np.diff(after) > 0).all())
+        risen = last if len(after) >= _SHIFT_RECORDS else float(after[-1])
+        if risen < _SHIFT_RATIO * level or risen - level < _SHIFT_NOISE * noise:
+            continue
+        if len(after) < _SHIFT_RECORDS and not (is_rising and risen > 1.4 * level):
+            continue
+        near = float(np.median(after[: 2 * _SHIFT_RECORDS]))
+        if near - level < 0.5 * (risen - level):
+            continue  # a slow rise
+        evidence = {
+            "level": level,
+            "peak": float(after.max()),
+            "noise": noise,
+            "rows": len(after),
+            "ratio": risen / level,
+        }
+        return [_episode(losses, "divergence", since + i, since + len(loss) - 1, 0.8, evidence, [])]
+    return []
+
+
+def _noise(values: Floats) -> float:
+    return 1.4826 * float(np.median(np.abs(np.diff(values)))) / math.sqrt(2.0) if len(values) > 1 else 0.0
+
+
+def _without_planned(losses: Losses, episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Turn excursions at equal distances into a note: optimizers, opacities or data are reset on a schedule."""
+    spikes = [episode for episode in episodes if episode.kind == "spike_recovered"]
+    starts = np.array([episode.start for episode in spikes])
+    distances = np.diff(starts)
+    if len(spikes) < 3 or (np.abs(distances - np.median(distances)) > _EVEN_SHARE * np.median(distances)).any():
+        return episodes, []
+    every = float(np.median(distances))
+    if every < 5 * losses.table.step_interval():
+        return episodes, []
+    text = (
+        f"the loss jumps {len(spikes)} times, every {every:g} steps, and returns each time: a planned reset or restart"
+    )
+    note = Note(kind="planned_reset", start=spikes[0].start, end=spikes[-1].end, text=text)
+    return [episode for episode in episodes if episode not in spikes], [note]
 
 
 def _begins_inside(episode: Episode, other: Episode) -> bool:
@@ -74,12 +180,14 @@ def _contains(outer: Episode, inner: Episode) -> bool:
     return outer.first <= inner.first and inner.last <= outer.last
 
 
-def _nonfinite(losses: Losses) -> list[Episode]:
+def nonfinite_episodes(losses: Losses) -> list[Episode]:
+    """Return each group of losses that are NaN or infinite."""
     bad = np.flatnonzero(~losses.finite)
     if not len(bad):
         return []
     groups = np.split(bad, np.flatnonzero(np.diff(bad) > _NAN_GAP) + 1)
-    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, {"rows": len(g)}, []) for g in groups]
+    evidence = [{"rows": len(g), "lasts": bool(g[-1] == len(losses.loss) - 1)} for g in groups]
+    return [_episode(losses, "nan", int(g[0]), int(g[-1]), 0.98, e, []) for g, e in zip(groups, evidence, strict=True)]
 
 
 def _restarts(losses: Losses) -> list[Note]:
@@ -192,7 +300,7 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     if not len(before):
         return None
     level = float(np.median(before[-10:]))
-    noise = 1.4826 * float(np.median(np.abs(np.diff(before)))) / math.sqrt(2.0) if len(before) > 3 else 0.0
+    noise = _noise(before) if len(before) > 3 else 0.0
     is_slow = bool(candidate.findings) and candidate.findings[0].kind == Kind.DIVERGENCE
     limit, records = level + max(3.0 * noise, 0.05 * abs(level)), _RECORDS_AFTER
     if is_slow:
@@ -203,6 +311,8 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     inside = inside[np.isfinite(inside)]
     peak = float(inside.max()) if len(inside) else level
     rows = end - first + 1
+    if peak <= limit or (not is_slow and returned and _stays_in_band(losses, first, end, peak)):
+        return None
     is_costly = any(f.severity is Severity.ROLLBACK for f in candidate.findings) or not candidate.findings
     if not is_costly and not _counts_as_single(losses, level, peak, rows):
         return None
@@ -215,6 +325,16 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     evidence = {"level": level, "peak": peak, "noise": noise, "rows": rows, "ratio": ratio}
     confidence = 0.9 if is_costly and not is_slow else 0.75
     return _episode(losses, kind, first, max(first, end), confidence, evidence, candidate.findings)
+
+
+def _stays_in_band(losses: Losses, first: int, end: int, peak: float) -> bool:
+    """Return whether a short excursion does not leave the band that it returns to, or is the overshoot of a first update."""
+    if end - first >= _SINGLE_ROWS:
+        return False
+    around = np.concatenate([losses.before(first), losses.loss[end + 1 : end + 1 + RECORDS_BEFORE]])
+    around = around[np.isfinite(around)]
+    is_overshoot = first <= 2 and bool(len(around)) and peak < 2.0 * float(losses.loss[0])
+    return is_overshoot or (len(around) >= MIN_RECORDS and peak <= float(np.quantile(around, 0.9)))
 
 
 def _find_return(losses: Losses, detected: int, limit: float, records: int) -> tuple[int, bool]:
@@ -279,11 +399,14 @@ def _episode(
 
 
 def _merge(episodes: list[Episode]) -> list[Episode]:
-    """Merge adjacent episodes of one kind."""
+    """Merge neighbours: several findings of one excursion are one incident, of the kind that rises highest."""
     merged: list[Episode] = []
     for episode in sorted(episodes, key=lambda e: (e.first, e.last)):
-        last = next((e for e in reversed(merged) if e.kind == episode.kind), None)
-        if last is not None and episode.first <= last.last + 2:
+        last = next((e for e in reversed(merged) if (e.kind == "nan") == (episode.kind == "nan")), None)
+        gap = 2 if last is None or last.kind == "nan" or last.kind in _DIVERGENCES else _MERGE_ROWS
+        if last is not None and episode.first <= last.last + gap:
+            if episode.kind == "divergence" or last.kind == "silent_divergence":
+                last.kind = episode.kind
             last.last, last.end = max(last.last, episode.last), max(last.end, episode.end)
             last.findings = [*last.findings, *episode.findings]
             last.confidence = max(last.confidence, episode.confidence)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.diagnosis.model.episode import Episode
+from holdfast.diagnosis.model.episode import Episode, Note
 from holdfast.diagnosis.model.table import Table
 
 _GAP = 25
@@ -19,12 +19,33 @@ _SCALER_OVERFLOWS = 32
 
 
 def find(table: Table) -> list[Episode]:
-    """Return all gradient episodes: non-finite groups first, then explosions."""
+    """Return all gradient episodes, non-finite groups first, then explosions."""
     if not table.has("grad_norm"):
         return []
     rows = np.flatnonzero(table.present["grad_norm"])
     norms = table.columns["grad_norm"][rows]
-    return [*_nonfinite(table, rows, norms), *_explosions(table, rows, norms)]
+    nonfinite = [e for e in _nonfinite(table, rows, norms) if not _was_skipped(table, e)]
+    return [*nonfinite, *_explosions(table, rows, norms)]
+
+
+def find_skipped(table: Table) -> list[Note]:
+    """Return a note for each non-finite gradient whose update was skipped, as the learning rate shows."""
+    if not table.has("grad_norm"):
+        return []
+    rows = np.flatnonzero(table.present["grad_norm"])
+    found = [e for e in _nonfinite(table, rows, table.columns["grad_norm"][rows]) if _was_skipped(table, e)]
+    text = "the gradient norm is NaN or Inf and the learning rate does not advance: the update was skipped"
+    return [Note(kind="skipped_update", start=e.start, end=e.end, text=text) for e in found]
+
+
+def _was_skipped(table: Table, episode: Episode) -> bool:
+    """Return whether the learning rate, which otherwise changes with every record, stands still at these rows."""
+    if "lr" not in table.columns or not table.present["lr"].all() or len(table) < 10:
+        return False
+    changes = np.diff(table.columns["lr"]) != 0
+    rows = np.arange(max(1, episode.first), min(len(table) - 1, episode.last) + 1)
+    stands_still = ~changes[rows - 1] | ~changes[np.minimum(rows, len(changes) - 1)]
+    return float(changes.mean()) > 0.8 and bool(stands_still.all())
 
 
 def _nonfinite(table: Table, rows: np.ndarray, norms: np.ndarray) -> list[Episode]:

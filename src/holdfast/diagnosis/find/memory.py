@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.core.detectors.out_of_memory import OutOfMemory, parse
 from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Thresholds
 from holdfast.diagnosis.model.episode import Episode
@@ -35,6 +36,12 @@ class MemoryTrend(NamedTuple):
 
 def oom_events(table: Table) -> list[Event]:
     return [event for event in table.events if event.kind == "oom" or _OOM.search(event.text)]
+
+
+def failed_allocations(table: Table) -> list[OutOfMemory]:
+    """Return what the out-of-memory messages of the log say, in their order."""
+    parsed = (parse(event.text) for event in oom_events(table))
+    return [failed for failed in parsed if failed is not None]
 
 
 def measure_trend(values: NDArray[np.float64], t: Thresholds, relative_to: float | None = None) -> MemoryTrend | None:

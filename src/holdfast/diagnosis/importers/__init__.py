@@ -10,6 +10,7 @@ reason. formats/ holds a module for each format; reading/ holds what they share.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -17,61 +18,58 @@ from pathlib import Path
 
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers.formats import (
-    composer,
     deepspeed,
+    described,
     fairseq,
-    generic_csv,
-    generic_jsonl,
-    generic_text,
     hf_console,
     hf_trainer_state,
-    kempnerforge,
-    lightning_csv,
-    llamafactory,
-    measurements_csv,
     megatron,
     mlperf,
     nanogpt,
     rundir,
+    tables,
     tensorboard,
-    torchtitan,
     wandb_csv,
     wandb_history,
 )
 from holdfast.diagnosis.importers.reading.column_names import NoSuchColumn
 from holdfast.diagnosis.importers.reading.csv_file import detect_header
-from holdfast.diagnosis.importers.reading.json_lines import sample_objects
+from holdfast.diagnosis.importers.reading.described_line import GENERIC
+from holdfast.diagnosis.importers.reading.described_table import CSV, JSON_LINES, JSON_VALUE, MAX_JSON_BYTES, find_rows
+from holdfast.diagnosis.importers.reading.json_lines import load_json, sample_objects
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import rename_column
-from holdfast.diagnosis.importers.reading.text_format import TextFormat, describe_no_metrics
+from holdfast.diagnosis.importers.reading.runs import fenced_blocks, split_runs, use_as_step, use_evaluation
+from holdfast.diagnosis.importers.reading.text_format import TextFormat, describe_no_metrics, described_format
 from holdfast.diagnosis.importers.reading.text_reader import TextReader
 from holdfast.diagnosis.model.table import Table
 
 Mapped = Mapping[str, str] | None
 """The user's --map options: Holdfast's name of a signal -> its column in the log."""
 
-_TEXT_FORMATS: dict[str, TextFormat] = {
-    module.FORMAT.name: module.FORMAT
-    for module in (
-        megatron, nanogpt, hf_console, torchtitan, kempnerforge, composer, fairseq, mlperf, deepspeed, generic_text,
-    )
-}  # fmt: skip
-_CSV_FORMATS = (measurements_csv, wandb_csv, lightning_csv)
+_CODED_FORMATS: dict[str, TextFormat] = {
+    module.FORMAT.name: module.FORMAT for module in (megatron, nanogpt, hf_console, fairseq, mlperf, deepspeed)
+}
+_DESCRIBED_FORMATS = {description.name: description for description in described.all_descriptions()}
+_TABLE_FORMATS = {description.name: description for description in tables.DESCRIPTIONS}
 _FILE_FORMATS: dict[str, tuple[str, Callable[[LogSource, Mapped], list[Table]]]] = {
-    module.NAME: (module.DESCRIPTION, module.read)
-    for module in (
-        hf_trainer_state, tensorboard, lightning_csv, measurements_csv, wandb_csv, wandb_history, llamafactory, generic_csv,
-        generic_jsonl,
-    )
-}  # fmt: skip
+    **{
+        module.NAME: (module.DESCRIPTION, module.read)
+        for module in (hf_trainer_state, tensorboard, wandb_csv, wandb_history)
+    },
+    **{name: (table_format.description, table_format.read) for name, table_format in _TABLE_FORMATS.items()},
+}
 FORMATS: dict[str, str] = {
     rundir.NAME: rundir.DESCRIPTION,
     **{name: description for name, (description, _) in _FILE_FORMATS.items()},
-    **{name: text_format.description for name, text_format in _TEXT_FORMATS.items()},
+    **{name: text_format.description for name, text_format in _CODED_FORMATS.items()},
+    **{name: text_format.description for name, text_format in _DESCRIBED_FORMATS.items()},
 }
 """Every format by name, with a description."""
 
 _JSON_START = re.compile(rb"""\s*(\{\s*["}]|\[\s*[\[{"\]])""")
+DETECTION_BYTES = 256 << 10
+"""bytes at each end of a sample of a text log that decide its format"""
 MAX_FILES = 5000
 MAX_FILES_READ = 40
 
@@ -91,7 +89,7 @@ def read(path: str | os.PathLike[str], *, mapping: Mapped = None, format: str | 
             _apply_mapping(table, mapping)
     except NoSuchColumn as error:
         raise LogRefused(str(path), str(error)) from None
-    return tables
+    return [run for table in tables for run in split_runs(table)]
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
@@ -108,19 +106,36 @@ def _is_folder(path: Path) -> bool:
 
 def _read_file(path: Path, mapping: Mapped, format: str | None) -> list[Table]:
     source = LogSource(path)
+    blocks = fenced_blocks(source)
+    if not blocks:
+        return _read_source(source, path, mapping, format)
+    found: list[Table] = []
+    for block in blocks:
+        with contextlib.suppress(LogRefused):
+            tables = [table for table in _read_source(block, path, mapping, format) if len(table) or table.evals]
+            for table in tables:
+                table.facts["line"] = block.line
+            found += tables
+    if not found:
+        raise LogRefused(str(path), f"Markdown with {len(blocks)} fenced blocks, none of which is a log")
+    return found
+
+
+def _read_source(source: LogSource, path: Path, mapping: Mapped, format: str | None) -> list[Table]:
     name = format or _detect_file_format(source, mapping)
     if name == rundir.NAME:
         if not rundir.is_run_directory(path.parent):
             raise LogRefused(str(path), "not in a run directory: no metrics.jsonl or journal.jsonl next to it")
         return rundir.read(path.parent)
-    if name in _TEXT_FORMATS:
-        return _text_format(name, mapping).read(source)
-    return _FILE_FORMATS[name][1](source, mapping)
+    if name in _FILE_FORMATS:
+        return _FILE_FORMATS[name][1](source, mapping)
+    return _text_format(name, mapping, source.sample).read(source)
 
 
-def _text_format(name: str, mapping: Mapped) -> TextFormat:
-    is_generic = name == generic_text.FORMAT.name
-    return generic_text.text_format(mapping) if is_generic and mapping else _TEXT_FORMATS[name]
+def _text_format(name: str, mapping: Mapped, sample: bytes) -> TextFormat:
+    if name in _CODED_FORMATS:
+        return _CODED_FORMATS[name]
+    return described_format(_DESCRIBED_FORMATS[name], mapping, sample)
 
 
 def _detect_file_format(source: LogSource, mapping: Mapped) -> str:
@@ -136,28 +151,43 @@ def _detect_file_format(source: LogSource, mapping: Mapped) -> str:
         return rundir.NAME
     if hf_trainer_state.looks_like(sample):
         return hf_trainer_state.NAME
-    if llamafactory.looks_like(sample):
-        return llamafactory.NAME
     if wandb_history.looks_like(sample):
         return wandb_history.NAME
-    if sample_objects(sample):
-        return generic_jsonl.NAME
-    header = detect_header(sample)
-    if header:
-        return next((module.NAME for module in _CSV_FORMATS if module.looks_like(header)), generic_csv.NAME)
+    if _JSON_START.match(sample) and _is_json_of_records(source):
+        return _table_format(JSON_VALUE, [])
+    if objects := sample_objects(sample):
+        return _table_format(JSON_LINES, list(dict.fromkeys(name for row in objects for name in row)))
+    if header := detect_header(sample):
+        return wandb_csv.NAME if wandb_csv.looks_like(header) else _table_format(CSV, header)
     return _detect_text_format(source, sample, mapping)
+
+
+def _table_format(kind: str, names: list[str]) -> str:
+    return next(name for name, table_format in _TABLE_FORMATS.items() if table_format.fits(kind, names))
+
+
+def _is_json_of_records(source: LogSource) -> bool:
+    """Return whether the file is one JSON value that holds records."""
+    if source.size > MAX_JSON_BYTES:
+        return False
+    try:
+        return bool(find_rows(load_json(source.text(MAX_JSON_BYTES))))
+    except (ValueError, LogRefused):
+        return False
 
 
 def _detect_text_format(source: LogSource, sample: bytes, mapping: Mapped) -> str:
     """Return the format that finds the most records with a loss, or the most records if none has a loss."""
-    counts = {name: _text_format(name, mapping).count_records(sample) for name in _TEXT_FORMATS}
-    generic = generic_text.FORMAT.name
+    formats = {name: _text_format(name, mapping, sample) for name in (*_CODED_FORMATS, *_DESCRIBED_FORMATS)}
+    sample = sample[:DETECTION_BYTES] + sample[-DETECTION_BYTES:] if len(sample) > 2 * DETECTION_BYTES else sample
+    counts = {name: text_format.count_records(sample) for name, text_format in formats.items()}
+    generic = GENERIC.name
     generic_losses, generic_records = counts.pop(generic)
-    best = max(counts, key=lambda name: counts[name])
+    best = max(counts, key=lambda name: (formats[name].decides and counts[name][0] > 2, counts[name]))
     losses, records = counts[best]
     if mapping and generic_losses:
         return generic
-    if losses and records and losses * 2 >= generic_losses:
+    if losses and (losses * 4 >= generic_losses or formats[best].decides):
         return best
     if generic_losses:
         return generic
@@ -247,9 +277,17 @@ def _read_folder(folder: Path, mapping: Mapped, format: str | None) -> list[Tabl
 def _apply_mapping(table: Table, mapping: Mapped) -> None:
     """Rename the columns that the user mapped and the format did not. Raises NoSuchColumn for a missing column."""
     for signal, column in (mapping or {}).items():
-        if signal == "step" or signal == column:
+        if signal == column or not (table.columns or table.evals):
             continue
         if column in table.columns:
-            rename_column(table, column, signal)
-        elif signal not in table.columns and table.columns:
-            raise NoSuchColumn(signal, column, table.columns)
+            if signal == "step":
+                use_as_step(table, column)
+            else:
+                rename_column(table, column, signal)
+        elif column in table.evals:
+            if signal == "loss":
+                use_evaluation(table, column)
+        elif signal != "step" and signal not in table.columns:
+            raise NoSuchColumn(signal, column, [*table.columns, *table.evals])
+    if mapping and table.has("loss"):
+        table.limits = [limit for limit in table.limits if limit.code != "no_loss"]

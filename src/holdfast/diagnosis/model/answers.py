@@ -78,5 +78,6 @@ def fmt(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1e-3 or abs(value) >= 1e5 else f"{value:.4g}"
 
 
-def fmt_steps(start: float, end: float) -> str:
-    return f"step {fmt(start)}" if math.isclose(start, end) else f"steps {fmt(start)} to {fmt(end)}"
+def fmt_steps(start: float, end: float, unit: str = "step") -> str:
+    """Return `step 5`, or `epochs 3 to 8`."""
+    return f"{unit} {fmt(start)}" if math.isclose(start, end) else f"{unit}s {fmt(start)} to {fmt(end)}"

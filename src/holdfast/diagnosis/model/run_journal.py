@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base.errors import RunDirError
+from holdfast.core.checkpoints.bundles import read_answer
 from holdfast.core.record.journal import read
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.tally import IncidentSummary, Summary, Tally
@@ -96,6 +97,17 @@ class RunJournal:
         return [event for event in self.select("finding") if isinstance(event.get("step"), int)]
 
     @property
+    def replays(self) -> dict[int, dict[str, Any]]:
+        """The newest verdict of a replay by incident: of `holdfast replay`, else of the run itself."""
+        verdicts = {e["incident"]: e for e in self.select("replay") if e.get("result") == "verdict" and "incident" in e}
+        incidents = sorted({e["incident"] for e in self.select("incident_opened")} | verdicts.keys())
+        for number in incidents:
+            answer = None if self._file is None else read_answer(self._file.parent, number)
+            if answer is not None:
+                verdicts[number] = answer
+        return verdicts
+
+    @property
     def noted_causes(self) -> list[IncidentSummary]:
         """The notes with a cause; they are no incidents."""
         return list(self._tally.notes.values())
@@ -133,7 +145,8 @@ class RunJournal:
                 steps.append(action.get("step"))
                 if len(steps) > 1:
                     continue
-            lines.append(f"incident {action.get('incident', MISSING)}: {_describe_action(action)}")
+            place = "" if action.get("action") == "split" else f"incident {action.get('incident', MISSING)}: "
+            lines.append(place + _describe_action(action))
         for incident, steps in skips.items():
             if len(steps) > 1:
                 lines.append(
@@ -188,6 +201,9 @@ def _describe_action(action: dict[str, Any]) -> str:
             f"cut the learning rate from {fmt_recorded(action.get('lr_from'))} to {fmt_recorded(action.get('lr_to'))}"
         )
         text += f", restored over {action.get('ramp_steps', MISSING)} steps"
+    elif name == "split":
+        text = f"served micro-batches of shape {action.get('shape', MISSING)} in {action.get('parts', MISSING)} parts"
+        text += f" from step {step} on"
     elif name == "skip":
         text = f"skipped the update of step {step}"
     else:

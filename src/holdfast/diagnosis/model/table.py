@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 COLUMNS = {
     "loss": "training loss",
+    "reward": "mean reward or return of an episode",
     "grad_norm": "gradient norm before clipping, or as logged",
     "lr": "learning rate",
     "loss_scale": "loss scale of a dynamic scaler",
@@ -49,6 +50,11 @@ class Event(NamedTuple):
     text: str
 
 
+def cut_event_text(kind: str, text: str) -> str:
+    """Return as much of a message as is kept. The sizes of a failed allocation are at its end."""
+    return text[: 1000 if kind == "oom" else 300]
+
+
 class Series(NamedTuple):
     """Holds values that are not in every record, such as evaluations."""
 
@@ -70,6 +76,8 @@ class Table:
     limits: list[Limit] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """facts about the whole run: precision, world size, configuration, versions"""
+    unit: str = "step"
+    """what `step` counts: step, epoch, tick, or record if the log counts nothing"""
     dropped: int = 0
     """number of unreadable records; `limits` explains each kind of them"""
 
@@ -104,5 +112,5 @@ class Table:
         """Record an event. Return False if the table is full and the event is dropped."""
         if len(self.events) >= MAX_EVENTS:
             return False
-        self.events.append(Event(None if step is None else int(step), kind, text[:300]))
+        self.events.append(Event(None if step is None else int(step), kind, cut_event_text(kind, text)))
         return True

@@ -127,6 +127,8 @@ def evidence(context: PostmortemContext) -> list[Part]:
         items += [f"against: {text}" for text in verdict.against]
         items += [f"not checked: {text}" for text in verdict.unchecked]
         parts += [Paragraph(f"{title(verdict)}:"), bullets(items)]
+    if replays := context.replay_lines("for", "against"):
+        parts.append(bullets(replays))
     return parts or [_NO_INCIDENT]
 
 
@@ -139,4 +141,4 @@ def root_cause(context: PostmortemContext) -> list[Part]:
             trigger = "established by the experiments of the run"
         steps = fmt_steps(verdict.step_start, verdict.step_end)
         items.append(f"{steps}: root cause: {verdict.cause}; {trigger}")
-    return [bullets(items, "no incident, no cause")]
+    return [bullets([*items, *context.replay_lines("text")], "no incident, no cause")]

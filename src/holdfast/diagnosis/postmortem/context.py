@@ -29,6 +29,17 @@ class PostmortemContext(NamedTuple):
         """The most severe incident, the same as in the summary."""
         return max(self.report.verdicts, key=lambda verdict: severity_key(self.table, verdict), default=None)
 
+    def replay_lines(self, *fields: str) -> list[str]:
+        """Return what replays found, one line for each incident that has one of these fields."""
+        lines = []
+        for number, found in list(self.journal.replays.items())[:MAX_INCIDENTS]:
+            for field in fields:
+                values = found.get(field)
+                each = values if isinstance(values, list) else [values]
+                name = "" if field in ("text", "fix") else f" {field}:"
+                lines += [f"replay of incident {number}:{name} {value}" for value in each[:MAX_INCIDENTS] if value]
+        return lines
+
     def checkpoint_steps(self) -> list[int | None]:
         return [event.step for event in self.table.events if event.kind == "checkpoint"]
 

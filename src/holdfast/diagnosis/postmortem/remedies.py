@@ -30,7 +30,7 @@ def automatic_actions(context: PostmortemContext) -> list[Part]:
 
 def remedy(context: PostmortemContext) -> list[Part]:
     items = list(dict.fromkeys(f"{title(verdict)}: {verdict.action}" for verdict in context.verdicts))
-    return [bullets(items, "none needed: no incident")]
+    return [bullets([*items, *context.replay_lines("fix")], "none needed: no incident")]
 
 
 def verification(context: PostmortemContext) -> list[Part]:

@@ -52,7 +52,10 @@ def write_verdict(
         return DiffVerdict(text=text, suspect=None, worse=worse, identical=identical)
     first = counted[0]
     more = f" and {len(counted) - 6} more" if len(counted) > 6 else ""
-    sentences = [f"The runs differ in: {', '.join(s.name for s in counted[:6])}{more}."]
+    sentences = [
+        _which_is_worse(worse, evals, loss),
+        f"The runs differ in: {', '.join(s.name for s in counted[:6])}{more}.",
+    ]
     sentences.append(f"{_cause(first, counted, worse, evals)}, because {first.reason}.")
     if first.against:
         sentences.append(f"Against it: {'; '.join(first.against)}.")
@@ -61,6 +64,23 @@ def write_verdict(
     if not_ruled_out:
         sentences.append(f"Not compared, so not ruled out: {', '.join(not_ruled_out)}.")
     return DiffVerdict(text=" ".join(s for s in sentences if s), suspect=first.check, worse=worse, identical=False)
+
+
+def _which_is_worse(worse: str | None, evals: list[EvalComparison], loss: CurveComparison | None) -> str:
+    """Say which run is worse, by the evaluations or else by the training loss."""
+    if worse is not None:
+        worst = max((e for e in evals if e.worse == worse), key=lambda e: abs(_size(e.change)))
+        values = (worst.a, worst.b) if worse == "a" else (worst.b, worst.a)
+        higher = worst.a is not None and worst.b is not None and (worst.a < worst.b) == (worse == "a")
+        direction = "higher" if higher else "lower"
+        text = f"{worst.metric} {_fmt(values[0])} against {_fmt(values[1])} ({direction} is better)."
+        return f"{worse.upper()} is worse: {text}"
+    if loss is not None and loss.parted and abs(loss.gap) > loss.noise > 0:
+        name, values = ("B", (loss.b_end, loss.a_end)) if loss.gap > 0 else ("A", (loss.a_end, loss.b_end))
+        return (
+            f"{name} is worse: its training loss ends at {_fmt(values[0])} against {_fmt(values[1])} (lower is better)."
+        )
+    return ""
 
 
 def _cause(first: Suspect, counted: list[Suspect], worse: str | None, evals: list[EvalComparison]) -> str:
@@ -113,8 +133,8 @@ def _no_suspect(is_equal: bool, evals_differ: bool, loss: CurveComparison | None
             "were evaluated (checkpoint, decode settings, prompts)."
         )
     elif loss is not None:
-        text = "No recorded setting differs, but the losses do: chance, or an unrecorded difference. "
-        text += _describe_loss(loss)
+        text = f"{_which_is_worse(None, [], loss)} No recorded setting differs, but the losses do: chance, or an "
+        text = f"{text}unrecorded difference. {_describe_loss(loss)}".lstrip()
     else:
         text = "No comparable setting differs."
     return text + not_compared

@@ -43,6 +43,10 @@ _ADVICE = {
         "Nothing to do{exact}. If it repeats, check the hardware of the host.",
         "the memory and device tests of the host, such as dmesg and nvidia-smi -q",
     ),
+    "precision": (
+        "Keep that module in fp32, or train in bf16: loss scaling does not cure an overflow of the forward.",
+        "holdfast replay on the bundle of the incident",
+    ),
     "lr": (
         "Lower the learning rate, or look at the code that set it{rates}.",
         "the learning rates around step {start}, from the schedule alone",

@@ -87,6 +87,16 @@ def walk(tree: DecisionTree, table: Table, episode: Episode) -> Conclusion:
     return conclusion
 
 
+def abstain(tree: DecisionTree, table: Table, episode: Episode) -> Conclusion:
+    """Return the leaf that names no cause for this kind of incident."""
+    names = [name for name, leaf in tree.leaf.items() if leaf.abstains and leaf.incident]
+    name = next((name for name in names if episode.kind in tree.leaf[name].kinds), names[-1])
+    interview = Interview(tree, table, episode)
+    conclusion = _weigh(interview, name, [])
+    _fill_in_steps(interview, conclusion)
+    return conclusion
+
+
 def check_rules(tree: DecisionTree, table: Table) -> list[Conclusion]:
     """Return the leaf of each whole-run rule that answers yes."""
     interview = Interview(tree, table, None)

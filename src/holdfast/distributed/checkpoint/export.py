@@ -67,7 +67,7 @@ def read_state(
         {},
         rank=0,
         size=1,
-        check_layout=_refuse_holes,
+        check_layout=refuse_holes,
         is_wanted=lambda name: name.startswith(prefixes),
         advance=advance,
     )
@@ -85,7 +85,7 @@ def read_state(
     return ExportedState(manifest, model, _aliases(manifest, model), optimizers, notes)
 
 
-def _refuse_holes(layout: dict[str, TensorSpec], bytes_on_disk: int) -> None:
+def refuse_holes(layout: dict[str, TensorSpec], bytes_on_disk: int) -> None:
     declared = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in layout.values())
     if declared > max(_TIMES_THE_DISK * bytes_on_disk, _SMALL_BYTES):
         raise RunDirError(

@@ -51,6 +51,10 @@ class Requests(NamedTuple):
     """the first rank that received a signal, and which"""
     tier_step: int | None
     """the certified snapshot to write to shared memory, by its step"""
+    splits: list[dict[str, Any]]
+    """micro-batches that did not fit into a rank's memory"""
+    findings: list[Finding]
+    """notes of single ranks, one of each kind"""
 
 
 class RankCoordinator:
@@ -141,6 +145,8 @@ class RankCoordinator:
         snapshots: list[tuple[int, dict[str, Any]]] = []
         shutdown: tuple[int, str] | None = None
         tier_step: int | None = None
+        splits: list[dict[str, Any]] = []
+        findings: dict[str, Finding] = {}
         for rank, requests in enumerate(self._ranks.all_gather_object(queued)):
             for request in requests:
                 what, value = request["what"], request["value"]
@@ -158,11 +164,26 @@ class RankCoordinator:
                     tier_step = value
                 elif what == "note" and value not in notes:
                     notes.append(value)
+                elif what == "finding":
+                    findings.setdefault(value["kind"], msgspec.convert(value, Finding))
                 elif what == "snapshots":
                     snapshots += [(rank, news) for news in value]
+                elif what == "split":
+                    splits.append({**value, "rank": rank})
                 elif what == "alarm":
                     self._alarms.append((rank, NonfiniteSnapshot(**value)))
-        return Requests(stop, shifts, quarantines, is_checkpoint_due, notes, snapshots, shutdown, tier_step)
+        return Requests(
+            stop,
+            shifts,
+            quarantines,
+            is_checkpoint_due,
+            notes,
+            snapshots,
+            shutdown,
+            tier_step,
+            splits,
+            list(findings.values()),
+        )
 
     # ---- decisions that all ranks share
 
@@ -281,5 +302,8 @@ def _count_samples(rows: Rows) -> int:
 
 def _shared_config_checksum(config: Config) -> int:
     """Return a checksum of the sections all ranks must share. Memory and output settings may differ by rank."""
-    shared = (config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint)
+    shared = (
+        *(config.detect, config.recover, config.quarantine, config.integrity, config.liveness, config.checkpoint),
+        config.oom,
+    )
     return zlib.crc32(msgspec.json.encode(shared))

@@ -86,6 +86,8 @@ class CheckpointManager:
         self._model = GrowingModel(context.state)
         self.lineage = Lineage()
         self.records: dict[str, CheckpointRecord] = {}
+        self.named_by_bundles: list[str] = []
+        """the checkpoints that bundles of incidents need; they are not deleted"""
         self._is_new_run = True
         """nothing was trained, and nothing was resumed from"""
         self._unused_store = None if config.enabled else store
@@ -383,7 +385,8 @@ class CheckpointManager:
         saved = [
             SavedCheckpoint(r.name, r.step, r.branch, r.health, r.handover) for r in self.records.values() if r.on_disk
         ]
-        deleted = select_for_deletion(saved, self.lineage, self._rules)
+        selected = select_for_deletion(saved, self.lineage, self._rules)
+        deleted = [(each, why) for each, why in selected if each.name not in self.named_by_bundles]
         for checkpoint, why in deleted:
             self.context.engine.write(
                 "checkpoint", status="pruned", step=checkpoint.step, name=checkpoint.name, why=why

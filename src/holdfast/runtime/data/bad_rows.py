@@ -16,12 +16,12 @@ _OUTLYING_RATIO = 100.0
 
 def nonfinite_samples(draws: Sequence[Draw]) -> list[int]:
     """Return the ids of rows that hold NaN, or Inf if most rows do not (a mask of -inf is in every row)."""
-    return _samples(draws, _nonfinite_rows)
+    return _samples(draws, nonfinite_rows)
 
 
 def outlying_samples(draws: Sequence[Draw]) -> list[int]:
     """Return the ids of rows whose values are out of all proportion to those of most rows."""
-    return _samples(draws, _outlying_rows)
+    return _samples(draws, outlying_rows)
 
 
 @torch.no_grad()
@@ -42,13 +42,15 @@ def _samples(draws: Sequence[Draw], find: Callable[[Tensor], Tensor]) -> list[in
     return sorted(bad)
 
 
-def _nonfinite_rows(tensor: Tensor) -> Tensor:
+def nonfinite_rows(tensor: Tensor) -> Tensor:
+    """Return which rows hold NaN, or Inf if most rows do not."""
     flat = tensor.detach().reshape(tensor.shape[0], -1)
     nan = flat.isnan().any(1).cpu()
     inf = flat.isinf().any(1).cpu()
     return nan | inf if int(inf.sum()) * 2 < len(inf) else nan
 
 
-def _outlying_rows(tensor: Tensor) -> Tensor:
+def outlying_rows(tensor: Tensor) -> Tensor:
+    """Return which rows are out of all proportion to the median row."""
     largest = tensor.detach().float().reshape(tensor.shape[0], -1).abs().amax(1).cpu()
     return largest > _OUTLYING_RATIO * largest.median()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -48,6 +48,8 @@ class StepAttempt:
         self.inputs = inputs
         """fingerprint and sequence length of its batches"""
         self.data_ended = False
+        self.is_filler = False
+        """this rank ran out of memory: the attempt only joins the collectives of the others, and is undone on all ranks"""
         self.epochs_before = 0
         """epochs that ended right before the step, while the step before was pending"""
         self.epochs_inside = 0
@@ -90,6 +92,8 @@ class StepAttempt:
         self.origin: Origin | None = None
         """the ranks and samples a vetoed step came from; None for one process"""
         self.result: Outcome | None = None
+        self.evidence: Any = None
+        """what watches it, if an earlier attempt at the step was bad"""
 
     @property
     def is_open(self) -> bool:
@@ -98,26 +102,29 @@ class StepAttempt:
 
     # ---- losses
 
-    def add_part(self, loss: Tensor, weight: float, *, is_explicit: bool, is_distributed: bool) -> float:
+    def add_part(
+        self, loss: Tensor, weight: float, *, is_explicit: bool, is_distributed: bool, fraction: float = 1.0
+    ) -> float:
         """Count one part's mean loss. Return the factor its gradient is multiplied by, before dividing by `parts`.
 
-        A part of weight 0 counts nothing: its loss may be NaN (every label ignored).
+        A part of weight 0 counts nothing: its loss may be NaN (every label ignored). `fraction`: the part is a piece of one
+        that was too large, of this weight, and counts so much of it.
         """
         self.is_weighted = self.is_weighted or is_explicit
         mean = _whole(loss.detach()).float()
-        if weight == 0:
+        if weight == 0 or fraction == 0:
             self._empty_loss = mean * float("nan")
             return 0.0
         if self._reference is None:
             # Ranks add their gradients up before any of them knows the total weight: all must divide by the same unit.
             self._reference = self.unit if is_distributed and is_explicit else weight
-        share = weight / self._reference
+        share = weight / self._reference * fraction
         self._shares.append(share)
         self.losses.append(mean)
         mean = mean if share == 1.0 else mean * share
         self._loss_sum = mean if self._loss_sum is None else self._loss_sum + mean
         # Without weight= every part counts alike on several ranks, as it does when DDP averages gradients.
-        return 1.0 if is_distributed and not is_explicit else share
+        return fraction if is_distributed and not is_explicit else share
 
     def add_group(self, group: str | None) -> None:
         """Note the group of one part. A step of several groups is a group of its own."""
@@ -143,8 +150,8 @@ class StepAttempt:
 
     @property
     def weight(self) -> float:
-        """Return the total weight of its parts; 0 if none of them counts."""
-        return sum(self._shares) * (self._reference or 0.0)
+        """Return the total weight of its parts; 0 if none of them counts. That of a filler makes its missing loss count."""
+        return 1.0 if self.is_filler else sum(self._shares) * (self._reference or 0.0)
 
     def total_if_equal(self) -> float | None:
         """Return the weight this rank's parts would have at one unit each; None if the loop passes no weight=."""

@@ -20,8 +20,10 @@ from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
+from holdfast.runtime.incidents.watch import IncidentWatch
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
+from holdfast.runtime.ports.bundle_store import BundleStore
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hang_watch import HangWatch
@@ -30,8 +32,10 @@ from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
 from holdfast.runtime.ports.shutdown import ShutdownSignals
 from holdfast.runtime.profile.speed_watch import SpeedWatch
 from holdfast.runtime.record.flops import peak_of_ranks
+from holdfast.runtime.record.memory_watch import MemoryWatch
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
+from holdfast.runtime.snapshots.memory import available_bytes
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.schedule import UnknownSchedulers
@@ -54,6 +58,7 @@ def build_run(
     records: Records,
     clock: Clock,
     store: CheckpointStore | None,
+    bundles: BundleStore | None,
     memory: MemoryStore | None,
     distributed: DistributedContext,
     signals: ShutdownSignals,
@@ -91,7 +96,12 @@ def build_run(
     context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory(), heartbeat)
     feeder = Feeder(context.rng, journal_exclusion, is_distributed=is_distributed)
     checkpoints = CheckpointManager(context, store, feeder, memory)
+    memory_watch = MemoryWatch(devices, clock, available_bytes, enabled=config.detect.advisory)
+    records.memory_row = memory_watch.row
     on_cuda = state.optimizers.can_veto_on_cuda() and all(map(distributed.ranks.supports_device, devices))
+    snapshots = SnapshotManager(
+        config.snapshot, state, context.rng, checkpoints, ranks, ranks_per_host=distributed.ranks_per_host
+    )
     parts = Parts(
         feeder=feeder,
         gate=Gate(
@@ -107,10 +117,9 @@ def build_run(
         local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed, now=clock.monotonic),
         gradient_sync=GradientSync(state.wrapped_modules),
         coordinator=coordinator,
-        snapshots=SnapshotManager(
-            config.snapshot, state, context.rng, checkpoints, ranks, ranks_per_host=distributed.ranks_per_host
-        ),
+        snapshots=snapshots,
         checkpoints=checkpoints,
+        incidents=IncidentWatch(context, snapshots, checkpoints, bundles),
         integrity=IntegrityMonitor(context, distributed.replicas),
         first_steps=FirstSteps(context),
         unknown_schedulers=UnknownSchedulers(state.optimizers, state.schedulers),
@@ -118,6 +127,7 @@ def build_run(
         watchdog=watchdog,
         signals=signals,
         hang_watch=hang_watch,
+        memory=memory_watch,
     )
     speed = None
     if config.metrics.slowdown and config.metrics.enabled and records.rundir is not None:

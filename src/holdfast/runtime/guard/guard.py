@@ -25,10 +25,12 @@ from holdfast.core.record.sink_thread import Sink
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.build import build_run
 from holdfast.runtime.guard.loop import CommittedSteps, Counters, DrivenLoop, GuardedData, PlainData, close_at_exit
+from holdfast.runtime.guard.memory_probe import MemoryProbe, probe_memory
 from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.guard.steps import Steps, check_loss
 from holdfast.runtime.guard.unguarded import UnguardedRun
 from holdfast.runtime.guard.wrap import OwnLines
+from holdfast.runtime.ports.bundle_store import BundleStore
 from holdfast.runtime.ports.checkpoint_store import CheckpointStore, MemoryStore
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.hang_watch import HangWatch, NoHangWatch
@@ -39,6 +41,7 @@ from holdfast.runtime.record.records import Records
 from holdfast.runtime.state.schedule import Interval
 from holdfast.runtime.state.wrappers import scaler_inside
 from holdfast.runtime.step.interface import Run
+from holdfast.runtime.step.pipeline import GuardedPipeline
 from holdfast.runtime.step.progress import Progress
 
 
@@ -58,6 +61,7 @@ class Wiring(NamedTuple):
     signals: ShutdownSignals = NoSignals()
     memory: MemoryStore | None = None
     hang_watch: HangWatch = NoHangWatch()
+    bundles: BundleStore | None = None
     make_sinks: Callable[[MetricsSection], Sequence[Sink]] | None = None
 
 
@@ -132,6 +136,7 @@ class GuardBase:
                 records=self._records,
                 clock=self._clock,
                 store=wiring.store,
+                bundles=wiring.bundles,
                 memory=wiring.memory,
                 distributed=wiring.distributed,
                 signals=wiring.signals,
@@ -407,6 +412,36 @@ class GuardBase:
         Call it before `steps`, with the same model and optimizer. A run directory means its newest good checkpoint.
         """
         self._run.load_checkpoint(os.fspath(path))
+
+    def set_splitter(
+        self, splitter: Callable[[Any, int], list[Any]] | None, *, weight: Callable[[Any], float] | None = None
+    ) -> None:
+        """Say how a micro-batch that does not fit into memory is split: `splitter(batch, n)` returns a list of n batches.
+
+        weight: returns what a part counts in the mean loss, such as its valid labels. Without it the guard counts labels
+        that are not ignored, or samples. None as splitter: along the first dimension.
+        """
+        for name, value in (("splitter", splitter), ("weight", weight)):
+            if value is not None and not callable(value):
+                raise SetupError(f"set_splitter({name}={value!r}): expected a function")
+        if (oom := self._run.pipeline.oom) is not None:
+            oom.splitter, oom.weigh = splitter, weight
+
+    def probe_memory(self, loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> MemoryProbe:
+        """Find out before the first step whether the largest batch fits, with the optimizer's state to come.
+
+            probe = guard.probe_memory(loss_fn, longest_batch)
+
+        loss_fn: returns the mean loss, as for `fit`. Runs forward and backward and leaves no trace of them. If the batch
+        does not fit, micro-batches of its shape are served in as many parts as it fits in. Call it on every rank.
+        """
+        modules = self._state.wrapped_modules
+        model = modules[0][1] if len(modules) == 1 else dict(modules)
+        self._open()
+        pipeline = self._own_run().pipeline
+        if not isinstance(pipeline, GuardedPipeline):
+            return MemoryProbe(1, 0, 0, "HOLDFAST_OFF is set: nothing was probed")
+        return probe_memory(pipeline, model, loss_fn, batch)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Declare what the loop does: `with guard.phase("eval"):`. Time in it counts for that phase when hangs are sought.

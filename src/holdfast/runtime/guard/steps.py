@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from torch import Tensor, strided
+from torch import OutOfMemoryError, Tensor, strided
 
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.errors import Shutdown, StepError, StepIncomplete
 from holdfast.core.base.types import Outcome, Span
+from holdfast.runtime.data.pieces import FailedPart, Piece
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -67,6 +68,10 @@ class Step:
         self._backwards = 0
         self._pieces_left = 0
         self._part_samples: int | None = None
+        self._piece: Piece | None = None
+        """what is served of a micro-batch that is too large for memory"""
+        self._served: FailedPart | None = None
+        """the micro-batch that is served now"""
 
     @property
     def number(self) -> int:
@@ -93,8 +98,10 @@ class Step:
         self._began = self._clock.monotonic()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> Literal[False]:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         attempt, pipeline = self._attempt, self._pipeline
+        if isinstance(error, OutOfMemoryError) and pipeline.heal_out_of_memory(attempt, error, self._served):
+            return True  # the next step is this one again
         if error is not None:
             pipeline.abandon(attempt, error)
         elif attempt.data_ended and self._drawn_parts == self._backwards:
@@ -140,11 +147,21 @@ class Step:
             raise StepError(f"backward(group={group!r}): a group is a name, without '@'")
         self._backwards += 1
         attempt.add_group(group)
-        value = loss if loss.dim() == 0 else loss.reshape(())
+        value, fraction = loss if loss.dim() == 0 else loss.reshape(()), 1.0
+        if (piece := self._piece) is not None:
+            part_weight = 0.0 if piece.is_filler else part_weight
+            fraction = piece.share if weight is None else 1.0  # a weight of the loop's own is that of the piece
+            value = value if piece.scale == 1.0 else value * piece.scale
         factor = attempt.add_part(
-            value, part_weight, is_explicit=weight is not None, is_distributed=self._pipeline.is_distributed
+            value,
+            part_weight,
+            is_explicit=weight is not None,
+            is_distributed=self._pipeline.is_distributed,
+            fraction=fraction,
         )
         self._pipeline.backward(attempt, value, factor)
+        if piece is not None and self._pipeline.oom is not None:
+            self._pipeline.oom.check_randomness(attempt)
 
     @property
     def outcome(self) -> Outcome:
@@ -207,7 +224,8 @@ class _Microbatches:
     def __init__(self, step: Step, parts: int, splitter: Splitter | None) -> None:
         self._step, self._parts, self._splitter = step, parts, splitter
         self._taken = 0
-        self._pieces: list[tuple[Any, int | None]] = []
+        self._parts_left: list[tuple[Any, int | None]] = []
+        self._pieces: list[Piece] = []
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -220,20 +238,41 @@ class _Microbatches:
                 f"step {step.number}: the last batch was left without step.backward(loss); a `continue` in the "
                 "micro-batch loop leaves a part of the batch out; nothing was applied"
             )
-        if not self._pieces:
+        if attempt.is_filler and not self._taken:  # if the data ends inside the step, no rank averages gradients in it
+            while len(attempt.draws) < attempt.accumulate and step._pipeline.draw_batch(attempt):
+                pass
+        if not self._pieces and not self._parts_left:
             if self._taken >= attempt.accumulate or attempt.data_ended:
                 raise StopIteration
             if self._taken >= len(attempt.draws) and not step._pipeline.draw_batch(attempt):
                 raise StopIteration
             draw = attempt.draws[self._taken]
             self._taken += 1
-            self._pieces = self._split(draw)
-        piece, step._part_samples = self._pieces.pop(0)
+            self._parts_left = self._split(draw)
+        if not self._pieces:
+            part, step._part_samples = self._parts_left.pop(0)
+            step._served = FailedPart(part, step._part_samples, self._splitter, step._drawn_parts + 1)
+            oom = step._pipeline.oom
+            if oom is None or not oom.is_splitting:
+                step._drawn_parts += 1
+                step._pieces_left = len(self._parts_left)
+                self._before_forward(attempt)
+                return part
+            self._pieces = oom.pieces(attempt, part, step._part_samples, self._splitter)
+            if attempt.is_filler:
+                self._parts_left.clear()
+                self._taken = attempt.accumulate
+        step._piece = self._pieces.pop(0)
         step._drawn_parts += 1
-        step._pieces_left = len(self._pieces)
-        if step._pipeline.averages_gradients:
-            step._pipeline.before_forward(is_last=self._taken == attempt.accumulate and not self._pieces)
-        return piece
+        step._pieces_left = len(self._parts_left) + len(self._pieces)
+        self._before_forward(attempt)
+        return step._piece.batch
+
+    def _before_forward(self, attempt: StepAttempt) -> None:
+        pipeline = self._step._pipeline
+        if pipeline.averages_gradients:
+            is_last = self._taken == attempt.accumulate and not self._pieces and not self._parts_left
+            pipeline.before_forward(is_last=is_last)
 
     def _split(self, draw: Draw) -> list[tuple[Any, int | None]]:
         if self._parts == 1:

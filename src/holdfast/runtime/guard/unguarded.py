@@ -14,6 +14,7 @@ from holdfast.core.base.types import Outcome, Signal, Span, Status
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.data.epochs import current_epoch, epoch_setters
 from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.data.pieces import FailedPart
 from holdfast.runtime.data.source import Draw, Position
 from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -37,6 +38,7 @@ class UnguardedRun:
     """Serves steps over the bare loader and applies every update."""
 
     keeps_gradients = False
+    oom = None
     is_forked = False
     """it has no threads and writes nothing, so a child may use it"""
 
@@ -126,6 +128,9 @@ class UnguardedRun:
             return Draw(batch, Span(0, 0, 0), None, count_samples(batch), _START, _START, None)
 
     # ---- step
+
+    def heal_out_of_memory(self, attempt: StepAttempt, error: BaseException, served: FailedPart | None) -> bool:
+        return False
 
     def enter(self, attempt: StepAttempt) -> None:
         attempt.phase = "open"

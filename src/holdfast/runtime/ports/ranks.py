@@ -119,10 +119,13 @@ class RankWatchdog(Protocol):
     def ping(self, step: int) -> None:
         """Launch a small collective with a time limit every [liveness] every_steps steps. All ranks call it in each step."""
 
-    def report_failure(self, error: BaseException, step: int, where: str, *, gives_up: bool = False) -> None:
+    def report_failure(
+        self, error: BaseException, step: int, where: str, *, gives_up: bool = False, split: int = 0
+    ) -> None:
         """Report to the other ranks, which may wait for this one, that it cannot continue. Takes at most a few seconds.
 
         gives_up: the run must not be restarted.
+        split: memory ran out, and the next processes are to split every micro-batch into so many parts.
         """
 
     def wait_for_others_to_finish(self, step: int) -> None:
@@ -141,7 +144,9 @@ class NoWatchdog:
     def begin_exchange(self) -> None: ...
     def end_exchange(self) -> None: ...
     def ping(self, step: int) -> None: ...
-    def report_failure(self, error: BaseException, step: int, where: str, *, gives_up: bool = False) -> None: ...
+    def report_failure(
+        self, error: BaseException, step: int, where: str, *, gives_up: bool = False, split: int = 0
+    ) -> None: ...
     def wait_for_others_to_finish(self, step: int) -> None: ...
     def close(self, *, may_restart: bool = False) -> None: ...
 

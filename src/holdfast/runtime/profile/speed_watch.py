@@ -40,7 +40,7 @@ _KEPT_ROWS = 256
 _CLOSE_SECONDS = 30.0
 
 
-class _Seen(NamedTuple):
+class _Surroundings(NamedTuple):
     step: int
     is_saving: bool
     compiled: int
@@ -62,7 +62,7 @@ class SpeedWatch:
         self._is_saving, self._add_note = is_saving, add_note
         self._arm: Callable[[Callable[[], None]], bool] = lambda call: False
         self._detector = SlowdownDetector()
-        self._seen: deque[_Seen] = deque(maxlen=_KEPT_ROWS)
+        self._seen: deque[_Surroundings] = deque(maxlen=_KEPT_ROWS)
         self._began = time.monotonic()
         self._wanted: str | None = None
         """the name of the profile to take"""
@@ -87,7 +87,7 @@ class SpeedWatch:
     def observe(self, row: Mapping[str, Any], ranks: NDArray[np.float64] | None) -> None:
         """Judge one row, and ask for a profile if one is due."""
         step = int(row["step"])
-        self._seen.append(_Seen(step, self._is_saving(), compiled_frames()))
+        self._seen.append(_Surroundings(step, self._is_saving(), compiled_frames()))
         if self._profile is not None or self._reader is not None:
             self._quiet_rows = _QUIET_ROWS
         elif self._quiet_rows:
@@ -223,5 +223,5 @@ class SpeedWatch:
         durable.replace_file(self._folder / self._profile_name / "comparison.md", text.encode())
 
 
-def _share(rows: list[_Seen]) -> float:
+def _share(rows: list[_Surroundings]) -> float:
     return sum(row.is_saving for row in rows) / len(rows) if rows else 0.0

@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,7 @@ from holdfast.core.base.plain import plain
 from holdfast.core.base.types import Outcome, Signal
 from holdfast.core.checkpoints.lost import usable_by_journal
 from holdfast.core.checkpoints.recovery_history import RecoveryHistory
+from holdfast.core.decide.batch_splits import ANY_SHAPE, MAX_PARTS, journaled_splits
 from holdfast.core.decide.engine import Engine
 from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
 from holdfast.core.record.incidents import IncidentFiles
@@ -83,11 +84,15 @@ class Records:
         self._sinks = [] if path is None or make_sinks is None else list(map(SinkThread, make_sinks(config.metrics)))
         self.total_steps: int | None = None
         """how many steps the loop has asked for"""
+        self.memory_row: Callable[[int], dict[str, float]] | None = None
+        """returns the memory fields of the row of a step"""
         self._is_open = False
         self.identity = ""
         """identifies the run over all its processes"""
         self.restarted = False
         """an earlier process has written to the run directory"""
+        self.splits: dict[str, int] = {}
+        """the parts that earlier processes have split micro-batches into, by shape"""
         self.usable_checkpoints: dict[str, int] = {}
         """the checkpoints that a run could resume from by the journal of earlier processes: name -> step"""
         self._described: dict[str, Any] = {}
@@ -115,6 +120,7 @@ class Records:
                 self._journal.listener = self._pass_on
             engine.open(self._journal, IncidentFiles(self.rundir, self._files), past)
             history.rebuild(past)
+            self.splits = journaled_splits(past)
             self.usable_checkpoints = usable_by_journal(past)
             self.quarantine.complete(past)
             self._refuse_if_stopped(engine)
@@ -161,7 +167,7 @@ class Records:
             self._restore_run_json(past)
             engine.write("restart", durable=True, environment=self._environment)
             if (failed := _last_rank_failure(self.rundir, past)) is not None:
-                engine.count_failure(failed.step, failed.error, failed.rank)
+                self._take_over(engine, failed)
         else:
             write_atomically(self.rundir.run, to_json(self._environment))
             engine.write("run_begin", durable=True, environment=self._environment)
@@ -178,6 +184,20 @@ class Records:
             self.metrics = MetricsFile(
                 self.rundir.metrics, every, self._clock, self._encode, self.outage, self.check_held
             )
+
+    def _take_over(self, engine: Engine, failed: _RankFailureRow) -> None:
+        """Count the failure that ended the process before, or adopt the split that cures it."""
+        if not failed.split:
+            engine.count_failure(failed.step, failed.error, failed.rank)
+            return
+        self.splits[ANY_SHAPE] = failed.split
+        reason = f"rank {failed.rank} ended the process before: {failed.error[:300]}"
+        fields = {"step": failed.step, "shape": ANY_SHAPE, "parts": failed.split, "reason": reason}
+        engine.write("action", durable=True, action="split", **fields)
+        log.warning(
+            "holdfast: %s. Every micro-batch is served in %d parts from now on; batch and loss stay what they were",
+            *(reason, failed.split),
+        )
 
     def _restore_run_json(self, past: list[dict[str, Any]]) -> None:
         """Keep the first process's run.json. A lost or damaged one is rebuilt with the facts from the journal."""
@@ -242,7 +262,7 @@ class Records:
     def _encode(self, settled: SettledStep) -> bytes:
         """Return the line of a settled attempt. Called by the thread that writes the rows."""
         outcome, at, update_ns, wait_ns, rows = settled
-        row = _row(outcome)
+        row = _row(outcome, self.memory_row)
         ranks = None if rows is None or rows.size == 1 else rows.phases()
         if self.row_metrics is not None:
             row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
@@ -303,10 +323,12 @@ def encode_metrics(outcome: Outcome) -> bytes:
     return _encode_row(_row(outcome))
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: Outcome, memory: Callable[[int], dict[str, float]] | None = None) -> dict[str, Any]:
     signal = outcome.signal
     row = {name: value for name in _FIELDS if (value := getattr(signal, name)) is not None}
     row["status"] = outcome.status
+    if memory is not None:
+        row.update(memory(signal.step))
     return row
 
 
@@ -339,6 +361,7 @@ class _RankFailureRow(msgspec.Struct):
     step: int
     error: str
     is_error: bool
+    split: Annotated[int, msgspec.Meta(ge=0, le=MAX_PARTS)] = 0
 
 
 def _last_rank_failure(rundir: RunDir, past: list[dict[str, Any]]) -> _RankFailureRow | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.errors import StepError
@@ -155,7 +156,20 @@ class SnapshotManager:
     def on_update_submitted(self, step: int) -> str | None:
         """Start copying what an update leaves, while it still runs on the device, if a snapshot is due after it."""
         self._submitted_step = step
-        return self._start(step) if self._is_due(step) else None
+        return self._unless_full(step, lambda: self._start(step)) if self._is_due(step) else None
+
+    def _unless_full(self, step: int, take: Callable[[], str | None]) -> str | None:
+        """Take a snapshot, or a part of it. If memory runs out, give memory back and try once more; then leave it out."""
+        for is_last in (False, True):
+            try:
+                return take()
+            except OutOfMemoryError as error:
+                why = str(error).strip().split("\n")[0][:200]
+                traceback.clear_frames(error.__traceback__)
+            self.release_device_memory()
+            if is_last:
+                self.discard_in_progress()
+        return f"memory ran out while a snapshot of step {step} was taken: it is left out, and training goes on ({why})"
 
     def _is_due(self, step: int) -> bool:
         ring, every = self.ring, self._sink.every_steps
@@ -165,7 +179,7 @@ class SnapshotManager:
         is_saved = step == self._sink.timed_step or (every > 0 and step % every == 0)
         return is_saved and self._sink.save_reason(step) is not None
 
-    def on_commit(self, step: int, detectors: DetectorState, *, is_healthy: bool = True) -> None:
+    def on_commit(self, step: int, detectors: DetectorState, *, is_healthy: bool = True) -> str | None:
         """Count a healthy step, and add the small state to a snapshot in progress if the next step has begun already.
 
         Otherwise take the snapshot when the next step begins: what the loop does between two steps, such as an evaluation
@@ -177,10 +191,11 @@ class SnapshotManager:
             self._placement.preallocate()
         started = self._in_progress
         if started is not None and started.position is not None:
-            self._add_small_state(detectors())
-        elif (started is not None and started.step == step) or (step != self._submitted_step and self._is_due(step)):
+            return self._unless_full(step, lambda: self._add_small_state(detectors()))
+        if (started is not None and started.step == step) or (step != self._submitted_step and self._is_due(step)):
             self.discard_in_progress()
             self._due_step, self._initial = step, False
+        return None
 
     def discard_in_progress(self) -> None:
         """Discard the snapshot of a step that is not committed."""
@@ -196,21 +211,30 @@ class SnapshotManager:
         note, due_step = None, self._due_step
         self._due_step = None
         if due_step is not None:
-            note = self._start(due_step, self._initial)
+            note = self._unless_full(due_step, lambda: self._start(due_step, self._initial))
         snapshot = self._in_progress
         if snapshot is None or snapshot.position is not None:
             return note
-        self._add_position(snapshot, rng(), buffers, source)
-        if due_step is not None:
-            self._add_small_state(detectors())
-        return note
+
+        def complete() -> str | None:
+            self._add_position(snapshot, rng(), buffers, source)
+            if due_step is not None:
+                self._add_small_state(detectors())
+            return None
+
+        return self._unless_full(snapshot.step, complete) or note
 
     def take_now(
         self, step: int, reason: str, buffers: BufferCapture, source: BatchSource, detectors: DetectorState
     ) -> Snapshot:
         """Take a snapshot between two steps, for the disk."""
         self.discard_in_progress()
-        self._start(step, reason=reason)
+        try:
+            self._start(step, reason=reason)
+        except OutOfMemoryError as error:
+            traceback.clear_frames(error.__traceback__)
+            self.release_device_memory()
+            self._start(step, reason=reason)
         snapshot = self._in_progress
         assert snapshot is not None
         self._add_position(snapshot, self._rng.capture(), buffers, source)
@@ -249,7 +273,7 @@ class SnapshotManager:
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
         snapshot.buffers = self._copy_small(named, "buffers", snapshot)
 
-    def _add_small_state(self, detectors: dict[str, Any]) -> None:
+    def _add_small_state(self, detectors: dict[str, Any]) -> str | None:
         snapshot = self._in_progress
         assert snapshot is not None
         snapshot.small_state, tensors = self._state.small_state()
@@ -260,7 +284,7 @@ class SnapshotManager:
         snapshot.detectors = detectors
         snapshot.complete()
         if snapshot.health is not Health.CANDIDATE:
-            return
+            return None
         self._in_progress = None
         if snapshot.reason is not None:
             self._sink.submit(snapshot, self.stalled_seconds)
@@ -269,6 +293,7 @@ class SnapshotManager:
                 self._placement.release(dropped)
         else:
             self._placement.release(snapshot)
+        return None
 
     def _copy_small(self, tensors: dict[str, Tensor], part: str, snapshot: Snapshot) -> SnapshotCopy:
         return self._copier.start(tensors, live=False, part=part, on_host=self._placement.on_host(snapshot.reason))
@@ -435,10 +460,21 @@ class SnapshotManager:
         self.stalled_seconds += time.perf_counter() - began
 
     def release_device_memory(self) -> str | None:
-        """Give back the device memory that copies use for speed, because the device ran out of memory."""
-        if not self._copier.stop_staging():
-            return None
-        return "the device is out of memory: snapshots are not staged in device memory any more"
+        """Give back the device memory that snapshots use, because the device ran out of memory. Return what was given back.
+
+        Of snapshots on the device only the newest certified one is kept, on the host.
+        """
+        gave_staging = self._copier.stop_staging()
+        moved = self._placement.leave_device()
+        if moved:
+            kept = next(iter(self.ring.good_at_or_before(2**62)), None)
+            for snapshot in [s for s in self.ring if s is not kept]:
+                self._drop(snapshot)
+            if kept is not None:
+                kept.move_to_host()
+        if moved:
+            return "snapshots leave the device; from now on they are kept in host memory"
+        return "snapshots are not staged in device memory any more" if gave_staging else None
 
     def wait_until_idle(self) -> None:
         """Block until no copy is running, so that the process may fork."""

@@ -83,6 +83,15 @@ class Placement:
         share = self._shares.of(tensors)
         return tensors if share is None else share.split(tensors)[0]
 
+    def leave_device(self) -> bool:
+        """Keep snapshots on the host from now on, and free the device memory that waits for them. Return whether it did."""
+        if self._on_host:
+            return False
+        self._on_host = True
+        for part in ("update_tensors", "small_state", "buffers"):
+            self._copier.retire(part, on_host=False)
+        return True
+
     def preallocate(self) -> None:
         """After the first step, when the size of a snapshot is known, allocate its memory ahead of time."""
         self.is_preallocated = True
@@ -105,9 +114,7 @@ class Placement:
             if on_host:
                 raise
             notes.append(self._once(_DEVICE_FULL))
-            self._on_host = True
-            # Training needs the device memory that is free for later copies.
-            self._copier.retire("update_tensors", on_host=False)
+            self.leave_device()  # training needs the device memory that is free for later copies
             copy = self._copier.start(tensors, live=True)
         copy.share = share
         if self.is_preallocated:

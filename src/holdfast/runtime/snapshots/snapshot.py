@@ -89,6 +89,11 @@ class Snapshot:
         """The number of interventions that are part of the state."""
         return 0 if self.small_state is None else int(self.small_state["interventions"]["turns"])
 
+    def move_to_host(self) -> None:
+        """Move its tensors to the host and free their device memory."""
+        for copy in self.copies:
+            copy.tensors, copy.buffer = {name: value.cpu() for name, value in copy.tensors.items()}, None
+
     def wait_for(self, name: str) -> None:
         """Block until that tensor is copied, so that it can be written while the next one is copied."""
         for copy in self.copies:

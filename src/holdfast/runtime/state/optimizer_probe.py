@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.runtime.tensors.nested_state import TensorSlot
+from holdfast.runtime.tensors.sharded import local
 
 _FAST_PATHS = ("foreach", "fused", "capturable", "differentiable")
 """options that need real memory or a device, and do not change what is in the state"""
@@ -20,6 +21,34 @@ _FAST_PATHS = ("foreach", "fused", "capturable", "differentiable")
 def is_torch_optimizer(optimizer: Optimizer) -> bool:
     """Return whether it is an optimizer of torch itself, whose options and state have known names."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def missing_state_nbytes(optimizer: Optimizer) -> dict[torch.device, int]:
+    """Return the bytes of state, by device, that the optimizer has not made yet for its parameters.
+
+    That of an optimizer whose state is not known is taken for Adam's: twice the parameters.
+    """
+    nbytes: dict[torch.device, int] = {}
+    known: dict[Any, dict[str, Any] | None] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if optimizer.state.get(p) or not p.requires_grad:
+                continue
+            part, key = local(p), (number, p.shape, p.dtype)
+            if key not in known:
+                known[key] = _made_by_a_step(optimizer, group, p) if is_torch_optimizer(optimizer) else None
+            made = known[key]
+            shaped = [2.0] if made is None else [_share_of(value, p) for value in made.values()]
+            size = part.numel() * part.element_size()
+            nbytes[part.device] = nbytes.get(part.device, 0) + int(sum(shaped) * size)
+    return {device: size for device, size in nbytes.items() if size}
+
+
+def _share_of(value: Any, parameter: Tensor) -> float:
+    """Return the bytes of a piece of state relative to those of its parameter; 0 for a small one."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or not parameter.numel():
+        return 0.0
+    return value.numel() * value.element_size() / (parameter.numel() * parameter.element_size())
 
 
 def state_mismatch(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from holdfast.core.base.errors import SetupError
+from holdfast.core.decide.batch_splits import BatchSplits
 from holdfast.runtime.ports.checkpoint_store import FindTarget, TensorSpec
 from holdfast.runtime.state.buffers import BufferCapture, ModuleBuffers
 from holdfast.runtime.state.optimizers import Optimizers
@@ -90,6 +91,7 @@ class RunState:
         self.schedulers = schedulers
         self.scaler = scaler
         self.interventions = Interventions()
+        self.splits = BatchSplits()
         self.buffers = ModuleBuffers(self.modules)
         self._named_params = NamedParams(self.modules)
         self._last_named: list[tuple[str, Tensor]] = []
@@ -222,6 +224,7 @@ class RunState:
             "optimizer_groups": self.optimizers.split_groups(tensors),
             "schedulers": self.schedulers.state_dict(),
             "interventions": self.interventions.state_dict(),
+            "splits": self.splits.state_dict(),
             "wrapped": [broadcasts_buffers(module) for _, module in self.wrapped_modules],
             "gradient_orders": [gradient_order(module) for _, module in self.wrapped_modules],
             "scaler": None if self.scaler is None else self.scaler.split_state(tensors),
@@ -386,6 +389,7 @@ class RunState:
         self.optimizers.restore_groups(rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
+        self.splits.load_state_dict(rest.get("splits"))  # an earlier version has none
         if self.scaler is not None:
             self.scaler.restore_state(rest["scaler"], tensors)
         self.optimizers.restore_attributes(rest["optimizer_own"], tensors)

@@ -14,7 +14,8 @@ A driver owns the loop. The one that ships is `guard.steps()`; a loop that belon
 `guard/loop.py` drives it for loops that call `loss.backward()` and clip by themselves, and for the trainers of others.
 
 An update that does not land has no effect on optimizer, scheduler or counters. Its data is left out or served again by the
-next `draw_step`. If `attempt.data_ended` inside a step, `discard_remainder` ends it; if an error comes out, `abandon` does.
+next `draw_step`. If `attempt.data_ended` inside a step, `discard_remainder` ends it; if an error comes out, `abandon` does,
+unless it is one of memory and `heal_out_of_memory` returns True: then the next `draw_step` serves the step again.
 A driver with a backward of its own calls `after_backward` after it, and `measure` before it clips.
 """
 
@@ -26,7 +27,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from holdfast.core.record.tally import Summary
+from holdfast.runtime.data.pieces import FailedPart
 from holdfast.runtime.effects.attempt import StepAttempt
+from holdfast.runtime.step.memory_retry import MemoryRetry
 from holdfast.runtime.step.progress import Progress
 
 
@@ -41,6 +44,10 @@ class Pipeline(Protocol):
     """the driver clears gradients itself, except after an update that did not land"""
 
     @property
+    def oom(self) -> MemoryRetry | None:
+        """Serves micro-batches in parts after memory ran out. None: errors end the loop."""
+
+    @property
     def is_forked(self) -> bool: ...
     def require_own_process(self) -> None: ...
     def draw_step(self, accumulate: int, max_steps: int | None = None) -> StepAttempt | None: ...
@@ -52,6 +59,7 @@ class Pipeline(Protocol):
     def measure(self, attempt: StepAttempt) -> Tensor: ...
     def measure_clipped(self) -> float: ...
     def submit(self, attempt: StepAttempt) -> None: ...
+    def heal_out_of_memory(self, attempt: StepAttempt, error: BaseException, served: FailedPart | None) -> bool: ...
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None: ...
     def discard_remainder(self, attempt: StepAttempt) -> None: ...
     def flush(self) -> bool: ...

@@ -22,7 +22,7 @@ import msgspec
 from torch import OutOfMemoryError, Tensor, float64
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, Shutdown, StepError
-from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Severity, Signal, Status
+from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Plan, Severity, Signal, Status
 from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.core.hang.heartbeat import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER, SAVE, USER
@@ -36,20 +36,25 @@ from holdfast.runtime.context import Context
 from holdfast.runtime.data.bad_rows import outlying_samples
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
+from holdfast.runtime.data.pieces import FailedPart
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.effects import RecoveryParts, Situation, Transition
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import rewind
+from holdfast.runtime.incidents.evidence import StepEvidence
+from holdfast.runtime.incidents.watch import IncidentWatch
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
 from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.ports.shutdown import ShutdownSignals
+from holdfast.runtime.record.memory_watch import MemoryWatch, save_snapshot
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
 from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.schedule import UnknownSchedulers
+from holdfast.runtime.step.memory_retry import MemoryRetry
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.tensors.norms import GradientNorms, Norm, scale_gradients
@@ -88,6 +93,7 @@ class Parts:
     coordinator: RankCoordinator
     snapshots: SnapshotManager
     checkpoints: CheckpointManager
+    incidents: IncidentWatch
     integrity: IntegrityMonitor
     first_steps: FirstSteps
     unknown_schedulers: UnknownSchedulers
@@ -95,6 +101,7 @@ class Parts:
     watchdog: LateWatchdog
     signals: ShutdownSignals
     hang_watch: HangWatch
+    memory: MemoryWatch
 
 
 class GradientStats(NamedTuple):
@@ -128,12 +135,15 @@ class GuardedPipeline:
         self.keeps_gradients = False
         self._clip = clip
         self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
+        self.oom = MemoryRetry(self._recovery, parts.gradient_sync)
         self._parameters: list[Tensor] = []
         self._parameter_ids: frozenset[int] | None = None
         self._emptied: str | None = None
         """why the optimizers cannot train any more"""
         self._overflows = 0
         """overflowed attempts in a row"""
+        self._next_evidence: StepEvidence | None = None
+        """what is to watch the next attempt, which runs a bad step again"""
         self._first_steps: FirstSteps | None = parts.first_steps
         """None once the first steps are checked"""
         self._last_lr: float | None = None
@@ -285,6 +295,8 @@ class GuardedPipeline:
             attempt.epochs_before = ended_epochs
         elif ended_epochs:
             self._end_epochs(ended_epochs)
+        if self.oom.is_filling:
+            self.oom.is_filling, attempt.is_filler = False, True
         progress.served = attempt
         return attempt
 
@@ -316,7 +328,11 @@ class GuardedPipeline:
         """Draw one more batch for a step in progress. Return False if the data ended inside it."""
         self.require_own_process()
         self._enter_phase(DATA)
+        if attempt.evidence is not None:
+            attempt.evidence.pause(True)
         draw, ended_epochs = self._draw()
+        if attempt.evidence is not None:
+            attempt.evidence.pause(False)
         self._enter_phase(FORWARD)
         attempt.epochs_inside += ended_epochs
         if draw is None:
@@ -361,7 +377,9 @@ class GuardedPipeline:
         attempt.unit = self.context.state.interventions.weight_unit
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
-        if self.is_distributed:
+        if self._next_evidence is not None:
+            attempt.evidence, self._next_evidence = self._next_evidence.begin(attempt.buffers), None
+        if self.is_distributed and not attempt.is_filler:  # this rank is in that step already
             self.parts.watchdog.get().enter_step(attempt.number)
         if self._timer is not None:
             self._timer.enter()
@@ -416,6 +434,8 @@ class GuardedPipeline:
         """
         self.require_own_process()
         self._enter_phase(OPTIMIZER)
+        if attempt.evidence is not None:
+            attempt.evidence.end()
         if self._first_steps is not None:
             try:
                 self._require_parameters()
@@ -447,7 +467,15 @@ class GuardedPipeline:
             self._move_epoch_schedule(attempt)
         attempt.number, attempt.attempt = progress.step + 1, progress.attempt
         agreed = self._agree(attempt, stats)
-        self._update(attempt, stats, agreed)
+        try:
+            self._update(attempt, stats, agreed)
+        except OutOfMemoryError as error:
+            plan = self.oom.undo_update(attempt.number, error)
+            if plan is None:
+                raise
+            self._drop_gradients()
+            self._act(attempt, None, attempt.unmeasured_signal(), plan, is_vetoed=False)
+            return
         progress.pending = attempt
         if not gate.on_device:
             self._settle(None)
@@ -717,6 +745,8 @@ class GuardedPipeline:
         if is_vetoed or signal.overflow:
             attempt.handle.drop_new_optimizer_state(overflow=not is_vetoed)
             parts.integrity.forget()
+        if is_vetoed and self.is_distributed and (retry := self.oom.agreed_retry(attempt)) is not None:
+            return self._act(attempt, following, signal, retry, is_vetoed)
         if self.is_distributed and signal.flags and attempt.rows is not None:
             attempt.origin = coordinator.find_origin(
                 attempt.rows, signal, lambda find: describe_data(attempt.draws, attempt.losses, find_nonfinite=find)
@@ -731,9 +761,14 @@ class GuardedPipeline:
             findings += coordinator.find_stragglers(attempt.number, attempt.rows, self.note)
         origin = None if attempt.origin is None else attempt.origin.evidence
         inspect = partial(self._check_statistics, attempt, following) if self._has_statistics else None
-        plan = self.context.engine.judge(signal, findings, origin, inspect)
+        amend = None
+        if attempt.evidence is not None:
+            amend = parts.incidents.examine(attempt, signal, is_bad=is_vetoed)
+        plan = self.context.engine.judge(signal, findings, origin, inspect, amend)
         if plan is not None:
             coordinator.add_decision(signal, plan)
+        if plan is not None or attempt.evidence is not None:
+            self._next_evidence = parts.incidents.settle(attempt, signal, plan, has_landed=not is_vetoed)
         has_actions = plan is not None and bool(plan.actions)
         if not has_actions and not is_vetoed:
             is_healthy = plan is None or plan.by != "observe"
@@ -742,11 +777,19 @@ class GuardedPipeline:
             else:
                 self._commit(attempt, signal, is_healthy)
             return True
-        situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
-        if not has_actions:
+        if plan is None or not has_actions:
+            situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
             return self._apply(effects.skip.perform(self._recovery, situation), attempt, signal)
         parts.snapshots.reset_healthy_counts()
         parts.checkpoints.reset_healthy_counts()
+        return self._act(attempt, following, signal, plan, is_vetoed)
+
+    def _act(
+        self, attempt: StepAttempt, following: StepAttempt | None, signal: Signal, plan: Plan, is_vetoed: bool
+    ) -> bool:
+        """Carry out a plan. Return False if data was requeued."""
+        progress = self.progress
+        situation = Situation(attempt, following, signal, plan, is_vetoed, progress.step, progress.positions)
         before = self.context.heartbeat.enter(SAVE)  # it may read the whole state from disk
         is_valid = self._apply(effects.carry_out(self._recovery, situation), attempt, signal)
         self.context.heartbeat.enter(before)
@@ -835,14 +878,19 @@ class GuardedPipeline:
             parts.checkpoints.count_healthy_step(progress.step)
             if parts.checkpoints.is_overdue:
                 self._request_checkpoint()
+        if progress.step % parts.memory.every == 0:
+            for finding in parts.memory.read(progress.step):
+                self._report_memory(finding)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
             context.records.metrics.write((outcome, monotonic_ns(), attempt.update_ns, attempt.wait_ns, attempt.rows))
         if context.records.outage.is_active:
             context.records.retry(context.engine)
+        if self.oom.is_splitting:
+            self.oom.count_clean_step(progress.step)
         if "on_step_end" in context.hooks.callbacks:
             context.hooks.call("on_step_end", outcome)
-        parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy)
+        self.note(parts.snapshots.on_commit(progress.step, context.engine.state_dict, is_healthy=is_healthy))
         if parts.checkpoints.tier.is_writing:
             self._request_tier_write()
         if progress.step % _FORGET_EVERY == 0:
@@ -851,6 +899,18 @@ class GuardedPipeline:
         if self.on_next_commit is not None:
             call, self.on_next_commit = self.on_next_commit, None
             call()
+
+    def _report_memory(self, finding: Finding) -> None:
+        """Report what was found about this rank's memory; on several ranks all journal it, at the next step."""
+        rundir = self.context.records.rundir
+        if self.parts.memory.on_device and rundir is not None:
+            save_snapshot(rundir.path / "memory", f"step_{finding.step}", [msgspec.to_builtins(finding)])
+        if self.is_distributed:
+            evidence = {**finding.evidence, "rank": self.context.ranks.rank}
+            finding = msgspec.structs.replace(finding, evidence=evidence)
+            self.parts.coordinator.request("finding", msgspec.to_builtins(finding))
+        else:
+            self.context.engine.add_note(finding)
 
     def _request_checkpoint(self) -> None:
         """Have every rank save the same step. On several ranks they learn of it with the rows of the next one."""
@@ -942,6 +1002,8 @@ class GuardedPipeline:
         """Record the outcome of an attempt that was not committed."""
         self.progress.attempt += 1
         attempt.result = outcome
+        if outcome.status is not Status.REPLAYED:
+            self._next_evidence = None
         self.context.engine.record_outcome(outcome, **fields)
         if self.context.records.metrics is not None:
             row = (outcome, monotonic_ns(), attempt.update_ns, attempt.wait_ns, attempt.rows)
@@ -949,10 +1011,27 @@ class GuardedPipeline:
 
     # ---- steps that are not trained on
 
+    def heal_out_of_memory(self, attempt: StepAttempt, error: BaseException, served: FailedPart | None) -> bool:
+        """Have a step that ran out of memory served again. Return False if the error must end the loop: see `abandon`."""
+        if self.is_forked:
+            return False
+        evidence, attempt.evidence = attempt.evidence, None
+        if evidence is not None:  # all ranks examine the attempt, so the one that replaces it has evidence too
+            self._next_evidence = evidence.give_back_memory()
+        if not self.oom.heal(attempt, error, served, self._drop_gradients, was_observed=evidence is not None):
+            return False
+        self._enter_phase(USER)
+        attempt.phase, self.progress.served = "left", None
+        if not self.is_distributed and self.progress.pending is None:
+            self.progress.attempt += 1
+        return True
+
     def abandon(self, attempt: StepAttempt, error: BaseException) -> None:
         """Apply nothing of a step that an error came out of. Its data is lost."""
-        attempt.phase = "left"
+        attempt.phase, self._next_evidence = "left", None
         self._enter_phase(USER)
+        if attempt.evidence is not None:
+            attempt.evidence.end()
         if self.is_forked:
             return
         self.report_failure(error, attempt.running)
@@ -961,6 +1040,8 @@ class GuardedPipeline:
         self.progress.served = None
         self.parts.feeder.source.defer_epoch_ends(attempt.epochs_before + attempt.epochs_inside)
         self.context.engine.write("abandoned", step=attempt.number, data=attempt.spans(), batches=len(attempt.draws))
+        if (verdict := self.parts.memory.explain(error, attempt.number)) is not None:
+            self.context.engine.add_note(verdict)
         if isinstance(error, OutOfMemoryError):
             self.note(self.parts.snapshots.release_device_memory())
 
@@ -968,6 +1049,8 @@ class GuardedPipeline:
         """Drop a last step for which fewer batches than `accumulate` were left."""
         self.require_own_process()
         attempt.phase = "left"
+        if attempt.evidence is not None:
+            attempt.evidence.end()
         feeder, engine = self.parts.feeder, self.context.engine
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()
@@ -1110,6 +1193,11 @@ class GuardedPipeline:
             self.parts.checkpoints.tier.write(requests.tier_step, self.parts.snapshots.ring)
         for message in requests.notes:
             self.note(message)
+        if requests.splits:
+            self.oom.take_requests(requests.splits)
+        for finding in requests.findings:
+            self.parts.memory.mark_reported(finding.kind)
+            engine.add_note(finding)
         return bool(requests.shifts)
 
     def report_failure(self, error: BaseException, where: str) -> None:
@@ -1120,8 +1208,11 @@ class GuardedPipeline:
             served = self.progress.served
             number = self.progress.step + 1 if served is None else served.number
             self.parts.checkpoints.abort()
-            self.gives_up = self.context.engine.why_give_up(number, error)
-            self.parts.watchdog.get().report_failure(error, number, where, gives_up=self.gives_up is not None)
+            parts = self.oom.wanted_parts  # a restart with smaller micro-batches is not the same again
+            self.gives_up = None if parts else self.context.engine.why_give_up(number, error)
+            self.parts.watchdog.get().report_failure(
+                error, number, where, gives_up=self.gives_up is not None, split=parts
+            )
 
     def note(self, message: str | None) -> None:
         """Journal and log that something works less well than asked."""

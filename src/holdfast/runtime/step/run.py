@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Generator
+from torch import Generator, OutOfMemoryError
 
 from holdfast.core.base.errors import HoldfastError, PolicyStop, RanksDisagree, SetupError, Shutdown, StepError
 from holdfast.core.decide.repeated_failure import describe_error, is_counted
@@ -25,6 +25,10 @@ from holdfast.runtime.profile.speed_watch import SpeedWatch
 from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
 
 log = logging.getLogger("holdfast")
+_NOT_SERVED_AGAIN = (
+    "in code that the guard cannot run again: an error in a loop over guard.data(), of Guard.wrap or of a trainer leaves "
+    "that loop. Use guard.steps() or guard.fit(), which serve the step again in smaller parts, or make the batch smaller"
+)
 
 
 class GuardedRun:
@@ -58,6 +62,7 @@ class GuardedRun:
             self.pipeline.report_failure(error, "opening the run directory")
             self._release()
             raise
+        parts.incidents.open()
         context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
         parts.first_steps.open()
         self.pipeline.open()
@@ -121,6 +126,7 @@ class GuardedRun:
                 pipeline.on_next_commit = lambda: self._report_restart(resumed)
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
+            pipeline.oom.begin(context.records.splits)
         pipeline.begin_loop(step, is_new_loader=True)
         pipeline.note(parts.snapshots.begin_run(step, trusted=is_trusted))
         return is_restored
@@ -258,6 +264,8 @@ class GuardedRun:
             problem = Shutdown(f"{parts.signals.reason}, and {type(error).__name__}: {error}")
         if error is not None:
             self.pipeline.report_failure(error, "between two steps")
+            if isinstance(error, OutOfMemoryError) and not getattr(error, "__notes__", None):
+                log.error("holdfast: step %d: out of memory %s", progress.step + 1, _NOT_SERVED_AGAIN)
         served = self.pipeline.forget_served()
         has_ended = False
         try:
@@ -285,6 +293,7 @@ class GuardedRun:
         releases: tuple[Callable[[], None], ...] = (
             *self._hooks_to_remove(),
             lambda: parts.checkpoints.close(is_orderly=has_ended),
+            parts.incidents.close,
             parts.snapshots.close,
             parts.feeder.close,
             *(() if self._speed is None else (context.records.flush, self._speed.close)),

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from holdfast.runtime.tensors.torch_private import cuda_is_initialized
+
 _SECONDS, _ANSWER_SECONDS = 0.6, 0.8
 """how long the device has to reach a marker behind its queued work, and how long the driver has to answer"""
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -22,7 +24,7 @@ def watch_device() -> Callable[[], bool | None] | None:
     Call it on the training thread: its current stream is the one that is watched. The function may be called on any
     thread. It returns None if the driver cannot be asked.
     """
-    if torch.version.cuda is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.version.cuda is None or not cuda_is_initialized():
         return None
     device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
 

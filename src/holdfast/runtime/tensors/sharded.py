@@ -17,6 +17,12 @@ def is_sharded(value: Any) -> bool:
     return callable(getattr(value, "to_local", None))
 
 
+def mesh_dimensions(value: Any) -> int:
+    """Return over how many dimensions of ranks a tensor is spread; 0 for a plain one."""
+    mesh = getattr(value, "device_mesh", None)
+    return 0 if mesh is None else int(mesh.ndim)
+
+
 def local(value: Tensor) -> Tensor:
     """Return this rank's part of a tensor, sharing its memory; a plain tensor whole."""
     to_local = getattr(value, "to_local", None)

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import data as data_module
 
 from holdfast.core.base.errors import SetupError
@@ -361,3 +362,89 @@ def compiled_frames() -> int:
     """Return how many frames torch.compile has compiled in this process; 0 if it is not in use."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     return int(counters["frames"].get("ok", 0)) if counters is not None and "frames" in counters else 0
+
+
+# ---- torch's memory history
+
+
+def cuda_is_initialized() -> bool:
+    """Return whether this process uses CUDA. Asking does not make it use it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def memory_snapshot() -> dict[str, Any] | None:
+    """Return the segments and blocks of torch's CUDA allocator, with stacks if history is recorded; None without CUDA.
+
+    It explains and decides nothing, so a torch without it is no error.
+    """
+    take = getattr(torch.cuda.memory, "_snapshot", None)
+    try:
+        return None if take is None or not cuda_is_initialized() else dict(take())
+    except RuntimeError:  # a build or an allocator without it
+        return None
+
+
+def record_memory_history(max_entries: int | None) -> bool:
+    """Have torch record the Python stacks of CUDA allocations from now on; None ends it. Return whether it does."""
+    record = getattr(torch.cuda.memory, "_record_memory_history", None)
+    if record is None or not torch.cuda.is_available():
+        return False
+    try:
+        if max_entries is None:
+            record(enabled=None)
+        else:
+            record(context="alloc", stacks="python", max_entries=max_entries)
+    except (RuntimeError, TypeError):  # an allocator that cannot
+        return False
+    return max_entries is not None
+
+
+def call_when_out_of_memory(function: Callable[[int, int, int, int], None]) -> bool:
+    """Have torch call a function when a CUDA allocation fails, before it raises. Return whether it does."""
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
+    if attach is None or not torch.cuda.is_available():
+        return False
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    attach(function)
+    return True
+
+
+# ---- the ops of a step, for a replay that looks for the origin of a bad value
+
+TorchDispatchMode: Any = require(python_dispatch, "TorchDispatchMode")
+"""base of a context through which every operation passes"""
+_current_node: Callable[[], Any] = require(torch._C, "_current_autograd_node")
+_next_sequence_number: Callable[[], int] = require(torch._C._autograd, "_get_sequence_nr")
+_NAMES_OF_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
+
+
+class OpSchema(NamedTuple):
+    """Which arguments an op writes, by position and by name, and whether its results are views of its arguments."""
+
+    written: tuple[tuple[int, str], ...]
+    is_view: bool
+
+
+def op_schema(op: Any) -> OpSchema:
+    """Return what the schema of an op says about its arguments."""
+    schema = require(op, "_schema")
+    infos = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments)]
+    written = tuple((at, name) for at, name, info in infos if info is not None and info.is_write)
+    aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    return OpSchema(written, bool(aliases) and not written)
+
+
+def newest_node_number() -> int:
+    """Return the sequence number of the newest autograd node of this thread: inside a dispatch mode, that of the op."""
+    return _next_sequence_number() - 1
+
+
+def running_node() -> tuple[str, int] | None:
+    """Return name and sequence number of the autograd node whose backward is running, or None."""
+    node = _current_node()
+    return None if node is None else (node.name(), require(node, "_sequence_nr")())
+
+
+def name_without_wrappers(name: str) -> str:
+    """Return a module's qualified name without the parts that torch.compile, checkpointing and FSDP insert."""
+    return ".".join(part for part in name.split(".") if part not in _NAMES_OF_WRAPPERS)

@@ -115,7 +115,7 @@ ROUTES: dict[str, tuple[str, str, Callable[[], tuple[Any, Any]]]] = {
         "fragments", "+out_of_memory -allocated_rises +reserved_grows_apart",
         lambda: with_episode("oom", 40, N - 1, memory_allocated=FLAT, memory_reserved=FLAT + GROWS, events=[OOM])),
     "out of memory, reserved not logged": (
-        "capacity", "+out_of_memory -allocated_rises ?reserved_grows_apart",
+        "capacity", "+out_of_memory -allocated_rises ?reserved_grows_apart ?fits_in_pieces",
         lambda: with_episode("oom", 40, N - 1, memory_allocated=FLAT, events=[OOM])),
     "straggler at constant speed": (
         "straggling_rank", "-steps_slower +one_rank_slow",

@@ -30,8 +30,8 @@ _COLUMNS = {
 # Patterns, and the columns that their groups are.
 _PATTERNS = (
     (TRAIN, _PIPELINE, ("step", "loss", "seconds")),
-    (EVAL, re.compile(rb"'step':\s*(\d+), 'ppl': (" + NUMBER + rb")"), ("step", "perplexity")),
-    (EVAL, re.compile(rb"^Step at (\d+) with Perplexity: (" + NUMBER + rb")"), ("step", "perplexity")),
+    (TRAIN, re.compile(rb"'step':\s*(\d+), 'ppl': (" + NUMBER + rb")"), ("step", "perplexity")),
+    (TRAIN, re.compile(rb"^Step at (\d+) with Perplexity: (" + NUMBER + rb")"), ("step", "perplexity")),
     (EVAL, re.compile(rb"^Epoch \d+/\d+ with loss:? (" + NUMBER + rb")"), ("train_epoch_loss",)),
     (EVAL, re.compile(rb"^average reward score: (" + NUMBER + rb")"), ("reward",)),
     (EVAL, _MICRO_STEP, ("samples_per_second",)),

@@ -97,7 +97,8 @@ def before_normalize(table: Table, sample: bytes) -> None:
         table.columns["seconds"], table.present["seconds"] = seconds, np.isfinite(seconds)
     if not table.has("loss") and "val_loss" in table.evals:
         count = len(table.evals["val_loss"].value)
-        table.add_limit("no_loss", f"no training loss found, only {count} validation losses; the loss is not judged")
+        text = f"no training loss found, only {count} validation losses. Try --map loss=val_loss"
+        table.add_limit("no_loss", text)
     match = re.search(rb"step:\d+/(\d+)|step\s+\d+/(\d+) \|", sample)
     total = parse_number(match[1] or match[2]) if match else None
     if total is not None:

@@ -23,6 +23,7 @@ from holdfast.core.hang import incident_files
 from holdfast.core.record.events import event_problem
 from holdfast.core.record.journal import with_current_names
 from holdfast.diagnosis.importers.reading.column_blocks import Bools, Floats
+from holdfast.diagnosis.importers.reading.extra_columns import find_extra, row_type, to_columns
 from holdfast.diagnosis.importers.reading.json_lines import JsonLines, load_json
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import normalize
@@ -31,7 +32,10 @@ from holdfast.diagnosis.model.table import MAX_EVENTS, Event, Series, Table
 NAME = "rundir"
 DESCRIPTION = "a Holdfast run directory: journal.jsonl, metrics.jsonl, run.json"
 
-_NUMBERS = ("loss", "grad_norm", "lr", "loss_scale", "update_rms", "weight_norm", "seconds", "samples", "length")
+_NUMBERS = (
+    "loss", "grad_norm", "lr", "loss_scale", "update_rms", "weight_norm", "seconds", "samples", "length",
+    "memory_allocated", "memory_reserved", "memory_peak", "memory_inactive_split", "memory_host", "memory_workers",
+)  # fmt: skip
 _COLUMNS = {"samples": "batch_size", "length": "sequence_length"}
 # Stand-ins for NaN and infinity, which the fast JSON decoder rejects. Numbers near the end of the float range would make
 # it slow.
@@ -61,9 +65,16 @@ class MetricsRow(msgspec.Struct, gc=False):
     seconds: float | None = None
     samples: float | None = None
     length: float | None = None
+    memory_allocated: float | None = None
+    memory_reserved: float | None = None
+    memory_peak: float | None = None
+    memory_inactive_split: float | None = None
+    memory_host: float | None = None
+    memory_workers: float | None = None
 
 
-_DECODER = msgspec.json.Decoder(MetricsRow)
+def _row_decoder(extra: list[str]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(row_type(MetricsRow, extra) if extra else MetricsRow)
 
 
 def is_run_directory(path: Path) -> bool:
@@ -75,8 +86,11 @@ def is_run_directory(path: Path) -> bool:
     return False
 
 
-def read(path: Path) -> list[Table]:
-    """Read a run directory into one table. Raises LogRefused if it holds neither a step nor an event."""
+def read(path: Path, *, metrics_end: int | None = None) -> list[Table]:
+    """Read a run directory into one table. Raises LogRefused if it holds neither a step nor an event.
+
+    `metrics_end`: read metrics.jsonl, which may be growing, up to this byte.
+    """
     table = Table(str(path), NAME, np.empty(0))
     _read_journal(path, table)
     _read_hangs(path, table)
@@ -86,7 +100,11 @@ def read(path: Path) -> list[Table]:
     except (OSError, ValueError):
         pass
     try:
-        _read_metrics(_open(path / "metrics.jsonl", table), table)
+        source = _open(path / "metrics.jsonl", table)
+        if metrics_end is not None and metrics_end < source.size:
+            source.end = metrics_end
+        if source.end != 0:
+            _read_metrics(source, table)
     except (FileNotFoundError, LogRefused):  # no file, or an empty one
         pass
     except OSError as error:
@@ -111,9 +129,14 @@ def _read_metrics(source: LogSource, table: Table) -> None:
     committed_parts: list[Bools] = []
     value_parts: dict[str, list[Floats]] = {name: [] for name in _NUMBERS}
     rejected: list[MetricsRow] = []
-    unreadable = 0
+    unreadable, rows_before = 0, 0
+    extra, unread = find_extra(source, MetricsRow.__struct_fields__)
+    if unread:
+        names = f"{', '.join(repr(name) for name in unread[:3])}{' ...' if len(unread) > 3 else ''}"
+        table.add_limit("columns_left_out", f"{len(unread)} columns of metrics.jsonl are not read: {names}")
+    decoder = _row_decoder(extra)
     for chunk in source.chunks():
-        rows, unreadable_in_chunk = _decode_rows(chunk)
+        rows, unreadable_in_chunk = _decode_rows(chunk, decoder)
         unreadable += unreadable_in_chunk
         if not rows:
             continue
@@ -122,6 +145,13 @@ def _read_metrics(source: LogSource, table: Table) -> None:
         for name in _NUMBERS:
             # A value that was not measured is None and becomes NaN. A measured NaN is still its stand-in.
             value_parts[name].append(np.array(list(map(attrgetter(name), rows)), dtype=np.float64))
+        for n, name in enumerate(extra):
+            for column, values in to_columns(name, map(attrgetter(f"extra_{n}"), rows)).items():
+                value_parts.setdefault(column, [np.full(rows_before, np.nan)] if rows_before else []).append(values)
+        rows_before += len(rows)
+        for parts in value_parts.values():  # a column that these rows lack
+            missing = rows_before - sum(map(len, parts))
+            parts += [np.full(missing, np.nan)] if missing else []
         if not committed_parts[-1].all():
             rejected += [row for row in rows if row.status != "committed"]
     if not step_parts:
@@ -129,7 +159,7 @@ def _read_metrics(source: LogSource, table: Table) -> None:
     step, committed = np.concatenate(step_parts), np.concatenate(committed_parts)
     kept = committed & (step < _lowest_later_step(step, committed))
     table.step = step[kept]
-    for name in _NUMBERS:
+    for name in list(value_parts):
         values = np.concatenate(value_parts.pop(name))
         present = ~np.isnan(values)
         values[values == _NAN] = np.nan
@@ -138,7 +168,7 @@ def _read_metrics(source: LogSource, table: Table) -> None:
         if name in ("loss", "grad_norm") and undone.any():
             table.evals[f"undone_{name}"] = Series(step[undone], values[undone])
         if present[kept].any():
-            column = _COLUMNS.get(name, name)
+            column = name if name in extra else _COLUMNS.get(name, name)
             table.columns[column], table.present[column] = values[kept], present[kept]
     for row in rejected[:MAX_EVENTS]:
         loss = "" if row.loss is None else f", loss {_format(row.loss)}"
@@ -158,18 +188,18 @@ def _read_metrics(source: LogSource, table: Table) -> None:
         table.add_limit("lines_lost", f"{unreadable} lines of metrics.jsonl cannot be read")
 
 
-def _decode_rows(chunk: bytes) -> tuple[list[MetricsRow], int]:
+def _decode_rows(chunk: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[list[MetricsRow], int]:
     """Return the rows of a chunk, and the number of unreadable lines."""
     if b"NaN" in chunk or b"Infinity" in chunk:
         chunk = _NONFINITE.sub(lambda match: _STAND_INS[match[1]], chunk)
     try:
-        return _DECODER.decode_lines(chunk), 0
+        return decoder.decode_lines(chunk), 0
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     rows, unreadable = [], 0
     for line in filter(bytes.strip, chunk.split(b"\n")):
         try:
-            rows.append(_DECODER.decode(line))
+            rows.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             unreadable += 1
     return rows, unreadable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core.base.errors import LogRefused, MissingDependency
-from holdfast.diagnosis.importers.formats import generic_jsonl
 from holdfast.diagnosis.importers.reading.column_names import ColumnRoles, columns_and_hint
+from holdfast.diagnosis.importers.reading.described_table import JSON_LINES, TableDescription
 from holdfast.diagnosis.importers.reading.json_lines import sample_objects
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.metric_records import MetricRecords
@@ -16,6 +16,7 @@ from holdfast.diagnosis.model.table import Table
 NAME = "wandb_history"
 DESCRIPTION = "W&B history: wandb-history.jsonl or a parquet export"
 _SYSTEM_COLUMNS = ("_runtime", "_timestamp", "_wandb")
+_JSON = TableDescription(NAME, DESCRIPTION, JSON_LINES, skip=_SYSTEM_COLUMNS)
 
 
 def looks_like(sample: bytes) -> bool:
@@ -25,11 +26,7 @@ def looks_like(sample: bytes) -> bool:
 def read(source: LogSource, mapping: Mapping[str, str] | None = None) -> list[Table]:
     if is_parquet(source):
         return [normalize(_read_parquet(source, mapping))]
-    table = generic_jsonl.read_jsonl_table(source, NAME, mapping)
-    for name in [name for name in table.columns if name.startswith("_")]:
-        del table.columns[name], table.present[name]
-    table.evals = {name: series for name, series in table.evals.items() if not name.startswith("_")}
-    return [normalize(table)]
+    return _JSON.read(source, mapping)
 
 
 def is_parquet(source: LogSource) -> bool:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import islice
 
 STEP_NAMES = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
-    "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "batch", "index",
+    "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "iters", "num_iters",
+    "batch", "batch_i", "minibatch", "batches", "index",
 )  # fmt: skip
 """Names of the step column, most likely first."""
+COARSE_STEPS = {"epoch": "epoch", "epochs": "epoch", "progress_tick": "tick", "tick": "tick"}
+"""Columns that count the records of a log without a step, and the unit that they count."""
 
 _LOSS_NAMES = (
     "loss", "lm_loss", "loss_train_total", "total_loss", "loss_step", "train_loss", "loss_total", "mean_loss", "avg_loss",
     "loss_mean", "lm_loss_value", "ce_loss", "cross_entropy", "cross_entropy_loss", "nll", "nll_loss", "objective",
-    "loss_avg", "batch_loss", "step_loss", "loss_tok", "actor_loss", "act_loss", "policy_loss", "loss_epoch",
+    "loss_avg", "batch_loss", "step_loss", "loss_tok", "main_loss", "loss_loss", "crossentropyloss", "xent", "loss_epoch",
+    "running_loss", "smoothed_loss", "average_loss", "train_crossentropyloss",
 )  # fmt: skip
 _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gnorm", "gradient_norm", "global_grad_norm", "gradnorm", "total_grad_norm", "grad_norm_step",
@@ -46,6 +51,16 @@ _EVAL_NAME = re.compile(
     r"(^|[/_\-. ])(val|valid|validation|eval|evaluation|test|dev|predict|prediction|heldout|ppl_eval)([/_\-. ]|\d|$)"
     r"|^(val|eval|test|valid)(loss|acc)|^va_|^te_",
     re.IGNORECASE,
+)
+_REWARD_NAME = re.compile(
+    r"(^|_)(ep_?rew_?mean|averageepret|mean_(\w+_)?reward|reward_mean|episode_reward_mean|avg_reward|average_return"
+    r"|ep_?reward|episode_reward|episode_return|mean_return|ep_return|reward|epret)$"
+)
+_NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func")
+_PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)$")
+_LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|loss$")
+_RATIO_OF_LOSS = re.compile(
+    r"scale|weight|coef|num(_|$)|std$|delta|best|time|count|ratio|lambda|alpha|beta|gamma|type|power|class(es)?$|factor"
 )
 _TRAIN_AFFIX = re.compile(r"^(train|training|trainer|trn|tr)_(?=.)|^metrics_train_|_(train|training)$")
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
@@ -93,14 +108,35 @@ def loss_rank(name: str) -> int | None:
     return _LOSS_NAMES.index(key) + 1 if key in _LOSS_NAMES else None
 
 
+@lru_cache(maxsize=4096)
+def is_part_of_loss(name: str) -> bool:
+    """Return whether the name says that the column is a training loss, or one of its parts."""
+    key = snake_case(name)
+    return not is_eval(name) and _LOSS_WORD.search(key) is not None and _RATIO_OF_LOSS.search(key) is None
+
+
+@lru_cache(maxsize=4096)
+def is_perplexity(name: str) -> bool:
+    return _PERPLEXITY.search(snake_case(name)) is not None
+
+
 def pick_loss(names: Iterable[str]) -> str | None:
-    """Return the training loss among these columns. Without a known name, the only name that ends in `loss`."""
+    """Return the training loss among these columns. Without a known name, the only name that holds `loss`."""
     names = list(names)
     ranked = sorted((rank, i, name) for i, name in enumerate(names) if (rank := loss_rank(name)) is not None)
     if ranked:
         return ranked[0][2]
-    candidates = [name for name in names if snake_case(name).endswith("loss") and not is_eval(name)]
+    candidates = [name for name in names if is_part_of_loss(name)]
     return candidates[0] if len(candidates) == 1 else None
+
+
+def pick_reward(names: Iterable[str]) -> str | None:
+    """Return the mean reward or return of an episode among these columns, a mean first."""
+    keys = {name: snake_case(name) for name in names}
+    found = [
+        n for n, key in keys.items() if _REWARD_NAME.search(key) and not _NOT_REWARD.search(key) and not is_eval(n)
+    ]
+    return min(found, key=lambda name: (not re.search("mean|av", keys[name]), len(name)), default=None)
 
 
 def pick_step(names: Iterable[str]) -> str | None:
@@ -117,8 +153,12 @@ def columns_and_hint(columns: Iterable[str], evals: Iterable[str] = ()) -> str:
     columns, evals = list(columns), list(evals)
     if not columns and not evals:
         return "No column holds numbers"
-    candidate = next((name for name in columns if "loss" in name.lower() and not is_eval(name)), "COLUMN")
-    return f"Columns: {_listed(columns + evals)}. Try --map loss={candidate[:80]}"
+    names = [*columns, *evals]
+    wanted = ("loss", "nll", "ppl", "perplexity", "cost", "objective", "error", "reward", "return")
+    metrics = [name for name in names if not re.search("time|epoch|step|date|lr", name.lower())]
+    fallback = metrics[0] if len(metrics) == 1 else "COLUMN"
+    candidate = next((name for word in wanted for name in names if word in name.lower()), fallback)
+    return f"Columns: {_listed(names)}. Try --map {shlex.quote(f'loss={candidate[:80]}')}"
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -154,6 +194,9 @@ class ColumnRoles:
         }
         """column of the log -> (Holdfast's column, factor to its unit)"""
         self.evals: list[str] = []
+        reward = pick_reward(unmapped)
+        if reward is not None and "reward" not in mapping:
+            self.train[reward] = ("reward", 1.0)
         used = {"loss", *(signal for signal, _ in self.train.values())}
         for name in names:
             if name in self.train or name == self.step:

@@ -27,6 +27,10 @@ EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     b"out of memory": ("oom", r"out of memory|oom-kill|out-of-memory"),
     b"outofmemory": ("oom", r"outofmemory"),
     b"oom-kill": ("oom", r"oom-kill"),
+    b"oom_kill": ("oom", r"oom_kill"),
+    b"allocate memory": ("oom", r"can'?t allocate memory|cannot allocate memory"),
+    b"alloc_failed": ("oom", r"(cublas|cudnn|cusolver|cusparse)_status_alloc_failed"),
+    b"shared memory": ("oom", r"(out of|insufficient) shared memory"),
     b"watchdog": ("hang", r"\A(?>.*?watchdog).*(timeout|timed out|caught|hang|took)"),
     b"timed out": (
         "hang",
@@ -46,6 +50,11 @@ EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     b"traceback (": ("error", r"traceback \(most recent call last\)"),
     b"cuda error": ("error", r"cuda error"),
     b"segmentation": ("error", r"segmentation fault"),
+    b"diverg": (
+        "diverged",
+        r"(loss|training|run|model) (has |is )?(diverged|diverging)|diverg\w+[^.]{0,40}(stop|abort|exit)",
+    ),
+    b"exploded": ("diverged", r"loss (has )?exploded"),
     b"nan": (
         "nan",
         r"(loss|grad\w{0,30}+|norm|output|activation|weight|param\w{0,30}+)\b[^:=]{0,40}"
@@ -125,13 +134,18 @@ def _classify(lines: Sequence[bytes], at: int) -> LineEvent | None:
     return None
 
 
+def is_out_of_memory(text: str) -> bool:
+    """Return whether a line reports a failed allocation."""
+    return any(kind == "oom" and pattern.search(text) for _, kind, pattern in _TESTS)
+
+
 def _classify_traceback(lines: Sequence[bytes], at: int) -> LineEvent:
     """Return the event that the last line of a traceback names."""
     for line in lines[at + 1 : at + 200]:
         text = decode(line[:2000]).rstrip()
         if match := _EXCEPTION.match(text):
             name = match[1]
-            kind = "oom" if "out of memory" in text.lower() else "killed" if "Interrupt" in name else "error"
+            kind = "oom" if is_out_of_memory(text) else "killed" if "Interrupt" in name else "error"
             return LineEvent(at, kind, text.strip())
     return LineEvent(at, "error", "a traceback whose last line is not in the log")
 

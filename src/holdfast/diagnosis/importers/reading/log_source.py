@@ -60,10 +60,10 @@ class BoundedGzipFile(gzip.GzipFile):
 class LogSource:
     """Reads one regular file, or its bytes from `start` to `end`. Raises LogRefused if it cannot be opened."""
 
-    def __init__(self, path: str | os.PathLike[str], *, start: int = 0, end: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, start: int = 0, end: int | None = None, line: int = 1) -> None:
         self.path = Path(path)
         self.name = str(self.path)
-        self.start, self.end = start, end
+        self.start, self.end, self.line = start, end, line
         self.truncated_lines = 0
         """lines longer than MAX_LINE_BYTES; the rest of such a line is not read"""
         self.read_error = ""

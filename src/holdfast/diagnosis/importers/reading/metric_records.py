@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.diagnosis.importers.reading.column_blocks import MAX_COLUMNS, Floats
-from holdfast.diagnosis.importers.reading.column_names import ColumnRoles
+from holdfast.diagnosis.importers.reading.column_names import (
+    COARSE_STEPS,
+    ColumnRoles,
+    is_eval,
+    is_part_of_loss,
+    is_perplexity,
+    is_step,
+    snake_case,
+)
+from holdfast.diagnosis.importers.reading.normalize import is_one_by_one
 from holdfast.diagnosis.model.table import Series, Table
 
 _NO_METRIC = {"epoch", "_runtime", "_timestamp", "timestamp", "time", "wall_time"}
 """columns that do not make a row a training record"""
+_SPLIT_NAMES = ("mode", "split", "phase", "stage", "subset", "dataset", "set", "type", "prefix")
+"""names of texts that say on which data a row is measured"""
+
+
+_SUMMARY_KEYS = {"mean", "std", "num", "min", "max", "count"}
 
 
 class MetricRecords:
@@ -30,12 +44,19 @@ class MetricRecords:
         self._rows: dict[str, array[int]] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
+        split = next((row[name] for name in _SPLIT_NAMES if isinstance(row.get(name), str)), "")
+        prefix = f"{split}_" if split and is_eval(split) else ""
         for name, value in row.items():
             if isinstance(value, dict):
-                for inner_name, inner_value in value.items():
-                    self._add_value(f"{name}/{inner_name}", to_float(inner_value))
-            else:
+                if "mean" in value and value.keys() <= _SUMMARY_KEYS:
+                    self._add_value(name, to_float(value["mean"]))
+                    continue
+                for inner_name, inner_value in _flatten(value):
+                    self._add_value(f"{name}/{inner_name}", inner_value)
+            elif not prefix:
                 self._add_value(name, to_float(value))
+            elif not is_step(name):
+                self._add_value(name if is_eval(name) else prefix + name, to_float(value))
         self.length += 1
 
     def _add_value(self, name: str, value: float | None) -> None:
@@ -77,14 +98,19 @@ class MetricRecords:
             rows, values = self.cells(roles.step)
             steps[rows] = values
         elif self.length:
-            steps = np.arange(self.length, dtype=np.float64)
-            table.add_limit("no_step", "the records have no step; they are numbered from 0")
+            steps, table.unit = self._coarse_steps(roles)
         sources = [name for name, (column, _) in roles.train.items() if column == "loss"]
+        if not any(self.count(name) for name in sources):
+            sources = [name for name in roles.train if is_part_of_loss(name)]
+        if not any(self.count(name) for name in sources):
+            sources = [name for name in roles.train if is_perplexity(name)]
         if not any(self.count(name) for name in sources):
             sources = [name for name, (column, _) in roles.train.items() if column not in _NO_METRIC]
         is_record = np.zeros(self.length, dtype=bool)
         for name in sources:
             is_record[self.cells(name)[0]] = True
+        if table.unit not in ("step", "record") and not is_one_by_one(steps[is_record]):
+            steps, table.unit = np.arange(self.length, dtype=np.float64), "record"
         record_index = np.cumsum(is_record) - 1
         table.step = steps[is_record]
         filled_steps = _fill_forward(steps)
@@ -102,12 +128,35 @@ class MetricRecords:
             rows, values = self.cells(name)
             if len(rows):
                 table.evals[name] = Series(filled_steps[rows], values)
+        if table.unit == "record":
+            table.add_limit("no_step", "the records have no step; they are numbered from 0")
         if self.unreadable_rows:
             table.dropped += self.unreadable_rows
             table.add_limit("lines_lost", f"{self.unreadable_rows} lines cannot be read")
         if self.dropped_columns:
             table.add_limit("columns_lost", f"{len(self.dropped_columns)} more columns are not read")
         return table
+
+    def _coarse_steps(self, roles: ColumnRoles) -> tuple[Floats, str]:
+        """Return epochs or ticks as the steps of all rows, or the numbers of the rows, and what they count."""
+        for name in roles.train:
+            unit = COARSE_STEPS.get(snake_case(name))
+            rows, values = self.cells(name)
+            if unit and len(rows) and (values == np.round(values)).all():
+                steps = np.full(self.length, np.nan)
+                steps[rows] = values
+                return steps, unit
+        return np.arange(self.length, dtype=np.float64), "record"
+
+
+def _flatten(value: Mapping[str, Any], depth: int = 4) -> Iterator[tuple[str, float | None]]:
+    """Yield the numbers of an object, and of the objects inside of it, with their paths."""
+    for name, inner in value.items():
+        if isinstance(inner, dict) and depth:
+            for inner_name, number in _flatten(inner, depth - 1):
+                yield f"{name}/{inner_name}", number
+        else:
+            yield name, to_float(inner)
 
 
 def _fill_forward(steps: Floats) -> Floats:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.diagnosis.importers.reading.column_names import columns_and_hint
+from holdfast.diagnosis.importers.reading.column_names import (
+    COARSE_STEPS,
+    columns_and_hint,
+    is_eval,
+    is_part_of_loss,
+    is_perplexity,
+    snake_case,
+)
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.model.table import Table
 
@@ -37,12 +44,65 @@ def rename_column(table: Table, old: str, new: str) -> None:
     table.columns[new], table.present[new] = table.columns.pop(old), table.present.pop(old)
 
 
-def normalize(table: Table, *, unfold_epochs: bool = True, drop_repeats: bool = True) -> Table:
+def is_one_by_one(values: NDArray[np.float64]) -> bool:
+    """Return whether nearly every value differs from the one before: each record has its own epoch."""
+    return len(values) < 2 or float((np.diff(values) != 0).mean()) > 0.9
+
+
+def use_coarse_step(table: Table) -> bool:
+    """Take the epoch or the tick as the step, if each record has its own. Returns whether it did."""
+    names = {snake_case(name): name for name in table.columns}
+    for key, unit in COARSE_STEPS.items():
+        name = names.get(key)
+        if name is None or not table.present[name].all():
+            continue
+        values = table.columns[name]
+        if len(values) and (values == np.round(values)).all() and is_one_by_one(values):
+            table.step, table.unit = values.astype(np.float64), unit
+            return True
+    return False
+
+
+def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
+    """Derive the loss of a table that has none: the sum of its parts, or the logarithm of the perplexity."""
+    if "loss" in table.columns or not len(table):
+        return
+    names = [name for name in parts if name in table.columns]
+    if not names:
+        names = [name for name in table.columns if is_part_of_loss(name)]
+        counts = {name: int(table.present[name].sum()) for name in names}
+        names = [name for name in names if 2 * counts[name] >= max(counts.values())]
+    if len(names) > 1:
+        present = np.all([table.present[name] for name in names], axis=0)
+        if not present.any():
+            return
+        with np.errstate(all="ignore"):
+            table.columns["loss"] = np.sum([table.columns[name] for name in names], axis=0)
+        table.present["loss"] = present
+        table.facts["parts_of_loss"] = names
+        listed = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        table.add_limit("loss_is_sum", f"the log has no total loss; here the loss is the sum of {listed}")
+    elif names:
+        table.columns["loss"], table.present["loss"] = table.columns.pop(names[0]), table.present.pop(names[0])
+    elif (
+        name := next((name for name in table.columns if is_perplexity(name) and not is_eval(name)), None)
+    ) is not None:
+        values = table.columns[name]
+        with np.errstate(all="ignore"):
+            table.columns["loss"] = np.where(values > 0, np.log(values), np.nan)
+        table.present["loss"] = table.present[name].copy()
+        table.add_limit("loss_is_log", f"the log has no loss; here the loss is the logarithm of {name}")
+
+
+def normalize(
+    table: Table, *, unfold_epochs: bool = True, drop_repeats: bool = True, parts: tuple[str, ...] = ()
+) -> Table:
     """Clean up a table in place, record its limits, and return it.
 
     `unfold_epochs`: the log may count steps from the start of each epoch. `drop_repeats`: several ranks may print the
-    same record.
+    same record. `parts`: columns whose sum is the loss.
     """
+    complete_loss(table, parts)
     if drop_repeats:
         _drop_repeats(table)
     bad_steps = ~np.isfinite(table.step)
@@ -77,7 +137,7 @@ def _check_step_order(table: Table, unfold_epochs: bool) -> None:
     drops = np.flatnonzero(np.diff(table.step) < 0) + 1
     if not len(drops):
         return
-    if unfold_epochs and _restarts_every_epoch(table, drops):
+    if unfold_epochs and _restarts_every_epoch(table, drops) and not starts_afresh(table, drops).all():
         interval = table.step_interval()
         offset = np.zeros(len(table))
         for at in drops:
@@ -94,6 +154,27 @@ def _check_step_order(table: Table, unfold_epochs: bool) -> None:
     table.add_limit("steps_backwards", text + "log; records stay in the order of the file")
 
 
+def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return for each row whether another run begins there: step and loss are back at their first values."""
+    interval = table.step_interval()
+    fresh = np.zeros(len(drops), dtype=bool)
+    if "loss" not in table.columns:
+        return fresh
+    loss = table.columns["loss"]
+    bounds = [0, *drops.tolist(), len(table)]
+    head = loss[: min(3, bounds[1])]
+    head = head[np.isfinite(head)]
+    first = float(np.median(head)) if len(head) else np.nan
+    for i, at in enumerate(drops.tolist()):
+        before, after = loss[max(bounds[i], at - 5) : at], loss[at : min(at + 3, bounds[i + 2])]
+        before, after = before[np.isfinite(before)], after[np.isfinite(after)]
+        if table.step[at] > table.step[0] + 3 * interval or not len(before) or not len(after) or not np.isfinite(first):
+            continue
+        old, new = float(np.median(before)), float(np.median(after))
+        fresh[i] = new - old > 0.5 * (first - old) and new - old > 0.15 * max(abs(old), 1e-12) and new > 0.6 * first
+    return fresh
+
+
 def _restarts_every_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
     """Return whether the step restarts with every epoch. A run resumed from a checkpoint does not."""
     if any(event.kind == "restart" for event in table.events):
@@ -108,10 +189,10 @@ def _restarts_every_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
 
 
 def _check_signals(table: Table) -> None:
-    if not table.has("loss"):
+    if not table.has("loss") and not table.has("reward"):
         columns = sorted(name for name in table.columns if not name.startswith("_"))
         hint = columns_and_hint(columns, table.evals)
-        table.add_limit("no_loss", f"no training loss found, so the loss is not judged. {hint}")
+        table.add_limit("no_loss", f"no training loss found. {hint}")
     if not table.has("grad_norm"):
         table.add_limit("no_grad_norm", "the gradient norm is not logged, so the causes of a spike are harder to tell")
     if not table.has("lr"):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.base.errors import LogRefused
+from holdfast.core.detectors.out_of_memory import explain, parse
 from holdfast.diagnosis.importers.reading.column_blocks import Floats
+from holdfast.diagnosis.importers.reading.column_names import is_part_of_loss, is_perplexity
+from holdfast.diagnosis.importers.reading.described_line import HEADING, LogDescription, line_joiner, line_parser
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize
 from holdfast.diagnosis.importers.reading.parsed_line import LineParser
+from holdfast.diagnosis.importers.reading.steps import arrange_steps
 from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, LineMerger, TextReader
-from holdfast.diagnosis.model.table import Event, Series, Table
+from holdfast.diagnosis.model.table import Event, Series, Table, cut_event_text
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,26 @@ class TextFormat:
     first_step: int = 0
     """number of the first record if the records have no step"""
     unfold_epochs: bool = True
+    finds_steps: bool = False
+    """the steps may be in headings, progress bars or epochs"""
+    parts: tuple[str, ...] = ()
+    """columns whose sum is the loss"""
+    decides: bool = False
+    """a log with a few such records is of this format, whatever other lines it holds"""
 
     def count_records(self, sample: bytes) -> tuple[int, int]:
         """Return how many records with a loss, and how many records and evaluations, a sample holds."""
-        if not any(marker in sample for marker in self.markers):
+        if self.markers and not any(marker in sample for marker in self.markers):
             return 0, 0
         reader = TextReader(self.parse, self.merge_lines).read([sample])
-        losses = int(reader.records.merge().is_present("loss").sum()) if reader.records.blocks else 0
-        counts = {name: sum(len(steps) for steps, _ in parts) for name, parts in reader.evals.items()}
+        losses = 0
+        if reader.records.blocks:
+            block = reader.records.merge()
+            is_loss = [name for name in block.columns if name in ("loss", *self.parts) or is_part_of_loss(name)]
+            is_loss += [name for name in block.columns if is_perplexity(name) or name == "reward"]
+            losses = int(np.any([block.is_present(name) for name in is_loss], axis=0).sum()) if is_loss else 0
+        found = {name: parts for name, parts in reader.evals.items() if not name.startswith(HEADING)}
+        counts = {name: sum(len(steps) for steps, _ in parts) for name, parts in found.items()}
         return losses + counts.get(self.mean_loss, 0), reader.records.added + sum(counts.values())
 
     def read(self, source: LogSource) -> list[Table]:
@@ -58,14 +74,16 @@ class TextFormat:
         for name, parts in reader.evals.items():
             steps, values = zip(*parts, strict=True)
             table.evals[name] = Series(np.concatenate(steps), np.concatenate(values))
-        table.events = [Event(before, kind, text[:300]) for before, kind, text in reader.events]
+        table.events = [Event(before, kind, cut_event_text(kind, text)) for before, kind, text in reader.events]
         table.dropped = reader.unreadable_lines
+        if self.finds_steps:
+            arrange_steps(table)
         self._add_limits(table, reader, source)
         if not len(table) and not table.evals:
             raise LogRefused(source.name, describe_no_metrics(reader, source))
         if self.before_normalize is not None:
             self.before_normalize(table, source.sample)
-        normalize(table, unfold_epochs=self.unfold_epochs)
+        normalize(table, unfold_epochs=self.unfold_epochs, parts=self.parts)
         _assign_steps(table, reader.evals_without_step)
         if self.after_normalize is not None:
             self.after_normalize(table)
@@ -73,10 +91,10 @@ class TextFormat:
 
     def _add_limits(self, table: Table, reader: TextReader, source: LogSource) -> None:
         records = reader.records
-        if reader.records_without_step and reader.records_without_step == records.added:
-            table.step = table.step + self.first_step
+        if table.unit == "record" or (reader.records_without_step == records.added > 0 and not self.finds_steps):
+            table.step, table.unit = table.step + self.first_step, "record"
             table.add_limit("no_step", f"the records have no step; they are numbered from {self.first_step}")
-        elif reader.records_without_step:
+        elif reader.records_without_step and not self.finds_steps:
             text = f"{reader.records_without_step} of {records.added} records have no step; their number replaces it"
             table.add_limit("no_step", text)
         if records.kept < records.added:
@@ -91,6 +109,33 @@ class TextFormat:
         if reader.dropped_events:
             table.add_limit("events_lost", f"{reader.dropped_events} more events are not kept")
         add_source_limits(table, source)
+
+
+def described_format(
+    description: LogDescription, mapping: Mapping[str, str] | None = None, sample: bytes = b""
+) -> TextFormat:
+    """Return the format of a description. The sample tells whether records take several lines."""
+
+    def add_limits(table: Table, sample: bytes) -> None:
+        if description.unit != "step" and table.unit == "step":
+            table.unit = description.unit
+        if description.averaged and len(table):
+            table.add_limit(
+                "averaged", f"the loss is the mean of {description.averaged}: a spike of one step is diluted"
+            )
+
+    return TextFormat(
+        name=description.name,
+        description=description.description,
+        markers=tuple(marker.encode() for marker in description.markers),
+        parse=line_parser(description, mapping),
+        merge_lines=line_joiner(description, sample),
+        before_normalize=add_limits,
+        unfold_epochs=description.counts_within_epoch,
+        finds_steps=True,
+        parts=description.parts,
+        decides=description.decides,
+    )
 
 
 def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
@@ -125,4 +170,8 @@ def describe_no_metrics(reader: TextReader, source: LogSource) -> str:
         counts = Counter(kind for _, kind, _ in reader.events)
         listed = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
         reason += f", only events ({listed}); the last: {reader.events[-1][2][:160]}"
+        failed = next((found for _, kind, text in reader.events if kind == "oom" and (found := parse(text))), None)
+        if failed is not None:
+            verdict = explain(failed)
+            reason += f". Out of memory, {verdict.kind.replace('_', ' ')}: {verdict.text}. {verdict.cure}".rstrip(". ")
     return reason + ". If the log names its loss differently, try --map loss=NAME"

@@ -25,6 +25,8 @@ MAX_CACHED_SHAPES, MAX_CACHED_SHAPE_BYTES = 8_000, 8_192
 MAX_EVAL_VALUES = 2_000_000
 RECORD_INDEX = "_row"
 """A column with the running number of each record. Events and evaluations without a step are placed by it."""
+STEPLESS = "_stepless"
+"""A column that is present in records whose step is their number."""
 Indices = NDArray[np.int64]
 LineMerger = Callable[[Iterable[bytes]], Iterator[bytes]]
 """Rewrites chunks so that a record printed on several lines is on one."""
@@ -159,6 +161,7 @@ class TextReader:
         if not has_step.all():
             self.records_without_step += int((~has_step).sum())
             block.columns["step"] = np.where(has_step, block.columns.get("step", np.nan), index)
+            block.columns[STEPLESS], block.present[STEPLESS] = index, ~has_step
             block.present.pop("step", None)
         for name in [name for name, present in block.present.items() if present.all()]:
             del block.present[name]

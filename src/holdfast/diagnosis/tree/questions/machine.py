@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.core.base.types import Kind
+from holdfast.core.detectors.out_of_memory import explain
 from holdfast.diagnosis.find import hang, memory, throughput
 from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
@@ -56,6 +57,23 @@ def reserved_grows_apart(table: Table, episode: Episode | None, t: Thresholds) -
         return unknown("the log does not have both allocated and reserved memory")
     text = f"reserved minus allocated goes from {fmt(trend.was)} to {fmt(trend.now)} GB (z = {trend.z:.1f})"
     return decide(trend.rises, f"{text} and keeps growing", f"{text}: no steady growth", was=trend.was, now=trend.now)
+
+
+@question()
+def fits_in_pieces(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
+    """Ask the text of the failed allocation: asked, free, reserved but unallocated."""
+    for failed in memory.failed_allocations(table):
+        verdict = explain(failed)
+        if verdict.kind in (Kind.FRAGMENTATION, Kind.MEMORY_CAPACITY) and failed.where == "device":
+            return decide(verdict.kind == Kind.FRAGMENTATION, verdict.text, verdict.text)
+    return unknown("the log has no sizes of the failed allocation")
+
+
+@question()
+def host_out_of_memory(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
+    failures = memory.failed_allocations(table)
+    on_host = [failed for failed in failures if failed.where != "device"]
+    return yes(explain(on_host[0]).text) if on_host else no("the log reports no failure on the host")
 
 
 @question()

@@ -6,17 +6,20 @@ import re
 
 import numpy as np
 
+from holdfast.core.detectors.monotone import mann_kendall
 from holdfast.diagnosis.model import window
 from holdfast.diagnosis.model.answers import Answer, Thresholds, decide, fmt, no, question, unknown, yes
 from holdfast.diagnosis.model.episode import Episode
 from holdfast.diagnosis.model.table import Series, Table
-from holdfast.diagnosis.model.trend import fit_trend
+from holdfast.diagnosis.model.trend import block_medians, fit_trend
 
 _HELD_OUT = re.compile(r"eval|val|test|dev", re.IGNORECASE)
 _HIGHER_IS_BETTER = re.compile(r"acc|bleu|rouge|f1|auc|precision|recall|map|score|reward|exact", re.IGNORECASE)
 _LOWER_IS_BETTER = re.compile(r"loss|ppl|perplexity", re.IGNORECASE)
 _PERPLEXITY = re.compile(r"ppl|perplexity", re.IGNORECASE)
 _MAX_EVALUATIONS = 400
+_WORSE_Z = 1.6
+"""Mann-Kendall statistic of an evaluation since its best, from which on it becomes worse"""
 
 
 @question("records")
@@ -97,7 +100,9 @@ def is_held_out(name: str) -> bool:
 
 
 def find_validation_loss(table: Table) -> tuple[str, Series] | None:
-    """Return the validation loss with the most values."""
+    """Return the validation loss with the most values; none to compare with a sum of parts."""
+    if table.has_limit("loss_is_sum"):
+        return None
     series = [
         (name, series)
         for name, series in table.evals.items()
@@ -167,9 +172,12 @@ def eval_worse(table: Table, episode: Episode | None, t: Thresholds) -> Answer:
     for name, values in series.items():
         higher = bool(_HIGHER_IS_BETTER.search(name)) and "loss" not in name.lower()
         best, last = float(values.max() if higher else values.min()), float(np.median(values[-3:]))
+        since = values[int(np.argmax(values) if higher else np.argmin(values)) :]
+        trend = mann_kendall([-float(v) if higher else float(v) for v in block_medians(since, 60)])
         if not best or not (higher or _LOWER_IS_BETTER.search(name)):
             continue
-        drop = (best - last if higher else last - best) / abs(best)
+        is_trend = len(since) >= t["evaluations"] and trend >= _WORSE_Z
+        drop = (best - last if higher else last - best) / abs(best) if is_trend else 0.0
         if worst is None or drop > worst[0]:
             worst = (drop, name, best, last)
     if worst is None:

@@ -1,0 +1,90 @@
+"""What to change in the code, by the op that made the bad value and by the cause."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from holdfast.core.origin.report import Cause, OriginReport
+
+
+class Fix(NamedTuple):
+    """A cure, for ops and source lines that match. An empty pattern matches everything."""
+
+    op: str
+    source: str
+    text: str
+    phase: str = ""
+
+
+_FULLY_MASKED = "a row is masked completely: mask with a large finite value or skip such rows"
+_BY_OP = [
+    Fix("nll_loss|cross_entropy", "", "skip a batch whose labels are all ignored, or divide the sum by max(count, 1)"),
+    Fix("softmax", "", f"{_FULLY_MASKED}; scaled_dot_product_attention returns 0 for them"),
+    Fix(r"aten\.(sub|max|amax)\b", "softmax|max|exp", _FULLY_MASKED),
+    Fix(r"aten\.log(2|10)?\b", "softmax", "use log_softmax in place of log(softmax(x))"),
+    Fix(r"aten\.log(2|10)?\b", "sigmoid", "use logsigmoid, or binary_cross_entropy_with_logits"),
+    Fix(
+        r"aten\.log|Log(2|10|1p)?Backward|xlogy|kl_div",
+        "",
+        "keep the argument above 0: log(x.clamp_min(eps)); of probabilities use log_softmax or logsigmoid of the logits",
+    ),
+    Fix("binary_cross_entropy", "", "use binary_cross_entropy_with_logits"),
+    Fix("ctc_loss", "", "pass zero_infinity=True, and drop targets that are longer than their input"),
+    Fix(
+        r"exp\b|Exp|expm1|sinh|cosh",
+        "",
+        "make the argument safe before the exp: exp(where(mask, x, 0)). A where() around it does not stop its gradient",
+        "backward",
+    ),
+    Fix(r"aten\.(exp|expm1|sinh|cosh)\b", "", "subtract the maximum first (softmax, logsumexp), or clamp the argument"),
+    Fix(
+        r"vector_norm|VectorNorm|NormBackward", "", "add eps: x / (norm(x) + eps), with an eps that the dtype can hold"
+    ),
+    Fix("rms_norm|layer_norm|batch_norm|group_norm", "", "set an eps that the dtype can hold, and use float32 here"),
+    Fix("sqrt|Sqrt", "", "add eps inside the root: sqrt(x + eps)"),
+    Fix(
+        "var|std|Var|Std",
+        "",
+        "use correction=0: of one element the unbiased variance is 0/0; add eps in the root",
+    ),
+    Fix("acos|asin|atanh|acosh|Acos|Asin|Atanh", "", "clamp the argument to the inside of its domain"),
+    Fix("pow|Pow", "", "keep the base above 0: clamp_min(eps), or write the power out"),
+    Fix("addcdiv|adam", "", "keep weights and optimizer state in float32; eps=1e-8 is 0 in float16", "optimizer"),
+    Fix("div|reciprocal|Div|Reciprocal|mean", "", "keep the denominator away from 0: add eps, or clamp(min=1) a count"),
+    Fix("scaled_dot_product|bmm", "", "bound the logits: QK-norm, or scale the queries before the product; use bf16"),
+]
+
+_BY_CAUSE: dict[Cause, str] = {
+    "dtype_overflow": "use bf16, or run this module in float32; loss scaling does not cure an overflow in the forward",
+    "structural": "make this line safe for the values above: eps, clamp, or a stable formulation",
+    "data_row": "drop the row, and clip or validate inputs where they are loaded",
+    "bad_state": "return to a checkpoint from before the state went bad, and find the update that made it so",
+    "learning_rate": "lower the learning rate or warm up longer; clip by value before clipping by norm",
+    "transient": "run the step again; count it against the device, and test that with holdfast doctor if it recurs",
+    "not_established": "replay the step offline without a time limit",
+}
+_SCALED = "let the GradScaler lower its scale and skip this step; no module is at fault. If it recurs, use bf16"
+
+
+def choose_fix(origin: OriginReport, cause: Cause) -> str:
+    """Return what to change."""
+    if cause in ("data_row", "bad_state", "transient", "not_established", "learning_rate"):
+        return _BY_CAUSE[cause]
+    if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":
+        return _SCALED
+    by_op = next((fix.text for fix in _BY_OP if _matches(fix, origin)), "")
+    if cause == "dtype_overflow":
+        if origin.phase == "optimizer":
+            return by_op or "keep weights and optimizer state in float32"
+        is_loss_of_range = "eps" in by_op or "QK-norm" in by_op
+        return f"{_BY_CAUSE[cause]}; {by_op}" if is_loss_of_range else _BY_CAUSE[cause]
+    return by_op or _BY_CAUSE[cause]
+
+
+def _matches(fix: Fix, origin: OriginReport) -> bool:
+    return (
+        (not fix.phase or fix.phase == origin.phase)
+        and re.search(fix.op, origin.op) is not None
+        and re.search(fix.source, origin.source) is not None
+    )

@@ -1,0 +1,113 @@
+"""Judges other columns: one that turns NaN for good, a part that is never trained, a reward that outranks the loss."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from holdfast.diagnosis.model import window
+from holdfast.diagnosis.model.episode import Episode, Note
+from holdfast.diagnosis.model.table import Series, Table
+
+_MIN_RECORDS = 3
+_DEAD_RECORDS = 20
+_REWARD_BEFORE, _REWARD_AFTER, _REWARD_NOISE = 15, 10, 3.0
+_LOSS_KINDS = ("spike", "spike_recovered", "divergence", "silent_divergence")
+
+
+def find(table: Table, known: list[Episode]) -> list[Episode]:
+    """Return the columns that turn NaN for good, and the parts of the loss that stay at 0."""
+    if any(episode.kind in ("nan", "dead_run") for episode in known) or not len(table):
+        return []
+    return [*_nan_for_good(table), *_untrained_parts(table), *_said_by_the_log(table, known)]
+
+
+def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
+    """Return an episode for a line that says why the run was stopped, if the curve does not show it."""
+    kinds = {"nan": "nan", "diverged": "divergence"}
+    said = [event for event in table.events if event.kind in kinds]
+    said = [
+        event for event in said if event.kind == "diverged" or re.search(r"stop|abort|exit|terminat", event.text, re.I)
+    ]
+    if not said or any(episode.kind in _LOSS_KINDS[2:] for episode in known):
+        return []
+    last = said[-1]
+    row = len(table) - 1 if last.step is None else _row_of(table, float(last.step))
+    return [_episode(table, kinds[last.kind], row, len(table) - 1, {"column": "", "said": last.text[:120]})]
+
+
+def _nan_for_good(table: Table) -> list[Episode]:
+    series = {name: table.series(name) for name in table.columns if name not in ("loss", "grad_norm")} | table.evals
+    for name, (steps, values) in series.items():
+        if name.startswith("undone"):
+            continue
+        finite = np.flatnonzero(np.isfinite(values))
+        if len(finite) >= _MIN_RECORDS and len(values) - 1 - finite[-1] >= _MIN_RECORDS:
+            first = _row_of(table, float(steps[finite[-1] + 1]))
+            evidence = {"column": name, "rows": len(values) - 1 - int(finite[-1]), "lasts": True}
+            return [_episode(table, "nan", first, len(table) - 1, evidence)]
+    return []
+
+
+def _untrained_parts(table: Table) -> list[Episode]:
+    """Return parts of the loss that are 0 in every record although the same part is not 0 on held-out data."""
+    parts = table.facts.get("parts_of_loss")
+    for name in parts if isinstance(parts, list) else []:
+        values = window.finite(table, name)
+        held_out = next(
+            (s for key, s in table.evals.items() if _same_part(key, name)), Series(np.empty(0), np.empty(0))
+        )
+        if len(values) >= _DEAD_RECORDS and not values.any() and np.any(held_out.value > 0):
+            evidence = {"column": name, "held_out": float(np.median(held_out.value))}
+            return [_episode(table, "dead_run", 0, len(table) - 1, evidence)]
+    return []
+
+
+def _same_part(name: str, part: str) -> bool:
+    return re.sub(r"^(val|valid|validation|eval|test)[/_]", "", name) == re.sub(r"^(train|training)[/_]", "", part)
+
+
+def without_unrewarded(table: Table, episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Turn excursions of the loss into notes if a reward is logged and does not fall with them."""
+    if len(window.finite(table, "reward")) < _MIN_RECORDS:
+        return episodes, []
+    kept, notes = [], []
+    for episode in episodes:
+        if episode.kind not in _LOSS_KINDS or (_reward_falls(table, episode) and not _is_common(table, episode)):
+            kept.append(episode)
+            continue
+        text = "the loss rises, the reward does not fall with it: no incident in reinforcement learning"
+        notes.append(Note(kind="loss_without_reward", start=episode.start, end=episode.end, text=text))
+    return kept, notes[:_MIN_RECORDS]
+
+
+def _reward_falls(table: Table, episode: Episode) -> bool:
+    before = window.before(table, episode, "reward", _REWARD_BEFORE)
+    after = window.finite(table, "reward", episode.first, episode.last + 1 + _REWARD_AFTER)
+    if len(before) < _MIN_RECORDS or not len(after):
+        return False
+    level = float(np.median(before))
+    spread = 1.4826 * float(np.median(np.abs(before - level)))
+    lowest = float(np.quantile(after, 0.25))
+    everything = window.finite(table, "reward")
+    return level - lowest > max(_REWARD_NOISE * spread, 0.1 * abs(level), 0.01 * float(np.ptp(everything)))
+
+
+def _is_common(table: Table, episode: Episode) -> bool:
+    """Return whether the run has many records as high: such losses are normal for its batches."""
+    peak = float(window.finite_during(table, episode, "loss").max(initial=0.0))
+    reach = 20 * _REWARD_BEFORE
+    later = window.finite(table, "loss", episode.last + 1, episode.last + 1 + reach)
+    others = np.append(window.before(table, episode, "loss", reach), later)
+    level = float(episode.evidence.get("level") or 0.0)
+    return int((others > level + 0.5 * (peak - level)).sum()) > max(5, 0.01 * len(others))
+
+
+def _row_of(table: Table, step: float) -> int:
+    return min(len(table) - 1, int(np.searchsorted(table.step, step)))
+
+
+def _episode(table: Table, kind: str, first: int, last: int, evidence: dict[str, object]) -> Episode:
+    start, end = float(table.step[first]), float(table.step[last])
+    return Episode(kind=kind, start=start, end=end, first=first, last=last, confidence=0.85, evidence=evidence)

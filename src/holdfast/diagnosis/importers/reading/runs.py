@@ -1,0 +1,108 @@
+"""Separates the runs of one file: fenced blocks of a page, runs appended to one log. Also replaces steps and losses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from holdfast.diagnosis.importers.reading.described_line import GENERIC
+from holdfast.diagnosis.importers.reading.log_source import SAMPLE_BYTES, LogSource
+from holdfast.diagnosis.importers.reading.normalize import starts_afresh
+from holdfast.diagnosis.importers.reading.text_format import described_format
+from holdfast.diagnosis.model.table import Table
+
+_FENCE = re.compile(rb"^(?:[ \t>]{0,8}```+[^\n`]*|~~~+ *\w*)$", re.MULTILINE)
+_MIN_RECORDS = 3
+_MAX_IN_PROSE = 4
+"""sentences of a page that look like records"""
+
+
+def fenced_blocks(source: LogSource) -> list[LogSource]:
+    """Return the fenced blocks of a Markdown page, each as a source of its own; none if the file is no page.
+
+    A log may hold fences too, in generated text. It is a page if most of its records are inside of them.
+    """
+    if source.size > SAMPLE_BYTES or source.is_gzipped or source.is_utf16 or source.end is not None:
+        return []
+    data = source.head(source.size)
+    if b"```" not in data and b"~~~" not in data:
+        return []
+    fences = list(_FENCE.finditer(data.replace(b"\r\n", b" \n")))
+    pairs = list(zip(fences[::2], [*fences[1::2], None], strict=False))
+    outside = b"\n".join(data[a:b] for a, b in _gaps(pairs, len(data)))
+    inside = b"\n".join(data[a.end() : b.start() if b is not None else len(data)] for a, b in pairs)
+    generic = described_format(GENERIC)
+    in_prose = generic.count_records(outside)[0]
+    if not pairs or in_prose > max(_MAX_IN_PROSE, generic.count_records(inside)[0]):
+        return []
+    blocks = []
+    for opening, closing in pairs:
+        end = closing.start() if closing is not None else len(data)
+        if data[opening.end() : end].strip():
+            line = data.count(b"\n", 0, opening.end()) + 2
+            blocks.append(LogSource(source.path, start=opening.end() + 1, end=end, line=line))
+    return blocks
+
+
+def _gaps(pairs: list[tuple[re.Match[bytes], re.Match[bytes] | None]], length: int) -> list[tuple[int, int]]:
+    starts = [0, *(closing.end() if closing is not None else length for _, closing in pairs)]
+    return list(zip(starts, [*(opening.start() for opening, _ in pairs), length], strict=True))
+
+
+def split_runs(table: Table) -> list[Table]:
+    """Return a table for each run that was appended to one log: its step and its loss begin again.
+
+    A run with fewer than three losses was broken off; it is left out if a longer one exists.
+    """
+    drops = np.flatnonzero(np.diff(table.step) < 0) + 1
+    if not len(drops) or any(event.kind in ("restart", "begin") for event in table.events):
+        return [table]
+    starts = drops[starts_afresh(table, drops)]
+    if not len(starts):
+        return [table]
+    bounds = [0, *starts.tolist(), len(table)]
+    runs = [select_rows(table, first, stop) for first, stop in pairwise(bounds)]
+    long = [run for run in runs if len(run.series("loss").step) >= _MIN_RECORDS]
+    if len(long) < len(runs) and long:
+        long[0].add_limit(
+            "runs_left", f"{len(runs) - len(long)} runs of fewer than {_MIN_RECORDS} records are left out"
+        )
+    runs = long or runs
+    for number, run in enumerate(runs, 1):
+        if len(runs) > 1:
+            run.facts["run"] = f"run {number} of {len(runs)} in this file"
+    return runs
+
+
+def select_rows(table: Table, first: int, stop: int) -> Table:
+    """Return the rows of a table as a run of its own. Evaluations and events follow by their steps, if they tell."""
+    rows = slice(first, stop)
+    columns = {name: values[rows] for name, values in table.columns.items()}
+    present = {name: values[rows] for name, values in table.present.items()}
+    steps = table.step[rows]
+    is_last = stop == len(table)
+    limits = [limit for limit in table.limits if limit.code not in ("steps_backwards", "mixed_interval")]
+    return replace(
+        table, step=steps, columns=columns, present=present, limits=limits, facts=dict(table.facts),
+        events=list(table.events) if is_last else [], evals=dict(table.evals) if is_last else {},
+    )  # fmt: skip
+
+
+def use_as_step(table: Table, column: str) -> None:
+    """Take the values of a column as the steps. Rows without a value keep the step before."""
+    values, present = table.columns.pop(column), table.present.pop(column)
+    known = np.flatnonzero(present & np.isfinite(values))
+    if len(known):
+        before = np.maximum(np.searchsorted(known, np.arange(len(values)), side="right") - 1, 0)
+        table.step, table.unit = values[known[before]], "step"
+        table.limits = [limit for limit in table.limits if limit.code != "no_step"]
+
+
+def use_evaluation(table: Table, name: str) -> None:
+    """Make the records of a series the training records: the user says that it is the loss."""
+    series = table.evals.pop(name)
+    table.step = series.step.copy()
+    table.columns, table.present = {"loss": series.value.copy()}, {"loss": np.ones(len(series.step), dtype=bool)}

@@ -1,0 +1,1 @@
+"""Bundles of incidents: written while a run trains, and run again by `holdfast replay` on any machine."""

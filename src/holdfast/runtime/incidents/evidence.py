@@ -1,0 +1,109 @@
+"""What is known of a step that runs again: the state right before it, and what was observed in it."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from torch import Tensor
+
+from holdfast.core.base.types import Plan
+from holdfast.core.origin.report import OriginReport
+from holdfast.runtime.incidents.capture import copy_weights
+from holdfast.runtime.incidents.harmless import HarmlessObserver
+from holdfast.runtime.state.buffers import BufferCapture
+from holdfast.runtime.state.rng import Rng, RngState
+from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.wrappers import layers
+from holdfast.runtime.tensors.sharded import is_sharded, mesh_dimensions
+
+COMPILED = "the model is compiled, and hooks do not run inside compiled code; holdfast replay runs the step eagerly"
+
+SPLIT = "tensors are split over ranks, and looking at a part of one may wait for other ranks"
+
+
+class StepEvidence:
+    """Watches one attempt: `begin` before the user's forward, `end` after the backward. Neither ever raises."""
+
+    def __init__(
+        self,
+        state: RunState,
+        rng: Rng,
+        plan: Plan,
+        ranks: list[int],
+        loss: float,
+        *,
+        observes: bool,
+        seconds: float,
+        weights_bytes: int | None,
+    ) -> None:
+        self._state, self._rng, self._observes, self._weights_bytes = state, rng, observes, weights_bytes
+        self._seconds = seconds
+        self.plan, self.ranks, self.loss = plan, ranks, loss
+        """why the step runs again, and the ranks and the loss of the attempt before it"""
+        self.rng: RngState | None = None
+        self.weights: dict[str, Tensor] = {}
+        self.why_no_weights = "it was not copied"
+        self.report: OriginReport | None = None
+        self.why_not = ""
+        """why nothing was observed, or not everything"""
+        self._observer: HarmlessObserver | None = None
+
+    def begin(self, buffers: BufferCapture) -> Self:
+        """Copy the state for a bundle, and observe what follows."""
+        self.rng = self._rng.capture()
+        try:
+            if self._weights_bytes is not None:
+                self.weights, self.why_no_weights = copy_weights(self._state, buffers, self._weights_bytes)
+            if self._observes:
+                self.why_not = why_not_observable(self._state)
+            if self._observes and not self.why_not:
+                self._observer = HarmlessObserver(dict(self._state.modules), self._seconds).__enter__()
+        except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
+            self.why_not = f"{type(error).__name__}: {error}"
+        return self
+
+    def pause(self, is_paused: bool) -> None:
+        """Do not watch ops while data is loaded: they are no part of the step."""
+        if self._observer is not None:
+            self._observer.pause(is_paused)
+
+    def give_back_memory(self) -> Self:
+        """Stop observing and drop the copies: memory ran out. The next attempt is served without an observer."""
+        self.end()
+        self.report, self.weights, self._observes, self._weights_bytes = None, {}, False, None
+        self.why_not = self.why_no_weights = "memory ran out while the step was observed"
+        return self
+
+    def end(self) -> None:
+        """Stop observing. A second call does nothing."""
+        observer, self._observer = self._observer, None
+        if observer is None:
+            return
+        try:
+            observer.__exit__(None, None, None)
+            if observer.failure is not None:
+                raise observer.failure
+            self.report = observer.report()
+            if observer.is_late:
+                self.why_not = f"watching every op ended after {self._seconds:.1f} s; modules were watched to the end"
+        except Exception as error:
+            self.why_not = f"{type(error).__name__}: {error}"
+
+
+def why_not_observable(state: RunState) -> str:
+    """Return why the ops of a step cannot be observed while training; empty if they can."""
+    sharded = [p for _, p in state.named_parameters() if is_sharded(p)]
+    # FSDP2 over one dimension gathers whole weights; elsewhere an op on a part of a tensor may wait for other ranks.
+    if sharded and (not state.fsdp_modules or any(mesh_dimensions(p) > 1 for p in sharded)):
+        return SPLIT
+    return COMPILED if is_compiled(state) else ""
+
+
+def is_compiled(state: RunState) -> bool:
+    """Return whether torch.compile runs a model or a part of it."""
+    wrappers = [type(layer).__name__ for _, module in state.wrapped_modules for layer in layers(module)]
+    parts = (part for _, module in state.modules for part in module.modules())
+    return "OptimizedModule" in wrappers or any(
+        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
+        for part in parts
+    )

@@ -1,0 +1,59 @@
+"""The verdict of one observed attempt: the step was bad, and was bad again or was not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from holdfast.core.origin.report import Comparison, OriginReport, ReplayVerdict
+from holdfast.core.origin.verdict import Facts, judge
+from holdfast.runtime.incidents.evidence import StepEvidence
+
+_LOW = ("float16", "bfloat16")
+_IN_FLOAT32 = "the step ran in float32 already"
+"""the words by which `judge` knows that float32 would change nothing"""
+
+
+def judge_attempt(
+    evidence: StepEvidence, rows: list[tuple[int, int]], first_loss: float, *, is_bad: bool
+) -> dict[str, Any] | None:
+    """Return the verdict in plain values; None if nothing was observed, and nothing follows without it.
+
+    rows: micro-batch and row of the data that hold NaN or Inf themselves. first_loss: of the attempt before.
+    """
+    report = evidence.report
+    if report is None and is_bad and not rows and not evidence.why_not:
+        return None
+    origin = replace(report or OriginReport(phase="none"), bad_input_rows=[row for _, row in rows])
+    is_made_by_module = origin.phase == "forward" and origin.module != ""
+    # An op that writes running statistics has made them bad itself: they were finite before the step.
+    is_written_state = origin.phase == "state" and not origin.bad_state
+    if rows and (is_written_state or (not origin.op and not is_made_by_module)):
+        origin = replace(origin, phase="input", detail="found in the batch; no op was seen to make it")
+    is_low = any(each.dtype in _LOW for each in (*origin.inputs, *origin.outputs))
+    comparisons = [
+        Comparison(name="as it was", ran=True, finite=False, loss=first_loss),
+        Comparison(name="repeated", ran=True, finite=not is_bad),
+        Comparison(name="fp32", why_not="not tried while training" if is_low else _IN_FLOAT32),
+    ]
+    verdict = judge(origin, comparisons, Facts(observed_loss=first_loss))
+    if report is None and not rows and is_bad:
+        verdict = ReplayVerdict(cause="not_established", sentence=f"not observed: {evidence.why_not}")
+    return {
+        "cause": verdict.cause,
+        "text": verdict.sentence,
+        "fix": verdict.fix,
+        "for": verdict.evidence_for,
+        "against": [
+            *verdict.evidence_against,
+            *([evidence.why_not] if report is not None and evidence.why_not else []),
+        ],
+        "confidence": verdict.confidence,
+        "phase": origin.phase,
+        "module": origin.module,
+        "op": origin.op,
+        "file": origin.file,
+        "line": origin.line,
+        "source": origin.source,
+        "is_low": is_low and origin.phase == "forward",
+    }

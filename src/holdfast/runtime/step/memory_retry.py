@@ -1,0 +1,327 @@
+"""Out of memory: undo the step, give the guard's own device memory back, split the micro-batch, serve the step again.
+
+One process heals by itself. Under DDP, a rank that ran out of memory before gradients are averaged serves a filler: the
+smallest piece of its batch, with gradients of zero. The other ranks finish their backward with it. The filler's row holds
+no loss, so no update lands on any rank. A request in the same exchange tells all ranks to serve the step again, split. If a
+peer may be inside a collective, the ranks end, and the next processes read the split from the record of the failure.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from holdfast.core.base.config import OomSection
+from holdfast.core.base.errors import StepError
+from holdfast.core.base.types import Outcome, Plan, Replay, Rollback, Status
+from holdfast.core.decide.batch_splits import ANY_SHAPE, BatchSplits
+from holdfast.runtime.data.pieces import FailedPart, LabelRule, Piece, Weigh, cut, shape_of, shares_of
+from holdfast.runtime.data.split import Splitter
+from holdfast.runtime.effects.attempt import StepAttempt
+from holdfast.runtime.effects.base import RecoveryParts, rewind
+from holdfast.runtime.state.rng import RngState
+from holdfast.runtime.tensors.free_frames import free_pinned
+from holdfast.runtime.update.gradient_sync import GradientSync
+
+log = logging.getLogger("holdfast")
+
+_ADVICE = (
+    "to make it fit: a shorter sequence, activation checkpointing, a smaller or lower-precision model, an optimizer with "
+    "less state, sharding over more devices, or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True if much memory is "
+    "reserved but unallocated"
+)
+_MAX_UPDATE_FAILURES = 2
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _Retry(NamedTuple):
+    """What to do about a micro-batch that did not fit."""
+
+    shape: str
+    parts: int
+    reason: str
+
+
+class MemoryRetry:
+    """Decides how a step that ran out of memory is served again, and cuts micro-batches as learned."""
+
+    def __init__(self, recovery: RecoveryParts, sync: GradientSync) -> None:
+        self._recovery, self._sync = recovery, sync
+        self._context = context = recovery.context
+        self._config: OomSection = context.config.oom
+        self._is_distributed = recovery.coordinator.is_distributed
+        self.is_armed = self._config.action == "split" and context.config.recover.mode == "heal"
+        """the policy allows splits"""
+        self._can_fill = self._config.ranks == "auto" and sync.has_only_ddp and not self._has_collectives_in_forward()
+        self.splits: BatchSplits = context.state.splits
+        self.splits.is_for_ranks = self._is_distributed
+        # A trial that fails costs a restart if the ranks cannot agree in time.
+        may_grow = not self._is_distributed or self._can_fill
+        self.splits.grow_after = self._config.grow_after_steps if may_grow else 0
+        self.is_splitting = False
+        """micro-batches go through `pieces`"""
+        self.is_filling = False
+        """the next step drawn is a filler for the other ranks"""
+        self.wanted_parts = 0
+        """for the record of a failure: what the next processes split micro-batches into; 0: it was no such failure"""
+        self.splitter: Splitter | None = None
+        self.weigh: Weigh | None = None
+        self._requests: list[dict[str, Any]] = []
+        self._update_failures: tuple[int, int] = (0, 0)
+        self._said: set[str] = set()
+        self._served_rng: RngState | None = None
+
+    def begin(self, journaled: dict[str, int]) -> None:
+        """Take over what earlier processes have learned. All ranks call it, and take over what rank 0 has."""
+        self.splits.adopt(journaled)
+        if self._is_distributed:
+            self.splits.replace(self._context.ranks.broadcast_object(self.splits.state_dict()))
+        self.is_splitting = self.splits.is_active
+
+    # ---- serving pieces
+
+    def pieces(self, attempt: StepAttempt, part: Any, samples: int | None, splitter: Splitter | None) -> list[Piece]:
+        """Return the pieces in which a micro-batch is served."""
+        splitter = splitter or self.splitter
+        if attempt.is_filler:
+            finest = min(samples or self._config.max_split, self._config.max_split)
+            return [Piece(cut(part, finest, samples, splitter)[0], samples, 0.0, is_filler=True)]
+        parts = self.splits.parts_for(shape_of(part))
+        if parts == 1:
+            return [Piece(part, samples)]
+        cuts = cut(part, parts, samples, splitter)
+        shares, why = shares_of(cuts, self._label_rule())
+        if why is not None:
+            self._say_once(attempt.number, f"a micro-batch is served in parts, and its gradient may differ: {why}")
+        scale = float(len(cuts)) if self._config.loss == "sum" else 1.0
+        if self._config.loss == "sum":
+            shares = [1.0 / len(cuts)] * len(cuts)
+        pieces = [Piece(each, samples, share, scale) for each, share in zip(cuts, shares, strict=True)]
+        if self._is_distributed:  # all ranks take equally many parts, or a sharded model would wait forever
+            pieces += [Piece(cuts[-1], samples, 0.0, is_filler=True)] * (parts - len(pieces))
+        self._served_rng = self._context.rng.capture()
+        return pieces
+
+    def _label_rule(self) -> LabelRule:
+        names = [type(m).__name__ for _, root in self._context.state.modules for m in (root, *root.children())]
+        is_shifted = any("CausalLM" in name or "LMHead" in name for name in names)
+        return LabelRule(self._config.ignore_index, is_shifted, self.weigh)
+
+    def check_randomness(self, attempt: StepAttempt) -> None:
+        """Report, once, that a forward in parts draws random numbers: its masks are not those of the whole."""
+        before, self._served_rng = self._served_rng, None
+        if before is None or before.same(self._context.rng.capture()):
+            return
+        what = "forward draws random numbers (dropout or noise), and draws others for parts than for the whole"
+        if not self._config.allow_inexact:
+            raise StepError(
+                f"step {attempt.number}: a micro-batch is served in parts after it ran out of memory, and {what}; nothing "
+                "was applied, because [oom] allow_inexact = false"
+            )
+        self._say_inexact(attempt.number, what)
+
+    # ---- healing
+
+    def heal(
+        self,
+        attempt: StepAttempt,
+        error: BaseException,
+        failed: FailedPart | None,
+        drop_gradients: Callable[[], None],
+        *,
+        was_observed: bool,
+    ) -> bool:
+        """Have a step that ran out of memory served again. Return False if the error must end the loop.
+
+        was_observed: the step ran again under an observer, whose memory is free now.
+        """
+        is_synchronising = attempt.running == "backward" and self._sync.is_on
+        may_fill = self._can_fill and not attempt.is_filler and not is_synchronising
+        may_fill = may_fill and self._sync.skip_buffers_if_sent(error, is_first=not attempt.losses)
+        retry = self._choose(attempt, error, failed, was_observed=was_observed)
+        if isinstance(retry, str):
+            self._advise(attempt, error, retry)
+            return False
+        if self._is_distributed and not may_fill:
+            self.wanted_parts = retry.parts
+            text = f"step {attempt.number}: {retry.reason}. Other ranks may wait in a collective, so all ranks end; "
+            text += f"the next start serves every micro-batch in {retry.parts} parts"
+            log.error("holdfast: %s", text)
+            error.add_note(f"holdfast: {text}")
+            return False
+        if not self._is_distributed:
+            self._record(attempt.number, retry, where=attempt.running)
+        drop_gradients()
+        source = self._recovery.feeder.source
+        if (why := source.requeue(attempt.draws)) is not None:
+            self._advise(attempt, error, why)
+            return False
+        rewind(self._recovery, attempt)
+        source.defer_epoch_ends(attempt.epochs_before)
+        if self._is_distributed:
+            value = {**retry._asdict(), "step": attempt.number, "attempt": attempt.attempt, "where": attempt.running}
+            self._recovery.coordinator.request("split", value)
+            self.is_filling = self.is_splitting = True
+            return True
+        attempt.result = Outcome(status=Status.REPLAYED, signal=attempt.unmeasured_signal())
+        self._context.engine.record_outcome(attempt.result)
+        self._context.hooks.call("on_recovery", attempt.result)
+        return True
+
+    def _choose(
+        self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None, *, was_observed: bool
+    ) -> _Retry | str:
+        """Return how to go on, or why the run cannot."""
+        what, state = f"out of memory in {attempt.running}", self._context.state
+        first_line = str(error).strip().split("\n")[0][:300]
+        free_pinned(error, [module for _, module in state.modules])
+        given_back = self._recovery.snapshots.release_device_memory()
+        if given_back is None and was_observed:
+            given_back = "the step is not observed any more"
+        if not self.is_armed:
+            return f"{what}; the policy forbids a retry"
+        shape = "" if failed is None else shape_of(failed.batch)
+        parts = 1 if failed is None else self.splits.parts_for(shape)
+        shape = ANY_SHAPE if self._is_distributed else shape
+        if given_back is not None:
+            return _Retry(shape, parts, f"{what} ({first_line}): {given_back}")
+        if failed is None or not attempt.draws:
+            return f"{what} before a micro-batch was served"
+        more = min(2 * parts, self._config.max_split)
+        if failed.samples is not None:
+            more = min(more, failed.samples)
+        splitter = failed.splitter or self.splitter
+        try:
+            is_smaller = more > parts and len(cut(failed.batch, more, failed.samples, splitter)) > parts
+        except Exception as problem:  # StepError, or what a splitter of the user raises
+            return f"{what}; it cannot be split: {problem}; see guard.set_splitter"
+        if not is_smaller:
+            size = "one sample" if failed.samples == parts else f"a part of {parts}, the most ([oom] max_split)"
+            return f"{what} with {size} at a time: the micro-batch cannot be split further"
+        reasons = self._inexact_reasons()
+        if reasons and not self._config.allow_inexact:
+            return f"{what}; a split would not be exact: {'; '.join(reasons)} ([oom] allow_inexact = false)"
+        for reason in reasons:
+            self._say_inexact(attempt.number, reason)
+        return _Retry(shape, more, f"{what} of micro-batch {failed.number} ({shape_of(failed.batch)}): {first_line}")
+
+    def _inexact_reasons(self) -> list[str]:
+        """Return what makes a split differ from the whole."""
+        reasons = []
+        found: dict[str, str] = {}
+        for _, root in self._context.state.modules:
+            for name, module in root.named_modules():
+                if module.training and (kind := _inexact_kind(module)) is not None:
+                    found.setdefault(kind, f"{type(module).__name__} {name!r}" if name else type(module).__name__)
+        reasons += [f"{example} {kind}" for kind, example in found.items()]
+        if self._config.batch_loss:
+            reasons.append("the loss compares samples of a micro-batch ([oom] batch_loss = true)")
+        return reasons
+
+    def _has_collectives_in_forward(self) -> bool:
+        modules = [m for _, root in self._context.state.modules for m in root.modules()]
+        return any(isinstance(m, nn.SyncBatchNorm) for m in modules)
+
+    def learn(self, number: int, shape: str, parts: int, reason: str) -> None:
+        """Serve micro-batches of a shape in parts from now on."""
+        self._write(number, _Retry(shape, parts, reason))
+        self.splits.learn(shape, parts)
+        self.is_splitting = True
+
+    # ---- several ranks
+
+    def take_requests(self, requests: list[dict[str, Any]]) -> None:
+        """Keep what ranks ask for until the step that they name settles."""
+        self._requests = requests
+
+    def agreed_retry(self, attempt: StepAttempt) -> Plan | None:
+        """Return a plan to serve the step again, now in parts, on all ranks; None if no rank asks for it."""
+        requests, self._requests = self._requests, []
+        named = [r for r in requests if (r["step"], r["attempt"]) == (attempt.number, attempt.attempt)]
+        if not named:
+            return None
+        retry = max((_Retry(r["shape"], r["parts"], r["reason"]) for r in named), key=lambda each: each.parts)
+        ranks = ", ".join(str(r["rank"]) for r in named)
+        retry = retry._replace(reason=f"rank {ranks}: {retry.reason}")
+        self._record(attempt.number, retry, where=named[0]["where"])
+        return Plan(actions=(Replay(),), reason=retry.reason)
+
+    # ---- updates
+
+    def undo_update(self, number: int, error: BaseException) -> Plan | None:
+        """Return a plan to undo an update that ran out of memory, by a return to certified state. None: the run must end."""
+        failed_step, times = self._update_failures
+        times = times + 1 if failed_step == number else 1
+        self._update_failures = number, times
+        first_line = str(error).strip().split("\n")[0][:300]
+        free_pinned(error)
+        self._recovery.snapshots.release_device_memory()
+        why = f"step {number}: out of memory in optimizer.step(), which may have updated a part of the parameters"
+        if self._is_distributed or not self.is_armed or times > _MAX_UPDATE_FAILURES:
+            log.error(
+                "holdfast: %s: nothing of it is saved, and the error ends the run (%s); %s", why, first_line, _ADVICE
+            )
+            return None
+        log.warning("holdfast: %s: the guard returns to certified state (%s)", why, first_line)
+        reason = f"out of memory in optimizer.step(): {first_line}"
+        return Plan(actions=(Rollback(before=number - 1, at_latest=number - 1),), reason=reason)
+
+    def count_clean_step(self, number: int) -> None:
+        """Count a committed step, and try fewer parts after enough of them."""
+        for changed in self.splits.commit():
+            reason = f"{self.splits.grow_after} or more clean steps in {changed.before} parts"
+            retry = _Retry(changed.shape, changed.parts, reason)
+            self._write(number, retry, trial=True)
+            log.info("holdfast: step %d: %s: %d are tried from now on", number, reason, changed.parts)
+        self.is_splitting = self.splits.is_active
+
+    # ---- records
+
+    def _record(self, number: int, retry: _Retry, where: str) -> None:
+        self._write(number, retry, where=where)
+        log.warning(
+            "holdfast: step %d: %s. The step is undone and served again, this micro-batch in %d part%s; batch and loss stay "
+            "what they were",
+            *(number, retry.reason, retry.parts, "" if retry.parts == 1 else "s"),
+        )
+        if retry.shape and retry.parts > self.splits.parts_for(retry.shape):
+            self.splits.learn(retry.shape, retry.parts)
+        self.is_splitting = self.splits.is_active
+
+    def _write(self, number: int, retry: _Retry, **fields: Any) -> None:
+        shape, parts, reason = retry
+        self._context.engine.write(
+            "action", durable=True, action="split", step=number, shape=shape, parts=parts, reason=reason, **fields
+        )
+
+    def _advise(self, attempt: StepAttempt, error: BaseException, why: str) -> None:
+        text = f"step {attempt.number}: {why}; nothing was applied; {_ADVICE}"
+        log.error("holdfast: %s", text)
+        error.add_note(f"holdfast: {text}")
+        self._context.engine.write("note", step=attempt.number, message=text)
+
+    def _say_inexact(self, number: int, reason: str) -> None:
+        self._say_once(
+            number,
+            f"A SPLIT MICRO-BATCH IS NOT EXACT HERE: {reason}; the batch is the same, the gradient is not; to forbid it, "
+            "set [oom] allow_inexact = false",
+        )
+
+    def _say_once(self, number: int, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._context.engine.note(number, message)
+
+
+def _inexact_kind(module: nn.Module) -> str | None:
+    """Return why a module in train mode computes something else for parts of a batch; None if it does not."""
+    name = type(module).__name__
+    if isinstance(module, _BATCH_NORMS) or "BatchNorm" in name:
+        return "normalizes by the statistics of the micro-batch"
+    share = getattr(module, "p", getattr(module, "drop_prob", None))
+    if ("Dropout" in name or "DropPath" in name) and isinstance(share, int | float) and share > 0:
+        return "draws its mask for each part"
+    return None

@@ -1,0 +1,243 @@
+"""A step that is not finite: where it came from is found while training, and again from its bundle on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replay_case import BAD, BAD_STEP, BATCH, FAULT_LINE, HalfNet, build, train
+
+from holdfast.cli import main
+from holdfast.core.base.errors import PolicyStop
+from holdfast.runtime.incidents import watch
+
+CASE = Path(__file__).with_name("replay_case.py")
+ENTRY = f"{CASE}:replay_entry"
+
+
+@pytest.fixture
+def holdfast(capsys):
+    """Run a command in this process; return its status, stdout and stderr."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.run([str(word) for word in words])
+        return (int(ended.value.code or 0), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _enough_time():
+    """Steps here take a millisecond, and a loaded machine may pause for longer than the guard would watch them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "_MIN_SECONDS", 30.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def log_zero(tmp_path_factory):
+    """A run with a logarithm of zero in its loss, and its batch in the bundle."""
+    return train(tmp_path_factory.mktemp("log") / "run", "log_zero", keep_batch=True, entry=ENTRY)
+
+
+@pytest.fixture
+def moved(log_zero, tmp_path) -> Path:
+    """The incident of that run, on another machine."""
+    return Path(shutil.copytree(log_zero.folder / "incidents" / "0001", tmp_path / "elsewhere"))
+
+
+# ---- while training
+
+
+@pytest.mark.parametrize("loop", ["steps", "classic"])
+def test_log_of_zero_in_the_loss_names_the_line(log_zero, tmp_path, loop):
+    run = log_zero if loop == "steps" else train(tmp_path / "run", "log_zero", loop=loop)
+    verdict, again = run.replays("verdict")  # once in each epoch
+    assert (again["file"], again["line"]) == (verdict["file"], verdict["line"])
+    assert (Path(verdict["file"]).name, verdict["line"]) == (CASE.name, FAULT_LINE)
+    assert "log" in verdict["op"] and verdict["cause"] == "structural" and verdict["step"] == BAD_STEP
+    incident = json.loads((run.folder / "incidents/0001/incident.json").read_text())
+    assert [e["replay"]["line"] for e in incident["events"] if "line" in e.get("replay", {})] == [FAULT_LINE] * 2
+
+
+def test_observing_changes_no_bit_and_serves_no_further_step(log_zero, tmp_path):
+    offline = train(tmp_path / "offline", "log_zero", when="offline")
+    off = train(tmp_path / "off", "log_zero", when="off")
+    assert log_zero.forwards == offline.forwards == off.forwards
+    assert log_zero.statuses() == offline.statuses() == off.statuses() == ["replayed", "skipped"] * 2
+    assert all(map(torch.equal, log_zero.weights(), off.weights())), "observed and not observed differ"
+    assert offline.replays("verdict") == [] and len(offline.replays("bundle")) == 1
+    assert [e for e in off.events if e["event"] == "replay"] == []
+    assert not (off.folder / "incidents/0001/bundle").exists()
+
+
+def flip_once(module: torch.nn.Module, args: Any, output: torch.Tensor, *, at: set[int], calls: list[int]) -> None:
+    """Flip the highest bit of the exponent of one activation, in the forwards `at`: its square is not finite."""
+    calls[0] += 1
+    if calls[0] in at:
+        output.data.view(torch.int32).view(-1)[3] ^= 0x40000000
+
+
+@pytest.mark.parametrize("act", [False, True])
+def test_a_bit_flipped_once_in_an_activation_is_told_from_a_fault_that_repeats(tmp_path, act):
+    model, calls = build(), [0]
+    model.last.register_forward_hook(lambda *a: flip_once(*a, at={3, 9}, calls=calls))
+    run = train(tmp_path / "run", model=model, epochs=3, act=act)
+    verdicts = run.replays("verdict")
+    assert [v["cause"] for v in verdicts] == ["transient"] * len(verdicts) and len(verdicts) == 2
+    assert all(map(torch.equal, run.weights(), train(tmp_path / "clean", epochs=3).weights()))
+    # Only with consent does a fault count against the device; the second one in the same incident does not count again.
+    assert all(("device" in v) == act for v in verdicts)
+
+
+def test_a_device_with_two_transient_incidents_is_excluded_with_consent(tmp_path):
+    model, calls = build(), [0]
+    model.last.register_forward_hook(lambda *a: flip_once(*a, at={3, 120}, calls=calls))
+    run = train(tmp_path / "run", model=model, epochs=22, act=True)
+    (excluded,) = [e for e in run.events if e["event"] == "excluded"]
+    assert [n["reason"] for n in excluded["namings"]] == ["transient"] * 2
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "workers"), [(1, 0), pytest.param(2, 2, id="batches that workers load inside the step")]
+)
+def test_the_bad_row_alone_is_left_out_and_the_rest_of_its_batch_is_trained_on(tmp_path, accumulate, workers):
+    loading = {"accumulate": accumulate, "workers": workers}
+    run = train(tmp_path / "run", "nan_row", act=True, **loading)
+    (verdict,) = run.replays("verdict")
+    size = BATCH // accumulate
+    assert verdict["cause"] == "data_row" and verdict["samples"] == [BAD] and verdict["rows"] == [BAD % size]
+    assert [e["cause"] for e in run.replays("confirmed")] == ["data_row"]
+    assert "skipped" not in run.statuses()
+    (cause,) = [e for e in run.events if e["event"] == "cause"]
+    assert cause["cause"] == "data"
+    without = train(tmp_path / "without", "nan_row", left_out=(BAD,), **loading)
+    assert all(map(torch.equal, run.weights(), without.weights())), "differs from a run that never had the sample"
+
+
+def test_without_consent_the_batch_is_skipped_as_before(tmp_path):
+    run = train(tmp_path / "run", "nan_row")
+    assert run.statuses() == ["replayed", "skipped"] and run.replays("confirmed") == []
+
+
+def test_a_structural_fault_stops_the_run_if_the_verdict_may_act(tmp_path):
+    with pytest.raises(PolicyStop, match=f"replay_case.py:{FAULT_LINE}"):
+        train(tmp_path / "run", "log_zero", act=True)
+
+
+def test_a_module_that_overflows_in_half_precision_runs_in_fp32_from_there_on(tmp_path):
+    run = train(tmp_path / "run", "large_row", model=build(HalfNet), act=True, fp32_modules=True)
+    assert [e["module"] for e in run.replays("confirmed")] == ["square"]
+    assert [e["module"] for e in run.events if e.get("action") == "fp32_module"] == ["square"]
+    assert "skipped" not in run.statuses() and len(run.replays("verdict")) == 1, "the second epoch overflows again"
+    # A resumed process does the same from its checkpoint.
+    resumed = train(tmp_path / "run", "large_row", model=build(HalfNet), epochs=3, act=True, fp32_modules=True)
+    assert len(resumed.replays("verdict")) == 1 and "skipped" not in resumed.statuses()
+
+
+# ---- from the bundle
+
+
+def test_a_moved_bundle_gives_the_same_verdict_in_another_process(log_zero, moved):
+    words = [sys.executable, "-m", "holdfast", "replay", str(moved), "--device", "cpu", "--json"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment, cwd=moved)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    verdict = log_zero.replays("verdict")[0]
+    assert answer["verdict"]["cause"] == verdict["cause"]
+    assert (answer["origin"]["file"], answer["origin"]["line"]) == (verdict["file"], FAULT_LINE)
+    assert answer["sample"] == BAD % BATCH and answer["sample_id"] == BAD
+    assert json.loads((moved / "replay.json").read_text())["verdict"] == answer["verdict"]
+
+
+def test_the_answer_is_shown_and_is_in_the_post_mortem(log_zero, holdfast):
+    status, out, _ = holdfast("replay", log_zero.folder, "--device", "cpu")
+    assert status == 0
+    for expected in ("first ", "verdict: structural", f"replay_case.py:{FAULT_LINE}", "fix: ", "replay.json"):
+        assert expected in out
+    status, out, _ = holdfast("diagnose", log_zero.folder, "--postmortem")
+    assert f"replay_case.py:{FAULT_LINE}" in " ".join(out.split()), out
+
+
+def test_without_consent_the_bundle_has_no_batch_and_replay_says_so(tmp_path, holdfast):
+    run = train(tmp_path / "run", "log_zero", entry=ENTRY)
+    bundle = run.folder / run.replays("bundle")[0]["path"]
+    assert b'"sample_ids": null' in (bundle / "manifest.json").read_bytes()
+    status, _, err = holdfast("replay", run.folder)
+    assert status == 1 and "keep_batch = true" in err and "Traceback" not in err
+
+
+def test_weights_above_the_cap_are_named_by_their_checkpoint(tmp_path, holdfast):
+    run = train(
+        tmp_path / "run",
+        "log_zero",
+        model=build(width=60_000),
+        keep_batch=True,
+        max_bundle_mb=1,
+        entry=f"{CASE}:wide_entry",
+    )
+    bundle = run.folder / run.replays("bundle")[0]["path"]
+    assert sum(file.stat().st_size for file in bundle.iterdir()) < 1_000_000
+    status, out, err = holdfast("replay", run.folder, "--json")
+    assert status == 0, err
+    answer = json.loads(out)
+    assert answer["origin"]["line"] == FAULT_LINE and "the weights are those of step_" in " ".join(answer["notes"])
+
+
+def test_bundles_of_older_incidents_are_removed_and_a_cap_of_zero_writes_none(tmp_path):
+    run = train(tmp_path / "none", "log_zero", max_bundle_mb=0)
+    assert run.replays("verdict") and not (run.folder / "incidents/0001/bundle").exists()
+    model, calls = build(), [0]
+    model.last.register_forward_hook(lambda *a: flip_once(*a, at={3, 120}, calls=calls))
+    run = train(tmp_path / "two", model=model, epochs=22, keep=1)
+    kept = [path.parent.parent.name for path in sorted(run.folder.glob("incidents/*/bundle/rank_00000"))]
+    assert kept == [e["path"].split("/")[1] for e in run.replays("bundle")][-1:] == ["0002"]
+
+
+@pytest.mark.parametrize("file", ["rank_00000.bin", "rank_00000.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "removed"])
+def test_a_damaged_bundle_is_refused_without_a_traceback(moved, holdfast, file, how):
+    (path,) = moved.glob(f"bundle/rank_00000/step_*/{file}")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    if how == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(content if how == "flipped" else content[: len(content) // 2])
+    status, _, err = holdfast("replay", moved)
+    assert status == 1 and file in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--entry", "no_such.py:entry"], "there is no file no_such.py"),
+        (["--entry", f"{CASE}:no_such"], "has no function 'no_such'"),
+        (["--entry", f"{CASE}"], "no function"),
+        (["--entry", f"{CASE}:not_the_model"], "first.weight is only in the run"),
+        (["--entry", "json:loads"], "raised TypeError"),
+        (["--device", "warp"], "no device of torch"),
+        (["--rank", "7"], "no bundle of rank 7"),
+    ],
+)
+def test_wrong_input_is_answered_with_its_cure(moved, holdfast, words, said):
+    status, _, err = holdfast("replay", moved, *words)
+    assert status in (1, 78) and said in err and "Traceback" not in err
+
+
+def test_an_incident_without_an_entry_asks_for_one(tmp_path, holdfast):
+    run = train(tmp_path / "run", "log_zero", keep_batch=True)
+    status, _, err = holdfast("replay", run.folder)
+    assert status == 1 and "--entry FILE.py:FUNCTION" in err
+    status, _, err = holdfast("replay", tmp_path)
+    assert status == 1 and "holds no bundle" in err

@@ -1,0 +1,97 @@
+"""The verdict follows from which runs were healthy; reports survive JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from holdfast.core.origin.fixes import choose_fix
+from holdfast.core.origin.report import Comparison, ModuleRow, OriginReport, ReplayReport, TensorRange
+from holdfast.core.origin.verdict import Facts, judge
+
+
+def runs(text):
+    """Read runs from text: `+` healthy, `-` bad, `?` not run, in the order below."""
+    names = ["as it was", "repeated", "fp32", "fp64 module", "next batch", "weights before"]
+    shown = zip(names, text, strict=False)
+    return [Comparison(name=n, ran=c != "?", finite=None if c == "?" else c == "+", why_not="") for n, c in shown]
+
+
+def origin(phase="forward", dtype="float16", **more):
+    values = TensorRange(shape=[4], dtype=dtype, minimum=0.0, maximum=1.0, zero_share=0.5)
+    given = {"op": "aten.mul", "inputs": [values], "outputs": [values], **more}
+    return OriginReport(phase=phase, **given)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found", "facts", "cause"),
+    [
+        ("++", origin("none"), Facts(observed_loss=math.nan), "transient"),
+        ("-+", origin(), Facts(), "transient"),
+        ("+-", origin(), Facts(), "transient"),
+        ("??", origin(), Facts(), "not_established"),
+        ("?+", origin(), Facts(), "not_established"),
+        ("--+-+", origin(), Facts(), "dtype_overflow"),
+        ("----+", origin(), Facts(), "structural"),
+        ("--?-+", origin(), Facts(), "not_established"),
+        ("--?-+", origin(dtype="float32"), Facts(), "structural"),
+        ("----+", origin("state"), Facts(), "bad_state"),
+        ("----+", origin("input"), Facts(), "data_row"),
+        ("----+", origin(), Facts(sample=2, outlying_rows=[2]), "data_row"),
+        ("-----", origin(), Facts(sample=2, outlying_rows=[2]), "structural"),
+        ("-----+", origin(), Facts(growth=1e6), "learning_rate"),
+        ("-----+", origin(), Facts(growth=2.0), "structural"),
+        ("------", origin(), Facts(growth=1e6), "structural"),
+        ("----++", origin(), Facts(growth=1e6), "structural"),
+        ("--", origin("optimizer"), Facts(), "dtype_overflow"),
+        ("--", origin("optimizer", "float32", op="aten.div"), Facts(), "structural"),
+        ("--", origin("optimizer", "float32", op="aten.add_"), Facts(), "learning_rate"),
+        ("----", origin("none", op=""), Facts(), "not_established"),
+    ],
+)
+def test_cause_follows_from_the_pattern(pattern, found, facts, cause):
+    verdict = judge(found, runs(pattern), facts)
+    assert verdict.cause == cause, verdict
+    assert 0 < verdict.confidence < 1 and verdict.sentence and verdict.fix
+
+
+def test_a_loss_scale_is_blamed_and_no_module():
+    verdict = judge(origin("backward", module="head", loss_scale=65536.0), runs("--+"), Facts())
+    assert "65536" in verdict.sentence and "no module is at fault" in verdict.sentence
+    assert "GradScaler" in verdict.fix
+
+
+@pytest.mark.parametrize(
+    ("op", "source", "phase", "part"),
+    [
+        ("aten.log", "p = torch.log(F.softmax(x, -1))", "forward", "log_softmax"),
+        ("aten._softmax", "", "forward", "masked completely"),
+        ("aten.nll_loss_forward", "", "forward", "all ignored"),
+        ("SqrtBackward0 (aten.div)", "", "backward", "eps inside the root"),
+        ("aten.exp", "", "backward", "before the exp"),
+        ("aten.div", "", "forward", "denominator"),
+        ("aten._scaled_dot_product_attention", "", "forward", "QK-norm"),
+        ("aten.unheard_of", "", "forward", "eps"),
+    ],
+)
+def test_fix_is_that_of_the_op(op, source, phase, part):
+    assert part in choose_fix(OriginReport(phase=phase, op=op, source=source), "structural")
+
+
+def test_report_survives_json_with_values_that_json_lacks():
+    row = ModuleRow(module="a", output=TensorRange(shape=[2], dtype="float32", maximum=math.inf))
+    verdict = judge(origin(), runs("--+"), Facts())
+    comparison = Comparison(name="fp32", ran=True, finite=False, loss=-math.inf)
+    report = ReplayReport(origin=OriginReport(phase="none", path=[row]), comparisons=[comparison], verdict=verdict)
+    text = json.dumps(report.to_dict(), allow_nan=False)
+    assert ReplayReport.from_dict(json.loads(text)) == report
+
+
+@pytest.mark.parametrize(
+    "values", [{}, {"origin": 3}, {"origin": {"phase": "sideways"}, "comparisons": [], "verdict": {}}]
+)
+def test_report_of_another_shape_is_refused(values):
+    with pytest.raises(ValueError, match="no report of a replay"):
+        ReplayReport.from_dict(values)

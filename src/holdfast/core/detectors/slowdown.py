@@ -1,15 +1,18 @@
 """Finds the step from which on steps take longer, by how much, and the phase and rank that make them longer.
 
 What disturbs a healthy run makes single steps longer and none shorter. So of the last twelve steps the third shortest
-counts: evaluations, checkpoints, recompilations and pauses of any length count for nothing. It is compared with the
-same number of the steps before; how far that varies by nature is learned. Steps that are slow again and again, with fast
-ones between them, are found by their share.
+counts: evaluations, checkpoints, recompilations and pauses of any length count for nothing. It is compared, as a ratio,
+with the same number of the steps shortly before. How far that ratio varies by nature, at this distance in time, is learned
+from the run: noise that is correlated over many steps, and slow drift, raise the limit by themselves. The same is done over
+48 steps, which finds later what is too noisy for twelve. Steps that are slow again and again, with fast ones between them,
+are found by their number.
 
 It reads the rows of metrics.jsonl, beside the training. Its state is not saved: speed belongs to a process.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -26,26 +29,28 @@ Values = NDArray[np.float64]
 
 _FIRST_STEPS = 10
 """the first steps of a process start workers and compile"""
-_WINDOW, _LOW = 12, 2
-"""steps that are looked at together, and which of their times counts, from 0: the third shortest"""
-_GUARD_STEPS = 24
-"""the newest steps are not part of the baseline"""
-_LEAST_BASELINE, _BASELINE = 40, 2048
-_MIN_SHARE, _MIN_SHARE_EARLY = 0.2, 0.35
-"""how much longer a step must be, and the same while the baseline has fewer than `_EARLY` steps"""
-_EARLY = 128
-_SPREADS = 2.0
-"""and how many times longer than anything in the baseline, in units of how far that is above its median"""
-_MIN_SECONDS = 0.001
+_LEAST_REFERENCE, _LEAST_HISTORY, _HISTORY = 16, 24, 2048
+"""steps in a reference, and known ratios, before anything is judged; and ratios that are kept"""
+_MIN_SHARE, _MIN_SHARE_EARLY, _EARLY = 0.25, 0.15, 200
+"""how much longer a step must be, and how much is added to that at first, less and less up to so many known ratios"""
+_SIGMAS, _SPREADS, _FEW, _CORRELATED = 4.1, 1.5, 3.0, 0.4
+"""and how far its ratio is above the median of those known, in standard deviations and against the largest. The first is
+more while few are known. Ratios closer than this part of the reference are about the same one"""
+_MIN_SECONDS, _PERSISTS = 0.001, 5
+"""the least growth that matters, and for how many steps in a row all limits must be exceeded: pauses end before"""
+_QUANTILE, _QUANTILE_ERROR = 0.85, 0.25
+"""single steps that are longer than this share of all are common: thirteen of fifteen are not, by chance"""
 _MANY_WINDOW, _MANY_RATIO, _MANY_TAIL, _MIN_RATE = 40, 1.5, 1e-8, 0.02
 """for steps that are slow again and again: the window, which step is slow, how unlikely their number must be, and the least
-rate that is assumed in the baseline"""
-_MANY_LEAST, _MANY_RUNS = 8, 4
-"""the least number of slow steps in the window, and of times that they begin"""
-_QUANTILE, _QUANTILE_ERROR = 0.92, 0.25
+rate that is assumed in a healthy run"""
+_MANY_COMMON, _MANY_LEAST, _MANY_RUNS, _MANY_SPREADS = 4.0, 8, 4, 1.5
+"""how far a slow step is outside of what is common; the least number of slow steps in the window, of times that they begin,
+and the first against the most seen before"""
 _REFRESH = 32
-_GIVE_UP = 400
-"""slow steps after which the new speed is the normal one"""
+_GUARD_STEPS, _RECENT, _BEFORE = 24, 96, 128
+_PAUSE, _GIVE_UP = 64, 400
+"""a slowdown that is over after so many steps was a pause, and the like is not reported again; and slow steps after which the
+new speed is the normal one"""
 _ONE_TIME = ("eval", "compile", "checkpoint")
 """phases that do not belong to a step"""
 RANK_PHASES = ("between", "data", "compute", "wait")
@@ -98,10 +103,92 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
 class _Times(NamedTuple):
     step: int
     seconds: float
-    low: float
-    """the third shortest of the twelve steps up to this one"""
+    excess: float
+    """the logarithm of its ratio to the reference; NaN before there is one"""
+    slow_steps: int
+    """of the last `_MANY_WINDOW`"""
     phases: dict[str, float]
     ranks: Values | None
+
+
+class _Sliding:
+    """The last values, also in order of size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: deque[float] = deque(maxlen=size)
+        self.ordered: list[float] = []
+
+    def add(self, value: float) -> None:
+        if len(self._values) == self.size:
+            del self.ordered[bisect.bisect_left(self.ordered, self._values[0])]
+        self._values.append(value)
+        bisect.insort(self.ordered, value)
+
+
+class _Level:
+    """A low one of the last `window` times against the median of the same over the `reference` steps before the last `gap`.
+
+    All values are logarithms, so that differences are ratios.
+    """
+
+    def __init__(self, window: int, low: int, gap: int, reference: int) -> None:
+        self._size, self._low, self._gap = window, low, gap
+        self._lows = _Sliding(reference)
+        self._history: deque[float] = deque(maxlen=_HISTORY)
+        """ratios that ended `gap` steps ago"""
+        self.limit = math.inf
+        self.restart(is_new_speed=False)
+
+    def restart(self, *, is_new_speed: bool) -> None:
+        """Forget the newest steps, and the reference if it does not apply any more."""
+        self._window = _Sliding(self._size)
+        self._waiting: deque[tuple[float, float]] = deque()
+        """the newest `gap` lows, and their ratios"""
+        self.exceeded, self._highest = 0, 0.0
+        """how often in a row the limit was exceeded, and the highest ratio since the last restart"""
+        if is_new_speed:
+            self._lows = _Sliding(self._lows.size)
+
+    @property
+    def known(self) -> int:
+        """Return how many ratios are known."""
+        return len(self._history)
+
+    @property
+    def reference(self) -> float:
+        """Return the reference; NaN before there is one."""
+        lows = self._lows.ordered
+        return lows[len(lows) // 2] if len(lows) >= _LEAST_REFERENCE else math.nan
+
+    def add(self, value: float) -> float:
+        """Return the ratio of the steps up to this one; NaN before there is one."""
+        self._window.add(value)
+        if len(self._window.ordered) < self._size:
+            return math.nan
+        low = self._window.ordered[self._low]
+        ratio = low - self.reference
+        self._highest = max(self._highest, ratio)
+        self._waiting.append((low, ratio))
+        if len(self._waiting) > self._gap:
+            old, old_ratio = self._waiting.popleft()
+            self._lows.add(old)
+            if not math.isnan(old_ratio):
+                self._history.append(old_ratio)
+        return ratio
+
+    def learn_pause(self) -> None:
+        """Count the highest ratio since the last restart as one that healthy steps have."""
+        self._history.append(self._highest)
+
+    def refresh(self, floor: float) -> None:
+        """Compute the limit from the known ratios."""
+        if self.known >= _LEAST_HISTORY:
+            known = np.array(self._history)
+            independent = len(known) / (_CORRELATED * self._lows.size)
+            spread = _SIGMAS * (1 + _FEW / independent) * float(known.std())
+            drift = float(np.median(known))
+            self.limit = max(floor, drift + max(spread, _SPREADS * (float(known.max()) - drift)))
 
 
 class SlowdownDetector:
@@ -109,15 +196,15 @@ class SlowdownDetector:
 
     def __init__(self) -> None:
         self._seen = 0
-        self._window: deque[float] = deque(maxlen=_WINDOW)
-        self._recent: deque[_Times] = deque(maxlen=_MANY_WINDOW + _GUARD_STEPS)
-        self._before: deque[_Times] = deque(maxlen=_EARLY)
-        """the newest rows of the baseline"""
-        self._times: deque[float] = deque(maxlen=_BASELINE)
-        self._lows: deque[float] = deque(maxlen=_BASELINE)
-        self._base = self._limit = self._slow_limit = math.inf
-        self._typical = math.inf
-        """the median of single steps; `_base` is that of the third shortest of twelve"""
+        self._short, self._long = _Level(12, 2, 20, 64), _Level(48, 9, 64, 256)
+        self._recent: deque[_Times] = deque()
+        self._before: deque[_Times] = deque(maxlen=_BEFORE)
+        """the rows before `_recent`"""
+        self._excesses: deque[float] = deque(maxlen=_HISTORY)
+        self._counts: deque[int] = deque(maxlen=_HISTORY)
+        self._are_slow: deque[bool] = deque(maxlen=_MANY_WINDOW)
+        self._common = self._slow_excess = math.inf
+        """what single steps exceed seldom, and what makes one slow"""
         self._slow_rate = _MIN_RATE
         self._since_refresh = 0
         self.current: Slowdown | None = None
@@ -127,7 +214,7 @@ class SlowdownDetector:
     @property
     def is_steady(self) -> bool:
         """Return whether the speed is known and normal."""
-        return self.current is None and math.isfinite(self._base)
+        return self.current is None and math.isfinite(self._short.limit) and not math.isnan(self._short.reference)
 
     def observe(self, row: Mapping[str, Any], ranks: Values | None = None) -> Slowdown | None:
         """Return a slowdown when it is established, once.
@@ -141,73 +228,74 @@ class SlowdownDetector:
         if self._seen <= _FIRST_STEPS:
             return None
         phases = row.get("phases") or {}
-        seconds = max(0.0, seconds - sum(phases.get(name, 0.0) for name in _ONE_TIME))
-        self._window.append(seconds)
-        low = sorted(self._window)[_LOW] if len(self._window) == _WINDOW else 0.0
-        new = _Times(int(row["step"]), seconds, low, phases, ranks)
-        self._recent.append(new)
+        seconds = max(1e-9, seconds - sum(phases.get(name, 0.0) for name in _ONE_TIME))
+        value, reference = math.log(seconds), self._short.reference
+        self._are_slow.append(value - reference > self._slow_excess)
+        slow_steps = self._are_slow.count(True)
+        self._recent.append(_Times(int(row["step"]), seconds, value - reference, slow_steps, phases, ranks))
         if self.current is not None:
             self._follow()
             return None
-        if len(self._recent) > _GUARD_STEPS:
-            self._learn(self._recent[-_GUARD_STEPS - 1])
-        if low > self._limit:
-            return self._report(new, is_intermittent=False)
-        return self._report(new, is_intermittent=True) if seconds > self._slow_limit and self._has_many_slow() else None
+        is_slow_short, is_slow_long = self._is_slow(self._short, value), self._is_slow(self._long, value)
+        is_often_slow = self._are_slow[-1] and self._has_many_slow()
+        self._learn()
+        is_slow = is_slow_short or is_slow_long
+        return self._report(is_intermittent=not is_slow) if is_slow or is_often_slow else None
 
-    def _learn(self, row: _Times) -> None:
-        self._before.append(row)
-        self._times.append(row.seconds)
-        if row.low:
-            self._lows.append(row.low)
+    def _is_slow(self, level: _Level, value: float) -> bool:
+        ratio = level.add(value)
+        is_long = math.exp(level.reference) * math.expm1(ratio) >= _MIN_SECONDS
+        level.exceeded = level.exceeded + 1 if is_long and ratio > max(level.limit, self._common) else 0
+        return level.exceeded >= _PERSISTS
+
+    def _learn(self) -> None:
+        """Take over the rows that cannot be part of a new slowdown, and compute the limits now and then."""
+        if len(self._recent) > _GUARD_STEPS and not math.isnan((row := self._recent[-_GUARD_STEPS]).excess):
+            self._excesses.append(row.excess)
+            self._counts.append(row.slow_steps)
+        if len(self._recent) > _RECENT:
+            self._before.append(self._recent.popleft())
         self._since_refresh += 1
-        if len(self._lows) >= _LEAST_BASELINE and (self._since_refresh >= _REFRESH or self._base == math.inf):
-            self._refresh()
-
-    def _refresh(self) -> None:
-        """Compute the limits. Ten of twelve steps must be above one that less than a tenth of the baseline is above."""
+        if self._since_refresh < _REFRESH and math.isfinite(self._short.limit):
+            return
         self._since_refresh = 0
-        lows, times = np.array(self._lows), np.array(self._times)
-        self._base = base = float(np.median(lows))
-        self._typical = float(np.median(times))
-        share = _MIN_SHARE if len(lows) >= _EARLY else _MIN_SHARE_EARLY
-        high = float(np.quantile(times, min(1.0, _QUANTILE + _QUANTILE_ERROR / math.sqrt(len(times)))))
-        reach = max(0.0, float(lows.max()) - base)
-        self._limit = max(base * (1 + share), base + _SPREADS * reach, base + _MIN_SECONDS, high)
-        self._slow_limit = max(_MANY_RATIO * base, base * (1 + share), base + _MIN_SECONDS)
-        self._slow_rate = max(_MIN_RATE, 1.5 * float((times > self._slow_limit).mean()))
+        share = _MIN_SHARE + _MIN_SHARE_EARLY * max(0.0, 1 - self._short.known / _EARLY)
+        for level in (self._short, self._long):
+            level.refresh(math.log1p(share))
+        if len(self._excesses) >= _LEAST_HISTORY:
+            excesses = np.array(self._excesses)
+            quantile = min(1.0, _QUANTILE + _QUANTILE_ERROR / math.sqrt(len(excesses)))
+            self._common = float(np.quantile(excesses, quantile))
+            self._slow_excess = max(math.log(max(_MANY_RATIO, 1 + share)), _MANY_COMMON * self._common)
+            self._slow_rate = max(_MIN_RATE, 1.5 * float((excesses > self._slow_excess).mean()))
 
     def _has_many_slow(self) -> bool:
-        if len(self._lows) < _EARLY:
-            return False
-        window = list(self._recent)[-_MANY_WINDOW:]
-        are_slow = [row.seconds > self._slow_limit for row in window]
-        slow = sum(are_slow)
-        times_begun = sum(is_slow and not was for was, is_slow in pairwise(are_slow))
-        if times_begun < _MANY_RUNS:  # one pause of several steps
-            return False
-        is_many = len(window) == _MANY_WINDOW and slow >= max(_MANY_LEAST, 2.5 * self._slow_rate * len(window))
-        return is_many and _binomial_tail(slow, len(window), self._slow_rate) < _MANY_TAIL
+        slow, size = self._are_slow.count(True), len(self._are_slow)
+        times_begun = sum(is_slow and not was for was, is_slow in pairwise(self._are_slow))
+        if len(self._excesses) < _MANY_WINDOW or size < _MANY_WINDOW or times_begun < _MANY_RUNS:
+            return False  # one pause of several steps begins once
+        least = max(_MANY_LEAST, 2.5 * self._slow_rate * size, _MANY_SPREADS * max(self._counts) + 1)
+        return slow >= least and _binomial_tail(slow, size, self._slow_rate) < _MANY_TAIL
 
     # ---- what is reported
 
-    def _report(self, new: _Times, *, is_intermittent: bool) -> Slowdown:
-        rows = list(self._recent)
-        onset = self._find_first_of_many(rows) if is_intermittent else self._find_onset(rows)
-        after = [row for row in rows if row.step >= onset][-_MANY_WINDOW:] or [new]
-        before = [row for row in self._before if row.step < onset] or list(self._before)
-        times = [row.seconds for row in after]
-        seconds_after = float(np.mean(times) if is_intermittent else np.median(times))
+    def _report(self, *, is_intermittent: bool) -> Slowdown:
+        rows = [*self._before, *self._recent]
+        onset = self._find_first_of_many() if is_intermittent else self._find_onset()
+        after = [row for row in rows if row.step >= onset]
+        before = [row for row in rows if row.step < onset][-_BEFORE:]
+        middle = np.mean if is_intermittent else np.median
+        seconds_before, seconds_after = (float(middle([row.seconds for row in part])) for part in (before, after))
         phases_before, phases_after = _typical(before, is_intermittent), _typical(after, is_intermittent)
-        rank, phase = self._find_rank(before, after, max(0.0, seconds_after - self._typical))
+        rank, phase = self._find_rank(before, after, max(0.0, seconds_after - seconds_before))
         if phase is None:
             growth = {name: value - phases_before.get(name, 0.0) for name, value in phases_after.items()}
             phase = max(growth, key=lambda name: growth[name]) if growth else "unknown"
         self.current = Slowdown(
-            step=new.step,
+            step=rows[-1].step,
             onset=onset,
-            seconds_before=self._typical,
-            seconds_after=max(seconds_after, self._typical),
+            seconds_before=seconds_before,
+            seconds_after=max(seconds_after, seconds_before),
             phase=phase,
             phases_before=phases_before,
             phases_after=phases_after,
@@ -217,24 +305,27 @@ class SlowdownDetector:
         self._slow_rows = 0
         return self.current
 
-    def _find_onset(self, rows: list[_Times]) -> int:
+    def _find_onset(self) -> int:
         """Return the first slow step: the split of the recent steps into two levels that fits best."""
-        cap = self._typical + 3 * max(self._limit - self._base, _MIN_SECONDS)
+        rows = list(self._recent)
+        typical = math.exp(self._short.reference)
+        cap = typical + 3 * max(typical * math.expm1(self._short.limit), _MIN_SECONDS)
         times = np.minimum([row.seconds for row in rows], cap)
-        best, place = math.inf, max(0, len(rows) - _WINDOW)
+        best, place = math.inf, len(rows) - 1
         for split in range(1, len(rows) - 2):
             low, high = times[:split], times[split:]
-            error = float(np.abs(low - self._typical).sum() + np.abs(high - np.median(high)).sum())
-            if error < best:
+            error = float(np.abs(low - np.median(low)).sum() + np.abs(high - np.median(high)).sum())
+            if error < best and np.median(high) > np.median(low):
                 best, place = error, split
         return rows[place].step
 
-    def _find_first_of_many(self, rows: list[_Times]) -> int:
+    def _find_first_of_many(self) -> int:
         """Return the first slow step from which on slow steps are frequent: it is the likeliest."""
-        slow = np.array([row.seconds > self._slow_limit for row in rows])
+        rows = list(self._recent)
+        slow = np.array([row.excess > self._slow_excess for row in rows])
         rate = min(0.95, max(float(slow[-_MANY_WINDOW:].mean()), 2 * self._slow_rate))
         gains = np.where(slow, math.log(rate / self._slow_rate), math.log((1 - rate) / (1 - self._slow_rate)))
-        return rows[int(np.cumsum(gains[::-1])[::-1].argmax())].step
+        return rows[max(1, int(np.cumsum(gains[::-1])[::-1].argmax()))].step
 
     def _find_rank(self, before: list[_Times], after: list[_Times], growth: float) -> tuple[int | None, str | None]:
         """Return the rank whose own time has grown, and the phase; None if no rank has, or all have."""
@@ -256,7 +347,7 @@ class SlowdownDetector:
         """End a slowdown that is over, and take a speed that stays for the normal one."""
         assert self.current is not None
         self._slow_rows += 1
-        if self._slow_rows < _GIVE_UP and (self._slow_rows < _MANY_WINDOW or self._slow_rows % _WINDOW):
+        if self._slow_rows < _GIVE_UP and (self._slow_rows < _MANY_WINDOW or self._slow_rows % 8):
             return
         middle = 0.5 * (self.current.seconds_before + self.current.seconds_after)
         times = [row.seconds for row in list(self._recent)[-_MANY_WINDOW:]]
@@ -264,11 +355,14 @@ class SlowdownDetector:
         if is_over or self._slow_rows >= _GIVE_UP:
             self.current = None
             self._recent.clear()
-            self._window.clear()
+            self._are_slow.clear()
+            for level in (self._short, self._long):
+                if is_over and self._slow_rows <= _PAUSE:
+                    level.learn_pause()
+                level.restart(is_new_speed=not is_over)
             if not is_over:
-                self._times.clear()
-                self._lows.clear()
-                self._base = self._limit = self._slow_limit = math.inf
+                self._before.clear()
+            self._since_refresh = _REFRESH
 
 
 def _typical(rows: list[_Times], is_intermittent: bool) -> dict[str, float]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
-from holdfast.core.record.goodput import CATEGORIES, compute_goodput
+from holdfast.core.record.goodput import CATEGORIES, TimedRow, compute_goodput, read_goodput
+from holdfast.core.record.rundir import RunDir
 
 
 class Story:
@@ -24,7 +26,8 @@ class Story:
 
     def step(self, number: int, seconds: float = 1.0, status: str = "committed", **fields: Any) -> None:
         self.now += seconds
-        self.rows.append({"step": number, "time": self.now, "step_seconds": seconds, "status": status, **fields})
+        row = {"step": number, "time": self.now, "step_seconds": seconds, "status": status, **fields}
+        self.rows.append(msgspec.convert(row, TimedRow))
 
 
 def test_lost_seconds_are_attributed():
@@ -76,13 +79,26 @@ def test_seconds_add_up_whatever_the_files_hold():
             elif choice < 0.2:
                 run.event("action", action="rollback", to_step=noise.choice([None, -1, 3, 10, "x"]))
             else:
-                phases = noise.choice([None, {"data": noise.random() * 9, "guard": -1, "forward": "x"}])
+                phases = noise.choice([None, {"data": noise.random() * 9, "guard": -1}])
                 run.step(noise.randrange(20), noise.random() * 5, noise.choice(["committed", "skipped"]), phases=phases)
-        run.rows += [{"step": None}, {"time": "x", "step": 1}]
+        run.rows += [TimedRow(), TimedRow(step=1, time=float("nan")), TimedRow(step=2, time=2.0, step_seconds=1e400)]
         found = compute_goodput(run.events, run.rows)
         assert sum(found.seconds.values()) == pytest.approx(found.wall_seconds, abs=0.02)
         assert min(found.seconds.values()) >= 0 and list(found.seconds) == list(CATEGORIES)
 
 
 def test_a_run_without_events_has_no_goodput():
-    assert compute_goodput([], [{"step": 1, "time": 3.0}]).share == 0.0
+    assert compute_goodput([], [TimedRow(step=1, time=3.0)]).share == 0.0
+
+
+def test_damaged_lines_of_the_metrics_cost_no_other(tmp_path):
+    run = Story()
+    run.event("run_begin")
+    for number in range(1, 6):
+        run.step(number)
+    lines = [msgspec.json.encode(row) for row in run.rows]
+    lines[1] = lines[1].replace(b'"step":2', b'"step":2,"loss":NaN')
+    lines.insert(3, b'{"step": "x", "time": [')
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    found = read_goodput(RunDir(tmp_path), run.events)
+    assert found.seconds["productive"] == pytest.approx(5.0) and found.share == 1.0

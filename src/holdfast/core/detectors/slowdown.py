@@ -33,9 +33,11 @@ _LEAST_REFERENCE, _LEAST_HISTORY, _HISTORY = 16, 24, 2048
 """steps in a reference, and known ratios, before anything is judged; and ratios that are kept"""
 _MIN_SHARE, _MIN_SHARE_EARLY, _EARLY = 0.25, 0.15, 200
 """how much longer a step must be, and how much is added to that at first, less and less up to so many known ratios"""
-_SIGMAS, _SPREADS, _FEW, _CORRELATED = 4.1, 1.5, 3.0, 0.4
+_SIGMAS, _SPREADS, _FEW, _CORRELATED = 4.5, 1.6, 3.0, 0.4
 """and how far its ratio is above the median of those known, in standard deviations and against the largest. The first is
 more while few are known. Ratios closer than this part of the reference are about the same one"""
+_DOUBLED = math.log(2.0)
+"""standard deviations ask for no more than this: beyond anything seen before, it is enough"""
 _MIN_SECONDS, _PERSISTS = 0.001, 5
 """the least growth that matters, and for how many steps in a row all limits must be exceeded: pauses end before"""
 _QUANTILE, _QUANTILE_ERROR = 0.85, 0.25
@@ -49,8 +51,8 @@ and the first against the most seen before"""
 _REFRESH = 32
 _GUARD_STEPS, _RECENT, _BEFORE = 24, 96, 128
 _PAUSE, _GIVE_UP = 64, 400
-"""a slowdown that is over after so many steps was a pause, and the like is not reported again; and slow steps after which the
-new speed is the normal one"""
+"""a slowdown that is over after so many steps was a pause, and the like is not reported again; and slow steps after which
+the new speed is the normal one"""
 _ONE_TIME = ("eval", "compile", "checkpoint")
 """phases that do not belong to a step"""
 RANK_PHASES = ("between", "data", "compute", "wait")
@@ -186,7 +188,7 @@ class _Level:
         if self.known >= _LEAST_HISTORY:
             known = np.array(self._history)
             independent = len(known) / (_CORRELATED * self._lows.size)
-            spread = _SIGMAS * (1 + _FEW / independent) * float(known.std())
+            spread = min(_SIGMAS * (1 + _FEW / independent) * float(known.std()), _DOUBLED)
             drift = float(np.median(known))
             self.limit = max(floor, drift + max(spread, _SPREADS * (float(known.max()) - drift)))
 

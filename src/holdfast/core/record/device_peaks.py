@@ -19,46 +19,38 @@ class DevicePeak(NamedTuple):
 
 
 # The first row whose words are all in the name counts: variants stand before the plain name.
-_H100_SXM, _H100_PCIE, _H100_NVL = (
-    (989.4, 494.7, 66.9, 1978.9),
-    (756.0, 378.0, 51.0, 1513.0),
-    (835.0, 417.0, 60.0, 1670.0),
-)
+_UNKNOWN = (0.0, 0.0, 0.0)
+"""for a variant whose data sheet was not at hand: no figure rather than that of its sibling"""
+_H100_SXM, _H100_PCIE = (989.4, 494.7, 66.9, 1978.9), (756.0, 378.0, 51.0, 1513.0)
 _PEAKS = (
-    DevicePeak(("GB300",), 2500.0, 1250.0, 80.0, 5000.0),
     DevicePeak(("GB200",), 2500.0, 1250.0, 80.0, 5000.0),
     DevicePeak(("GH200",), *_H100_SXM),
-    DevicePeak(("B300",), 2250.0, 1125.0, 75.0, 4500.0),
-    DevicePeak(("B200",), 2250.0, 1125.0, 75.0, 4500.0),
-    DevicePeak(("B100",), 1750.0, 875.0, 60.0, 3500.0),
-    DevicePeak(("H200", "NVL"), *_H100_NVL),
+    DevicePeak(("B200",), 2250.0, 1100.0, 75.0, 4500.0),
+    DevicePeak(("H200", "NVL"), *_UNKNOWN),
     DevicePeak(("H200",), *_H100_SXM),
-    DevicePeak(("H100", "NVL"), *_H100_NVL),
+    DevicePeak(("H100", "NVL"), 835.0, 417.0, 60.0, 1670.0),
     DevicePeak(("H100", "PCIE"), *_H100_PCIE),
     DevicePeak(("H100",), *_H100_SXM),
-    DevicePeak(("H800", "PCIE"), *_H100_PCIE),
+    DevicePeak(("H800", "PCIE"), *_UNKNOWN),
     DevicePeak(("H800",), *_H100_SXM),
-    DevicePeak(("H20",), 148.0, 74.0, 44.0, 296.0),
-    DevicePeak(("A100",), 312.0, 156.0, 19.5),
+    DevicePeak(("H20",), 148.0, 0.0, 0.0, 296.0),
+    DevicePeak(("A100",), 312.0, 156.0, 19.5),  # PCIe and SXM alike
     DevicePeak(("A800",), 312.0, 156.0, 19.5),
-    DevicePeak(("A30",), 165.0, 82.0, 10.3),
+    DevicePeak(("A30",), 165.0, 0.0, 0.0),
     DevicePeak(("A40",), 149.7, 74.8, 37.4),
-    DevicePeak(("A10G",), 70.0, 35.0, 31.5),
     DevicePeak(("A10",), 125.0, 62.5, 31.2),
     DevicePeak(("L40S",), 362.0, 183.0, 91.6, 733.0),
     DevicePeak(("L40",), 181.0, 90.5, 90.5, 362.0),
     DevicePeak(("L4",), 121.0, 60.0, 30.3, 242.0),
     DevicePeak(("RTX", "A6000"), 154.8, 77.4, 38.7),
-    DevicePeak(("RTX", "5090"), 209.5, 104.8, 104.8, 419.0),
     DevicePeak(("RTX", "4090"), 165.2, 82.6, 82.6, 330.3),
     DevicePeak(("RTX", "3090"), 71.0, 35.6, 35.6),
-    DevicePeak(("V100", "PCIE"), 112.0, 14.0, 14.0, 0.0, True),
-    DevicePeak(("V100",), 125.0, 15.7, 15.7, 0.0, True),
-    DevicePeak(("T4",), 65.0, 8.1, 8.1, 0.0, True),
-    DevicePeak(("MI355X",), 2516.0, 1258.0, 157.3, 5033.0),
-    DevicePeak(("MI325X",), 1307.4, 653.7, 163.4, 2614.9),
-    DevicePeak(("MI300X",), 1307.4, 653.7, 163.4, 2614.9),
-    DevicePeak(("MI250X",), 383.0, 47.9, 47.9),
+    DevicePeak(("V100", "PCIE"), 112.0, 0.0, 14.0, 0.0, True),
+    DevicePeak(("V100",), 125.0, 0.0, 15.7, 0.0, True),
+    DevicePeak(("T4",), 65.0, 0.0, 8.1, 0.0, True),
+    DevicePeak(("MI325X",), 1307.4, 0.0, 0.0),
+    DevicePeak(("MI300X",), 1307.4, 0.0, 0.0),
+    DevicePeak(("MI250X",), 191.5, 0.0, 0.0),  # torch sees each of its two halves
 )
 _SXM_WATTS = 500
 """an H100 or H800 whose name does not say how it is connected is on SXM above this power limit"""

@@ -7,27 +7,21 @@ process begins with an event, so every second from the first event to the last b
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from holdfast.core.record.journal import read, read_rows
+from holdfast.core.base import durable
+from holdfast.core.record.journal import MAX_BYTES, MAX_LINE_BYTES, read
 from holdfast.core.record.rundir import RunDir
 
 CATEGORIES = (
     "productive", "restart", "rollback", "experiment", "checkpoint", "straggler", "data_wait", "guard", "between_steps",
     "start", "unknown",
 )  # fmt: skip
-_PHASES = {
-    "data": "data_wait",
-    "checkpoint": "checkpoint",
-    "guard": "guard",
-    "between": "between_steps",
-    "eval": "between_steps",
-    "compile": "start",
-}
-"""phase of a row -> its category; the other phases are productive"""
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,68 +35,122 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
         """Return productive time over wall time; 0 for a run without time."""
         return self.seconds["productive"] / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the seconds by category in words, the productive ones first, then the largest; none that is 0."""
+        parts = sorted(self.seconds.items(), key=lambda part: (part[0] != "productive", -part[1]))
+        return {name.replace("_", " "): seconds for name, seconds in parts if seconds > 0}
+
     def __str__(self) -> str:
-        lost = {name: s for name, s in self.seconds.items() if name != "productive" and s > 0}
-        parts = [f"{name.replace('_', ' ')} {s:.1f} s" for name, s in sorted(lost.items(), key=lambda item: -item[1])]
+        parts = [f"{name} {s:.1f} s" for name, s in self.parts.items() if name != "productive"]
         return f"goodput {100 * self.share:.1f}% of {self.wall_seconds:.1f} s; lost: {', '.join(parts) or 'nothing'}"
 
 
-class _Interval(NamedTuple):
-    began: float
-    ended: float
-    step: int
-    is_committed: bool
-    row: Mapping[str, Any]
+class LostPhases(msgspec.Struct, gc=False):
+    """The phases of a row that are not productive."""
+
+    data: float = 0.0
+    checkpoint: float = 0.0
+    guard: float = 0.0
+    between: float = 0.0
+    eval: float = 0.0
+    compile: float = 0.0
 
 
-def read_goodput(run: RunDir) -> Goodput:
-    """Return the goodput of a run directory. OSError if its journal cannot be read."""
-    rows: list[dict[str, Any]] = []
+class TimedRow(msgspec.Struct, gc=False):
+    """The columns of metrics.jsonl that have to do with time."""
+
+    step: int | None = None
+    status: str = ""
+    time: float | None = None
+    step_seconds: float = 0.0
+    """since the row before; 0 in the first row of a process, whose time is part of the start"""
+    phases: LostPhases | None = None
+    straggler_seconds: float = 0.0
+
+    @property
+    def is_committed(self) -> bool:
+        return self.status == "committed"
+
+    @property
+    def began(self) -> float:
+        assert self.time is not None
+        return self.time - max(0.0, self.step_seconds)
+
+    def add_to(self, totals: dict[str, float], seconds: float) -> None:
+        """Add so many seconds of this row to the categories."""
+        if (phases := self.phases) is not None:
+            for category, spent in (
+                ("data_wait", phases.data),
+                ("checkpoint", phases.checkpoint),
+                ("guard", phases.guard),
+                ("between_steps", phases.between + phases.eval),
+                ("start", phases.compile),
+            ):
+                if spent > 0.0:
+                    spent = min(seconds, spent)
+                    totals[category] += spent
+                    seconds -= spent
+        waited = min(seconds, max(0.0, self.straggler_seconds))
+        totals["straggler"] += waited
+        totals["productive"] += seconds - waited
+
+
+_DECODER = msgspec.json.Decoder(TimedRow)
+
+
+def read_goodput(run: RunDir, events: Iterable[Mapping[str, Any]] | None = None) -> Goodput:
+    """Return the goodput of a run directory. events: its journal, if that is read already. OSError if it cannot be read."""
+    rows: list[TimedRow] = []
     with contextlib.suppress(FileNotFoundError):
-        rows = read_rows(run.metrics).events
-    return compute_goodput(read(run.journal).events, rows)
+        for _, line in durable.read_lines(run.metrics, 4 * MAX_BYTES, MAX_LINE_BYTES):
+            with contextlib.suppress(ValueError, RecursionError):  # torn or damaged
+                rows.append(_decode(line))
+    return compute_goodput(read(run.journal).events if events is None else events, rows)
 
 
-def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> Goodput:
+def _decode(line: bytes) -> TimedRow:
+    try:
+        return _DECODER.decode(line)
+    except msgspec.DecodeError:  # a loss that is NaN
+        return msgspec.convert(json.loads(line), TimedRow)
+
+
+def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[TimedRow]) -> Goodput:
     """Return the goodput of a run from its journal and its rows, both in the order in which they were written."""
-    timed = [event for event in events if _number(event.get("time")) is not None]
-    intervals = [each for row in rows if (each := _interval(row)) is not None]
+    timed = [event for event in events if _is_time(event.get("time"))]
+    rows = [row for row in rows if row.step is not None and _is_time(row.time) and math.isfinite(row.step_seconds)]
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     if not timed:
         return Goodput(wall_seconds=0.0, seconds=seconds)
-    began = timed[0]["time"]
-    ended = max([timed[-1]["time"], *(each.ended for each in intervals[-1:])])
-    undone = _undone(timed, intervals)
+    at = began = timed[0]["time"]
+    ended = max([timed[-1]["time"], *(row.time for row in rows[-1:])])
+    undone = _undone(timed, rows)
     starts = [event["time"] for event in timed if event.get("event") in ("run_begin", "restart")]
-    at = began
-    for number, each in enumerate(intervals):
-        start = max(at, each.began)
+    for row, cause in zip(rows, undone, strict=True):
+        assert row.time is not None
+        start = max(at, row.began)
         if start > at:
-            _add_gap(seconds, at, start, starts)
-        _add_step(seconds, each, start, undone.get(number))
-        at = max(at, each.ended)
+            seconds[_gap(at, start, starts)] += start - at
+        spent = max(0.0, row.time - start)
+        if cause is None:
+            row.add_to(seconds, spent)
+        else:
+            seconds[cause] += spent
+        at = max(at, row.time)
     if ended > at:
-        _add_gap(seconds, at, ended, starts)
+        seconds[_gap(at, ended, starts)] += ended - at
     return Goodput(wall_seconds=ended - began, seconds={name: round(value, 3) for name, value in seconds.items()})
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _interval(row: Mapping[str, Any]) -> _Interval | None:
-    """Return the time of a row. Its first row in a process has an end and no beginning: its time is part of the start."""
-    ended, step = _number(row.get("time")), _number(row.get("step"))
-    if ended is None or step is None:
-        return None
-    spent = _number(row.get("step_seconds")) or 0.0
-    return _Interval(ended - max(0.0, spent), ended, int(step), row.get("status") == "committed", row)
-
-
-def _undone(events: list[Mapping[str, Any]], intervals: list[_Interval]) -> dict[int, str]:
-    """Return the rows whose steps were undone or never landed, by their place, and what undid them."""
-    undone = {n: "rollback" for n, each in enumerate(intervals) if not each.is_committed}
-    is_experiment = False
+def _undone(events: list[Mapping[str, Any]], rows: list[TimedRow]) -> list[str | None]:
+    """Return for each row what undid its step: None if it stayed. An attempt that never landed is a rollback's."""
+    undone: list[str | None] = [None if row.is_committed else "rollback" for row in rows]
+    is_experiment, place = False, 0
     for event in events:
         name = event.get("event")
         if name == "plan":
@@ -110,42 +158,24 @@ def _undone(events: list[Mapping[str, Any]], intervals: list[_Interval]) -> dict
         to_step: Any = None
         if name == "action" and event.get("action") == "rollback":
             to_step, cause = event.get("to_step"), "experiment" if is_experiment else "rollback"
-        elif name == "resumed":
-            to_step, cause = event.get("step"), "restart"
-        elif name == "started_over":
-            to_step, cause = 0, "restart"
+        elif name in ("resumed", "started_over"):
+            to_step, cause = event.get("step") if name == "resumed" else 0, "restart"
         if not isinstance(to_step, int):
             continue
-        for place, each in enumerate(intervals):
-            if each.ended > event["time"]:
+        while place < len(rows) and (rows[place].time or 0.0) <= event["time"]:
+            place += 1
+        for n in range(place - 1, -1, -1):
+            if undone[n] is not None:
+                continue
+            if (rows[n].step or 0) <= to_step:
                 break
-            if each.step > to_step and undone.get(place, "rollback") == "rollback":
-                # What a skip or a replay had cost already stays a rollback's.
-                undone[place] = cause if each.is_committed else undone.get(place, cause)
+            undone[n] = cause
     return undone
 
 
-def _add_gap(seconds: dict[str, float], began: float, ended: float, starts: list[float]) -> None:
-    """Count time without rows. It belongs to the start of a process, if one began in it."""
+def _gap(began: float, ended: float, starts: list[float]) -> str:
+    """Return the category of time without rows. It belongs to the start of a process, if one began in it."""
     inside = [start for start in starts if began <= start <= ended]
     if not inside:
-        seconds["unknown"] += ended - began
-    elif inside[-1] == starts[0]:
-        seconds["start"] += ended - began
-    else:
-        seconds["restart"] += ended - began
-
-
-def _add_step(seconds: dict[str, float], each: _Interval, start: float, undone: str | None) -> None:
-    left = max(0.0, each.ended - start)
-    if undone is not None:
-        seconds[undone] += left
-        return
-    phases = each.row.get("phases")
-    for phase, category in _PHASES.items() if isinstance(phases, dict) else ():
-        spent = min(left, max(0.0, _number(phases.get(phase)) or 0.0))  # type: ignore[union-attr]
-        seconds[category] += spent
-        left -= spent
-    waited = min(left, max(0.0, _number(each.row.get("straggler_seconds")) or 0.0))
-    seconds["straggler"] += waited
-    seconds["productive"] += left - waited
+        return "unknown"
+    return "start" if inside[-1] == starts[0] else "restart"

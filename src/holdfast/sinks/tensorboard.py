@@ -6,18 +6,49 @@ a start marker says from which step on. In `attempts` the axis counts attempts, 
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from holdfast.core.base import durable
 from holdfast.core.record.metric_names import describe_mark, returned_to, scalars
 from holdfast.core.record.sink_thread import SinkRun
 
 _TIMES_EVERY = 10
 """rows of which one has all metrics: TensorBoard's writer costs by the byte"""
-_EVERY_ROW = frozenset(("train/loss", "train/grad_norm", "train/lr", "train/step_time_sec"))
+_EVERY_ROW = ("loss", "grad_norm", "lr", "step_seconds")
+"""columns that every row has"""
 _MAX_HELD = 20_000
+_FLUSH_SECONDS = 2.0
+
+
+class _EventFile:
+    """An event file by TensorBoard's record writer, without the queue and the thread of its event writer."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        durable.make_folder(folder)
+        name = (
+            f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+        )
+        self._file = os.fdopen(durable.create_file(folder / name), "wb")
+        self._records, self._next_flush = RecordWriter(self._file), 0.0
+        self.add_event(Event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def add_event(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+        if (now := time.monotonic()) >= self._next_flush:
+            self._file.flush()
+            self._next_flush = now + _FLUSH_SECONDS
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class TensorBoardSink:
@@ -27,13 +58,11 @@ class TensorBoardSink:
 
     def open(self, run: SinkRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event, self._session, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
         folder = run.folder / "tensorboard"
-        self._steps = EventFileWriter(str(folder / "steps"))
-        self._open_attempts: Callable[[], Any] = lambda: EventFileWriter(str(folder / "attempts"))
-        self._attempts: Any = None
+        self._folder, self._steps = folder, _EventFile(folder / "steps")
+        self._attempts: _EventFile | None = None
         self._held: deque[tuple[int, float, Any]] = deque(maxlen=_MAX_HELD)
         self._attempt = 0
         self._step = 0
@@ -41,12 +70,12 @@ class TensorBoardSink:
     def write_row(self, row: dict[str, Any]) -> None:
         self._step, when = int(row["step"]), float(row.get("time") or time.time())
         self._attempt += 1
-        values = {tag: self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(row).items()}
+        is_full = self._attempt % _TIMES_EVERY == 1
+        chosen = row if is_full else {name: row[name] for name in _EVERY_ROW if name in row}
+        values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(chosen).items()]
         if row.get("status") == "committed":
-            is_full = self._attempt % _TIMES_EVERY == 1
-            chosen = [value for tag, value in values.items() if is_full or tag in _EVERY_ROW]
-            self._add(self._steps, self._step, when, chosen)
-        self._add_attempt(self._attempt, when, values.get("train/loss"))
+            self._add(self._steps, self._step, when, values)
+        self._add_attempt(self._attempt, when, next((each for each in values if each.tag == "train/loss"), None))
 
     def write_event(self, event: dict[str, Any]) -> None:
         when = float(event.get("time") or time.time())
@@ -74,11 +103,11 @@ class TensorBoardSink:
 
     def _begin_attempts(self) -> None:
         if self._attempts is None:
-            self._attempts = self._open_attempts()
+            self._attempts = _EventFile(self._folder / "attempts")
             while self._held:
                 self._add_attempt(*self._held.popleft())
 
-    def _add(self, writer: Any, step: int, when: float, values: list[Any]) -> None:
+    def _add(self, writer: _EventFile, step: int, when: float, values: list[Any]) -> None:
         writer.add_event(self._event(wall_time=when, step=step, summary=self._summary(value=values)))
 
     def _text_metadata(self) -> Any:

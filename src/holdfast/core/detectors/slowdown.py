@@ -258,7 +258,8 @@ class SlowdownDetector:
         if len(self._recent) > _RECENT:
             self._before.append(self._recent.popleft())
         self._since_refresh += 1
-        if self._since_refresh < _REFRESH and math.isfinite(self._short.limit):
+        often = _REFRESH if self._short.known < _EARLY else 4 * _REFRESH
+        if self._since_refresh < often and math.isfinite(self._short.limit):
             return
         self._since_refresh = 0
         share = _MIN_SHARE + _MIN_SHARE_EARLY * max(0.0, 1 - self._short.known / _EARLY)
@@ -282,10 +283,9 @@ class SlowdownDetector:
     # ---- what is reported
 
     def _report(self, *, is_intermittent: bool) -> Slowdown:
-        rows = [*self._before, *self._recent]
-        onset = self._find_first_of_many() if is_intermittent else self._find_onset()
-        after = [row for row in rows if row.step >= onset]
-        before = [row for row in rows if row.step < onset][-_BEFORE:]
+        rows = list(self._recent)
+        onset = self._find_first_of_many(rows) if is_intermittent else self._find_onset(rows)
+        before, after = [*self._before, *rows[:onset]][-_BEFORE:], rows[onset:]
         middle = np.mean if is_intermittent else np.median
         seconds_before, seconds_after = (float(middle([row.seconds for row in part])) for part in (before, after))
         phases_before, phases_after = _typical(before, is_intermittent), _typical(after, is_intermittent)
@@ -295,7 +295,7 @@ class SlowdownDetector:
             phase = max(growth, key=lambda name: growth[name]) if growth else "unknown"
         self.current = Slowdown(
             step=rows[-1].step,
-            onset=onset,
+            onset=rows[onset].step,
             seconds_before=seconds_before,
             seconds_after=max(seconds_after, seconds_before),
             phase=phase,
@@ -307,9 +307,8 @@ class SlowdownDetector:
         self._slow_rows = 0
         return self.current
 
-    def _find_onset(self) -> int:
-        """Return the first slow step: the split of the recent steps into two levels that fits best."""
-        rows = list(self._recent)
+    def _find_onset(self, rows: list[_Times]) -> int:
+        """Return the place of the first slow step: the split of the recent steps into two levels that fits best."""
         typical = math.exp(self._short.reference)
         cap = typical + 3 * max(typical * math.expm1(self._short.limit), _MIN_SECONDS)
         times = np.minimum([row.seconds for row in rows], cap)
@@ -319,15 +318,14 @@ class SlowdownDetector:
             error = float(np.abs(low - np.median(low)).sum() + np.abs(high - np.median(high)).sum())
             if error < best and np.median(high) > np.median(low):
                 best, place = error, split
-        return rows[place].step
+        return place
 
-    def _find_first_of_many(self) -> int:
-        """Return the first slow step from which on slow steps are frequent: it is the likeliest."""
-        rows = list(self._recent)
+    def _find_first_of_many(self, rows: list[_Times]) -> int:
+        """Return the place of the first slow step from which on slow steps are frequent: it is the likeliest."""
         slow = np.array([row.excess > self._slow_excess for row in rows])
         rate = min(0.95, max(float(slow[-_MANY_WINDOW:].mean()), 2 * self._slow_rate))
         gains = np.where(slow, math.log(rate / self._slow_rate), math.log((1 - rate) / (1 - self._slow_rate)))
-        return rows[max(1, int(np.cumsum(gains[::-1])[::-1].argmax()))].step
+        return max(1, int(np.cumsum(gains[::-1])[::-1].argmax()))
 
     def _find_rank(self, before: list[_Times], after: list[_Times], growth: float) -> tuple[int | None, str | None]:
         """Return the rank whose own time has grown, and the phase; None if no rank has, or all have."""
@@ -364,7 +362,7 @@ class SlowdownDetector:
                 level.restart(is_new_speed=not is_over)
             if not is_over:
                 self._before.clear()
-            self._since_refresh = _REFRESH
+            self._since_refresh = 4 * _REFRESH
 
 
 def _typical(rows: list[_Times], is_intermittent: bool) -> dict[str, float]:

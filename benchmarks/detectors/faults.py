@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.drill.faults.base import AlteredDataset, Fault
+from holdfast.drill.faults import AlteredDataset, Fault
 
 FOREVER = 1 << 60
 

@@ -82,7 +82,7 @@ class CostModel(nn.Module):
 def watch_cost(name: str, step: PlainStep) -> float:
     """Print the cost of watching a step, in steps without watching. Return the processor time of one."""
 
-    def watched(fine: tuple[()] | None) -> None:
+    def watched(fine: bool) -> None:
         step.restore()
         with StepObserver(step.models, fine=fine):
             step.run(step.batches)
@@ -91,7 +91,7 @@ def watch_cost(name: str, step: PlainStep) -> float:
         step.restore()
         step.run(step.batches)
 
-    runs = {"plain": plain, "coarse": lambda: watched(None), "fine": lambda: watched(())}
+    runs = {"plain": plain, "coarse": lambda: watched(False), "fine": lambda: watched(True)}
     taken: dict[str, list[float]] = {each: [] for each in runs}
     for _ in range(8):  # in turns: the machine is not equally fast all the time
         for each, run in runs.items():

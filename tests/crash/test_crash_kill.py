@@ -167,5 +167,5 @@ def end_at_random(how: str, kills: int, variant: str, server: Server, references
     while tally.kills < kills:
         run_to_its_end(server, tmp_path / f"run_{tally.runs}", variant, how, dice, references, tally)
     SUMMARY.append(tally.sum_up())
-    if kills > 3:  # three instants by the clock of a busy machine may all fall into one save
+    if kills > 10:  # a few instants by the clock of a busy machine may all fall into one phase
         assert len(tally.under_way) >= 2, tally.under_way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,11 @@ SMALL = 9_000
 
 
 class Data(Dataset):
+    """bad: the sample that is not finite."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self._bad = bad
+
     def __len__(self) -> int:
         return 160
 
@@ -27,7 +33,8 @@ class Data(Dataset):
         generator = torch.Generator().manual_seed(n)
         y = torch.randint(0, 5, (LENGTH,), generator=generator)
         y[: n % 11] = -100
-        return torch.randn(LENGTH, 4, generator=generator), y
+        x = torch.randn(LENGTH, 4, generator=generator)
+        return x * float("nan") if n == self._bad else x, y
 
 
 class Model(nn.Module):
@@ -112,6 +119,38 @@ def heal(folder: Path, rank: int, size: int) -> None:
     starved = lambda r, step, part: r == 1 and step == 2 and part == 0  # noqa: E731
     run = train(None, starved, accumulate=1, where="forward", small=3000)
     check(run, plain, "in the forward that averages", raised=1)
+
+
+def heal_while_observed(folder: Path, rank: int, size: int) -> None:
+    """Rank 1 has a bad sample, and runs out of memory in the attempt that is observed to find out where it came from."""
+    ends = []
+    for is_starved in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        data = Data(bad=37)  # the data of rank 1 is odd
+        loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False))
+        limit, tries = MemoryLimit(), 0
+        guard = holdfast.Guard(
+            model, optimizer, run_dir=folder / f"run{is_starved}", config={"liveness": {"poll_seconds": 0.1}}
+        )
+        with guard:
+            for step in guard.steps(loader, accumulate=2, max_steps=STEPS):
+                tries += step.number == 3
+                with step:
+                    for part, (x, y) in enumerate(step.microbatches()):
+                        is_short = is_starved and (rank, step.number, tries, part) == (1, 3, 2, 0)
+                        limit.nbytes = SMALL if is_short else None
+                        with limit:
+                            step.backward(nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+        assert (limit.raised > 0) == (is_starved and rank == 1)
+        assert guard.step == STEPS, guard.summary()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert max(float((a - b).norm() / b.norm()) for a, b in zip(*ends, strict=True)) < 1e-6
+    if rank == 0:
+        events = [json.loads(line) for line in (folder / "runTrue/journal.jsonl").read_text().splitlines()]
+        actions = [(e["action"], e.get("parts")) for e in events if e["event"] == "action"]
+        assert actions == [("replay", None), ("split", 1), ("replay", None), ("skip", None)], actions
 
 
 def heal_weighted_on_device(folder: Path, rank: int, size: int) -> None:

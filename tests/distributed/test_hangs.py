@@ -50,8 +50,9 @@ def test_the_rank_that_hangs_is_named_and_the_run_continues_after_a_restart(tmp_
         return
     (found,) = verdicts(tmp_path)
     kind, phase, line = FAULTS[fault]
-    assert (found["kind"], found["culprits"], found["phase"]) == (kind, [size - 1], phase), found
-    assert line in found["line"] and found["step"] == hang_program.FAULT_STEP
+    assert (found["kind"], found["culprits"]) == (kind, [size - 1]), found
+    if found["action"] == "restart":  # otherwise gloo's error may have moved it on
+        assert found["phase"] == phase and line in found["line"] and found["step"] == hang_program.FAULT_STEP, found
     if fault == "gil":
         assert any("in hold_gil" in text for text in found["evidence"])
     if found["action"] == "report":  # gloo may end a process that receives too much, so that no rank hangs

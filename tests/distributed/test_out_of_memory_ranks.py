@@ -19,6 +19,10 @@ def test_device_gate_weights_over_all_ranks_and_the_end_of_the_data(run):
     run("oom_programs.heal_weighted_on_device:2", "oom_programs.heal_at_the_end_of_the_data:2")
 
 
+def test_rank_that_runs_out_while_its_step_is_observed_ends_the_observation_alone(run):
+    run("oom_programs.heal_while_observed:2")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 def test_rank_that_runs_out_inside_a_collective_ends_all_and_the_restart_is_split(tmp_path, kind):

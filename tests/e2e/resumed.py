@@ -220,7 +220,10 @@ def _compared(state: dict[str, Any], seen: bool) -> dict[str, Any]:
 
 def idle(guard: Any) -> None:
     """Nothing is being written."""
-    guard._run.parts.checkpoints.store.wait()
+    parts = guard._run.parts
+    parts.checkpoints.store.wait()
+    if parts.incidents._store is not None:
+        parts.incidents._store.close()  # waits; the next bundle starts another thread
 
 
 class Dies:

@@ -6,7 +6,7 @@ import pytest
 from test_trainer import Done, configuration, events, token_file
 
 from holdfast.drill.fault_schedule import FaultSchedule
-from holdfast.drill.faults.inf_gradient import InfGradient
+from holdfast.drill.faults import InfGradient
 from marks import slow
 
 BORDER = 26

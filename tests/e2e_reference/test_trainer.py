@@ -19,8 +19,7 @@ from holdfast.cli import main
 from holdfast.core.base.errors import ConfigError, DataError, RunDirError, SetupError
 from holdfast.core.record import journal
 from holdfast.drill.fault_schedule import FaultSchedule
-from holdfast.drill.faults.inf_gradient import InfGradient
-from holdfast.drill.faults.nan_batch import NanBatch
+from holdfast.drill.faults import InfGradient, NanBatch
 from holdfast.reference import trainer as reference
 from holdfast.reference.config import parse
 from holdfast.reference.tokens import TokenWriter

@@ -68,27 +68,22 @@ def replay(
     about = _about(incident, rank)
     try:
         from holdfast.replay import command
-        from holdfast.replay import entry as entries
+        from holdfast.replay.bundle import read_bundle
+        from holdfast.replay.entry import ReplayEntry
     except ImportError as error:
         raise MissingDependency(
             f"holdfast replay needs torch, which cannot be imported ({error}); "
             "install it with: pip install 'holdfast[torch]'"
         ) from None
     chosen = command.choose_device(device)
-    bundle = command.read(incident, rank)
-    named: Any = entry or about.get("entry")
-    recorded = about.get("environment")
-    environment: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
-    if not named and environment.get("trainer") == _REFERENCE:
-        from holdfast.reference.replay_entry import make_entry
-
-        named = entries.check_entry(make_entry(environment.get("config") or {}, chosen), _REFERENCE)
+    bundle = read_bundle(incident, rank)
+    named = entry or about.get("entry") or _reference_entry(about, chosen)
     if not named:
         raise SetupError(
             f"{clean(str(incident))} does not name your code: give --entry FILE.py:FUNCTION, a function that returns "
             "(model, step), or set [replay] entry for the next run; `holdfast replay --help` has an example"
         )
-    if not isinstance(named, str | entries.ReplayEntry):
+    if not isinstance(named, str | ReplayEntry):
         raise RunDirError(f"{clean(str(incident))} names an entry that is no text; give --entry FILE.py:FUNCTION")
     answer = command.replay_incident(bundle, named, chosen, seconds)
     if as_json:
@@ -98,6 +93,17 @@ def replay(
     for line in render(answer.report, answer.notes, answer.sample_id).splitlines():
         echo(line)
     echo(f"written: {answer.written}" if answer.written else "not written: the folder is read-only")
+
+
+def _reference_entry(about: dict[str, Any], device: Any) -> Any:
+    """Return the entry of a run of the trainer that ships; None of any other run."""
+    environment = about.get("environment")
+    if not isinstance(environment, dict) or environment.get("trainer") != _REFERENCE:
+        return None
+    from holdfast.reference.replay_entry import make_entry
+    from holdfast.replay.entry import check_entry
+
+    return check_entry(make_entry(environment.get("config") or {}, device), _REFERENCE)
 
 
 def _about(incident: Path, rank: int | None) -> dict[str, Any]:

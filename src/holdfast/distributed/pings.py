@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.distributed.world import collective_device, first_line
+from holdfast.core.base.errors import first_line
+from holdfast.distributed.world import collective_device
 
 
 class Ping(NamedTuple):

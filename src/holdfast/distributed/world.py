@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.core.base.errors import HoldfastError
+from holdfast.core.base.errors import HoldfastError, first_line
 
 PIECE_BYTES = 64 << 20
 """tensors are sent in pieces of at most this size"""
@@ -151,10 +151,6 @@ def _pieces(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
                 piece, left = [], PIECE_BYTES
     if piece:
         yield piece
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no reason given"])[0][:300]
 
 
 def _encode(value: Any) -> bytes:

@@ -9,12 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from holdfast.drill.faults.base import Fault
-from holdfast.drill.faults.corrupt_optimizer import CorruptOptimizer
-from holdfast.drill.faults.garbage_data import GarbageData
-from holdfast.drill.faults.inf_gradient import InfGradient
-from holdfast.drill.faults.lr_jump import LrJump
-from holdfast.drill.faults.nan_batch import NanBatch
+from holdfast.drill.faults import CorruptOptimizer, Fault, GarbageData, InfGradient, LrJump, NanBatch
 
 
 class FaultSchedule:

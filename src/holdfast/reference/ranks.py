@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from holdfast.core.base.errors import ConfigError
+from holdfast.core.base.errors import ConfigError, first_line
 from holdfast.distributed.world import World
 
 
@@ -30,7 +30,7 @@ def process_group(device: str) -> Iterator[None]:
     try:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     except (ValueError, RuntimeError) as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
+        reason = first_line(error)
         raise ConfigError(
             [f"WORLD_SIZE = {size} is set, but the ranks could not connect: {reason}; start them with torchrun"],
             "train",

@@ -45,6 +45,15 @@ class Bundle(NamedTuple):
         """Return the folder of its incident."""
         return incident_folder(self.path)
 
+    def measured(self, name: str) -> float | None:
+        """Return a number of the step's signal, of which "nan" and "inf" may be text; None if it is no number."""
+        signal = self.about.get("signal")
+        value = signal.get(name) if isinstance(signal, dict) else None
+        try:
+            return None if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            return None
+
     def moved_batches(self, device: torch.device) -> list[Any]:
         """Return the batches with their tensors on `device`."""
         return [unpack_batch(batch, device) for batch in self.batches]

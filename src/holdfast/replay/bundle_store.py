@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from torch import Tensor
@@ -29,7 +29,6 @@ class DiskBundleStore:
         self._run = ""
         self._check: Callable[[], None] = lambda: None
         self._worker: ThreadPoolExecutor | None = None
-        self._requests: list[Future[None]] = []
         self._failures: list[str] = []
 
     def open(self, run: str, check: Callable[[], None]) -> None:
@@ -40,7 +39,7 @@ class DiskBundleStore:
         """Begin to write a bundle, and return the path it will have in the run directory."""
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdfast-bundle")
-        self._requests.append(self._worker.submit(self._save, contents))
+        self._worker.submit(self._save, contents)
         path = bundle_folder(self._run_dir, contents.incident, self._rank) / name_of(contents.step, 0)
         return path.relative_to(self._run_dir).as_posix()
 

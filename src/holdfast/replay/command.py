@@ -14,7 +14,7 @@ from holdfast.core.base.errors import HoldfastError, RunDirError, SetupError
 from holdfast.core.base.masking import mask
 from holdfast.core.checkpoints.bundles import ANSWER
 from holdfast.core.origin.report import ReplayReport
-from holdfast.replay.bundle import Bundle, read_bundle
+from holdfast.replay.bundle import Bundle
 from holdfast.replay.entry import ReplayEntry, call_entry, describe_failure
 from holdfast.replay.rerun import BundleStep
 from holdfast.runtime.origin.analyse import analyse
@@ -66,13 +66,11 @@ def replay_incident(
     """Run the step again and judge it. SetupError if the user's code fails, RunDirError if the bundle does not fit."""
     called = call_entry(entry) if isinstance(entry, str) else entry
     step = BundleStep(bundle, called, device)
-    signal = bundle.about.get("signal")
-    measured = signal if isinstance(signal, dict) else {}
     try:
         report = analyse(
             step,
-            observed_loss=_number(measured.get("loss")),
-            observed_grad_norm=_number(measured.get("grad_norm")),
+            observed_loss=bundle.measured("loss"),
+            observed_grad_norm=bundle.measured("grad_norm"),
             seconds_limit=seconds_limit,
         )
     except HoldfastError:
@@ -83,11 +81,6 @@ def replay_incident(
         ) from None
     answer = ReplayAnswer(bundle, report, step.notes, _sample_id(bundle, report), None)
     return answer._replace(written=_write(answer))
-
-
-def read(path: Path, rank: int | None) -> Bundle:
-    """Return the bundle that a path names."""
-    return read_bundle(path, rank)
 
 
 def _sample_id(bundle: Bundle, report: ReplayReport) -> int | None:
@@ -111,11 +104,3 @@ def _write(answer: ReplayAnswer) -> Path | None:
     except (OSError, RunDirError):
         return None
     return path
-
-
-def _number(value: Any) -> float | None:
-    """Return a number of a bundle; "nan" and "inf" may be text."""
-    try:
-        return None if value is None or isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        return None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from holdfast.core.base.errors import HoldfastError, SetupError
+from holdfast.core.base.errors import HoldfastError, SetupError, first_line
 
 _FORM = "write --entry FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (model, step)"
 
@@ -68,8 +68,7 @@ def describe_failure(error: BaseException) -> str:
     """Return the type, the message and the line of an error of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}{at}"
+    return f"{type(error).__name__}: {first_line(error)}{at}"
 
 
 def _import(name: str, text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from holdfast.replay.entry import ReplayEntry
 from holdfast.runtime.data.split import split
 from holdfast.runtime.incidents.fp32 import Fp32Modules
 from holdfast.runtime.state.rng import Rng
-from holdfast.runtime.state.wrappers import unwrap
+from holdfast.runtime.state.wrappers import full_name, named_modules, unwrap
 from holdfast.runtime.tensors.torch_private import own_buffers
 
 _SHOWN = 5
@@ -33,8 +34,8 @@ class BundleStep:
             module.to(device)
         self.notes = [*bundle.notes, *_check_matches(self.models, bundle.weights)]
         self.batches: Sequence[Any] = _as_parts(bundle.moved_batches(device), bundle.about.get("parts"))
-        scale = _number(bundle.about.get("signal"), "loss_scale")
-        self._scale = 1.0 if scale is None else scale
+        scale = bundle.measured("loss_scale")
+        self._scale = 1.0 if scale is None or not math.isfinite(scale) else scale
         self._rng = Rng([device])
         self._rng_state = bundle.rng._replace(generators=())
         if len(bundle.rng.devices) != (device.type == "cuda"):
@@ -44,7 +45,7 @@ class BundleStep:
         if bundle.earlier and not _difference(self.models, bundle.earlier):
             self.weights_before = lambda: self._load(bundle.earlier)
         is_training = {name: on for name, _, on in _modules(bundle.about)}
-        for path, module in _named_modules(self.models):
+        for path, module in named_modules(self.models.items()):
             module.training = is_training.get(path, module.training)
         names = bundle.about.get("fp32_modules")
         Fp32Modules(self.models.items()).load_state_dict({"modules": names if isinstance(names, list) else []})
@@ -76,24 +77,15 @@ class BundleStep:
         for name, parameter in _parameters(self.models).items():
             parameter.data = tensors[f"model.{name}"].to(self._device, copy=True)
             parameter.grad = None
-        for prefix, module in _named_modules(self.models):
+        for prefix, module in named_modules(self.models.items()):
             for key in own_buffers(module):
-                saved = tensors.get(f"buffer.{'.'.join(filter(None, (prefix, key)))}")
+                saved = tensors.get(f"buffer.{full_name(prefix, key)}")
                 if saved is not None:
                     own_buffers(module)[key] = saved.to(self._device, copy=True)
 
 
-def _named_modules(models: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    return [
-        (".".join(filter(None, (prefix, path))), module)
-        for prefix, root in models.items()
-        for path, module in root.named_modules()
-    ]
-
-
 def _parameters(models: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    named = ((prefix, *each) for prefix, root in models.items() for each in root.named_parameters())
-    return {".".join(filter(None, (prefix, name))): parameter for prefix, name, parameter in named}
+    return {full_name(prefix, name): p for prefix, root in models.items() for name, p in root.named_parameters()}
 
 
 def _check_matches(models: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> list[str]:
@@ -133,8 +125,3 @@ def _modules(about: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     listed = about.get("modules")
     rows = listed if isinstance(listed, list) else []
     return [(str(row[0]), str(row[1]), bool(row[2])) for row in rows if isinstance(row, list) and len(row) == 3]
-
-
-def _number(mapping: Any, key: str) -> float | None:
-    value = mapping.get(key) if isinstance(mapping, dict) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

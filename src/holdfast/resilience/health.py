@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from holdfast.core.base.config import DetectSection
+from holdfast.core.base.errors import first_line
 from holdfast.core.base.probe_result import ProbeResult, ProbeStatus
 from holdfast.core.base.types import Signal
 from holdfast.core.detectors.nonfinite import NonFinite
-from holdfast.distributed.world import World, collective_device, first_line
+from holdfast.distributed.world import World, collective_device
 from holdfast.resilience.probes import gpu_compute
 from holdfast.resilience.probes.child import run_probe, run_probes
 from holdfast.resilience.probes.probe import ProbeSettings
 from holdfast.runtime.tensors.inspect import first_nonfinite, nonfinite_mask
+from holdfast.runtime.tensors.torch_private import cuda_is_initialized
 
 log = logging.getLogger("holdfast")
 
@@ -148,7 +150,7 @@ def check_gpu_health(device: int = 0) -> dict[str, bool | str]:
         return result
     settings = ProbeSettings(effort="least", device=device)
     answers: dict[str, list[ProbeResult]] = {}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if cuda_is_initialized():
         answers = {probe.name: run_probe(probe, settings) for probe in gpu_compute.PROBES if probe.name in _GPU_KEYS}
     else:
         for name, results in run_probes(gpu_compute.__name__, settings, list(_GPU_KEYS)):

@@ -27,6 +27,7 @@ from holdfast.core.detectors.base import Detector
 from holdfast.runtime.data.epochs import epoch_setters
 from holdfast.runtime.guard.guard import Stateful
 from holdfast.runtime.guard.loop import StepUndone
+from holdfast.runtime.guard.wrap import ReplacedMethods
 from holdfast.runtime.ports.hooks import AnyHook
 from holdfast.runtime.record.environment import describe_loop
 from holdfast.runtime.tensors.torch_private import note_step_called
@@ -141,7 +142,7 @@ class _Driver:
     def __init__(self, trainer: Any, make_guard: Callable[[Any], Guard]) -> None:
         self._trainer, self._make_guard = trainer, make_guard
         self._fit, self._epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._methods = ReplacedMethods()
         self._guard: Guard | None = None
         self._watched: dict[str, Attributes] = {}
         self._state = LoopState(trainer)
@@ -151,18 +152,12 @@ class _Driver:
         self._replace(trainer.strategy, "process_dataloader", self._process_dataloader)
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
         plain = getattr(owner, name)
-        setattr(owner, name, update_wrapper(make(plain), plain))
+        self._methods.replace(owner, name, update_wrapper(make(plain), plain))
 
     def close(self, error: BaseException | None) -> None:
         """Put Lightning's methods back and close the guard."""
-        while self._replaced:
-            owner, name, before = self._replaced.pop()
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
+        self._methods.restore()
         if self._limits is not None:
             self._fit.max_batches, self._trainer.val_check_batch = self._limits
         if self._guard is not None:
@@ -195,7 +190,7 @@ class _Driver:
     def _begin(self, guard: Guard, loader: Any) -> None:
         """Open the guard and resume the run, once. Later epochs begin by Lightning's own count."""
         is_again, self._is_begun = self._is_begun, True
-        if len(self._replaced) > 1:
+        if len(self._methods) > 1:
             is_dropped = is_again and not self._state.is_loaded
             if is_dropped and isinstance(loader, DataLoader) and not loader.persistent_workers:
                 # With ckpt_path, Lightning drops an iterator before its first batch. Making that one has drawn its seed.

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.core.base.errors import HoldfastError
 from holdfast.diagnosis import rundiff
 from holdfast.drill.fault_schedule import FaultSchedule
-from holdfast.drill.faults.nan_batch import NanBatch
+from holdfast.drill.faults import NanBatch
 
 
 @pytest.fixture(scope="module")

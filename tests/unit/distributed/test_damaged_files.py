@@ -19,7 +19,8 @@ from checkpoint_files import manifest_of, save
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.manifest import FileSum
 from holdfast.distributed.checkpoint import rank_reader
-from holdfast.distributed.checkpoint.load import RankFileReader, read_parts, read_tensors
+from holdfast.distributed.checkpoint.checkpoint_index import read_checkpoint_index
+from holdfast.distributed.checkpoint.load import read_parts, read_tensors
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 from holdfast.runtime.tensors.inspect import checksums
 
@@ -168,7 +169,7 @@ def attempt(folder, manifest):
         lambda: read(folder, manifest, check=False),
         lambda: read(folder, manifest),
         lambda: read_parts(folder, 1),
-        lambda: RankFileReader(folder).read_metadata(),
+        lambda: read_checkpoint_index(folder),
     ):
         try:
             call()
@@ -257,7 +258,7 @@ def test_chunks_must_cover_their_tensor_and_not_overlap(tmp_path, shape, chunks,
         (tmp_path / f"rank_{rank:05d}.json").write_text(json.dumps(index))
         (tmp_path / f"rank_{rank:05d}.bin").write_bytes(bytes(entry["bytes"]))
     if valid:
-        assert RankFileReader(tmp_path).read_metadata().state_dict_metadata["w"].size == torch.Size(shape)
+        assert read_checkpoint_index(tmp_path).shared()["w"][0].chunk.shape == tuple(shape)
     else:
         with pytest.raises(RunDirError, match="'w'"):
-            RankFileReader(tmp_path).read_metadata()
+            read_checkpoint_index(tmp_path)

@@ -11,13 +11,12 @@ import zlib
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from checkpoint_files import bits, is_private, same, save, tensors_of_every_dtype, tensors_of_every_layout
 
 from holdfast.core.base.errors import RunDirError
 from holdfast.distributed.checkpoint import rank_reader, rank_writer
 from holdfast.distributed.checkpoint.checkpoint_index import read_checkpoint_index
-from holdfast.distributed.checkpoint.load import RankFileReader, read_parts, read_tensors
+from holdfast.distributed.checkpoint.load import read_parts, read_tensors
 from holdfast.distributed.checkpoint.rank_writer import write_rank
 
 
@@ -115,19 +114,6 @@ def test_each_rank_gets_its_own_private_tensors_and_new_ranks_get_none(tmp_path)
     assert all(same(b["w"], torch.ones(3)) for b in back)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_torch_distributed_checkpoint_can_load_the_files(tmp_path):
-    tensors = {"w": torch.randn(4, 6), "b": torch.randn(6), "own.mean": torch.randn(2)}
-    save(tmp_path, [tensors, tensors])
-    into = {"w": torch.zeros(4, 6), "b": torch.zeros(6, dtype=torch.float64), "own.mean": torch.zeros(2)}
-    dcp.load(into, storage_reader=RankFileReader(tmp_path), no_dist=True)
-    assert same(into["w"], tensors["w"])
-    assert same(into["own.mean"], tensors["own.mean"])
-    assert torch.equal(into["b"], tensors["b"].double())
-    assert set(RankFileReader(tmp_path).read_metadata().state_dict_metadata) == set(tensors)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is")
 def test_nothing_is_ever_unpickled(tmp_path, monkeypatch):
     tensors = tensors_of_every_dtype()
     manifest = save(tmp_path, [tensors])
@@ -138,7 +124,6 @@ def test_nothing_is_ever_unpickled(tmp_path, monkeypatch):
     for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
         monkeypatch.setattr(module, name, fail)
     read_tensors(tmp_path, manifest, {}, rank=0, size=1)
-    dcp.load({"float32": torch.zeros(7, 5)}, storage_reader=RankFileReader(tmp_path, manifest=manifest), no_dist=True)
 
 
 # ---- refused tensors and failing writes

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from holdfast.drill.fault_schedule import FaultSchedule, demo_schedule
-from holdfast.drill.faults.base import Fault
-from holdfast.drill.faults.corrupt_optimizer import CorruptOptimizer
-from holdfast.drill.faults.garbage_data import GarbageData
-from holdfast.drill.faults.inf_gradient import InfGradient
-from holdfast.drill.faults.lr_jump import LrJump
-from holdfast.drill.faults.nan_batch import NanBatch
+from holdfast.drill.faults import CorruptOptimizer, Fault, GarbageData, InfGradient, LrJump, NanBatch
 from holdfast.reference.config import parse
 from holdfast.reference.trainer import Trainer
 

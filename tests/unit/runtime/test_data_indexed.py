@@ -18,7 +18,7 @@ from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.indexed import IndexedSource
 from holdfast.runtime.data.open import open_source
-from holdfast.runtime.data.source import Position
+from holdfast.runtime.data.source import Position, SourceSetup
 from holdfast.runtime.state.rng import Rng
 from marks import examples
 
@@ -47,8 +47,7 @@ class Calls:
 
 def source_of(loader, quarantine=None, epochs=2, first_epoch=0) -> tuple[IndexedSource, Calls, Quarantine]:
     calls, quarantine = Calls(), quarantine or Quarantine()
-    source = open_source(
-        loader,
+    setup = SourceSetup(
         rng=Rng(),
         quarantine=quarantine,
         epochs=epochs,
@@ -57,6 +56,7 @@ def source_of(loader, quarantine=None, epochs=2, first_epoch=0) -> tuple[Indexed
         before_iter=lambda: None,
         on_exclusion=lambda *about: calls.excluded.append(about),
     )
+    source = open_source(loader, setup)
     assert isinstance(source, IndexedSource)
     return source, calls, quarantine
 

@@ -89,6 +89,20 @@ def test_an_error_of_the_users_own_op_comes_out():
     assert observer.failure is None
 
 
+def test_an_error_inside_a_module_comes_out_without_a_warning(recwarn):
+    class Outside(nn.Linear):
+        """No part of the model: torch calls a global hook for it, after an error without the keyword arguments."""
+
+    model, outside = nn.Linear(4, 4), Outside(4, 4)
+    with HarmlessObserver({"": model}) as observer:
+        for module in (model, outside):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                module(torch.ones(2, 3))
+        model(torch.ones(2, 4))
+    assert [str(each.message) for each in recwarn] == [] and observer.failure is None
+    assert [row.module for row in observer.report().path] == [""]
+
+
 def test_every_op_is_watched_only_as_long_as_allowed_and_modules_to_the_end():
     model = nn.Sequential(nn.Linear(4, 4), nn.LogSigmoid(), nn.Linear(4, 1))
     with torch.no_grad():

@@ -14,6 +14,7 @@ from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.open import open_source
+from holdfast.runtime.data.source import SourceSetup
 from holdfast.runtime.state.rng import Rng
 
 COUNT = 12
@@ -57,8 +58,7 @@ class Stream(IterableDataset):
 
 
 def source_of(loader: Any, quarantine: Quarantine, epochs: int | None = None, keep_batch_size: bool = False) -> Any:
-    return open_source(
-        loader,
+    setup = SourceSetup(
         rng=Rng(),
         quarantine=quarantine,
         epochs=epochs,
@@ -68,6 +68,7 @@ def source_of(loader: Any, quarantine: Quarantine, epochs: int | None = None, ke
         on_exclusion=lambda *_: None,
         keep_batch_size=keep_batch_size,
     )
+    return open_source(loader, setup)
 
 
 def map_style(**options: Any) -> DataLoader:

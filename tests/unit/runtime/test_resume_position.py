@@ -28,7 +28,7 @@ from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.open import open_source
-from holdfast.runtime.data.source import Position
+from holdfast.runtime.data.source import Position, SourceSetup
 from holdfast.runtime.data.world import world_size_problem
 from holdfast.runtime.state.rng import Rng, RngState
 from marks import examples, slow
@@ -107,8 +107,7 @@ class Process:
         self.rng, self.ended = Rng(), []
         self.quarantine = quarantine or Quarantine()
         self.excluded: list[Span] = []
-        self.source = open_source(
-            loader,
+        setup = SourceSetup(
             rng=self.rng,
             quarantine=self.quarantine,
             epochs=epochs,
@@ -117,6 +116,7 @@ class Process:
             before_iter=lambda: None,
             on_exclusion=lambda span, *_: self.excluded.append(span),
         )
+        self.source = open_source(loader, setup)
         self.notes: list[str] = []
 
     def draw(self) -> list[int]:

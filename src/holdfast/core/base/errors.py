@@ -33,6 +33,11 @@ EXIT_RESTART = 75
 """the exit status of a process that is to be started again"""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, cut off after 300 characters."""
+    return (str(error).strip().splitlines() or ["no reason given"])[0][:300]
+
+
 class HoldfastError(Exception):
     """Base of every error that Holdfast raises. Its message is cleaned: it may hold text from files."""
 

@@ -22,15 +22,7 @@ from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry, TrustedOwners, read_entry
-from holdfast.core.checkpoints.manifest import (
-    HEALTH,
-    MANIFEST,
-    HealthRecord,
-    Manifest,
-    is_name,
-    seal,
-    unseal_manifest,
-)
+from holdfast.core.checkpoints.manifest import HEALTH, MANIFEST, HealthRecord, Manifest, is_name, seal, unseal_manifest
 
 _TMP = ".tmp-"
 _GONE = ".gone-"

@@ -193,75 +193,79 @@ class Engine:
         step; `inspect` finds more after a leap of the loss; `amend` changes the proposed plan.
         Every rank judges the same signal and gets the same plan.
         """
+        detected = self._detect(signal)
+        if inspect is not None and not signal.flags and self.experiments.leaps(signal):
+            more = [*more, *inspect()]
+        self._recent.append(signal)
+        ruling = self.experiments.observe(signal, [f for f in detected if f.detector not in self._users_detectors])
+        if detected:
+            detected = self._explain(detected, signal, origin)
+        if ruling is not None and ruling.is_return and not ruling.is_final:
+            spent = self.policy.exhausted_budget()
+            ruling = ruling if spent is None else self.experiments.give_up(signal, spent)
+        if not detected and not more and ruling is None:
+            return None
+        self.last_findings = findings = (*more, *detected)
+        verdict = merge(signal, [self._as_acted_on(f, signal, ruling) for f in findings])
+        is_note = verdict is None or verdict.severity == Severity.NOTE  # which leads to no action, in either mode
+        observing = self.config.recover.mode == "observe"
+        if verdict is not None:
+            if observing and not is_note and self._is_repeated(verdict):
+                return self.policy.observe(verdict)
+            for finding in findings:
+                self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
+                _log_note(finding)
+        number = self.policy.incident_number()
+        if ruling is not None and (is_note or ruling.rung == "leave_out_data"):
+            plan = self._plan_ruling(ruling, signal, findings, observing)
+        else:
+            assert verdict is not None, "there are findings"
+            is_observed = observing and not is_note
+            plan = self.policy.observe(verdict) if is_observed else self._plan(verdict, signal, origin, amend)
+        if plan.incident is not None and plan.incident != number:
+            if number is not None:
+                self._close_incident(number, signal.step)
+            self._open_incident(plan.incident)
+        fields = {"attempt": signal.attempt, "policy": self.policy.state_dict(), **_fields(plan)}
+        self.write("plan", durable=bool(plan.actions), step=signal.step, **fields)
+        self._files.add_findings(findings, signal, plan)
+        if ruling is not None:
+            self._write_ruling(ruling, signal, plan)
+        return plan
+
+    def _detect(self, signal: Signal) -> list[Finding]:
+        """Return what the detectors find. A detector is called only if the signal has what it needs."""
         if (reason := self._shifts.observe(signal)) is not None:
             self.shift(reason, signal.step)
-        detected = []
+        found = []
         detectors = self.detectors if signal.group is None else self._detectors_of(signal.group)
         for detector, field in zip(detectors, self._needs, strict=True):
             value = None if field is None else getattr(signal, field)
             if field is None or (value if field == "flags" else value is not None):
                 finding = detector.observe(signal)
                 if finding is not None:
-                    detected.append(finding)
-        if inspect is not None and not signal.flags and self.experiments.leaps(signal):
-            more = [*more, *inspect()]
-        self._recent.append(signal)
-        ruling = self.experiments.observe(signal, [f for f in detected if f.detector not in self._users_detectors])
-        if detected:
-            detected = [
-                self.experiments.explain(f, signal.group) if f.evidence.get("outcome") == "recovered" else f
-                for f in detected
-            ]
-        if ruling is not None and ruling.is_return and not ruling.is_final:
-            spent = self.policy.exhausted_budget()
-            ruling = ruling if spent is None else self.experiments.give_up(signal, spent)
-        if not detected and not more and ruling is None:
-            return None
-        findings = (*more, *(detected if origin is None else [_with_origin(f, origin) for f in detected]))
-        self.last_findings = findings
-        observing = self.config.recover.mode == "observe"
-        verdict = merge(signal, [self._as_acted_on(f, signal, ruling) for f in findings])
-        if verdict is not None:
-            # Notes lead to no action, in either mode.
-            if observing and verdict.severity > Severity.NOTE and self._is_repeated(verdict):
-                return self.policy.observe(verdict)
-            for finding in findings:
-                self.write("finding", step=signal.step, attempt=signal.attempt, **_fields(finding))
-                _log_note(finding)
-        number = self.policy.incident_number()
-        if ruling is not None and (
-            verdict is None or verdict.severity == Severity.NOTE or ruling.rung == "leave_out_data"
-        ):
-            plan = self._plan_ruling(ruling, signal, findings, observing)
-        else:
-            assert verdict is not None, "there are findings"
-            if observing and verdict.severity > Severity.NOTE:
-                plan = self.policy.observe(verdict)
-            else:
-                proposed = self.policy.propose(verdict)
-                proposed = proposed if amend is None else amend(proposed)
-                plan = self.policy.adopt(self._consult(verdict.findings, proposed))
-                self._write_skip_cause(plan, verdict, signal, origin)
-                # A return or a stop ends an experiment, and the return puts its changes back. A replay or a skip does not.
-                is_over = plan.first(Rollback) is not None or plan.first(Stop) is not None
-                if is_over and self.experiments.excursion is not None:
-                    self._end_experiment(signal, f"{verdict.kind} came in between")
-                self._write_causes(signal)
-        if plan.incident is not None and plan.incident != number:
-            if number is not None:
-                self._close_incident(number, signal.step)
-            self._open_incident(plan.incident)
-        self.write(
-            "plan",
-            durable=bool(plan.actions),
-            step=signal.step,
-            attempt=signal.attempt,
-            policy=self.policy.state_dict(),
-            **_fields(plan),
-        )
-        self._files.add_findings(findings, signal, plan)
-        if ruling is not None:
-            self._write_ruling(ruling, signal, plan)
+                    found.append(finding)
+        return found
+
+    def _explain(self, detected: list[Finding], signal: Signal, origin: dict[str, Any] | None) -> list[Finding]:
+        """Return findings with the ranks and samples they came from, and with what an excursion that is over was."""
+        explain = self.experiments.explain
+        told = [explain(f, signal.group) if f.evidence.get("outcome") == "recovered" else f for f in detected]
+        return told if origin is None else [_with_origin(f, origin) for f in told]
+
+    def _plan(
+        self, verdict: Verdict, signal: Signal, origin: dict[str, Any] | None, amend: Callable[[Plan], Plan] | None
+    ) -> Plan:
+        """Return the plan of the policy, as amended, or of a hook."""
+        proposed = self.policy.propose(verdict)
+        proposed = proposed if amend is None else amend(proposed)
+        plan = self.policy.adopt(self._consult(verdict.findings, proposed))
+        self._write_skip_cause(plan, verdict, signal, origin)
+        # A return or a stop ends an experiment, and the return puts its changes back. A replay or a skip does not.
+        is_over = plan.first(Rollback) is not None or plan.first(Stop) is not None
+        if is_over and self.experiments.excursion is not None:
+            self._end_experiment(signal, f"{verdict.kind} came in between")
+        self._write_causes(signal)
         return plan
 
     def _detectors_of(self, group: str) -> list[Detector]:

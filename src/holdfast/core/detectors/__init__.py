@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 from holdfast.core.base.config import DetectSection
-from holdfast.core.detectors.advisory import (
-    DeadRun,
-    DuplicateBatch,
-    LearningRate,
-    Plateau,
-    WeightNorm,
-    ZeroGradient,
-)
+from holdfast.core.detectors.advisory import DeadRun, DuplicateBatch, LearningRate, Plateau, WeightNorm, ZeroGradient
 from holdfast.core.detectors.base import Detector
 from holdfast.core.detectors.curry_train import CurryTrain
 from holdfast.core.detectors.divergence import Divergence

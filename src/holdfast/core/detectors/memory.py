@@ -330,11 +330,5 @@ def _report_retries(kind: str, reading: MemoryReading, peak: int, retried: int, 
 
 def _finding(kind: str, step: int, onset: int, message: str, evidence: dict[str, Any]) -> Finding:
     return Finding(
-        kind=kind,
-        severity=Severity.NOTE,
-        step=step,
-        onset=onset,
-        detector="memory",
-        message=message,
-        evidence=evidence,
+        kind=kind, severity=Severity.NOTE, step=step, onset=onset, detector="memory", message=message, evidence=evidence
     )

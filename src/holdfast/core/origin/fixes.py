@@ -43,11 +43,7 @@ _BY_OP = [
     ),
     Fix("rms_norm|layer_norm|batch_norm|group_norm", "", "set an eps that the dtype can hold, and use float32 here"),
     Fix("sqrt|Sqrt", "", "add eps inside the root: sqrt(x + eps)"),
-    Fix(
-        "var|std|Var|Std",
-        "",
-        "use correction=0: of one element the unbiased variance is 0/0; add eps in the root",
-    ),
+    Fix("var|std|Var|Std", "", "use correction=0: of one element the unbiased variance is 0/0; add eps in the root"),
     Fix("acos|asin|atanh|acosh|Acos|Asin|Atanh", "", "clamp the argument to the inside of its domain"),
     Fix("pow|Pow", "", "keep the base above 0: clamp_min(eps), or write the power out"),
     Fix("addcdiv|adam", "", "keep weights and optimizer state in float32; eps=1e-8 is 0 in float16", "optimizer"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -119,14 +118,6 @@ class ReplayReport:
     def to_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold; "nan", "inf" and "-inf" as text."""
         return _to_json(msgspec.to_builtins(self))  # type: ignore[no-any-return]
-
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ReplayReport:
-        """Invert `to_dict`. Ignore unknown keys. ValueError if a value has another type."""
-        try:
-            return msgspec.convert(values, ReplayReport, strict=False)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"no report of a replay: {error}") from error
 
 
 def _to_json(value: Any) -> Any:

@@ -13,12 +13,6 @@ _GREW = 10.0
 """outputs that are this many times those of the weights before show weights that have run away"""
 _EXPLODED = 1e6
 """an op that enlarges its arguments this many times is at fault itself, whatever the data"""
-_RECOVERY_CAUSES: dict[str, tuple[Cause, ...]] = {
-    "transient": ("transient",),
-    "data": ("data_row", "structural", "dtype_overflow"),
-    "lr": ("learning_rate",),
-    "objective": ("structural",),
-}
 _LOW = ("float16", "bfloat16")
 
 
@@ -34,7 +28,6 @@ class Facts:
     growth: float = 1.0
     """how many times larger a module's output is than with the weights before"""
     is_compiled: bool = False
-    recovery_cause: str = ""
 
 
 class _Pattern:
@@ -58,11 +51,6 @@ def judge(origin: OriginReport, comparisons: Sequence[Comparison], facts: Facts)
     pattern = _Pattern(comparisons)
     cause, confidence, reasons = _choose(origin, pattern, facts)
     found_for, against = _evidence(origin, comparisons, facts, cause)
-    supporting = _RECOVERY_CAUSES.get(facts.recovery_cause, ())
-    if supporting:
-        sentence = f"the recovery's experiments found: {facts.recovery_cause}"
-        (found_for if cause in supporting else against).append(sentence)
-        confidence += 0.05 if cause in supporting else -0.15
     return ReplayVerdict(
         cause=cause,
         sentence=_sentence(origin, cause, facts),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.base import durable
-from holdfast.core.base.errors import MissingDependency, RunDirError
+from holdfast.core.base.errors import MissingDependency, RunDirError, first_line
 from holdfast.core.checkpoints.entry import CheckpointEntry
 from holdfast.core.checkpoints.manifest import Manifest
 from holdfast.core.checkpoints.verify import verify
@@ -172,8 +172,7 @@ def write(state: ExportedState, format: str, path: Path) -> int:
     except OSError as error:
         raise durable.run_dir_error(path, "written", error) from None
     except Exception as error:  # torch and safetensors have errors of their own for a full disk and for odd dtypes
-        first = (str(error).splitlines() or [""])[0]
-        raise RunDirError(f"{path} cannot be written: {type(error).__name__}: {first}") from None
+        raise RunDirError(f"{path} cannot be written: {type(error).__name__}: {first_line(error)}") from None
     finally:
         with contextlib.suppress(OSError):
             durable.remove_tree(temporary)

@@ -1,26 +1,19 @@
 """Loads the tensors of a checkpoint, by any number of ranks. Nothing is ever unpickled.
 
-The planners of torch.distributed.checkpoint compute the slices that a rank needs; `RankFileReader` is a storage for them:
-
-    torch.distributed.checkpoint.load(state_dict, storage_reader=RankFileReader(folder))
+The planners of torch.distributed.checkpoint compute the slices that a rank needs.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from holdfast.core.base.errors import RunDirError, UnreadableError
 from holdfast.core.checkpoints.manifest import Manifest
@@ -88,52 +81,6 @@ def read_tensors(
     return tensors
 
 
-class RankFileReader(StorageReader):
-    """Serves a checkpoint as storage for torch.distributed.checkpoint.load, to read the tensors without the run.
-
-    It offers the private tensors of `rank`. With a manifest it verifies checksums.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, rank: int = 0, manifest: Manifest | None = None) -> None:
-        self.folder = Path(folder)
-        self.rank = rank
-        self.manifest = manifest
-        self._index: CheckpointIndex | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self.folder = Path(checkpoint_id)
-        self._index = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return to_dcp_metadata(self._read_index().loadable(self.rank))
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: every rank has read the indices."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        checkpoint = self._read_index()
-        _execute(checkpoint, plan, planner, checkpoint.loadable(self.rank), self.manifest, True, ())
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return Path(checkpoint_id).is_dir()
-
-    def _read_index(self) -> CheckpointIndex:
-        if self._index is None:
-            self._index = read_checkpoint_index(self.folder, self.manifest)
-        return self._index
-
-
 def _allocate(name: str, chunk: ChunkRecord, target: Tensor | None) -> Tensor:
     """Return an empty tensor for what this rank needs: the shard of a DTensor target, else the whole tensor."""
     if not isinstance(target, DTensor):
@@ -164,7 +111,7 @@ def _execute(
     manifest: Manifest | None,
     check: bool,
     full_ranks: Iterable[int],
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] | None,
 ) -> None:
     """Execute a plan, file by file. The files of `full_ranks` are read in full."""
     locations = {(name, at.chunk.offset): at for name, each in chunks.items() for at in each}

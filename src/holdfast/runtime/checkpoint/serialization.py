@@ -82,12 +82,7 @@ def restore_point_in_memory(snapshot: Snapshot, snapshots: SnapshotManager, sour
 
 
 def restore_point_on_disk(
-    context: Context,
-    snapshots: SnapshotManager,
-    source: BatchSource,
-    saved: RestoredCheckpoint,
-    *,
-    is_resume: bool,
+    context: Context, snapshots: SnapshotManager, source: BatchSource, saved: RestoredCheckpoint, *, is_resume: bool
 ) -> RestorePoint:
     """Return a loaded checkpoint, which has passed its checks, as a state to return to.
 

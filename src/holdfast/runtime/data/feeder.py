@@ -7,7 +7,7 @@ from typing import Any
 
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.open import open_source
-from holdfast.runtime.data.source import BatchSource, OnExclusion
+from holdfast.runtime.data.source import BatchSource, OnExclusion, SourceSetup
 from holdfast.runtime.state.rng import Rng
 
 
@@ -25,11 +25,7 @@ class Feeder:
         self.is_attached = False
 
     def attach(
-        self,
-        loader: Iterable[Any],
-        epochs: int | None,
-        quarantine: Quarantine,
-        before_iter: Callable[[Any], None],
+        self, loader: Iterable[Any], epochs: int | None, quarantine: Quarantine, before_iter: Callable[[Any], None]
     ) -> bool:
         """Take batches from `loader` from now on and return whether it is another loader than before.
 
@@ -38,8 +34,7 @@ class Feeder:
         if self.is_attached and loader is self._loader:
             self.source.allow_epochs(epochs)
             return False
-        source = open_source(
-            loader,
+        setup = SourceSetup(
             rng=self._rng,
             quarantine=quarantine,
             epochs=epochs,
@@ -49,6 +44,7 @@ class Feeder:
             on_exclusion=self._on_exclusion,
             keep_batch_size=self._is_distributed,
         )
+        source = open_source(loader, setup)
         if self.is_attached:
             self.source.close()
         self.source, self._loader, self.is_attached = source, loader, True

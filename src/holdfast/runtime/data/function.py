@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.core.base.types import Span
-from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.left_out import MAX_STREAM_BATCHES, nothing_left
 from holdfast.runtime.data.resume import VERSION, check_saved_kind
-from holdfast.runtime.data.source import Draw, OnExclusion, Position
+from holdfast.runtime.data.source import Draw, Position, SourceSetup
 from holdfast.runtime.data.split import count_samples
-from holdfast.runtime.state.rng import Rng, RngState
+from holdfast.runtime.state.rng import RngState
 
 
 class FunctionSource:
@@ -24,18 +23,9 @@ class FunctionSource:
 
     exact = True
 
-    def __init__(
-        self,
-        function: Callable[[int], Any],
-        *,
-        rng: Rng,
-        quarantine: Quarantine,
-        first_epoch: int,
-        on_exclusion: OnExclusion,
-        **_: Any,
-    ) -> None:
-        self._function, self._rng, self._quarantine, self._on_exclusion = function, rng, quarantine, on_exclusion
-        self._epoch = first_epoch
+    def __init__(self, function: Callable[[int], Any], setup: SourceSetup) -> None:
+        self._function, self._rng, self._quarantine = function, setup.rng, setup.quarantine
+        self._on_exclusion, self._epoch = setup.on_exclusion, setup.first_epoch
         self._number = 0
         self._draws_random = False
         """a call has moved the random generators"""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
-from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.adapted import copy_loader, epoch_setter
 from holdfast.runtime.data.epochs import current_epoch, epoch_setters, samplers
 from holdfast.runtime.data.left_out import MAX_EPOCHS, MAX_SAMPLER_BATCHES, nothing_left
@@ -33,11 +32,11 @@ from holdfast.runtime.data.resume import (
     remove_excluded,
     resume_order,
 )
-from holdfast.runtime.data.source import Draw, EpochEnd, OnExclusion, Position
+from holdfast.runtime.data.source import Draw, EpochSource, Position, SourceSetup
 from holdfast.runtime.data.split import count_samples
 from holdfast.runtime.data.workers import LoaderWorkers
 from holdfast.runtime.data.world import known_length
-from holdfast.runtime.state.rng import Rng, RngState
+from holdfast.runtime.state.rng import RngState
 
 
 class _PendingBatch(NamedTuple):
@@ -49,37 +48,22 @@ class _PendingBatch(NamedTuple):
     rng: RngState | None
 
 
-class IndexedSource:
+class IndexedSource(EpochSource):
     """A DataLoader over a map-style dataset. Exact: it can seek back, and skips without loading."""
 
     exact = True
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        *,
-        rng: Rng,
-        quarantine: Quarantine,
-        epochs: int | None,
-        first_epoch: int,
-        on_epoch_end: EpochEnd,
-        before_iter: Callable[[], None],
-        on_exclusion: OnExclusion,
-        keep_batch_size: bool = False,
-    ) -> None:
-        self._replacements = len(loader.dataset) if keep_batch_size else None  # type: ignore[arg-type]
+    def __init__(self, loader: DataLoader[Any], setup: SourceSetup) -> None:
+        super().__init__(setup)
+        self._replacements = len(loader.dataset) if setup.keep_batch_size else None  # type: ignore[arg-type]
         """the samples to replace excluded ones from; None: excluded samples are left out"""
-        self._rng, self._quarantine = rng, quarantine
-        self._last_epoch = None if epochs is None else first_epoch + epochs
-        self._on_epoch_end = on_epoch_end
-        self._before_iter, self._on_exclusion = before_iter, on_exclusion
         self._sampler = LoaderSampler(loader)
         self._setters, self._base_epoch = epoch_setters(loader), current_epoch(loader)
         candidates = [getattr(owner, "generator", None) for owner in (loader, *samplers(loader))]
         generators = {id(g): g for g in candidates if isinstance(g, torch.Generator)}
-        self._context = DrawContext(self._sampler, rng, list(generators.values()))
+        self._context = DrawContext(self._sampler, self._rng, list(generators.values()))
         for generator in generators.values():
-            rng.include(generator)
+            self._rng.include(generator)
         # A shallow copy: DataLoader forbids setting the attribute, and the user's object must not change.
         self._loader: Any
         self._loader, self._iterable = copy_loader(loader)
@@ -102,6 +86,7 @@ class IndexedSource:
         """the same for the current position, if the batch is to be loaded again"""
         self._load_draws = False
         """loading a batch ahead has drawn from the generators"""
+        first_epoch = setup.first_epoch
         self._first_epoch = self._epoch_after_beginning = first_epoch
         self._order = self._new_order(first_epoch)
         self._orders = {first_epoch: self._order}
@@ -127,14 +112,6 @@ class IndexedSource:
         """batches of the current epoch that are not served, and the epoch and quarantine they were counted for"""
         self._deferred = 0
         """ended epochs to report again; a seek makes them end again"""
-
-    def allow_epochs(self, epochs: int | None) -> None:
-        """Allow this many further epochs from the current one, or no end.
-
-        In a resumed run, a loop that asks for one epoch at a time first asks for those of the previous process.
-        """
-        current = self.next_epoch if self._last_epoch is None else min(self._last_epoch, self.next_epoch)
-        self._last_epoch = None if epochs is None else current + epochs
 
     def serve_epoch(self, epoch: int) -> None:
         """Serve this epoch and no later one. What is left of earlier ones is dropped, without asking the sampler for it."""

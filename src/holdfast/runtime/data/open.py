@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from holdfast.core.base.errors import DataError, HoldfastWarning
-from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.adapted import base_loader, why_not_indexed
 from holdfast.runtime.data.function import FunctionSource
 from holdfast.runtime.data.indexed import IndexedSource
-from holdfast.runtime.data.source import BatchSource, EpochEnd, OnExclusion
+from holdfast.runtime.data.source import BatchSource, SourceSetup
 from holdfast.runtime.data.stateful import describe_resume
 from holdfast.runtime.data.stream import StreamSource
-from holdfast.runtime.state.rng import Rng
 
 _CURE = "pass a torch DataLoader over a map-style dataset (one with __getitem__ and __len__) for exact recovery"
 
 
-def open_source(
-    loader: Iterable[Any],
-    *,
-    rng: Rng,
-    quarantine: Quarantine,
-    epochs: int | None,
-    first_epoch: int,
-    on_epoch_end: EpochEnd,
-    before_iter: Callable[[], None],
-    on_exclusion: OnExclusion,
-    keep_batch_size: bool = False,
-) -> BatchSource:
-    """Return the source for a loader. Draws nothing. DataError if the loader cannot be iterated more than once.
-
-    With `keep_batch_size` an excluded sample is replaced by another: other ranks draw as many samples.
-    """
+def open_source(loader: Iterable[Any], setup: SourceSetup) -> BatchSource:
+    """Return the source for a loader. Draws nothing. DataError if the loader cannot be iterated more than once."""
     source: Any
     is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     is_function = callable(loader) and not is_iterable
@@ -67,14 +51,4 @@ def open_source(
             stacklevel=4,
         )
     source = FunctionSource if is_function else IndexedSource if is_indexed else StreamSource
-    return source(  # type: ignore[no-any-return]
-        loader,
-        rng=rng,
-        quarantine=quarantine,
-        epochs=epochs,
-        first_epoch=first_epoch,
-        on_epoch_end=on_epoch_end,
-        before_iter=before_iter,
-        on_exclusion=on_exclusion,
-        keep_batch_size=keep_batch_size,
-    )
+    return source(loader, setup)  # type: ignore[no-any-return]

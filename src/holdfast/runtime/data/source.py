@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.base.types import Span
-from holdfast.runtime.state.rng import RngState
+from holdfast.core.record.quarantine import Quarantine
+from holdfast.runtime.state.rng import Rng, RngState
 
 
 class Position(NamedTuple):
@@ -46,6 +48,43 @@ class Draw(NamedTuple):
 EpochEnd = Callable[[int], None]
 OnExclusion = Callable[[Span, int, str], None]
 """called with the excluded samples, the number of batches and the reason"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSetup:
+    """What a source is given besides the loader."""
+
+    rng: Rng
+    quarantine: Quarantine
+    epochs: int | None
+    first_epoch: int
+    on_epoch_end: EpochEnd
+    before_iter: Callable[[], None]
+    on_exclusion: OnExclusion
+    keep_batch_size: bool = False
+    """an excluded sample is replaced by another: other ranks draw as many samples"""
+
+
+class EpochSource:
+    """Base of the sources whose data has epochs."""
+
+    def __init__(self, setup: SourceSetup) -> None:
+        self._rng, self._quarantine = setup.rng, setup.quarantine
+        self._last_epoch = None if setup.epochs is None else setup.first_epoch + setup.epochs
+        self._on_epoch_end, self._before_iter = setup.on_epoch_end, setup.before_iter
+        self._on_exclusion = setup.on_exclusion
+
+    @property
+    def next_epoch(self) -> int:
+        raise NotImplementedError
+
+    def allow_epochs(self, epochs: int | None) -> None:
+        """Allow this many further epochs from the current one, or no end.
+
+        In a resumed run, a loop that asks for one epoch at a time first asks for those of the previous process.
+        """
+        current = self.next_epoch if self._last_epoch is None else min(self._last_epoch, self.next_epoch)
+        self._last_epoch = None if epochs is None else current + epochs
 
 
 class BatchSource(Protocol):

@@ -1,10 +1,12 @@
-"""Batches of any nesting: the number of samples, the tensors, and splitting into parts."""
+"""Batches and other values of any nesting: the tensors, the number of samples, and splitting into parts."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,27 +16,54 @@ from holdfast.core.base.errors import StepError
 from holdfast.runtime.tensors.torch_private import version_of
 
 Splitter = Callable[[Any, int], list[Any]]
+_PLAIN = (str, bytes, int, float, type, torch.dtype, torch.device, type(None))
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a batch, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
+def tensors_of(value: Any, levels: int = 1000) -> Iterator[Tensor]:
+    """Yield every tensor in lists, tuples, mappings and dataclasses, in order, down to this many levels."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if levels == 0:
         return
     # Mapping is tested last: the test costs more than all the rest.
-    is_sequence = isinstance(batch, list | tuple)
-    for value in batch if is_sequence else batch.values() if isinstance(batch, Mapping) else _fields(batch).values():
-        if isinstance(value, Tensor):
-            yield value
-        else:
-            yield from tensors_of(value)
+    is_sequence = isinstance(value, list | tuple)
+    for each in value if is_sequence else value.values() if isinstance(value, Mapping) else _fields(value).values():
+        if isinstance(each, Tensor):
+            yield each
+        elif not isinstance(each, _PLAIN):
+            yield from tensors_of(each, levels - 1)
 
 
-def _fields(batch: Any) -> dict[str, Any]:
+def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name; none of anything else."""
-    if not is_dataclass(batch) or isinstance(batch, type):
+    if not is_dataclass(value) or isinstance(value, type):
         return {}
-    return {name: getattr(batch, name) for name in batch.__dataclass_fields__ if hasattr(batch, name)}
+    return {name: getattr(value, name) for name in value.__dataclass_fields__ if hasattr(value, name)}
+
+
+def members_of(value: Any) -> dict[Any, Any] | None:
+    """Return what a list, tuple, mapping or dataclass holds, by position, key or field; None for anything else."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return dict(value.items()) if isinstance(value, Mapping) else _fields(value) or None
+
+
+def with_members(value: Any, members: dict[Any, Any]) -> Any:
+    """Return a copy of a list, tuple, mapping or dataclass with other members."""
+    if isinstance(value, list | tuple):
+        parts = list(members.values())
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, Mapping):
+        try:
+            return members if type(value) is dict else type(value)(members)  # type: ignore[call-arg]
+        except TypeError:
+            return members
+    if not hasattr(value, "__dict__"):  # slots
+        return replace(value, **members)
+    part = copy.copy(value)  # not its constructor, which may compute fields or take other arguments
+    vars(part).update(members)
+    return part
 
 
 def named_tensors(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -82,17 +111,16 @@ def split(batch: Any, parts: int, size: int | None = None) -> list[Any]:
     bounds = [0]
     for piece in torch.tensor_split(torch.empty(size), parts):
         bounds.append(bounds[-1] + len(piece))
-    return [_slice(batch, size, bounds[i], bounds[i + 1]) for i in range(parts)]
+    return [take_samples(batch, size, itemgetter(slice(*each))) for each in pairwise(bounds)]
 
 
 def _holds(value: Any, size: int) -> bool:
     """Return whether a tensor or a list of this length is in it."""
     if isinstance(value, Tensor):
         return value.dim() > 0 and value.shape[0] == size
-    if isinstance(value, list | tuple):
-        return _is_list_of_samples(value, size) or any(_holds(v, size) for v in value)
-    fields = value.values() if isinstance(value, Mapping) else _fields(value).values()
-    return any(_holds(v, size) for v in fields)
+    if isinstance(value, list | tuple) and _is_list_of_samples(value, size):
+        return True
+    return any(_holds(each, size) for each in (members_of(value) or {}).values())
 
 
 def _is_list_of_samples(value: Any, size: int) -> bool:
@@ -102,28 +130,13 @@ def _is_list_of_samples(value: Any, size: int) -> bool:
     return not any(_holds(v, size) for v in value if isinstance(v, Tensor | Mapping | list | tuple) or is_dataclass(v))
 
 
-def _slice(value: Any, size: int, start: int, stop: int) -> Any:
+def take_samples(value: Any, size: int, take: Callable[[Any], Any]) -> Any:
+    """Return a copy of a batch of `size` samples with `take` applied to each tensor and list that holds one of each."""
     if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() > 0 and value.shape[0] == size else value
-    if isinstance(value, Mapping):
-        sliced = {k: _slice(v, size, start, stop) for k, v in value.items()}
-        if type(value) is dict:
-            return sliced
-        try:
-            return type(value)(sliced)  # type: ignore[call-arg]
-        except TypeError:
-            return sliced
-    if isinstance(value, list | tuple):
-        if hasattr(value, "_fields"):
-            return type(value)(*(_slice(v, size, start, stop) for v in value))
-        if _is_list_of_samples(value, size):
-            return value[start:stop]
-        return type(value)(_slice(v, size, start, stop) for v in value)
-    if fields := _fields(value):
-        sliced = {name: _slice(field, size, start, stop) for name, field in fields.items()}
-        if not hasattr(value, "__dict__"):  # slots
-            return replace(value, **sliced)
-        part = copy.copy(value)  # not its constructor, which may compute fields or take other arguments
-        vars(part).update(sliced)
-        return part
-    return value
+        return take(value) if value.dim() > 0 and value.shape[0] == size else value
+    if isinstance(value, list | tuple) and _is_list_of_samples(value, size):
+        return take(value)
+    members = members_of(value)
+    if members is None:
+        return value
+    return with_members(value, {name: take_samples(each, size, take) for name, each in members.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,20 +12,19 @@ from torch.utils.data import DataLoader
 
 from holdfast.core.base.errors import DataError
 from holdfast.core.base.types import Span
-from holdfast.core.record.quarantine import Quarantine
 from holdfast.runtime.data.left_out import MAX_EPOCHS, MAX_STREAM_BATCHES, nothing_left
 from holdfast.runtime.data.packing import pack_rng
 from holdfast.runtime.data.resume import VERSION, check_saved_kind
-from holdfast.runtime.data.source import Draw, EpochEnd, OnExclusion, Position
+from holdfast.runtime.data.source import Draw, EpochSource, Position, SourceSetup
 from holdfast.runtime.data.split import count_samples, tensor_versions
 from holdfast.runtime.data.stateful import EpochStart, LoaderState, check_loader_unchanged, draw_fingerprint, redraw
 from holdfast.runtime.data.worker_signals import iterate
-from holdfast.runtime.state.rng import Rng, RngState
+from holdfast.runtime.state.rng import RngState
 
 log = logging.getLogger("holdfast")
 
 
-class StreamSource:
+class StreamSource(EpochSource):
     """Reads forward only. Its positions count batches over all epochs, and samples within one.
 
     Some streams draw their items from the global generators (random crops, a random window of a text). Rewinding these to
@@ -34,28 +33,14 @@ class StreamSource:
 
     exact = False
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        rng: Rng,
-        quarantine: Quarantine,
-        epochs: int | None,
-        first_epoch: int,
-        on_epoch_end: EpochEnd,
-        before_iter: Callable[[], None],
-        on_exclusion: OnExclusion,
-        keep_batch_size: bool = False,
-    ) -> None:
-        self._loader, self._rng, self._quarantine = loader, rng, quarantine
-        self._last_epoch = None if epochs is None else first_epoch + epochs
-        self._on_epoch_end = on_epoch_end
-        self._before_iter, self._on_exclusion = before_iter, on_exclusion
+    def __init__(self, loader: Iterable[Any], setup: SourceSetup) -> None:
+        super().__init__(setup)
+        self._loader = loader
         generator = getattr(loader, "generator", None)
         self._generators = [generator] if isinstance(generator, torch.Generator) else []
-        rng.include(generator)
-        self._first_epoch = self._epoch = first_epoch
-        self._reported_epoch = first_epoch
+        self._rng.include(generator)
+        first_epoch = setup.first_epoch
+        self._first_epoch = self._epoch = self._reported_epoch = first_epoch
         """the epoch that the run knows it is in"""
         self._seeded_epoch = first_epoch
         """the last epoch whose beginning has drawn from the generators, in their current state"""
@@ -73,14 +58,6 @@ class StreamSource:
         self._loader_state = LoaderState(loader)
         self._epoch_start: EpochStart | None = None
         self._latest: Draw | None = None
-
-    def allow_epochs(self, epochs: int | None) -> None:
-        """Allow this many further epochs from the current one, or no end.
-
-        In a resumed run, a loop that asks for one epoch at a time first asks for those of the previous process.
-        """
-        current = self.next_epoch if self._last_epoch is None else min(self._last_epoch, self.next_epoch)
-        self._last_epoch = None if epochs is None else current + epochs
 
     def serve_epoch(self, epoch: int) -> None:
         """Serve this epoch and no later one. What is left of earlier ones is dropped."""

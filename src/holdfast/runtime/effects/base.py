@@ -75,6 +75,22 @@ def origin_fields(attempt: StepAttempt) -> dict[str, Any]:
     return {"ranks": attempt.origin.ranks, "suspects": attempt.origin.evidence["suspects"]}
 
 
+def write_action(
+    recovery: RecoveryParts, situation: Situation, action: str, *, evidence: Mapping[str, Any] = {}, **fields: Any
+) -> None:
+    """Journal an action on a step, forced to disk, before it takes effect."""
+    signal, plan = situation.signal, situation.plan
+    recovery.context.engine.write(
+        "action",
+        durable=True,
+        action=action,
+        incident=None if plan is None else plan.incident,
+        step=signal.step,
+        **fields,
+        evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, **evidence},
+    )
+
+
 def rewind(recovery: RecoveryParts, attempt: StepAttempt) -> None:
     """Restore random streams, buffers and LR schedule to what they were before the attempt's data was loaded."""
     context = recovery.context

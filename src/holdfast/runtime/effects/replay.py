@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.core.base.types import Outcome, Status
 from holdfast.runtime.effects import skip
-from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, rewind
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, rewind, write_action
 
 
 def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
@@ -13,21 +13,10 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
     assert plan is not None
     draws = [*attempt.draws, *(situation.following.draws if situation.following is not None else ())]
     why = recovery.coordinator.first_reason(recovery.feeder.source.requeue(draws))
-    engine = recovery.context.engine
     if why is not None:
-        engine.write("note", step=signal.step, message=why, data=signal.data)
+        recovery.context.engine.write("note", step=signal.step, message=why, data=signal.data)
         return skip.perform(recovery, situation)
-    engine.write(
-        "action",
-        durable=True,
-        action="replay",
-        incident=plan.incident,
-        step=signal.step,
-        attempt=signal.attempt,
-        reason=plan.reason,
-        data=signal.data,
-        evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
-    )
+    write_action(recovery, situation, "replay", attempt=signal.attempt, reason=plan.reason, data=signal.data)
     recovery.snapshots.discard_in_progress()
     rewind(recovery, attempt)
     return Transition(Outcome(status=Status.REPLAYED, signal=signal, plan=plan))

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast.core.base.types import Outcome, Rollback, SkipData, Status
 from holdfast.runtime.checkpoint.serialization import RestorePoint, restore_point_in_memory
 from holdfast.runtime.effects import interventions, skip_data, stop
-from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, write_action
 
 log = logging.getLogger("holdfast")
 
@@ -33,24 +33,21 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Rollback) -> 
             engine.cannot_return(plan, signal.step, why)
             return Transition(outcome=None, following_is_valid=True)
         return stop.instead_of(recovery, situation, why)
-    skip_action = plan.first(SkipData)
     window = None
-    if skip_action is not None:
+    if (skip_action := plan.first(SkipData)) is not None:
         window = skip_data.choose_window(recovery, situation, skip_action, point.position)
     planned = interventions.interventions_of(plan, point.step)
     branch = recovery.checkpoints.fork(point.lineage, point.step)
-    engine.write(
-        "action",
-        durable=True,
-        action="rollback",
-        incident=plan.incident,
-        step=signal.step,
+    write_action(
+        recovery,
+        situation,
+        "rollback",
         from_step=situation.committed,
         to_step=point.step,
         reason=plan.reason,
         by=plan.by,
         passed_over=rejected or None,
-        evidence={"loss": signal.loss, "grad_norm": signal.grad_norm, "before": action.before},
+        evidence={"before": action.before},
         restored_from=point.name,
         **origin_fields(situation.attempt),
         branch=branch,

@@ -8,7 +8,7 @@ from typing import Any
 from holdfast.core.base.types import Flag, Outcome, Status
 from holdfast.runtime.data.bad_rows import nonfinite_samples
 from holdfast.runtime.data.source import Draw
-from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, origin_fields, rewind, write_action
 
 log = logging.getLogger("holdfast")
 
@@ -23,12 +23,10 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
     reason = "vetoed" if plan is None else plan.reason
     incident = None if plan is None else plan.incident
     sample_ids = _find_nonfinite_samples(recovery, situation)
-    context.engine.write(
-        "action",
-        durable=True,
-        action="skip",
-        incident=incident,
-        step=signal.step,
+    write_action(
+        recovery,
+        situation,
+        "skip",
         attempt=signal.attempt,
         reason=reason,
         data=signal.data,
@@ -36,7 +34,6 @@ def perform(recovery: RecoveryParts, situation: Situation) -> Transition:
         **origin_fields(attempt),
         batches=len(attempt.draws),
         ids=_batch_ids(attempt.draws),
-        evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
     )
     _log_skip(recovery, situation, reason)
     recovery.snapshots.discard_in_progress()
@@ -66,12 +63,7 @@ def _log_skip(recovery: RecoveryParts, situation: Situation, reason: str) -> Non
     log.log(
         logging.INFO if is_quiet else logging.WARNING,
         "holdfast: step %d: skipped a batch%s: %s: loss %s, gradient norm %s%s",
-        signal.step,
-        more,
-        reason,
-        signal.loss,
-        signal.grad_norm,
-        ranks,
+        *(signal.step, more, reason, signal.loss, signal.grad_norm, ranks),
     )
 
 

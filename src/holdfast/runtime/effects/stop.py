@@ -6,7 +6,7 @@ import logging
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop
 from holdfast.core.base.types import Outcome, Signal, Status, Stop, family
-from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition
+from holdfast.runtime.effects.base import RecoveryParts, Situation, Transition, write_action
 from holdfast.runtime.record.records import Records
 
 log = logging.getLogger("holdfast")
@@ -16,17 +16,7 @@ def perform(recovery: RecoveryParts, situation: Situation, action: Stop) -> Tran
     """End the run with PolicyStop (exit status 70), or with InstabilityError if the policy says to raise."""
     signal, plan, context = situation.signal, situation.plan, recovery.context
     assert plan is not None
-    context.engine.write(
-        "action",
-        durable=True,
-        action="stop",
-        incident=plan.incident,
-        step=signal.step,
-        reason=action.reason,
-        code=action.code,
-        by=plan.by,
-        evidence={"loss": signal.loss, "grad_norm": signal.grad_norm},
-    )
+    write_action(recovery, situation, "stop", reason=action.reason, code=action.code, by=plan.by)
     before, latest = _sound_steps(recovery, situation)
     kept = recovery.checkpoints.save_certified(recovery.snapshots, before, latest)
     recovery.snapshots.discard_in_progress()

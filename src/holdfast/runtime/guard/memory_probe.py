@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import OutOfMemoryError, Tensor
 
-from holdfast.core.base.errors import StepError
+from holdfast.core.base.errors import StepError, first_line
 from holdfast.core.decide.batch_splits import ANY_SHAPE
 from holdfast.runtime.data.pieces import cut, shape_of
 from holdfast.runtime.data.split import count_samples
@@ -80,7 +80,7 @@ def probe_memory(pipeline: GuardedPipeline, model: Any, loss_fn: LossFn, batch: 
                 )
                 break
             except OutOfMemoryError as error:
-                last_error = str(error).strip().split("\n")[0][:300]
+                last_error = first_line(error)
                 free_pinned(error, [module for _, module in state.modules])
             state.buffers.restore(buffers)
             parts = 0 if parts >= most or not oom.is_armed else min(2 * parts, most)

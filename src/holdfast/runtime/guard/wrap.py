@@ -23,12 +23,35 @@ from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.tensors.torch_private import note_step_called
 
 
+class ReplacedMethods:
+    """Replaces methods of the user's objects and classes until `restore`."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._before)
+
+    def replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
+        self._before.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, method)
+
+    def restore(self) -> None:
+        """Put the methods back, the newest first."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+
+
 class OwnLines:
     """Replaces the methods of a loop's own lines from `open` to `close`."""
 
     def __init__(self, loop: DrivenLoop, optimizers: Optimizers, scaler: GradScaler | None) -> None:
         self._loop, self._optimizers, self._scaler = loop, optimizers, scaler
-        self._replaced: list[tuple[Any, str, Any]] = []
+        self._methods = ReplacedMethods()
         self._is_updating = self._is_counted = False
         self._handle: Any = None
 
@@ -38,34 +61,25 @@ class OwnLines:
         if count_step is not None:
             self._handle = optimizer.register_step_post_hook(count_step)
             return
-        self._replace(optimizer, "step", self._step(optimizer, optimizer.step))
+        self._methods.replace(optimizer, "step", self._step(optimizer, optimizer.step))
         if self._scaler is not None:
-            self._replace(self._scaler, "step", self._scaler_step(self._scaler.step))
-            self._replace(self._scaler, "update", self._scaler_update(self._scaler.update))
-        self._replace(Tensor, "backward", self._backward(Tensor.backward))
+            self._methods.replace(self._scaler, "step", self._scaler_step(self._scaler.step))
+            self._methods.replace(self._scaler, "update", self._scaler_update(self._scaler.update))
+        self._methods.replace(Tensor, "backward", self._backward(Tensor.backward))
         accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
         if accelerator is not None:
-            self._replace(accelerator, "backward", self._accelerator_backward(accelerator.backward))
+            self._methods.replace(accelerator, "backward", self._accelerator_backward(accelerator.backward))
         for package in ("lightning.fabric", "lightning_fabric"):
             fabric = getattr(sys.modules.get(package), "Fabric", None)
             if fabric is not None:
-                self._replace(fabric, "clip_gradients", self._fabric_clip(fabric.clip_gradients))
+                self._methods.replace(fabric, "clip_gradients", self._fabric_clip(fabric.clip_gradients))
         self._loop.finds_clip = True
 
     def close(self) -> None:
         """Put the methods back."""
         if self._handle is not None:
             self._handle.remove()
-        while self._replaced:
-            owner, name, before = self._replaced.pop()
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        self._replaced.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, method)
+        self._methods.restore()
 
     def _update(self) -> None:
         self._is_updating = True
@@ -131,9 +145,8 @@ class OwnLines:
 
     def _fabric_clip(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def clip_gradients(fabric: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                self._loop.is_in_step and len(args) < 6
-            ):  # it raises by default; the guard does not let such an update land
+            # It raises by default; the guard does not let such an update land.
+            if self._loop.is_in_step and len(args) < 6:
                 kwargs["error_if_nonfinite"] = False
             return plain(fabric, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from holdfast.runtime.incidents.batch import batches_nbytes, pack_batch
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.state.wrappers import named_modules
 from holdfast.runtime.tensors.inspect import nbytes
 from holdfast.runtime.tensors.sharded import is_sharded
 
@@ -69,8 +70,4 @@ def copy_batches(batches: list[Any], max_bytes: int) -> tuple[list[Any] | None, 
 
 def describe_modules(modules: list[tuple[str, nn.Module]]) -> list[list[Any]]:
     """Return name, class and training mode of every module, in the order of the model."""
-    return [
-        [".".join(filter(None, (prefix, path))), type(module).__name__, module.training]
-        for prefix, root in modules
-        for path, module in root.named_modules()
-    ]
+    return [[name, type(module).__name__, module.training] for name, module in named_modules(modules)]

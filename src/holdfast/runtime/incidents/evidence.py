@@ -10,10 +10,10 @@ from holdfast.core.base.types import Plan
 from holdfast.core.origin.report import OriginReport
 from holdfast.runtime.incidents.capture import copy_weights
 from holdfast.runtime.incidents.harmless import HarmlessObserver
+from holdfast.runtime.origin.observe import is_compiled as wraps_compiled
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.rng import Rng, RngState
 from holdfast.runtime.state.run_state import RunState
-from holdfast.runtime.state.wrappers import layers
 from holdfast.runtime.tensors.sharded import is_sharded, mesh_dimensions
 
 COMPILED = "the model is compiled, and hooks do not run inside compiled code; holdfast replay runs the step eagerly"
@@ -101,9 +101,6 @@ def why_not_observable(state: RunState) -> str:
 
 def is_compiled(state: RunState) -> bool:
     """Return whether torch.compile runs a model or a part of it."""
-    wrappers = [type(layer).__name__ for _, module in state.wrapped_modules for layer in layers(module)]
     parts = (part for _, module in state.modules for part in module.modules())
-    return "OptimizedModule" in wrappers or any(
-        type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None
-        for part in parts
-    )
+    is_in_place = any(getattr(part, "_compiled_call_impl", None) is not None for part in parts)  # module.compile()
+    return is_in_place or any(wraps_compiled(module) for _, module in state.wrapped_modules)

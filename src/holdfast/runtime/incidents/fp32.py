@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.runtime.state.wrappers import named_modules
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -15,11 +17,7 @@ class Fp32Modules:
     """Keeps the modules that run in fp32, by name. Its state goes into checkpoints, so that a resume does the same."""
 
     def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._modules = {
-            ".".join(filter(None, (prefix, path))): module
-            for prefix, root in modules
-            for path, module in root.named_modules()
-        }
+        self._modules = dict(named_modules(modules))
         self._hooks: dict[str, list[Any]] = {}
 
     @property

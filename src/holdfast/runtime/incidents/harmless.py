@@ -69,7 +69,7 @@ class HarmlessObserver(StepObserver):
     """
 
     def __init__(self, models: dict[str, nn.Module], seconds: float = math.inf) -> None:
-        super().__init__(models, fine=())
+        super().__init__(models, fine=True)
         self._failure: Exception | None = None
         self._deadline = time.monotonic() + seconds
 
@@ -91,12 +91,11 @@ class HarmlessObserver(StepObserver):
 
     def pause(self, is_paused: bool) -> None:
         """Watch no op until it is called with False; for good after a failure or when the time is up."""
-        assert self._watch is not None, "it watches every op"
-        self._watch.is_paused = is_paused or self.is_late or self.failure is not None
+        self._pause(is_paused or self.is_late or self.failure is not None)
 
-    def _after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_module(self, module: nn.Module, args: Any, *more: Any) -> None:
         try:
-            super()._after_module(module, args, kwargs, output)
+            super()._after_module(module, args, *more)
         except Exception as error:
             self._failure = self._failure or error
 

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from holdfast.core.base.errors import first_line
 from holdfast.core.origin.report import Comparison, ComparisonName, OriginReport, ReplayReport
 from holdfast.core.origin.verdict import Facts, judge
 from holdfast.runtime.origin.batches import bad_rows
 from holdfast.runtime.origin.minimise import Minimum, minimise
-from holdfast.runtime.origin.observe import StepObserver, is_compiled
+from holdfast.runtime.origin.observe import StepObserver, is_compiled, module_names
 from holdfast.runtime.origin.precision import LOW, ModuleCalls, in_float32, op_is_finite_in_float64, raise_floats
 from holdfast.runtime.origin.ranges import extremes, values_of
 from holdfast.runtime.origin.spikes import describe_spike, find_growth
-from holdfast.runtime.state.wrappers import layers
-from holdfast.runtime.tensors.torch_private import name_without_wrappers
+from holdfast.runtime.state.wrappers import unwrap
 
 _SPIKE_RATIO = 10.0
 _EXPLODED = 1e6
@@ -102,7 +102,7 @@ class _Runs:
                     norm = _gradient_norm(self.step.models)
                     weights = self._update() if math.isfinite(norm) and extremes(loss).is_finite else True
         except Exception as error:  # the user's code may raise anything
-            return Attempt(error=f"raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            return Attempt(error=f"raised {type(error).__name__}: {first_line(error)}")
         if cost == 1.0 or self.done == 1:
             self.longest = max(self.longest, time.monotonic() - began)
         return Attempt(float(loss.detach().float().mean()), norm, weights)
@@ -132,28 +132,26 @@ def analyse(
     *,
     observed_loss: float | None = None,
     observed_grad_norm: float | None = None,
-    recovery_cause: str = "",
     seconds_limit: float | None = None,
     runs_limit: int = 60,
 ) -> ReplayReport:
     """Find out where a bad step came from. The step is restored at the end, also if a run raises.
 
     `observed_loss`, `observed_grad_norm`: what training measured; both finite means a spike. None: not known.
-    `recovery_cause`: what the experiments of the recovery showed ("transient", "data", "lr", "objective"), as evidence.
     After `seconds_limit` seconds no further run begins.
     """
     began = time.monotonic()
     runs = _Runs(step, math.inf if seconds_limit is None else began + seconds_limit, runs_limit)
     try:
-        report = _analyse(runs, (observed_loss, observed_grad_norm), recovery_cause)
+        report = _analyse(runs, (observed_loss, observed_grad_norm))
     finally:
         step.restore()
     return replace(report, runs=runs.done, seconds=time.monotonic() - began)
 
 
-def _analyse(runs: _Runs, observed: tuple[float | None, float | None], recovery_cause: str) -> ReplayReport:
+def _analyse(runs: _Runs, observed: tuple[float | None, float | None]) -> ReplayReport:
     step = runs.step
-    coarse, fine = StepObserver(step.models), StepObserver(step.models, fine=())
+    coarse, fine = StepObserver(step.models), StepObserver(step.models, fine=True)
     first = runs.run(step.batches, coarse)
     second = runs.run(step.batches, fine, cost=3.0)
     next_batch, next_watch = Attempt(error="no other batch is known"), StepObserver(step.models)
@@ -187,7 +185,6 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None], recovery_
         minimised=minimum.sentence,
         growth=max((ratio for _, ratio in find_growth(fine.path, before_watch.path)), default=1.0),
         is_compiled=any(map(is_compiled, step.models.values())),
-        recovery_cause=recovery_cause,
     )
     verdict = judge(origin, comparisons, facts)
     return ReplayReport(
@@ -235,7 +232,7 @@ def _compare_float64(runs: _Runs, fine: StepObserver, origin: OriginReport) -> C
                 why_not="the op alone: it is outside every module",
             )
     except Exception as error:  # copying a module or running it in float64 may fail in any way
-        return Comparison(name="fp64 module", why_not=f"raised {type(error).__name__}: {str(error).splitlines()[:1]}")
+        return Comparison(name="fp64 module", why_not=f"raised {type(error).__name__}: {first_line(error)}")
     return Comparison(name="fp64 module", why_not="no module is known that made it")
 
 
@@ -275,13 +272,7 @@ def _limit(bad: float, healthy: list[float]) -> float:
 def _add_rows(origin: OriginReport, batches: Sequence[Any]) -> OriginReport:
     """Name the non-finite rows of the batch that the search could not name itself."""
     rows = sorted({row for batch in batches for row in bad_rows(batch)})
-    return (
-        replace(origin, bad_input_rows=rows)
-        if rows
-        else replace(origin, bad_input_rows=[])
-        if origin.phase != "input"
-        else origin
-    )
+    return replace(origin, bad_input_rows=rows) if rows or origin.phase != "input" else origin
 
 
 def _outlying(batches: Sequence[Any], minimum: Minimum) -> list[int]:
@@ -290,12 +281,8 @@ def _outlying(batches: Sequence[Any], minimum: Minimum) -> list[int]:
 
 
 def _module_named(models: Mapping[str, nn.Module], name: str) -> nn.Module | None:
-    for key, model in models.items():
-        for inner, module in layers(model)[-1].named_modules():
-            if ".".join(filter(None, (key if len(models) > 1 else "", name_without_wrappers(inner)))) == name:
-                found: nn.Module = module
-                return found
-    return None
+    names = module_names(models)
+    return next((m for model in models.values() for m in unwrap(model).modules() if names[id(m)] == name), None)
 
 
 def _eager() -> AbstractContextManager[Any]:

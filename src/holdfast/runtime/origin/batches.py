@@ -2,60 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.runtime.data.bad_rows import nonfinite_rows, outlying_rows
+from holdfast.runtime.data.split import members_of, take_samples, tensors_of, with_members
 
-_MAX_DEPTH = 16
-_PLAIN = (str, bytes, int, float, type, torch.dtype, torch.device, type(None))
-
-
-def nested_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield every tensor in lists, tuples, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            if isinstance(each, Tensor):
-                yield each
-            elif depth < _MAX_DEPTH and not isinstance(each, _PLAIN):
-                yield from nested_tensors(each, depth + 1)
-    elif depth < _MAX_DEPTH and not isinstance(value, _PLAIN):
-        for _, each in _members(value):
-            yield from nested_tensors(each, depth + 1)
+_LEVELS = 16
+"""arguments and results may hold themselves, so nothing below is looked at"""
 
 
-def _members(value: Any) -> list[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, list | tuple):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value):
-        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    return []
+def nested_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield every tensor in the arguments or results of the user's code."""
+    return tensors_of(value, _LEVELS)
 
 
-def map_leaves(value: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any], levels: int = _LEVELS) -> Any:
     """Return a copy of a nested value with every leaf changed. Containers of unknown types are leaves."""
-    members = [] if depth >= _MAX_DEPTH or isinstance(value, type) else _members(value)
-    if not members:
+    members = members_of(value) if levels else None
+    if members is None:
         return change(value)
-    changed = {name: map_leaves(each, change, depth + 1) for name, each in members}
-    if dataclasses.is_dataclass(value) and not isinstance(value, Mapping):
-        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
-    if isinstance(value, Mapping):
-        try:
-            return type(value)(changed)  # type: ignore[call-arg]
-        except TypeError:
-            return changed
-    parts = list(changed.values())
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return with_members(value, {name: map_leaves(each, change, levels - 1) for name, each in members.items()})
 
 
 def count_rows(batch: Any) -> int:
@@ -66,14 +37,13 @@ def count_rows(batch: Any) -> int:
 
 def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     """Return a batch of these rows. Tensors of another first dimension are in it whole."""
-    size = count_rows(batch)
 
-    def change(leaf: Any) -> Any:
-        is_batch = isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
-        return leaf[torch.as_tensor(list(rows), device=leaf.device)] if is_batch else leaf
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[torch.as_tensor(list(rows), device=value.device)]
+        return type(value)([value[row] for row in rows])
 
-    is_list = isinstance(batch, list) and len(batch) == size and not any(isinstance(v, Tensor) for v in batch)
-    return [batch[row] for row in rows] if is_list else map_leaves(batch, change)
+    return take_samples(batch, count_rows(batch), take)
 
 
 def count_tokens(batch: Any) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -16,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from holdfast.core.origin.report import ModuleRow, OriginReport, Phase, TensorRange
 from holdfast.runtime.origin.batches import nested_tensors
 from holdfast.runtime.origin.ops import OpGrowth, OpWatch
-from holdfast.runtime.origin.ranges import Extremes, extremes, measure, storage_key
+from holdfast.runtime.origin.ranges import Extremes, extremes, measure, nonfinite_row_numbers, storage_key
 from holdfast.runtime.origin.tape import Birth, Place, trace
-from holdfast.runtime.state.wrappers import layers
+from holdfast.runtime.state.wrappers import full_name, layers
 from holdfast.runtime.tensors.torch_private import name_without_wrappers, running_node, wrapped_module
 
 _MAX_ROWS = 4000
@@ -37,14 +38,14 @@ class _Row:
 class StepObserver:
     """Watches one forward, backward and update of the user's code, as a context manager.
 
-    `fine=None`: module outputs only. `fine=()`: every op. `fine=[names]`: every op inside these modules. Hooks and modes are
-    removed when the context ends, also if the code raises. Nothing is changed and no random number is drawn.
+    It sees module outputs; with `fine` also every op. Hooks and modes are removed when the context ends, also if the code
+    raises. Nothing is changed and no random number is drawn.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], *, fine: Sequence[str] | None = None) -> None:
+    def __init__(self, models: Mapping[str, nn.Module], *, fine: bool = False) -> None:
         self._models = models
         self._fine = fine
-        self._names = _module_names(models)
+        self._names = module_names(models)
         self._stack: list[str] = []
         self._rows: list[_Row] = []
         self._handles: list[Any] = []
@@ -69,15 +70,8 @@ class StepObserver:
                 register_module_forward_pre_hook(self._before_unknown),
                 register_module_forward_hook(self._after_unknown, with_kwargs=True, always_call=True),
             ]
-        if self._fine is not None:
-            names = tuple(self._fine)
-            inside = tuple(f"{name}." for name in names)
-            self._watch = OpWatch(
-                lambda: self._stack[-1] if self._stack else "",
-                states,
-                (lambda module: module in names or module.startswith(inside)) if names else (lambda _: True),
-                self._add_row,
-            )
+        if self._fine:
+            self._watch = OpWatch(lambda: self._stack[-1] if self._stack else "", states, self._add_row)
             self._handles += [
                 register_optimizer_step_pre_hook(lambda *_: self._set_in_optimizer(True)),
                 register_optimizer_step_post_hook(lambda *_: self._set_in_optimizer(False)),
@@ -126,8 +120,21 @@ class StepObserver:
 
     # ---- hooks
 
-    def _unwatched(self) -> _Unwatched:
-        return _Unwatched(self._watch)
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Run ops of our own, which are not recorded and build no graph."""
+        watch = self._watch
+        was_paused = watch is not None and watch.is_paused
+        self._pause(True)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._pause(was_paused)
+
+    def _pause(self, is_paused: bool) -> None:
+        if self._watch is not None:
+            self._watch.is_paused = is_paused
 
     def _set_in_optimizer(self, flag: bool) -> None:
         assert self._watch is not None
@@ -212,9 +219,9 @@ class StepObserver:
             detail = f"{source.state} was not finite before the step"
         elif source is not None and op.phase == "optimizer":
             phase, detail = "state", "the optimizer's state was not finite before the step"
-        elif source is not None and self._bad_state and len(self._bad_state) == 1:
+        elif source is not None and len(self._bad_state) == 1:
             phase, detail = "state", f"{self._bad_state[0]} was not finite before the step"
-        elif source is not None and not self._fine:
+        elif source is not None:
             phase, rows = "input", list(source.rows)
             detail = "a tensor that is older than the step was not finite"
         elif op.has_bad_number:
@@ -254,39 +261,20 @@ class StepObserver:
         return OriginReport(phase="backward", module="" if last is None else last.module)
 
 
-class _Unwatched:
-    """Runs ops of our own, which are not recorded and build no graph."""
-
-    def __init__(self, watch: OpWatch | None) -> None:
-        self._watch = watch
-        self._no_grad = torch.no_grad()
-        self._was_paused = False
-
-    def __enter__(self) -> None:
-        self._no_grad.__enter__()
-        if self._watch is not None:
-            self._was_paused, self._watch.is_paused = self._watch.is_paused, True
-
-    def __exit__(self, *details: Any) -> None:
-        if self._watch is not None:
-            self._watch.is_paused = self._was_paused
-        self._no_grad.__exit__(*details)
-
-
 def is_compiled(model: nn.Module) -> bool:
     """Return whether torch.compile has wrapped the model or a module of it."""
     return any(type(each).__name__ == "OptimizedModule" for each in (*layers(model), *model.modules()))
 
 
-def _module_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+def module_names(models: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the name of each module by its id, without the prefixes of wrappers."""
     names: dict[int, str] = {}
     for key, model in models.items():
         prefix = key if len(models) > 1 else ""
         *outer, inner = layers(model)
         names.update((id(each), prefix) for each in outer)
         for name, module in inner.named_modules():
-            full = ".".join(filter(None, (prefix, name_without_wrappers(name))))
-            names.setdefault(id(module), full)
+            names.setdefault(id(module), full_name(prefix, name_without_wrappers(name)))
     return names
 
 
@@ -297,11 +285,8 @@ def _nonfinite_state(named: Iterator[tuple[str, Tensor]]) -> list[str]:
         found = extremes(tensor)
         if found.is_finite or (not isinstance(tensor, nn.Parameter) and not _is_bad(found)):
             continue
-        flat = tensor.detach()
-        rows = (
-            (~torch.isfinite(flat.reshape(flat.shape[0], -1))).any(1).nonzero().flatten().tolist() if flat.dim() else []
-        )
-        is_few = 0 < len(rows) <= _MAX_STATE_ROWS and len(rows) < flat.shape[0]
+        rows = nonfinite_row_numbers(tensor)
+        is_few = 0 < len(rows) <= _MAX_STATE_ROWS and len(rows) < tensor.shape[0]
         bad.append(f"{name} row {', '.join(map(str, rows))}" if is_few else name)
     return bad
 

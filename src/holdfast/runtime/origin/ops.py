@@ -17,14 +17,9 @@ from torch import Tensor
 
 from holdfast.core.origin.report import TensorRange
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
-from holdfast.runtime.origin.ranges import Extremes, extremes, measure, storage_key
+from holdfast.runtime.origin.ranges import Extremes, extremes, measure, nonfinite_row_numbers, storage_key
 from holdfast.runtime.origin.tape import BadInput, OpRecord, Place
-from holdfast.runtime.tensors.torch_private import (
-    TorchDispatchMode,
-    newest_node_number,
-    op_schema,
-    running_node,
-)
+from holdfast.runtime.tensors.torch_private import TorchDispatchMode, newest_node_number, op_schema, running_node
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -102,15 +97,11 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
     """Records every op that makes a non-finite value.
 
     `current_module()` returns the name of the running module; `states` maps the memory of parameters and buffers to their
-    names; `is_watched(module)` tells whether the ops of a module are inspected; `add_row` takes ranges of attention logits.
+    names; `add_row` takes ranges of attention logits.
     """
 
     def __init__(
-        self,
-        current_module: Callable[[], str],
-        states: dict[int, str],
-        is_watched: Callable[[str], bool],
-        add_row: Callable[[str, TensorRange], None],
+        self, current_module: Callable[[], str], states: dict[int, str], add_row: Callable[[str, TensorRange], None]
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
@@ -123,7 +114,6 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         self.in_optimizer = False
         self._current_module = current_module
         self._states = states
-        self._is_watched = is_watched
         self._add_row = add_row
         self._producers: dict[int, int] = {}
         self._sizes: dict[int, float] = {}
@@ -144,7 +134,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **kwargs)
         node = running_node()
         place, is_backward = self._find_place(kind.name, args, node)
-        if kind.has_values and self._is_watched(place.module):
+        if kind.has_values:
             phase = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
             call = OpCall(func, kind, args, kwargs, phase, "" if node is None else node[0], place)
             self._inspect(call, result, list(zip(written, before, strict=True)))
@@ -207,9 +197,8 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         fresh: list[tuple[Tensor, int, Extremes]] = []
         for tensor in outputs:
             key = storage_key(tensor)
-            if _has_values(tensor) and (
-                key not in input_keys or key in before
-            ):  # no view that the schema does not declare
+            is_view = key in input_keys and key not in before  # which the schema does not declare
+            if _has_values(tensor) and not is_view:
                 fresh.append((tensor, key, extremes(tensor)))
                 self.dtypes.add(tensor.dtype)
         if call.kind.is_softmax and not call.node:
@@ -272,8 +261,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         if producer is not None:
             return BadInput(producer, found, self.ops[producer].intended and not found.nan)
         is_mask = not found.nan and not found.plus
-        state = self._states.get(key, "")
-        return BadInput(None, found, is_mask and not isinstance(tensor, torch.nn.Parameter), state, _rows(tensor))
+        rows = tuple(nonfinite_row_numbers(tensor)[:_MAX_ROWS])
+        is_intended = is_mask and not isinstance(tensor, torch.nn.Parameter)
+        return BadInput(None, found, is_intended, self._states.get(key, ""), rows)
 
     def _note_growth(self, call: OpCall, inputs: Any, outputs: Any, largest: float, known: float) -> None:
         known = known or max((extremes(t).largest for t in inputs), default=0.0)
@@ -323,14 +313,6 @@ def _has_no_new_inf(result: Tensor, inputs: list[Tensor]) -> bool:
     except RuntimeError:
         return bool(mask.double().mean() <= max(m.double().mean() for m in masks if m.numel()))
     return not bool((mask & ~torch.stack(present).any(0)).any())
-
-
-def _rows(tensor: Tensor) -> tuple[int, ...]:
-    """Return the first non-finite rows of a tensor."""
-    if tensor.dim() == 0:
-        return ()
-    flat = tensor.detach().reshape(tensor.shape[0], -1)
-    return tuple((~torch.isfinite(flat)).any(1).nonzero().flatten()[:_MAX_ROWS].tolist())
 
 
 def _numbers(value: Any) -> Iterator[float]:

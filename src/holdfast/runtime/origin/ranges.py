@@ -79,6 +79,14 @@ def measure(tensor: Tensor, *, count_zeros: bool = False) -> TensorRange:
     return TensorRange(shape=shape, dtype=dtype, minimum=low, maximum=high, nonfinite=nonfinite, zero_share=zeros)
 
 
+def nonfinite_row_numbers(tensor: Tensor) -> list[int]:
+    """Return the rows of a tensor that are not finite; none of a number."""
+    if tensor.dim() == 0:
+        return []
+    flat = tensor.detach().reshape(tensor.shape[0], -1)
+    return (~torch.isfinite(flat)).any(1).nonzero().flatten().tolist()
+
+
 def storage_key(tensor: Any) -> int:
     """Return the address of a tensor's memory: equal for a tensor, its views and its detached copies."""
     try:

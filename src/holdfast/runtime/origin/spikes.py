@@ -23,19 +23,19 @@ def _calls(path: Sequence[ModuleRow]) -> Iterator[tuple[tuple[str, int], ModuleR
         counts[row.module] += 1
 
 
-def find_growth(path: Sequence[ModuleRow], healthy: Sequence[ModuleRow]) -> list[tuple[str, float]]:
-    """Return each module and how many times larger its output is than in a healthy step, in execution order."""
-    known = dict(_calls(healthy))
-    return [
-        (key[0], _ratio(row.output.largest, known[key].output.largest)) for key, row in _calls(path) if key in known
-    ]
+def find_growth(
+    path: Sequence[ModuleRow], healthy: Sequence[ModuleRow], *, of_gradients: bool = False
+) -> list[tuple[str, float]]:
+    """Return each module and how many times larger its output is than in a healthy step, in execution order.
 
-
-def find_gradient_growth(path: Sequence[ModuleRow], healthy: Sequence[ModuleRow]) -> list[tuple[str, float]]:
-    """Return the same of the gradients, in the order of the backward."""
-    known = {key: row.gradient for key, row in _calls(healthy) if row.gradient is not None}
-    rows = [(key, row.gradient) for key, row in _calls(path) if row.gradient is not None and key in known]
-    return [(key[0], _ratio(gradient.largest, known[key].largest)) for key, gradient in reversed(rows)]
+    With `of_gradients` the same of the gradients, in the order of the backward.
+    """
+    bad, good = (
+        {key: row.gradient if of_gradients else row.output for key, row in _calls(each)} for each in (path, healthy)
+    )
+    pairs = [(key[0], each, good.get(key)) for key, each in bad.items()]
+    ratios = [(m, _ratio(a.largest, b.largest)) for m, a, b in pairs if a is not None and b is not None]
+    return ratios[::-1] if of_gradients else ratios
 
 
 def _ratio(value: float, healthy: float) -> float:
@@ -46,7 +46,7 @@ def describe_spike(fine: StepObserver, healthy: Sequence[ModuleRow], *, loss_is_
     """Return the module that left its course first, and within it the op with the largest growth."""
     path = fine.path
     forward = next(((m, r) for m, r in find_growth(path, healthy) if r >= _RATIO and m != "loss"), None)
-    backward = next(((m, r) for m, r in find_gradient_growth(path, healthy) if r >= _RATIO), None)
+    backward = next(((m, r) for m, r in find_growth(path, healthy, of_gradients=True) if r >= _RATIO), None)
     explosion = fine.largest_growth()
     phase: Phase = "forward" if forward is not None or loss_is_high else "backward"
     module, detail = "", ""

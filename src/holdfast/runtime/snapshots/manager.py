@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import OutOfMemoryError, Tensor
 
 from holdfast.core.base.config import SnapshotSection
-from holdfast.core.base.errors import StepError
+from holdfast.core.base.errors import StepError, first_line
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.snapshot_rule import SnapshotRoom
@@ -164,7 +164,7 @@ class SnapshotManager:
             try:
                 return take()
             except OutOfMemoryError as error:
-                why = str(error).strip().split("\n")[0][:200]
+                why = first_line(error)
                 traceback.clear_frames(error.__traceback__)
             self.release_device_memory()
             if is_last:

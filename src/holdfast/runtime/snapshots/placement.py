@@ -28,13 +28,7 @@ class Placement:
     """Allocates and reclaims the memory of snapshots. The notes it returns are for the user; each is returned once."""
 
     def __init__(
-        self,
-        state: RunState,
-        copier: Copier,
-        ring: Ring,
-        place: str,
-        devices: Collection[torch.device],
-        shares: Shares,
+        self, state: RunState, copier: Copier, ring: Ring, place: str, devices: Collection[torch.device], shares: Shares
     ) -> None:
         self._state, self._copier, self._ring, self._shares = state, copier, ring, shares
         self._on_host = place == "host"

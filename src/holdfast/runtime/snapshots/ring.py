@@ -8,13 +8,7 @@ import torch
 
 from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.types import Health
-from holdfast.core.checkpoints.snapshot_rule import (
-    MIN_COPIES,
-    SnapshotRoom,
-    SnapshotRule,
-    describe_room,
-    should_share,
-)
+from holdfast.core.checkpoints.snapshot_rule import MIN_COPIES, SnapshotRoom, SnapshotRule, describe_room, should_share
 from holdfast.runtime.snapshots.memory import available_bytes, free_device_bytes
 from holdfast.runtime.snapshots.snapshot import Snapshot
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from holdfast.runtime.state.wrappers import full_name, named_modules
 from holdfast.runtime.tensors.inspect import nbytes
 from holdfast.runtime.tensors.sharded import is_sharded, local
 from holdfast.runtime.tensors.torch_private import own_buffers, shard_like, version_of
@@ -230,13 +231,10 @@ NO_BUFFERS = BufferCapture([], (), [])
 def _find_places(modules: Iterable[tuple[str, nn.Module]]) -> Places:
     places: Places = []
     seen: set[int] = set()
-    for prefix, root in modules:
-        for path, module in root.named_modules():
-            if id(module) in seen:
-                continue
+    for path, module in named_modules(modules):
+        if id(module) not in seen:
             seen.add(id(module))
-            for name in own_buffers(module):
-                places.append((".".join(filter(None, (prefix, path, name))), module, name))
+            places += [(full_name(path, name), module, name) for name in own_buffers(module)]
     return places
 
 

@@ -5,6 +5,7 @@ Accelerate and Fabric are recognised by the names of their classes, and are not 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,16 @@ from holdfast.runtime.tensors.torch_private import ddp_bucket_order, order_ddp_b
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's own module."""
     return layers(module)[-1]
+
+
+def full_name(*parts: str) -> str:
+    """Return a qualified name from its parts, of which some may be empty."""
+    return ".".join(filter(None, parts))
+
+
+def named_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module of these models, with its name in them."""
+    return ((full_name(prefix, path), module) for prefix, root in roots for path, module in root.named_modules())
 
 
 def broadcasts_buffers(module: nn.Module) -> bool | None:

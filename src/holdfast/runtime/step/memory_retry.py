@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from holdfast.core.base.config import OomSection
-from holdfast.core.base.errors import StepError
+from holdfast.core.base.errors import StepError, first_line
 from holdfast.core.base.types import Outcome, Plan, Replay, Rollback, Status
 from holdfast.core.decide.batch_splits import ANY_SHAPE, BatchSplits
 from holdfast.runtime.data.pieces import FailedPart, LabelRule, Piece, Weigh, cut, shape_of, shares_of
@@ -176,7 +176,7 @@ class MemoryRetry:
     ) -> _Retry | str:
         """Return how to go on, or why the run cannot."""
         what, state = f"out of memory in {attempt.running}", self._context.state
-        first_line = str(error).strip().split("\n")[0][:300]
+        problem = first_line(error)
         free_pinned(error, [module for _, module in state.modules])
         given_back = self._recovery.snapshots.release_device_memory()
         if given_back is None and was_observed:
@@ -187,7 +187,7 @@ class MemoryRetry:
         parts = 1 if failed is None else self.splits.parts_for(shape)
         shape = ANY_SHAPE if self._is_distributed else shape
         if given_back is not None:
-            return _Retry(shape, parts, f"{what} ({first_line}): {given_back}")
+            return _Retry(shape, parts, f"{what} ({problem}): {given_back}")
         if failed is None or not attempt.draws:
             return f"{what} before a micro-batch was served"
         more = min(2 * parts, self._config.max_split)
@@ -196,8 +196,8 @@ class MemoryRetry:
         splitter = failed.splitter or self.splitter
         try:
             is_smaller = more > parts and len(cut(failed.batch, more, failed.samples, splitter)) > parts
-        except Exception as problem:  # StepError, or what a splitter of the user raises
-            return f"{what}; it cannot be split: {problem}; see guard.set_splitter"
+        except Exception as refusal:  # StepError, or what a splitter of the user raises
+            return f"{what}; it cannot be split: {refusal}; see guard.set_splitter"
         if not is_smaller:
             size = "one sample" if failed.samples == parts else f"a part of {parts}, the most ([oom] max_split)"
             return f"{what} with {size} at a time: the micro-batch cannot be split further"
@@ -206,7 +206,7 @@ class MemoryRetry:
             return f"{what}; a split would not be exact: {'; '.join(reasons)} ([oom] allow_inexact = false)"
         for reason in reasons:
             self._say_inexact(attempt.number, reason)
-        return _Retry(shape, more, f"{what} of micro-batch {failed.number} ({shape_of(failed.batch)}): {first_line}")
+        return _Retry(shape, more, f"{what} of micro-batch {failed.number} ({shape_of(failed.batch)}): {problem}")
 
     def _inexact_reasons(self) -> list[str]:
         """Return what makes a split differ from the whole."""
@@ -256,17 +256,17 @@ class MemoryRetry:
         failed_step, times = self._update_failures
         times = times + 1 if failed_step == number else 1
         self._update_failures = number, times
-        first_line = str(error).strip().split("\n")[0][:300]
+        problem = first_line(error)
         free_pinned(error)
         self._recovery.snapshots.release_device_memory()
         why = f"step {number}: out of memory in optimizer.step(), which may have updated a part of the parameters"
         if self._is_distributed or not self.is_armed or times > _MAX_UPDATE_FAILURES:
             log.error(
-                "holdfast: %s: nothing of it is saved, and the error ends the run (%s); %s", why, first_line, _ADVICE
+                "holdfast: %s: nothing of it is saved, and the error ends the run (%s); %s", why, problem, _ADVICE
             )
             return None
-        log.warning("holdfast: %s: the guard returns to certified state (%s)", why, first_line)
-        reason = f"out of memory in optimizer.step(): {first_line}"
+        log.warning("holdfast: %s: the guard returns to certified state (%s)", why, problem)
+        reason = f"out of memory in optimizer.step(): {problem}"
         return Plan(actions=(Rollback(before=number - 1, at_latest=number - 1),), reason=reason)
 
     def count_clean_step(self, number: int) -> None:

@@ -8,7 +8,6 @@ may undo the step and so make the one after it, already computed, void.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from functools import partial
 from itertools import takewhile
 from time import monotonic_ns
 from typing import Any, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
 from torch import OutOfMemoryError, Tensor, float64
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, Shutdown, StepError
-from holdfast.core.base.types import Finding, Flag, Kind, Outcome, Plan, Severity, Signal, Status
+from holdfast.core.base.types import Finding, Flag, Outcome, Plan, Signal, Status
 from holdfast.core.decide.engine import Limits
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 from holdfast.core.hang.heartbeat import BACKWARD, COLLECTIVE, DATA, FORWARD, OPTIMIZER, SAVE, USER
@@ -33,7 +31,6 @@ from holdfast.runtime.agree.rows import AgreedStep, HostFields, LocalMeasurement
 from holdfast.runtime.agree.step_timer import StepTimer
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
-from holdfast.runtime.data.bad_rows import outlying_samples
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.data.fingerprint import BatchFingerprint
 from holdfast.runtime.data.pieces import FailedPart
@@ -45,6 +42,7 @@ from holdfast.runtime.incidents.evidence import StepEvidence
 from holdfast.runtime.incidents.watch import IncidentWatch
 from holdfast.runtime.integrity.first_steps import FirstSteps
 from holdfast.runtime.integrity.monitor import IntegrityMonitor
+from holdfast.runtime.integrity.spoilt_statistics import find_spoilt_statistics
 from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.ports.shutdown import ShutdownSignals
@@ -56,6 +54,7 @@ from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.schedule import UnknownSchedulers
 from holdfast.runtime.step.memory_retry import MemoryRetry
 from holdfast.runtime.step.progress import Progress
+from holdfast.runtime.step.turns import Turn
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
 from holdfast.runtime.tensors.norms import GradientNorms, Norm, scale_gradients
 from holdfast.runtime.tensors.sharded import zero_gradients
@@ -71,12 +70,6 @@ log = logging.getLogger("holdfast")
 _WEIGHT_NORM_EVERY = 50
 _FORGET_EVERY = 16
 _STATE_CHECK_AT_OVERFLOWS = (4, 16)
-_STATISTICS_GROWTH = 100.0
-"""one batch that makes a running variance this many times larger is out of all proportion"""
-_last_drawing: WeakValueDictionary[int, GuardedPipeline] = WeakValueDictionary()
-"""the open run that drew a step last, by rank"""
-_opened: WeakSet[GuardedPipeline] = WeakSet()
-"""the runs that this process has opened"""
 _NONFINITE = int(Flag.LOSS_NONFINITE | Flag.GRAD_NONFINITE)
 
 
@@ -148,33 +141,33 @@ class GuardedPipeline:
         """None once the first steps are checked"""
         self._last_lr: float | None = None
         """the LR as the guard left it; None if the next update is to take any LR as it is"""
-        self._has_drawn = False
-        self.may_draw = False
-        """True from a drawn step on until another run of this process and rank draws one"""
+        self._turn = Turn(context.ranks, is_armed=self._is_armed)
         self.has_failed = False
         """this rank has reported to the others that it cannot continue"""
         self.on_next_commit: Callable[[], None] | None = None
         """called once, after the next committed step; another thread may set it"""
         self.gives_up: str | None = None
         """why the run must not be restarted after this failure"""
-        self.is_forked = False
-        """this process is a child of the one that opened the run; it has neither the threads of the run nor its lock"""
         self._signals = parts.signals
         self._has_announced_signal = False
 
     def open(self) -> None:
-        """Note that the run is open: a child that is forked from now on must not use it."""
-        _opened.add(self)
+        """Note that the run is open."""
+        self._turn.open()
+
+    def end(self) -> None:
+        """Note that the run is closed: another one may draw steps now."""
+        self._turn.close()
+
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process is a child of the one that opened the run."""
+        return self._turn.is_forked
 
     def require_own_process(self) -> None:
-        """Raise StepError in a forked child. It would wait for threads that it does not have, and write into the record."""
-        if self.is_forked:
-            raise StepError(
-                f"process {os.getpid()} was forked from the one that opened this Guard: only that one may train, save "
-                "and record with it. Fork before the Guard is opened, or start the child with "
-                "multiprocessing's 'spawn'. To train in the child, call guard.close() there, which leaves the parent's run "
-                "alone, and make a new Guard with another run_dir"
-            )
+        """Raise StepError in a forked child."""
+        if self._turn.is_forked:
+            self._turn.refuse_fork()
 
     def decide_on_host(self) -> None:
         """Settle every step when it is submitted: the driver acts on the outcome at once."""
@@ -201,8 +194,8 @@ class GuardedPipeline:
         """
         self.require_own_process()
         progress = self.progress
-        if not self.may_draw:
-            self._refuse_turns()
+        if not self._turn.may_draw:
+            self._turn.take()
         if self.context.hooks.runs_between_steps:  # an average or a teacher moves before the next forward sees it
             self.flush()
         if max_steps is not None and progress.step + (progress.pending is not None) >= max_steps:
@@ -245,31 +238,6 @@ class GuardedPipeline:
         if self.progress.is_shutdown:
             self.flush()
             raise Shutdown(self.progress.stopping or "a signal")
-
-    def _refuse_turns(self) -> None:
-        """Raise StepError if the loop goes back and forth between this run and another that is open.
-
-        A rollback of one run would move the random streams of both and the models of one.
-        """
-        rank = self.context.ranks.rank
-        other = _last_drawing.get(rank)
-        if other is not None and other is not self:
-            if self._has_drawn and (self._is_armed or other._is_armed):
-                raise StepError(
-                    "the loop steps two Guards in turn: a rollback of one would leave the other where it is, and both draw "
-                    "from the same random generators; give all models and optimizers to one Guard, as in "
-                    'Guard([a, b], [optimizer_a, optimizer_b]), close one first, or set [recover] mode = "observe" for both'
-                )
-            other.may_draw = False
-        _last_drawing[rank] = self
-        self._has_drawn = self.may_draw = True
-
-    def end(self) -> None:
-        """Note that the run is closed: another one may draw steps now."""
-        _opened.discard(self)
-        rank = self.context.ranks.rank
-        if _last_drawing.get(rank) is self:
-            del _last_drawing[rank]
 
     def _draw_step(self, accumulate: int) -> StepAttempt | None:
         progress, feeder = self.progress, self.parts.feeder
@@ -355,9 +323,7 @@ class GuardedPipeline:
         feeder = self.parts.feeder
         if attempt is None or attempt.phase == "left" or not attempt.draws or not feeder.source.exact:
             return False
-        if (
-            attempt.is_open and attempt.data_ended
-        ):  # batches left over at the end: the loop has done with them what it does
+        if attempt.is_open and attempt.data_ended:  # the loop has done with the batches left over what it does
             return False
         self._end_epochs(attempt.epochs_before)
         attempt.epochs_before = 0
@@ -760,7 +726,7 @@ class GuardedPipeline:
             findings += parts.integrity.findings(attempt.number, attempt.rows, signal)
             findings += coordinator.find_stragglers(attempt.number, attempt.rows, self.note)
         origin = None if attempt.origin is None else attempt.origin.evidence
-        inspect = partial(self._check_statistics, attempt, following) if self._has_statistics else None
+        inspect = partial(find_spoilt_statistics, self.context, attempt, following) if self._has_statistics else None
         amend = None
         if attempt.evidence is not None:
             amend = parts.incidents.examine(attempt, signal, is_bad=is_vetoed)
@@ -807,31 +773,6 @@ class GuardedPipeline:
         if tensor is None and not (self.is_distributed and (is_checked or coordinator.has_alarms)):
             return []
         return coordinator.nonfinite_state(tensor, onset, how, signal)
-
-    def _check_statistics(self, attempt: StepAttempt, following: StepAttempt | None) -> list[Finding]:
-        """Find out whether a batch has spoilt the running statistics of a normalization. Called after a leap of the loss."""
-        buffers, number = self.context.state.buffers, attempt.number
-        after = buffers.capture() if following is None else following.buffers
-        growth, name = buffers.largest_growth(attempt.buffers, after)
-        samples = outlying_samples(attempt.draws) if growth > _STATISTICS_GROWTH else []
-        gathered = self.context.ranks.all_gather_object([growth, name, samples])
-        growth, name, _ = max(gathered)
-        if not growth > _STATISTICS_GROWTH:
-            return []
-        samples = sorted({sample for _, _, found in gathered for sample in found})
-        message = f"{name} became {growth:.3g} times larger in one step: evaluation normalizes by it"
-        evidence = {"tensor": name, "growth": growth, "samples": samples}
-        return [
-            Finding(
-                detector="statistics",
-                kind=Kind.STATISTICS_JUMP,
-                severity=Severity.ROLLBACK,
-                step=number,
-                onset=number,
-                message=message,
-                evidence=evidence,
-            )
-        ]
 
     def _pop_alarm(self) -> NonfiniteSnapshot | None:
         """Return a snapshot or checkpoint of this rank that was found to hold NaN or Inf.
@@ -1225,14 +1166,6 @@ class GuardedPipeline:
             self.note(message)
         elif message is not None:
             self.parts.coordinator.request("note", message)
-
-
-def _mark_forked() -> None:
-    for pipeline in _opened:
-        pipeline.is_forked = True
-
-
-os.register_at_fork(after_in_child=_mark_forked)
 
 
 def agree_alone(limits: Limits, local: LocalMeasurements) -> AgreedStep:

@@ -23,12 +23,7 @@ _PIECE = 1 << 16
 """8-byte words that one program of the kernel reads"""
 _MAX_TABLES = 4
 _PLAIN, _STRIDED = frozenset(PLAIN_TYPES), frozenset({torch.strided})
-_FORMATS = {
-    torch.float32: "32",
-    torch.float64: "64",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
+_FORMATS = {torch.float32: "32", torch.float64: "64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Checksums(NamedTuple):

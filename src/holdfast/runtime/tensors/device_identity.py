@@ -6,10 +6,12 @@ import socket
 
 import torch
 
+from holdfast.runtime.tensors.torch_private import cuda_is_initialized
+
 
 def device_name(index: int | None = None) -> str:
     """Return the UUID of a GPU, by default the current one, as NVML and nvidia-smi have it; "cpu" if CUDA is not in use."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not cuda_is_initialized():
         return "cpu"
     index = torch.cuda.current_device() if index is None else index
     uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)

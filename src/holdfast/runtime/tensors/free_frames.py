@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.runtime.tensors.torch_private import cuda_is_initialized
+
 _MAX_DEPTH = 3
 
 
@@ -36,7 +38,7 @@ def free_pinned(error: BaseException, modules: Iterable[nn.Module] = ()) -> None
             for value in _graph_tensors(list(vars(part).values())):
                 _detach(value)
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if cuda_is_initialized():
         torch.cuda.empty_cache()
 
 

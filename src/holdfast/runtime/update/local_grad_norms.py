@@ -24,11 +24,7 @@ class LocalGradNorms:
     """Collects the norms: call `finish_backward` after every backward, `pop` once a step."""
 
     def __init__(
-        self,
-        modules: Iterable[tuple[str, nn.Module]],
-        *,
-        enabled: bool,
-        now: Callable[[], float] = time.perf_counter,
+        self, modules: Iterable[tuple[str, nn.Module]], *, enabled: bool, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self._now = now
         self._last_at: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import pytest
 
 from holdfast.core.origin.fixes import choose_fix
@@ -85,13 +86,5 @@ def test_report_survives_json_with_values_that_json_lacks():
     verdict = judge(origin(), runs("--+"), Facts())
     comparison = Comparison(name="fp32", ran=True, finite=False, loss=-math.inf)
     report = ReplayReport(origin=OriginReport(phase="none", path=[row]), comparisons=[comparison], verdict=verdict)
-    text = json.dumps(report.to_dict(), allow_nan=False)
-    assert ReplayReport.from_dict(json.loads(text)) == report
-
-
-@pytest.mark.parametrize(
-    "values", [{}, {"origin": 3}, {"origin": {"phase": "sideways"}, "comparisons": [], "verdict": {}}]
-)
-def test_report_of_another_shape_is_refused(values):
-    with pytest.raises(ValueError, match="no report of a replay"):
-        ReplayReport.from_dict(values)
+    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert msgspec.convert(values, ReplayReport, strict=False) == report

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ def test_the_origin_and_the_cause_are_found(case):
     assert case.sample in (None, report.sample)
     assert case.position in (None, report.position)
     assert report.verdict.fix and report.verdict.sentence and report.verdict.evidence_for
-    assert ReplayReport.from_dict(report.to_dict()).to_dict() == report.to_dict()
+    assert msgspec.convert(report.to_dict(), ReplayReport, strict=False).to_dict() == report.to_dict()
 
 
 # ---- what must not be blamed
@@ -78,7 +79,7 @@ HARMLESS = {
 def test_harmless_inf_is_not_blamed(name):
     step = step_of(build(HARMLESS[name]))
     step.restore()
-    with StepObserver(step.models, fine=()) as observer:
+    with StepObserver(step.models, fine=True) as observer:
         observer.note_loss(step.run(step.batches))
     origin = observer.report()
     assert (origin.phase, origin.op, origin.bad_state) == ("none", "", [])
@@ -121,15 +122,6 @@ def test_a_fault_of_the_training_step_that_no_replay_shows_is_transient():
     assert report.runs == 3
 
 
-def test_recovery_experiments_count_as_evidence():
-    agreed, contrary = (
-        analyse(step_of(build()), observed_loss=math.nan, recovery_cause=c).verdict for c in ("transient", "lr")
-    )
-    assert agreed.cause == contrary.cause == "transient"
-    assert "transient" in agreed.evidence_for[-1] and "lr" in contrary.evidence_against[-1]
-    assert agreed.confidence > contrary.confidence
-
-
 # ---- finite spikes
 
 
@@ -169,7 +161,7 @@ def test_attention_logits_that_left_their_course_are_named():
     hot.row = torch.tensor([0.0, 1.0, 0.0, 0.0]).view(4, 1, 1, 1)
     model.blocks[0].attn.scores = hot
     step = PlainStep(model, None, [], [])
-    with StepObserver(step.models, fine=()) as observer:
+    with StepObserver(step.models, fine=True) as observer:
         cross_entropy(model(batch["tokens"]), batch["labels"]).backward()
     names = [row.module for row in observer.report().path]
     at = names.index("blocks.0.attn (attention logits)")

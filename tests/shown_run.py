@@ -43,6 +43,8 @@ def make_run(path: Path, *, steps: int = 200, spike: int | None = 100, ended: bo
     if spike is not None:
         undone = [metrics_row(step, 40.0 if step == spike else 1.5) for step in range(spike - 4, spike + 1)]
         rows[spike - 5 : spike - 5] = undone
+    for n, row in enumerate(rows):
+        row |= {"time": BEGAN + 0.2308 * steps + 0.25 * (n - (spike or 0)), "step_seconds": 0.25}
     append(path / "metrics.jsonl", *rows)
     config = {"train": {"lr": 1e-3, f"name{evil}": f"value{evil}"}}
     (path / "run.json").write_text(

@@ -26,6 +26,7 @@ from holdfast.runtime.ports.shutdown import NoSignals
 from holdfast.runtime.tensors.device_progress import watch_device
 from holdfast.runtime.tensors.norms import LocalNorms
 from holdfast.runtime.tensors.torch_private import dump_flight_record
+from holdfast.sinks import make_sinks
 from holdfast.supervise.sidecar_client import SidecarClient
 
 
@@ -45,7 +46,7 @@ class Guard(GuardBase):
         if world.size == 1:  # tensors may be DTensors nevertheless
             norms = MeshNorms(1) if World.is_initialized() else LocalNorms()
             context = DistributedContext(norms=norms, make_watchdog=_check_still_single)
-            return Wiring(run_dir, store, context, signals, memory, hang_watch, bundles)
+            return Wiring(run_dir, store, context, signals, memory, hang_watch, bundles, make_sinks)
         context = DistributedContext(
             world,
             MeshNorms(world.size),
@@ -54,7 +55,8 @@ class Guard(GuardBase):
             ranks_per_host=hosts.count(hosts[world.rank]),
             hosts=hosts,
         )
-        return Wiring(run_dir if world.rank == 0 else None, store, context, signals, memory, hang_watch, bundles)
+        folder = run_dir if world.rank == 0 else None
+        return Wiring(folder, store, context, signals, memory, hang_watch, bundles, make_sinks)
 
 
 def _make_memory_store(

@@ -10,6 +10,7 @@ from package_imports import PACKAGE
 DURABLE = "core/base/durable.py"
 OTHER_FILES = {
     "core/base/config.py": "the policy file that the user names",
+    "core/profile/trace.py": "the trace that the user names",
     "core/record/fingerprint.py": "the user's data and tokenizer",
     "diagnosis/importers/reading/log_source.py": "the log that the user names",
     "diagnosis/tree/load.py": "part of the package",

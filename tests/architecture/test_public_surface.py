@@ -109,9 +109,9 @@ COMMANDS = {
 }  # fmt: skip
 
 STAND_ALONE = [
-    "DeviceMemoryMonitor", "LossSpikeWatchdog", "NaNDetector", "NaNState", "SLURMInfo", "ShutdownHandler",
-    "check_gpu_health", "check_nccl_health", "get_slurm_info", "is_slurm_job", "is_slurm_requeue", "log_job_info",
-    "resolve_resume_path", "seconds_left",
+    "DeviceMemoryMonitor", "LossSpikeWatchdog", "MetricsTracker", "NaNDetector", "NaNState", "SLURMInfo",
+    "ShutdownHandler", "check_gpu_health", "check_nccl_health", "count_flops", "get_slurm_info", "is_slurm_job",
+    "is_slurm_requeue", "log_job_info", "print_profiler_summary", "resolve_resume_path", "seconds_left",
 ]  # fmt: skip
 
 TRAINERS = {

@@ -13,7 +13,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "runtime": [
         ("tensors",),
         ("ports", "state"),
-        ("data", "record", "update"),
+        ("data", "record", "update", "profile"),
         ("",),  # context.py
         ("snapshots",),
         ("agree", "checkpoint"),
@@ -22,7 +22,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("step",),
         ("guard",),
     ],
-    "core": [("base",), ("detectors", "record", "hang", "origin"), ("checkpoints", "decide")],
+    "core": [("base",), ("detectors", "record", "hang", "origin"), ("checkpoints", "decide", "profile")],
     "diagnosis": [
         ("model",),
         ("find", "importers.reading"),

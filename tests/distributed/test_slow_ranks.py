@@ -22,3 +22,7 @@ def test_slow_rank_is_named_with_its_phase_and_the_run_is_bit_identical(run, cas
 @pytest.mark.slow
 def test_equally_slow_ranks_are_not_named(run):
     run("healthy/straggler_programs.healthy:4")
+
+
+def test_throttled_rank_is_the_cause_of_a_slowdown(run):
+    run("throttled/slowdown_programs.throttled:2")

@@ -12,7 +12,7 @@ import typer
 from rich.status import Status
 from rich.text import Text
 
-from holdfast.cli import hang
+from holdfast.cli import hang, traces
 from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.clean import clean
 from holdfast.core.base.errors import ConfigError, LogRefused
@@ -70,6 +70,7 @@ def diagnose(
     Reads Holdfast's run directories and the logs of other tools: HF trainer_state.json, TensorBoard, Lightning,
     W&B exports, LLaMA-Factory, Megatron, DeepSpeed, nanoGPT, torchtitan, fairseq, MLPerf, Composer, csv, jsonl, text.
     Flight records of torch and printed stacks, of all ranks together, are explained as `holdfast hang` does.
+    A trace of torch.profiler is summed up; of two, the second is compared with the first, and the cause is named.
     A file that cannot be read is refused with the reason; the other files are still diagnosed.
     Exit status: 0 done, 1 every path was refused, 3 an incident of a kind in --fail-on.
 
@@ -79,6 +80,7 @@ def diagnose(
       holdfast diagnose trainer_state.json --json
       holdfast diagnose log.csv --map loss=train_nll --map step=iter
       holdfast diagnose runs/a --postmortem -o a.md
+      holdfast diagnose healthy.json.gz slow.json.gz
       holdfast diagnose runs/* --fail-on nan --fail-on divergence
     """
     names, kinds = parse_mapping(mapping or []), _parse_kinds(fail_on or [])
@@ -92,6 +94,9 @@ def diagnose(
         raise ConfigError([f"-o {output}: no folder {output.parent}; make it: mkdir -p {output.parent}"], "diagnose")
     if all(path.exists() and hang_files.is_evidence(path) for path in paths):
         hang.show([hang.read_files(paths)], as_json=as_json)
+        return
+    if traces.are_traces(paths):
+        traces.show(paths, as_json=as_json)
         return
     reports: list[DiagnosisReport] = []
     refusals: list[RefusedLog] = []

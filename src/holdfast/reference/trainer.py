@@ -32,8 +32,10 @@ from holdfast.reference.parallel import parallelize
 from holdfast.reference.tokens import load_embedded, open_tokens
 from holdfast.runtime.checkpoint.manager import END
 from holdfast.runtime.guard.steps import Step
+from holdfast.runtime.record.flops import count_flops, peak_flops
 from holdfast.runtime.tensors.sharded import reshard
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INTERRUPTED = "interrupted"
 """stop reason of a run that Ctrl-C ended"""
 
@@ -87,7 +89,10 @@ class Trainer:
         self.device = ranks.select_device(train.device, is_distributed=self.layout.size > 1)
         torch.manual_seed(train.seed)
         model = Transformer(config.model).to(self.device)
-        self.flops_per_token = flops_per_token(model, config.model)
+        counted = count_flops(model, torch.zeros(1, config.model.context, dtype=torch.long))
+        self.flops_per_token = (
+            flops_per_token(model, config.model) if counted is None else counted / config.model.context
+        )
         self.parameter_count = sum(p.numel() for p in model.parameters())
         self.tokens_per_step = train.batch_size * train.accumulate * config.model.context
         self.model: Any = parallelize(model, self.layout, self.device)
@@ -279,6 +284,7 @@ class Trainer:
             "precision": config.train.precision,
             "seed": config.train.seed,
             "tokens_per_step": self.tokens_per_step,
+            "flops_per_token": self.flops_per_token,
         }
 
     def by_source(self, values: Iterable[Any]) -> dict[str, Any]:
@@ -337,7 +343,7 @@ class _RunMonitor:
         stopped = self.guard.stopping or f"asked to stop at step {stop_at}"
         timed = self._steps - self._warmup_steps
         speed = timed * trainer.tokens_per_step / max(1e-9, now - self._timed_from) if timed > 0 else 0.0
-        peak = peak_flops(trainer.device, trainer.config.train.precision)
+        peak = peak_flops(trainer.device, _DTYPES[trainer.config.train.precision])
         return TrainResult(
             eval_loss=math.nan,
             steps=summary.committed,
@@ -422,14 +428,3 @@ def check_run_dir(path: str, key: str = "[train] run_dir =", command: str = "tra
     except OSError as error:
         problem = "is a file, but must be a folder" if Path(path).is_file() else f"cannot be written: {error.strerror}"
         raise ConfigError([f"{key} {path!r} {problem}; choose another"], command) from None
-
-
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Return the dense peak FLOP/s of the device, or None if it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    for key, half in (("H200", 989e12), ("H100", 989e12), ("A100", 312e12)):
-        if key in name:
-            return half if precision != "fp32" else half / 2
-    return None

@@ -28,6 +28,7 @@ from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.core.hang import incident_files
 from holdfast.core.record import journal as journal_file
 from holdfast.core.record.facts import read_run_json
+from holdfast.core.record.goodput import Goodput, compute_goodput, read_goodput
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rank_records import FOLDER as RANKS
 from holdfast.core.record.rundir import RunDir
@@ -38,7 +39,6 @@ from holdfast.diagnosis.importers.formats.rundir import is_run_directory
 from holdfast.diagnosis.model.run_journal import RunJournal, read_run_journal
 from holdfast.diagnosis.model.table import Series, Table
 from holdfast.diagnosis.tree.recorded_cause import describe_cause
-from holdfast.reports.costs import RunCosts, measure_costs
 
 LIVE_SECONDS = 120.0
 """a run without an end counts as training for this long after its last write"""
@@ -171,8 +171,11 @@ class RecordedRun:
         return diagnose(self.table)
 
     @cached_property
-    def costs(self) -> RunCosts:
-        return measure_costs(self.table, self.journal)
+    def goodput(self) -> Goodput:
+        """Where every second of the run went: `.share`, `.seconds`, `.wall_seconds`. No time for a log of another tool."""
+        with contextlib.suppress(OSError):
+            return read_goodput(self._folder, self.events)
+        return compute_goodput([], [])
 
     @cached_property
     def about(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from holdfast.diagnosis.model.answers import fmt, fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part
 from holdfast.diagnosis.rundiff.compared_run import flatten
-from holdfast.reports.costs import RunCosts
 from holdfast.reports.marks import Mark, checkpoint_marks, hang_marks, journal_marks, table_marks
 from holdfast.reports.plots import LABELS, Plot, build_plots, is_constant, without_plot
 from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
@@ -115,8 +114,8 @@ def build_story(run: RecordedRun, *, is_live: bool = True) -> RunStory:
     marks = journal_marks(run.journal) if run.journal.exists else table_marks(run.table)
     return RunStory(
         verdict=build_verdict(run, is_live=is_live),
-        cards=_cards(run, incidents, run.costs),
-        costs=list(run.costs.parts.items()),
+        cards=_cards(run, incidents),
+        costs=list(run.goodput.parts.items()),
         marks=[*marks, *checkpoint_marks(run.checkpoints), *hang_marks(run.hangs)],
         incidents=[tell_story(incident, run) for incident in incidents[:_MAX_INCIDENTS]],
     )
@@ -146,15 +145,15 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     return PageVerdict(status=status, tone=tone, label=label, text=text)
 
 
-def _cards(run: RecordedRun, incidents: list[RecordedIncident], costs: RunCosts) -> list[tuple[str, str, str]]:
-    table, summary = run.table, run.summary
+def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[str, str, str]]:
+    table, summary, goodput = run.table, run.summary, run.goodput
     cards = [("steps", f"{len(table):,}", f"last step {fmt(float(table.step[-1]))}" if len(table) else "")]
     if len(loss := table.series("loss").value):
         cards.append(("last loss", fmt(float(loss[-1])), f"lowest {fmt(_lowest(loss))}"))
-    if costs.wall is not None:
-        lost = max(0.0, costs.wall - costs.parts.get("kept steps", 0.0))
-        goodput = "not recorded" if costs.goodput is None else f"{costs.goodput:.1%}"
-        cards.append(("goodput", goodput, f"{duration(lost)} of {duration(costs.wall)} not in kept steps"))
+    if goodput.wall_seconds > 0:
+        wall = goodput.wall_seconds
+        lost = f"{duration(wall - goodput.seconds['productive'])} of {duration(wall)} lost"
+        cards.append(("goodput", f"{goodput.share:.1%}", lost))
     states = Counter(incident.state or "found in the curve" for incident in incidents)
     cards.append(("incidents", str(len(incidents)), ", ".join(f"{count} {state}" for state, count in states.items())))
     if summary is not None:
@@ -301,7 +300,7 @@ def _own_sections(run: RecordedRun) -> list[PageSection]:
         for event in events
     ]
     hangs = [[str(h.get("step", "")), str(h.get("summary", "")), str(h.get("line", ""))] for h in run.hangs]
-    seconds = [[name, duration(value)] for name, value in run.costs.parts.items()]
+    seconds = [[name, duration(value)] for name, value in run.goodput.parts.items()]
     return [
         grid_section("Where the time went", ["part", "time"], seconds),
         grid_section("Hangs", ["step", "what", "line"], hangs),

@@ -74,7 +74,7 @@ def test_json_answer_has_verdict_costs_and_incidents(holdfast, run):
     answer = holdfast("report", run, "--json").json
     assert answer["output"] == "report.html" and answer["verdict"]["label"] == "Recovered"
     assert 100 in [incident["onset"] for incident in answer["incidents"]]
-    assert dict(map(tuple, answer["costs"]))["kept steps"] == 100.0
+    assert dict(map(tuple, answer["costs"]))["productive"] == 50.0
 
 
 def test_log_of_another_tool_becomes_a_page(holdfast, tmp_path):

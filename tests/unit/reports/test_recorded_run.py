@@ -46,11 +46,12 @@ def test_checkpoints_quarantine_hangs_ranks_config_and_status(run):
 
 
 def test_goodput_is_the_share_of_the_wall_time_in_kept_steps(run):
-    costs = run.costs
-    assert costs.wall == pytest.approx(120.0, rel=0.15)
-    assert costs.parts["kept steps"] == 100.0
-    assert costs.goodput == pytest.approx(100.0 / costs.wall)
-    assert costs.parts["steps undone, repeated or skipped"] == 3.0
+    goodput = run.goodput
+    assert goodput.wall_seconds == pytest.approx(120.0, rel=0.15)
+    assert goodput.seconds["productive"] == pytest.approx(50.0)
+    assert goodput.share == pytest.approx(50.0 / goodput.wall_seconds)
+    assert goodput.seconds["rollback"] == pytest.approx(1.25)
+    assert sum(goodput.seconds.values()) == pytest.approx(goodput.wall_seconds, abs=0.01)
 
 
 def test_run_is_shown_in_a_notebook_without_markup_of_strangers(tmp_path):

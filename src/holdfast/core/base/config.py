@@ -29,6 +29,7 @@ Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 Rung = Literal["replay", "skip", "rollback", "stop"]
+SinkName = Literal["console", "tensorboard", "wandb", "mlflow", "prometheus"]
 ShutdownSignal = Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGXCPU"]
 
 
@@ -330,10 +331,36 @@ class ReplaySection(ConfigSection, frozen=True):
 
 
 class MetricsSection(ConfigSection, frozen=True):
-    """metrics.jsonl."""
+    """metrics.jsonl, and where the metrics go besides. They need a run_dir."""
 
     enabled: Annotated[bool, doc("write one line per settled step")] = True
     flush_seconds: Annotated[NonNegative, doc("lines are written out at least this often")] = 1.0
+    sinks: Annotated[
+        tuple[SinkName, ...],
+        doc('also show metrics in: "console", "tensorboard", "wandb", "mlflow", "prometheus"'),
+    ] = ()
+    console_every: Annotated[Count, doc("console: steps between two lines, if stderr is not a terminal")] = 10
+    prometheus_port: Annotated[
+        Annotated[int, Meta(ge=0, le=65535)], doc("prometheus: also serve the metrics on this port; 0: the file only")
+    ] = 0
+    alert_webhook: Annotated[
+        str, doc('incidents, restarts and stops are posted here, as Slack reads them; "$NAME": an environment variable')
+    ] = ""
+    alert_command: Annotated[str, doc("this command is run for them, with the alert as JSON on its stdin")] = ""
+    alerts_per_hour: Annotated[Count, doc("more alerts are held back, and counted in the next one")] = 10
+    slowdown: Annotated[bool, doc("find out when steps become slower, and why")] = True
+    profile: Annotated[
+        Literal["auto", "on", "off"],
+        doc(
+            "torch.profiler for a few steps when they become slower, compared with a baseline profile: auto: that is taken "
+            "after 5 minutes; on: as soon as the speed is steady; off: no profiles"
+        ),
+    ] = "auto"
+    profile_steps: Annotated[Count, doc("steps of one profile")] = 3
+    profile_every: Annotated[CountOrZero, doc("also profile every so many steps; 0: not on schedule")] = 0
+    profile_signal: Annotated[
+        Literal["", "SIGUSR2", "SIGHUP"], doc("also profile when this signal arrives; empty: on none")
+    ] = ""
 
 
 class JournalSection(ConfigSection, frozen=True):

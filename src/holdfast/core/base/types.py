@@ -39,6 +39,8 @@ class Kind(StrEnum):
     """weights or second moments changed by more than updates can"""
     STATISTICS_JUMP = "statistics_jump"
     """one batch changed the running statistics of a normalization out of all proportion"""
+    SLOWDOWN = "slowdown"
+    """steps take longer than before"""
     STRAGGLER = "straggler"
     """one rank is slower than the others"""
     MEMORY_LEAK = "memory_leak"

@@ -57,6 +57,7 @@ _SHIFTS, _EXPERIMENTS = "expected_shifts", "experiments"
 _TRIED_OUT = (BuiltInDetector, ExpectedShifts, Experiments)
 _TRIAL_STEPS, _FAR_STEP = 8, 1 << 40
 _WARNED_KINDS = {
+    Kind.SLOWDOWN,
     Kind.DEAD_RUN,
     Kind.ZERO_GRADIENT,
     Kind.SCALE_STUCK,

@@ -25,7 +25,7 @@ USER, DATA, FORWARD, BACKWARD, COLLECTIVE, OPTIMIZER, SAVE, EVAL, COMPILE = rang
 _RECORD = struct.Struct("<qqq")
 _HEADER = struct.Struct("<q")
 _RING_AT = 64
-_RECORDS = 1024
+_RECORDS = 4096
 SIZE = _RING_AT + _RECORDS * _RECORD.size
 
 
@@ -79,16 +79,18 @@ class Heartbeat:
 class HeartbeatReader:
     """Reads the ring of another process. `memory` is the one that its Heartbeat shares."""
 
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
+    def __init__(self, memory: bytearray | memoryview) -> None:
+        self.memory: bytearray | memoryview = memory
         self._at = _RING_AT
         self.beat: Beat | None = None
         """the newest beat that was read"""
+        self.has_missed = False
+        """the last `read` has missed beats: more were written than the ring holds"""
 
     @property
     def thread(self) -> int:
         """The identifier of the training thread, as faulthandler prints it."""
-        return int(_HEADER.unpack_from(self._memory)[0])
+        return int(_HEADER.unpack_from(self.memory)[0])
 
     def read(self) -> list[tuple[Beat, Beat]]:
         """Return each phase that has ended since the last call, with the beat that ended it.
@@ -96,12 +98,14 @@ class HeartbeatReader:
         If the process has written more than the ring holds, the oldest are missing.
         """
         ended: list[tuple[Beat, Beat]] = []
+        before = self.beat
         for _ in range(_RECORDS):
-            beat = Beat(*_RECORD.unpack_from(self._memory, self._at))
+            beat = Beat(*_RECORD.unpack_from(self.memory, self._at))
             if beat.since <= (0 if self.beat is None else self.beat.since):
                 break
             if self.beat is not None:
                 ended.append((self.beat, beat))
             self.beat = beat
             self._at = _RING_AT if self._at + _RECORD.size >= SIZE else self._at + _RECORD.size
+        self.has_missed = before is not None and _RECORD.unpack_from(self.memory, self._at)[2] > before.since
         return ended

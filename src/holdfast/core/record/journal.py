@@ -316,14 +316,19 @@ class Journal:
         lines = LineFile(Path(path), outage, check)
         self.lines: LineFile | None = lines
         self._sequence = 0
+        self.listener: Callable[[dict[str, Any]], None] | None = None
+        """is given every event that is written"""
         if lines.torn_at is not None:
             self.write("torn", offset=lines.torn_at)
 
     def write(self, event: str, *, durable: bool = False, **fields: Any) -> None:
         assert self.lines is not None
         self._sequence += 1
-        self.lines.add(dumps({"event": event, "time": self._clock.wall(), "n": self._sequence, **fields}))
+        written = {"event": event, "time": self._clock.wall(), "n": self._sequence, **fields}
+        self.lines.add(dumps(written))
         self.lines.write_out(sync=durable and self._fsync)
+        if self.listener is not None:
+            self.listener(written)
 
     def write_out(self) -> None:
         """Write the events that wait for the disk."""

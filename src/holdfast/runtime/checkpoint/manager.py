@@ -265,6 +265,10 @@ class CheckpointManager:
         last = self._last_saved
         return last is not None and last.step == step and last.equals(self._moment_now(step))
 
+    def is_writing(self) -> bool:
+        """Return whether a checkpoint of this process is being written. Any thread may call it."""
+        return any(not record.on_disk for record in list(self.records.values()))
+
     def poll(self) -> None:
         """Record what the store has done since the last call."""
         while self.store is not None and self.store.events:

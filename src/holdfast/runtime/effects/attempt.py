@@ -84,6 +84,8 @@ class StepAttempt:
         self.loss_limit: float | None = None
         self.grad_limit: float | None = None
         self.handle: UpdateHandle | None = None
+        self.update_ns = self.wait_ns = 0
+        """how long the gate took to submit the update, and the host waited for the numbers of the step"""
         # Outcome.
         self.rows: Rows | None = None
         """what every rank measured, once the host has read it"""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic_ns
+
+from torch import float32
 
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.config import Config
@@ -11,6 +14,8 @@ from holdfast.core.checkpoints.recovery_history import RecoveryHistory
 from holdfast.core.decide.engine import Engine
 from holdfast.core.detectors.base import Detector
 from holdfast.core.hang.heartbeat import Heartbeat
+from holdfast.core.record.row_metrics import RowMetrics
+from holdfast.core.record.step_times import PhaseSplit
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
@@ -25,6 +30,8 @@ from holdfast.runtime.ports.hang_watch import HangWatch
 from holdfast.runtime.ports.hooks import Hooks
 from holdfast.runtime.ports.ranks import LateWatchdog, MonitoredRanks, Ranks
 from holdfast.runtime.ports.shutdown import ShutdownSignals
+from holdfast.runtime.profile.speed_watch import SpeedWatch
+from holdfast.runtime.record.flops import peak_of_ranks
 from holdfast.runtime.record.memory_watch import MemoryWatch
 from holdfast.runtime.record.records import Records
 from holdfast.runtime.snapshots.manager import SnapshotManager
@@ -78,6 +85,14 @@ def build_run(
         engine.write("quarantine", durable=True, spans=[span], batches=batches, reason=reason)
 
     devices = list({p.device for _, module in state.modules for p in module.parameters()})
+    dtype = next((p.dtype for _, module in state.modules for p in module.parameters()), float32)
+    records.row_metrics = RowMetrics(
+        PhaseSplit(heartbeat),
+        clock.wall,
+        monotonic_ns,
+        lambda: records.facts,
+        lambda facts: peak_of_ranks(devices, dtype, facts, ranks.size),
+    )
     context = Context(state, config, engine, ranks, records, hooks, clock, Rng(devices), RecoveryHistory(), heartbeat)
     feeder = Feeder(context.rng, journal_exclusion, is_distributed=is_distributed)
     checkpoints = CheckpointManager(context, store, feeder, memory)
@@ -114,4 +129,8 @@ def build_run(
         hang_watch=hang_watch,
         memory=memory_watch,
     )
-    return GuardedRun(context, parts, clip)
+    speed = None
+    if config.metrics.slowdown and config.metrics.enabled and records.rundir is not None:
+        speed = SpeedWatch(config.metrics, records.rundir.path, devices, checkpoints.is_writing, engine.add_note)
+        records.on_row = speed.observe
+    return GuardedRun(context, parts, clip, speed)

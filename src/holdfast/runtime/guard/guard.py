@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.core.base import config as configuration
 from holdfast.core.base.clock import Clock, SystemClock
-from holdfast.core.base.config import Config
+from holdfast.core.base.config import Config, MetricsSection
 from holdfast.core.base.errors import HoldfastError, SetupError, Shutdown, StepError
 from holdfast.core.base.types import Outcome
 from holdfast.core.detectors.base import Detector
 from holdfast.core.hang.heartbeat import Heartbeat
 from holdfast.core.record.facts import check_facts, record_in_folder
+from holdfast.core.record.sink_thread import Sink
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.build import build_run
 from holdfast.runtime.guard.loop import CommittedSteps, Counters, DrivenLoop, GuardedData, PlainData, close_at_exit
@@ -61,6 +62,7 @@ class Wiring(NamedTuple):
     memory: MemoryStore | None = None
     hang_watch: HangWatch = NoHangWatch()
     bundles: BundleStore | None = None
+    make_sinks: Callable[[MetricsSection], Sequence[Sink]] | None = None
 
 
 class GuardBase:
@@ -120,7 +122,7 @@ class GuardBase:
         state = build_state(model, optimizer, scheduler, scaler, scheduler_interval)
         self._state, self._hooks, self._heartbeat = state, Hooks(hooks), Heartbeat()
         wiring = self._wire(run_dir, policy)
-        self._records = Records(wiring.run_dir, policy, self._clock)
+        self._records = Records(wiring.run_dir, policy, self._clock, wiring.make_sinks)
         self._run: Run
         if os.environ.get("HOLDFAST_OFF", "") not in ("", "0"):
             self._run = UnguardedRun(state, self._hooks, wiring.distributed, clip_grad_norm)
@@ -256,6 +258,7 @@ class GuardBase:
         if max_steps is None and epochs is None:
             raise StepError("steps(): say how long to train, with max_steps= or epochs=")
         self._open()
+        self._records.total_steps = max_steps
         self.record(loop=describe_loop(loader, accumulate))
         self._run.attach(loader, epochs, accumulate, max_steps)
         return Steps(self._run.pipeline, self._clock, accumulate, max_steps, self.close)

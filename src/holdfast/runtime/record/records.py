@@ -7,16 +7,17 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.core.base import durable
 from holdfast.core.base.clock import Clock
-from holdfast.core.base.config import Config
+from holdfast.core.base.config import Config, MetricsSection
 from holdfast.core.base.errors import PolicyStop, RunDirError
 from holdfast.core.base.plain import plain
 from holdfast.core.base.types import Outcome, Signal
@@ -31,7 +32,9 @@ from holdfast.core.record.metrics import MetricsFile
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rank_records import rank_file
+from holdfast.core.record.row_metrics import RowMetrics
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
+from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread
 from holdfast.runtime.record.environment import environment
 
 log = logging.getLogger("holdfast")
@@ -42,10 +45,28 @@ _RETRY_SECONDS = 1.0
 """how often the disk is asked again to write what it refused"""
 
 
+class RankPhases(Protocol):
+    """The rows of all ranks, of which their phases are read here."""
+
+    size: int
+
+    def phases(self) -> NDArray[np.float64]: ...
+
+
+SettledStep = tuple[Outcome, int, int, int, RankPhases | None]
+"""an outcome, when it was settled, the ns its update and the wait for its numbers took, and the rows of all ranks"""
+
+
 class Records:
     """Owns the run directory. Without one, every method does nothing."""
 
-    def __init__(self, path: str | os.PathLike[str] | None, config: Config, clock: Clock) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        config: Config,
+        clock: Clock,
+        make_sinks: Callable[[MetricsSection], Sequence[Sink]] | None = None,
+    ) -> None:
         self._config, self._clock = config, clock
         self.rundir = None if path is None else RunDir(path)
         self.outage = DiskOutage(clock)
@@ -56,6 +77,13 @@ class Records:
         self._journal: Journal = NullJournal()
         self.metrics: MetricsFile | None = None
         """where settled attempts are written; None if they are not"""
+        self.row_metrics: RowMetrics | None = None
+        """adds time and speed to the rows"""
+        self.on_row: Callable[[dict[str, Any], NDArray[np.float64] | None], None] | None = None
+        """is given every row, with the phases of all ranks, on the thread that writes them"""
+        self._sinks = [] if path is None or make_sinks is None else list(map(SinkThread, make_sinks(config.metrics)))
+        self.total_steps: int | None = None
+        """how many steps the loop has asked for"""
         self.memory_row: Callable[[int], dict[str, float]] | None = None
         """returns the memory fields of the row of a step"""
         self._is_open = False
@@ -88,6 +116,8 @@ class Records:
             self._journal = Journal(
                 self.rundir.journal, fsync=fsync, clock=self._clock, outage=self.outage, check=self.check_held
             )
+            if self._sinks:
+                self._journal.listener = self._pass_on
             engine.open(self._journal, IncidentFiles(self.rundir, self._files), past)
             history.rebuild(past)
             self.splits = journaled_splits(past)
@@ -142,14 +172,18 @@ class Records:
             write_atomically(self.rundir.run, to_json(self._environment))
             engine.write("run_begin", durable=True, environment=self._environment)
         self._is_open = True
+        run = SinkRun(self.identity, self.rundir.path, self.restarted, lambda: self.total_steps)
+        for sink in self._sinks:
+            sink.start(run)
         for step, facts in self._early_facts:
             write_facts(self.rundir, engine.write, facts, step, self._files)
         self._early_facts.clear()
         self._read_facts()
         if self._config.metrics.enabled:
             every = self._config.metrics.flush_seconds
-            encode = partial(encode_metrics, memory=self.memory_row)
-            self.metrics = MetricsFile(self.rundir.metrics, every, self._clock, encode, self.outage, self.check_held)
+            self.metrics = MetricsFile(
+                self.rundir.metrics, every, self._clock, self._encode, self.outage, self.check_held
+            )
 
     def _take_over(self, engine: Engine, failed: _RankFailureRow) -> None:
         """Count the failure that ended the process before, or adopt the split that cures it."""
@@ -225,6 +259,23 @@ class Records:
         else:
             self._early_facts.append((step, facts))
 
+    def _encode(self, settled: SettledStep) -> bytes:
+        """Return the line of a settled attempt. Called by the thread that writes the rows."""
+        outcome, at, update_ns, wait_ns, rows = settled
+        row = _row(outcome, self.memory_row)
+        ranks = None if rows is None or rows.size == 1 else rows.phases()
+        if self.row_metrics is not None:
+            row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
+        if self.on_row is not None:
+            self.on_row(row, ranks)
+        for sink in self._sinks:
+            sink.put_row(row)
+        return _encode_row(row)
+
+    def _pass_on(self, event: dict[str, Any]) -> None:
+        for sink in self._sinks:
+            sink.put_event(plain(event))
+
     def stop_threads(self) -> None:
         """Stop the writing thread until the next step has settled: the process may be forked now."""
         if self.metrics is not None:
@@ -260,18 +311,28 @@ class Records:
         with contextlib.ExitStack() as stack:
             if self.rundir is not None:
                 stack.callback(self.rundir.release)
+            for sink in self._sinks:
+                stack.callback(sink.close)
             stack.callback(journal.close)
             if metrics is not None:
                 stack.callback(metrics.close)
 
 
-def encode_metrics(outcome: Outcome, memory: Callable[[int], dict[str, float]] | None = None) -> bytes:
-    """Return a settled attempt as a line of metrics.jsonl. `memory` returns the reading that was taken at its step."""
+def encode_metrics(outcome: Outcome) -> bytes:
+    """Return a settled attempt as a line of metrics.jsonl."""
+    return _encode_row(_row(outcome))
+
+
+def _row(outcome: Outcome, memory: Callable[[int], dict[str, float]] | None = None) -> dict[str, Any]:
     signal = outcome.signal
     row = {name: value for name in _FIELDS if (value := getattr(signal, name)) is not None}
     row["status"] = outcome.status
     if memory is not None:
         row.update(memory(signal.step))
+    return row
+
+
+def _encode_row(row: dict[str, Any]) -> bytes:
     try:
         return _encode(row).encode() + b"\n"
     except TypeError:  # a limit of the user's detector may be a number of another library

@@ -144,8 +144,8 @@ class GuardedPipeline:
         self._turn = Turn(context.ranks, is_armed=self._is_armed)
         self.has_failed = False
         """this rank has reported to the others that it cannot continue"""
-        self.on_first_commit: Callable[[], None] | None = None
-        """called once, after the first committed step"""
+        self.on_next_commit: Callable[[], None] | None = None
+        """called once, after the next committed step; another thread may set it"""
         self.gives_up: str | None = None
         """why the run must not be restarted after this failure"""
         self._signals = parts.signals
@@ -593,12 +593,14 @@ class GuardedPipeline:
         if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
             state.reshard()
         state.optimizers.allows_step = True
+        began = monotonic_ns()
         try:
             attempt.handle = parts.gate.apply(
                 measurements, self._parameters, found_inf, max_norm, lr_factor, local_norm=local_norm
             )
         finally:
             state.optimizers.allows_step = False
+        attempt.update_ns = monotonic_ns() - began
         if attempt.number + 1 >= parts.integrity.checks.next_check:
             parts.integrity.after_update(attempt.number)
         if not self.keeps_gradients:
@@ -695,8 +697,9 @@ class GuardedPipeline:
         progress, parts, coordinator = self.progress, self.parts, self.parts.coordinator
         attempt, progress.pending = progress.pending, None
         assert attempt is not None and attempt.handle is not None
-        began = 0.0 if self._timer is None else self._timer.now()
+        began, began_ns = 0.0 if self._timer is None else self._timer.now(), monotonic_ns()
         measured = attempt.handle.measurements or attempt.handle.read()
+        attempt.wait_ns = monotonic_ns() - began_ns
         if self._timer is not None:
             self._timer.add_wait(began)
         if self.is_distributed or measured.extra is not None:
@@ -821,7 +824,7 @@ class GuardedPipeline:
                 self._report_memory(finding)
         attempt.result = outcome = Outcome(status=Status.COMMITTED, signal=signal)
         if context.records.metrics is not None:
-            context.records.metrics.write(outcome)
+            context.records.metrics.write((outcome, monotonic_ns(), attempt.update_ns, attempt.wait_ns, attempt.rows))
         if context.records.outage.is_active:
             context.records.retry(context.engine)
         if self.oom.is_splitting:
@@ -834,9 +837,9 @@ class GuardedPipeline:
         if progress.step % _FORGET_EVERY == 0:
             self._forget_positions()
             self._note_for_all(parts.hang_watch.start_if_due(context.heartbeat))
-        if self.on_first_commit is not None:
-            self.on_first_commit()
-            self.on_first_commit = None
+        if self.on_next_commit is not None:
+            call, self.on_next_commit = self.on_next_commit, None
+            call()
 
     def _report_memory(self, finding: Finding) -> None:
         """Report what was found about this rank's memory; on several ranks all journal it, at the next step."""
@@ -944,7 +947,8 @@ class GuardedPipeline:
             self._next_evidence = None
         self.context.engine.record_outcome(outcome, **fields)
         if self.context.records.metrics is not None:
-            self.context.records.metrics.write(outcome)
+            row = (outcome, monotonic_ns(), attempt.update_ns, attempt.wait_ns, attempt.rows)
+            self.context.records.metrics.write(row)
 
     # ---- steps that are not trained on
 

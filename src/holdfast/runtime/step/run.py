@@ -21,6 +21,7 @@ from holdfast.runtime import effects
 from holdfast.runtime.checkpoint.manager import END
 from holdfast.runtime.checkpoint.resume import ResumedRun, resume
 from holdfast.runtime.context import Context
+from holdfast.runtime.profile.speed_watch import SpeedWatch
 from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
 
 log = logging.getLogger("holdfast")
@@ -33,8 +34,8 @@ _NOT_SERVED_AGAIN = (
 class GuardedRun:
     """Holds a pipeline from `open` to `close`."""
 
-    def __init__(self, context: Context, parts: Parts, clip: float | None) -> None:
-        self.context, self.parts = context, parts
+    def __init__(self, context: Context, parts: Parts, clip: float | None, speed: SpeedWatch | None = None) -> None:
+        self.context, self.parts, self._speed = context, parts, speed
         self.pipeline = GuardedPipeline(context, parts, clip)
         self._is_distributed = parts.coordinator.is_distributed
         self._saving = threading.Lock()
@@ -65,8 +66,17 @@ class GuardedRun:
         context.state.optimizers.forbid_foreign_steps(_foreign_step_error)
         parts.first_steps.open()
         self.pipeline.open()
+        if self._speed is not None:
+            self._speed.open(self._call_after_commit)
         progress = self.pipeline.progress
         parts.signals.register(self._save_last_resort, self._saving.locked, lambda: progress.step)
+
+    def _call_after_commit(self, call: Callable[[], None]) -> bool:
+        """Have the training thread call it once, after the next commit. Return False if another call waits."""
+        if self.pipeline.on_next_commit is not None:
+            return False
+        self.pipeline.on_next_commit = call
+        return True
 
     def _open_records(self, about: dict[str, Any]) -> None:
         context = self.context
@@ -113,7 +123,7 @@ class GuardedRun:
             step, is_trusted, is_restored = resumed.step, resumed.is_trusted, resumed.is_restored
             if is_restored:
                 self._restart_time.end("restore")
-                pipeline.on_first_commit = lambda: self._report_restart(resumed)
+                pipeline.on_next_commit = lambda: self._report_restart(resumed)
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
             pipeline.oom.begin(context.records.splits)
@@ -286,6 +296,7 @@ class GuardedRun:
             parts.incidents.close,
             parts.snapshots.close,
             parts.feeder.close,
+            *(() if self._speed is None else (context.records.flush, self._speed.close)),
             lambda: self._write_end(error or problem),
             context.records.close,
             lambda: self._release(may_restart=error is not None or progress.is_shutdown),

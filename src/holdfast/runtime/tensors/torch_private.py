@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -352,6 +353,15 @@ def dump_flight_record() -> bytes | None:
         return None if dump is None else bytes(dump())
     except RuntimeError:  # a build without it
         return None
+
+
+# ---- torch.compile
+
+
+def compiled_frames() -> int:
+    """Return how many frames torch.compile has compiled in this process; 0 if it is not in use."""
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
+    return int(counters["frames"].get("ok", 0)) if counters is not None and "frames" in counters else 0
 
 
 # ---- torch's memory history

@@ -19,7 +19,20 @@ _KEY = re.compile(rb'[{,]\s*("(?:[^"\\]|\\.){1,200}")\s*:')
 _NO_FIELD = re.compile(r'[\x00-\x1f"\\]')
 """the decoder has no fields with these characters in their names"""
 NOT_METRICS = frozenset(
-    {"attempt", "status", "clip", "flags", "overflow", "loss_limit", "grad_limit", "data", "weight", "batches", "group"}
+    {
+        "attempt",
+        "status",
+        "clip",
+        "flags",
+        "overflow",
+        "loss_limit",
+        "grad_limit",
+        "data",
+        "weight",
+        "batches",
+        "group",
+        "time",
+    }
 )
 """what a row holds beside measurements"""
 
@@ -51,12 +64,17 @@ def to_columns(name: str, values: Iterable[Any]) -> dict[str, Floats]:
     """Return the numbers of one extra key as columns; NaN where there is none. Text gives no column."""
     items = list(values)
     keys = dict.fromkeys(key for item in items if type(item) is dict for key in item)
-    columns = {name: [item if type(item) in (int, float) else None for item in items]}
+    columns = {name: _numbers(items)}
     for key in list(keys)[:MAX_COLUMNS]:
-        inner = [item.get(key) if type(item) is dict else None for item in items]
-        columns[f"{name}.{key}"] = [item if type(item) in (int, float) else None for item in inner]
+        columns[f"{name}.{key}"] = _numbers([item.get(key) if type(item) is dict else None for item in items])
     arrays = {key: _to_array(column) for key, column in columns.items()}
     return {key: array for key, array in arrays.items() if not np.isnan(array).all()}
+
+
+def _numbers(items: list[Any]) -> list[Any]:
+    if set(map(type, items)) <= {int, float}:
+        return items
+    return [item if type(item) in (int, float) else None for item in items]
 
 
 def _to_array(column: list[Any]) -> Floats:

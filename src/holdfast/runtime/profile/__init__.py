@@ -1,0 +1,1 @@
+"""Profile a few steps on demand, and find out why steps have become slower."""

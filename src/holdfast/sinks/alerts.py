@@ -1,0 +1,89 @@
+"""Alerts: incidents, restarts, failures and stops are sent to a webhook, or given to a command. At most a few in an hour."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import time
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.core.base.clean import clean
+from holdfast.core.record.metric_names import describe_mark
+from holdfast.core.record.sink_thread import SinkRun
+
+_TIMEOUT_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
+_SILENT = ("cause", "resumed")
+"""events that a curve marks, and that are no alert"""
+_QUIET_ACTIONS = ("skip", "skip_data", "cut_lr", "hold_lr")
+
+
+class AlertSink:
+    """Sends one text for each event. The payload is the one that Slack, Mattermost and Discord (/slack) accept."""
+
+    name = "alerts"
+
+    def __init__(self, webhook: str, command: str, per_hour: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._webhook, self._command, self._per_hour, self._now = os.path.expandvars(webhook), command, per_hour, now
+        self._sent: deque[float] = deque(maxlen=per_hour)
+        self._held_back = 0
+
+    def open(self, run: SinkRun) -> None:
+        self._run = run
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        pass
+
+    def write_event(self, event: dict[str, Any]) -> None:
+        text = describe_mark(event)
+        if text is None or event.get("event") in _SILENT or event.get("action") in _QUIET_ACTIONS:
+            return
+        now = self._now()
+        if len(self._sent) == self._per_hour and now - self._sent[0] < 3600:
+            self._held_back += 1
+            return
+        self._sent.append(now)
+        more = f" (and {self._held_back} earlier alerts that were held back)" if self._held_back else ""
+        self._held_back = 0
+        self._send(f"holdfast: {self._run.folder.name}: {clean(text)}{more}", event)
+
+    def _send(self, text: str, event: dict[str, Any]) -> None:
+        problems = []
+        for place, send in ((self._webhook, self._post), (self._command, self._execute)):
+            if place:
+                try:
+                    send(text, event)
+                except (OSError, ValueError, subprocess.SubprocessError) as error:
+                    problems.append(error)
+        if problems:
+            raise problems[0]
+
+    def _post(self, text: str, event: dict[str, Any]) -> None:
+        if not self._webhook.startswith(("http://", "https://")):
+            raise ValueError("alert_webhook is not an http(s) address")  # the address itself may be a secret
+        body = json.dumps({"text": text}).encode()
+        request = urllib.request.Request(self._webhook, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
+            pass
+
+    def _execute(self, text: str, event: dict[str, Any]) -> None:
+        given = json.dumps({"text": text, "run": self._run.identity, "folder": str(self._run.folder), "event": event})
+        subprocess.run(
+            shlex.split(self._command),
+            input=given.encode(),
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "HOLDFAST_ALERT": text},
+            timeout=_COMMAND_SECONDS,
+            check=True,
+        )
+
+    def close(self) -> None:
+        pass
+
+
+SINK = AlertSink

@@ -1,0 +1,74 @@
+"""MLflow. Curves have the step as axis; those in `attempts/` count attempts, so that a rollback hides nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from holdfast.core.base import durable
+from holdfast.core.record.metric_names import describe_mark, scalars
+from holdfast.core.record.sink_thread import SinkRun
+
+_MAX_BYTES = 4096
+_BATCH = 500
+"""metrics that are sent at once; MLflow takes 1000"""
+
+
+class MLflowSink:
+    """Logs into one MLflow run for all processes of the run. The environment names the tracking server and experiment."""
+
+    name = "mlflow"
+
+    def open(self, run: SinkRun) -> None:
+        import mlflow
+        from mlflow.entities import Metric
+
+        self._client, self._metric = mlflow.MlflowClient(), Metric
+        path = run.folder / "mlflow_run.json"
+        self._id = _read_id(path) if run.is_restart else None
+        if self._id is None:
+            experiment = mlflow.set_experiment(run.folder.parent.name or "holdfast")
+            tags = {"mlflow.runName": run.folder.name, "holdfast.run": run.identity}
+            self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
+            durable.replace_file(path, json.dumps({"run_id": self._id}).encode())
+        self._attempt = self._marks = 0
+        self._waiting: list[Any] = []
+
+    def write_row(self, row: dict[str, Any]) -> None:
+        self._attempt += 1
+        when, values = int(1000 * float(row.get("time") or 0.0)), scalars(row)
+        if row.get("status") == "committed":
+            self._waiting += [self._metric(name, value, when, int(row["step"])) for name, value in values.items()]
+        chosen = {name: values[name] for name in ("train/loss", "train/grad_norm") if name in values}
+        self._waiting += [
+            self._metric(name.replace("train/", "attempts/"), value, when, self._attempt)
+            for name, value in chosen.items()
+        ]
+        if len(self._waiting) >= _BATCH:
+            self._send()
+
+    def write_event(self, event: dict[str, Any]) -> None:
+        if (text := describe_mark(event)) is not None:
+            self._marks += 1
+            self._client.set_tag(self._id, f"holdfast.incident.{int(event.get('time') or 0)}.{self._marks}", text[:500])
+
+    def _send(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for first in range(0, len(waiting), _BATCH):
+            self._client.log_batch(self._id, metrics=waiting[first : first + _BATCH])
+
+    def close(self) -> None:
+        self._send()
+        self._client.set_terminated(self._id)
+
+
+def _read_id(path: Path) -> str | None:
+    try:
+        known = json.loads(durable.read_file(path, _MAX_BYTES))["run_id"]
+        return known if isinstance(known, str) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+SINK = MLflowSink

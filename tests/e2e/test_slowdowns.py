@@ -1,0 +1,67 @@
+"""Slowdowns that are built into a real loop are found with their onset, phase and cause; a signal and a schedule profile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpu import slowdown
+from benchmarks.gpu.slowdown import CASES, ONSET, Rows, judge, train
+from torch import nn
+from torch.utils.data import DataLoader
+
+import holdfast
+
+QUICK = ("loader", "copies", "disk")
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES if name != "rank"]
+)
+def test_onset_phase_and_cause_are_named(tmp_path, fault):
+    found = train(tmp_path, fault)
+    is_right, text = judge(fault, found)
+    assert is_right, (text, found)
+    evidence = next(each["evidence"] for each in found if abs(each["onset"] - ONSET) <= 8)
+    if fault in ("copies", "loop"):
+        assert evidence["line"].startswith(f"{slowdown.__file__}:")
+    folder = tmp_path / evidence["profile"]
+    assert (folder / "trace.json.gz").is_file() and "| Category |" in (folder / "summary.md").read_text()
+    assert evidence["slowdown_cause"].replace("_", " ") in (folder / "comparison.md").read_text()
+
+
+def test_a_signal_and_a_schedule_take_profiles_and_the_handler_returns(tmp_path):
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def after_step(number: int) -> None:
+        if number == 100:
+            os.kill(os.getpid(), signal.SIGUSR2)
+
+    train(tmp_path, "none", steps=150, after_step=after_step, profile_signal="SIGUSR2", profile_every=60)
+    names = sorted(path.name.split("_")[0] for path in (tmp_path / "profiles").iterdir())
+    assert "signal" in names and "step" in names
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_profiles_change_no_bit(tmp_path):
+    def weights(**metrics: Any) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(256, 64), nn.Dropout(0.1), nn.Linear(64, 256))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = {"metrics": {"flush_seconds": 0.01, **metrics}, "hang": {"enabled": False}}
+        with holdfast.Guard(model, optimizer, run_dir=tmp_path / str(len(metrics)), config=config) as guard:
+            for step in guard.steps(DataLoader(Rows(256), batch_size=4, shuffle=True), max_steps=130):
+                with step:
+                    for batch in step.microbatches():
+                        step.backward((model(batch) - 1).square().mean())
+        kept.extend(p.detach().clone() for p in model.parameters())
+        return kept
+
+    profiled = weights(profile="on", profile_every=20, sinks=["prometheus"])
+    assert (tmp_path / "3" / "profiles").is_dir() and (tmp_path / "3" / "metrics.prom").is_file()
+    for one, other in zip(profiled, weights(profile="off"), strict=True):
+        assert torch.equal(one, other)

@@ -1,0 +1,218 @@
+"""What each sink writes is read by the reader of its own library: steps after a rollback, incidents, and a restart."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.core.base.config import MetricsSection
+from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread
+from holdfast.sinks import make_sinks
+from holdfast.sinks.alerts import AlertSink
+from holdfast.sinks.console import ConsoleSink
+from holdfast.sinks.prometheus import PrometheusSink
+
+IDENTITY = "0123456789abcdef" * 2
+
+
+def row(step: int, loss: float, status: str = "committed") -> dict[str, Any]:
+    phases = {"data": 0.01, "forward": 0.02}
+    return {
+        "step": step, "loss": loss, "lr": 0.1, "status": status, "time": 1e9 + step, "step_seconds": 0.05,
+        "tokens_per_second": 1e4, "phases": phases, "flags": 0,
+    }  # fmt: skip
+
+
+def story() -> list[tuple[str, dict[str, Any]]]:
+    """Steps 1 to 10, an incident at 10, back to 6, and on to 12."""
+    before = [("row", row(step, 1.0)) for step in range(1, 11)]
+    incident = [
+        ("event", {"event": "incident_opened", "time": 1e9, "incident": 1, "kind": "loss_spike", "step": 10}),
+        ("event", {"event": "action", "time": 1e9, "action": "rollback", "step": 10, "from_step": 10, "to_step": 6}),
+    ]
+    return [*before, *incident, *(("row", row(step, 2.0)) for step in range(7, 13))]
+
+
+def play(sink: Sink, folder: Path, items: list[tuple[str, dict[str, Any]]], *, is_restart: bool = False) -> SinkThread:
+    thread = SinkThread(sink)
+    for kind, item in items:
+        (thread.put_row if kind == "row" else thread.put_event)(item)
+    thread.start(SinkRun(IDENTITY, folder, is_restart, lambda: 12))
+    thread.close()
+    assert thread.dropped == 0
+    return thread
+
+
+def make(name: Any) -> Sink:
+    return make_sinks(MetricsSection(sinks=(name,)))[0]
+
+
+def test_tensorboard_reads_steps_attempts_and_incidents(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        reader = EventAccumulator(str(tmp_path / "tensorboard" / name), size_guidance={"scalars": 0})
+        reader.Reload()
+        assert ("time/data_sec" in reader.Tags()["scalars"]) == (name == "steps")
+        texts = [each.tensor_proto.string_val[0].decode() for each in reader.Tensors("holdfast/incidents")]
+        assert "step 10: rolled back from step 10 to 6" in texts
+        return [(point.step, point.value) for point in reader.Scalars("train/loss")]
+
+    play(make("tensorboard"), tmp_path, story())
+    assert curve("steps") == [(n, 1.0) for n in range(1, 7)] + [(n, 2.0) for n in range(7, 13)]
+    assert curve("attempts") == [(n, 1.0) for n in range(1, 11)] + [(n, 2.0) for n in range(11, 17)]
+    # A restart from step 9 goes on in a second file.
+    restart = [("event", {"event": "resumed", "time": 2e9, "step": 9}), *(("row", row(n, 3.0)) for n in range(10, 15))]
+    play(make("tensorboard"), tmp_path, restart, is_restart=True)
+    assert curve("steps")[6:] == [(7, 2.0), (8, 2.0), (9, 2.0)] + [(n, 3.0) for n in range(10, 15)]
+
+
+def log_records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: a header of 7 bytes, then the log format of LevelDB."""
+    assert data[:4] == b":W&B"
+    at, parts = 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or its last part
+            yield parts
+            parts = b""
+
+
+def test_wandb_has_the_steps_as_axis_and_the_identity_of_the_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    play(make("wandb"), tmp_path, story())
+    (path,) = tmp_path.rglob("*.wandb")
+    records = [Record.FromString(data) for data in log_records(path.read_bytes())]
+    assert next(each.run.run_id for each in records if each.HasField("run")) == IDENTITY
+    axes = [each.metric for each in records if each.HasField("metric")]
+    assert any(each.glob_name == "*" and each.step_metric == "train/step" for each in axes)
+    history = [{i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item} for r in records]
+    steps = [each["train/step"] for each in history if "train/loss" in each]
+    assert steps == [*range(1, 11), *range(7, 13)]
+    texts = [each["holdfast/incident"] for each in history if "holdfast/incident" in each]
+    assert texts == ["step 10: incident 1: loss_spike", "step 10: rolled back from step 10 to 6"]
+
+
+def test_mlflow_continues_its_run_after_a_restart(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run_dir = tmp_path / "runs" / "a"
+    run_dir.mkdir(parents=True)
+    play(make("mlflow"), run_dir, story())
+    play(make("mlflow"), run_dir, [("row", row(13, 3.0))], is_restart=True)
+    client = mlflow.MlflowClient()
+    (experiment,) = [each for each in client.search_experiments() if each.name == "runs"]
+    (run,) = client.search_runs([experiment.experiment_id])
+    points = client.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted(point.step for point in points) == sorted([*range(1, 11), *range(7, 13), 13])
+    assert run.data.tags["holdfast.run"] == IDENTITY
+    assert any("rolled back from step 10 to 6" in text for text in run.data.tags.values())
+
+
+def test_prometheus_text_is_read_by_its_parser(tmp_path):
+    parser = pytest.importorskip("prometheus_client.parser", reason="prometheus_client is not installed")
+    sink = PrometheusSink()
+    play(sink, tmp_path, [*story(), ("row", row(13, float("nan")))])
+    families = {f.name: f for f in parser.text_string_to_metric_families((tmp_path / "metrics.prom").read_text())}
+    (sample,) = families["holdfast_step"].samples
+    assert sample.value == 13.0 and sample.labels == {"run": IDENTITY}
+    assert families["holdfast_rollbacks"].type == "counter" and families["holdfast_rollbacks"].samples[0].value == 1.0
+    assert str(families["holdfast_train_loss"].samples[0].value) == "nan"
+
+
+class Received(BaseHTTPRequestHandler):
+    bodies: list[bytes]
+
+    def do_POST(self) -> None:
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *given: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def webhook():
+    handler = type("Handler", (Received,), {"bodies": []})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/hook", handler.bodies
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_prometheus_serves_the_newest_values(tmp_path):
+    sink = PrometheusSink()
+    sink.open(SinkRun(IDENTITY, tmp_path, False, lambda: None))
+    sink.write_row(row(3, 0.5))
+    sink.port = 0
+    sink._serve()
+    assert sink._server is not None
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink._server.server_port}/metrics", timeout=10) as answer:
+        assert f'holdfast_train_loss{{run="{IDENTITY}"}} 0.5' in answer.read().decode()
+    sink.close()
+
+
+def test_alerts_are_posted_and_limited(tmp_path, webhook, monkeypatch):
+    address, bodies = webhook
+    monkeypatch.setenv("ALERTS", address)
+    now = [0.0]
+    sink = AlertSink("$ALERTS", "", 3, now=lambda: now[0])
+    failures = [("event", {"event": "failure", "step": n, "error": "boom\x1b[2J"}) for n in range(10)]
+    play(sink, tmp_path, [*story(), ("event", {"event": "note", "message": "quiet"}), *failures])
+    texts = [json.loads(body)["text"] for body in bodies]
+    assert len(texts) == 3 and "incident 1: loss_spike" in texts[0] and "rolled back" in texts[1]
+    assert "\x1b" not in texts[2]
+    now[0] = 4000.0
+    play(sink, tmp_path, [("event", {"event": "restart"})])
+    assert "restarted (and 9 earlier alerts" in json.loads(bodies[-1])["text"]
+
+
+def test_a_command_gets_the_alert(tmp_path):
+    script = "import os, sys; open(sys.argv[1], 'a').write(os.environ['HOLDFAST_ALERT'] + sys.stdin.read())"
+    sink = AlertSink("", f"{sys.executable} -c {json.dumps(script)} {tmp_path}/out", 5)
+    play(sink, tmp_path, story())
+    text = (tmp_path / "out").read_text()
+    assert text.count("holdfast:") == 4 and '"kind": "loss_spike"' in text
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:9/closed", "file:///etc/passwd", "$NOT_SET"])
+def test_an_alert_that_cannot_be_sent_is_reported_once_without_its_address(tmp_path, caplog, address):
+    thread = SinkThread(AlertSink(address, "", 100), retry_seconds=0.0)
+    for _ in range(3):
+        thread.put_event({"event": "restart"})
+    thread.start(SinkRun(IDENTITY, tmp_path, False, lambda: None))
+    thread.close()
+    assert caplog.text.count("sink alerts failed") == 1 and address not in caplog.text
+
+
+def test_the_console_prints_lines_with_rate_and_time_left(tmp_path, capsys):
+    play(ConsoleSink(every=5), tmp_path, story())
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("step 1/12  loss 1.0000") and "ms/step" in lines[0] and "ETA 0:01" in lines[0]
+    assert [re.match(r"step (\d+)/", line).group(1) for line in lines if "/12" in line] == ["1", "5", "10", "10"]
+    assert "step 10: rolled back from step 10 to 6" in lines

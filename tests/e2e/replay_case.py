@@ -111,16 +111,19 @@ class Trained:
 
 def train(
     folder: Path, fault: str = "", *, loop: str = "steps", left_out: tuple[int, ...] = (), model: Net | None = None,
-    epochs: int = 2, accumulate: int = 1, workers: int = 0, hooks: Any = (), **replay: Any,
+    epochs: int = 2, accumulate: int = 1, workers: int = 0, hooks: Any = (), gate: str = "auto", **replay: Any,
 ) -> Trained:  # fmt: skip
     """Train for some epochs over the rows, in one of the loops that people have."""
     model = build() if model is None else model
     torch.manual_seed(1)
     forwards = [0]
     model.register_forward_pre_hook(lambda *_: forwards.__setitem__(0, forwards[0] + 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=gate == "device")
     loader = DataLoader(Rows(fault), BATCH // accumulate, num_workers=workers)
-    policy = {"replay": replay, "checkpoint": {"every_steps": 1, "certify_after": 1}, "snapshot": {"every_steps": 1}}
+    policy = {
+        "replay": replay, "checkpoint": {"every_steps": 1, "certify_after": 1}, "snapshot": {"every_steps": 1},
+        "detect": {"gate": gate},
+    }  # fmt: skip
     guard = holdfast.Guard(model, optimizer, run_dir=folder, config=policy, hooks=hooks)
     with guard:
         if left_out:

@@ -160,6 +160,16 @@ def test_a_moved_bundle_gives_the_same_verdict_in_another_process(log_zero, move
     assert json.loads((moved / "replay.json").read_text())["verdict"] == answer["verdict"]
 
 
+@pytest.mark.parametrize("gate", ["device", "host"])
+def test_the_next_batch_is_compared_if_it_had_been_loaded(tmp_path, holdfast, gate):
+    run = train(tmp_path / "run", "log_zero", gate=gate, keep_batch=True, entry=ENTRY)
+    status, out, _ = holdfast("replay", run.folder, "--device", "cpu", "--json")
+    assert status == 0, out
+    compared = {each["name"]: each["finite"] for each in json.loads(out)["comparisons"]}
+    assert compared["as it was"] is False
+    assert compared["next batch"] is (True if gate == "device" else None)
+
+
 def test_the_answer_is_shown_and_is_in_the_post_mortem(log_zero, holdfast):
     status, out, _ = holdfast("replay", log_zero.folder, "--device", "cpu")
     assert status == 0

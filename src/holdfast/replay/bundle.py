@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from holdfast.core.base.errors import RunDirError
@@ -16,7 +15,6 @@ from holdfast.core.checkpoints.resume import CHECKPOINTS
 from holdfast.core.checkpoints.verify import verify
 from holdfast.distributed.checkpoint.export import refuse_holes
 from holdfast.distributed.checkpoint.load import read_parts, read_tensors
-from holdfast.runtime.incidents.batch import unpack_batch
 from holdfast.runtime.snapshots.encoding import decode
 from holdfast.runtime.state.rng import RngState
 
@@ -36,6 +34,8 @@ class Bundle(NamedTuple):
     earlier: dict[str, Tensor]
     """the same of the newest certified snapshot before it; empty if the bundle has none"""
     batches: list[Any]
+    next_batches: list[Any] | None
+    """of the next step; None if it had not been begun"""
     rng: RngState
     notes: list[str]
     """what is not as it was in training"""
@@ -54,10 +54,6 @@ class Bundle(NamedTuple):
         except (TypeError, ValueError):
             return None
 
-    def moved_batches(self, device: torch.device) -> list[Any]:
-        """Return the batches with their tensors on `device`."""
-        return [unpack_batch(batch, device) for batch in self.batches]
-
 
 def read_bundle(path: Path, rank: int | None = None) -> Bundle:
     """Return the bundle that a path names. RunDirError if it is damaged, or lacks the batch or the weights."""
@@ -74,6 +70,7 @@ def read_bundle(path: Path, rank: int | None = None) -> Bundle:
         )
     try:
         rng, batches = RngState.of(parts["rng"]), list(parts["batches"])
+        next_batches = None if parts.get("next_batches") is None else list(parts["next_batches"])
         rng.try_out()
         incident, owner = int(about["incident"]), int(about["rank"])
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
@@ -89,7 +86,9 @@ def read_bundle(path: Path, rank: int | None = None) -> Bundle:
         notes.append(note)
     if about.get("moment") == "after the step":
         notes.append("the weights are those after the step: its update had landed before anything was found")
-    return Bundle(entry.path, manifest.step, incident, owner, about, weights, earlier, batches, rng, notes)
+    return Bundle(
+        entry.path, manifest.step, incident, owner, about, weights, earlier, batches, next_batches, rng, notes
+    )
 
 
 def _referenced(bundle: Path, about: dict[str, Any]) -> tuple[dict[str, Tensor], str]:

@@ -13,6 +13,7 @@ from holdfast.core.base.errors import SetupError
 from holdfast.replay.bundle import Bundle
 from holdfast.replay.entry import ReplayEntry
 from holdfast.runtime.data.split import split
+from holdfast.runtime.incidents.batch import unpack_batch
 from holdfast.runtime.incidents.fp32 import Fp32Modules
 from holdfast.runtime.state.rng import Rng
 from holdfast.runtime.state.wrappers import full_name, named_modules, unwrap
@@ -24,16 +25,14 @@ _SHOWN = 5
 class BundleStep:
     """Restores the state of a bundle into the user's model, and runs forward and backward on its batches."""
 
-    next_batches: Sequence[Any] | None = None
-    """a bundle has the batch of one step only"""
-
     def __init__(self, bundle: Bundle, entry: ReplayEntry, device: torch.device) -> None:
         self._bundle, self._entry, self._device = bundle, entry, device
         self.models: Mapping[str, nn.Module] = {name: unwrap(module) for name, module in entry.models.items()}
         for module in entry.models.values():
             module.to(device)
         self.notes = [*bundle.notes, *_check_matches(self.models, bundle.weights)]
-        self.batches: Sequence[Any] = _as_parts(bundle.moved_batches(device), bundle.about.get("parts"))
+        self.batches: Sequence[Any] = self._unpack(bundle.batches)
+        self.next_batches = None if bundle.next_batches is None else self._unpack(bundle.next_batches)
         scale = bundle.measured("loss_scale")
         self._scale = 1.0 if scale is None or not math.isfinite(scale) else scale
         self._rng = Rng([device])
@@ -50,6 +49,10 @@ class BundleStep:
         names = bundle.about.get("fp32_modules")
         Fp32Modules(self.models.items()).load_state_dict({"modules": names if isinstance(names, list) else []})
         self.restore()
+
+    def _unpack(self, batches: list[Any]) -> Sequence[Any]:
+        """Return batches on the device, in the parts in which the step took them."""
+        return _as_parts([unpack_batch(batch, self._device) for batch in batches], self._bundle.about.get("parts"))
 
     def restore(self) -> None:
         """Set weights, buffers, random state and gradients to what they were when the step began."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class StepEvidence:
         plan: Plan,
         ranks: list[int],
         loss: float,
+        next_batches: list[Any],
         *,
         observes: bool,
         seconds: float,
@@ -40,6 +41,8 @@ class StepEvidence:
         self._seconds = seconds
         self.plan, self.ranks, self.loss = plan, ranks, loss
         """why the step runs again, and the ranks and the loss of the attempt before it"""
+        self.next_batches = next_batches
+        """of the next step, if it was begun before the attempt was judged"""
         self.rng: RngState | None = None
         self.weights: dict[str, Tensor] = {}
         self.why_no_weights = "it was not copied"

@@ -130,9 +130,18 @@ class IncidentWatch:
         }
 
     def settle(
-        self, attempt: StepAttempt, signal: Signal, plan: Plan | None, *, has_landed: bool
+        self,
+        attempt: StepAttempt,
+        signal: Signal,
+        plan: Plan | None,
+        following: StepAttempt | None,
+        *,
+        has_landed: bool,
     ) -> StepEvidence | None:
-        """Write the bundle of a new incident, and return what is to watch the next attempt at the same step, if any."""
+        """Write the bundle of a new incident, and return what is to watch the next attempt at the same step, if any.
+
+        following: the next step, if it was begun already, as behind a gate on the device.
+        """
         if self._config.when == "off":
             return None
         self._step = signal.step
@@ -140,8 +149,11 @@ class IncidentWatch:
         is_new = plan is not None and (bool(plan.actions) or plan.by == "observe")
         runs_again = plan is not None and plan.first(Replay) is not None
         cause = plan if is_new else None if evidence is None else evidence.plan
+        next_batches = [] if following is None else [draw.batch for draw in following.draws]
+        if evidence is not None:
+            next_batches = next_batches or evidence.next_batches
         if cause is not None and (evidence is not None or not runs_again):
-            self._save_bundle(attempt, signal, cause, has_landed=has_landed)
+            self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed)
         if plan is None or not runs_again:
             return None
         if plan.experiment in (WITHOUT_ROWS, FP32_MODULE):
@@ -153,12 +165,15 @@ class IncidentWatch:
             plan,
             _suspects(attempt),
             signal.loss,
+            next_batches,
             observes=self._config.when == "inline" and plan.experiment is None,
             seconds=max(_MIN_SECONDS, _MAX_STEPS * (signal.seconds or 0.0)),
             weights_bytes=None if is_bundled else self._max_bytes,
         )
 
-    def _save_bundle(self, attempt: StepAttempt, signal: Signal, plan: Plan, *, has_landed: bool) -> None:
+    def _save_bundle(
+        self, attempt: StepAttempt, signal: Signal, plan: Plan, next_batches: list[Any], *, has_landed: bool
+    ) -> None:
         """Hand the bundle of an incident to the store, once, on the ranks that the step came from."""
         context, store, evidence = self._context, self._store, attempt.evidence
         if store is None or plan.incident is None or plan.incident == self._bundled:
@@ -178,12 +193,15 @@ class IncidentWatch:
         if context.ranks.rank not in (suspects or [0]):
             return
         room = self._max_bytes - sum(map(nbytes, weights.values()))
-        batches, why_no_batch = None, _NO_CONSENT
+        batches, following, why_no_batch = None, None, _NO_CONSENT
         if self._config.keep_batch:
             given = [draw.batch for draw in attempt.draws]
             batches, why_no_batch = copy_batches(given, room)
             room -= 0 if batches is None else batches_nbytes(given)
         earlier, earlier_step = copy_earlier_weights(self._snapshots, signal.step, room)
+        room -= sum(map(nbytes, earlier.values()))
+        if batches is not None and next_batches:
+            following, _ = copy_batches(next_batches, room)
         about = {
             "findings": context.engine.last_findings,
             "plan": plan.reason,
@@ -200,7 +218,7 @@ class IncidentWatch:
             "entry": self._config.entry,
             "environment": context.records.about(),
         }
-        parts = {"batches": batches, "rng": rng.plain()}
+        parts = {"batches": batches, "next_batches": following, "rng": rng.plain()}
         path = store.save(BundleContents(plan.incident, signal.step, plain(about), parts, {**weights, **earlier}))
         context.engine.write("replay", incident=plan.incident, step=signal.step, result="bundle", path=path)
 

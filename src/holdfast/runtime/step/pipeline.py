@@ -734,7 +734,7 @@ class GuardedPipeline:
         if plan is not None:
             coordinator.add_decision(signal, plan)
         if plan is not None or attempt.evidence is not None:
-            self._next_evidence = parts.incidents.settle(attempt, signal, plan, has_landed=not is_vetoed)
+            self._next_evidence = parts.incidents.settle(attempt, signal, plan, following, has_landed=not is_vetoed)
         has_actions = plan is not None and bool(plan.actions)
         if not has_actions and not is_vetoed:
             is_healthy = plan is None or plan.by != "observe"

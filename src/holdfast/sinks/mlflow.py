@@ -26,12 +26,13 @@ class MLflowSink:
 
         self._client, self._metric = mlflow.MlflowClient(), Metric
         path = run.folder / "mlflow_run.json"
-        self._id = _read_id(path) if run.is_restart else None
-        if self._id is None:
+        known = _read_id(path) if run.is_restart else None
+        if known is None:
             experiment = mlflow.set_experiment(run.folder.parent.name or "holdfast")
             tags = {"mlflow.runName": run.folder.name, "holdfast.run": run.identity}
-            self._id = self._client.create_run(experiment.experiment_id, tags=tags).info.run_id
-            durable.replace_file(path, json.dumps({"run_id": self._id}).encode())
+            known = str(self._client.create_run(experiment.experiment_id, tags=tags).info.run_id)
+            durable.replace_file(path, json.dumps({"run_id": known}).encode())
+        self._id = known
         self._attempt = self._marks = 0
         self._waiting: list[Any] = []
 

@@ -34,7 +34,7 @@ Block = Callable[[int], None]
 
 def allow_turns(guard: Any) -> None:
     """Let a guard be measured in turn with others, which a Guard refuses: none of them is to roll back here."""
-    guard._run.pipeline.may_draw = True
+    guard._run.pipeline._turn.may_draw = True
 
 
 def synchronize(device: str) -> None:

@@ -6,14 +6,14 @@ Values that are as they were at the start are not saved, so that a resumed proce
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.runtime.data.split import tensor_versions
+from holdfast.runtime.data.split import tensor_versions, tensors_of
 
 _SCALARS = (type(None), bool, int, float, str)
 _MAX_ITEMS = 256
@@ -82,17 +82,12 @@ class Attributes:
 
 def pack(value: Any) -> Any:
     """Return a copy in which every tensor is its bits: a metric may be NaN, which is no fault of the run."""
-    if isinstance(value, Tensor):
-        bits = value.detach().clone()
-        return {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "bits": bits.view(_BITS.get(bits.itemsize, bits.dtype)),
-        }
-    if isinstance(value, dict):
-        return {key: pack(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(pack(part) for part in value)
-    return value
+    return _map_tensors(value, _to_bits)
+
+
+def _to_bits(value: Tensor) -> dict[str, Any]:
+    bits = value.detach().clone()
+    return {"dtype": str(value.dtype).removeprefix("torch."), "bits": bits.view(_BITS.get(bits.itemsize, bits.dtype))}
 
 
 def unpack(value: Any) -> Any:
@@ -108,22 +103,21 @@ def unpack(value: Any) -> Any:
 
 def copied(value: Any) -> Any:
     """Return a copy of a plain value."""
+    return _map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of dicts, lists and tuples with every tensor changed."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return change(value)
     if isinstance(value, dict):
-        return {key: copied(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(copied(part) for part in value)
-    return value
+        return {key: _map_tensors(part, change) for key, part in value.items()}
+    return type(value)(_map_tensors(part, change) for part in value) if isinstance(value, list | tuple) else value
 
 
 def nbytes(value: Any) -> int:
     """Return the bytes of the tensors in a plain value."""
-    if isinstance(value, dict):
-        return sum(map(nbytes, value.values()))
-    if isinstance(value, list | tuple):
-        return sum(map(nbytes, value))
-    return value.nbytes if isinstance(value, Tensor) else 0
+    return sum(tensor.nbytes for tensor in tensors_of(value))
 
 
 def _is_plain(value: Any) -> bool:

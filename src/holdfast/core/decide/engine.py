@@ -250,8 +250,8 @@ class Engine:
     def _explain(self, detected: list[Finding], signal: Signal, origin: dict[str, Any] | None) -> list[Finding]:
         """Return findings with the ranks and samples they came from, and with what an excursion that is over was."""
         explain = self.experiments.explain
-        told = [explain(f, signal.group) if f.evidence.get("outcome") == "recovered" else f for f in detected]
-        return told if origin is None else [_with_origin(f, origin) for f in told]
+        explained = [explain(f, signal.group) if f.evidence.get("outcome") == "recovered" else f for f in detected]
+        return explained if origin is None else [_with_origin(f, origin) for f in explained]
 
     def _plan(
         self, verdict: Verdict, signal: Signal, origin: dict[str, Any] | None, amend: Callable[[Plan], Plan] | None

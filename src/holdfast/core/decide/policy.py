@@ -457,7 +457,6 @@ _REPLAYS = {
     FP32_MODULE: (Cause.PRECISION, "half precision: the step is finite with the module in fp32"),
 }
 """what a replay changed -> what is proven if it is finite"""
-_UPDATES_MAKE_IT = "it came back on the same data: the updates themselves make it"
 _UNKNOWN_RETURN = (Cause.NOT_ESTABLISHED, "it did not come back after the return")
 """for the state of another version, or of an edited journal"""
 _RETURNS = {

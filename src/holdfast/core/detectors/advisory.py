@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
@@ -37,6 +37,9 @@ class Plateau(LimitlessDetector):
     per_group = True
     confidence = 0.7
     field, needs_loss, max_block = "loss", True, _PLATEAU_BLOCK
+    saved: ClassVar = {
+        "block": ("_block", list), "level": "_level", "best": "_best", "since": "_since", "said": "_reported",
+    }  # fmt: skip
 
     def __init__(self, config: DetectSection) -> None:
         self._plateau_steps = config.plateau_steps
@@ -76,19 +79,6 @@ class Plateau(LimitlessDetector):
         self._block = []
         self._level, self._since, self._reported = None, None, False
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "block": list(self._block),
-            "level": self._level,
-            "best": self._best,
-            "since": self._since,
-            "said": self._reported,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._block, self._level, self._best = list(state["block"]), state["level"], state["best"]
-        self._since, self._reported = state["since"], state["said"]
-
 
 class LearningRate(LimitlessDetector):
     """Reports a jump and a frozen rate.
@@ -99,6 +89,10 @@ class LearningRate(LimitlessDetector):
 
     name = "learning_rate"
     field, needs_loss, max_block = "lr", False, 1024
+    saved: ClassVar = {
+        "_last": "_last", "_peak": "_peak", "_smooth": "_smooth_records", "_falls": "_falls", "_still": "_still_records",
+        "_since": "_since", "_said": "_reported",
+    }  # fmt: skip
 
     def __init__(self, config: DetectSection) -> None:
         del config
@@ -181,22 +175,6 @@ class LearningRate(LimitlessDetector):
     def rebaseline(self) -> None:
         """Start over at the next record: an expected shift may move the rate."""
         self._last, self._smooth_records = None, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "_last": self._last,
-            "_peak": self._peak,
-            "_smooth": self._smooth_records,
-            "_falls": self._falls,
-            "_still": self._still_records,
-            "_since": self._since,
-            "_said": self._reported,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._last, self._peak, self._smooth_records = state["_last"], state["_peak"], state["_smooth"]
-        self._falls, self._still_records = state["_falls"], state["_still"]
-        self._since, self._reported = state["_since"], state["_said"]
 
 
 class DuplicateBatch(LimitlessDetector):
@@ -317,6 +295,7 @@ class ZeroGradient(LimitlessDetector):
 
     name, needs = "zero_gradient", "grad_norm"
     field, needs_loss, max_block = "grad_norm", True, 1024
+    saved: ClassVar = {"count": "_count", "since": "_since", "has_trained": "_has_trained", "reported": "_reported"}
 
     def __init__(self, config: DetectSection) -> None:
         del config
@@ -358,18 +337,6 @@ class ZeroGradient(LimitlessDetector):
 
     def rebaseline(self) -> None:
         self._count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "count": self._count,
-            "since": self._since,
-            "has_trained": self._has_trained,
-            "reported": self._reported,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._count, self._since = state["count"], state["since"]
-        self._has_trained, self._reported = state["has_trained"], state["reported"]
 
 
 class DeadRun(LimitlessDetector):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from holdfast.core.base.types import Finding, Severity, Signal
 
@@ -26,7 +26,36 @@ class Detector(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
-class BuiltInDetector:
+class SavedFields:
+    """Saves and loads its attributes. `saved` has the name of each in a state_dict, and the attribute.
+
+    A sequence is saved as a list, and comes with the type that it is loaded as. A part with saved fields of its own is
+    saved and loaded by its own methods.
+    """
+
+    saved: ClassVar[Mapping[str, str | tuple[str, Callable[[Any], Any]]]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: self._save(field) for name, field in self.saved.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, field in self.saved.items():
+            value = state[name]
+            if isinstance(field, tuple):
+                setattr(self, field[0], field[1](value))
+            elif isinstance(part := getattr(self, field), SavedFields):
+                part.load_state_dict(value)
+            else:
+                setattr(self, field, value)
+
+    def _save(self, field: str | tuple[str, Callable[[Any], Any]]) -> Any:
+        if isinstance(field, tuple):
+            return list(getattr(self, field[0]))
+        value = getattr(self, field)
+        return value.state_dict() if isinstance(value, SavedFields) else value
+
+
+class BuiltInDetector(SavedFields):
     """Base of the detectors that ship with Holdfast."""
 
     name: str

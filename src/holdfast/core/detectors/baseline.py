@@ -15,7 +15,9 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
+
+from holdfast.core.detectors.base import SavedFields
 
 LEVEL_GAIN, TREND_GAIN, SCALE_GAIN = 0.06, 0.004, 0.015
 NORMAL_TAIL = 2.33
@@ -33,11 +35,18 @@ _BLOCK, _SETTLED = 16, 64
 _INITIAL_VALUES = 32
 
 
-class Baseline:
+class Baseline(SavedFields):
     """Learns from healthy values given to `update`; provides `expected`, `scale` and `threshold_distance(z)`.
 
     It is `ready` after `start` values. Before that it only collects them.
     """
+
+    saved: ClassVar = {
+        "start": "_start", "waiting": ("_pending", list), "count": "count", "level": "level", "trend": "trend",
+        "scale": "scale", "tail": "tail", "products": ("_products", tuple), "sample": ("_sample", list),
+        "kin": "autocorrelation", "blocks": "_blocks", "near": "_last_was_near", "low": "_last_was_far_below",
+        "habit": "_outlier_rate", "doubt": "_uncertainty",
+    }  # fmt: skip
 
     def __init__(self, start: int, *, falling: bool = True) -> None:
         self._start = start
@@ -253,35 +262,9 @@ class Baseline:
         self.count, self.ready = 0, self._start <= 0
         self._set_next()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "start": self._start,
-            "waiting": list(self._pending),
-            "count": self.count,
-            "level": self.level,
-            "trend": self.trend,
-            "scale": self.scale,
-            "tail": self.tail,
-            "products": list(self._products),
-            "sample": list(self._sample),
-            "kin": self.autocorrelation,
-            "blocks": self._blocks,
-            "near": self._last_was_near,
-            "low": self._last_was_far_below,
-            "habit": self._outlier_rate,
-            "doubt": self._uncertainty,
-        }
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._start = state["start"]
-        self._pending = list(state["waiting"])
-        self.count = state["count"]
+        super().load_state_dict(state)
         self.ready = self.count >= self._start
-        self.level, self.trend, self.scale = state["level"], state["trend"], state["scale"]
-        self.tail, self._products, self._sample = state["tail"], tuple(state["products"]), list(state["sample"])
-        self.autocorrelation, self._blocks, self._last_was_near = state["kin"], state["blocks"], state["near"]
-        self._outlier_rate, self._uncertainty = state["habit"], state["doubt"]
-        self._last_was_far_below = state["low"]
         self._set_next()
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Kind, Severity, Signal
-from holdfast.core.detectors.base import LimitlessDetector
+from holdfast.core.detectors.base import LimitlessDetector, SavedFields
 from holdfast.core.detectors.expected_shifts import LR_JUMP
 
 _BLOCK = 16
@@ -29,8 +30,14 @@ _RECOVERED_RISE_FACTOR = 1.5
 _RECENT_MEDIANS = 15
 
 
-class _BlockLength:
+class _BlockLength(SavedFields):
     """Holds the state of one block length: recent medians, the best level, and the number of blocks in a row above it."""
+
+    saved: ClassVar = {
+        "joined": "joined", "enough": "enough", "part": ("partial", list),
+        "recent": ("recent", partial(deque, maxlen=_RECENT_MEDIANS)), "best": "best", "best_at": "best_at",
+        "better": "better", "rise": "rise", "forgiven": "recovered_rise", "above": "above", "onset": "onset",
+    }  # fmt: skip
 
     def __init__(self, joined: int, enough: int) -> None:
         self.joined, self.enough = joined, enough
@@ -81,28 +88,6 @@ class _BlockLength:
         self.recent.clear()
         self.partial.clear()
         self.best, self.rise, self.above = None, 0.0, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "joined": self.joined,
-            "enough": self.enough,
-            "part": list(self.partial),
-            "recent": list(self.recent),
-            "best": self.best,
-            "best_at": self.best_at,
-            "better": self.better,
-            "rise": self.rise,
-            "forgiven": self.recovered_rise,
-            "above": self.above,
-            "onset": self.onset,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.joined, self.enough, self.partial = state["joined"], state["enough"], list(state["part"])
-        self.recent = deque(state["recent"], maxlen=_RECENT_MEDIANS)
-        self.best, self.best_at, self.better = state["best"], state["best_at"], state["better"]
-        self.rise, self.recovered_rise = state["rise"], state["forgiven"]
-        self.above, self.onset = state["above"], state["onset"]
 
 
 class Divergence(LimitlessDetector):

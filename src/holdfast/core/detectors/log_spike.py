@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
@@ -40,6 +40,9 @@ class LogSpike(BuiltInDetector):
     what: str
     severity: Severity
     needs_loss, max_block = True, 16
+    saved: ClassVar = {
+        "course": "_baseline", "run": "_high_in_a_row", "onset": "_onset", "peak": "_peak", "gross": "_gross",
+    }  # fmt: skip
 
     def __init__(self, warmup: int, z: float, ratio: float) -> None:
         self._warmup, self._z, self._ratio = warmup, z, math.log(ratio)
@@ -122,20 +125,6 @@ class LogSpike(BuiltInDetector):
         # Before the first baseline is learned, learning takes as long as the first time.
         self._baseline.restart(None if self._gross is None else min(_REBASELINE, self._warmup))
         self._high_in_a_row = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "course": self._baseline.state_dict(),
-            "run": self._high_in_a_row,
-            "onset": self._onset,
-            "peak": self._peak,
-            "gross": self._gross,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._baseline.load_state_dict(state["course"])
-        self._high_in_a_row, self._onset = state["run"], state["onset"]
-        self._peak, self._gross = state["peak"], state["gross"]
 
 
 class GradSpike(LogSpike):

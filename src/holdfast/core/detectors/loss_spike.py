@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
@@ -47,6 +47,12 @@ class LossSpike(LimitlessDetector):
     name = "loss_spike"
     per_group = True
     field, needs_loss, max_block = "loss", True, 16
+    saved: ClassVar = {
+        "course": "_baseline", "log": "_log_baseline", "positive": "_positive", "began": "_initial_level",
+        "score": "_score", "under": "_depth", "before": "_previous_deviations", "onset": "_onset", "open": "_open",
+        "out": "_steps_out", "peak": ("_peak", tuple), "latched": "_rollback_reported", "said": "_reported",
+        "gross": "_gross",
+    }  # fmt: skip
 
     def __init__(self, config: DetectSection) -> None:
         self._config = config
@@ -312,30 +318,3 @@ class LossSpike(LimitlessDetector):
         self._baseline.restart(start)
         self._log_baseline.restart(start)
         self._reset_excursion()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "course": self._baseline.state_dict(),
-            "log": self._log_baseline.state_dict(),
-            "positive": self._positive,
-            "began": self._initial_level,
-            "score": self._score,
-            "under": self._depth,
-            "before": self._previous_deviations,
-            "onset": self._onset,
-            "open": self._open,
-            "out": self._steps_out,
-            "peak": list(self._peak),
-            "latched": self._rollback_reported,
-            "said": self._reported,
-            "gross": self._gross,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._baseline.load_state_dict(state["course"])
-        self._log_baseline.load_state_dict(state["log"])
-        self._positive, self._initial_level = state["positive"], state["began"]
-        self._score, self._depth, self._open = state["score"], state["under"], state["open"]
-        self._previous_deviations = state["before"]
-        self._onset, self._steps_out, self._peak = state["onset"], state["out"], tuple(state["peak"])
-        self._rollback_reported, self._reported, self._gross = state["latched"], state["said"], state["gross"]

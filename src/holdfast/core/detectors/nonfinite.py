@@ -6,7 +6,7 @@ The runtime checks parameters, moments and buffers on their device.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import ClassVar
 
 from holdfast.core.base.config import DetectSection
 from holdfast.core.base.types import Finding, Flag, Kind, Severity, Signal
@@ -46,12 +46,6 @@ class NonFinite(LimitlessDetector):
     def rebaseline(self) -> None:
         """Keep reporting: no expected shift explains a non-finite value."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: it has no state."""
-
 
 class LossScale(LimitlessDetector):
     """Reports a loss scale that is stuck, under 1, or overflowing again and again.
@@ -63,6 +57,10 @@ class LossScale(LimitlessDetector):
 
     name = needs = "loss_scale"
     field = "loss_scale"
+    saved: ClassVar = {
+        "streak": "_streak", "onset": "_onset", "under_one": "_under_one", "last": "_last", "since": "_since",
+        "same": "_same",
+    }  # fmt: skip
 
     def __init__(self, config: DetectSection) -> None:
         self._streak_limit = config.overflow_streak
@@ -124,17 +122,3 @@ class LossScale(LimitlessDetector):
 
     def rebaseline(self) -> None:
         """Keep everything: no expected shift explains an overflow."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "streak": self._streak,
-            "onset": self._onset,
-            "under_one": self._under_one,
-            "last": self._last,
-            "since": self._since,
-            "same": self._same,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._streak, self._onset, self._under_one = state["streak"], state["onset"], state["under_one"]
-        self._last, self._since, self._same = state["last"], state["since"], state["same"]

@@ -37,7 +37,7 @@ _SIGMAS, _SPREADS, _FEW, _CORRELATED = 4.5, 1.6, 3.0, 0.4
 """and how far its ratio is above the median of those known, in standard deviations and against the largest. The first is
 more while few are known. Ratios closer than this part of the reference are about the same one"""
 _DOUBLED = math.log(2.0)
-"""standard deviations ask for no more than this: beyond anything seen before, it is enough"""
+"""while few ratios are known, their standard deviation asks for no more than this"""
 _MIN_SECONDS, _PERSISTS = 0.001, 5
 """the least growth that matters, and for how many steps in a row all limits must be exceeded: pauses end before"""
 _QUANTILE, _QUANTILE_ERROR = 0.85, 0.25
@@ -128,7 +128,7 @@ class _Sliding:
         bisect.insort(self.ordered, value)
 
 
-class _Level:
+class _SpeedLevel:
     """A low one of the last `window` times against the median of the same over the `reference` steps before the last `gap`.
 
     All values are logarithms, so that differences are ratios.
@@ -188,7 +188,9 @@ class _Level:
         if self.known >= _LEAST_HISTORY:
             known = np.array(self._history)
             independent = len(known) / (_CORRELATED * self._lows.size)
-            spread = min(_SIGMAS * (1 + _FEW / independent) * float(known.std()), _DOUBLED)
+            spread = _SIGMAS * (1 + _FEW / independent) * float(known.std())
+            if len(known) < _EARLY:
+                spread = min(spread, _DOUBLED)
             drift = float(np.median(known))
             self.limit = max(floor, drift + max(spread, _SPREADS * (float(known.max()) - drift)))
 
@@ -198,7 +200,7 @@ class SlowdownDetector:
 
     def __init__(self) -> None:
         self._seen = 0
-        self._short, self._long = _Level(12, 2, 20, 64), _Level(48, 9, 64, 256)
+        self._short, self._long = _SpeedLevel(12, 2, 20, 64), _SpeedLevel(48, 9, 64, 256)
         self._recent: deque[_Times] = deque()
         self._before: deque[_Times] = deque(maxlen=_BEFORE)
         """the rows before `_recent`"""
@@ -244,7 +246,7 @@ class SlowdownDetector:
         is_slow = is_slow_short or is_slow_long
         return self._report(is_intermittent=not is_slow) if is_slow or is_often_slow else None
 
-    def _is_slow(self, level: _Level, value: float) -> bool:
+    def _is_slow(self, level: _SpeedLevel, value: float) -> bool:
         ratio = level.add(value)
         is_long = math.exp(level.reference) * math.expm1(ratio) >= _MIN_SECONDS
         level.exceeded = level.exceeded + 1 if is_long and ratio > max(level.limit, self._common) else 0

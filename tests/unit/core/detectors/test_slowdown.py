@@ -50,8 +50,9 @@ def noises(rng: np.random.Generator, steps: int) -> dict[str, np.ndarray]:
     for begin in range(300, steps, 1000):  # a checkpoint that slows four steps down
         events[begin : begin + 4] *= 2
     bursts = 0.05 * np.exp(0.04 * rng.standard_normal(steps))
-    for begin in np.flatnonzero(rng.random(steps) < 0.005).tolist():  # other programs
-        bursts[begin : begin + rng.integers(1, 9)] *= 2
+    for begin in range(100, steps - 100, 100):  # other programs
+        start = begin + rng.integers(60)
+        bursts[start : start + rng.integers(1, 9)] *= 2
     growing = (
         0.05 * (1 + np.arange(steps) / 5000) * np.exp(0.05 * rng.standard_normal(steps))
     )  # sequences become longer

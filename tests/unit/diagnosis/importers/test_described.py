@@ -187,7 +187,7 @@ def test_mapping_holds_for_evaluations_and_steps_of_any_format(tmp_path):
 
 
 def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
-    mine = LogDescription(name="mine", description="x", markers=("@@",), record=r"^@@ (?P<step>\d+) (?P<loss>[\d.]+)$")
+    mine = LogDescription(name="mine", description="x", record=r"^@@ (?P<step>\d+) (?P<loss>[\d.]+)$")
     points = [
         SimpleNamespace(name="mine", load=lambda: mine),
         EntryPoint("broken", "no.such.module:x", "holdfast.formats"),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.diagnosis.reading [--fragments 500] [--seed 0]
 
-A log is read right if its number of records is that of the index within 2%, and unit, first and last step agree. For some logs
-the index counts records with a loss, for others also those without one; either will do. The index numbers the records of
+A log is read right if its number of records is that of the index within 2%, and unit, first and last step agree. For some
+logs the index counts records with a loss, for others also those without one; either will do. It numbers the records of
 some logs instead of reading their steps; then the number of records decides. A format is left out
 by removing its description, so that the generic readers must do. A fragment is 5 to 20 consecutive records of a quiet log.
 """

@@ -75,14 +75,20 @@ _DESCRIPTIONS = (
         "deepspeed", "DeepSpeed: `step=N, skipped=K, lr=[...]`, its timers, the loops of its examples",
         r"\bstep=\d+, skipped=\d+, lr=\[|\|ppo_ep: ", columns={"act_loss": "loss"},
     ),
+    LogDescription(
+        "nanogpt", "nanoGPT, build-nanogpt, llm.c, modded-nanogpt, parameter-golf",
+        r"(?m)^(?:\S+ )?(?:iter \d+: loss |step:\d+(?:/\d+)? \w+:|step\s+\d+(?:/\d+)? \||\d+ train [\d.]+$|s:\d+ trl:)",
+        columns={"step_avg": "seconds"},
+    ),
+    LogDescription(
+        "mlperf", "MLPerf logs (`:::MLL`) with the consoles of GNMT and Mask R-CNN", r":::MLL|\bTRAIN \[\d+\]\[",
+        columns={"Time": "seconds"},
+    ),
     *(LogDescription(name, description, signature) for name, description, signature in (
-        ("nanogpt", "nanoGPT, build-nanogpt, llm.c, modded-nanogpt, parameter-golf",
-         r"(?m)^(?:\S+ )?(?:iter \d+: loss |step:\d+(?:/\d+)? \w+:|step\s+\d+(?:/\d+)? \||\d+ train [\d.]+$|s:\d+ trl:)"),
         ("composer", "MosaicML Composer and LLM Foundry: `[batch=N/M]:`, then one metric on each line",
          r"\bbatch=\d+(?:/\d+)?\]:"),
         ("boxes", "boxes of Stable-Baselines and OpenAI baselines: `| ep_rew_mean | 21.4 |`",
          r"(?m)^\| +(?:\w+/)?(?:ep_?rew_?mean|EpRewMean|AverageEpRet)"),
-        ("mlperf", "MLPerf logs (`:::MLL`) with the consoles of GNMT and Mask R-CNN", r":::MLL|\bTRAIN \[\d+\]\["),
         ("opennmt", "OpenNMT-py: `Step 50/100000; acc: 4.71; ppl: 8342.21; xent: 9.03; lr: ...`", r"; xent: "),
         ("joeynmt", "JoeyNMT: `Epoch 1, Step: 100, Batch Loss: 5.12, ..., Lr: ...`", r"Step:\s*\d+, Batch Loss:"),
         ("caffe", "Caffe: `Iteration 500, loss = 8.9`, then outputs of the net and the learning rate",

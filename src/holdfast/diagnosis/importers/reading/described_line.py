@@ -57,7 +57,7 @@ _NO_RECORD = re.compile(
     rb"(?<!\w)(?:train_runtime|best|lowest|improved|so far|final|early stopping|patience)(?!\w)", re.IGNORECASE
 )
 _CODE = re.compile(
-    rb"^\s*(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
+    rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
     rb"|self\.|\{\w+[:}]|^\s*\w+ = |\)\.|(?<!=)==(?!=)|^\s+\w+\("
 )
 METRIC_WORDS = (

@@ -7,6 +7,7 @@ and the usual Chinese words of training logs.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -104,11 +105,11 @@ def _last_start(chunk: bytes, pattern: re.Pattern[bytes]) -> int:
 
 
 def _has_indented_records(sample: bytes) -> bool:
-    """Return whether lines with a single metric, below a line with their step, hold the losses."""
+    """Return whether lines with a single metric hold the losses. The lines of a configuration do not repeat."""
     matches = list(_INDENTED_PAIR.finditer(sample))
     lines = [sample[m.end() : sample.find(b"\n", m.end()) % (len(sample) + 1)] for m in matches[:400]]
-    lines = [line for line in lines if line.rstrip()[-1:] not in b":="]
-    return len(lines) >= 4 and sum(any(word in line for word in METRIC_WORDS) for line in lines) >= 2
+    names = Counter(re.split(b"[:=]", line)[0].strip() for line in lines if any(word in line for word in METRIC_WORDS))
+    return len(lines) >= 4 and bool(names) and names.most_common(1)[0][1] >= 2
 
 
 def _by_line(headers: dict[bytes, list[bytes]], names: Sequence[bytes] = ()) -> Rewriter:

@@ -106,7 +106,8 @@ def _move_summaries(table: Table) -> None:
         return
     evals = [table.present[name] for name in table.columns if is_eval(name)]
     has_eval = np.any(evals, axis=0) if evals else np.zeros(len(table), dtype=bool)
-    repeats = np.append(False, np.diff(table.step) == 0)
+    has_loss = _has_loss(table)
+    repeats = np.append(False, (np.diff(table.step) == 0) & has_loss[1:] & has_loss[:-1])
     for is_summary, most in ((has_eval & np.isin(table.step, table.step[~has_eval]), 0.34), (repeats, 0.05)):
         if len(is_summary) == len(table) and 0 < is_summary.sum() <= most * len(table):
             _move_rows(table, is_summary, EPOCH_MEAN)

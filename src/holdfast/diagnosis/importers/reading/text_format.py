@@ -73,6 +73,8 @@ class TextFormat:
             table.evals[name] = Series(np.concatenate(steps), np.concatenate(values))
         table.events = [Event(before, kind, cut_event_text(kind, text)) for before, kind, text in reader.events]
         table.dropped = reader.unreadable_lines
+        if self.description.first_step:
+            _compare_with_bar(table, table.evals.pop(HEADING + "step", None))
         arrange_steps(table)
         self._add_limits(table, reader, source)
         if not len(table) and not table.evals:
@@ -125,7 +127,7 @@ def described_format(
     customary, anything = build(CUSTOMARY), build(ANY)
     if customary.count_records(sample)[0] >= _MIN_CUSTOMARY:
         return customary
-    return anything if anything.count_records(sample)[1] > named.count_records(sample)[1] else named
+    return named if named.count_records(sample)[1] else anything
 
 
 def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
@@ -150,6 +152,19 @@ def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
         event._replace(step=int(step) if np.isfinite(step) and abs(step) < 2**62 else None)
         for event, step in zip(table.events, event_steps, strict=True)
     ]
+
+
+def _compare_with_bar(table: Table, bar: Series | None) -> None:
+    """Record that lines are missing, if the progress bar counts far more steps than there are records, unevenly."""
+    if bar is None or not len(table):
+        return
+    at = np.searchsorted(bar.step, table.columns[RECORD_INDEX], side="right") - 1
+    gaps = np.diff(bar.value[at[at >= 0]])
+    gaps = gaps[gaps > 0]
+    reached = float(bar.value.max())
+    if reached > 1.5 * len(table) and len(gaps) and np.mean(np.abs(gaps - np.median(gaps)) > 1) > 0.1:
+        text = f"most lines are missing: the progress bar reached {reached:g}, with {len(table)} records at uneven distances"
+        table.add_limit("lines_lost", text + "; the number of a record is not its step")
 
 
 def _add_loss_scale(table: Table) -> None:

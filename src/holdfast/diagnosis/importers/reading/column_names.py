@@ -11,7 +11,8 @@ from itertools import islice
 STEP_NAMES = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
     "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "iters", "num_iters",
-    "training_iteration", "learning_iteration", "env_step", "up", "batch", "batch_i", "minibatch", "batches", "index",
+    "training_iteration", "learning_iteration", "env_step", "up", "batch", "batch_i", "batch_id",
+    "batch_idx", "minibatch", "batches", "index",
 )  # fmt: skip
 """Names of the step column, most likely first."""
 COARSE_STEPS = {
@@ -29,7 +30,8 @@ _LOSS_NAMES = (
 )  # fmt: skip
 _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gnorm", "gradient_norm", "global_grad_norm", "gradnorm", "total_grad_norm", "grad_norm_step",
-                  "grads_norm", "l2_norm_grad_global", "optim_total_grad_norm", "loss_metrics_grad_norm", "norm_grad"),
+                  "grads_norm", "l2_norm_grad_global", "optim_total_grad_norm", "loss_metrics_grad_norm", "norm_grad",
+                  "grad", "grdn"),
     "lr": ("lr", "learning_rate", "lrate", "current_lr", "lr_0", "optim_learning_rate_group0", "learningrate"),
     "loss_scale": ("loss_scale", "scale", "grad_scale", "scaler_scale", "lossscale", "amp_scale"),
     "update_rms": ("update_rms", "rms_update"),
@@ -135,7 +137,8 @@ def pick_customary_losses(names: Iterable[str]) -> list[str]:
     """Return the columns that are losses by custom, though no name says so: a total such as the error, or parts."""
     keys = {name: _TRAIN_AFFIX.sub("", snake_case(name)) for name in names if not is_eval(name)}
     totals = [name for name, key in keys.items() if _LOSS_BY_CUSTOM.search(key)]
-    return totals[:1] or [name for name, key in keys.items() if _PART_BY_CUSTOM.search(key)]
+    parts = [name for name, key in keys.items() if _PART_BY_CUSTOM.search(key)]
+    return totals[:1] or (parts if len(parts) > 1 else [])
 
 
 def pick_loss(names: Iterable[str]) -> str | None:

@@ -37,9 +37,10 @@ _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infini
 _WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
     rb"(?<![\w./\-])['\"]?(" + _WORD + rb"(?: " + _WORD + rb")??)(?: ?\((?:ms|s|train|val|test)\))?['\"]?\]?"
-    rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
-    rb"(" + _NUMBER + rb")(k|M|B)?(?:\s*+/\s*+(\d{1,15}))?"
-    rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it)?(?:[^\w.:]|[.:]?(?:\s|$)))"
+    rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
+    rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
+    rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
+    rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:\s|$)))"
 )
 _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
 _BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
@@ -95,7 +96,7 @@ _OTHER_COUNTS = {
 }
 _STOP_WORDS = {"value", "executed", "done", "completed", "no", "number"}
 """words after a counter: `Steps executed: 100`"""
-_FACTORS = {None: 1.0, b"k": 1e3, b"M": 1e6, b"B": 1e9}
+_FACTORS = {None: 1.0, b"k": 1e3, b"K": 1e3, b"M": 1e6, b"B": 1e9}
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ class _LineRecord:
         best: int | None = -1 if "loss" in fixed or is_given else None
         step_is_global = "step" in fixed
         self.taken = list(spans)
+        self.step_is_size = False  # `batch 16` may be the size of a batch: any counter outranks it
         for pair in find_pairs_of_any_name(line):
             self.taken.append((pair.start, max(pair.end, pair.total[1])))
             name, found = pair.name, Field(pair.name, pair.start, pair.end, pair.factor)
@@ -242,6 +244,7 @@ class _LineRecord:
                 is_global = snake_case(name).startswith("global")
                 if "step" not in self.train or (is_global and not step_is_global) or self._is_fraction("step", pair):
                     step_is_global = is_global
+                    self.step_is_size = snake_case(name) == "batch" and pair.total[0] < 0
                     self.train["step"] = found._replace(name="step")
                     self.train.pop(STEPS_OF_EPOCH, None)
                     if pair.total[0] >= 0 and not is_global:
@@ -294,11 +297,12 @@ class _LineRecord:
         if "step" not in self.train and (match := _BRACKETS.search(self.line)) is not None:
             names = ("epoch", "step", STEPS_OF_EPOCH)
             self.train |= {name: Field(name, *match.span(i)) for i, name in enumerate(names, 1) if match[i]}
-        if "step" not in self.train:
+        if "step" not in self.train or self.step_is_size:
             for match in _COUNTER.finditer(self.line):
                 if any(start <= match.start() < end for start, end in self.taken):
                     continue
                 self.train["step"] = Field("step", *match.span(1))
+                self.step_is_size = False
                 if match[2] != b"?":
                     self.train[STEPS_OF_EPOCH] = Field(STEPS_OF_EPOCH, *match.span(2))
                 break

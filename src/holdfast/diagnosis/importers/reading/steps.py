@@ -142,7 +142,9 @@ def _move_epoch_means(table: Table, stepless: Bools) -> Bools:
 
 
 def _drop_full_bars(table: Table, stepless: Bools) -> None:
-    """Forget the step where every record is the last of its bar, `1875/1875`: it counts batches of an epoch."""
+    """Forget the step where every record is the last of its bar, `1875/1875`, or where it never changes."""
+    if len(table) > 2 and not stepless.any() and (table.step == table.step[0]).all():
+        stepless[:] = True
     total, present = table.columns.get(STEPS_OF_EPOCH), table.present.get(STEPS_OF_EPOCH)
     if total is None or present is None or len(table) < 2 or stepless.any() or not present.all():
         return

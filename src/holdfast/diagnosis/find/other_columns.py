@@ -31,12 +31,14 @@ def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
     Rewards are noisy, so medians of blocks are compared: the fall is most of what the run had learned, and several times
     the noise inside of a block.
     """
-    rows = np.flatnonzero(table.present["reward"] & np.isfinite(table.columns["reward"])) if table.has("reward") else []
+    if not table.has("reward"):
+        return []
+    rows = np.flatnonzero(table.present["reward"] & np.isfinite(table.columns["reward"]))
     size = max(3, len(rows) // _REWARD_BLOCKS)
     count = len(rows) // size
     if count < _MIN_REWARD_BLOCKS:
         return []
-    rows = np.array(rows[len(rows) - count * size :])
+    rows = rows[len(rows) - count * size :]
     blocks = table.columns["reward"][rows].reshape(count, size)
     level = np.median(blocks, axis=1)
     noise = 1.4826 * float(np.median(np.abs(blocks - level[:, None])))

@@ -36,7 +36,11 @@ LEAD = "_lead"
 _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
 _WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
-    rb"(?<![\w./\-])['\"]?(" + _WORD + rb"(?: " + _WORD + rb")??)(?: ?\((?:ms|s|train|val|test)\))?['\"]?\]?"
+    rb"(?<![\w./\-])['\"]?("
+    + _WORD
+    + rb"(?: "
+    + _WORD
+    + rb")??)(?: so far)?(?: ?\((?:ms|s|train|val|test)\))?['\"]?\]?"
     rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
     rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
     rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
@@ -48,6 +52,13 @@ _COUNTER = re.compile(
     rb"(?<![\w./:\-])(\d{1,15})\s?/\s*(\d{1,15}|\?)"
     rb"(?= \[|[\])]| \(| \||\s+(?:batches|steps|iterations|iters|updates)\b|, loss)"
 )
+_GLUED = re.compile(rb"(?<![A-Za-z])(epoch|step|iter)_?(\d{1,15})(?=[/:,\s\]]|$)", re.IGNORECASE)
+_VALUE_AT = re.compile(
+    rb"("
+    + _WORD
+    + rb") (?:at|in|after|of|for) (?:global )?(step|iteration|iter|batch|epoch|episode) (\d{1,15}) ?[:=,]? ?"
+    rb"(?:is |was )?(?=(" + _NUMBER + rb"))"
+)
 _LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|(?= \w+ [\d.]+$)))")
 _EVAL_WORD = re.compile(
     rb"(?<![\w/.\-])(val|valid|validation|validate|validating|dev|test|testing|eval|evaluation|evaluating|evaluate|heldout)"
@@ -55,7 +66,7 @@ _EVAL_WORD = re.compile(
     re.IGNORECASE,
 )
 _NO_RECORD = re.compile(
-    rb"(?<!\w)(?:train_runtime|best|lowest|improved|so far|final|early stopping|patience)(?!\w)", re.IGNORECASE
+    rb"(?<!\w)(?:train_runtime|best|lowest|improved|final|early stopping|patience)(?!\w)", re.IGNORECASE
 )
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
@@ -143,7 +154,13 @@ class Pair(NamedTuple):
 
 
 def find_pairs_of_any_name(line: bytes) -> Iterator[Pair]:
-    for match in _PAIR.finditer(line):
+    start = 0
+    if (at := _VALUE_AT.search(line)) is not None:  # `Loss at step 100: 2.5` is read as `step 100 Loss: 2.5`
+        start, end = at.end(), at.end() + len(at[4].rstrip(b".,"))
+        yield Pair(at[2].decode(), *at.span(3), 1.0, (-1, -1), at.start(1))
+        if parse_number(line[start:end]) is not None:
+            yield Pair(_resolve(at[1]), start, end, 1.0, (-1, -1), at.start(1))
+    for match in _PAIR.finditer(line, start):
         end = match.end(3)
         while line[end - 1 : end] in (b",", b"."):
             end -= 1
@@ -306,6 +323,9 @@ class _LineRecord:
                 if match[2] != b"?":
                     self.train[STEPS_OF_EPOCH] = Field(STEPS_OF_EPOCH, *match.span(2))
                 break
+        if not {"step", "epoch"} & self.train.keys() and (match := _GLUED.search(self.line)) is not None:
+            name = "epoch" if match[1].lower() == b"epoch" else "step"
+            self.train[name] = Field(name, *match.span(2))
         if "step" not in self.train and (match := _LEADING.match(self.line)) is not None:
             self.train.setdefault(LEAD, Field(LEAD, *match.span(1 if match[1] else 2)))
 

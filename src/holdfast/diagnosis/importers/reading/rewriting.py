@@ -129,8 +129,8 @@ class _NamedRows:
         self.header = b""
 
     def rewrite(self, line: bytes) -> bytes:
-        if (names := self.headers.get(line.strip())) and line.strip():
-            self.names, self.header = names, line
+        if header := self.headers.get(line.strip()):
+            self.names, self.header = header, line
             return b""
         cells = _split_row(line, len(self.names)) if self.names and len(line) < _MAX_ROW_BYTES else []
         if not cells:

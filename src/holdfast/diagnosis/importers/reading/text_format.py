@@ -80,8 +80,8 @@ class TextFormat:
         if not len(table) and not table.evals:
             raise LogRefused(source.name, describe_no_metrics(reader, source))
         restore_hidden_nan(table)
-        parts = pick_customary_losses(table.columns) if self.accept == CUSTOMARY else []
-        normalize(table, unfold_epochs=self.description.counts_within_epoch, parts=tuple(parts))
+        customary = pick_customary_losses(table.columns) if self.accept == CUSTOMARY else []
+        normalize(table, unfold_epochs=self.description.counts_within_epoch, parts=tuple(customary))
         _assign_steps(table, reader.evals_without_step)
         _add_loss_scale(table)
         return [table]
@@ -116,18 +116,18 @@ def described_format(
     """Return the format of a description. The sample tells whether records take several lines."""
 
     rewriter = find_rewriter(description, sample)
-    sample = sample[:_DECIDING_BYTES]
 
     def build(accept: str) -> TextFormat:
         return TextFormat(description, line_parser(description, mapping, accept), rewriter, accept)
 
     named = build(NAMED)
-    if description.record or mapping or not sample or named.count_records(sample)[0]:
+    if description.record or mapping or not sample or named.count_records(sample[:_DECIDING_BYTES])[0]:
         return named
+    losses, records = named.count_records(sample)
     customary, anything = build(CUSTOMARY), build(ANY)
-    if customary.count_records(sample)[0] >= _MIN_CUSTOMARY:
+    if not losses and customary.count_records(sample)[0] >= _MIN_CUSTOMARY:
         return customary
-    return named if named.count_records(sample)[1] else anything
+    return named if records else anything
 
 
 def _assign_steps(table: Table, evals_without_step: set[str]) -> None:

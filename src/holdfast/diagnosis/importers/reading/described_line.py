@@ -122,8 +122,6 @@ class LogDescription:
     """pattern of a training record; without it, any line with a loss"""
     evaluation: str = ""
     """pattern of an evaluation line; without it, a line that says so. The group `name` names the data"""
-    continues: str = ""
-    """pattern of the start of a line that belongs to the record on the lines before it"""
     columns: Mapping[str, str] = field(default_factory=dict)
     """name in the log -> Holdfast's column; an empty column is not read"""
     counts_within_epoch: bool = True
@@ -221,8 +219,6 @@ def line_parser(
                 return None
         named = head.re.groupindex if head is not None and held_out is None else {}
         fixed = {name: Field(name, *head.span(name)) for name in named if head is not None and head[name] is not None}
-        if "steps_of_epoch" in fixed:
-            fixed[STEPS_OF_EPOCH] = fixed.pop("steps_of_epoch")._replace(name=STEPS_OF_EPOCH)
         line_record = _LineRecord(line, columns, fixed, accept)
         if held_out is not None:
             name = held_out.groupdict().get("name") or b"eval"

@@ -58,8 +58,6 @@ _MAX_ROW_BYTES = 1000
 def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None:
     """Return a function that puts each record on one line; None if the log needs none."""
     sample = sample[:_SAMPLE_BYTES]
-    if description.continues:
-        return _joiner(re.compile(rb"\n(?=" + description.continues.encode() + rb")"), b" ")
     if description.record:
         return None
     if _CUT_RECORD.search(sample):

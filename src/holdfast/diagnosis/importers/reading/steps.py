@@ -52,7 +52,7 @@ def _use_leading_numbers(table: Table, stepless: Bools) -> None:
     if LEAD not in table.columns:
         return
     lead, present = table.columns.pop(LEAD), table.present.pop(LEAD)
-    if stepless.all() and present.mean() > 0.9 and np.mean(np.diff(lead[present]) > 0) > 0.9:
+    if stepless.all() and present.sum() > 1 and present.mean() > 0.9 and np.mean(np.diff(lead[present]) > 0) > 0.9:
         table.step = np.where(present, lead, np.nan)
         stepless[:] = False
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.diagnosis.reading [--fragments 500] [--seed 0]
 
-A log is read right if its number of records is that of the index within 2%, and unit, first and last step agree. The index
-numbers the records of some logs instead of reading their steps; then the number of records decides. A format is left out
+A log is read right if its number of records is that of the index within 2%, and unit, first and last step agree. For some
+logs the index counts records with a loss, for others also those without one; either will do. It numbers the records of
+some logs instead of reading their steps; then the number of records decides. A format is left out
 by removing its description, so that the generic readers must do. A fragment is 5 to 20 consecutive records of a quiet log.
 """
 
@@ -52,9 +53,9 @@ def is_read_right(entry: dict[str, Any], tables: list[Table]) -> bool:
 
 def _agrees(entry: dict[str, Any], tables: list[Table]) -> bool:
     series = [max((t.series("loss"), t.series("reward")), key=lambda s: len(s.step)) for t in tables]
-    count = sum(len(s.step) for s in series)
+    counts = (sum(len(s.step) for s in series), sum(len(t) for t in tables))
     wanted = entry["n_points"]
-    if not count or abs(count - wanted) > max(1, 0.02 * wanted):
+    if not counts[0] or min(abs(count - wanted) for count in counts) > max(1, 0.02 * wanted):
         return False
     unit = entry.get("step_unit")
     if unit and _UNITS.get(unit, unit) not in {_UNITS.get(t.unit, t.unit) for t in tables}:
@@ -69,7 +70,7 @@ def _agrees(entry: dict[str, Any], tables: list[Table]) -> bool:
 @contextmanager
 def without_format(name: str) -> Iterator[None]:
     """Remove one format for a while."""
-    registries = (importers._CODED_FORMATS, importers._DESCRIBED_FORMATS, importers._TABLE_FORMATS)
+    registries = (importers._DESCRIBED_FORMATS, importers._TABLE_FORMATS)
     kept = [dict(registry) for registry in registries]
     for registry in registries:
         registry.pop(name, None)
@@ -85,7 +86,7 @@ def leave_one_out(corpus: Path, tables: dict[str, list[Table]]) -> dict[str, lis
     """Return for each format which of its logs are still read right without its description."""
     index = {entry["file"]: entry for entry in lines(corpus / "INDEX.jsonl")}
     outcomes: dict[str, list[bool]] = {}
-    removable = {*importers._CODED_FORMATS, *importers._DESCRIBED_FORMATS, *importers._TABLE_FORMATS} - _GENERIC
+    removable = {*importers._DESCRIBED_FORMATS, *importers._TABLE_FORMATS} - _GENERIC
     for file, read_tables in tables.items():
         name = read_tables[0].format if read_tables else ""
         if name not in removable or not has_curve(index[file]) or not is_read_right(index[file], read_tables):

@@ -80,7 +80,7 @@ COMMANDS = {
     "check": (["config"], {"--json"}),
     "ack": (["run"], {"--note", "--release-data", "--json"}),
     "diagnose": (["paths"], {"--json", "--map", "--format", "--fail-on", "--all", "--postmortem", "-o", "--output"}),
-    "diff": (["first", "second"], {"--html", "--json"}),
+    "diff": (["first", "second"], {"--html", "--json", "--map"}),
     "report": (["run"], {"-o", "--output", "--format", "--map", "--json"}),
     "ui": (["folder"], {"--host", "--port", "--token", "--json"}),
     "hang": (["paths"], {"--all", "--json"}),

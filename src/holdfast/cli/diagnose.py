@@ -31,6 +31,11 @@ EXIT_ALL_REFUSED = 1
 EXIT_FOUND = 3
 
 
+Mapping = Annotated[
+    list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="Read signal NAME from this column of the log.")
+]
+
+
 class RefusedLog(NamedTuple):
     """Holds a path that could not be read, and the reason."""
 
@@ -45,9 +50,7 @@ def diagnose(
         typer.Argument(metavar="PATH...", readable=False, help="Logs, run directories, or folders of them."),
     ],
     as_json: Json = False,
-    mapping: Annotated[
-        list[str] | None, typer.Option("--map", metavar="NAME=COLUMN", help="Read signal NAME from this column.")
-    ] = None,
+    mapping: Mapping = None,
     format: Annotated[str | None, typer.Option("--format", metavar="NAME", help="Do not detect the format.")] = None,
     fail_on: Annotated[
         list[str] | None,

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from holdfast.cli.chart import Chart
+from holdfast.cli.diagnose import Mapping, parse_mapping
 from holdfast.cli.output import Json, echo, emit, titled_table
 from holdfast.cli.report import check_output
 from holdfast.core.base.clean import clean
-from holdfast.core.base.errors import RunDirError
+from holdfast.core.base.errors import LogRefused, RunDirError
 from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.rundiff import curves
 from holdfast.diagnosis.rundiff.compared_run import ComparedRun
@@ -36,6 +37,7 @@ def diff(
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page with both curves, to open in a browser.")
     ] = None,
+    mapping: Mapping = None,
     as_json: Json = False,
 ) -> None:
     """Rank the differences between two runs as suspects.
@@ -48,6 +50,7 @@ def diff(
     Examples:
       holdfast diff runs/a runs/b
       holdfast diff runs/a ../old/trainer_state.json
+      holdfast diff a.csv b.csv --map loss=train_nll
       holdfast diff runs/a runs/b --html diff.html
       holdfast diff runs/a runs/b --json
     """
@@ -55,7 +58,8 @@ def diff(
         raise RunDirError(f"{first} and {second} are the same run; name two")
     if page is not None:
         check_output(page, "diff", "--html")
-    a, b = rundiff.load(first), rundiff.load(second)
+    names = parse_mapping(mapping or [], "diff")
+    a, b = _load_both(first, second, names)
     report = rundiff.compare(a, b)
     if page is not None:
         write_page(build_diff_page(report, a, b), page)
@@ -64,6 +68,23 @@ def diff(
         emit(msgspec.to_builtins(report))
     else:
         _print_report(console(), report, a, b)
+
+
+def _load_both(first: str, second: str, names: dict[str, str]) -> tuple[ComparedRun, ComparedRun]:
+    """Load both runs. A column that --map names must be in one of them; the other log may have other names."""
+    runs: list[ComparedRun] = []
+    missing: list[LogRefused] = []
+    for path in (first, second):
+        try:
+            runs.append(rundiff.load(path, names))
+        except LogRefused as error:
+            if not error.reason.startswith("--map"):
+                raise
+            missing.append(error)
+            if len(missing) == 2:
+                raise
+            runs.append(rundiff.load(path))
+    return runs[0], runs[1]
 
 
 def _print_report(out: Console, report: DiffReport, a: ComparedRun, b: ComparedRun) -> None:

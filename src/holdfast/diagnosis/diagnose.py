@@ -161,6 +161,10 @@ def _conclude(tree: DecisionTree, table: Table, episode: Episode) -> walk.Conclu
     conclusion.evidence = list(signals or [headline(episode, table.unit)])
     if column is not None and episode.kind == "dead_run":
         conclusion.action = f"Check the labels of the training data: nothing in it trains {column}."
+    if column == "reward":
+        conclusion.action = (
+            "Continue from a checkpoint before the fall, with a lower learning rate or a smaller clip range."
+        )
     return conclusion
 
 

@@ -28,6 +28,7 @@ def test_bare_command_shows_help_with_every_command_and_ends_well(holdfast):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command_has_examples_that_name_it_and_the_json_switch(holdfast, command):
     answer = holdfast(command, "--help")
+    assert holdfast(command, "-h").out == answer.out
     assert answer.status == 0
     examples = answer.out.partition("Examples:")[2]
     assert f"  holdfast {command} " in examples

@@ -63,6 +63,17 @@ def test_verdict_comes_first_and_the_next_step_last(runs, holdfast):
     assert text.index("suspects") < text.index("what could not be compared") < text.index("next: ")
 
 
+def test_map_names_the_loss_of_the_log_that_has_the_column(tmp_path, holdfast):
+    own, usual = tmp_path / "a.csv", tmp_path / "b.csv"
+    own.write_text("it,train_nll\n" + "".join(f"{i},{2 + 3 / (1 + i)}\n" for i in range(200)))
+    usual.write_text("step,loss\n" + "".join(f"{i},{2.5 + 3 / (1 + i)}\n" for i in range(200)))
+    answer = holdfast("diff", own, usual, "--map", "loss=train_nll")
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.startswith("B is worse: its training loss ends at 2.5")
+    assert "has no column 'nll'" in holdfast("diff", own, usual, "--map", "loss=nll").err
+    assert "not NAME=COLUMN" in holdfast("diff", own, usual, "--map", "loss").err
+
+
 def test_picture_shows_both(runs, holdfast):
     out = holdfast("diff", *runs).out
     assert any(0x2800 < ord(letter) < 0x2900 for letter in out)

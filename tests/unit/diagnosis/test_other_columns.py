@@ -24,6 +24,20 @@ def test_a_spike_while_the_reward_rises_is_a_note_and_with_a_falling_reward_an_i
     assert kinds(run(loss=spiked(), reward=put(rising, slice(301, 330), 5.0), grad_norm=None)) == ["spike_recovered"]
 
 
+def test_a_reward_that_falls_far_and_stays_low_is_an_incident_and_a_noisy_one_is_none():
+    learned = np.minimum(np.arange(N) * 0.5, 100.0)
+    lost = put(learned + noise(6.0, 5), slice(300, None), 5.0)
+    for signals in ({"loss": healthy_loss()}, {"loss": None}):
+        report = diagnose(run(reward=lost, grad_norm=None, **signals))
+        (verdict,) = report.verdicts
+        assert verdict.kind == "divergence"
+        assert 290 <= verdict.step_start <= 312
+        assert "the reward falls from" in verdict.headline
+    assert kinds(run(reward=learned + noise(30.0, 6), grad_norm=None)) == []
+    assert kinds(run(reward=noise(30.0, 7), grad_norm=None)) == []
+    assert kinds(run(reward=put(learned, slice(300, 330), 5.0), grad_norm=None)) == []  # it comes back
+
+
 def test_any_column_that_turns_nan_for_good_is_an_incident_with_its_name():
     report = diagnose(run(aux=put(noise(1.0, 4), slice(350, None), np.nan)))
     (verdict,) = report.verdicts

@@ -1,4 +1,4 @@
-"""Judges other columns: one that turns NaN for good, a part that is never trained, a reward that outranks the loss."""
+"""Judges other columns: one that turns NaN for good, a part that is never trained, and the reward, which outranks a loss."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from holdfast.diagnosis.model.table import Series, Table
 _MIN_RECORDS = 3
 _DEAD_RECORDS = 20
 _REWARD_BEFORE, _REWARD_AFTER, _REWARD_NOISE = 15, 10, 3.0
+_REWARD_BLOCKS, _MIN_REWARD_BLOCKS = 60, 10
 _LOSS_KINDS = ("spike", "spike_recovered", "divergence", "silent_divergence")
 
 
@@ -20,7 +21,40 @@ def find(table: Table, known: list[Episode]) -> list[Episode]:
     """Return the columns that turn NaN for good, and the parts of the loss that stay at 0."""
     if any(episode.kind in ("nan", "dead_run") for episode in known) or not len(table):
         return []
-    return [*_nan_for_good(table), *_untrained_parts(table), *_said_by_the_log(table, known)]
+    found = [*_nan_for_good(table), *_untrained_parts(table), *_said_by_the_log(table, known)]
+    return found or _reward_collapse(table, known)
+
+
+def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
+    """Return an episode if the reward falls far below its best and stays there to the end of the run.
+
+    Rewards are noisy, so medians of blocks are compared: the fall is most of what the run had learned, and several times
+    the noise inside of a block.
+    """
+    if not table.has("reward"):
+        return []
+    rows = np.flatnonzero(table.present["reward"] & np.isfinite(table.columns["reward"]))
+    size = max(3, len(rows) // _REWARD_BLOCKS)
+    count = len(rows) // size
+    if count < _MIN_REWARD_BLOCKS:
+        return []
+    rows = rows[len(rows) - count * size :]
+    blocks = table.columns["reward"][rows].reshape(count, size)
+    level = np.median(blocks, axis=1)
+    noise = 1.4826 * float(np.median(np.abs(blocks - level[:, None])))
+    best = int(np.argmax(level))
+    learned = float(level[best] - level[: best + 1].min())
+    high = np.flatnonzero(level >= level[best] - 0.6 * max(learned, _REWARD_NOISE * noise))
+    tail = level[high[-1] + 1 :]
+    fall = float(level[best] - np.median(tail)) if len(tail) else 0.0
+    is_far = learned > 4 * noise or fall > max(8 * noise, 0.5 * abs(float(level[best])))
+    if len(tail) < max(4, count // 8) or fall < max(4 * noise, 0.6 * learned) or fall <= 0 or not is_far:
+        return []
+    first, last = int(rows[(high[-1] + 1) * size]), len(table) - 1
+    if any(e.kind in _LOSS_KINDS and e.last >= first for e in known):
+        return []
+    evidence = {"column": "reward", "level": float(level[best]), "extreme": float(np.median(tail)), "lasts": True}
+    return [_episode(table, "divergence", first, last, evidence)]
 
 
 def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:

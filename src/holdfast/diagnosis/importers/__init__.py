@@ -18,14 +18,8 @@ from pathlib import Path
 
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers.formats import (
-    deepspeed,
     described,
-    fairseq,
-    hf_console,
     hf_trainer_state,
-    megatron,
-    mlperf,
-    nanogpt,
     rundir,
     tables,
     tensorboard,
@@ -40,16 +34,13 @@ from holdfast.diagnosis.importers.reading.json_lines import load_json, sample_ob
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import rename_column
 from holdfast.diagnosis.importers.reading.runs import fenced_blocks, split_runs, use_as_step, use_evaluation
-from holdfast.diagnosis.importers.reading.text_format import TextFormat, describe_no_metrics, described_format
+from holdfast.diagnosis.importers.reading.text_format import describe_no_metrics, described_format
 from holdfast.diagnosis.importers.reading.text_reader import TextReader
 from holdfast.diagnosis.model.table import Table
 
 Mapped = Mapping[str, str] | None
 """The user's --map options: Holdfast's name of a signal -> its column in the log."""
 
-_CODED_FORMATS: dict[str, TextFormat] = {
-    module.FORMAT.name: module.FORMAT for module in (megatron, nanogpt, hf_console, fairseq, mlperf, deepspeed)
-}
 _DESCRIBED_FORMATS = {description.name: description for description in described.all_descriptions()}
 _TABLE_FORMATS = {description.name: description for description in tables.DESCRIPTIONS}
 _FILE_FORMATS: dict[str, tuple[str, Callable[[LogSource, Mapped], list[Table]]]] = {
@@ -62,7 +53,6 @@ _FILE_FORMATS: dict[str, tuple[str, Callable[[LogSource, Mapped], list[Table]]]]
 FORMATS: dict[str, str] = {
     rundir.NAME: rundir.DESCRIPTION,
     **{name: description for name, (description, _) in _FILE_FORMATS.items()},
-    **{name: text_format.description for name, text_format in _CODED_FORMATS.items()},
     **{name: text_format.description for name, text_format in _DESCRIBED_FORMATS.items()},
 }
 """Every format by name, with a description."""
@@ -129,13 +119,7 @@ def _read_source(source: LogSource, path: Path, mapping: Mapped, format: str | N
         return rundir.read(path.parent)
     if name in _FILE_FORMATS:
         return _FILE_FORMATS[name][1](source, mapping)
-    return _text_format(name, mapping, source.sample).read(source)
-
-
-def _text_format(name: str, mapping: Mapped, sample: bytes) -> TextFormat:
-    if name in _CODED_FORMATS:
-        return _CODED_FORMATS[name]
-    return described_format(_DESCRIBED_FORMATS[name], mapping, sample)
+    return described_format(_DESCRIBED_FORMATS[name], mapping, source.sample).read(source)
 
 
 def _detect_file_format(source: LogSource, mapping: Mapped) -> str:
@@ -177,25 +161,19 @@ def _is_json_of_records(source: LogSource) -> bool:
 
 
 def _detect_text_format(source: LogSource, sample: bytes, mapping: Mapped) -> str:
-    """Return the format that finds the most records with a loss, or the most records if none has a loss."""
-    formats = {name: _text_format(name, mapping, sample) for name in (*_CODED_FORMATS, *_DESCRIBED_FORMATS)}
-    sample = sample[:DETECTION_BYTES] + sample[-DETECTION_BYTES:] if len(sample) > 2 * DETECTION_BYTES else sample
-    counts = {name: text_format.count_records(sample) for name, text_format in formats.items()}
-    generic = GENERIC.name
-    generic_losses, generic_records = counts.pop(generic)
-    best = max(counts, key=lambda name: (formats[name].decides and counts[name][0] > 2, counts[name]))
-    losses, records = counts[best]
-    if mapping and generic_losses:
-        return generic
-    if losses and (losses * 4 >= generic_losses or formats[best].decides):
+    """Return the format with a pattern for its records that finds the most losses, else the format whose signature fits."""
+    start, end = sample[:DETECTION_BYTES], sample[-DETECTION_BYTES:]
+    sample = start + b"\n" + end if len(sample) > 2 * DETECTION_BYTES else sample
+    generic_losses, generic_records = described_format(GENERIC, mapping, sample).count_records(sample)
+    patterned = {name: d for name, d in _DESCRIBED_FORMATS.items() if d.record}
+    losses = {name: described_format(d, mapping, sample).count_records(sample)[0] for name, d in patterned.items()}
+    best = max(losses, key=lambda name: losses[name], default=GENERIC.name)
+    if losses and losses[best] and losses[best] * 4 >= generic_losses:
         return best
-    if generic_losses:
-        return generic
-    if records and records >= generic_records:
-        return best
-    if generic_records:
-        return generic
-    raise LogRefused(source.name, _describe_content(source, sample))
+    if not generic_losses and not generic_records:
+        raise LogRefused(source.name, _describe_content(source, sample))
+    signed = (name for name, d in _DESCRIBED_FORMATS.items() if d.signature and re.search(d.signature.encode(), sample))
+    return next(signed, GENERIC.name)
 
 
 def _describe_content(source: LogSource, sample: bytes) -> str:

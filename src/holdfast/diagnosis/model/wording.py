@@ -18,6 +18,9 @@ def headline(episode: Episode, unit: str) -> str:
         return f"{column or 'the loss'} is NaN or Inf from {at} {until}"
     if kind == "dead_run" and column:
         return f"{column} is 0 in every record, but {fmt(float(evidence['held_out']))} on held-out data"
+    if column == "reward":
+        best, now = fmt(float(evidence["level"])), fmt(float(evidence["extreme"]))
+        return f"the reward falls from {best} to {now} at {at} and stays low"
     level, peak = evidence.get("level"), evidence.get("peak")
     if isinstance(level, float) and isinstance(peak, float) and peak > level:
         values = f"from {fmt(level)} to {fmt(peak)}"

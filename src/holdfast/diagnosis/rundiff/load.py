@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -25,32 +26,32 @@ _ALIASES = {
 }
 
 
-def load(path: str | os.PathLike[str]) -> ComparedRun:
-    """Load the run at `path`. Raise a HoldfastError if it cannot be read."""
+def load(path: str | os.PathLike[str], mapping: Mapping[str, str] | None = None) -> ComparedRun:
+    """Load the run at `path`. `mapping` is signal -> column of its log. Raise a HoldfastError if it cannot be read."""
     place = Path(path)
     if not place.exists():
         raise RunDirError(
             f"{path}: no such file or folder; name a run directory, or a log that `holdfast diagnose` reads"
         )
-    run = rundir.load(place) if place.is_dir() and rundir.is_run(place) else from_table(_import(place))
+    run = rundir.load(place) if place.is_dir() and rundir.is_run(place) else from_table(_import(place, mapping))
     complete(run)
     return run
 
 
-def _import(place: Path) -> Table:
+def _import(place: Path, mapping: Mapping[str, str] | None) -> Table:
     journal = RunDir(place).journal.name
     try:
         # A late import: it loads the importer of every format.
         from holdfast.diagnosis.importers import read
 
-        tables = [table for table in read(place) if len(table)]
+        tables = [table for table in read(place, mapping=mapping or None) if len(table)]
     except LogRefused as error:
         inside = sorted(child.parent.name for child in place.glob(f"*/{journal}")) if place.is_dir() else []
         if inside:
             message = f"{place} is not a run directory: it has no {journal}; did you mean {place / inside[0]}?"
             raise RunDirError(message) from None
-        reason = re.split(r"\. [^.]*\b[Tt]ry --map ", error.reason)[0]  # `holdfast diff` has no --map
-        raise LogRefused(error.path, f"{reason}; name a run directory or another log") from None
+        cure = "" if error.reason.startswith("--map") else "; name a run directory or another log"
+        raise LogRefused(error.path, error.reason + cure) from None
     if not tables:
         raise LogRefused(str(place), "it has no training records; name a run directory or a log with losses")
     longest = max(tables, key=len)

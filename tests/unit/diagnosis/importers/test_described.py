@@ -187,7 +187,7 @@ def test_mapping_holds_for_evaluations_and_steps_of_any_format(tmp_path):
 
 
 def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
-    mine = LogDescription(name="mine", description="x", markers=("@@",), record=r"^@@ (?P<step>\d+) (?P<loss>[\d.]+)$")
+    mine = LogDescription(name="mine", description="x", record=r"^@@ (?P<step>\d+) (?P<loss>[\d.]+)$")
     points = [
         SimpleNamespace(name="mine", load=lambda: mine),
         EntryPoint("broken", "no.such.module:x", "holdfast.formats"),
@@ -206,3 +206,54 @@ def test_the_console_of_keras_is_read_by_epochs_with_its_validation(tmp_path):
     assert (table.unit, table.step.tolist()) == ("epoch", list(range(1, N + 1)))
     assert table.series("loss").value.tolist() == [loss(i) for i in range(N)]
     assert table.evals["val_loss"].value.tolist() == [9.5] * N
+
+
+UNKNOWN = {
+    "counter_without_a_name": (lambda i, v: f"| epoch   1 | {i * 10:5d}/ 9999 batches | lr 20.00 | loss {v:5.2f}", 10, "step"),
+    "number_in_front": (lambda i, v: f"[{i}]\ttrain-logloss:{v:.5f}\tvalid-logloss:{v + 1:.5f}", 1, "step"),
+    "value_at_a_step": (lambda i, v: f"2017-08-18 02:43:53,914:\tLoss at step {i}: {v:.6f}", 1, "step"),
+    "losses_by_custom": (lambda i, v: f"(epoch: 1, iters: {i * 10}, time: 2.4) D_A: {v / 2:.3f} G_A: {v / 2:.3f}", 10, "step"),
+    "list_of_losses": (lambda i, v: f"INFO Losses: [{v / 2:.4f}, {v / 2:.4f}], step: {i}, lr: 0.0001", 1, "step"),
+    "chinese": (lambda i, v: f"INFO \u635f\u5931\uff1a{v:.4f}\uff0c\u6b65\u6570\uff1a{i}\uff0c\u5b66\u4e60\u7387\uff1a0.0001", 1, "step"),
+    "rows_below_a_header": (lambda i, v: f"{i:<9} {v:<11.6f} {v + 1:<11.6f} 00:12", 1, "epoch"),
+    "rows_of_markdown": (lambda i, v: f"| {i} | {v:.4f} | {v + 1:.4f} |", 1, "epoch"),
+    "sum_among_numbers": (lambda i, v: f" {i}/99  4.5G  {v / 4:.4f}  {v * 3 / 4:.4f}  {v:.4f}  78", 1, "epoch"),
+    "step_in_thousands": (lambda i, v: f"INFO train.py:357 step:{i}K smpl:3M loss:{v:.3f} grdn:8.4 lr:1.0e-05", 1000, "step"),
+}  # fmt: skip
+HEADERS = {
+    "rows_below_a_header": "epoch     train_loss  valid_loss  time",
+    "rows_of_markdown": "| epoch | train_loss | val_loss |\n|---|---|---|",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_log_of_unknown_origin_is_read_as_a_person_reads_it(tmp_path, name):
+    line, factor, unit = UNKNOWN[name]
+    wanted = [5 - 0.05 * i for i in range(1, 41)]
+    lines = [HEADERS.get(name, ""), *(line(i, value) for i, value in enumerate(wanted, 1))]
+    (tmp_path / "log").write_text("\n".join(lines).lstrip("\n") + "\n")
+    (table,) = read(tmp_path / "log")
+    assert table.unit == unit
+    assert table.step.tolist() == [factor * i for i in range(1, 41)]
+    assert table.series("loss").value.tolist() == pytest.approx(wanted, abs=0.01)
+    if "valid" in lines[0] + lines[-1] or "val_loss" in lines[0]:
+        assert len(table.evals) == 1
+
+
+def test_batches_of_another_total_after_an_epoch_are_an_evaluation(tmp_path):
+    lines = []
+    for epoch in range(1, 6):
+        lines += [f"Epoch {epoch}/5", *(f"step {i * 10}/60 - loss: {5 - epoch / 2:.4f}" for i in range(1, 7))]
+        lines += ["Eval begin...", *(f"step {i * 10}/20 - loss: {6 - epoch / 2:.4f}" for i in range(1, 3))]
+    (tmp_path / "log").write_text("\n".join(lines))
+    (table,) = read(tmp_path / "log")
+    assert table.step.tolist() == [10.0 * i for i in range(1, 31)]
+    assert table.evals["eval_loss"].value.tolist() == [6 - epoch / 2 for epoch in range(1, 6) for _ in range(2)]
+
+
+def test_a_metric_on_the_line_after_a_record_belongs_to_it(tmp_path):
+    lines = [line for i in range(30) for line in (f"epoch: 0|step: {i}|loss: 0.{i}1", f"average reward score: {i}.5")]
+    (tmp_path / "log").write_text("\n".join(lines))
+    (table,) = read(tmp_path / "log")
+    assert len(table) == 30
+    assert table.series("reward").value.tolist() == [i + 0.5 for i in range(30)]

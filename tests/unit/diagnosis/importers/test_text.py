@@ -140,9 +140,10 @@ def test_a_line_with_an_extra_number_does_not_shift_the_values_of_other_lines(tm
     lines[20] = "step:2 0/99 train_loss:20.5 train_time:20ms step_avg:1.00ms"
     lines[21] = "step:21/99 train_loss:21.5 train_time:ms step_avg:1.00ms"
     table = read_one(write(tmp_path, "\n".join(lines)))
-    steps = dict(zip(table.step.tolist(), table.columns["loss"].tolist(), strict=True))
-    assert all(loss == step + 0.5 for step, loss in steps.items())
-    assert len(steps) >= 48
+    rows = list(zip(table.step.tolist(), table.columns["loss"].tolist(), strict=True))
+    assert [(step, loss) for step, loss in rows if loss not in (20.5, 21.5)] == [
+        (i, i + 0.5) for i in range(50) if i not in (20, 21)
+    ]
 
 
 def test_events_and_evaluations_get_the_step_of_the_record_before_them(tmp_path, monkeypatch):
@@ -157,7 +158,7 @@ def test_events_and_evaluations_get_the_step_of_the_record_before_them(tmp_path,
         assert table.step.tolist() == list(range(3000))
         assert values(table, "loss") == [i % 97 + 0.25 for i in range(3000)]
         assert [(event.step, event.kind) for event in table.events] == [(99, "overflow"), (2498, "oom")]
-        assert table.evals["val_loss"].step.tolist() == [2597]
+        assert table.evals["validation loss"].step.tolist() == [2597]
 
 
 def test_records_without_a_step_are_numbered_across_chunks(tmp_path, monkeypatch):
@@ -201,13 +202,13 @@ def test_nanogpt_variants_and_evaluations(tmp_path):
     table = read_one(write(tmp_path, text))
     assert math.isnan(values(table, "loss")[1])
     assert values(table, "seconds") == pytest.approx([23.21837, 0.19377])
-    assert table.evals["val_loss"].value.tolist() == [4.4402]
-    assert "train_estimate" in table.evals
-    llmc = read_one(write(tmp_path, "s:0 tel:10.9\ns:0 trl:10.8\ns:1 trl:10.7\n"))
-    assert values(llmc, "loss") == [10.8, 10.7]
-    assert llmc.evals["val_loss"].value.tolist() == [10.9]
-    words = read_one(write(tmp_path, "0 val 10.9\n0 hella 0.25\n0 train 10.8\n1 train 10.7\n"))
-    assert values(words, "loss") == [10.8, 10.7]
+    assert table.evals["val loss"].value.tolist() == [4.4402]
+    assert table.evals["epoch_mean/loss"].value.tolist() == [4.4501]
+    llmc = read_one(write(tmp_path, "s:0 tel:10.9\ns:0 trl:10.8\ns:1 trl:10.7\ns:2 trl:10.6\n"))
+    assert values(llmc, "loss") == [10.8, 10.7, 10.6]
+    assert llmc.evals["tel"].value.tolist() == [10.9]
+    words = read_one(write(tmp_path, "0 val 10.9\n0 hella 0.25\n0 train 10.8\n1 train 10.7\n2 train 10.6\n"))
+    assert values(words, "loss") == [10.8, 10.7, 10.6]
 
 
 def test_megatron_distinguishes_an_omitted_nan_from_a_skipped_step(tmp_path):
@@ -221,7 +222,7 @@ def test_megatron_distinguishes_an_omitted_nan_from_a_skipped_step(tmp_path):
     table = read_one(write(tmp_path, "\n".join(lines)))
     assert table.present["loss"].tolist() == [True, False, True]
     assert math.isnan(table.columns["loss"][2])
-    assert {"nan_hidden", "skipped_hidden", "stale_grad_norm"} <= limit_codes(table)
+    assert {"nan_hidden", "skipped_hidden"} <= limit_codes(table)
     assert table.evals["validation_loss"].value.tolist() == [7.5]
 
 
@@ -263,7 +264,6 @@ def test_hf_console_has_no_step_and_reports_lines_missing_by_the_progress_bar(tm
     assert {"no_step", "lines_lost"} <= limit_codes(table)
     assert table.evals["eval_loss"].value.tolist() == [2.5]
     assert values(table, "loss")[-1] == 99.5
-    assert table.columns["progress"][-1] == at
 
 
 def test_redrawn_progress_bar_counts_once(tmp_path):

@@ -11,21 +11,27 @@ from itertools import islice
 STEP_NAMES = (
     "step", "global_step", "trainer_global_step", "iteration", "iter", "current_steps", "num_updates", "steps", "it",
     "global_steps", "train_step", "optimizer_step", "update", "updates", "itr", "n_iter", "iterations", "iters", "num_iters",
-    "batch", "batch_i", "minibatch", "batches", "index",
+    "training_iteration", "learning_iteration", "env_step", "up", "batch", "batch_i", "batch_id",
+    "batch_idx", "minibatch", "batches", "index",
 )  # fmt: skip
 """Names of the step column, most likely first."""
-COARSE_STEPS = {"epoch": "epoch", "epochs": "epoch", "progress_tick": "tick", "tick": "tick"}
+COARSE_STEPS = {
+    "epoch": "epoch", "epochs": "epoch", "e": "epoch", "ep": "epoch", "progress_tick": "tick", "tick": "tick",
+    "episode": "step", "episodes": "step", "game": "step", "round": "step", "generation": "step", "s": "step",
+}  # fmt: skip
 """Columns that count the records of a log without a step, and the unit that they count."""
 
 _LOSS_NAMES = (
     "loss", "lm_loss", "loss_train_total", "total_loss", "loss_step", "train_loss", "loss_total", "mean_loss", "avg_loss",
     "loss_mean", "lm_loss_value", "ce_loss", "cross_entropy", "cross_entropy_loss", "nll", "nll_loss", "objective",
     "loss_avg", "batch_loss", "step_loss", "loss_tok", "main_loss", "loss_loss", "crossentropyloss", "xent", "loss_epoch",
-    "running_loss", "smoothed_loss", "average_loss", "train_crossentropyloss",
+    "running_loss", "smoothed_loss", "average_loss", "train_crossentropyloss", "train_ce_loss", "cost", "reduced_train_loss",
+    "logloss",
 )  # fmt: skip
 _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gnorm", "gradient_norm", "global_grad_norm", "gradnorm", "total_grad_norm", "grad_norm_step",
-                  "grads_norm", "l2_norm_grad_global", "optim_total_grad_norm", "loss_metrics_grad_norm", "norm_grad"),
+                  "grads_norm", "l2_norm_grad_global", "optim_total_grad_norm", "loss_metrics_grad_norm", "norm_grad",
+                  "grad", "grdn"),
     "lr": ("lr", "learning_rate", "lrate", "current_lr", "lr_0", "optim_learning_rate_group0", "learningrate"),
     "loss_scale": ("loss_scale", "scale", "grad_scale", "scaler_scale", "lossscale", "amp_scale"),
     "update_rms": ("update_rms", "rms_update"),
@@ -43,20 +49,27 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
                     "memory_peak_allocated_mem"),
     "batch_size": ("batch_size", "global_batch_size"),
     "sequence_length": ("sequence_length", "seq_len", "seqlen", "seq_length"),
-    "epoch": ("epoch", "epochs"),
+    "epoch": ("epoch", "epochs", "ep"),
+    "nan_iterations": ("nan_iterations", "number_of_nan_iterations"),
     "skipped": ("skipped", "skipped_steps", "number_of_skipped_iterations", "skipped_iterations", "skipped_step"),
 }  # fmt: skip
 _MILLISECOND_NAMES = {"step_time_ms", "dt", "dt_ms", "iter_time_ms", "ms_per_step", "time_ms"}
 _EVAL_NAME = re.compile(
     r"(^|[/_\-. ])(val|valid|validation|eval|evaluation|test|dev|predict|prediction|heldout|ppl_eval)([/_\-. ]|\d|$)"
-    r"|^(val|eval|test|valid)(loss|acc)|^va_|^te_",
+    r"|^(val|eval|test|valid)(loss|acc)|^va_|^te_|^tel$",
     re.IGNORECASE,
 )
 _REWARD_NAME = re.compile(
-    r"(^|_)(ep_?rew_?mean|averageepret|mean_(\w+_)?reward|reward_mean|episode_reward_mean|avg_reward|average_return"
-    r"|ep_?reward|episode_reward|episode_return|mean_return|ep_return|reward|epret)$"
+    r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
 )
-_NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func")
+_NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
+_LOSS_BY_CUSTOM = re.compile(
+    r"^(total|train|trl|elbo|learn|objf|energy|(\w+_)?(rmse|mse|mae|error|bce|xent|cross_entropy))$"
+)
+_PART_BY_CUSTOM = re.compile(
+    r"(^|_)(d|g|err_?[dg]|gan|adv|real|fake|cycle|cyc|idt|identity|l1|l2|rec|recon\w*|kl|kld|ce|box|obj|cls|dfl|mel|fm|vgg)"
+    r"(_|$)"
+)
 _PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)$")
 _LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|loss$")
 _RATIO_OF_LOSS = re.compile(
@@ -118,6 +131,14 @@ def is_part_of_loss(name: str) -> bool:
 @lru_cache(maxsize=4096)
 def is_perplexity(name: str) -> bool:
     return _PERPLEXITY.search(snake_case(name)) is not None
+
+
+def pick_customary_losses(names: Iterable[str]) -> list[str]:
+    """Return the columns that are losses by custom, though no name says so: a total such as the error, or parts."""
+    keys = {name: _TRAIN_AFFIX.sub("", snake_case(name)) for name in names if not is_eval(name)}
+    totals = [name for name, key in keys.items() if _LOSS_BY_CUSTOM.search(key)]
+    parts = [name for name, key in keys.items() if _PART_BY_CUSTOM.search(key)]
+    return totals[:1] or (parts if len(parts) > 1 else [])
 
 
 def pick_loss(names: Iterable[str]) -> str | None:

@@ -8,18 +8,20 @@ a step but no metric gives its step to the records after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from holdfast.diagnosis.importers.reading.column_names import (
+    COARSE_STEPS,
     canonical_column,
     is_eval,
     is_part_of_loss,
     is_perplexity,
     is_step,
     loss_rank,
+    pick_customary_losses,
     pick_reward,
     snake_case,
 )
@@ -29,37 +31,64 @@ HEADING = "_heading_"
 """prefix of the step or epoch on a line without a metric; it belongs to the records after the line"""
 STEPS_OF_EPOCH = "_steps_of_epoch"
 MAX_LINE_BYTES = 6000
+LEAD = "_lead"
+"""a number without a name at the start of a record: its step, if it counts"""
+_NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
+_WORD = rb"(?!of\b)[A-Za-z_][\w/.\-@]*+(?:'s)?"
 _PAIR = re.compile(
-    rb"(?<![\w./\-])\[?['\"]?([A-Za-z_][\w/.\-]*+(?: [A-Za-z_][\w/.\-]*+)??)(?: ?\((?:ms|s|train|val|test)\))?['\"]?\]?"
-    rb"(?:\s*+[:=]\s*+|\s++)['\"\[(]{0,2}\s*+"
-    rb"([-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity))(k|M|B)?(?:\s*+/\s*+(\d{1,15}))?"
-    rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it)?(?:[^\w.:]|[.:]?(?:\s|$)))"
+    rb"(?<![\w./\-])['\"]?("
+    + _WORD
+    + rb"(?: "
+    + _WORD
+    + rb")??)(?: so far)?(?: ?\((?:ms|s|train|val|test)\))?['\"]?\]?"
+    rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
+    rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
+    rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
+    rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:\s|$)))"
 )
-_BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})\s*/\s*(\d{1,15})\s*\]")
-_PROGRESS_BAR = re.compile(rb"(?<![\d/])(\d{1,15})/(\d{1,15}|\?) \[")
+_NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
+_BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
+_COUNTER = re.compile(
+    rb"(?<![\w./:\-])(\d{1,15})\s?/\s*(\d{1,15}|\?)"
+    rb"(?= \[|[\])]| \(| \||\s+(?:batches|steps|iterations|iters|updates)\b|, loss)"
+)
+_GLUED = re.compile(rb"(?<![A-Za-z])(epoch|step|iter)_?(\d{1,15})(?=[/:,\s\]]|$)", re.IGNORECASE)
+_VALUE_AT = re.compile(
+    rb"("
+    + _WORD
+    + rb") (?:at|in|after|of|for) (?:global )?(step|iteration|iter|batch|epoch|episode) (\d{1,15}) ?[:=,]? ?"
+    rb"(?:is |was )?(?=(" + _NUMBER + rb"))"
+)
+_LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|(?= \w+ [\d.]+$)))")
 _EVAL_WORD = re.compile(
     rb"(?<![\w/.\-])(val|valid|validation|validate|validating|dev|test|testing|eval|evaluation|evaluating|evaluate|heldout)"
     rb"(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
 )
-_NO_RECORD = re.compile(rb"(?<!\w)(?:best|lowest|improved|so far|final|early stopping|patience)(?!\w)", re.IGNORECASE)
+_NO_RECORD = re.compile(
+    rb"(?<!\w)(?:train_runtime|best|lowest|improved|final|early stopping|patience)(?!\w)", re.IGNORECASE
+)
 _CODE = re.compile(
-    rb"^\s*(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
+    rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
     rb"|self\.|\{\w+[:}]|^\s*\w+ = |\)\.|(?<!=)==(?!=)|^\s+\w+\("
 )
-_METRIC_WORDS = (
+METRIC_WORDS = (
     b"loss", b"Loss", b"LOSS", b"nll", b"erplexity", b"ppl", b"PPL", b"cost", b"objective", b"eward", b"rew", b"eturn",
     b"EpRet", b"xent", b"Entropy",
 )  # fmt: skip
-_HEADING_WORDS = (b"tep", b"STEP", b"poch", b"EPOCH", b"ter", b"pdate", b"atch")
+_HEADING_WORDS = (b"tep", b"STEP", b"poch", b"EPOCH", b"ter", b"pdate", b"atch", b"/it", b"it/")
 _EVAL_METRIC = re.compile(
-    r"loss|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap", re.I
+    r"^(val|valid|validation|test|dev|eval|tel)$|"
+    r"loss|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
+    re.I,
 )
 _TEXT_BEFORE_NAME = {
     "info", "debug", "warning", "the", "and", "with", "train", "training", "batch", "avg", "average", "mean", "total",
     "running", "current", "smoothed", "epoch", "step", "iter", "iteration", "main", "root", "at", "in", "on", "of",
     "for", "global",
 }  # fmt: skip
+_STATE_COLUMNS = {"lr", "grad_norm", "loss_scale", "skipped", "batch_size", "weight_norm"}
+"""two of these make a record of a line without a loss: some logs leave NaN out, or print the loss on another line"""
 _OTHER_COUNTS = {
     "total",
     "max",
@@ -76,7 +105,9 @@ _OTHER_COUNTS = {
     "last",
     "best",
 }
-_FACTORS = {None: 1.0, b"k": 1e3, b"M": 1e6, b"B": 1e9}
+_STOP_WORDS = {"value", "executed", "done", "completed", "no", "number"}
+"""words after a counter: `Steps executed: 100`"""
+_FACTORS = {None: 1.0, b"k": 1e3, b"K": 1e3, b"M": 1e6, b"B": 1e9}
 
 
 @dataclass(frozen=True)
@@ -85,32 +116,24 @@ class LogDescription:
 
     name: str
     description: str
-    markers: tuple[str, ...] = ()
-    """texts of which every such log holds one"""
+    signature: str = ""
+    """pattern that only logs of this format hold; then the generic reader reads them under this name"""
     record: str = ""
     """pattern of a training record; without it, any line with a loss"""
     evaluation: str = ""
     """pattern of an evaluation line; without it, a line that says so. The group `name` names the data"""
-    ignore: str = ""
-    """pattern of lines that are no records"""
-    continues: str = ""
-    """pattern of the start of a line that belongs to the record on the lines before it"""
-    boxes: bool = False
-    """a record is a box with a name and a value on each line"""
     columns: Mapping[str, str] = field(default_factory=dict)
     """name in the log -> Holdfast's column; an empty column is not read"""
-    parts: tuple[str, ...] = ()
-    """columns whose sum is the loss"""
-    unit: str = "step"
-    """what the group `step` counts"""
     counts_within_epoch: bool = True
     """the step may restart with every epoch"""
+    first_step: int = 0
+    """number of the first record if the records have no step"""
     averaged: str = ""
     """what a logged loss is a mean of"""
-    decides: bool = False
-    """a log with a few such records is of this format, whatever other lines it holds"""
 
 
+NAMED, CUSTOMARY, ANY = "named", "customary", "any"
+"""which lines of an unknown log are records: with a named loss, with a loss by custom, with any metric and a step"""
 GENERIC = LogDescription(
     name="generic_text",
     description="any text with `key: value`, `key=value` or `key value` and a loss in its lines",
@@ -129,20 +152,38 @@ class Pair(NamedTuple):
 
 
 def find_pairs_of_any_name(line: bytes) -> Iterator[Pair]:
-    for match in _PAIR.finditer(line):
-        end = match.end(2)
+    start = 0
+    if (at := _VALUE_AT.search(line)) is not None:  # `Loss at step 100: 2.5` is read as `step 100 Loss: 2.5`
+        start, end = at.end(), at.end() + len(at[4].rstrip(b".,"))
+        yield Pair(at[2].decode(), *at.span(3), 1.0, (-1, -1), at.start(1))
+        if parse_number(line[start:end]) is not None:
+            yield Pair(_resolve(at[1]), start, end, 1.0, (-1, -1), at.start(1))
+    for match in _PAIR.finditer(line, start):
+        end = match.end(3)
         while line[end - 1 : end] in (b",", b"."):
             end -= 1
-        if parse_number(line[match.start(2) : end]) is not None:
-            factor = _FACTORS[match[3]]
-            yield Pair(_resolve(match[1]), match.start(2), end, factor, match.span(4), match.start(1))
+        if parse_number(line[match.start(3) : end]) is None:
+            continue
+        name, factor = _resolve(match[1]), _FACTORS[match[4]]
+        if match[2] is not None:
+            yield Pair(LEAD, *match.span(2), 1.0, (-1, -1), match.start(1))
+        if name.lower().endswith("losses") and (following := _NEXT_IN_LIST.match(line, end)) is not None:
+            yield Pair("loss_0", match.start(3), end, factor, (-1, -1), match.start(1))
+            number = 1
+            while following is not None:
+                yield Pair(f"loss_{number}", *following.span(1), factor, (-1, -1), match.start(1))
+                number, following = number + 1, _NEXT_IN_LIST.match(line, following.end())
+        else:
+            yield Pair(name, match.start(3), end, factor, match.span(5), match.start(1))
 
 
 @lru_cache(maxsize=8192)
 def _resolve(key: bytes) -> str:
     """Return the name that a person takes from one or two words before a number: `INFO step` is `step`."""
-    full = key.decode("utf-8", "replace")
+    full = key.decode("utf-8", "replace").replace("'s", "")
     first, _, last = full.partition(" ")
+    if last.lower() in _STOP_WORDS:
+        return first
     if not last or is_eval(full) or is_step(full) or loss_rank(full) is not None or canonical_column(full)[0] != full:
         return full
     if is_step(last):
@@ -152,41 +193,37 @@ def _resolve(key: bytes) -> str:
     return full
 
 
-def line_parser(description: LogDescription, mapping: Mapping[str, str] | None) -> Callable[[bytes], ParsedLine | None]:
+def line_parser(
+    description: LogDescription, mapping: Mapping[str, str] | None, accept: str = NAMED
+) -> Callable[[bytes], ParsedLine | None]:
     """Return the parser of a format. `mapping` is the user's: signal -> name in the log."""
     mapped = {column: signal for signal, column in (mapping or {}).items()}
     columns = {**description.columns, **mapped}
-    record, evaluation, ignore = (
-        re.compile(pattern.encode()) if pattern else None
-        for pattern in (description.record, description.evaluation, description.ignore)
+    record, evaluation = (
+        re.compile(pattern.encode()) if pattern else None for pattern in (description.record, description.evaluation)
     )
     is_generic = record is None
-    words = tuple(name.encode() for name in mapped) or _METRIC_WORDS
+    words = tuple(name.encode() for name in mapped) or METRIC_WORDS
 
     def parse(line: bytes) -> ParsedLine | None:
-        if len(line) > MAX_LINE_BYTES or (ignore is not None and ignore.search(line)):
+        if len(line) > MAX_LINE_BYTES:
             return None
         head = record.search(line) if record is not None else None
         held_out = evaluation.search(line) if evaluation is not None else None
         if record is not None and head is None and held_out is None:
             return None
         if is_generic and held_out is None:
-            has_metric = any(word in line for word in words)
-            if not has_metric and not any(word in line for word in _HEADING_WORDS):
+            if accept == NAMED and not any(word in line for word in (*words, *_HEADING_WORDS)):
                 return None
             if not mapped and _CODE.search(line) is not None:
                 return None
         named = head.re.groupindex if head is not None and held_out is None else {}
         fixed = {name: Field(name, *head.span(name)) for name in named if head is not None and head[name] is not None}
-        if "steps_of_epoch" in fixed:
-            fixed[STEPS_OF_EPOCH] = fixed.pop("steps_of_epoch")._replace(name=STEPS_OF_EPOCH)
-        line_record = _LineRecord(line, columns, fixed)
+        line_record = _LineRecord(line, columns, fixed, accept)
         if held_out is not None:
             name = held_out.groupdict().get("name") or b"eval"
             return line_record.as_evaluation(name.decode().lower(), every_metric=True)
-        if head is not None:
-            return line_record.as_record(only=True)
-        return line_record.as_record(only=False)
+        return line_record.as_record(only=head is not None)
 
     return parse
 
@@ -194,28 +231,33 @@ def line_parser(description: LogDescription, mapping: Mapping[str, str] | None) 
 class _LineRecord:
     """Sorts the pairs of one line into step, epoch, loss and other columns."""
 
-    def __init__(self, line: bytes, columns: Mapping[str, str], fixed: dict[str, Field]) -> None:
+    def __init__(self, line: bytes, columns: Mapping[str, str], fixed: dict[str, Field], accept: str) -> None:
         self.line = line
         self.train: dict[str, Field] = dict(fixed)
         self.evals: dict[str, Field] = {}
         self.first_metric = len(line)
         self.has_loss = bool({"loss", "ppl"} & set(fixed))
         spans = {(field.start, field.end) for field in fixed.values()}
-        best: int | None = -1 if "loss" in fixed or "loss" in columns.values() else None
+        is_given = any(column == "loss" and name.encode() in line for name, column in columns.items())
+        best: int | None = -1 if "loss" in fixed or is_given else None
         step_is_global = "step" in fixed
+        self.taken = list(spans)
+        self.step_is_size = False  # `batch 16` may be the size of a batch: any counter outranks it
         for pair in find_pairs_of_any_name(line):
+            self.taken.append((pair.start, max(pair.end, pair.total[1])))
             name, found = pair.name, Field(pair.name, pair.start, pair.end, pair.factor)
             if (pair.start, pair.end) in spans:
                 continue
             if name in columns:
                 column = columns[name]
                 if column and column not in fixed:
-                    self.train[column] = found._replace(name=column)
+                    self.train[column] = found._replace(name=column, factor=self._factor(pair, column, 1.0))
                     self._see_metric(pair, column in ("loss", "ppl", "reward"), column)
             elif is_step(name):
                 is_global = snake_case(name).startswith("global")
-                if "step" not in self.train or (is_global and not step_is_global):
+                if "step" not in self.train or (is_global and not step_is_global) or self._is_fraction("step", pair):
                     step_is_global = is_global
+                    self.step_is_size = snake_case(name) == "batch" and pair.total[0] < 0
                     self.train["step"] = found._replace(name="step")
                     self.train.pop(STEPS_OF_EPOCH, None)
                     if pair.total[0] >= 0 and not is_global:
@@ -229,7 +271,16 @@ class _LineRecord:
                     best, self.train["loss"] = rank, found._replace(name="loss")
             else:
                 self._add_other(pair, found)
-        self._read_brackets()
+        self._read_counters()
+        counters = {name for name in self.train if name in ("step", LEAD) or snake_case(name) in COARSE_STEPS}
+        if not self.has_loss and accept != NAMED and counters:
+            others = self.train.keys() - counters - {STEPS_OF_EPOCH}
+            self.has_loss = bool(pick_customary_losses(others) if accept == CUSTOMARY else others)
+
+    def _is_fraction(self, name: str, other: Pair) -> bool:
+        """Return whether a number has a point and another, which would do instead, has none."""
+        field = self.train[name]
+        return b"." in self.line[field.start : field.end] and b"." not in self.line[other.start : other.end]
 
     def _see_metric(self, pair: Pair, is_loss: bool, column: str = "") -> None:
         self.has_loss |= is_loss
@@ -243,17 +294,36 @@ class _LineRecord:
         is_loss = is_part_of_loss(pair.name) or is_perplexity(pair.name) or column == "reward"
         if column != "epoch" and (is_loss or _EVAL_METRIC.search(pair.name)):
             self._see_metric(pair, is_loss)
-        self.train.setdefault(column, found._replace(name=column, factor=factor * found.factor))
+        if pair.name == "time" and self._is_in_milliseconds(pair):
+            column = "seconds"
+        factor = self._factor(pair, column, factor)
+        self.train.setdefault(column, found._replace(name=column, factor=factor))
 
-    def _read_brackets(self) -> None:
-        """Read `[epoch][step/total]`, and the count of a progress bar."""
+    def _factor(self, pair: Pair, column: str, factor: float) -> float:
+        return 1e-3 if column == "seconds" and self._is_in_milliseconds(pair) else factor * pair.factor
+
+    def _is_in_milliseconds(self, pair: Pair) -> bool:
+        return self.line[pair.end : pair.end + 2] == b"ms" or b"(ms)" in self.line[pair.key_start : pair.start]
+
+    def _read_counters(self) -> None:
+        """Read counters without a name: `[epoch][step/total]`, `step/total batches`, a progress bar, `[step]` in front."""
         if "step" not in self.train and (match := _BRACKETS.search(self.line)) is not None:
             names = ("epoch", "step", STEPS_OF_EPOCH)
-            self.train |= {name: Field(name, *match.span(i)) for i, name in enumerate(names, 1)}
-        if "step" not in self.train and (match := _PROGRESS_BAR.search(self.line)) is not None:
-            self.train["step"] = Field("step", *match.span(1))
-            if match[2] != b"?":
-                self.train[STEPS_OF_EPOCH] = Field(STEPS_OF_EPOCH, *match.span(2))
+            self.train |= {name: Field(name, *match.span(i)) for i, name in enumerate(names, 1) if match[i]}
+        if "step" not in self.train or self.step_is_size:
+            for match in _COUNTER.finditer(self.line):
+                if any(start <= match.start() < end for start, end in self.taken):
+                    continue
+                self.train["step"] = Field("step", *match.span(1))
+                self.step_is_size = False
+                if match[2] != b"?":
+                    self.train[STEPS_OF_EPOCH] = Field(STEPS_OF_EPOCH, *match.span(2))
+                break
+        if not {"step", "epoch"} & self.train.keys() and (match := _GLUED.search(self.line)) is not None:
+            name = "epoch" if match[1].lower() == b"epoch" else "step"
+            self.train[name] = Field(name, *match.span(2))
+        if "step" not in self.train and (match := _LEADING.match(self.line)) is not None:
+            self.train.setdefault(LEAD, Field(LEAD, *match.span(1 if match[1] else 2)))
 
     def as_record(self, *, only: bool) -> ParsedLine | None:
         """Return the training record, or the evaluation that the line says it is. `only`: the format knows its records."""
@@ -264,13 +334,16 @@ class _LineRecord:
                 return self.as_evaluation(word[1].decode().lower(), every_metric=False)
             if _NO_RECORD.search(self.line, 0, self.first_metric) is not None:
                 return None
-            if not self.has_loss:
+            if not self.has_loss and not self._shows_state():
                 return self._as_series()
         fields = (*self.train.values(), *(field for name, field in self.evals.items() if _EVAL_METRIC.search(name)))
-        return ParsedLine(TRAIN, fields) if self.train.keys() - {"step", "epoch"} else None
+        return ParsedLine(TRAIN, fields) if self.train.keys() - {"step", "epoch", LEAD} else None
+
+    def _shows_state(self) -> bool:
+        return "step" in self.train and len(_STATE_COLUMNS & self.train.keys()) > 1
 
     def as_evaluation(self, word: str, *, every_metric: bool) -> ParsedLine | None:
-        skipped = {"step", "epoch", STEPS_OF_EPOCH, "lr", "seconds", "tokens_per_second"}
+        skipped = {"step", "epoch", STEPS_OF_EPOCH, LEAD, "lr", "seconds", "tokens_per_second"}
         fields = [
             field._replace(name=f"{word}_{name}")
             for name, field in self.train.items()
@@ -287,60 +360,6 @@ class _LineRecord:
         evals = [field for name, field in self.evals.items() if _EVAL_METRIC.search(name)]
         if evals:
             return ParsedLine(EVAL, (*([self.train["step"]] if "step" in self.train else []), *evals))
-        heading = [self.train[name]._replace(name=HEADING + name) for name in ("step", "epoch") if name in self.train]
+        names = ("step", "epoch", STEPS_OF_EPOCH)
+        heading = [self.train[name]._replace(name=HEADING + name) for name in names if name in self.train]
         return ParsedLine(EVAL, tuple(heading)) if heading else None
-
-
-_BOX_ROW = re.compile(
-    rb"\n\|[ \t]{0,60}+([^|\s][^|\n]{0,80}?)[ \t]{0,60}+\|[ \t]{0,60}+"
-    rb"([-+]?[\d.][^|\s]{0,30}|nan|inf|)[ \t]{0,60}+\|(?=\n|$)"
-)
-_INDENTED_PAIR = re.compile(
-    rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?"
-    rb"(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*[-+]?(?:\d|nan|inf)[^\n]{0,40}(?:\n|$))"
-)
-_HOLD_BYTES = 64 << 10
-
-
-def line_joiner(description: LogDescription, sample: bytes) -> Callable[[Iterable[bytes]], Iterator[bytes]] | None:
-    """Return a function that puts records of several lines on one line; None if the log has none."""
-    if description.continues:
-        pattern, replacement = re.compile(rb"\n(?=" + description.continues.encode() + rb")"), b" "
-    elif (description.boxes or not description.record) and len(_BOX_ROW.findall(sample[: 1 << 20])) >= 4:
-        pattern, replacement = _BOX_ROW, rb" \1: \2,"
-    elif not description.record and _has_indented_records(sample[: 1 << 20]):
-        pattern, replacement = _INDENTED_PAIR, b" "
-    else:
-        return None
-
-    def join(chunks: Iterable[bytes]) -> Iterator[bytes]:
-        held = b""
-        for chunk in chunks:
-            chunk = held + b"\n" + chunk if held else chunk
-            # The last record may continue in the next chunk: hold back the last lines.
-            at = max(0, len(chunk) - _HOLD_BYTES)
-            at = chunk.find(b"\n", at) if at else _last_start(chunk, pattern)
-            while at > 0 and pattern.match(chunk, at) is not None:
-                at = chunk.find(b"\n", at + 1)
-            held, chunk = (chunk[at + 1 :], chunk[:at]) if at > 0 else (chunk, b"")
-            if chunk:
-                yield pattern.sub(replacement, chunk)
-        if held:
-            yield pattern.sub(replacement, held)
-
-    return join
-
-
-def _last_start(chunk: bytes, pattern: re.Pattern[bytes]) -> int:
-    """Return the newline before the last line that continues no record; 0 if there is none."""
-    at = chunk.rfind(b"\n")
-    while at > 0 and pattern.match(chunk, at) is not None:
-        at = chunk.rfind(b"\n", 0, at)
-    return max(0, at)
-
-
-def _has_indented_records(sample: bytes) -> bool:
-    """Return whether lines with a single metric, below a line with their step, hold the losses."""
-    matches = list(_INDENTED_PAIR.finditer(sample))
-    lines = [sample[m.end() : sample.find(b"\n", m.end()) % (len(sample) + 1)] for m in matches[:400]]
-    return len(lines) >= 4 and sum(any(word in line for word in _METRIC_WORDS) for line in lines) >= 2

@@ -94,6 +94,20 @@ def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
         table.add_limit("loss_is_log", f"the log has no loss; here the loss is the logarithm of {name}")
 
 
+def restore_hidden_nan(table: Table) -> None:
+    """Set the loss to NaN in records that leave it out and count a NaN instead."""
+    has_loss = table.present.get("loss", np.zeros(len(table), dtype=bool))
+    if has_loss.all() or not table.has("nan_iterations"):
+        return
+    was_nan = (table.columns["nan_iterations"] > 0) & table.present["nan_iterations"] & ~has_loss
+    if was_nan.any():
+        table.columns.setdefault("loss", np.full(len(table), np.nan))[was_nan] = np.nan
+        table.present["loss"] = has_loss | was_nan
+        table.add_limit("nan_hidden", f"{int(was_nan.sum())} records leave the loss out because it was NaN")
+    if without_loss := int((~has_loss & ~was_nan).sum()):
+        table.add_limit("skipped_hidden", f"{without_loss} records have no loss: every step in them was skipped")
+
+
 def normalize(
     table: Table, *, unfold_epochs: bool = True, drop_repeats: bool = True, parts: tuple[str, ...] = ()
 ) -> Table:
@@ -171,7 +185,9 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
         if table.step[at] > table.step[0] + 3 * interval or not len(before) or not len(after) or not np.isfinite(first):
             continue
         old, new = float(np.median(before)), float(np.median(after))
-        fresh[i] = new - old > 0.5 * (first - old) and new - old > 0.15 * max(abs(old), 1e-12) and new > 0.6 * first
+        had_fallen = old < first or abs(new - first) < 0.25 * abs(first)
+        is_back = new - old > 0.5 * (first - old) and new - old > 0.15 * max(abs(old), 1e-12) and new > 0.6 * first
+        fresh[i] = had_fallen and is_back
     return fresh
 
 

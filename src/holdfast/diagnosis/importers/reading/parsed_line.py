@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 TRAIN = "train"
 EVAL = "eval"
-NUMBER = rb"[-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf)"
-"""a regular expression for a number as most logs write it"""
 
 
 class Field(NamedTuple):
@@ -52,19 +49,3 @@ def parse_number(text: bytes) -> float | None:
         return float(text.strip().strip(b"%'\"").replace(b",", b""))
     except ValueError:
         return None
-
-
-def find_pairs(
-    line: bytes, pattern: re.Pattern[bytes], columns: Mapping[bytes, tuple[str, float]], start: int = 0
-) -> list[Field]:
-    """Return a field for each key and number that the pattern finds as groups 1 and 2, from byte `start`.
-
-    `columns` gives column and factor for each key. Other keys are columns of the same name.
-    """
-    fields: dict[str, Field] = {}
-    for match in pattern.finditer(line, start):
-        key = match[1].strip()
-        name, factor = columns.get(key) or (key.decode("utf-8", "replace")[:80], 1.0)
-        if name not in fields and parse_number(match[2]) is not None:
-            fields[name] = Field(name, *match.span(2), factor)
-    return list(fields.values())

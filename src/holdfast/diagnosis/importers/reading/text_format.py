@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,60 +12,56 @@ import numpy as np
 from holdfast.core.base.errors import LogRefused
 from holdfast.core.detectors.out_of_memory import explain, parse
 from holdfast.diagnosis.importers.reading.column_blocks import Floats
-from holdfast.diagnosis.importers.reading.column_names import is_part_of_loss, is_perplexity
-from holdfast.diagnosis.importers.reading.described_line import HEADING, LogDescription, line_joiner, line_parser
+from holdfast.diagnosis.importers.reading.column_names import is_part_of_loss, is_perplexity, pick_customary_losses
+from holdfast.diagnosis.importers.reading.described_line import (
+    ANY,
+    CUSTOMARY,
+    HEADING,
+    NAMED,
+    LogDescription,
+    line_parser,
+)
 from holdfast.diagnosis.importers.reading.log_source import LogSource
-from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize
+from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize, restore_hidden_nan
 from holdfast.diagnosis.importers.reading.parsed_line import LineParser
+from holdfast.diagnosis.importers.reading.rewriting import find_rewriter
 from holdfast.diagnosis.importers.reading.steps import arrange_steps
 from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, LineMerger, TextReader
 from holdfast.diagnosis.model.table import Event, Series, Table, cut_event_text
 
+_DECIDING_BYTES = 256 << 10
+_MIN_CUSTOMARY = 3
+_SCALE = re.compile(r"(?:reducing|dynamic loss scale from [\d.]+) to (\d[\d.]*\d|\d)", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class TextFormat:
-    """One format of text logs. A file that holds none of the `markers` is not of this format."""
+    """One format of text logs, ready to read: the parser of its lines."""
 
-    name: str
-    description: str
-    markers: tuple[bytes, ...]
+    description: LogDescription
     parse: LineParser
-    merge_lines: LineMerger | None = None
-    before_normalize: Callable[[Table, bytes], None] | None = None
-    """adds the format's facts and limits; takes the table and a sample of the file"""
-    after_normalize: Callable[[Table], None] | None = None
-    """runs last, when the events have their steps"""
-    mean_loss: str = ""
-    """an evaluation that counts as a record with a loss when formats are compared"""
-    first_step: int = 0
-    """number of the first record if the records have no step"""
-    unfold_epochs: bool = True
-    finds_steps: bool = False
-    """the steps may be in headings, progress bars or epochs"""
-    parts: tuple[str, ...] = ()
-    """columns whose sum is the loss"""
-    decides: bool = False
-    """a log with a few such records is of this format, whatever other lines it holds"""
+    rewrite: LineMerger | None
+    accept: str = NAMED
+    """which lines are records if the format does not say"""
 
     def count_records(self, sample: bytes) -> tuple[int, int]:
         """Return how many records with a loss, and how many records and evaluations, a sample holds."""
-        if self.markers and not any(marker in sample for marker in self.markers):
-            return 0, 0
-        reader = TextReader(self.parse, self.merge_lines).read([sample])
+        reader = TextReader(self.parse, self.rewrite).read([sample])
         losses = 0
         if reader.records.blocks:
             block = reader.records.merge()
-            is_loss = [name for name in block.columns if name in ("loss", *self.parts) or is_part_of_loss(name)]
+            is_loss = [name for name in block.columns if name == "loss" or is_part_of_loss(name)]
             is_loss += [name for name in block.columns if is_perplexity(name) or name == "reward"]
+            is_loss += pick_customary_losses(block.columns) if self.accept == CUSTOMARY else []
             losses = int(np.any([block.is_present(name) for name in is_loss], axis=0).sum()) if is_loss else 0
         found = {name: parts for name, parts in reader.evals.items() if not name.startswith(HEADING)}
         counts = {name: sum(len(steps) for steps, _ in parts) for name, parts in found.items()}
-        return losses + counts.get(self.mean_loss, 0), reader.records.added + sum(counts.values())
+        return losses, reader.records.added + sum(counts.values())
 
     def read(self, source: LogSource) -> list[Table]:
         """Read a file into one table. Raises LogRefused if it holds no metric."""
-        reader = TextReader(self.parse, self.merge_lines).read(source.chunks())
-        table = Table(source.name, self.name, np.empty(0))
+        reader = TextReader(self.parse, self.rewrite).read(source.chunks())
+        table = Table(source.name, self.description.name, np.empty(0))
         if reader.records.blocks:
             block = reader.records.merge()
             table.step = block.columns.pop("step")
@@ -76,27 +73,29 @@ class TextFormat:
             table.evals[name] = Series(np.concatenate(steps), np.concatenate(values))
         table.events = [Event(before, kind, cut_event_text(kind, text)) for before, kind, text in reader.events]
         table.dropped = reader.unreadable_lines
-        if self.finds_steps:
-            arrange_steps(table)
+        if self.description.first_step:
+            _compare_with_bar(table, table.evals.pop(HEADING + "step", None))
+        arrange_steps(table)
         self._add_limits(table, reader, source)
         if not len(table) and not table.evals:
             raise LogRefused(source.name, describe_no_metrics(reader, source))
-        if self.before_normalize is not None:
-            self.before_normalize(table, source.sample)
-        normalize(table, unfold_epochs=self.unfold_epochs, parts=self.parts)
+        restore_hidden_nan(table)
+        customary = pick_customary_losses(table.columns) if self.accept == CUSTOMARY else []
+        normalize(table, unfold_epochs=self.description.counts_within_epoch, parts=tuple(customary))
         _assign_steps(table, reader.evals_without_step)
-        if self.after_normalize is not None:
-            self.after_normalize(table)
+        _add_loss_scale(table)
         return [table]
 
     def _add_limits(self, table: Table, reader: TextReader, source: LogSource) -> None:
         records = reader.records
-        if table.unit == "record" or (reader.records_without_step == records.added > 0 and not self.finds_steps):
-            table.step, table.unit = table.step + self.first_step, "record"
-            table.add_limit("no_step", f"the records have no step; they are numbered from {self.first_step}")
-        elif reader.records_without_step and not self.finds_steps:
-            text = f"{reader.records_without_step} of {records.added} records have no step; their number replaces it"
-            table.add_limit("no_step", text)
+        if table.unit == "record":
+            table.step = table.step + self.description.first_step
+            table.add_limit(
+                "no_step", f"the records have no step; they are numbered from {self.description.first_step}"
+            )
+        if self.description.averaged and table.step_interval() > 1:
+            text = f"the loss is the mean of {self.description.averaged}: a spike of one step is diluted"
+            table.add_limit("averaged", text)
         if records.kept < records.added:
             text = f"{records.kept} of {records.added} records are kept, including the lowest and highest loss, the highest "
             table.add_limit(
@@ -116,26 +115,19 @@ def described_format(
 ) -> TextFormat:
     """Return the format of a description. The sample tells whether records take several lines."""
 
-    def add_limits(table: Table, sample: bytes) -> None:
-        if description.unit != "step" and table.unit == "step":
-            table.unit = description.unit
-        if description.averaged and len(table):
-            table.add_limit(
-                "averaged", f"the loss is the mean of {description.averaged}: a spike of one step is diluted"
-            )
+    rewriter = find_rewriter(description, sample)
 
-    return TextFormat(
-        name=description.name,
-        description=description.description,
-        markers=tuple(marker.encode() for marker in description.markers),
-        parse=line_parser(description, mapping),
-        merge_lines=line_joiner(description, sample),
-        before_normalize=add_limits,
-        unfold_epochs=description.counts_within_epoch,
-        finds_steps=True,
-        parts=description.parts,
-        decides=description.decides,
-    )
+    def build(accept: str) -> TextFormat:
+        return TextFormat(description, line_parser(description, mapping, accept), rewriter, accept)
+
+    named = build(NAMED)
+    if description.record or mapping or not sample or named.count_records(sample[:_DECIDING_BYTES])[0]:
+        return named
+    losses, records = named.count_records(sample)
+    customary, anything = build(CUSTOMARY), build(ANY)
+    if not losses and customary.count_records(sample)[0] >= _MIN_CUSTOMARY:
+        return customary
+    return named if records else anything
 
 
 def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
@@ -160,6 +152,29 @@ def _assign_steps(table: Table, evals_without_step: set[str]) -> None:
         event._replace(step=int(step) if np.isfinite(step) and abs(step) < 2**62 else None)
         for event, step in zip(table.events, event_steps, strict=True)
     ]
+
+
+def _compare_with_bar(table: Table, bar: Series | None) -> None:
+    """Record that lines are missing, if the progress bar counts far more steps than there are records, unevenly."""
+    if bar is None or not len(table):
+        return
+    at = np.searchsorted(bar.step, table.columns[RECORD_INDEX], side="right") - 1
+    gaps = np.diff(bar.value[at[at >= 0]])
+    gaps = gaps[gaps > 0]
+    reached = float(bar.value.max())
+    if reached > 1.5 * len(table) and len(gaps) and np.mean(np.abs(gaps - np.median(gaps)) > 1) > 0.1:
+        text = f"most lines are missing: the progress bar reached {reached:g}, with {len(table)} records at uneven distances"
+        table.add_limit("lines_lost", text + "; the number of a record is not its step")
+
+
+def _add_loss_scale(table: Table) -> None:
+    """Read the loss scale from the messages about overflows."""
+    if table.has("loss_scale"):
+        return
+    found = [(e.step, match) for e in table.events if e.kind == "overflow" and (match := _SCALE.search(e.text))]
+    pairs = [(float(step), float(match[1])) for step, match in found if step is not None]
+    if pairs:
+        table.evals["loss_scale"] = Series(*np.array(pairs).T)
 
 
 def describe_no_metrics(reader: TextReader, source: LogSource) -> str:

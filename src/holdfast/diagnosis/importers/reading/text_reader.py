@@ -78,8 +78,10 @@ class TextReader:
         other_lines: list[int] = []
         for shape, members in lines_by_shape.items():
             known = self._lookup(shape, lines[members[0]], len(members))
-            if known is None:
+            parsed = known.parsed if isinstance(known, LineTemplate) else known
+            if parsed is None or parsed.fields[0].name.startswith("_"):  # a heading may report an event
                 other_lines += members
+            if known is None:
                 continue
             values = None
             if isinstance(known, LineTemplate) and len(members) >= MIN_LINES_FOR_TEMPLATE:

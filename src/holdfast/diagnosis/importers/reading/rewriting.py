@@ -1,0 +1,234 @@
+"""Rewrites text so that each record is one line of names and numbers.
+
+Boxes, metrics on lines of their own below a heading, rows of a table below its header, rows of numbers without a header,
+and the usual Chinese words of training logs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from holdfast.diagnosis.importers.reading.column_names import (
+    is_part_of_loss,
+    loss_rank,
+    pick_customary_losses,
+    pick_reward,
+)
+from holdfast.diagnosis.importers.reading.described_line import METRIC_WORDS, LogDescription
+from holdfast.diagnosis.importers.reading.parsed_line import parse_number
+
+Rewriter = Callable[[Iterable[bytes]], Iterator[bytes]]
+_BOX_ROW = re.compile(
+    rb"\n\|[ \t]{0,60}+([^|\s][^|\n]{0,80}?)[ \t]{0,60}+\|[ \t]{0,60}+"
+    rb"([-+]?[\d.][^|\s]{0,30}|nan|inf|)[ \t]{0,60}+\|(?=\n|$)"
+)
+_INDENTED_PAIR = re.compile(
+    rb"\n(?:\d+:|\[?\w*rank\d+\]?:)?"
+    rb"(?=[ \t|>*]{1,40}[A-Za-z][^\n:=|]{0,100}[:=][ \t]*(?:[-+]?(?:\d|nan|inf)[^\n]{0,40})?(?:\n|$))"
+)
+_CUT_RECORD = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
+_REST_OF_CUT = re.compile(rb"\n(?=[^\n|]{0,300}\|)(?![^\n]{0,300}(?:\biteration\s+\d+|(?:validation|test) loss))")
+"""the rest of a record with bars that a terminal broke into lines of one width"""
+_HOLD_BYTES = 64 << 10
+_SAMPLE_BYTES = 1 << 20
+_WORDS = {
+    "\u635f\u5931": "loss", "\u6b65\u6570": "step", "\u6b65": "step", "\u5b66\u4e60\u7387": "lr", "\u8bad\u7ec3": "train ",
+    "\u56de\u5408": "epoch", "\u8f6e\u6b21": "epoch", "\u8f6e": "epoch", "\u8fed\u4ee3\u6b21\u6570": "iteration",
+    "\u8fed\u4ee3": "iteration", "\u51c6\u786e\u7387": "accuracy", "\u9a8c\u8bc1": "val ", "\u6d4b\u8bd5": "test ",
+    "\u5e73\u5747": "mean ", "\u5956\u52b1": "reward", "\u56f0\u60d1\u5ea6": "perplexity", "\uff1a": ": ", "\uff0c": ", ",
+}  # fmt: skip
+_TRANSLATED = {word.encode(): english.encode() for word, english in _WORDS.items()}
+_CHINESE = re.compile(b"|".join(map(re.escape, _TRANSLATED)))
+_RULE = re.compile(rb"^[\s|+:=-]*$")
+_BAR = re.compile(rb":?\s{0,20}+\d{1,3}%\|.*")
+_COLON = re.compile(rb"(?<=\d):(?=\s)")
+_GAP = re.compile(rb"\s{2,}|\t")
+_CELL = re.compile(rb"\S+(?: \S+)*")
+_VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|inf)$", re.IGNORECASE)
+_SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
+_MIN_ROWS = 3
+_MAX_ROW_BYTES = 1000
+
+
+def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None:
+    """Return a function that puts each record on one line; None if the log needs none."""
+    sample = sample[:_SAMPLE_BYTES]
+    if description.record:
+        return None
+    if _CUT_RECORD.search(sample):
+        return _joiner(_REST_OF_CUT, b"")
+    if len(_BOX_ROW.findall(sample)) >= 4:
+        return _joiner(_BOX_ROW, rb" \1: \2,")
+    if _has_indented_records(sample):
+        return _joiner(_INDENTED_PAIR, b" ")
+    if headers := _find_headers(sample):
+        return _by_line(headers)
+    if len(_CHINESE.findall(sample)) >= 2:
+        return lambda chunks: (_CHINESE.sub(lambda match: _TRANSLATED[match[0]], chunk) for chunk in chunks)
+    if names := _name_columns(sample):
+        return _by_line({}, names)
+    return None
+
+
+def _joiner(pattern: re.Pattern[bytes], replacement: bytes) -> Rewriter:
+    def join(chunks: Iterable[bytes]) -> Iterator[bytes]:
+        held = b""
+        for chunk in chunks:
+            chunk = held + b"\n" + chunk if held else chunk
+            # The last record may continue in the next chunk: hold back the last lines.
+            at = max(0, len(chunk) - _HOLD_BYTES)
+            at = chunk.find(b"\n", at) if at else _last_start(chunk, pattern)
+            while at > 0 and pattern.match(chunk, at) is not None:
+                at = chunk.find(b"\n", at + 1)
+            held, chunk = (chunk[at + 1 :], chunk[:at]) if at > 0 else (chunk, b"")
+            if chunk:
+                yield pattern.sub(replacement, chunk)
+        if held:
+            yield pattern.sub(replacement, held)
+
+    return join
+
+
+def _last_start(chunk: bytes, pattern: re.Pattern[bytes]) -> int:
+    """Return the newline before the last line that continues no record; 0 if there is none."""
+    at = chunk.rfind(b"\n")
+    while at > 0 and pattern.match(chunk, at) is not None:
+        at = chunk.rfind(b"\n", 0, at)
+    return max(0, at)
+
+
+def _has_indented_records(sample: bytes) -> bool:
+    """Return whether lines with a single metric hold the losses. The lines of a configuration do not repeat."""
+    matches = list(_INDENTED_PAIR.finditer(sample))
+    lines = [sample[m.end() : sample.find(b"\n", m.end()) % (len(sample) + 1)] for m in matches[:400]]
+    names = Counter(re.split(b"[:=]", line)[0].strip() for line in lines if any(word in line for word in METRIC_WORDS))
+    return len(lines) >= 4 and bool(names) and names.most_common(1)[0][1] >= 2
+
+
+def _by_line(headers: dict[bytes, list[bytes]], names: Sequence[bytes] = ()) -> Rewriter:
+    def rewrite(chunks: Iterable[bytes]) -> Iterator[bytes]:
+        rows = _NamedRows(headers, names)
+        for chunk in chunks:
+            yield b"\n".join(map(rows.rewrite, chunk.split(b"\n")))
+
+    return rewrite
+
+
+class _NamedRows:
+    """Writes the rows below a known header as `name: value, name: value`. Leaves other lines as they are."""
+
+    def __init__(self, headers: dict[bytes, list[bytes]], names: Sequence[bytes]) -> None:
+        self.headers, self.names = headers, names
+        self.header = b""
+
+    def rewrite(self, line: bytes) -> bytes:
+        if header := self.headers.get(line.strip()):
+            self.names, self.header = header, line
+            return b""
+        cells = _split_row(line, len(self.names)) if self.names and len(line) < _MAX_ROW_BYTES else []
+        if not cells:
+            return line
+        names = self.names
+        if len(cells) < len(names):
+            names = _align(self.header, line, self.names)
+        return b", ".join(name + b": " + cell for name, cell in zip(names, cells, strict=False) if _VALUE.match(cell))
+
+
+def _cells(line: bytes) -> list[bytes]:
+    """Return the cells of a line: between bars, or between two blanks or more."""
+    line = _BAR.sub(b"", line).strip()
+    if line[:1] == b"|" == line[-1:] and len(line) > 1:
+        return [cell.strip() for cell in line[1:-1].split(b"|")]
+    return _GAP.split(line)
+
+
+def _split_row(line: bytes, width: int) -> list[bytes]:
+    """Return the cells of a row of a table with so many columns; none if the line is no row."""
+    line = _COLON.sub(b"", _BAR.sub(b"", line))
+    for cells in (_cells(line), line.split()):
+        numbers = sum(_VALUE.match(cell) is not None for cell in cells)
+        if width - 3 <= len(cells) <= width and len(cells) > 1 and numbers >= max(2, 0.6 * len(cells)):
+            return cells
+    return []
+
+
+def _align(header: bytes, row: bytes, names: Sequence[bytes]) -> list[bytes]:
+    """Return the name above each cell of a row with empty cells."""
+    spans = [match.span() for match in _CELL.finditer(header)] if len(_cells(header)) == len(names) else []
+    aligned = []
+    for match in _CELL.finditer(row):
+        overlaps = [min(match.end(), end) - max(match.start(), start) for start, end in spans]
+        aligned.append(names[int(np.argmax(overlaps))] if overlaps else b"column")
+    return aligned
+
+
+def _find_headers(sample: bytes) -> dict[bytes, list[bytes]]:
+    """Return the headers of tables in a text, each with the names of its columns. A header names a loss or a reward."""
+    lines = [line for line in sample.split(b"\n") if line.strip() and _RULE.match(line) is None]
+    headers: dict[bytes, list[bytes]] = {}
+    rows = 0
+    for line, after in pairwise(lines):
+        if (
+            line.strip() not in headers
+            and 12 < len(line) < 1000
+            and after[-400:].strip()[:1].isdigit() | (b"|" in after)
+        ):
+            for cells in (_cells(line), line.split()):
+                row = _split_row(after, len(cells))
+                if (
+                    len(cells) < 2
+                    or len(row) != len(cells)
+                    or any(_VALUE.match(cell) or len(cell) > 40 for cell in cells)
+                ):
+                    continue
+                names = [_SHORT_NAMES.get(cell, re.sub(rb"[^\w/.@-]+", b"_", cell)) or b"column" for cell in cells]
+                if _names_a_loss([name.decode("utf-8", "replace") for name in names]):
+                    headers[line.strip()] = names
+                    break
+        rows += line.strip() not in headers and bool(headers)
+    return headers if rows >= _MIN_ROWS else {}
+
+
+def _names_a_loss(names: list[str]) -> bool:
+    known = any(loss_rank(name) is not None or is_part_of_loss(name) for name in names)
+    return known or pick_reward(names) is not None or bool(pick_customary_losses(names))
+
+
+def _name_columns(sample: bytes) -> list[bytes]:
+    """Return names for a file of nothing but numbers: its step, and the column that is the sum of those before it.
+
+    Without such a sum the loss is the second of two columns, or else the first column that falls.
+    """
+    lines = [
+        _COLON.sub(b"", line).split()
+        for line in sample.split(b"\n")[:2000]
+        if line.strip() and len(line) < _MAX_ROW_BYTES
+    ]
+    width = len(lines[0]) if lines else 0
+    lines = [cells for cells in lines if len(cells) == width and all(_VALUE.match(cell) for cell in cells)]
+    if width < 2 or len(lines) < max(2 * _MIN_ROWS, 0.8 * (sample[: 1 << 18].count(b"\n") + 1)):
+        return []
+    values = np.array([[parse_number(cell.split(b"/")[0].rstrip(b"GMk")) or 0.0 for cell in row] for row in lines])
+    if (np.diff(values[:, 0]) <= 0).mean() > 0.1:
+        return []
+    sums = np.cumsum(values, axis=1)
+    is_fraction = (values != np.round(values)).any(axis=0)
+    starts = [(end, first) for end in range(3, width) for first in range(1, end - 1)]
+    close = [np.abs(sums[:, end - 1] - sums[:, first - 1] - values[:, end]) for end, first in starts]
+    totals = [
+        end for (end, _), gap in zip(starts, close, strict=True) if np.median(gap) < 1e-3 * np.median(values[:, end])
+    ]
+    tenth = max(1, len(values) // 10)
+    falls = [
+        i for i in range(1, width) if is_fraction[i] and values[-tenth:, i].mean() < 0.98 * values[:tenth, i].mean()
+    ]
+    loss = next(iter([*totals, *([1] if width == 2 else []), *falls]), 0)
+    names = [b"column_%d" % (i + 1) for i in range(width)]
+    names[0] = b"epoch" if b"/" in lines[0][0] else b"step"
+    names[loss or -1] = b"loss" if loss else names[-1]
+    return names if loss else []

@@ -3,7 +3,7 @@
     python -m benchmarks.reports [--steps 1000000] [--runs 200] [--run-steps 100000] [--check] [--json F]
 
 Makes the run directories in a temporary folder, runs `holdfast report` and `holdfast ui` on them, and measures wall time,
-processor time, peak memory and size. With `--check` the status is 1 above 30 s or 12 MB for the page, or above 2 s or 500 MB
+processor time, peak memory and size. With `--check` the status is 1 above 15 s or 12 MB for the page, or above 2 s or 500 MB
 for the list.
 """
 
@@ -108,7 +108,7 @@ def main() -> int:
     if options.json:
         write(options.json, answer)
     page, runs = answer["report"], answer["list"]
-    is_fine = page["seconds"] < 30 and page["megabytes"] < 12 and runs["first_seconds"] < 2 and runs["megabytes"] < 500
+    is_fine = page["seconds"] < 15 and page["megabytes"] < 12 and runs["first_seconds"] < 2 and runs["megabytes"] < 500
     return 1 if options.check and not is_fine else 0
 
 

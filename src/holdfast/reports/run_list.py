@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from holdfast.core.base import durable
 from holdfast.core.base.clean import clean
 from holdfast.core.record import journal as journal_file
-from holdfast.core.record.goodput import CATEGORIES, TimedRow
+from holdfast.core.record.goodput import TimedRow, split_seconds
 from holdfast.diagnosis.model.run_journal import RunJournal
 from holdfast.reports.recorded_run import LIVE_SECONDS, run_status
 from holdfast.reports.report_page import VERDICTS
@@ -128,7 +129,7 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
     """Read pieces of the metrics, evenly spaced, and the end: a long file is not read as a whole."""
     descriptor = durable.open_regular(path)
     try:
-        seconds, sampled = dict.fromkeys(CATEGORIES, 0.0), 0
+        sampled: list[_SampledRow] = []
         for piece in range(_PIECES):
             start = size * piece // _PIECES
             length = (
@@ -139,10 +140,7 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
             rows = _rows(os.pread(descriptor, max(0, length), start), is_first=start == 0)
             losses = [row.loss for row in rows if row.loss is not None and math.isfinite(row.loss)]
             listed.spark.append((min(losses), max(losses)) if losses else None)
-            for row in rows:
-                if row.is_committed:
-                    row.add_to(seconds, row.step_seconds)
-                    sampled += 1
+            sampled += [row for row in rows if row.is_committed]
         tail = _rows(os.pread(descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES)), is_first=size <= _TAIL_BYTES)
     finally:
         durable.close(descriptor)
@@ -151,8 +149,9 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
         listed.loss = loss if loss is None or math.isfinite(loss) else json.dumps(loss)
     times = [t for e in journal.events if isinstance(t := e.get("time"), int | float)]
     wall = times[-1] - times[0] if times else 0.0
-    if seconds["productive"] > 0 and wall > 0 and listed.step:
-        listed.goodput = min(1.0, seconds["productive"] / sampled * listed.step / wall)
+    productive = split_seconds(sampled, np.array([row.step_seconds for row in sampled]))["productive"]
+    if productive > 0 and wall > 0 and listed.step:
+        listed.goodput = min(1.0, productive / len(sampled) * listed.step / wall)
 
 
 def _rows(data: bytes, *, is_first: bool) -> list[_SampledRow]:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.core.base import durable
 from holdfast.core.record.journal import MAX_BYTES, MAX_LINE_BYTES, read
 from holdfast.core.record.rundir import RunDir
+
+Values = NDArray[np.float64]
 
 CATEGORIES = (
     "productive", "restart", "rollback", "experiment", "checkpoint", "straggler", "data_wait", "guard", "between_steps",
@@ -72,75 +77,92 @@ class TimedRow(msgspec.Struct, gc=False):
     def is_committed(self) -> bool:
         return self.status == "committed"
 
-    @property
-    def began(self) -> float:
-        assert self.time is not None
-        return self.time - max(0.0, self.step_seconds)
-
-    def add_to(self, totals: dict[str, float], seconds: float) -> None:
-        """Add so many seconds of this row to the categories."""
-        if (phases := self.phases) is not None:
-            for category, spent in (
-                ("data_wait", phases.data),
-                ("checkpoint", phases.checkpoint),
-                ("guard", phases.guard),
-                ("between_steps", phases.between + phases.eval),
-                ("start", phases.compile),
-            ):
-                if spent > 0.0:
-                    spent = min(seconds, spent)
-                    totals[category] += spent
-                    seconds -= spent
-        waited = min(seconds, max(0.0, self.straggler_seconds))
-        totals["straggler"] += waited
-        totals["productive"] += seconds - waited
-
 
 _DECODER = msgspec.json.Decoder(TimedRow)
+_NOTHING_LOST = LostPhases()
+_BLOCK = 4096
+"""lines that are decoded at once"""
 
 
 def read_goodput(run: RunDir, events: Iterable[Mapping[str, Any]] | None = None) -> Goodput:
     """Return the goodput of a run directory. events: its journal, if that is read already. OSError if it cannot be read."""
     rows: list[TimedRow] = []
     with contextlib.suppress(FileNotFoundError):
-        for _, line in durable.read_lines(run.metrics, 4 * MAX_BYTES, MAX_LINE_BYTES):
-            with contextlib.suppress(ValueError, RecursionError):  # torn or damaged
-                rows.append(_decode(line))
+        lines = (line for _, line in durable.read_lines(run.metrics, 4 * MAX_BYTES, MAX_LINE_BYTES))
+        while block := list(islice(lines, _BLOCK)):
+            rows += _decode(block)
     return compute_goodput(read(run.journal).events if events is None else events, rows)
 
 
-def _decode(line: bytes) -> TimedRow:
+def _decode(lines: list[bytes]) -> list[TimedRow]:
+    """Return the rows of these lines. Those that are torn or damaged are left out."""
     try:
-        return _DECODER.decode(line)
-    except msgspec.DecodeError:  # a loss that is NaN
-        return msgspec.convert(json.loads(line), TimedRow)
+        return _DECODER.decode_lines(b"".join(lines))
+    except (ValueError, RecursionError):  # a loss that is NaN, or damage: line by line
+        rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            rows.append(msgspec.convert(json.loads(line), TimedRow))
+    return rows
 
 
 def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[TimedRow]) -> Goodput:
     """Return the goodput of a run from its journal and its rows, both in the order in which they were written."""
     timed = [event for event in events if _is_time(event.get("time"))]
-    rows = [row for row in rows if row.step is not None and _is_time(row.time) and math.isfinite(row.step_seconds)]
+    is_number = math.isfinite
+    rows = [r for r in rows if r.step is not None and r.time is not None and is_number(r.time + r.step_seconds)]
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     if not timed:
         return Goodput(wall_seconds=0.0, seconds=seconds)
-    at = began = timed[0]["time"]
-    ended = max([timed[-1]["time"], *(row.time for row in rows[-1:])])
-    undone = _undone(timed, rows)
-    starts = [event["time"] for event in timed if event.get("event") in ("run_begin", "restart")]
-    for row, cause in zip(rows, undone, strict=True):
-        assert row.time is not None
-        start = max(at, row.began)
-        if start > at:
-            seconds[_gap(at, start, starts)] += start - at
-        spent = max(0.0, row.time - start)
-        if cause is None:
-            row.add_to(seconds, spent)
-        else:
-            seconds[cause] += spent
-        at = max(at, row.time)
-    if ended > at:
-        seconds[_gap(at, ended, starts)] += ended - at
+    began, causes = timed[0]["time"], np.array(_undone(timed, rows), dtype=object)
+    times: Values = np.array([row.time for row in rows], dtype=np.float64)
+    ended = max([timed[-1]["time"], *times[-1:].tolist()])
+    at = np.maximum.accumulate(np.concatenate(([began], times)))
+    """until when every second is counted, before each row and after the last"""
+    starts = np.maximum(at[:-1], times - np.maximum(0.0, [row.step_seconds for row in rows]))
+    spent = np.maximum(0.0, times - starts)
+    is_kept = causes == None  # noqa: E711  # element by element
+    _add(seconds, split_seconds([row for row, kept in zip(rows, is_kept, strict=True) if kept], spent[is_kept]))
+    for cause in set(causes[~is_kept]):
+        seconds[cause] += float(spent[causes == cause].sum())
+    births = [event["time"] for event in timed if event.get("event") in ("run_begin", "restart")]
+    _add(seconds, _split_gaps(at, np.append(starts, max(at[-1], ended)), np.sort(births)))
     return Goodput(wall_seconds=ended - began, seconds={name: round(value, 3) for name, value in seconds.items()})
+
+
+def split_seconds(rows: Sequence[TimedRow], spent: Values) -> dict[str, float]:
+    """Return the seconds of these rows by category. spent: how many seconds of each row count."""
+    lost, left, seconds = [row.phases or _NOTHING_LOST for row in rows], spent.copy(), {}
+    columns = {
+        "data_wait": [phases.data for phases in lost],
+        "checkpoint": [phases.checkpoint for phases in lost],
+        "guard": [phases.guard for phases in lost],
+        "between_steps": [phases.between + phases.eval for phases in lost],
+        "start": [phases.compile for phases in lost],
+        "straggler": [row.straggler_seconds for row in rows],
+    }
+    for category, values in columns.items():
+        part = np.clip(np.nan_to_num(np.array(values, dtype=np.float64)), 0.0, left)
+        left -= part
+        seconds[category] = float(part.sum())
+    return {**seconds, "productive": float(left.sum())}
+
+
+def _split_gaps(begins: Values, ends: Values, births: Values) -> dict[str, float]:
+    """Return time without rows by category. It belongs to the start of a process, if one began in it."""
+    gaps = np.maximum(0.0, ends - begins)
+    if not len(births):
+        return {"unknown": float(gaps.sum())}
+    last = np.searchsorted(births, ends, side="right") - 1
+    is_start = (gaps > 0) & (last >= 0) & (births[last] >= begins)
+    is_first = is_start & (births[last] == births[0])
+    parts = {"unknown": ~is_start, "start": is_first, "restart": is_start & ~is_first}
+    return {category: float(gaps[chosen].sum()) for category, chosen in parts.items()}
+
+
+def _add(totals: dict[str, float], seconds: Mapping[str, float]) -> None:
+    for category, value in seconds.items():
+        totals[category] += value
 
 
 def _is_time(value: Any) -> bool:
@@ -171,11 +193,3 @@ def _undone(events: list[Mapping[str, Any]], rows: list[TimedRow]) -> list[str |
                 break
             undone[n] = cause
     return undone
-
-
-def _gap(began: float, ended: float, starts: list[float]) -> str:
-    """Return the category of time without rows. It belongs to the start of a process, if one began in it."""
-    inside = [start for start in starts if began <= start <= ended]
-    if not inside:
-        return "unknown"
-    return "start" if inside[-1] == starts[0] else "restart"

@@ -120,11 +120,13 @@ def _ends_at_higher_level(losses: Losses) -> list[Episode]:
         return []
     # The lowest split from which on every record stays above all of the records just before.
     lowest_after = np.minimum.accumulate(loss[::-1])[::-1]
-    for i in range(MIN_RECORDS, len(loss) - 2):
-        before = loss[i - MIN_RECORDS : i]
-        if lowest_after[i] <= before.max() or loss[i] < 1.05 * before.max():
-            continue
-        level, after = float(np.median(before)), loss[i:]
+    highest_before = np.lib.stride_tricks.sliding_window_view(loss, MIN_RECORDS).max(axis=1)[:-3]
+    splits = slice(MIN_RECORDS, -2)
+    for i in MIN_RECORDS + np.flatnonzero(
+        (lowest_after[splits] > highest_before) & (loss[splits] >= 1.05 * highest_before)
+    ):
+        before, after = loss[i - MIN_RECORDS : i], loss[i:]
+        level = float(np.median(before))
         noise = _noise(before)
         last = float(np.median(after[-_SHIFT_RECORDS:]))
         is_rising = len(after) < _SHIFT_RECORDS and bool((np.diff(after) > 0).all())
@@ -143,7 +145,7 @@ def _ends_at_higher_level(losses: Losses) -> list[Episode]:
             "rows": len(after),
             "ratio": risen / level,
         }
-        return [_episode(losses, "divergence", since + i, since + len(loss) - 1, 0.8, evidence, [])]
+        return [_episode(losses, "divergence", since + int(i), since + len(loss) - 1, 0.8, evidence, [])]
     return []
 
 

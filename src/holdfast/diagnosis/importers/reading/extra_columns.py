@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -63,10 +64,13 @@ def row_type(base: type[msgspec.Struct], extra: list[str]) -> type[msgspec.Struc
 def to_columns(name: str, values: Iterable[Any]) -> dict[str, Floats]:
     """Return the numbers of one extra key as columns; NaN where there is none. Text gives no column."""
     items = list(values)
-    keys = dict.fromkeys(key for item in items if type(item) is dict for key in item)
-    columns = {name: _numbers(items)}
-    for key in list(keys)[:MAX_COLUMNS]:
-        columns[f"{name}.{key}"] = _numbers([item.get(key) if type(item) is dict else None for item in items])
+    types, columns = set(map(type, items)), {}
+    if types - {dict}:
+        columns[name] = _numbers(items)
+    if dict in types:
+        dicts = items if types == {dict} else [item if type(item) is dict else {} for item in items]
+        for key in list(dict.fromkeys(chain.from_iterable(dicts)))[:MAX_COLUMNS]:
+            columns[f"{name}.{key}"] = _numbers([each.get(key) for each in dicts])
     arrays = {key: _to_array(column) for key, column in columns.items()}
     return {key: array for key, array in arrays.items() if not np.isnan(array).all()}
 

@@ -5,7 +5,7 @@ counts: evaluations, checkpoints, recompilations and pauses of any length count 
 with the same number of the steps shortly before. How far that ratio varies by nature, at this distance in time, is learned
 from the run: noise that is correlated over many steps, and slow drift, raise the limit by themselves. The same is done over
 48 steps, which finds later what is too noisy for twelve. Steps that are slow again and again, with fast ones between them,
-are found by their number.
+are found by their number. Slowdowns that come and go are reported twice; from then on only one that outlasts them.
 
 It reads the rows of metrics.jsonl, beside the training. Its state is not saved: speed belongs to a process.
 """
@@ -50,9 +50,11 @@ _MANY_COMMON, _MANY_LEAST, _MANY_RUNS, _MANY_SPREADS = 4.0, 8, 4, 1.5
 and the first against the most seen before"""
 _REFRESH = 32
 _GUARD_STEPS, _RECENT, _BEFORE = 24, 96, 128
-_PAUSE, _GIVE_UP = 64, 400
-"""a slowdown that is over after so many steps was a pause, and the like is not reported again; and slow steps after which
-the new speed is the normal one"""
+_GIVE_UP = 400
+"""slow steps after which the new speed is the normal one"""
+_COMES_AND_GOES, _OUTLASTS = 2, 1.5
+"""after so many slowdowns that were over by themselves, one is reported if it lasts this many times as long as the
+longest of them"""
 _ONE_TIME = ("eval", "compile", "checkpoint")
 """phases that do not belong to a step"""
 RANK_PHASES = ("between", "data", "compute", "wait")
@@ -147,8 +149,8 @@ class _SpeedLevel:
         self._window = _Sliding(self._size)
         self._waiting: deque[tuple[float, float]] = deque()
         """the newest `gap` lows, and their ratios"""
-        self.exceeded, self._highest = 0, 0.0
-        """how often in a row the limit was exceeded, and the highest ratio since the last restart"""
+        self.exceeded = 0
+        """how often in a row the limit was exceeded"""
         if is_new_speed:
             self._lows = _Sliding(self._lows.size)
 
@@ -170,7 +172,6 @@ class _SpeedLevel:
             return math.nan
         low = self._window.ordered[self._low]
         ratio = low - self.reference
-        self._highest = max(self._highest, ratio)
         self._waiting.append((low, ratio))
         if len(self._waiting) > self._gap:
             old, old_ratio = self._waiting.popleft()
@@ -178,10 +179,6 @@ class _SpeedLevel:
             if not math.isnan(old_ratio):
                 self._history.append(old_ratio)
         return ratio
-
-    def learn_pause(self) -> None:
-        """Count the highest ratio since the last restart as one that healthy steps have."""
-        self._history.append(self._highest)
 
     def refresh(self, floor: float) -> None:
         """Compute the limit from the known ratios."""
@@ -214,6 +211,9 @@ class SlowdownDetector:
         self.current: Slowdown | None = None
         """the slowdown that lasts"""
         self._slow_rows = 0
+        self._past: deque[int] = deque(maxlen=_HISTORY)
+        """how many rows slowdowns have lasted that were over by themselves"""
+        self._has_reported = False
 
     @property
     def is_steady(self) -> bool:
@@ -239,12 +239,23 @@ class SlowdownDetector:
         self._recent.append(_Times(int(row["step"]), seconds, value - reference, slow_steps, phases, ranks))
         if self.current is not None:
             self._follow()
-            return None
+            return self._outlasts_earlier(int(row["step"]))
         is_slow_short, is_slow_long = self._is_slow(self._short, value), self._is_slow(self._long, value)
         is_often_slow = self._are_slow[-1] and self._has_many_slow()
         self._learn()
         is_slow = is_slow_short or is_slow_long
-        return self._report(is_intermittent=not is_slow) if is_slow or is_often_slow else None
+        if not is_slow and not is_often_slow:
+            return None
+        found = self._describe(is_intermittent=not is_slow)
+        self._has_reported = len(self._past) < _COMES_AND_GOES
+        return found if self._has_reported else None
+
+    def _outlasts_earlier(self, step: int) -> Slowdown | None:
+        """Return a slowdown that was held back, once it has lasted longer than those that came and went."""
+        if self.current is None or self._has_reported or self._slow_rows < _OUTLASTS * max(self._past):
+            return None
+        self._has_reported = True
+        return msgspec.structs.replace(self.current, step=step)
 
     def _is_slow(self, level: _SpeedLevel, value: float) -> bool:
         ratio = level.add(value)
@@ -284,7 +295,7 @@ class SlowdownDetector:
 
     # ---- what is reported
 
-    def _report(self, *, is_intermittent: bool) -> Slowdown:
+    def _describe(self, *, is_intermittent: bool) -> Slowdown:
         rows = list(self._recent)
         onset = self._find_first_of_many(rows) if is_intermittent else self._find_onset(rows)
         before, after = [*self._before, *rows[:onset]][-_BEFORE:], rows[onset:]
@@ -356,11 +367,10 @@ class SlowdownDetector:
         is_over = float(np.mean(times) if self.current.is_intermittent else np.median(times)) < middle
         if is_over or self._slow_rows >= _GIVE_UP:
             self.current = None
+            self._past.extend([self._slow_rows] if is_over else [])
             self._recent.clear()
             self._are_slow.clear()
             for level in (self._short, self._long):
-                if is_over and self._slow_rows <= _PAUSE:
-                    level.learn_pause()
                 level.restart(is_new_speed=not is_over)
             if not is_over:
                 self._before.clear()

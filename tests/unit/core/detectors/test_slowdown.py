@@ -164,3 +164,12 @@ def test_rows_without_times_and_other_outcomes_are_passed_over():
     ):
         assert detector.observe({"step": 1, **row}) is None
     assert not detector.is_steady
+
+
+def test_slowdowns_that_come_and_go_are_found_twice_and_then_only_one_that_lasts():
+    times = 0.05 * (1 + 0.03 * np.random.default_rng(6).standard_normal(8500))
+    for begin in range(500, 8000, 500):  # a neighbour that works for 40 steps now and then
+        times[begin : begin + 40] *= 2
+    times[8200:] *= 2
+    onsets = [each.onset for each in watch(times)]
+    assert len(onsets) == 3 and abs(onsets[-1] - 8201) <= 8

@@ -24,6 +24,7 @@ from holdfast.reference import trainer as reference
 from holdfast.reference.config import parse
 from holdfast.reference.tokens import TokenWriter
 from marks import slow
+from row_columns import without_times
 
 STEPS = 20
 BEFORE = itertools.count(999)
@@ -79,15 +80,14 @@ def metrics(run_dir) -> list[dict]:
     return record.events
 
 
+def rows_of(run_dir) -> list[dict]:
+    return [without_times(row) for row in metrics(run_dir)]
+
+
 def events(run_dir, kind=None) -> list[dict]:
     record = journal.read(run_dir / "journal.jsonl")
     assert record.torn == []
     return [e for e in record.events if kind in (None, e["event"])]
-
-
-def without_times(rows) -> list[dict]:
-    """Return rows without what differs from process to process."""
-    return [{k: v for k, v in row.items() if k != "seconds" and not k.startswith("memory_")} for row in rows]
 
 
 def assert_same(a, b, where="state") -> None:
@@ -121,7 +121,7 @@ def test_same_seed_is_the_same_run_to_the_last_bit(tmp_path):
     assert_same(first.state, second.state)
     assert first.losses == second.losses
     assert first.result.eval_loss == second.result.eval_loss
-    assert without_times(metrics(tmp_path / "a")) == without_times(metrics(tmp_path / "b"))
+    assert rows_of(tmp_path / "a") == rows_of(tmp_path / "b")
     assert first.losses[-1][1] < first.losses[0][1]
 
 
@@ -162,7 +162,7 @@ def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_pa
     assert_same(second.state, whole.state)
     assert first.losses + second.losses == whole.losses
     assert second.result.eval_loss == whole.result.eval_loss
-    assert without_times(metrics(tmp_path / "parted")) == without_times(metrics(tmp_path / "whole"))
+    assert rows_of(tmp_path / "parted") == rows_of(tmp_path / "whole")
     skipped = 0 if faults_after() is None else 1
     assert whole.result.summary.skipped == second.result.summary.skipped == skipped
 

@@ -113,9 +113,9 @@ def test_value_out_of_range_precedes_the_range(holdfast):
     assert "Invalid value for '--steps': '3': Input should be" in holdfast("demo", "--steps", "3").err
 
 
-def test_refused_log_of_diff_does_not_suggest_an_option_that_diff_lacks(holdfast):
+def test_refused_log_names_the_option_that_may_help(holdfast):
     answer = holdfast("diff", "words.log", "good.jsonl")
-    assert "--map" not in answer.err and "; name a run directory or another log" in answer.err
+    assert "--map" in answer.err and "; name a run directory or another log" in answer.err
     assert "--map" in holdfast("diagnose", "words.log").err
 
 

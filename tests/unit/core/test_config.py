@@ -264,6 +264,12 @@ def test_unknown_section_names_the_nearest():
     assert "did you mean 'recover'?" in only_error({"recovery": {}})
 
 
+def test_wrong_choice_names_the_choices_in_a_list_too():
+    assert "choose one of 'auto', 'on', 'off'; the default" in only_error({"metrics": {"profile": "never"}})
+    error = only_error({"metrics": {"sinks": ["console", "tensorbord"]}})
+    assert "choose one of 'console', 'tensorboard'," in error and "for each item; the default is ()" in error
+
+
 def test_key_outside_its_section_is_told_where_it_belongs():
     assert only_error({"loss_z": 3}) == "loss_z: belongs under [detect]"
 

@@ -542,10 +542,17 @@ def _check_section(
 
 
 def _readable(message: str, value_type: Any) -> str:
-    choices = [arg for hint in (value_type, *get_args(value_type)) for arg in get_args(hint) if isinstance(arg, str)]
+    choices = _choices(value_type)
     if choices and "enum" in message:
-        return f"choose one of {', '.join(map(repr, choices))}"
+        several = " for each item" if " - at `$[" in message else ""
+        return f"choose one of {', '.join(map(repr, choices))}{several}"
     return message.replace("`", "").rstrip(".")
+
+
+def _choices(value_type: Any) -> list[str]:
+    """Return the texts that a type allows, at any depth."""
+    parts = get_args(value_type)
+    return [part for part in parts if isinstance(part, str)] + [text for part in parts for text in _choices(part)]
 
 
 def _unknown_section(name: str, body: Any, known: Mapping[str, type[ConfigSection]]) -> str:

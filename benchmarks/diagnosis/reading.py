@@ -2,10 +2,9 @@
 
     python -m benchmarks.diagnosis.reading [--fragments 500] [--seed 0]
 
-A log is read right if its number of records is that of the index within 2%, and unit, first and last step agree. For some
-logs the index counts records with a loss, for others also those without one; either will do. It numbers the records of
-some logs instead of reading their steps; then the number of records decides. A format is left out
-by removing its description, so that the generic readers must do. A fragment is 5 to 20 consecutive records of a quiet log.
+A log is read right if its number of records with a loss is that of the index within 2%, and unit, first and last step
+agree. The index numbers the records of some logs instead of reading their steps; then the number of records decides. A
+format is left out by removing its description, so that the generic readers must do. A fragment is 5 to 20 consecutive records of a quiet log.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ def is_read_right(entry: dict[str, Any], tables: list[Table]) -> bool:
 
 def _agrees(entry: dict[str, Any], tables: list[Table]) -> bool:
     series = [max((t.series("loss"), t.series("reward")), key=lambda s: len(s.step)) for t in tables]
-    counts = (sum(len(s.step) for s in series), sum(len(t) for t in tables))
+    count = sum(len(s.step) for s in series)
     wanted = entry["n_points"]
-    if not counts[0] or min(abs(count - wanted) for count in counts) > max(1, 0.02 * wanted):
+    if not count or abs(count - wanted) > max(1, 0.02 * wanted):
         return False
     unit = entry.get("step_unit")
     if unit and _UNITS.get(unit, unit) not in {_UNITS.get(t.unit, t.unit) for t in tables}:

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -52,6 +52,11 @@ class MetricsTracker:
         log_interval: int = 10,
         total_steps: int | None = None,
     ) -> None:
+        names = get_args(SinkName)
+        if isinstance(sinks, str) or not set(sinks) <= set(names):
+            raise ValueError(f"sinks={sinks!r}: give a list of {', '.join(map(repr, names))}")
+        if log_interval < 1:
+            raise ValueError(f"log_interval={log_interval}: give a number of steps from 1")
         path = Path(folder).resolve()
         durable.make_folder(path)
         identity, is_restart = _find_identity(path / "tracker.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shlex
@@ -68,8 +69,11 @@ class AlertSink:
             raise ValueError("alert_webhook is not an http(s) address")  # the address itself may be a secret
         body = json.dumps({"text": text}).encode()
         request = urllib.request.Request(self._webhook, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
-            pass
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
+                pass
+        except (http.client.HTTPException, ValueError) as error:  # whose text has the address
+            raise ValueError(f"alert_webhook cannot be used: {type(error).__name__}") from None
 
     def _execute(self, text: str, event: dict[str, Any]) -> None:
         given = json.dumps({"text": text, "run": self._run.identity, "folder": str(self._run.folder), "event": event})

@@ -28,7 +28,9 @@ class ConsoleSink:
         self._bar: Progress | None = None
         if self._console.is_terminal:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"))
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=self._console)
+            self._bar = Progress(
+                *columns, TimeRemainingColumn(), console=self._console, redirect_stdout=False, redirect_stderr=False
+            )
             self._task = self._bar.add_task("train", total=run.total_steps(), text="")
             self._bar.start()
 

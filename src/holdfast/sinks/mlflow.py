@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,20 @@ class MLflowSink:
         path = run.folder / "mlflow_run.json"
         known = _read_id(path) if run.is_restart else None
         if known is None:
-            experiment = mlflow.set_experiment(run.folder.parent.name or "holdfast")
             tags = {"mlflow.runName": run.folder.name, "holdfast.run": run.identity}
-            known = str(self._client.create_run(experiment.experiment_id, tags=tags).info.run_id)
+            known = str(self._client.create_run(self._find_experiment(run.folder), tags=tags).info.run_id)
             durable.replace_file(path, json.dumps({"run_id": known}).encode())
         self._id = known
         self._attempt = self._marks = 0
         self._waiting: list[Any] = []
+
+    def _find_experiment(self, folder: Path) -> str:
+        """Return the experiment that the environment names, or else that of the parent folder."""
+        if number := os.environ.get("MLFLOW_EXPERIMENT_ID"):
+            return number
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or folder.parent.name or "holdfast"
+        found = self._client.get_experiment_by_name(name)
+        return str(self._client.create_experiment(name) if found is None else found.experiment_id)
 
     def write_row(self, row: dict[str, Any]) -> None:
         self._attempt += 1
@@ -50,14 +58,16 @@ class MLflowSink:
             self._send()
 
     def write_event(self, event: dict[str, Any]) -> None:
+        if event.get("event") == "resumed":  # attempts of this process follow those of the processes before
+            self._attempt = max(self._attempt, int(event.get("step") or 0))
         if (text := describe_mark(event)) is not None:
             self._marks += 1
             self._client.set_tag(self._id, f"holdfast.incident.{int(event.get('time') or 0)}.{self._marks}", text[:500])
 
     def _send(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for first in range(0, len(waiting), _BATCH):
-            self._client.log_batch(self._id, metrics=waiting[first : first + _BATCH])
+        while self._waiting:
+            self._client.log_batch(self._id, metrics=self._waiting[:_BATCH])
+            del self._waiting[:_BATCH]
 
     def close(self) -> None:
         self._send()

@@ -57,7 +57,7 @@ class PrometheusSink:
             def log_message(self, *given: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("", self.port), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         threading.Thread(target=self._server.serve_forever, name="holdfast-prometheus", daemon=True).start()
 
     def write_row(self, row: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ class WandbSink:
     def open(self, run: SinkRun) -> None:
         import wandb
 
-        self._run: Any = wandb.init(id=run.identity, resume="allow", dir=str(run.folder), reinit="finish_previous")
+        self._run: Any = wandb.init(id=run.identity, resume="allow", dir=str(run.folder), reinit="create_new")
         self._run.define_metric("train/step")
         self._run.define_metric("*", step_metric="train/step")
         self._step = 0

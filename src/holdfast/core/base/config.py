@@ -608,6 +608,20 @@ def _cross_check(config: Config) -> Iterator[tuple[str, ...]]:
             "replay.act",
             "replay.when",
         )
+    metrics = config.metrics
+    if metrics.profile_signal in config.shutdown.signals:
+        yield (
+            f"[metrics] profile_signal = {metrics.profile_signal!r} is in [shutdown] signals too: it cannot do both; choose "
+            "another",
+            "metrics.profile_signal",
+            "shutdown.signals",
+        )
+    if metrics.profile_signal and not (metrics.enabled and metrics.slowdown):
+        yield (
+            f"[metrics] profile_signal = {metrics.profile_signal!r} needs enabled = true and slowdown = true: they profile",
+            "metrics.profile_signal",
+            "metrics.slowdown",
+        )
     entry = config.replay.entry
     if entry and not all(part.strip() for part in entry.rpartition(":")):
         yield (f"[replay] entry = {entry!r}: write FILE.py:FUNCTION or MODULE:FUNCTION", "replay.entry")

@@ -16,7 +16,7 @@ MASK = "***"
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ALWAYS = re.compile(
-    r"secret|passw|passphrase|credential|bearer|api_?key|access_?key|private_?key|auth_?token|access_?token"
+    r"secret|passw|passphrase|credential|bearer|webhook|api_?key|access_?key|private_?key|auth_?token|access_?token"
 )
 """names whose value is masked whatever it is"""
 _OFTEN = re.compile(r"(^|_)(key|token|auth|pwd)(_|$)|(key|token)$")

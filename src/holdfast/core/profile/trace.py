@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 import re
 import zlib
 from array import array
@@ -138,12 +139,13 @@ def _read_text(path: Path) -> Iterator[str]:
                     piece = expand.decompress(data, _CHUNK)
                 except zlib.error:
                     return
-                yield decoder.decode(piece)
+                if text := decoder.decode(piece):
+                    yield text
                 data = expand.unconsumed_tail
                 if expand.eof and expand.unused_data:  # files that were joined
                     data, expand = expand.unused_data, zlib.decompressobj(31)
-            if not is_compressed:
-                yield decoder.decode(data)
+            if not is_compressed and (text := decoder.decode(data)):
+                yield text
 
 
 def _iterate_events(pieces: Iterator[str], name: str, damage: _Reader) -> Iterator[dict[str, Any]]:
@@ -162,7 +164,7 @@ def _iterate_events(pieces: Iterator[str], name: str, damage: _Reader) -> Iterat
             continue
         try:
             event, at = decode(text, at)
-        except ValueError:
+        except (ValueError, RecursionError):
             more = next(pieces, "") if len(text) - at <= _CHUNK else ""
             if more:
                 text, at = text[at:] + more, 0
@@ -216,10 +218,10 @@ class _Reader:
         name, start, length = event.get("name"), event.get("ts"), event.get("dur", 0)
         try:
             start, length = float(start), float(length)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             self.skipped += 1
             return
-        if not isinstance(name, str) or start != start or not 0 <= length < 1e15:
+        if not isinstance(name, str) or not math.isfinite(start) or not 0 <= length < 1e15:
             self.skipped += 1
             return
         category = str(event.get("cat") or "").lower()
@@ -229,7 +231,7 @@ class _Reader:
         if category in _KERNELS:
             self._add_kernel(name, start, length, event.get("args"))
         elif category in _OPERATORS:
-            self._add_operator(name, start, length, event.get("tid"))
+            self._add_operator(name, start, length, str(event.get("tid")))
         elif category in _RUNTIME:
             if _LAUNCH.search(name):
                 self.launches += 1
@@ -237,7 +239,7 @@ class _Reader:
                 self.sync += length
         elif category == "python_function":
             if ".py(" in name and not any(part in name for part in _NOT_USERS):
-                self._functions.setdefault(event.get("tid"), []).append((start, start + length, name))
+                self._functions.setdefault(str(event.get("tid")), []).append((start, start + length, name))
         elif _STEP.match(name):
             self._steps.add(name)
             if category != "gpu_user_annotation":

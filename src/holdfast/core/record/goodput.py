@@ -116,7 +116,7 @@ def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[TimedRow
         return Goodput(wall_seconds=0.0, seconds=seconds)
     began, causes = timed[0]["time"], np.array(_undone(timed, rows), dtype=object)
     times: Values = np.array([row.time for row in rows], dtype=np.float64)
-    ended = max([timed[-1]["time"], *times[-1:].tolist()])
+    ended = max(timed[-1]["time"], float(times.max(initial=began)))
     at = np.maximum.accumulate(np.concatenate(([began], times)))
     """until when every second is counted, before each row and after the last"""
     starts = np.maximum(at[:-1], times - np.maximum(0.0, [row.step_seconds for row in rows]))

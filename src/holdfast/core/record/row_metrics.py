@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,13 +77,17 @@ class RowMetrics:
         tokens = None if signal.samples is None or signal.length is None else signal.samples * signal.length
         if tokens is None:
             tokens = facts.get("tokens_per_step")
-        flops = facts.get("flops_per_step")
-        if flops is None and tokens and facts.get("flops_per_token"):
-            flops = facts["flops_per_token"] * tokens
-        if isinstance(tokens, int | float) and tokens > 0:
+        flops, flops_per_token = facts.get("flops_per_step"), facts.get("flops_per_token")
+        if flops is None and _is_above_zero(tokens) and _is_above_zero(flops_per_token):
+            flops = flops_per_token * tokens
+        if _is_above_zero(tokens):
             row["tokens_per_second"] = round(tokens / seconds, 1)
-        if isinstance(flops, int | float) and flops > 0:
+        if _is_above_zero(flops):
             if self._peak is None:
                 self._peak = self._find_peak(facts) or 0.0
             if self._peak:
                 row["mfu"] = round(flops / seconds / self._peak, 4)
+
+
+def _is_above_zero(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 < value < math.inf

@@ -52,7 +52,7 @@ class SinkThread:
     def __init__(self, sink: Sink, *, max_waiting: int = _MAX_WAITING, retry_seconds: float = _RETRY_SECONDS) -> None:
         self._sink, self._max_waiting, self._retry_seconds = sink, max_waiting, retry_seconds
         self._waiting: deque[tuple[bool, dict[str, Any]]] = deque()
-        self._wake = threading.Event()
+        self._wake, self._is_ready = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._run: SinkRun | None = None
@@ -65,6 +65,11 @@ class SinkThread:
         self._run = run
         self._thread = threading.Thread(target=self._work, name=f"holdfast-sink-{self._sink.name}", daemon=True)
         self._thread.start()
+
+    def wait_until_open(self) -> None:
+        """Wait until the sink has imported its library: a process that is forked meanwhile could never import it."""
+        if self._thread is not None:
+            self._is_ready.wait(_CLOSE_SECONDS)
 
     def put_row(self, row: dict[str, Any]) -> None:
         self._put((False, row))
@@ -95,6 +100,7 @@ class SinkThread:
 
     def _work(self) -> None:
         self._call(self._open)
+        self._is_ready.set()
         while not self._is_closing:
             self._wake.wait(_PAUSE_SECONDS)
             self._wake.clear()
@@ -126,8 +132,9 @@ class SinkThread:
                 self.dropped += 1
             if not self._has_failed:
                 self._has_failed = True
+                cure = f"; pip install holdfast[{self._sink.name}]" if isinstance(error, ModuleNotFoundError) else ""
                 log.warning(
-                    "holdfast: the metrics sink %s failed: %s: %s. Training continues, and the sink is tried again every "
+                    "holdfast: the metrics sink %s failed: %s: %s%s. Training continues, and the sink is tried again every "
                     "%.0f s; metrics.jsonl has every row",
-                    self._sink.name, type(error).__name__, error, self._retry_seconds,
+                    self._sink.name, type(error).__name__, error, cure, self._retry_seconds,
                 )  # fmt: skip

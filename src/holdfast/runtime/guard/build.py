@@ -130,7 +130,9 @@ def build_run(
         memory=memory_watch,
     )
     speed = None
-    if config.metrics.slowdown and config.metrics.enabled and records.rundir is not None:
-        speed = SpeedWatch(config.metrics, records.rundir.path, devices, checkpoints.is_writing, engine.add_note)
-        records.on_row = speed.observe
+    folder = None if records.rundir is None else records.rundir.path
+    is_watched = config.metrics.slowdown and config.metrics.enabled and folder is not None
+    if is_watched or config.metrics.profile_signal:
+        speed = SpeedWatch(config.metrics, folder, devices, checkpoints.is_writing, engine.add_note)
+        records.on_row = speed.observe if is_watched else None
     return GuardedRun(context, parts, clip, speed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from types import FrameType
@@ -23,20 +24,24 @@ class LineCounter:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.copies: Counter[str] = Counter()
-        self._is_on = False
+        self._is_on, self._process = False, 0
 
     def start(self) -> None:
         if sys.getprofile() is None:
-            self._is_on = True
+            self._is_on, self._process = True, os.getpid()
             sys.setprofile(self._on_event)
 
     def stop(self) -> None:
         if self._is_on:
             self._is_on = False
-            sys.setprofile(None)
+            if sys.getprofile() == self._on_event:
+                sys.setprofile(None)
 
     def _on_event(self, frame: FrameType, event: str, function: Any) -> None:
         if event != "c_call":
+            return
+        if os.getpid() != self._process:  # a worker that was forked meanwhile
+            sys.setprofile(None)
             return
         is_tensors = isinstance(getattr(function, "__self__", None), Tensor)
         if not is_tensors and not str(getattr(function, "__module__", "") or "").startswith("torch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,19 @@ from holdfast.core.base import durable
 from holdfast.core.profile.trace import TraceSummary, read_trace
 from holdfast.core.profile.verdict import render_summary
 from holdfast.runtime.profile.line_counter import LineCounter
+from holdfast.runtime.tensors.torch_private import profiler_enabled
 
 log = logging.getLogger("holdfast")
+
+
+class _GuardsProfile(profile):
+    """A profile that the guard takes, to be told from one of the program."""
+
+
+def is_profiling() -> bool:
+    """Return whether the program has a profiler, which may be waiting for its turn."""
+    kinds = map(type, gc.get_objects())
+    return profiler_enabled() or any(issubclass(kind, profile) and kind is not _GuardsProfile for kind in kinds)
 
 
 class StepProfile:
@@ -30,13 +42,17 @@ class StepProfile:
 
     def start(self) -> bool:
         """Start, between two points of the training thread that are a whole number of steps apart. False if it cannot."""
+        if is_profiling():  # a second profiler would end or spoil the first
+            log.info("holdfast: no profile: the program profiles itself")
+            self.is_over = True
+            return False
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
         try:
-            self._profiler = profile(activities=activities)
+            self._profiler = _GuardsProfile(activities=activities)
             self._profiler.start()
-        except Exception as error:  # the program profiles itself, or the driver refuses
+        except Exception as error:  # the driver refuses
             log.warning("holdfast: no profile: %s", error)
             self._profiler, self.is_over = None, True
             return False
@@ -47,7 +63,8 @@ class StepProfile:
         self._done += 1
         if self._done == self._steps:
             self._stop_profiler()
-            self.lines.start()
+            if not self.is_over:
+                self.lines.start()
         elif self._done > self._steps:
             self.lines.stop()
             self.is_over = True
@@ -57,7 +74,10 @@ class StepProfile:
         self.lines.stop()
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
-            profiler.stop()
+            try:
+                profiler.stop()
+            except Exception as error:
+                log.warning("holdfast: the profile cannot be ended: %s", error)
         self.is_over = True
 
     def _stop_profiler(self) -> None:

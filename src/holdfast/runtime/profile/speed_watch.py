@@ -38,6 +38,8 @@ _QUIET_ROWS = 8
 """rows after a profile that are not judged"""
 _KEPT_ROWS = 256
 _CLOSE_SECONDS = 30.0
+_MAX_FAILURES = 3
+"""after so many profiles that could not be taken, no other is tried"""
 
 
 class _Surroundings(NamedTuple):
@@ -74,7 +76,8 @@ class SpeedWatch:
         """found, and not reported yet"""
         self._known = Circumstances()
         self._findings: deque[Finding] = deque()
-        self._quiet_rows = 0
+        self._quiet_rows = self._failures = 0
+        """profiles that could not be taken"""
         self._old_handler: Any = None
 
     def open(self, arm: Callable[[Callable[[], None]], bool]) -> None:
@@ -111,7 +114,7 @@ class SpeedWatch:
 
     @property
     def _can_profile(self) -> bool:
-        return self._folder is not None and self._config.profile != "off"
+        return self._folder is not None and self._config.profile != "off" and self._failures < _MAX_FAILURES
 
     def _due_profile(self, step: int) -> str | None:
         if not self._can_profile:
@@ -152,11 +155,13 @@ class SpeedWatch:
                 self._arm(self._on_commit)
         elif self._wanted is not None and self._reader is None and self._folder is not None:
             self._profile_name, self._wanted = self._wanted, None
-            profile = StepProfile(self._folder / self._profile_name, self._config.profile_steps)
-            if profile.start():
-                self._profile = profile
+            # Before it starts: rows that are judged meanwhile ask for no other.
+            self._profile = StepProfile(self._folder / self._profile_name, self._config.profile_steps)
+            if self._profile.start():
                 self._arm(self._on_commit)
-            elif self._slowdown is not None:
+                return
+            self._profile, self._failures = None, self._failures + 1
+            if self._slowdown is not None:
                 slowdown, self._slowdown = self._slowdown, None
                 self._report(slowdown, None, None)
 
@@ -165,8 +170,8 @@ class SpeedWatch:
         if self._profile is not None:
             self._profile.abort()
             self._profile = None
-        if self._reader is not None:
-            self._reader.join(_CLOSE_SECONDS)
+        if (reader := self._reader) is not None:
+            reader.join(_CLOSE_SECONDS)
         if self._slowdown is not None:
             slowdown, self._slowdown = self._slowdown, None
             self._report(slowdown, None, None)
@@ -178,11 +183,12 @@ class SpeedWatch:
 
     def _install_signal(self) -> None:
         name = self._config.profile_signal
-        if not name or self._folder is None or threading.current_thread() is not threading.main_thread():
+        if not name or threading.current_thread() is not threading.main_thread():
             return
 
         def request(number: int, frame: Any) -> None:
-            self._wanted = self._wanted or f"signal_{int(time.time())}"
+            if self._folder is not None:  # on the other ranks it only keeps the signal from ending the process
+                self._wanted = self._wanted or f"signal_{int(time.time())}"
 
         self._old_handler = signal.signal(getattr(signal, name), request)
 
@@ -191,12 +197,14 @@ class SpeedWatch:
     def _read(self, profile: StepProfile) -> None:
         try:
             summary = profile.read()
+            self._failures += summary is None
             if self._profile_name == "baseline":
-                self._baseline = profile
+                self._baseline = None if summary is None else profile
+                return
             slowdown, self._slowdown = self._slowdown, None
             if slowdown is not None:
                 self._report(slowdown, profile, summary)
-            elif summary is not None and self._profile_name != "baseline":
+            elif summary is not None:
                 verdict = explain(None, None if self._baseline is None else self._baseline.summary, summary)
                 self._write_comparison(profile, summary, verdict)
         except Exception as error:  # it explains, and decides nothing

@@ -66,8 +66,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         return None
     name = _DTYPES.get(dtype)
     if name is None:
-        name = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+        name = "tf32" if _uses_tf32() else "fp32"
     return find_peak(torch.cuda.get_device_name(device), name, _power_limit(device))
+
+
+def _uses_tf32() -> bool:
+    try:
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # it was set by its new name, and torch refuses to mix the two
+        return getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
 
 
 def peak_of_ranks(

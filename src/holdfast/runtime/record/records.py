@@ -28,6 +28,7 @@ from holdfast.core.decide.engine import Engine
 from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal, NullJournal, dumps, read, read_rows
+from holdfast.core.record.metric_names import returned_to
 from holdfast.core.record.metrics import MetricsFile
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.quarantine import Quarantine
@@ -82,6 +83,7 @@ class Records:
         self.on_row: Callable[[dict[str, Any], NDArray[np.float64] | None], None] | None = None
         """is given every row, with the phases of all ranks, on the thread that writes them"""
         self._sinks = [] if path is None or make_sinks is None else list(map(SinkThread, make_sinks(config.metrics)))
+        self._has_warned = False
         self.total_steps: int | None = None
         """how many steps the loop has asked for"""
         self.memory_row: Callable[[int], dict[str, float]] | None = None
@@ -264,15 +266,22 @@ class Records:
         outcome, at, update_ns, wait_ns, rows = settled
         row = _row(outcome, self.memory_row)
         ranks = None if rows is None or rows.size == 1 else rows.phases()
-        if self.row_metrics is not None:
-            row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
-        if self.on_row is not None:
-            self.on_row(row, ranks)
+        try:
+            if self.row_metrics is not None:
+                row.update(self.row_metrics.fields(outcome.signal, outcome.status, at, update_ns, wait_ns, ranks))
+            if self.on_row is not None:
+                self.on_row(row, ranks)
+        except Exception as error:  # they explain, and decide nothing
+            if not self._has_warned:
+                log.warning("holdfast: metrics of a row cannot be computed: %s: %s", type(error).__name__, error)
+            self._has_warned = True
         for sink in self._sinks:
             sink.put_row(row)
         return _encode_row(row)
 
     def _pass_on(self, event: dict[str, Any]) -> None:
+        if self._sinks and returned_to(event) is not None:
+            self.flush()  # the rows that it undoes come before it
         for sink in self._sinks:
             sink.put_event(plain(event))
 
@@ -280,6 +289,8 @@ class Records:
         """Stop the writing thread until the next step has settled: the process may be forked now."""
         if self.metrics is not None:
             self.metrics.idle()
+        for sink in self._sinks:
+            sink.wait_until_open()
 
     def retry(self, engine: Engine) -> None:
         """Ask the disk again, at most once a second, to write what it refused. Journal the outage when it is over.

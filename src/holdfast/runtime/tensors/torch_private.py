@@ -358,6 +358,11 @@ def dump_flight_record() -> bytes | None:
 # ---- torch.compile
 
 
+def profiler_enabled() -> bool:
+    """Return whether a profiler records in this process."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
 def compiled_frames() -> int:
     """Return how many frames torch.compile has compiled in this process; 0 if it is not in use."""
     counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import holdfast
+from holdfast.runtime.profile.profiler import StepProfile
 
 QUICK = ("loader", "copies", "disk")
 
@@ -69,3 +72,37 @@ def test_profiles_change_no_bit(tmp_path):
     assert (tmp_path / "3" / "profiles").is_dir() and (tmp_path / "3" / "metrics.prom").is_file()
     for one, other in zip(profiled, weights(profile="off"), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_profile_that_cannot_be_written_leaves_nothing_switched_on(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    profile = StepProfile(tmp_path / "file", 1)
+    assert profile.start()
+    profile.step()
+    assert profile.is_over and sys.getprofile() is None
+
+
+def test_no_profile_is_taken_while_the_program_has_a_profiler(tmp_path):
+    with torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1)) as own:
+        for _ in range(4):
+            assert not StepProfile(tmp_path, 1).start()
+            torch.ones(3).sum()
+            own.step()
+    del own
+    gc.collect()
+    profile = StepProfile(tmp_path / "profile", 1)
+    assert profile.start()
+    profile.abort()
+
+
+def test_a_fact_that_is_no_number_ends_nothing(tmp_path, caplog):
+    model = nn.Linear(4, 1)
+    config = {"metrics": {"flush_seconds": 0.01}, "hang": {"enabled": False}}
+    with holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.1), run_dir=tmp_path, config=config) as guard:
+        guard.record(flops_per_token={"a": 1}, tokens_per_step=8)
+        for step in guard.steps(DataLoader(torch.randn(64, 4), 8), max_steps=8):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(model(batch).square().mean())
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(rows) == 8 and "tokens_per_second" in rows[-1] and "mfu" not in rows[-1]

@@ -487,3 +487,9 @@ def test_override_with_any_text_is_a_config_or_a_config_error(where, text):
     section, key = where
     policy, errors = parsed(override({}, [f"--{section}.{key}={text}"]))
     assert policy is not None or any(f"[{section}]" in e and key in e for e in errors)
+
+
+def test_signal_that_profiles_must_be_free_and_have_what_profiles():
+    both = {"metrics": {"profile_signal": "SIGHUP"}, "shutdown": {"signals": ["SIGTERM", "SIGHUP"]}}
+    assert "is in [shutdown] signals too" in only_error(both)
+    assert "needs enabled = true" in only_error({"metrics": {"profile_signal": "SIGHUP", "slowdown": False}})

@@ -102,3 +102,14 @@ def test_damaged_lines_of_the_metrics_cost_no_other(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b"\n")
     found = read_goodput(RunDir(tmp_path), run.events)
     assert found.seconds["productive"] == pytest.approx(5.0) and found.share == 1.0
+
+
+def test_a_clock_that_was_set_back_makes_no_share_above_one():
+    run = Story()
+    run.event("run_begin")
+    for number in range(1, 101):
+        run.step(number)
+    run.now = 1020.0
+    run.event("run_end")
+    found = compute_goodput(run.events, run.rows)
+    assert found.share <= 1.0 and sum(found.seconds.values()) == pytest.approx(found.wall_seconds)

@@ -124,3 +124,8 @@ def test_masking_takes_time_in_proportion_to_the_text():
     for part in ("eyJ-", "a", "A1b", "://", "https://a", "?key", "sk-", "Bearer ", "-----BEGIN ", "token=", "a.b"):
         mask_value(part * (50_000 // len(part)))
     assert time.perf_counter() - began < 5
+
+
+def test_address_of_a_webhook_is_masked():
+    fields, _ = mask_fields({"metrics": {"alert_webhook": "https://hooks.slack.com/services/T00/B00/XXXX"}})
+    assert fields == {"metrics": {"alert_webhook": MASK}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -39,3 +40,11 @@ def test_a_profile_is_printed_and_kept(tmp_path, capsys):
     assert (tmp_path / "traces" / "trace.json.gz").is_file()
     print_profiler_summary(profiler)
     assert "MatMul/GEMM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [{"sinks": ["consol"]}, {"sinks": "console"}, {"log_interval": 0}])
+def test_wrong_settings_name_the_value_and_the_choices(tmp_path, wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name}=.*: give a"):
+        MetricsTracker(tmp_path, **wrong)
+    assert list(tmp_path.iterdir()) == []

@@ -200,7 +200,16 @@ def test_a_command_gets_the_alert(tmp_path):
     assert text.count("holdfast:") == 4 and '"kind": "loss_spike"' in text
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9/closed", "file:///etc/passwd", "$NOT_SET"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:9/closed",
+        "file:///etc/passwd",
+        "$NOT_SET",
+        "http://a:s3cret@127.0.0.1/",
+        "http://x/T0/ S3CRET",
+    ],
+)
 def test_an_alert_that_cannot_be_sent_is_reported_once_without_its_address(tmp_path, caplog, address):
     thread = SinkThread(AlertSink(address, "", 100), retry_seconds=0.0)
     for _ in range(3):
@@ -208,6 +217,7 @@ def test_an_alert_that_cannot_be_sent_is_reported_once_without_its_address(tmp_p
     thread.start(SinkRun(IDENTITY, tmp_path, False, lambda: None))
     thread.close()
     assert caplog.text.count("sink alerts failed") == 1 and address not in caplog.text
+    assert "s3cret" not in caplog.text.lower()
 
 
 def test_the_console_prints_lines_with_rate_and_time_left(tmp_path, capsys):

@@ -4,7 +4,8 @@
 
 A log is read right if its number of records with a loss is that of the index within 2%, and unit, first and last step
 agree. The index numbers the records of some logs instead of reading their steps; then the number of records decides. A
-format is left out by removing its description, so that the generic readers must do. A fragment is 5 to 20 consecutive records of a quiet log.
+format is left out by removing its description, so that the generic readers must do. A fragment is 5 to 20 consecutive
+records of a quiet log.
 """
 
 from __future__ import annotations

@@ -50,6 +50,12 @@ def _reward_collapse(table: Table, known: list[Episode]) -> list[Episode]:
     is_far = learned > 4 * noise or fall > max(8 * noise, 0.5 * abs(float(level[best])))
     if len(tail) < max(4, count // 8) or fall < max(4 * noise, 0.6 * learned) or fall <= 0 or not is_far:
         return []
+    # A smoothed reward has little noise inside of a block, and still wanders: the fall is large beside all of it, and
+    # larger than those it has come back from.
+    values, before = table.columns["reward"][rows], level[: best + 1]
+    drawdown = float((np.maximum.accumulate(before) - before).max())
+    if fall < max(0.25 * max(abs(float(level[best])), float(np.ptp(values))), 1.5 * drawdown):
+        return []
     first, last = int(rows[(high[-1] + 1) * size]), len(table) - 1
     if any(e.kind in _LOSS_KINDS and e.last >= first for e in known):
         return []

@@ -257,3 +257,20 @@ def test_a_metric_on_the_line_after_a_record_belongs_to_it(tmp_path):
     (table,) = read(tmp_path / "log")
     assert len(table) == 30
     assert table.series("reward").value.tolist() == [i + 0.5 for i in range(30)]
+
+
+def test_mapped_name_that_no_line_has_is_refused(tmp_path):
+    path = tmp_path / "train.log"
+    path.write_text("".join(f"step {n} loss {3 - n / 1000:.4f}\n" for n in range(30)))
+    for mapping in ({"loss": "nll"}, {"step": "iteration"}):
+        with pytest.raises(LogRefused, match="the log has no column"):
+            read(path, mapping=mapping)
+
+
+def test_lines_after_the_last_loss_are_said_to_be_unread(tmp_path):
+    lines = [f"step {n} loss {3 - n / 1000:.4f}" for n in range(100)]
+    lines += [f"step {n} criterion 90.0" for n in range(100, 200)]
+    path = tmp_path / "train.log"
+    path.write_text("\n".join(lines))
+    (table,) = read(path)
+    assert any(limit.code == "lines_lost" and "100 lines after step 99" in limit.text for limit in table.limits)

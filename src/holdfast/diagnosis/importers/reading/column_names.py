@@ -64,7 +64,7 @@ _REWARD_NAME = re.compile(
 )
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
 _LOSS_BY_CUSTOM = re.compile(
-    r"^(total|train|trl|elbo|learn|objf|energy|(\w+_)?(rmse|mse|mae|error|bce|xent|cross_entropy))$"
+    r"^(total|train|trl|learn|objf|energy|(\w+_)?(rmse|mse|mae|error|bce|xent|cross_entropy))$"
 )
 _PART_BY_CUSTOM = re.compile(
     r"(^|_)(d|g|err_?[dg]|gan|adv|real|fake|cycle|cyc|idt|identity|l1|l2|rec|recon\w*|kl|kld|ce|box|obj|cls|dfl|mel|fm|vgg)"
@@ -176,7 +176,11 @@ def columns_and_hint(columns: Iterable[str], evals: Iterable[str] = ()) -> str:
         return "No column holds numbers"
     names = [*columns, *evals]
     wanted = ("loss", "nll", "ppl", "perplexity", "cost", "objective", "error", "reward", "return")
-    metrics = [name for name in names if not re.search("time|epoch|step|date|lr", name.lower())]
+    metrics = [
+        name
+        for name in names
+        if not re.search("time|epoch|step|date|lr", name.lower()) and canonical_column(name)[0] != "grad_norm"
+    ]
     fallback = metrics[0] if len(metrics) == 1 else "COLUMN"
     candidate = next((name for word in wanted for name in names if word in name.lower()), fallback)
     return f"Columns: {_listed(names)}. Try --map {shlex.quote(f'loss={candidate[:80]}')}"
@@ -229,6 +233,6 @@ class ColumnRoles:
             else:
                 column, factor = canonical_column(name)
                 if column in used:
-                    column, factor = name, 1.0
+                    column, factor = (name if name not in used else f"{name} (log)"), 1.0
                 used.add(column)
                 self.train[name] = (column, factor)

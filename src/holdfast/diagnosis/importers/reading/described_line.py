@@ -70,7 +70,8 @@ _NO_RECORD = re.compile(
 )
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
-    rb"|self\.|\{\w+[:}]|^\s*\w+ = |\)\.|(?<!=)==(?!=)|^\s+\w+\("
+    rb"|self\.|\{\w+(?:\}|:[^\s\d])|^\s*\w+ = |\)\.|[A-Za-z_)\]] ?==(?!=)\s?[\w'\"]|^\s+\w+\("
+    rb"|\w+Warning: "
 )
 METRIC_WORDS = (
     b"loss", b"Loss", b"LOSS", b"nll", b"erplexity", b"ppl", b"PPL", b"cost", b"objective", b"eward", b"rew", b"eturn",
@@ -194,16 +195,16 @@ def _resolve(key: bytes) -> str:
 
 
 def line_parser(
-    description: LogDescription, mapping: Mapping[str, str] | None, accept: str = NAMED
+    description: LogDescription, mapping: Mapping[str, str] | None, accept: str = NAMED, met: set[str] | None = None
 ) -> Callable[[bytes], ParsedLine | None]:
-    """Return the parser of a format. `mapping` is the user's: signal -> name in the log."""
+    """Return the parser of a format. `mapping` is the user's: signal -> name in the log. `met` gets the names it finds."""
     mapped = {column: signal for signal, column in (mapping or {}).items()}
     columns = {**description.columns, **mapped}
     record, evaluation = (
         re.compile(pattern.encode()) if pattern else None for pattern in (description.record, description.evaluation)
     )
     is_generic = record is None
-    words = tuple(name.encode() for name in mapped) or METRIC_WORDS
+    words = (*(name.encode() for name in mapped), *METRIC_WORDS)
 
     def parse(line: bytes) -> ParsedLine | None:
         if len(line) > MAX_LINE_BYTES:
@@ -220,6 +221,8 @@ def line_parser(
         named = head.re.groupindex if head is not None and held_out is None else {}
         fixed = {name: Field(name, *head.span(name)) for name in named if head is not None and head[name] is not None}
         line_record = _LineRecord(line, columns, fixed, accept)
+        if met is not None:
+            met.update(line_record.met)
         if held_out is not None:
             name = held_out.groupdict().get("name") or b"eval"
             return line_record.as_evaluation(name.decode().lower(), every_metric=True)
@@ -235,6 +238,8 @@ class _LineRecord:
         self.line = line
         self.train: dict[str, Field] = dict(fixed)
         self.evals: dict[str, Field] = {}
+        self.met: set[str] = set()
+        """the names of columns on this line"""
         self.first_metric = len(line)
         self.has_loss = bool({"loss", "ppl"} & set(fixed))
         spans = {(field.start, field.end) for field in fixed.values()}
@@ -249,6 +254,7 @@ class _LineRecord:
             if (pair.start, pair.end) in spans:
                 continue
             if name in columns:
+                self.met.add(name)
                 column = columns[name]
                 if column and column not in fixed:
                     self.train[column] = found._replace(name=column, factor=self._factor(pair, column, 1.0))

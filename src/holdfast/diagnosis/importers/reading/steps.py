@@ -14,6 +14,8 @@ from holdfast.diagnosis.model.table import Series, Table
 EPOCH_MEAN = "epoch_mean/"
 _MAX_NOT_RISING = 0.2
 """of a step: above this share it does not count the records"""
+_MIN_UNREAD, _UNREAD_SHARE = 5, 0.05
+"""lines with a later step and no loss, and their share of the records, from which on they are reported"""
 
 
 def arrange_steps(table: Table) -> None:
@@ -41,10 +43,22 @@ def arrange_steps(table: Table) -> None:
     for name in [name for name in table.columns if is_eval(name)]:  # evaluations on the line of a record
         values, present = table.columns.pop(name), table.present.pop(name)
         table.evals[name] = Series(table.step[present], values[present])
+    _note_unread_steps(table)
     for name in [name for name in table.evals if name.startswith(HEADING)]:
         del table.evals[name]
     table.columns.pop(STEPS_OF_EPOCH, None)
     table.present.pop(STEPS_OF_EPOCH, None)
+
+
+def _note_unread_steps(table: Table) -> None:
+    """Say so if the log goes on after the last record with steps that have no known loss."""
+    headings = table.evals.get(HEADING + "step")
+    if headings is None or not len(table) or table.unit != "step":
+        return
+    last = table.step.max()
+    later = int((headings.value > last).sum())
+    if later >= max(_MIN_UNREAD, _UNREAD_SHARE * len(table)):
+        table.add_limit("lines_lost", f"{later} lines after step {last:g} have a step and no known loss")
 
 
 def _use_leading_numbers(table: Table, stepless: Bools) -> None:
@@ -134,9 +148,12 @@ def _move_other_bars(table: Table) -> None:
 
 
 def _move_epoch_means(table: Table, stepless: Bools) -> Bools:
-    """Move records without a step to series if many records have one: they are means, summaries or further outputs."""
+    """Move records without a step to series if many records have one: they are means, summaries or further outputs.
+
+    Return which records have no step. If only few have one, none counts: record numbers and steps do not mix.
+    """
     if stepless.sum() > 4 * (~stepless).sum():
-        return stepless
+        return np.ones(len(table), dtype=bool)
     _move_rows(table, stepless, EPOCH_MEAN)
     return np.zeros(len(table), dtype=bool)
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from holdfast.core.base.errors import LogRefused
 from holdfast.core.detectors.out_of_memory import explain, parse
 from holdfast.diagnosis.importers.reading.column_blocks import Floats
-from holdfast.diagnosis.importers.reading.column_names import is_part_of_loss, is_perplexity, pick_customary_losses
+from holdfast.diagnosis.importers.reading.column_names import (
+    NoSuchColumn,
+    is_part_of_loss,
+    is_perplexity,
+    pick_customary_losses,
+)
 from holdfast.diagnosis.importers.reading.described_line import (
     ANY,
     CUSTOMARY,
@@ -43,6 +48,10 @@ class TextFormat:
     rewrite: LineMerger | None
     accept: str = NAMED
     """which lines are records if the format does not say"""
+    mapping: Mapping[str, str] = field(default_factory=dict)
+    """the user's: signal -> name in the log"""
+    met: set[str] = field(default_factory=set)
+    """the names that were found"""
 
     def count_records(self, sample: bytes) -> tuple[int, int]:
         """Return how many records with a loss, and how many records and evaluations, a sample holds."""
@@ -84,6 +93,10 @@ class TextFormat:
         normalize(table, unfold_epochs=self.description.counts_within_epoch, parts=tuple(customary))
         _assign_steps(table, reader.evals_without_step)
         _add_loss_scale(table)
+        known = {*self.met, *table.columns, *table.evals}
+        for signal, column in self.mapping.items():
+            if column not in known:
+                raise NoSuchColumn(signal, column, [*table.columns, *table.evals])
         return [table]
 
     def _add_limits(self, table: Table, reader: TextReader, source: LogSource) -> None:
@@ -118,7 +131,9 @@ def described_format(
     rewriter = find_rewriter(description, sample)
 
     def build(accept: str) -> TextFormat:
-        return TextFormat(description, line_parser(description, mapping, accept), rewriter, accept)
+        met: set[str] = set()
+        parse = line_parser(description, mapping, accept, met)
+        return TextFormat(description, parse, rewriter, accept, mapping or {}, met)
 
     named = build(NAMED)
     if description.record or mapping or not sample or named.count_records(sample[:_DECIDING_BYTES])[0]:

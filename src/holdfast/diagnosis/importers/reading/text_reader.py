@@ -57,7 +57,6 @@ class TextReader:
     dropped_events: int = 0
     unreadable_lines: int = 0
     """lines with the shape of a record and a number that cannot be read"""
-    records_without_step: int = 0
     _known_shapes: dict[bytes, LineTemplate | ParsedLine | None] = field(default_factory=dict)
     _eval_values: int = 0
 
@@ -161,7 +160,6 @@ class TextReader:
         index = block.columns[RECORD_INDEX] = self.records.added + np.arange(block.length, dtype=np.float64)
         has_step = block.is_present("step")
         if not has_step.all():
-            self.records_without_step += int((~has_step).sum())
             block.columns["step"] = np.where(has_step, block.columns.get("step", np.nan), index)
             block.columns[STEPLESS], block.present[STEPLESS] = index, ~has_step
             block.present.pop("step", None)

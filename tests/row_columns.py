@@ -7,7 +7,7 @@ from typing import Any
 
 _OF_A_PROCESS = (
     "seconds", "time", "step_seconds", "phases", "tokens_per_second", "mfu", "slowest_rank", "straggler_seconds",
-    "loss_smooth",  # begins anew in each process
+    "loss_smooth",  # starts again in each process
 )  # fmt: skip
 
 

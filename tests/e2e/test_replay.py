@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from replay_case import BAD, BAD_STEP, BATCH, FAULT_LINE, HalfNet, build, train
+from replay_case import BAD, BAD_STEP, BATCH, FAULT_LINE, HalfNet, Rows, build, loss_fn, train
+from torch.utils.data import DataLoader
 
+from holdfast import Guard
 from holdfast.cli import main
 from holdfast.core.base.errors import PolicyStop
 from holdfast.runtime.incidents import watch
@@ -158,6 +160,27 @@ def test_a_moved_bundle_gives_the_same_verdict_in_another_process(log_zero, move
     assert (answer["origin"]["file"], answer["origin"]["line"]) == (verdict["file"], FAULT_LINE)
     assert answer["sample"] == BAD % BATCH and answer["sample_id"] == BAD
     assert json.loads((moved / "replay.json").read_text())["verdict"] == answer["verdict"]
+
+
+def test_a_loop_that_leaves_an_attempt_that_is_observed_leaves_no_hook(tmp_path):
+    model, seen = build(), 0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = count_hooks(model)
+    with Guard(model, optimizer, run_dir=tmp_path) as guard:
+        for batch in guard.data(DataLoader(Rows("nan_row"), BATCH)):
+            seen += bool(batch["x"].isnan().any())
+            if seen == 2:
+                assert count_hooks(model) > before
+                break
+            loss = loss_fn(model, batch)
+            loss.backward()
+            guard.step(loss)
+    assert count_hooks(model) == before and not torch.utils._python_dispatch.is_in_torch_dispatch_mode()
+
+
+def count_hooks(model: torch.nn.Module) -> int:
+    everywhere = (torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks)
+    return sum(map(len, everywhere)) + sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 @pytest.mark.parametrize("gate", ["device", "host"])

@@ -57,6 +57,8 @@ class IncidentWatch:
         """of the step that ran again last"""
         self._step = 0
         """of the newest finding"""
+        self._evidence: StepEvidence | None = None
+        """what watches, or has watched, the newest attempt that ran again"""
 
     def open(self) -> None:
         """Begin to write bundles: the run directory is open."""
@@ -66,6 +68,8 @@ class IncidentWatch:
     def close(self) -> None:
         """Finish the bundles, and take all hooks off the user's modules."""
         self._remedies.close()
+        if self._evidence is not None:  # the loop may have left an attempt that was watched
+            self._evidence.end()
         if self._store is not None:
             self._store.close()
             self._note_failures()
@@ -159,7 +163,7 @@ class IncidentWatch:
         if plan.experiment in (WITHOUT_ROWS, FP32_MODULE):
             self._remedies.apply(plan, self._verdict, signal)
         is_bundled = self._store is None or plan.incident == self._bundled
-        return StepEvidence(
+        self._evidence = StepEvidence(
             self._context.state,
             self._context.rng,
             plan,
@@ -170,6 +174,7 @@ class IncidentWatch:
             seconds=max(_MIN_SECONDS, _MAX_STEPS * (signal.seconds or 0.0)),
             weights_bytes=None if is_bundled else self._max_bytes,
         )
+        return self._evidence
 
     def _save_bundle(
         self, attempt: StepAttempt, signal: Signal, plan: Plan, next_batches: list[Any], *, has_landed: bool

@@ -114,16 +114,16 @@ def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[TimedRow
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     if not timed:
         return Goodput(wall_seconds=0.0, seconds=seconds)
-    began, causes = timed[0]["time"], np.array(_undone(timed, rows), dtype=object)
+    began, causes = timed[0]["time"], np.array([cause or "" for cause in _undone(timed, rows)], dtype="U16")
     times: Values = np.array([row.time for row in rows], dtype=np.float64)
     ended = max(timed[-1]["time"], float(times.max(initial=began)))
     at = np.maximum.accumulate(np.concatenate(([began], times)))
     """until when every second is counted, before each row and after the last"""
     starts = np.maximum(at[:-1], times - np.maximum(0.0, [row.step_seconds for row in rows]))
     spent = np.maximum(0.0, times - starts)
-    is_kept = causes == None  # noqa: E711  # element by element
+    is_kept = causes == ""
     _add(seconds, split_seconds([row for row, kept in zip(rows, is_kept, strict=True) if kept], spent[is_kept]))
-    for cause in set(causes[~is_kept]):
+    for cause in np.unique(causes[~is_kept]).tolist():
         seconds[cause] += float(spent[causes == cause].sum())
     births = [event["time"] for event in timed if event.get("event") in ("run_begin", "restart")]
     _add(seconds, _split_gaps(at, np.append(starts, max(at[-1], ended)), np.sort(births)))

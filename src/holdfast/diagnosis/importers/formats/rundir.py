@@ -143,8 +143,7 @@ def _read_metrics(source: LogSource, table: Table) -> None:
         step_parts.append(np.array([row.step for row in rows], dtype=np.float64))
         committed_parts.append(np.array([row.status == "committed" for row in rows]))
         for name in _NUMBERS:
-            # A value that was not measured is None and becomes NaN. A measured NaN is still its stand-in.
-            value_parts[name].append(np.array(list(map(attrgetter(name), rows)), dtype=np.float64))
+            value_parts[name].append(_to_array(list(map(attrgetter(name), rows))))
         for n, name in enumerate(extra):
             for column, values in to_columns(name, map(attrgetter(f"extra_{n}"), rows)).items():
                 value_parts.setdefault(column, [np.full(rows_before, np.nan)] if rows_before else []).append(values)
@@ -186,6 +185,13 @@ def _read_metrics(source: LogSource, table: Table) -> None:
     if unreadable:
         table.dropped += unreadable
         table.add_limit("lines_lost", f"{unreadable} lines of metrics.jsonl cannot be read")
+
+
+def _to_array(values: list[float | None]) -> Floats:
+    """Return a column. A value that was not measured is None and becomes NaN; a measured NaN is still its stand-in."""
+    if values.count(None) == len(values):  # most columns of most runs, and slow to convert
+        return np.full(len(values), np.nan)
+    return np.array(values, dtype=np.float64)
 
 
 def _decode_rows(chunk: bytes, decoder: msgspec.json.Decoder[Any]) -> tuple[list[MetricsRow], int]:

@@ -65,7 +65,7 @@ def to_columns(name: str, values: Iterable[Any]) -> dict[str, Floats]:
     """Return the numbers of one extra key as columns; NaN where there is none. Text gives no column."""
     items = list(values)
     types, columns = set(map(type, items)), {}
-    if types - {dict}:
+    if types & {int, float}:
         columns[name] = _numbers(items)
     if dict in types:
         dicts = items if types == {dict} else [item if type(item) is dict else {} for item in items]

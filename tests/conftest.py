@@ -3,6 +3,8 @@
 - no marker: `make test`, which runs every behaviour at least once;
 - `slow`: `make test-all` only, because the test takes long or repeats a behaviour in another setting;
 - `soak`: `make soak` only, because it takes many minutes;
+- `finds_slowdowns`: the guards of this test look for slowdowns. Those of others do not: other programs slow this machine
+  down at any time;
 - `shows(driver, what)`: its result is in the table of docs/your_loop.md, which `make matrix` writes;
 - `quick_cases(n)`, on a test with several parameters: `make test` runs a few of the cases, in which every value of every
   parameter occurs (n=1) or every pair of values of two parameters (n=2). The other cases are `slow`.
@@ -21,6 +23,7 @@ import signal
 import pytest
 from hypothesis import settings
 
+from holdfast.core.detectors.slowdown import SlowdownDetector
 from marks import covering
 
 # The same examples in every run; more of them in `make test-all`.
@@ -65,6 +68,12 @@ def values(item):
         names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         given.append((*names, *(id(item.callspec.params[name.strip()]) for name in names)))
     return given
+
+
+@pytest.fixture(autouse=True)
+def _no_slowdowns_are_found(request, monkeypatch):
+    if request.node.get_closest_marker("finds_slowdowns") is None:
+        monkeypatch.setattr(SlowdownDetector, "observe", lambda self, row, ranks=None: None)
 
 
 @pytest.fixture(autouse=True)

@@ -152,6 +152,7 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 loader = DataLoader(data, 8)
 tokenizer = {"a": 0}
+batch, world_size, accumulate = inputs[:8], 1, 1
 """
 PYTHON = [block for block in doc_blocks.blocks() if doc_blocks.is_python(block)]
 

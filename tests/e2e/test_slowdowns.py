@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import holdfast
 from holdfast.runtime.profile.profiler import StepProfile
 
+pytestmark = pytest.mark.finds_slowdowns
 QUICK = ("loader", "copies", "disk")
 
 
@@ -79,7 +80,19 @@ def test_a_profile_that_cannot_be_written_leaves_nothing_switched_on(tmp_path):
     profile = StepProfile(tmp_path / "file", 1)
     assert profile.start()
     profile.step()
+    profile.step()
+    assert profile.read() is None
     assert profile.is_over and sys.getprofile() is None
+
+
+def test_a_trace_that_cannot_be_read_gives_no_profile(tmp_path, monkeypatch, caplog):
+    profile = StepProfile(tmp_path, 1)
+    assert profile.start()
+    profile.step()
+    profile.step()
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: open(path, "w").close())
+    assert profile.read() is None
+    assert "no traceEvents found" in caplog.text
 
 
 def test_no_profile_is_taken_while_the_program_has_a_profiler(tmp_path):

@@ -55,6 +55,8 @@ _GIVE_UP = 400
 _COMES_AND_GOES, _OUTLASTS = 2, 1.5
 """after so many slowdowns that were over by themselves, one is reported if it lasts this many times as long as the
 longest of them"""
+_LEAST_PART = 0.5
+"""a phase is named if it explains this part of the growth. Programs that share the cores interrupt every phase"""
 _ONE_TIME = ("eval", "compile", "checkpoint")
 """phases that do not belong to a step"""
 RANK_PHASES = ("between", "data", "compute", "wait")
@@ -69,7 +71,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     seconds_before: float
     seconds_after: float
     phase: str
-    """the phase that has grown the most; "unknown" without phases"""
+    """the phase that explains most of the growth; "several" if none does, "unknown" without phases"""
     phases_before: dict[str, float]
     phases_after: dict[str, float]
     rank: int | None = None
@@ -85,6 +87,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
         who = "" if self.rank is None else f" on rank {self.rank}"
         grown = 1e3 * (self.phases_after.get(self.phase, 0.0) - self.phases_before.get(self.phase, 0.0))
         where = "" if self.phase == "unknown" else f"; most of it in {self.phase}{who} ({grown:+.3g} ms)"
+        if self.phase == "several":
+            where = "; spread over its phases"
         some = "some steps take" if self.is_intermittent else "a step takes"
         return (
             f"since step {self.onset} {some} {1e3 * self.seconds_after:.3g} ms instead of "
@@ -306,6 +310,8 @@ class SlowdownDetector:
         if phase is None:
             growth = {name: value - phases_before.get(name, 0.0) for name, value in phases_after.items()}
             phase = max(growth, key=lambda name: growth[name]) if growth else "unknown"
+            if growth and growth[phase] < _LEAST_PART * (seconds_after - seconds_before):
+                phase = "several"
         self.current = Slowdown(
             step=rows[-1].step,
             onset=rows[onset].step,

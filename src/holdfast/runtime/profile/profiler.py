@@ -11,9 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.core.base import durable
-from holdfast.core.profile.trace import TraceSummary, read_trace
+from holdfast.core.profile.trace import TraceSummary
 from holdfast.core.profile.verdict import render_summary
 from holdfast.runtime.profile.line_counter import LineCounter
+from holdfast.runtime.profile.trace_process import summarize
 from holdfast.runtime.tensors.torch_private import profiler_enabled
 
 log = logging.getLogger("holdfast")
@@ -36,6 +37,8 @@ class StepProfile:
         self._folder, self._steps = folder, steps
         self._done = 0
         self._profiler: Any = None
+        self._stopped: Any = None
+        """the profiler, until its trace is written"""
         self.lines = LineCounter()
         self.summary: TraceSummary | None = None
         self.is_over = False
@@ -84,17 +87,20 @@ class StepProfile:
         profiler, self._profiler = self._profiler, None
         try:
             profiler.stop()
-            durable.make_folder(self._folder)
-            profiler.export_chrome_trace(str(self._folder / "trace.json.gz"))
-        except Exception as error:  # a full disk, or a profiler that failed: the run goes on without a profile
-            log.warning("holdfast: the profile cannot be written to %s: %s", self._folder, error)
+            self._stopped = profiler
+        except Exception as error:  # the run goes on without a profile
+            log.warning("holdfast: the profile cannot be ended: %s", error)
             self.is_over = True
 
     def read(self) -> TraceSummary | None:
-        """Return the profile in numbers, and write summary.md. Called by any thread, after it is over."""
+        """Return the profile in numbers, and keep trace.json.gz and summary.md. Called by any thread, after it is over."""
+        profiler, self._stopped = self._stopped, None
         try:
-            self.summary = read_trace(self._folder / "trace.json.gz", self._steps)
-            durable.replace_file(self._folder / "summary.md", render_summary(self.summary).encode())
-        except Exception as error:
-            log.warning("holdfast: the profile in %s cannot be read: %s", self._folder, error)
+            if profiler is not None:
+                durable.make_folder(self._folder)
+                profiler.export_chrome_trace(str(self._folder / "trace.json"))
+                self.summary = summarize(self._folder / "trace.json", self._steps)
+                durable.replace_file(self._folder / "summary.md", render_summary(self.summary).encode())
+        except Exception as error:  # a full disk, or a profiler that failed
+            log.warning("holdfast: the profile cannot be written to %s: %s", self._folder, error)
         return self.summary

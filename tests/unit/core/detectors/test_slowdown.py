@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from holdfast.core.detectors.slowdown import Slowdown, SlowdownDetector
+from holdfast.core.profile.verdict import explain
 
+pytestmark = pytest.mark.finds_slowdowns
 STEPS = 100_000
 RECORDED = Path(__file__).parent / "step_times.json"
 """milliseconds of steps of a small model on two busy cores, with an evaluation every 200 steps"""
@@ -106,6 +108,20 @@ def test_steps_that_are_slow_again_and_again_are_found():
     times[600::4] *= 4
     (found,) = watch(times)
     assert found.is_intermittent and found.step <= 640 and abs(found.onset - 601) <= 8
+
+
+def test_no_phase_is_named_that_explains_little_of_it():
+    """A program that shares the core interrupts every step, each time in another phase."""
+    names = ("data", "forward", "backward", "optimizer")
+    phases = []
+    for n in range(400):
+        each = dict.fromkeys(names, 0.001)
+        if n >= 300:
+            each[names[n % 4]] += 0.01
+        phases.append(each)
+    (found,) = watch(np.array([sum(each.values()) for each in phases]), phases)
+    assert found.phase == "several" and "spread over" in found.describe()
+    assert explain(found).cause == "not_established"
 
 
 def test_the_phase_that_has_grown_is_named():

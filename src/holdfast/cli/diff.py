@@ -71,20 +71,25 @@ def diff(
 
 
 def _load_both(first: str, second: str, names: dict[str, str]) -> tuple[ComparedRun, ComparedRun]:
-    """Load both runs. A column that --map names must be in one of them; the other log may have other names."""
-    runs: list[ComparedRun] = []
-    missing: list[LogRefused] = []
-    for path in (first, second):
+    """Load both runs. Each column that --map names must be in one of them; the other log may have other names."""
+    (a, missing_a), (b, missing_b) = (_load_mapped(path, names) for path in (first, second))
+    for signal in missing_a.keys() & missing_b.keys():
+        raise missing_b[signal]
+    return a, b
+
+
+def _load_mapped(path: str, names: dict[str, str]) -> tuple[ComparedRun, dict[str, LogRefused]]:
+    """Load a run with those names that its log has. Return also an error for each of the others."""
+    missing: dict[str, LogRefused] = {}
+    while True:
+        present = {signal: column for signal, column in names.items() if signal not in missing}
         try:
-            runs.append(rundiff.load(path, names))
+            return rundiff.load(path, present), missing
         except LogRefused as error:
-            if not error.reason.startswith("--map"):
+            signal = next((s for s, c in present.items() if error.reason.startswith(f"--map {s}={c}:")), None)
+            if signal is None:
                 raise
-            missing.append(error)
-            if len(missing) == 2:
-                raise
-            runs.append(rundiff.load(path))
-    return runs[0], runs[1]
+            missing[signal] = error
 
 
 def _print_report(out: Console, report: DiffReport, a: ComparedRun, b: ComparedRun) -> None:

@@ -74,6 +74,15 @@ def test_map_names_the_loss_of_the_log_that_has_the_column(tmp_path, holdfast):
     assert "not NAME=COLUMN" in holdfast("diff", own, usual, "--map", "loss").err
 
 
+def test_map_keeps_the_names_that_a_log_has_if_it_lacks_another(tmp_path, holdfast):
+    a, b = tmp_path / "a.csv", tmp_path / "b.csv"
+    a.write_text("it,train_nll,gn\n" + "".join(f"{i},{2 + 3 / (1 + i)},1.0\n" for i in range(200)))
+    b.write_text("it,train_nll\n" + "".join(f"{i},{2.5 + 3 / (1 + i)}\n" for i in range(200)))
+    answer = holdfast("diff", a, b, "--map", "loss=train_nll", "--map", "grad_norm=gn")
+    assert (answer.status, answer.err) == (0, "")
+    assert answer.out.startswith("B is worse: its training loss ends at 2.5")
+
+
 def test_picture_shows_both(runs, holdfast):
     out = holdfast("diff", *runs).out
     assert any(0x2800 < ord(letter) < 0x2900 for letter in out)

@@ -111,6 +111,33 @@ def state(history, **more):
     return json.dumps({"global_step": 100, "max_steps": 500, "log_history": history, **more})
 
 
+def test_text_in_a_cell_is_not_nan(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("step,loss,lr\n" + "".join(f"{i},{'n/a' if i % 5 == 0 else 3 - i / 100},0.1\n" for i in range(50)))
+    table = read_one(path)
+    assert len(values(table, "loss")) == 40 and np.isfinite(values(table, "loss")).all()
+    assert "nan_hidden" not in limit_codes(table)
+
+
+def test_decimal_commas_are_points(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(
+        "epoch;loss;val_loss\n" + "".join(f"{i};{3 - i / 8:.3f};4.5\n".replace(".", ",") for i in range(20))
+    )
+    table = read_one(path)
+    assert values(table, "loss") == [3 - i / 8 for i in range(20)]
+    assert set(table.evals["val_loss"].value) == {4.5}
+
+
+def test_commas_between_thousands_cells_and_milliseconds_stay(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("step,loss\n" + "".join(f"{i},{1000 - i}\n" for i in range(20)))
+    assert values(read_one(path), "loss") == [1000 - i for i in range(20)]
+    path.write_text("".join(f"2026-01-02 10:11:12,345 step {1000 + i:,} loss: {9 - i} seen 12,345\n" for i in range(8)))
+    table = read_one(path)
+    assert table.step.tolist() == [1000 + i for i in range(8)] and values(table, "loss") == [9 - i for i in range(8)]
+
+
 def test_trainer_state_with_nan_evaluations_and_summary(tmp_path):
     history = [
         {"step": i * 10, "loss": math.nan if i == 7 else 5.0 - i, "grad_norm": 1.5, "learning_rate": 1e-4}

@@ -329,3 +329,19 @@ def test_missing_loss_lists_the_columns_and_suggests_a_mapping(tmp_path):
     (limit,) = [limit for limit in table.limits if limit.code == "no_loss"]
     assert limit.text == "no training loss found. Columns: accuracy, epoch, my cost. Try --map 'loss=my cost'"
     assert values(read_one(tmp_path / "log.txt", mapping={"loss": "my cost"}), "loss")[2] == 2.5
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Epoch {i}/60 | train: loss {train:.3f} acc 0.5 | valid: loss {held_out:.3f} acc 0.4",
+        "[{i}] Train - loss: {train:.3f}, acc: 0.5 Valid - loss: {held_out:.3f}, acc: 0.4",
+        "epoch={i} train[loss={train:.3f} acc=0.5] valid[loss={held_out:.3f} acc=0.4]",
+    ],
+)
+def test_training_and_evaluation_on_one_line_are_told_apart(tmp_path, line):
+    lines = [line.format(i=i, train=3 - i / 100, held_out=4 - i / 100) for i in range(40)]
+    table = read_one(write(tmp_path, "\n".join(lines)))
+    assert values(table, "loss") == pytest.approx([3 - i / 100 for i in range(40)])
+    assert table.evals["valid_loss"].value.tolist() == pytest.approx([4 - i / 100 for i in range(40)])
+    assert set(table.evals["valid_acc"].value) == {0.4}

@@ -151,7 +151,9 @@ def fill_hidden_nan(records: MetricRecords, roles: ColumnRoles) -> dict[str, int
     is_record = has_loss | (rows_with(roles.step) & ~has_eval & (has_companion | ~has_other))
     filled = {}
     for name in [roles.loss, *[n for n in companions if roles.train.get(n, ("", 0.0))[0] == "grad_norm"]]:
-        hidden = np.flatnonzero(is_record & ~rows_with(name))
+        is_hidden = is_record & ~rows_with(name)
+        is_hidden[records.text_rows.get(name, [])] = False  # `n/a` is not an empty cell
+        hidden = np.flatnonzero(is_hidden)
         if len(hidden):
             filled[name] = len(hidden)
             records.fill(name, hidden, float("nan"))

@@ -65,6 +65,11 @@ _EVAL_WORD = re.compile(
     rb"(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
 )
+_SECTION = re.compile(
+    rb"(?<![\w/.\-])(?:(train|training)|(val|valid|validation|dev|test|eval|evaluation))\s?(?:[:|\])>\[(]| -)",
+    re.IGNORECASE,
+)
+"""`train: loss 0.5 | valid: loss 0.6`: what follows is measured on that data"""
 _NO_RECORD = re.compile(
     rb"(?<!\w)(?:train_runtime|best|lowest|improved|final|early stopping|patience)(?!\w)", re.IGNORECASE
 )
@@ -194,6 +199,12 @@ def _resolve(key: bytes) -> str:
     return full
 
 
+def _name_in_section(section: bytes, name: str) -> str:
+    """Return the name of a metric on held-out data: `loss` below `valid:` is `valid_loss`."""
+    word = section.decode().lower()
+    return name if is_eval(name) else f"{word}_{re.sub('(?i)^' + word + '[ :]*', '', name)}".rstrip("_")
+
+
 def line_parser(
     description: LogDescription, mapping: Mapping[str, str] | None, accept: str = NAMED, met: set[str] | None = None
 ) -> Callable[[bytes], ParsedLine | None]:
@@ -248,8 +259,12 @@ class _LineRecord:
         step_is_global = "step" in fixed
         self.taken = list(spans)
         self.step_is_size = False  # `batch 16` may be the size of a batch: any counter outranks it
+        sections = list(_SECTION.finditer(line))
         for pair in find_pairs_of_any_name(line):
             self.taken.append((pair.start, max(pair.end, pair.total[1])))
+            section = next((s for s in reversed(sections) if s.start() <= pair.key_start), None)
+            if section is not None and section[2] and section.start() > self.first_metric and pair.name not in columns:
+                pair = pair._replace(name=_name_in_section(section[2], pair.name))
             name, found = pair.name, Field(pair.name, pair.start, pair.end, pair.factor)
             if (pair.start, pair.end) in spans:
                 continue

@@ -33,6 +33,11 @@ FREE_BYTES = 16 << 20
 _BLANK_LINES = b"\n" * 8
 _MORE_BLANK_LINES = re.compile(rb"\n{8,}")
 """More blank lines in a row than this are not kept: each would take as long as a record."""
+_DECIMAL_COMMA = re.compile(rb"(?<=\d),(?=\d)")
+_WITH_COMMA = re.compile(rb"(?<=[\s=:;\"'(\[])(?<!\d:)-?(?!\d{1,3},\d{3}(?!\d)(?<!0,\d{3}))\d+,\d+(?![\d.,])")
+"""a number with a comma that separates no thousands, and is not the end of a time of day"""
+_WITH_POINT = re.compile(rb"(?<![\d.,:/\-])\d+\.\d+(?![\d.,:/\-])")
+_MIN_COMMAS = 6
 TERMINAL_COLOR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -139,6 +144,8 @@ class LogSource:
                     continue
                 data, skip_to_newline = data[at:], False
             data = rest + data
+            if self._has_decimal_commas:
+                data = _DECIMAL_COMMA.sub(b".", data)
             at = data.rfind(b"\n")
             rest = data[at + 1 :]
             if len(rest) > MAX_LINE_BYTES:
@@ -167,6 +174,16 @@ class LogSource:
             lines += self._lines_between(start, start + PIECE_BYTES)[1:-1]
         # If the whole file is one long line, no piece holds a whole line.
         return b"\n".join(lines) or b"\n".join(self._lines_between(0, 4 * PIECE_BYTES))
+
+    @cached_property
+    def _has_decimal_commas(self) -> bool:
+        """Return whether the file writes 0,5 for 0.5."""
+        try:
+            head = self.head(PIECE_BYTES)
+        except LogRefused:
+            return False
+        commas = sum(1 for match in _WITH_COMMA.finditer(head))
+        return commas >= _MIN_COMMAS and commas > 4 * sum(1 for match in _WITH_POINT.finditer(head))
 
     def _lines_between(self, start: int, end: int) -> list[bytes]:
         return b"\n".join(LogSource(self.path, start=start, end=end).chunks()).split(b"\n")

@@ -40,6 +40,8 @@ class MetricRecords:
         self.length = 0
         self.dropped_columns: set[str] = set()
         self.unreadable_rows = 0
+        self.text_rows: dict[str, array[int]] = {}
+        """the rows in which a column has text that is no number"""
         self._values: dict[str, array[float]] = {}
         self._rows: dict[str, array[int]] = {}
 
@@ -54,7 +56,10 @@ class MetricRecords:
                 for inner_name, inner_value in _flatten(value):
                     self._add_value(f"{name}/{inner_name}", inner_value)
             elif not prefix:
-                self._add_value(name, to_float(value))
+                number = to_float(value)
+                self._add_value(name, number)
+                if number is None and (name in self.text_rows or len(self.text_rows) < MAX_COLUMNS):
+                    self.text_rows.setdefault(name, array("q")).append(self.length)
             elif not is_step(name):
                 self._add_value(name if is_eval(name) else prefix + name, to_float(value))
         self.length += 1

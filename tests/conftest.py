@@ -71,9 +71,11 @@ def values(item):
 
 
 @pytest.fixture(autouse=True)
-def _no_slowdowns_are_found(request, monkeypatch):
-    if request.node.get_closest_marker("finds_slowdowns") is None:
-        monkeypatch.setattr(SlowdownDetector, "observe", lambda self, row, ranks=None: None)
+def _no_slowdowns_are_found(request):
+    with pytest.MonkeyPatch.context() as own:  # the shared one would then be undone after all other fixtures
+        if request.node.get_closest_marker("finds_slowdowns") is None:
+            own.setattr(SlowdownDetector, "observe", lambda self, row, ranks=None: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

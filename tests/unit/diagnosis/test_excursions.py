@@ -252,3 +252,9 @@ def test_a_negative_loss_that_leaps_is_an_incident():
     loss = baseline() - 5.0
     loss[300:310] += 3.0
     assert found(loss) == [("spike_recovered", 300, 309)]
+
+
+def test_a_first_record_far_below_all_others_is_no_leap():
+    loss = 0.004 + 0.001 * np.random.default_rng(1).random(N)
+    loss[0] = 0.0002
+    assert episodes.find(table(loss=loss))[0] == []

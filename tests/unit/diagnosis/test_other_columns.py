@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from synthetic import N, cosine, healthy_loss, healthy_norm, noise, put, run, table
 
 from holdfast.diagnosis.diagnose import diagnose, severity_key
+from holdfast.diagnosis.importers import read
 
 
 def kinds(made):
@@ -107,3 +109,27 @@ def test_no_incident_refutes_itself():
         made = run(loss=2.0 + np.random.default_rng(seed).standard_t(2, N) * 0.05)
         for verdict in diagnose(made).verdicts:
             assert verdict.size > 1.05, verdict.headline
+
+
+@pytest.mark.parametrize(
+    ("parts", "rise", "found"),
+    [
+        (["D loss", "G loss"], 2.0, []),
+        (["policy_loss", "value_loss"], 2.0, []),
+        (["D loss", "G loss"], 40.0, ["divergence"]),
+        (["box_loss", "cls_loss"], 2.0, ["divergence"]),
+    ],
+)
+def test_opposed_losses_may_rise_but_not_run_away(tmp_path, parts, rise, found):
+    noise = np.random.default_rng(0).normal(0, 0.02, (400, 2))
+    first = np.where(np.arange(400) < 250, 1.0, rise)
+    path = tmp_path / "log.txt"
+    path.write_text(
+        "".join(
+            f"step {n} {parts[0]}: {1 + noise[n, 0]:.4f} {parts[1]}: {first[n] + noise[n, 1]:.4f}\n" for n in range(400)
+        )
+    )
+    (table,) = read(path)
+    report = diagnose(table)
+    assert [verdict.kind for verdict in report.verdicts] == found
+    assert found or "opposed_losses" in [note.kind for note in report.notes]

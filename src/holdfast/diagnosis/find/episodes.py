@@ -25,6 +25,7 @@ def find(table: Table) -> tuple[list[Episode], list[Note]]:
             episodes += [*loss_episodes, *watched]
             notes += [*loss_notes, *watch_notes]
         episodes, unrewarded = other_columns.without_unrewarded(table, episodes)
-        notes += unrewarded
+        episodes, opposed = other_columns.without_adversaries(table, episodes)
+        notes += [*unrewarded, *opposed]
     episodes += other_columns.find(table, episodes)
     return sorted(episodes, key=lambda e: (e.first, e.last)), sorted(notes, key=lambda n: n.start)

@@ -221,6 +221,8 @@ def _leap_at_start(losses: Losses) -> list[Candidate]:
     needed = 1 if losses.table.step_interval() >= _SPARSE_INTERVAL else 2
     if len(high) < needed or float(head[high].max()) < _START_RATIO * float(head[0]):
         return []
+    if high[0] == 1 and float(np.nanmedian(loss)) > _START_RATIO * float(head[0]):
+        return []  # the first record is low, not the others high
     later_high = loss[early:] > _START_RATIO * float(head[0])
     leaps = int((later_high[1:] & ~later_high[:-1]).sum())
     noise = 1.4826 * float(np.nanmedian(np.abs(np.diff(np.where(losses.finite, loss, np.nan))))) / math.sqrt(2.0)

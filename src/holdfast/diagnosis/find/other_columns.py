@@ -14,6 +14,18 @@ _MIN_RECORDS = 3
 _DEAD_RECORDS = 20
 _REWARD_BEFORE, _REWARD_AFTER, _REWARD_NOISE = 15, 10, 3.0
 _REWARD_BLOCKS, _MIN_REWARD_BLOCKS = 60, 10
+
+
+def _named(words: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|[^a-z])(?:{words})(?:[^a-z]|$|loss)")
+
+
+_OPPONENTS = (
+    (_named("d|dis|disc|discriminator"), _named("g|gen|generator")),
+    (_named("pg|policy|actor|pi"), _named("v|value|vf|critic|q")),
+)
+"""names of losses that are trained against or upon each other"""
+_GAME_RUNAWAY = 10.0
 _LOSS_KINDS = ("spike", "spike_recovered", "divergence", "silent_divergence")
 
 
@@ -119,6 +131,24 @@ def without_unrewarded(table: Table, episodes: list[Episode]) -> tuple[list[Epis
             continue
         text = "the loss rises, the reward does not fall with it: no incident in reinforcement learning"
         notes.append(Note(kind="loss_without_reward", start=episode.start, end=episode.end, text=text))
+    return kept, notes[:_MIN_RECORDS]
+
+
+def without_adversaries(table: Table, episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Turn excursions of a sum of opposed losses into notes: in a game one rises when the other falls. Runaways stay."""
+    parts = table.facts.get("parts_of_loss")
+    keys = [name.lower() for name in parts] if isinstance(parts, list) else []
+    if not any(all(any(side.search(key) for key in keys) for side in sides) for sides in _OPPONENTS):
+        return episodes, []
+    is_signed = bool((window.finite(table, "loss") < 0).any())  # such a sum has no level
+    kept, notes = [], []
+    for episode in episodes:
+        ratio = 0.0 if is_signed else episode.evidence.get("ratio") or 0.0
+        if episode.kind not in _LOSS_KINDS or ratio >= _GAME_RUNAWAY:
+            kept.append(episode)
+            continue
+        text = "the sum of opposed losses rises: no incident by itself in adversarial or actor-critic training"
+        notes.append(Note(kind="opposed_losses", start=episode.start, end=episode.end, text=text))
     return kept, notes[:_MIN_RECORDS]
 
 

@@ -345,3 +345,90 @@ def test_training_and_evaluation_on_one_line_are_told_apart(tmp_path, line):
     assert values(table, "loss") == pytest.approx([3 - i / 100 for i in range(40)])
     assert table.evals["valid_loss"].value.tolist() == pytest.approx([4 - i / 100 for i in range(40)])
     assert set(table.evals["valid_acc"].value) == {0.4}
+
+
+def bar(i: int, done: int, end: str = "") -> str:
+    full = "=" * done + ">" * (done < 4) + "." * max(0, 3 - done)
+    return f" {done}/4 [{full}] - {'ETA: 3s' if done < 4 else '2s 3ms/step'} - loss: {3 - i / 10 + (4 - done):.4f}{end}"
+
+
+REDRAWN = {
+    "keras bars drawn by backspaces": (
+        "\n".join(
+            f"Epoch {i + 1}/20\n" + ("\b" * 60 + "\r").join(bar(i, done) for done in (1, 2, 3)) + "\b" * 60 + "\r"
+            + bar(i, 4, f" - val_loss: {4 - i / 10:.4f}")
+            for i in range(20)
+        ),
+        "epoch",
+    ),
+    "a line drawn below a bar": (
+        "\n".join(
+            f"\rValidation: |    | 0/? [00:00<?, ?it/s]\x1b[A[\x1b[37m12:00\x1b[0m] Epoch {i + 1}: loss {3 - i / 10:.3e}"
+            for i in range(20)
+        ),
+        "epoch",
+    ),
+    "TensorFlow's estimator": (
+        "\n".join(f"loss = {3 - i / 10}, step = {i + 1} (0.4 sec)\nglobal_step/sec: 244.3" for i in range(20)),
+        "step",
+    ),
+    "a header that is printed once, with the time of day": (
+        "2021-01-25 05:58:00 [INFO]:    Epoch     Batch       box     total   nTargets\nimport done\n"
+        + "\n".join(
+            f"2021-01-25 05:{i:02}:59 [INFO]:     {i + 1}/29      0/165     0.227      {3 - i / 10:.2f}        83"
+            for i in range(10)
+        )
+        + "\n2021-01-25 06:58:00 [INFO]:    Epoch     Batch       box     total   nTargets\n"
+        + "\n".join(
+            f"2021-01-25 06:{i:02}:59 [INFO]:     {i + 1}/29      0/165     0.227      {3 - i / 10:.2f}        83"
+            for i in range(10, 20)
+        ),
+        "epoch",
+    ),
+    "Deeplearning4j": (
+        "\n".join(f"06:38:16.402 [main] INFO o.d.ScoreIterationListener - Score at iteration {i + 1} is {3 - i / 10}"
+                  for i in range(20)),
+        "step",
+    ),
+    "a sentence above the log": (
+        "The loss that is returned by the trainer sometimes has 'nan' as its value here.\n"
+        + "\n".join(f"> step {i + 1} loss: {3 - i / 10}" for i in range(20)),
+        "step",
+    ),
+    "a record behind the fence": (
+        "It goes on:\n```{'loss': 3.0, 'step': 1}\n"
+        + "\n".join(f"{{'loss': {3 - i / 10}, 'step': {i + 1}}}" for i in range(1, 20))
+        + "\n```\n",
+        "step",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REDRAWN)
+def test_the_curve_is_read_as_a_person_sees_it(tmp_path, name):
+    text, unit = REDRAWN[name]
+    table = read_one(write(tmp_path, text))
+    assert values(table, "loss") == pytest.approx([3 - i / 10 for i in range(20)], abs=0.006)
+    assert (table.unit, table.step.tolist()) == (unit, [float(i + 1) for i in range(20)])
+
+
+def test_runs_that_begin_again_are_separate_with_their_evaluations(tmp_path):
+    lines = [
+        f"[{n}] train-rmse: {first * (1 - n / 40):.2f} validation-rmse: {first + 1:.2f}"
+        for first in (5.0, 9.0, 8.0)
+        for n in range(21)
+    ]
+    tables = read(write(tmp_path, "\n".join(lines)))
+    assert [values(table, "loss")[0] for table in tables] == [5.0, 9.0, 8.0]
+    assert [set(table.evals["validation-rmse"].value) for table in tables] == [{6.0}, {10.0}, {9.0}]
+
+
+def test_steps_within_epochs_are_unfolded_in_each_run(tmp_path):
+    lines = [
+        f"Epoch: [{epoch}][{step}/100] loss {5 - epoch / 10:.2f}"
+        for epochs in (6, 4)
+        for epoch in range(epochs)
+        for step in (0, 50)
+    ]
+    tables = read(write(tmp_path, "\n".join(lines)))
+    assert [(len(table), table.step[0], table.step[-1]) for table in tables] == [(12, 0, 550), (8, 0, 350)]

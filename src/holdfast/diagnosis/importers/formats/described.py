@@ -84,6 +84,9 @@ _DESCRIPTIONS = (
         "mlperf", "MLPerf logs (`:::MLL`) with the consoles of GNMT and Mask R-CNN", r":::MLL|\bTRAIN \[\d+\]\[",
         columns={"Time": "seconds"},
     ),
+    LogDescription(
+        "dl4j", "Deeplearning4j: `Score at iteration 100 is 1.39`", r"Score at iteration \d+ is ", columns={"Score": "loss"}
+    ),
     *(LogDescription(name, description, signature) for name, description, signature in (
         ("composer", "MosaicML Composer and LLM Foundry: `[batch=N/M]:`, then one metric on each line",
          r"\bbatch=\d+(?:/\d+)?\]:"),

@@ -75,14 +75,29 @@ _NO_RECORD = re.compile(
 )
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
-    rb"|self\.|\{\w+(?:\}|:[^\s\d])|^\s*\w+ = |\)\.|[A-Za-z_)\]] ?==(?!=)\s?[\w'\"]|^\s+\w+\("
-    rb"|\w+Warning: "
+    rb"|self\.|\{\w+(?:\}|:[^\s\d])|^\s*\w+ = (?![-+]?[\d.]+(?:e[-+]?\d+)?,)|\)\.|[A-Za-z_)\]] ?==(?!=)\s?[\w'\"]|^\s+\w+\("
+    rb"|\w+Warning: |(?:\b[a-z']+,? ){9}"
 )
+"""lines of a program, and sentences"""
 METRIC_WORDS = (
     b"loss", b"Loss", b"LOSS", b"nll", b"erplexity", b"ppl", b"PPL", b"cost", b"objective", b"eward", b"rew", b"eturn",
     b"EpRet", b"xent", b"Entropy",
 )  # fmt: skip
-_HEADING_WORDS = (b"tep", b"STEP", b"poch", b"EPOCH", b"ter", b"pdate", b"atch", b"/it", b"it/")
+_HEADING_WORDS = (
+    b"tep",
+    b"STEP",
+    b"poch",
+    b"EPOCH",
+    b"ter",
+    b"pdate",
+    b"atch",
+    b"/it",
+    b"it/",
+    b"ITER",
+    b"alid",
+    b"val",
+    b"est",
+)
 _EVAL_METRIC = re.compile(
     r"^(val|valid|validation|test|dev|eval|tel)$|"
     r"loss|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
@@ -194,7 +209,7 @@ def _resolve(key: bytes) -> str:
         return full
     if is_step(last):
         return full if first.lower() in _OTHER_COUNTS else last
-    if first.lower() in _TEXT_BEFORE_NAME or first.isupper():
+    if first.lower() in _TEXT_BEFORE_NAME or (first.isupper() and len(first) > 1):
         return last
     return full
 

@@ -38,6 +38,8 @@ _WITH_COMMA = re.compile(rb"(?<=[\s=:;\"'(\[])(?<!\d:)-?(?!\d{1,3},\d{3}(?!\d)(?
 """a number with a comma that separates no thousands, and is not the end of a time of day"""
 _WITH_POINT = re.compile(rb"(?<![\d.,:/\-])\d+\.\d+(?![\d.,:/\-])")
 _MIN_COMMAS = 6
+_REDRAW = re.compile(rb"\x08+\r?|\x1b\[\d{0,4}[ABEFGH]")
+"""backspaces, and moves of the cursor: what follows is drawn over the line, or is another line"""
 TERMINAL_COLOR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -132,6 +134,8 @@ class LogSource:
         rest = b""
         skip_to_newline = False
         for data in self._utf8_chunks():
+            if b"\x08" in data or b"\x1b" in data:
+                data = _REDRAW.sub(b"\n", data)
             if b"\r" in data:
                 data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
             if b"\0" in data:

@@ -132,10 +132,10 @@ def normalize(
 
 def _drop_repeats(table: Table) -> None:
     """Drop records with the same step and the same values as the record before."""
-    if len(table) < 2 or table.has_limit("no_step") or not {"loss", "grad_norm", "lr"} & set(table.columns):
+    if len(table) < 2 or table.has_limit("no_step") or not {"loss", "reward", "grad_norm", "lr"} & set(table.columns):
         return
     at = np.flatnonzero(table.step[1:] == table.step[:-1])
-    for name in ("loss", "grad_norm", "lr", "loss_scale"):
+    for name in ("loss", "reward", "grad_norm", "lr", "loss_scale"):
         if name in table.columns:
             values, present = table.columns[name], table.present[name]
             is_equal = (values[at] == values[at + 1]) | (np.isnan(values[at]) & np.isnan(values[at + 1]))
@@ -151,11 +151,15 @@ def _check_step_order(table: Table, unfold_epochs: bool) -> None:
     drops = np.flatnonzero(np.diff(table.step) < 0) + 1
     if not len(drops):
         return
-    if unfold_epochs and _restarts_every_epoch(table, drops) and not starts_afresh(table, drops).all():
+    runs = _epoch_begins_again(table, drops)
+    in_epochs = drops[~runs]
+    if unfold_epochs and _restarts_every_epoch(table, in_epochs) and not starts_afresh(table, in_epochs).all():
         interval = table.step_interval()
         offset = np.zeros(len(table))
-        for at in drops:
+        for at, is_run in zip(drops, runs, strict=True):
             offset[at:] += table.step[at - 1] + interval - table.step[0] * (table.step[at] == table.step[0])
+            if is_run:
+                offset[at:] = 0.0
         table.step = table.step + offset
         text = f"the log restarts its step count in each of {len(drops) + 1} epochs; here the steps of an epoch follow "
         text += f"those of the epoch before it (the second epoch begins at {offset[drops[0]] + table.step[0]:g})"
@@ -168,13 +172,25 @@ def _check_step_order(table: Table, unfold_epochs: bool) -> None:
     table.add_limit("steps_backwards", text + "log; records stay in the order of the file")
 
 
+def _epoch_begins_again(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return for each row whether the epoch is back at its first value: another run, or the same one again."""
+    epoch = table.columns.get("epoch")
+    if epoch is None or not table.present["epoch"].all():
+        return np.zeros(len(drops), dtype=bool)
+    begins: NDArray[np.bool_] = (epoch[drops] <= epoch[drops - 1]) & (epoch[drops] <= epoch[0])
+    return begins
+
+
 def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return for each row whether another run begins there: step and loss are back at their first values."""
+    """Return for each row whether another run begins there: step and loss are back at the first values of the run before."""
     interval = table.step_interval()
     fresh = np.zeros(len(drops), dtype=bool)
     if "loss" not in table.columns:
         return fresh
-    loss = table.columns["loss"]
+    loss, again = table.columns["loss"], _epoch_begins_again(table, drops)
+    if again.any():
+        epoch = table.columns["epoch"]
+        again &= epoch[drops] < epoch[drops - 1]
     bounds = [0, *drops.tolist(), len(table)]
     head = loss[: min(3, bounds[1])]
     head = head[np.isfinite(head)]
@@ -187,7 +203,8 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
         old, new = float(np.median(before)), float(np.median(after))
         had_fallen = old < first or abs(new - first) < 0.25 * abs(first)
         is_back = new - old > 0.5 * (first - old) and new - old > 0.15 * max(abs(old), 1e-12) and new > 0.6 * first
-        fresh[i] = had_fallen and is_back
+        fresh[i] = (had_fallen and is_back) or (table.unit == "epoch" and table.step[at] <= table.step[0]) or again[i]
+        first = new if fresh[i] else first
     return fresh
 
 

@@ -34,6 +34,11 @@ _INDENTED_PAIR = re.compile(
 _CUT_RECORD = re.compile(rb"\biteration\s+\d+/\s*\d+ \|[^\n]*[^|\s][ \t]*\n")
 _REST_OF_CUT = re.compile(rb"\n(?=[^\n|]{0,300}\|)(?![^\n]{0,300}(?:\biteration\s+\d+|(?:validation|test) loss))")
 """the rest of a record with bars that a terminal broke into lines of one width"""
+_RUNNING_BAR = re.compile(
+    rb"(?m)^ *(\d{1,9})/(?:(?!\1 )\d{1,9} (?:\[[=>.]|\xe2\x94\x81|\xe2\x95\xb8)|\d{1,9} \[[=>.]+\] - ETA:)[^\n]*$"
+)
+_FULL_BAR = re.compile(rb"(?m)^ *(\d{1,9})/\1 (?:\[=|\xe2\x94\x81)[^\n]*(?:loss|nan)")
+"""bars of Keras: the last of an epoch has its means, those before have the means so far"""
 _HOLD_BYTES = 64 << 10
 _SAMPLE_BYTES = 1 << 20
 _WORDS = {
@@ -47,6 +52,7 @@ _CHINESE = re.compile(b"|".join(map(re.escape, _TRANSLATED)))
 _RULE = re.compile(rb"^[\s|+:=-]*$")
 _BAR = re.compile(rb":?\s{0,20}+\d{1,3}%\|.*")
 _COLON = re.compile(rb"(?<=\d):(?=\s)")
+_DIGIT = re.compile(rb"\d")
 _GAP = re.compile(rb"\s{2,}|\t")
 _CELL = re.compile(rb"\S+(?: \S+)*")
 _VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|inf)$", re.IGNORECASE)
@@ -62,6 +68,8 @@ def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None
         return None
     if _CUT_RECORD.search(sample):
         return _joiner(_REST_OF_CUT, b"")
+    if len(_FULL_BAR.findall(sample)) >= _MIN_ROWS:
+        return lambda chunks: (_RUNNING_BAR.sub(b"", chunk) for chunk in chunks)
     if len(_BOX_ROW.findall(sample)) >= 4:
         return _joiner(_BOX_ROW, rb" \1: \2,")
     if _has_indented_records(sample):
@@ -127,7 +135,7 @@ class _NamedRows:
         self.header = b""
 
     def rewrite(self, line: bytes) -> bytes:
-        if header := self.headers.get(line.strip()):
+        if header := self.headers.get(_without_digits(line)):
             self.names, self.header = header, line
             return b""
         cells = _split_row(line, len(self.names)) if self.names and len(line) < _MAX_ROW_BYTES else []
@@ -157,6 +165,11 @@ def _split_row(line: bytes, width: int) -> list[bytes]:
     return []
 
 
+def _without_digits(line: bytes) -> bytes:
+    """Return the line with 0 for each digit: a time in front of a header differs."""
+    return _DIGIT.sub(b"0", line.strip())
+
+
 def _align(header: bytes, row: bytes, names: Sequence[bytes]) -> list[bytes]:
     """Return the name above each cell of a row with empty cells."""
     spans = [match.span() for match in _CELL.finditer(header)] if len(_cells(header)) == len(names) else []
@@ -174,7 +187,7 @@ def _find_headers(sample: bytes) -> dict[bytes, list[bytes]]:
     rows = 0
     for line, after in pairwise(lines):
         if (
-            line.strip() not in headers
+            _without_digits(line) not in headers
             and 12 < len(line) < 1000
             and after[-400:].strip()[:1].isdigit() | (b"|" in after)
         ):
@@ -188,9 +201,9 @@ def _find_headers(sample: bytes) -> dict[bytes, list[bytes]]:
                     continue
                 names = [_SHORT_NAMES.get(cell, re.sub(rb"[^\w/.@-]+", b"_", cell)) or b"column" for cell in cells]
                 if _names_a_loss([name.decode("utf-8", "replace") for name in names]):
-                    headers[line.strip()] = names
+                    headers[_without_digits(line)] = names
                     break
-        rows += line.strip() not in headers and bool(headers)
+        rows += _without_digits(line) not in headers and bool(headers)
     return headers if rows >= _MIN_ROWS else {}
 
 

@@ -12,9 +12,10 @@ from holdfast.diagnosis.importers.reading.described_line import GENERIC
 from holdfast.diagnosis.importers.reading.log_source import SAMPLE_BYTES, LogSource
 from holdfast.diagnosis.importers.reading.normalize import starts_afresh
 from holdfast.diagnosis.importers.reading.text_format import described_format
-from holdfast.diagnosis.model.table import Table
+from holdfast.diagnosis.model.table import Series, Table
 
 _FENCE = re.compile(rb"^(?:[ \t>]{0,8}```+[^\n`]*|~~~+ *\w*)$", re.MULTILINE)
+_RECORD_IN_FENCE = re.compile(rb"`[^\n]*[:=] ?[-+]?[\d.]")
 _MIN_RECORDS = 3
 _MAX_IN_PROSE = 4
 """sentences of a page that look like records"""
@@ -41,9 +42,12 @@ def fenced_blocks(source: LogSource) -> list[LogSource]:
     blocks = []
     for opening, closing in pairs:
         end = closing.start() if closing is not None else len(data)
-        if data[opening.end() : end].strip():
-            line = data.count(b"\n", 0, opening.end()) + 2
-            blocks.append(LogSource(source.path, start=opening.end() + 1, end=end, line=line))
+        start = opening.end() + 1
+        if _RECORD_IN_FENCE.search(opening[0]):  # text right behind the fence
+            start = opening.start() + len(opening[0]) - len(opening[0].lstrip(b" \t>`"))
+        if data[start:end].strip():
+            line = data.count(b"\n", 0, start) + 1
+            blocks.append(LogSource(source.path, start=start, end=end, line=line))
     return blocks
 
 
@@ -65,6 +69,12 @@ def split_runs(table: Table) -> list[Table]:
         return [table]
     bounds = [0, *starts.tolist(), len(table)]
     runs = [select_rows(table, first, stop) for first, stop in pairwise(bounds)]
+    for name, series in table.evals.items():
+        parts = [0, *(np.flatnonzero(np.diff(series.step) < 0) + 1).tolist(), len(series.step)]
+        parts = bounds if len(series.step) == len(table) else parts
+        if len(parts) == len(bounds):
+            for run, first, stop in zip(runs, parts, parts[1:], strict=False):
+                run.evals[name] = Series(series.step[first:stop], series.value[first:stop])
     long = [run for run in runs if len(run.series("loss").step) >= _MIN_RECORDS]
     if len(long) < len(runs) and long:
         long[0].add_limit(

@@ -127,6 +127,7 @@ def test_decimal_commas_are_points(tmp_path):
     table = read_one(path)
     assert values(table, "loss") == [3 - i / 8 for i in range(20)]
     assert set(table.evals["val_loss"].value) == {4.5}
+    assert "decimal_commas" in limit_codes(table)
 
 
 def test_commas_between_thousands_cells_and_milliseconds_stay(tmp_path):

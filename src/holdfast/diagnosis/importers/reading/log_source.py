@@ -148,7 +148,7 @@ class LogSource:
                     continue
                 data, skip_to_newline = data[at:], False
             data = rest + data
-            if self._has_decimal_commas:
+            if self.has_decimal_commas:
                 data = _DECIMAL_COMMA.sub(b".", data)
             at = data.rfind(b"\n")
             rest = data[at + 1 :]
@@ -180,7 +180,7 @@ class LogSource:
         return b"\n".join(lines) or b"\n".join(self._lines_between(0, 4 * PIECE_BYTES))
 
     @cached_property
-    def _has_decimal_commas(self) -> bool:
+    def has_decimal_commas(self) -> bool:
         """Return whether the file writes 0,5 for 0.5."""
         try:
             head = self.head(PIECE_BYTES)

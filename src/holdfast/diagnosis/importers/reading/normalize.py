@@ -22,6 +22,8 @@ FEW_RECORDS = 20
 def add_source_limits(table: Table, source: LogSource) -> None:
     if source.truncated_lines:
         table.add_limit("lines_cut", f"{source.truncated_lines} lines are longer than 1 MB; only the first MB is read")
+    if source.has_decimal_commas:
+        table.add_limit("decimal_commas", "a comma between digits is read as a decimal point")
     if source.read_error:
         table.add_limit("truncated", source.read_error)
 

@@ -53,11 +53,15 @@ class Disk:
 
     def __init__(self) -> None:
         self.lock, self.is_slow, self._sync = threading.Lock(), False, os.fsync
+        self.step = 0
+        self.onset: int | None = None
+        """the step during which the first slow request began"""
 
     def fsync(self, descriptor: int) -> None:
         self._sync(descriptor)
         for _ in range(40):
             if self.is_slow and threading.current_thread() is not threading.main_thread():
+                self.onset = self.onset or self.step
                 with self.lock:
                     time.sleep(0.06)
                 time.sleep(0.001)
@@ -88,8 +92,8 @@ def train(
     rank: int = 0,
     after_step: Callable[[int], None] = lambda number: None,
     **metrics: Any,
-) -> list[dict[str, Any]]:
-    """Train with a fault from step ONSET on. Return the findings of slowdowns."""
+) -> tuple[list[dict[str, Any]], int]:
+    """Train with a fault from step ONSET on. Return the findings of slowdowns, and the first step that was slow."""
     torch.manual_seed(0)
     width = WIDTH[device]
     model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(6))).to(device)
@@ -109,6 +113,7 @@ def train(
     ):
         for step in guard.steps(DataLoader(rows, batch_size=32), max_steps=steps):
             is_slow = step.number >= ONSET
+            rows.disk.step = step.number
             rows.seconds = 0.002 if is_slow and fault == "loader" else 0.0
             rows.disk.is_slow = is_slow and fault == "disk" and step.number < steps
             with step:
@@ -128,26 +133,29 @@ def train(
             after_step(step.number)
     lines = (folder / "journal.jsonl").read_text().splitlines() if rank == 0 else []
     events = [json.loads(line) for line in lines]
-    return [event for event in events if event["event"] == "finding" and event["kind"] == "slowdown"]
+    found = [event for event in events if event["event"] == "finding" and event["kind"] == "slowdown"]
+    return found, rows.disk.onset or ONSET  # a checkpoint is written for some steps before the disk must sync it
 
 
-def judge(fault: str, found: list[dict[str, Any]]) -> tuple[bool, str]:
+def judge(fault: str, found: list[dict[str, Any]], onset: int) -> tuple[bool, str]:
     """Return whether a slowdown was found as it should be, and what was found."""
-    near = [
-        each["evidence"] for each in found if abs(each["onset"] - ONSET) <= 8
-    ]  # other programs may slow it down too
+    near = [each["evidence"] for each in found if abs(each["onset"] - onset) <= 8]  # other programs may slow it too
     if not near:
         return False, f"{fault}: not found; other findings: {[each['onset'] for each in found]}"
     first = near[0]
-    after, cause, phase = first["step"] - ONSET, first["slowdown_cause"], first["phase"]
+    after, cause, phase = first["step"] - onset, first["slowdown_cause"], first["phase"]
     is_right = after <= WITHIN and (cause, phase) == CASES[fault] and (fault != "rank" or first["rank"] == 1)
     where = f", at {first['line']}" if first.get("line") else ""
-    return is_right, f"{fault}: since step {first['onset']}, found {after} steps after {ONSET}: {phase}, {cause}{where}"
+    seen = "" if is_right else f"\n      {json.dumps(first)}"
+    return (
+        is_right,
+        f"{fault}: since step {first['onset']}, found {after} steps after {onset}: {phase}, {cause}{where}{seen}",
+    )
 
 
 def _run_rank(rank: int, folder: str, device: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    found = train(Path(folder) / "run", "rank", device=device, rank=rank)
+    found, _ = train(Path(folder) / "run", "rank", device=device, rank=rank)
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -156,9 +164,9 @@ def _run_rank(rank: int, folder: str, device: str) -> None:
 def run_case(fault: str, device: str) -> tuple[bool, str]:
     with tempfile.TemporaryDirectory() as folder:
         if fault != "rank":
-            return judge(fault, train(Path(folder), fault, device=device))
+            return judge(fault, *train(Path(folder), fault, device=device))
         torch.multiprocessing.spawn(_run_rank, (folder, device), nprocs=2)
-        return judge(fault, json.loads((Path(folder) / "found.json").read_text()))
+        return judge(fault, json.loads((Path(folder) / "found.json").read_text()), ONSET)
 
 
 def main() -> int:

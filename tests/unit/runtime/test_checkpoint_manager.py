@@ -235,7 +235,7 @@ def test_a_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_
     run.store.result = "saved"
     step_for(run, clock, 3, 6)
     step_for(run, clock, 3, 6)
-    failures = [message for message in caplog.messages if "the checkpoint was failed" in message]
+    failures = [message for message in caplog.messages if "the checkpoint was not written" in message]
     again = [message for message in caplog.messages if "checkpoints are written again" in message]
     assert (len(failures), len(again)) == (1, 1), caplog.messages
 

@@ -74,6 +74,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """the phase that explains most of the growth; "several" if none does, "unknown" without phases"""
     phases_before: dict[str, float]
     phases_after: dict[str, float]
+    phase_seconds: float = 0.0
+    """by how much the phase has grown, on the rank that is named"""
     rank: int | None = None
     """the one rank that has become slower; None if all have, or there is only one"""
     is_intermittent: bool = False
@@ -85,8 +87,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         who = "" if self.rank is None else f" on rank {self.rank}"
-        grown = 1e3 * (self.phases_after.get(self.phase, 0.0) - self.phases_before.get(self.phase, 0.0))
-        where = "" if self.phase == "unknown" else f"; most of it in {self.phase}{who} ({grown:+.3g} ms)"
+        grown = f"{1e3 * self.phase_seconds:+.3g} ms"
+        where = "" if self.phase == "unknown" else f"; most of it in {self.phase}{who} ({grown})"
         if self.phase == "several":
             where = "; spread over its phases"
         some = "some steps take" if self.is_intermittent else "a step takes"
@@ -306,12 +308,13 @@ class SlowdownDetector:
         middle = np.mean if is_intermittent else np.median
         seconds_before, seconds_after = (float(middle([row.seconds for row in part])) for part in (before, after))
         phases_before, phases_after = _typical(before, is_intermittent), _typical(after, is_intermittent)
-        rank, phase = self._find_rank(before, after, max(0.0, seconds_after - seconds_before))
-        if phase is None:
+        rank, growth = self._find_rank(before, after, max(0.0, seconds_after - seconds_before))
+        if rank is None:
             growth = {name: value - phases_before.get(name, 0.0) for name, value in phases_after.items()}
-            phase = max(growth, key=lambda name: growth[name]) if growth else "unknown"
-            if growth and growth[phase] < _LEAST_PART * (seconds_after - seconds_before):
-                phase = "several"
+        phase = max(growth, key=lambda name: growth[name]) if growth else "unknown"
+        phase_seconds = growth.get(phase, 0.0)
+        if rank is None and growth and phase_seconds < _LEAST_PART * (seconds_after - seconds_before):
+            phase = "several"
         self.current = Slowdown(
             step=rows[-1].step,
             onset=rows[onset].step,
@@ -320,6 +323,7 @@ class SlowdownDetector:
             phase=phase,
             phases_before=phases_before,
             phases_after=phases_after,
+            phase_seconds=phase_seconds,
             rank=rank,
             is_intermittent=is_intermittent,
         )
@@ -346,12 +350,14 @@ class SlowdownDetector:
         gains = np.where(slow, math.log(rate / self._slow_rate), math.log((1 - rate) / (1 - self._slow_rate)))
         return max(1, int(np.cumsum(gains[::-1])[::-1].argmax()))
 
-    def _find_rank(self, before: list[_Times], after: list[_Times], growth: float) -> tuple[int | None, str | None]:
-        """Return the rank whose own time has grown, and the phase; None if no rank has, or all have."""
+    def _find_rank(
+        self, before: list[_Times], after: list[_Times], growth: float
+    ) -> tuple[int | None, dict[str, float]]:
+        """Return the rank whose own time has grown, and by how much in each phase; None if no rank has, or all have."""
         old = [row.ranks for row in before if row.ranks is not None]
         new = [row.ranks for row in after if row.ranks is not None]
         if not old or not new or old[-1].shape != new[-1].shape or old[-1].shape[1] < 2:
-            return None, None
+            return None, {}
         grown = np.median(np.stack(new), axis=0) - np.median(
             np.stack([o for o in old if o.shape == new[-1].shape]), axis=0
         )
@@ -359,8 +365,8 @@ class SlowdownDetector:
         rank = int(own.argmax())
         others = float(np.median(np.delete(own, rank)))
         if own[rank] < 0.5 * growth or others > 0.5 * own[rank]:
-            return None, None
-        return rank, RANK_PHASES[int(grown[:3, rank].argmax())]
+            return None, {}
+        return rank, dict(zip(RANK_PHASES, grown[:3, rank].tolist(), strict=False))
 
     def _follow(self) -> None:
         """End a slowdown that is over, and take a speed that stays for the normal one."""

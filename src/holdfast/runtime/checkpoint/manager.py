@@ -322,7 +322,8 @@ class CheckpointManager:
             if self.config.every_minutes:
                 self._due_at = self.context.clock.monotonic() + min(_RETRY_SECONDS, 60 * self.config.every_minutes)
         if event.status == "refused" or self._failed_saves == 1:
-            log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, event.status, event.why)
+            result = "refused" if event.status == "refused" else "not written"
+            log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, result, event.why)
         if event.status == "refused" and self.nonfinite is None:
             self.nonfinite = NonfiniteSnapshot(record.step, event.why.split(" ")[0])
 

@@ -155,6 +155,28 @@ def test_scaled_weights_are_taken_back_over_an_epochs_border(loop, tmp_path):
     assert_same(run, case.plain(without(case)))
 
 
+@loops
+@pytest.mark.parametrize("accumulate", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["none", "nan", "inf", "weights"])
+def test_an_update_that_is_submitted_before_its_numbers_are_known_is_exact_too(loop, fault, accumulate, tmp_path):
+    """As on a GPU with a fused optimizer: the device keeps a bad update from landing, and the step settles at once."""
+    case = Case(optimizer="adamw_fused", shuffle="unique", augment=True, epochs=3, accumulate=accumulate)
+    case.config = quick("device", watch_steps=8)
+    hooks: Any = []
+    if fault == "nan":
+        case.faults = at(case, 0, 17, how=nan)
+    elif fault == "weights":
+        case.count, case.epochs, case.linear, case.norm, case.accumulate = 160, 7, True, False, 1
+        hooks = [ScaledWeights(81, 50.0)]
+    elif fault == "inf":
+        hooks = [InfGradient(9 // accumulate)]
+    run = LOOPS[loop](case, tmp_path / "run", hooks=hooks)
+    assert run.guard._run.parts.gate.on_device
+    expected = {"none": [], "nan": ["replay", "skip"] * 2, "inf": ["replay"], "weights": ["rollback"]}
+    assert run.actions() == expected[fault]
+    assert_same(run, case.reference(run) if fault == "nan" else case.plain(without(case)))
+
+
 # ---- in another process
 
 

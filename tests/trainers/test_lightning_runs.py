@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_data import Points, environment, garbage, inf_gradient, nan_weights, same, scaled, seed
+from lightning_data import CONFIG, Points, environment, garbage, inf_gradient, nan_weights, same, scaled, seed
 from lightning_runs import Fit, Module, assert_same, guarded
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -244,6 +244,26 @@ def test_a_fault_that_does_not_come_back_leaves_the_run_without_it(tmp_path, fau
     run = guarded(tmp_path, faults={step: fault}, augment=True, **options)
     assert run.actions() == (["replay"] if fault is inf_gradient else ["rollback"])
     assert_same(run, Fit(tmp_path / "plain", augment=True, **options), logs=fault is inf_gradient)
+
+
+class Fused(Module):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, fused=True)
+
+
+@pytest.mark.parametrize("fault", ["nan", pytest.param("weights", marks=pytest.mark.slow)])
+def test_an_update_that_is_submitted_before_its_numbers_are_known_is_exact_too(tmp_path, fault):
+    """As on a GPU: the device keeps a bad update from landing, and the callbacks after it see what landed."""
+    config = CONFIG | {"detect": {"gate": "device", "warmup_steps": 8}}
+    options = {"bad": [(1, 11)]} if fault == "nan" else {}
+    seed()
+    module = Fused(faults={} if fault == "nan" else {13: scaled})
+    run = guarded(tmp_path, config, module=module, augment=True, **options)
+    assert run.guard.guard._run.parts.gate.on_device
+    assert run.actions() == (["replay", "skip"] if fault == "nan" else ["rollback"])
+    seed()
+    plain = Fit(tmp_path / "plain", module=Fused(), augment=True, without=options.get("bad", ()))
+    assert_same(run, plain, logs=False)
 
 
 @pytest.mark.shows("lightning", "border")

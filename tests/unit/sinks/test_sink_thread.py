@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.record import sink_thread
 from holdfast.core.record.sink_thread import SinkRun, SinkThread
 
 
@@ -88,3 +89,14 @@ def test_a_sink_without_its_library_is_reported_and_training_goes_on(tmp_path, c
         thread.put_row({"step": step})
     thread.close()
     assert caplog.text.count("No module named 'nowhere'") == 1 and "10 rows dropped" in caplog.text
+
+
+def test_a_sink_that_takes_long_to_close_is_reported(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(sink_thread, "_CLOSE_SECONDS", 0.05)
+    sink, may_close = ListSink(), threading.Event()
+    monkeypatch.setattr(sink, "close", lambda: may_close.wait(30))
+    thread = SinkThread(sink)
+    thread.start(run_of(tmp_path))
+    thread.close()
+    may_close.set()
+    assert caplog.text.count("is still closing after") == 1

@@ -7,6 +7,7 @@ import re
 import struct
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -48,7 +49,9 @@ def play(sink: Sink, folder: Path, items: list[tuple[str, dict[str, Any]]], *, i
     for kind, item in items:
         (thread.put_row if kind == "row" else thread.put_event)(item)
     thread.start(SinkRun(IDENTITY, folder, is_restart, lambda: 12))
+    worker = thread._thread
     thread.close()
+    worker.join(120)  # on a busy machine a library may take longer to close than a run waits for it
     assert thread.dropped == 0
     return thread
 
@@ -102,7 +105,10 @@ def test_wandb_has_the_steps_as_axis_and_the_identity_of_the_run(tmp_path, monke
     monkeypatch.setenv("WANDB_SILENT", "true")
     play(make("wandb"), tmp_path, story())
     (path,) = tmp_path.rglob("*.wandb")
-    records = [Record.FromString(data) for data in log_records(path.read_bytes())]
+    deadline, records = time.monotonic() + 60, []
+    while not any(each.HasField("exit") for each in records) and time.monotonic() < deadline:
+        time.sleep(0.01)  # W&B's own process may write the file after `finish` has returned
+        records = [Record.FromString(data) for data in log_records(path.read_bytes())]
     assert next(each.run.run_id for each in records if each.HasField("run")) == IDENTITY
     axes = [each.metric for each in records if each.HasField("metric")]
     assert any(each.glob_name == "*" and each.step_metric == "train/step" for each in axes)

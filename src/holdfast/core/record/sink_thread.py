@@ -95,6 +95,13 @@ class SinkThread:
         lost = self.dropped + len(self._waiting)
         if lost:
             log.warning("holdfast: the metrics sink %s was too slow or failed: %d rows dropped", self._sink.name, lost)
+        elif thread.is_alive():
+            log.warning(
+                "holdfast: the metrics sink %s is still closing after %.0f s, and what it shows may be incomplete; "
+                "metrics.jsonl has every row",
+                self._sink.name,
+                _CLOSE_SECONDS,
+            )
 
     # ---- in the thread
 

@@ -72,7 +72,7 @@ class DrivenLoop:
 
         start: the epoch, and the batches of it that are trained on already, if a trainer resumes by itself.
         """
-        self._pipeline.decide_on_host()
+        self._pipeline.settle_at_once()
         is_resumed = self._run.attach(loader, epochs, 1, None, start)  # type: ignore[arg-type]
         if is_resumed:  # in the process before, what the loop does before its first draw was done already
             self._between, self._is_resuming = self._pipeline.capture_between_steps(), True

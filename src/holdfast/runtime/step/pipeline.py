@@ -126,6 +126,7 @@ class GuardedPipeline:
         self._has_statistics = self._is_armed and bool(context.state.buffers.running_variances)
         self.averages_gradients = parts.gradient_sync.has_modules
         self.keeps_gradients = False
+        self._settles_at_once = False
         self._clip = clip
         self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
         self.oom = MemoryRetry(self._recovery, parts.gradient_sync)
@@ -169,9 +170,14 @@ class GuardedPipeline:
         if self._turn.is_forked:
             self._turn.refuse_fork()
 
-    def decide_on_host(self) -> None:
-        """Settle every step when it is submitted: the driver acts on the outcome at once."""
-        self.parts.gate.on_device = False
+    def settle_at_once(self) -> None:
+        """Settle every step when it is submitted: the driver acts on the outcome at once.
+
+        A single process without a loss scaler may still submit the update before it waits for the numbers.
+        """
+        self._settles_at_once = True
+        if self.is_distributed or self.context.state.scaler is not None:
+            self.parts.gate.on_device = False
 
     def begin_loop(self, step: int, *, is_new_loader: bool) -> None:
         """Begin or continue a loop at `step` committed steps. Positions in another loader's data are forgotten."""
@@ -443,7 +449,7 @@ class GuardedPipeline:
             self._act(attempt, None, attempt.unmeasured_signal(), plan, is_vetoed=False)
             return
         progress.pending = attempt
-        if not gate.on_device:
+        if self._settles_at_once or not gate.on_device:
             self._settle(None)
         elif not self.context.hooks.runs_between_steps:
             self.note(self.parts.snapshots.on_update_submitted(attempt.number))

@@ -11,8 +11,8 @@ export MKL_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test test-slow test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs bench-reports gpu-libs clean
-# Every behaviour at least once, 6 to 8 minutes on two cores. tests/conftest.py says how tests are chosen. `make check` has
-# those of the architecture.
+# The quick tests, under 5 minutes on two cores. tests/conftest.py says how they are chosen. `make check` has those of the
+# architecture.
 test: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/architecture $(PYTEST_OPTIONS)
 

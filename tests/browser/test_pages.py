@@ -130,6 +130,7 @@ def is_painted(browser: Browser) -> bool:
     return bool(browser.run(script))
 
 
+@pytest.mark.slow
 def test_report_opens_from_disk_without_network_and_an_incident_shows_its_evidence(browser, tmp_path):
     url = write(build_page(open_run(make_run(tmp_path / "<b>run", evil=EVIL))), tmp_path / "a.html")
     browser.open(url, offline=True)
@@ -210,6 +211,7 @@ def test_two_runs_are_drawn_in_one_picture(browser, tmp_path):
     assert browser.logs()[0] == []
 
 
+@pytest.mark.slow
 def test_live_page_gains_points_and_an_incident_while_it_is_open(browser, tmp_path):
     run = make_run(tmp_path / "runs" / "now", ended=False, spike=None)
     make_run(tmp_path / "runs" / "old", evil=EVIL)

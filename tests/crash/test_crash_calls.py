@@ -85,6 +85,7 @@ def meet(server: Server, references: Reference, case: Case, path: Path) -> str:
     return ended.kind or "went on"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "count",
@@ -108,6 +109,7 @@ def test_no_error_of_the_system_comes_out_as_it_is(
     assert meet(server, references, Case("EIO", False, site, 1), tmp_path / "run") == "RunDirError"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", [*RECORDING, *slow(*MORE_RECORDING)])
 @pytest.mark.parametrize("how", ["ENOSPC", *slow("EIO")])
 def test_a_record_that_cannot_be_written_at_once_never_ends_a_run(

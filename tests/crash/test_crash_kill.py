@@ -105,6 +105,7 @@ def has_ended(path: Path) -> bool:
     return read(path / "journal.jsonl").events[-1]["event"] == "run_end"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("variant", ["host", "device", "again", *slow("released")])
@@ -125,6 +126,7 @@ def test_a_run_killed_at_random_instants_ends_as_an_uninterrupted_run(
     end_at_random(how, kills, variant, server, references, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("variant", ["scaled", *slow("released", "garbage", "garbage_device")])
 @pytest.mark.parametrize(

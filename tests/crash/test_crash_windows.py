@@ -98,6 +98,7 @@ def test_an_end_that_cannot_be_written_does_not_hide_the_error_of_the_loop(tmp_p
         train(tmp_path / "run", at_end=patch, error=ZeroDivisionError("the loop's own"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "site", "nth"),
     [
@@ -131,6 +132,7 @@ def test_killed_there_and_again_when_the_next_process_has_begun(
     shutil.rmtree(directory.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "site", "nth", "is_released"),
     [

@@ -35,6 +35,7 @@ def times_trained(folder: Path, legs: int) -> Counter[int]:
     return counted
 
 
+@pytest.mark.slow
 def test_changed_world_size_batch_size_and_workers_continue_at_the_next_sample(run, tmp_path):
     legs = [
         {"ranks": 2, "batch": 4, "workers": 0, "stop": 5},
@@ -54,6 +55,7 @@ def test_killed_ranks_resume_from_the_newest_good_checkpoint_with_more_ranks(run
     assert all(a < b for a, b in zip([0, *resumed(tmp_path)], [*resumed(tmp_path), 99], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_that_stop_and_resume_equal_an_uninterrupted_run_bit_for_bit(ranks, run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -7,6 +7,7 @@ import pytest
 from marks import slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -23,6 +24,7 @@ def test_garbage_in_the_data_of_one_rank_is_left_out_on_all_ranks_at_the_same_st
     run(f"{gate}/excursion_programs.garbage_on_one_rank:2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["host", *slow("device")])
 def test_jump_of_the_objective_of_one_rank_is_accepted_on_all_ranks_alike(run, gate):
     run(f"{gate}/excursion_programs.jump_of_the_objective:2")

@@ -11,6 +11,7 @@ import torchrun_job
 launch = partial(torchrun_job.launch, "oom_restart_program.py")
 
 
+@pytest.mark.slow
 def test_rank_that_runs_out_before_gradients_are_averaged_is_healed_in_place(run):
     run("oom_programs.heal:2")
 

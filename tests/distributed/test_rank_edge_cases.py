@@ -15,6 +15,7 @@ def test_run_on_flattened_mesh_slices_resumes_from_its_checkpoints(run):
     run("edge_case_programs.resume_on_flattened_slices:4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [
@@ -32,6 +33,7 @@ def test_what_one_of_two_ranks_does_alone_does_not_make_them_diverge(run, progra
     run(f"edge_case_programs.{program}:2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["reads_outcome_alone", pytest.param("evaluates_alone", marks=pytest.mark.slow)])
 def test_collective_call_on_one_rank_alone_ends_all_ranks_and_names_the_mistake(run, tmp_path, program):
     with pytest.raises(AssertionError):
@@ -65,5 +67,6 @@ def test_accumulation_scaler_workers_and_single_rows_recover_exactly(run):
     run("edge_case_programs.combinations_on_two_ranks:2", "four/edge_case_programs.several_culprits:4")
 
 
+@pytest.mark.slow
 def test_evaluation_in_a_late_hook_leaves_no_stale_weights_behind(run):
     run("edge_case_programs.late_hook_evaluates:2")

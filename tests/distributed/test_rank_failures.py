@@ -77,6 +77,7 @@ def log_of(folder: Path, rank: int) -> str:
     return (folder / f"rank_{rank}.err").read_text()
 
 
+@pytest.mark.slow
 def test_exception_on_one_rank_ends_all_ranks_and_each_records_the_cause(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("forward:2", "backward:3", "update:2", "both:3", "hangs_on_exit:2")
     for scenario, culprit, statuses in (
@@ -126,6 +127,7 @@ def assert_death_noticed(folder: Path, who: int) -> None:
     assert 1 <= found <= 2
 
 
+@pytest.mark.slow
 def test_killed_rank_is_named_by_all_others_within_three_seconds(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("killed_0_asleep:4", "killed_2_in_collective:4", "killed_with_workers:3")
     assert_death_noticed(tmp_path / "killed_0_asleep", 0)
@@ -162,6 +164,7 @@ def test_ranks_exit_when_the_host_of_the_store_is_stopped(run_scenarios: Run, tm
     assert "the process of rank 0, which hosts it, is stuck or cut off" in recorded[0]["error"]
 
 
+@pytest.mark.slow
 def test_rank_that_leaves_early_sleeps_or_is_stopped_is_named(run_scenarios: Run, tmp_path: Path) -> None:
     run_scenarios("leaves_early:2", "sleeps:3", "stops:3")
     early = tmp_path / "leaves_early"
@@ -198,6 +201,7 @@ def test_restart_by_torchrun_does_not_see_the_failure_before_it(tmp_path: Path) 
     assert [e["rank"] for e in events(tmp_path, 0, "peer_failed")] == [1]
 
 
+@pytest.mark.slow
 def test_failed_process_whose_destructors_hang_is_killed(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """

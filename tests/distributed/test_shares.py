@@ -14,6 +14,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["torch._dynamo", "holdfast.distributed.watchdog"])  # DDP imports the first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "size"), [("host", 2), ("device", 2), *slow(("host", 4), ("device", 4))])
 def test_rollback_from_shares_is_exact(run, gate, size):
     run(f"{gate}-{size}/share_programs.rolled_back:{size}")
@@ -39,6 +40,7 @@ def test_scaled_weights_of_one_rank_are_undone_from_shares(run, size):
     run(f"share_programs.scaled_weights:{size}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, *slow(4)])
 def test_a_damaged_share_rejects_the_snapshot_on_all_ranks(run, size):
     run(f"share_programs.damaged:{size}")
@@ -68,11 +70,13 @@ def test_a_rank_killed_in_the_gather_leaves_no_rank_waiting(tmp_path, monkeypatc
     assert all(status not in (None, 0) for status in statuses), statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "size"), [("host", 2), *slow(("device", 2), ("host", 4))])
 def test_a_stop_writes_the_newest_certified_state_from_shares(run, gate, size):
     run(f"{gate}-{size}/share_programs.stopped:{size}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_snapshot_takes_its_share_of_the_memory_of_a_rank(run, size):
     run(f"share_programs.memory_of_a_rank:{size}")

@@ -24,6 +24,7 @@ def test_equally_slow_ranks_are_not_named(run):
     run("healthy/straggler_programs.healthy:4")
 
 
+@pytest.mark.slow
 def test_throttled_rank_is_the_cause_of_a_slowdown(run):
     try:
         run("throttled/slowdown_programs.throttled:2")

@@ -53,6 +53,7 @@ def evaluations(run_dir: Path) -> list[float]:
     return [e["facts"]["eval"]["eval_loss"] for e in events if e["event"] == "facts" and "eval" in e["facts"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_loss_curve_does_not_depend_on_the_layout_before_and_after_a_recovery(run, tmp_path, ranks):
     run("trainer_programs.curves:1", f"trainer_programs.curves:{ranks}")
@@ -75,6 +76,7 @@ def test_unguarded_loss_curve_does_not_depend_on_the_layout(run, tmp_path):
         assert_one_run(reports(tmp_path, f"off-{name}", 2), alone, name)
 
 
+@pytest.mark.slow
 def test_run_resumed_in_another_layout_has_the_losses_of_an_uninterrupted_run(run, tmp_path):
     run("trainer_programs.uninterrupted:1", *(f"trainer_programs.leg:{ranks}" for ranks in LEGS))
     (alone,) = reports(tmp_path, "uninterrupted", 1)

@@ -73,6 +73,7 @@ def order_without_loading(case):
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("faults", [[8], [9, 10, 11], *slow([], [4], [21, 22, 23])])
@@ -88,6 +89,7 @@ def test_a_sampler_that_draws_from_the_users_generator_as_it_goes(workers, fault
     assert_same(run, case.reference(run))
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
 @pytest.mark.parametrize("faults", [[4], [15, 16, 17], *slow([12])])
@@ -101,6 +103,7 @@ def test_workers_and_a_shuffle_from_a_generator(optimizer, gate, faults, tmp_pat
     check(case, tmp_path, "skip" if len(faults) == 1 else "rollback")
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("faults", [[3], [13, 14, 15]])
 @pytest.mark.parametrize("used_before", [False, True])

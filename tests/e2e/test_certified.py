@@ -65,6 +65,7 @@ def test_what_a_users_detector_finds_long_after_its_onset_rolls_back_to_before_i
     assert_same(run, case.plain({"spans": [], "samples": {}}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["host", "device", "proven_in_place"])
 def test_a_snapshot_with_a_flipped_bit_is_passed_over(way, tmp_path, monkeypatch):
     """On a device what was put back is looked at there: the same way, here, on the host."""

@@ -34,6 +34,7 @@ def nan(x: torch.Tensor) -> torch.Tensor:
 # ---- without a fault
 
 
+@pytest.mark.slow
 @loops
 @pytest.mark.shows("harmless")
 @pytest.mark.quick_cases(1)
@@ -120,6 +121,7 @@ def test_what_a_loop_does_after_an_epoch_whose_last_step_was_left_out_stays(loop
     assert_same(run, case.reference(run))
 
 
+@pytest.mark.slow
 @loops
 @pytest.mark.shows("inf")
 @pytest.mark.parametrize("step", [1, 13, 24])
@@ -131,6 +133,7 @@ def test_an_inf_gradient_that_does_not_come_back_leaves_no_trace(loop, step, tmp
     assert_same(run, case.plain(without(case)))
 
 
+@pytest.mark.slow
 @loops
 @pytest.mark.shows("garbage")
 @pytest.mark.quick_cases(1)
@@ -144,6 +147,7 @@ def test_a_window_of_garbage_is_left_out(loop, scheduler, interval, tmp_path):
     assert_same(run, case.plain(without(case, *range(90, 95))))
 
 
+@pytest.mark.slow
 @loops
 @pytest.mark.shows("weights")
 @pytest.mark.shows("border")
@@ -212,6 +216,7 @@ def ending(run: Run) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @loops
 @pytest.mark.shows("killed")
 @pytest.mark.parametrize("accumulate", [1, pytest.param(5, marks=pytest.mark.slow)])
@@ -430,6 +435,7 @@ def drawn(bad: Any = ()) -> Any:
     return batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [pure, drawn])
 def test_a_function_of_the_number_is_exact(make, tmp_path):
     case = Case(config=quick() | {"checkpoint": {"every_steps": 3, "certify_after": 2}})
@@ -509,6 +515,7 @@ for number, x in enumerate(guard.data(lambda n: torch.randn(8, 4), max_steps=7))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [99, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_script_that_never_closes_its_guard_has_an_end_on_record(fails_at, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(fails_at)]

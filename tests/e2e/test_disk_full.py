@@ -81,6 +81,7 @@ def shape(event: dict) -> dict:
     return {key: value for key, value in event.items() if key in ("event", "step", "action", "status", "kind", "spans")}
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("flush", [0.0, 0.05])

@@ -157,6 +157,7 @@ batch, world_size, accumulate = inputs[:8], 1, 1
 PYTHON = [block for block in doc_blocks.blocks() if doc_blocks.is_python(block)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", *slow(*sorted({block.page for block in PYTHON} - {"README.md"}))])
 def test_every_python_block_in_the_docs_runs(page, tmp_path, monkeypatch):
     """The blocks of a page run in order, after the prelude. They run on the CPU if they name a GPU."""

@@ -108,6 +108,7 @@ def at(case: Case, *batches: int, how=NAN["nan"]) -> dict:
     return {order[b]: how for b in batches}
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("where", sorted(WHERE))
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
@@ -181,6 +182,7 @@ def test_rollback_across_an_epoch_border(optimizer, gate, shuffle, accumulate, t
     assert_same(run, case.plain(without(case, *bad)))
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("batches", [[20, 21, 22, 26], [20, 21, 22, 23, 24, 25, 26, 27, 28], [21, 22, 23, 40, 41, 42]])
@@ -211,6 +213,7 @@ def test_a_second_return_cuts_the_lr_and_leaves_nothing_out(optimizer, gate, sch
     assert_same(run, case.reference(run))
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("optimizer", "gate"), GATES)
 @pytest.mark.parametrize("scheduler", ["cosine", "onecycle", "exponential"])

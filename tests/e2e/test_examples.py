@@ -21,6 +21,7 @@ def causes(run_dir: Any) -> list[str]:
     return [event["cause"] for event in read(run_dir / "journal.jsonl").events if event["event"] == "cause"]
 
 
+@pytest.mark.slow
 def test_the_classic_loop_and_the_loop_with_its_own_lines_end_alike(tmp_path, monkeypatch, capsys):
     ends = []
     for name in ("classic", "wrap"):

@@ -83,6 +83,7 @@ def events(run: Run, kind: str) -> list[dict[str, Any]]:
 # ---- running statistics
 
 
+@pytest.mark.slow
 @on_both
 def test_sample_that_spoils_the_running_statistics_is_left_out_and_they_recover(gate, tmp_path):
     case = descent(gate)
@@ -182,6 +183,7 @@ def test_a_single_high_batch_lands_with_a_note(gate, tmp_path):
     assert_same(run, case.plain())
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @on_both
 @pytest.mark.parametrize("count", [5, 9])
@@ -273,6 +275,7 @@ def test_an_lr_jump_made_by_the_loop_is_held(gate, tmp_path):
 # ---- killed in the middle
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @on_both
 @pytest.mark.parametrize(

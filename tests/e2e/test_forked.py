@@ -90,6 +90,7 @@ USES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_every_use_in_a_child_is_refused_with_the_cure(opened, use):
     guard, model, _, loader, run_dir = opened
@@ -195,6 +196,7 @@ def test_loader_workers_may_read_the_guard(tmp_path):
     assert guard.summary().committed == 12
 
 
+@pytest.mark.slow
 def test_a_child_that_exits_writes_closes_and_removes_nothing_of_the_run(tmp_path):
     """Through sys.exit and the end of the interpreter: __exit__ of the Guard, atexit, __del__."""
     script = textwrap.dedent("""

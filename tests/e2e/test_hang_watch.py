@@ -134,6 +134,7 @@ def test_a_hook_counts_as_code_of_the_user(tmp_path):
     assert {PHASES[phase] for phase in seen} == {"user"}
 
 
+@pytest.mark.slow
 def test_a_hang_of_a_run_is_named_and_the_run_goes_on(tmp_path):
     model, optimizer, loader = build()
     config = {"hang": {"floor_seconds": 0.5}}

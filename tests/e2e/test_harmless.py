@@ -37,11 +37,13 @@ def test_optimizers_precisions_and_accumulation(optimizer, precision, accumulate
     check(case, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"adamw", "adamw_foreach", "adamw_fused", "sgd"}))
 def test_every_other_torch_optimizer(optimizer, tmp_path):
     check(Case(optimizer=optimizer), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("scheduler", sorted(SCHEDULERS))
@@ -54,6 +56,7 @@ def test_scheduler_per_epoch(accumulate, tmp_path):
     check(Case(scheduler="exponential", interval="epoch", epochs=4, accumulate=accumulate), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("steps", "harmless")
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
@@ -99,6 +102,7 @@ def test_a_short_last_batch(tmp_path):
     check(Case(count=100), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_compiled_model(tmp_path):
     check(Case(compiled=True), tmp_path)
 
@@ -151,6 +155,7 @@ def test_recording_facts_changes_nothing(tmp_path):
 SENSORS_OFF = {"update_spike": False, "advisory": False}
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(

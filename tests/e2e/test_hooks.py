@@ -60,6 +60,7 @@ RECOVERED = [*["replayed", "skipped"] * 3, "replayed", "rolled_back", "replayed"
 # ---- when, and with what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_every_hook_is_called_at_its_time_with_what_it_is_about(gate, tmp_path):
     case = case_of(gate, [3, 12, 13, 14], max_consecutive=2, probation_steps=50)
@@ -411,6 +412,7 @@ def test_flush_settles_the_last_step(tmp_path):
     assert guard.step == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_the_outcome_of_each_step_is_what_became_of_it(gate, tmp_path):
     """Reading it settles the step, on the device too; and reading changes nothing."""
@@ -561,6 +563,7 @@ def test_data_that_stays_non_finite_stops_the_run_after_two_rollbacks(gate, tmp_
     assert "skip_data" not in actions
 
 
+@pytest.mark.slow
 def test_budgets_hold_in_the_next_life_until_somebody_acknowledges(tmp_path):
     """Two rollbacks in one process that ends on probation; the next process has none left; after an ack it has two again."""
 
@@ -587,6 +590,7 @@ def test_budgets_hold_in_the_next_life_until_somebody_acknowledges(tmp_path):
     assert [e.get("action") for e in after].count("rollback") == 2
 
 
+@pytest.mark.slow
 def test_an_incident_left_open_by_one_life_counts_in_the_next(tmp_path):
     """One rollback that changes nothing, then the life ends; the next one cuts the LR, and there is no third."""
 

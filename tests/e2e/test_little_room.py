@@ -61,6 +61,7 @@ def snapshot_nbytes(case: Case, folder: Path) -> int:
     return room.nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "copies"), [("host", 2), ("device", 2), *slow(("host", 3), ("device", 3), ("host", 5), ("device", 5))]
 )
@@ -78,6 +79,7 @@ def test_rollback_is_exact_with_room_for_exactly_so_many(gate, copies, tmp_path)
     assert f"{copies} fit, one of them in the making" in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_checkpoints_share_the_room_for_two_and_give_the_depth(gate, tmp_path):
     """An onset long ago has no snapshot in memory before it. The checkpoint before it is restored, exactly."""
@@ -113,6 +115,7 @@ class BackToBefore:
         return Plan(actions=(Rollback(before=before, at_latest=before),), reason="to before the onset")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_restored_checkpoint_is_the_first_snapshot_after_it(gate, tmp_path):
     """A fault right after the return finds a good snapshot in memory again."""

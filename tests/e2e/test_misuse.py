@@ -550,6 +550,7 @@ def test_sample_ids_for_a_stream_that_has_none(tmp_path):
     assert len([n for n in notes if "a stream has no sample ids" in n]) == 2
 
 
+@pytest.mark.slow
 def test_a_script_stopped_by_policy_ends_with_status_70_says_why_and_needs_an_ack(tmp_path):
     script = textwrap.dedent("""
         import sys, torch, holdfast

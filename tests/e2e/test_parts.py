@@ -385,6 +385,7 @@ def recipe(make, gate, request, **case) -> Recipe:
     return Recipe(make, Case(**case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "gate"), ways(turn=2, share=4))
 def test_without_a_fault_it_is_the_plain_run(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
@@ -394,6 +395,7 @@ def test_without_a_fault_it_is_the_plain_run(make, gate, request, tmp_path):
     assert_equal(run.state, plain.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "gate"), ways(turn=1, share=4))  # the others are skipped in test_rollback
 def test_skip(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
@@ -403,6 +405,7 @@ def test_skip(make, gate, request, tmp_path):
     assert_equal(run.state, r.plain(without(r.case, 0, 9, 15)).state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "gate"), ways(turn=0))
 def test_rollback(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
@@ -412,6 +415,7 @@ def test_rollback(make, gate, request, tmp_path):
     assert_equal(run.state, r.plain(without(r.case, 21, 22, 23)).state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "gate"), ways(turn=3, share=4))
 def test_rollback_with_a_cut_lr(make, gate, request, tmp_path):
     r = recipe(make, gate, request)
@@ -424,6 +428,7 @@ def test_rollback_with_a_cut_lr(make, gate, request, tmp_path):
     assert_equal(run.state, r.reference(run).state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 def test_every_optimizer_through_a_vetoed_first_step_and_a_rollback(optimizer, tmp_path):
     gate = "device" if optimizer.endswith("fused") else "host"
@@ -433,6 +438,7 @@ def test_every_optimizer_through_a_vetoed_first_step_and_a_rollback(optimizer, t
     assert_same(run, case.plain(without(case, 0, 21, 22, 23)))
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 @pytest.mark.parametrize("scheduler", sorted(set(SCHEDULERS) - {"none", "plateau"}))
@@ -630,6 +636,7 @@ def test_an_evaluation_in_the_loop_goes_back_with_the_step_it_follows(gate, faul
     assert_equal(run.state, r.reference(run).state)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("shuffle", ["unique", "unique_generator"])
 @pytest.mark.parametrize("faults", [[], [0], [9], [7, 8], [21, 22, 23], [31]])

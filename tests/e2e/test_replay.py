@@ -101,6 +101,7 @@ def test_a_bit_flipped_once_in_an_activation_is_told_from_a_fault_that_repeats(t
     assert all(("device" in v) == act for v in verdicts)
 
 
+@pytest.mark.slow
 def test_a_device_with_two_transient_incidents_is_excluded_with_consent(tmp_path):
     model, calls = build(), [0]
     model.last.register_forward_hook(lambda *a: flip_once(*a, at={3, 120}, calls=calls))
@@ -109,6 +110,7 @@ def test_a_device_with_two_transient_incidents_is_excluded_with_consent(tmp_path
     assert [n["reason"] for n in excluded["namings"]] == ["transient"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "workers"), [(1, 0), pytest.param(2, 2, id="batches that workers load inside the step")]
 )
@@ -149,6 +151,7 @@ def test_a_module_that_overflows_in_half_precision_runs_in_fp32_from_there_on(tm
 # ---- from the bundle
 
 
+@pytest.mark.slow
 def test_a_moved_bundle_gives_the_same_verdict_in_another_process(log_zero, moved):
     words = [sys.executable, "-m", "holdfast", "replay", str(moved), "--device", "cpu", "--json"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -227,6 +230,7 @@ def test_weights_above_the_cap_are_named_by_their_checkpoint(tmp_path, holdfast)
     assert answer["origin"]["line"] == FAULT_LINE and "the weights are those of step_" in " ".join(answer["notes"])
 
 
+@pytest.mark.slow
 def test_bundles_of_older_incidents_are_removed_and_a_cap_of_zero_writes_none(tmp_path):
     run = train(tmp_path / "none", "log_zero", max_bundle_mb=0)
     assert run.replays("verdict") and not (run.folder / "incidents/0001/bundle").exists()

@@ -53,6 +53,7 @@ def test_other_decay_betas_and_length_of_the_schedule_hold(tmp_path):
     assert lrs[20] > live(tmp_path / "other", 20, schedule="cosine")[1][20], "a longer cosine falls more slowly"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULERS)
 def test_without_a_change_nothing_is_put_over_what_was_saved(schedule, tmp_path):
     _, whole, model = live(tmp_path / "whole", 30, schedule=schedule)

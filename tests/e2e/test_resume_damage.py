@@ -99,6 +99,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("how", DAMAGE)

@@ -46,6 +46,7 @@ def loaders():
         yield pytest.param(loader, gate, marks=[pytest.mark.slow] if loader in SLOW_LOADERS else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loader", "gate"), list(loaders()))
 def test_resume_at_step_0_inside_an_epoch_and_at_its_end(loader, gate, tmp_path):
     """Five batches an epoch: steps 5 and 10 end one, where a step takes one batch."""
@@ -71,6 +72,7 @@ def ways():
         yield pytest.param(make, gate, id=f"{make.__name__}-{gate}", marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "gate"), list(ways()))
 def test_whatever_it_is_made_of(make, gate, tmp_path):
     r = simple(gate, make, way="generator", epochs=3)
@@ -138,6 +140,7 @@ def test_numpy_may_draw_from_another_bit_generator(kind, tmp_path):
 # ---- several saves of one step
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize("first", ["scheduled", "emergency"])
@@ -166,6 +169,7 @@ def test_a_scheduled_and_an_emergency_save_at_the_same_step(first, gate, tmp_pat
         assert_continued(life, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_an_evaluation_between_a_save_and_the_next_step_is_in_the_one_gone_on_from(gate, tmp_path):
     """An emergency save at step 6, then the schedule moves, then the scheduled save of step 6: the later one counts."""
@@ -206,6 +210,7 @@ def test_a_checkpoint_in_a_hook_at_the_end_of_a_step(tmp_path):
     assert_continued(life, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_checkpoint_asked_for_when_the_next_step_is_served_already(gate, tmp_path):
     """At the top of the loop, before `with step:`: its data is drawn. It must not be lost to a life that goes on."""

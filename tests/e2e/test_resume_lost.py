@@ -79,6 +79,7 @@ def test_a_lost_journal_is_said(dead, tmp_path, caplog):
     assert "journal" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", [None, b"", b"{"])
 def test_quarantine_lost_is_made_again_from_the_journal(content, tmp_path):
     r, dies = faulty(), Dies(tmp_path, 22)

@@ -71,6 +71,7 @@ LINES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "gate", "every"), LINES)
 def test_a_crash_after_the_lines_of_a_recovery(what, gate, every, tmp_path):
     r = faulty(gate, FAULTS[what])
@@ -99,6 +100,7 @@ class Returns:
         return holdfast.Plan(actions=actions, reason="mine")
 
 
+@pytest.mark.slow
 def test_real_kills_right_after_a_rollback_and_in_its_ramp(tmp_path):
     r, hooks = faulty("host", [21]), [Returns()]
     whole = live(r, tmp_path / "whole", hooks=hooks)
@@ -127,6 +129,7 @@ class Cuts:
         return holdfast.Plan(actions=(Skip(), *self.actions), reason="mine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "gate"), [(CutLR(0.3, 6), "device"), (TightenClip(0.02, 5), "host")])
 def test_a_cut_without_a_rollback_is_made_again_where_it_was_made(action, gate, tmp_path):
     r = faulty(gate, [9])

@@ -121,6 +121,7 @@ class Gan:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -82,6 +82,7 @@ def names(run_dir: Path) -> dict[str, Health]:
     return {entry.name: entry.health for entry in entries}
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("driver", ["steps", "data", "wrap"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
@@ -159,6 +160,7 @@ def test_a_signal_that_torchrun_repeats_is_one(tmp_path):
     assert "step_00000018" in names(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", *slow("evaluation")])
 def test_a_loader_whose_workers_are_ended_by_the_same_signal_loses_nothing_certified(tmp_path, where):
     """Slurm signals every process of a job."""
@@ -225,6 +227,7 @@ def calm_ranks(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(folder / "run", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, *slow(0)])
 def test_ranks_save_the_same_step_if_one_of_them_is_signalled(tmp_path, calm_ranks, rank):
     run_dir = tmp_path / "run"
@@ -238,6 +241,7 @@ def test_ranks_save_the_same_step_if_one_of_them_is_signalled(tmp_path, calm_ran
     assert digest(run_dir, 1) == calm_ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluating", ["both", *slow("only 1", "only 0")])
 def test_ranks_that_come_to_no_step_in_time_save_what_is_certified(tmp_path, calm_ranks, evaluating):
     """A rank that does not wait in the evaluation waits in a collective for the other."""
@@ -272,6 +276,7 @@ def test_ranks_that_keep_shares_save_all_of_a_step_after_a_signal(tmp_path, calm
     assert digest(run_dir, 1) == calm_ranks
 
 
+@pytest.mark.slow
 def test_ranks_that_keep_shares_save_what_is_certified_without_their_training_threads(tmp_path, calm_ranks):
     run_dir = tmp_path / "run"
     both = Ranks(run_dir, ("evaluation", 29, 60.0), {**SHARES, "shutdown": {"deadline_seconds": 3.0}})

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.finds_slowdowns
 QUICK = ("loader", "copies", "disk")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES if name != "rank"]
 )
@@ -41,6 +42,7 @@ def test_onset_phase_and_cause_are_named(tmp_path, fault):
     assert evidence["slowdown_cause"].replace("_", " ") in (profile / "comparison.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_and_a_schedule_take_profiles_and_the_handler_returns(tmp_path):
     before = signal.getsignal(signal.SIGUSR2)
 

@@ -121,6 +121,7 @@ def assert_equal(a: Training, b: Training) -> None:
     assert a.random[1:] == b.random[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -133,6 +134,7 @@ def test_without_a_fault_it_is_the_plain_run(kind, gate, accumulate, tmp_path):
     assert_equal(run, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"a worker"}))
@@ -144,6 +146,7 @@ def test_a_skip_is_exact_where_the_stream_draws_nothing(kind, gate, bad, tmp_pat
     assert_equal(run, Training(KINDS[kind](without=bad), gate=gate))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 def test_a_skip_is_exact_with_a_worker_too(gate, tmp_path):
     run = Training(KINDS["a worker"](bad=[0, 3]), tmp_path / "run", gate, epochs=2)

@@ -307,6 +307,7 @@ BY_HAND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_a_scheduler_stepped_by_hand_is_reported_once_within_ten_steps(kind, gate, warnings, tmp_path):

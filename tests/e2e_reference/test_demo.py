@@ -195,6 +195,7 @@ def test_folder_that_is_a_file_is_refused(tmp_path):
         drill.run(0, 100, tmp_path / "taken", ignore)
 
 
+@pytest.mark.slow
 def test_holdfast_off_in_the_environment_does_not_disable_the_guarded_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("HOLDFAST_OFF", "1")
     done = drill.run(0, 60, tmp_path, ignore)

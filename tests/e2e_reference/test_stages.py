@@ -48,6 +48,7 @@ def test_boundary_of_a_stopped_and_resumed_run_is_declared_once(stop_at, tmp_pat
     assert shifts(tmp_path) == shifts(tmp_path, "whole") == [(BORDER - 1, "data stage 1")]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("gate", ["host", "device"])
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ CASES = {
 REPEATED = ("accumulated", "fp16", "bad batch skipped before, accumulated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in REPEATED), *slow(*REPEATED)])
 def test_run_stopped_and_resumed_is_the_uninterrupted_run_to_the_last_bit(tmp_path, case):
     sections, faults, faults_after = CASES[case]
@@ -186,6 +187,7 @@ def test_run_stopped_twice_resumes_from_the_second_stop(tmp_path):
     assert_same(parts[-1].state, whole.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [{}, {"train": {"accumulate": 2}}, {"train": {"precision": "fp16"}}])
 def test_guarded_run_is_the_unguarded_run_to_the_last_bit(tmp_path, monkeypatch, sections):
     guarded = Done(configuration(tmp_path / "guarded", **sections))
@@ -210,6 +212,7 @@ def test_bad_batch_is_skipped_by_the_guard_and_kills_the_run_without_it(tmp_path
 # ---- precisions, sources, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_trains_on_the_cpu(tmp_path, precision):
     done = Done(configuration(tmp_path, train={"precision": precision, "steps": 12}))
@@ -350,6 +353,7 @@ def test_unguarded_run_refuses_to_resume(tmp_path, monkeypatch):
         Done(config, resume=checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [
@@ -421,6 +425,7 @@ def config_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_interrupted_program_leaves_a_readable_run_and_resumes(tmp_path, program, config_file, workers):
     """Ctrl-C goes to the loader's processes as well: they are of the same group."""
@@ -448,6 +453,7 @@ def test_interrupted_program_leaves_a_readable_run_and_resumes(tmp_path, program
     assert events(run, "resumed")[0]["step"] == reached
 
 
+@pytest.mark.slow
 def test_second_interrupt_ends_the_program_at_once_without_a_traceback(tmp_path, program, config_file):
     one = program("train", config_file, "--train.steps=1000000")
     one.wait_for("step 10/")

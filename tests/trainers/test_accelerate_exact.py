@@ -221,6 +221,7 @@ def test_a_stateful_loader_is_refused_with_the_cure(tmp_path):
         AccelerateCase(stateful=True).guarded(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_example_recovers(tmp_path, capsys, monkeypatch):
     AccelerateCase().prepare()  # no state of an earlier test
     monkeypatch.setattr(sys, "argv", ["accelerate_loop", str(tmp_path / "run")])

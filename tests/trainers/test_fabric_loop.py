@@ -210,6 +210,7 @@ def test_a_loop_of_fabric_that_is_killed_ends_as_if_it_never_was(tmp_path, optio
     assert generators == random_state
 
 
+@pytest.mark.slow
 def test_the_example_of_fabric_recovers(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["fabric_loop", str(tmp_path / "run")])
     runpy.run_module("holdfast.examples.fabric_loop", run_name="__main__")

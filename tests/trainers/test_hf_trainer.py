@@ -49,6 +49,7 @@ WAYS = list(itertools.product([1, 5], [0, 2], ["fp32", "bf16", "fp16"], [True, F
 QUICK_WAYS = [(1, 2, "bf16", False), (5, 0, "fp16", True)]
 
 
+@pytest.mark.slow
 @pytest.mark.shows("hf", "harmless")
 @pytest.mark.parametrize(
     ("accumulate", "workers", "precision", "unique"),
@@ -90,6 +91,7 @@ def contents(folder: Path) -> dict[str, Any]:
 SAVING = {"save_strategy": "steps", "save_steps": 5, "eval_strategy": "steps", "eval_steps": 5}
 
 
+@pytest.mark.slow
 def test_the_trainers_own_checkpoints_are_the_same_and_either_loads_the_others(tmp_path):
     case = HFCase(args={"gradient_accumulation_steps": 2, **SAVING})
     assert_same(case.guarded(tmp_path), case.plain(tmp_path))
@@ -112,6 +114,7 @@ def test_the_trainers_own_checkpoints_are_the_same_and_either_loads_the_others(t
 # ---- after a fault
 
 
+@pytest.mark.slow
 @pytest.mark.shows("hf", "nan")
 @pytest.mark.parametrize(
     ("batches", "workers"), [([11, 12], 0), *slow(([0], 0), ([5], 2), ([11], 0), ([35], 2), ([11, 12], 2))], ids=str
@@ -145,6 +148,7 @@ def test_a_window_of_garbage_is_left_out_and_abandoned_checkpoints_are_marked(tm
     assert contents(tmp_path / "guarded" / "out") == contents(tmp_path / "plain" / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.shows("hf", "border")
 @pytest.mark.parametrize("accumulate", [2, *slow(1)])
 def test_a_rollback_over_an_epochs_border(accumulate, tmp_path):
@@ -181,6 +185,7 @@ HITS: list[int] = []
 """faults that have happened; not kept in a callback, where it would go back with the run"""
 
 
+@pytest.mark.slow
 @pytest.mark.shows("hf", "inf")
 @pytest.mark.parametrize("step", [13, *slow(1, 36)])
 def test_an_inf_gradient_leaves_no_trace(step, tmp_path):
@@ -213,6 +218,7 @@ def test_scaled_weights_are_taken_back(tmp_path):
     assert_same(run, case.plain(tmp_path))
 
 
+@pytest.mark.slow
 def test_callbacks_and_logs_see_only_steps_that_landed(tmp_path):
     seen: list[Any] = []
 
@@ -238,6 +244,7 @@ def test_callbacks_and_logs_see_only_steps_that_landed(tmp_path):
     assert guarded == seen
 
 
+@pytest.mark.slow
 def test_a_callback_that_stops_early_goes_back_with_the_run_and_an_epoch_may_end_early(tmp_path):
     class ShortEpochs(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -269,6 +276,7 @@ class Average(TrainerCallback):
         self.other.count += 1
 
 
+@pytest.mark.slow
 def test_what_callbacks_keep_goes_back_and_what_cannot_is_named_once(tmp_path, caplog):
     case = HFCase(epochs=5, faults=dict.fromkeys(range(22, 26), nan), config=config(max_consecutive=3))
 
@@ -300,6 +308,7 @@ class Kill(TrainerCallback):
 ARGS = [{}, {"gradient_accumulation_steps": 5}, {"dataloader_num_workers": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.shows("hf", "killed")
 @pytest.mark.parametrize(
     ("steps", "args"), [((17,), {}), *slow(*itertools.product([(12,), (1,), (13, 30, 34)], ARGS))], ids=str
@@ -325,6 +334,7 @@ def test_a_killed_run_resumes_as_if_it_never_was(steps, args, tmp_path):
     assert_same(run, case.plain(tmp_path, excluded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, *slow(signal.SIGINT, signal.SIGUSR1)])
 def test_a_signal_ends_it_with_status_75_and_the_next_process_continues(number, tmp_path):
     case = HFCase(augment=True, faults={9: nan})
@@ -349,6 +359,7 @@ def test_a_finished_run_trains_no_further_and_logs_the_same(tmp_path):
     assert again.trainer.holdfast.summary().committed == 36
 
 
+@pytest.mark.slow
 def test_a_run_that_was_asked_to_stop_goes_on_in_the_next_process(tmp_path):
     class Stop:
         def on_train_begin(self, guard: Any) -> None:
@@ -363,6 +374,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_in_the_next_process(tmp_path):
     assert_same(case.guarded(tmp_path), case.plain(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_more_epochs_goes_on(tmp_path):
     args = {"lr_scheduler_type": "constant", "warmup_steps": 0}
     HFCase(args=args).guarded(tmp_path)
@@ -373,6 +385,7 @@ def test_a_finished_run_with_more_epochs_goes_on(tmp_path):
         assert torch.equal(mine, other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_trainer_wins_over_the_run_directory(tmp_path, caplog):
     case = HFCase(args=SAVING)
     case.guarded(tmp_path)
@@ -435,6 +448,7 @@ def test_switched_off_it_returns_the_trainer_unchanged(tmp_path, monkeypatch):
     assert type(trainer) is kind and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_example_comes_through_its_faults(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hf_trainer", str(tmp_path / "run")])
     runpy.run_module("holdfast.examples.hf_trainer", run_name="__main__")

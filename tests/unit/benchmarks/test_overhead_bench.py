@@ -143,6 +143,7 @@ def test_compiled_and_other_optimizers_are_cases_of_their_own(tmp_path: Path) ->
     assert [c["case"] for c in found["cases"]] == ["tiny 4x16 compile fp32 foreach", "tiny 4x16 compile fp32 sgd"]
 
 
+@pytest.mark.slow
 def test_a_guard_that_is_slow_is_above_its_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_guard_that_is_slow_is_above_its_bar(
     assert "is above 1.5" in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_guard_that_changes_the_run_is_not_identical(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,6 +422,7 @@ def test_a_profile_counts_waits_by_thread_and_the_hosts_own_time() -> None:
     assert found["own_us"] == (200 - 120 - 10) / 2 and found["waited_us"] == 5.0
 
 
+@pytest.mark.slow
 def test_a_wait_that_a_guard_adds_is_a_problem_but_for_the_one_on_the_step_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

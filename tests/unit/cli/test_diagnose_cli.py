@@ -279,6 +279,7 @@ def test_table_of_ten_thousand_columns_is_read_and_reports_dropped_columns(holdf
     assert "no_loss" not in {limit["code"] for limit in answer["limits"]}
 
 
+@pytest.mark.slow
 def test_closed_pipe_causes_no_traceback(log):
     program = Path(sys.executable).with_name("holdfast")
     for option in ([], ["--json"], ["--postmortem"]):

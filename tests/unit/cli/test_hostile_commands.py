@@ -64,6 +64,7 @@ def content(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", [to_pipe, to_device, to_link])
 @pytest.mark.parametrize("name", ["journal.jsonl", "run.json", "metrics.jsonl", ".lock"])
 def test_every_command_answers_and_follows_no_link(

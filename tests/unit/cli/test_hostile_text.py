@@ -116,6 +116,7 @@ def commands(run: Path, other: Path) -> Iterator[tuple[object, ...]]:
     yield from (("checkpoints", "verify", run, "--mark"), ("ack", run, "--note", NAME), ("doctor", "--excluded", run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_no_command_on_a_hostile_run_directory_controls_the_terminal(holdfast, run, trained, tmp_path, as_json):
     for words in commands(run, trained):
@@ -159,6 +160,7 @@ def test_resume_on_a_hostile_run_directory_logs_and_raises_safely(holdfast, run,
     assert_shown_safely(stream.getvalue(), "logs")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_wrong_input_is_answered_safely(holdfast, tmp_path, as_json):
     policy, log, text = (tmp_path / f"{kind}{NAME}" for kind in ("policy", "log", "text"))

@@ -375,6 +375,7 @@ def test_run_without_metrics_asks_for_the_step_time(holdfast, run):
 NONSENSE = [None, True, -5.0, 0, "x", [], {}, float("nan"), float("inf"), 1e308, 10**400]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_run_record_causes_a_traceback(tmp_path, capsys, data):
@@ -400,6 +401,7 @@ def test_no_run_record_causes_a_traceback(tmp_path, capsys, data):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(1e-6, 1e11) | st.sampled_from([1e-6, 1e11]), min_size=5, max_size=5), st.integers(1, 10**9))
 def test_no_costs_cause_a_traceback(capsys, times, nodes):

@@ -55,6 +55,7 @@ def run(*paths) -> dict:
     return json.loads(result.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "cause"), [("copies.json.gz", "host_device_copies"), ("loop.json", "framework_overhead")]
 )

@@ -84,6 +84,7 @@ def found(made, monkeypatch, whole):
 QUICK = ("up for good", "gradient", "three")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in MADE if name not in QUICK))])
 def test_ranges_give_the_episodes_that_row_by_row_gives(name, monkeypatch):
     columns, planted = MADE[name]()

@@ -160,6 +160,7 @@ def test_new_state_replaces_the_one_before_on_every_host(make):
         assert [p.name for p in job.state(host, "step_00000016").parent.iterdir()] == ["step_00000016"]
 
 
+@pytest.mark.slow
 def test_crash_while_hosts_publish_leaves_a_state_that_is_complete(make, monkeypatch):
     """One of four hosts has published when all ranks die. The state before it is still on all of them."""
     job = crash_after_save(make, "abcd")

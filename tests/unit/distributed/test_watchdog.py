@@ -82,6 +82,7 @@ def test_failure_of_a_peer_ends_this_rank_and_is_recorded(
     assert local.notices.signed_out_count() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "posted", ["", "{", "[1]", '{"rank": "x"}', '{"rank": 1}', "\x00\xff", "[" * 5000, '"' + "x" * 100_000]
 )
@@ -126,6 +127,7 @@ def test_error_that_follows_from_a_peer_failure_keeps_the_restart_exit_code(star
     assert local.records[1][1]["follows"] == 1
 
 
+@pytest.mark.slow
 def test_failing_or_hanging_records_do_not_prevent_the_exit(start: Callable[..., WatchedRank]) -> None:
     local = start(size=1, policy=FAST)
     release = threading.Event()
@@ -158,6 +160,7 @@ class FrozenStore:
         return call
 
 
+@pytest.mark.slow
 def test_store_that_stops_answering_ends_the_rank_after_the_timeout(start: Callable[..., WatchedRank]) -> None:
     store = FrozenStore()
     local = start(policy=FAST, store=store)
@@ -183,6 +186,7 @@ class RefusingStore:
         raise ConnectionRefusedError("connection refused")
 
 
+@pytest.mark.slow
 def test_store_that_is_gone_after_the_loop_means_that_all_ranks_finished(start: Callable[..., WatchedRank]) -> None:
     assert start(store=RefusingStore()).exit_code() == 75
     local = start()
@@ -214,6 +218,7 @@ def test_finished_rank_waits_for_the_others_and_warns_after_the_timeout(
     )
 
 
+@pytest.mark.slow
 def test_rank_in_a_step_that_a_finished_rank_never_reached_exits_after_a_second(
     start: Callable[..., WatchedRank],
 ) -> None:
@@ -239,6 +244,7 @@ class Work:
             raise RuntimeError(self.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "total", "problem"),
     [

@@ -115,6 +115,7 @@ def test_a_signal_that_another_handler_has_taken_over_starts_no_deadline():
     signals.finish()
 
 
+@pytest.mark.slow
 def test_signals_that_a_passing_handler_took_neither_start_a_deadline_nor_count_as_a_second_one():
     # The handler puts the guard's back before the deadline's thread reads the signal.
     signals, run, steps = RunSignals(ShutdownSection(deadline_seconds=2)), Run(), []

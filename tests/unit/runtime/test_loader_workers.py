@@ -135,6 +135,7 @@ def test_a_skipped_batch_leaves_the_draws_of_a_run_without_it(workers, persisten
     assert found == plain(workers, persistent=persistent, without=at)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("workers", "persistent"), WORKERS)
 @pytest.mark.parametrize("back", [1, 4, *slow(2)])

@@ -54,6 +54,7 @@ def leaking(tmp_path_factory) -> tuple[Path, str]:
     return run, str(summary)
 
 
+@pytest.mark.slow
 def test_growth_on_the_host_is_a_note_in_the_journal_and_no_incident(leaking):
     run, summary = leaking
     findings = [event for event in rows(run, "journal.jsonl") if event.get("detector") == "memory"]

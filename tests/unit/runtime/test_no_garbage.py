@@ -73,6 +73,7 @@ def test_healthy_steps_leave_no_cycles(tmp_path, gate, snapshots, uncollected):
         assert found == 0, [type(thing) for thing in gc.garbage[:20]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "snapshots"),
     [

@@ -262,6 +262,7 @@ def silence():
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "size", "count"),
     [

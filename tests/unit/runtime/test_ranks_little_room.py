@@ -84,6 +84,7 @@ def test_the_rank_with_the_least_room_decides_for_all(gate, nbytes):
     assert ranks[0].held[-1][1][0] >= STEPS - 8, "the newest ones"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gate", "count"), [("host", 5), ("device", 5), *slow(("host", 80), ("device", 80))])
 def test_ranks_hold_the_same_snapshots_and_one_is_good_on_all(gate, count, nbytes):
     seen: set[str] = set()

@@ -266,6 +266,7 @@ def test_resumed_anywhere_batches_and_random_state_equal_the_uninterrupted_run(k
         assert rest.ended[-1] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -383,6 +384,7 @@ def _timed(call: Any, time: Any) -> float:
     return time.perf_counter() - began
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", ["shuffle", "a generator", "with replacement, from a generator"])
 @pytest.mark.parametrize("workers", [0, 2])
@@ -500,6 +502,7 @@ def test_another_batch_size_continues_at_the_exact_next_sample(kind, after):
             assert "exact next one" in rest.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (2, 1)])
 @pytest.mark.parametrize("after", [4, 7])

@@ -70,6 +70,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(STREAMS))
 def test_a_resumed_stream_continues_exactly_with_the_same_random_state(kind):
     course = whole_course(STREAMS[kind], epochs=2)

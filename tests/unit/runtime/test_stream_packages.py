@@ -72,6 +72,7 @@ def resumed(make: Any, cut: int, epochs: int = 2) -> tuple[list[Any], list[Any],
     return found, course[cut:], rest.notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [3, *slow(8, 10)])
 @pytest.mark.parametrize("count", [2, *slow(0, 1)])
 @pytest.mark.parametrize("data", [Known, *slow(Share)])
@@ -84,6 +85,7 @@ def test_torchdata_resumes_an_iterable_dataset_through_its_state(data, count, cu
     assert notes == ["the stream resumed through its own state_dict"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [5, *slow(0, 8, 11)])
 @pytest.mark.parametrize(("count", "persistent"), [(2, False), *slow((0, False), (1, True), (2, True))])
 def test_torchdata_over_a_map_style_dataset_is_exact_in_its_workers_too(count, persistent, cut):

@@ -97,6 +97,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
             parts = b""
 
 
+@pytest.mark.slow
 def test_wandb_has_the_steps_as_axis_and_the_identity_of_the_run(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
     from wandb.proto.wandb_internal_pb2 import Record
@@ -119,6 +120,7 @@ def test_wandb_has_the_steps_as_axis_and_the_identity_of_the_run(tmp_path, monke
     assert texts == ["step 10: incident 1: loss_spike", "step 10: rolled back from step 10 to 6"]
 
 
+@pytest.mark.slow
 def test_mlflow_continues_its_run_after_a_restart(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")

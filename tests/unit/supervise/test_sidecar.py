@@ -89,6 +89,7 @@ def log(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob("log-*")))
 
 
+@pytest.mark.slow
 def test_a_sleep_is_named_with_its_line_and_its_end_is_noted(start, folder):
     (process,) = start("sleep")
     found = verdict(folder)
@@ -101,6 +102,7 @@ def test_a_sleep_is_named_with_its_line_and_its_end_is_noted(start, folder):
     assert "Current thread" not in log(folder) and "Thread 0x" not in log(folder)
 
 
+@pytest.mark.slow
 def test_a_hang_that_ends_by_itself_before_the_time_is_over_ends_no_process(start, folder):
     (process,) = start("sleep", 1, "restart", "60")
     assert verdict(folder)["action"] == "restart"
@@ -109,6 +111,7 @@ def test_a_hang_that_ends_by_itself_before_the_time_is_over_ends_no_process(star
     assert process.poll() is None and "ending 1 processes" not in log(folder)
 
 
+@pytest.mark.slow
 def test_a_held_gil_is_found_on_two_ranks_and_the_thread_is_shown(start, folder):
     start("gil", size=2)
     found = verdict(folder)
@@ -118,6 +121,7 @@ def test_a_held_gil_is_found_on_two_ranks_and_the_thread_is_shown(start, folder)
     assert found["collective"] == "the agreement on a step"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_nothing_is_sent_to_it(start, folder):
     processes = start("sleep", size=2)
     os.kill(processes[1].pid, signal.SIGSTOP)
@@ -140,6 +144,7 @@ def test_py_spy_shows_the_stack_of_a_stopped_rank(start, folder):
     assert found["kind"] == "stopped" and "beating_program.py" in found["line"]
 
 
+@pytest.mark.slow
 def test_the_stack_of_a_loader_worker_is_shown(start, folder):
     start("worker")
     found = verdict(folder)
@@ -155,6 +160,7 @@ def test_restart_ends_a_process_with_status_75_and_one_that_cannot_by_sigkill(st
     assert verdict(folder)["action"] == "restart"
 
 
+@pytest.mark.slow
 def test_a_debugger_gives_one_note_and_ends_nothing(start, folder):
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -213,6 +219,7 @@ def test_a_hang_ends_processes_only_if_asked_or_if_torchrun_has_restarts_left(ac
     assert does_restart(action, environment) is expected
 
 
+@pytest.mark.slow
 def test_a_debugger_that_stays_for_an_hour_gives_one_note_and_ends_nothing(folder, monkeypatch, caplog):
     """The clock is simulated: a poll comes 0.3 s after the last one. The process and its tracer are real."""
     ahead = [0.0]

@@ -53,6 +53,7 @@ def simulated(costs: Costs, every: int, failures: int, seed: int) -> tuple[float
     return useful / wall, lost / failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "every"),
     [

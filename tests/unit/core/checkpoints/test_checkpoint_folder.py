@@ -381,6 +381,7 @@ def killed(folder: Folder, first: int, delay: float) -> int:
     return int.from_bytes(said[-4:], "little")
 
 
+@pytest.mark.slow
 def test_kill_at_any_instant_leaves_whole_checkpoints_and_none_that_was_good_is_lost(folder):
     folder.path.mkdir()
     chance, step, leftovers = random.Random(6), 0, 0

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from checkpoint_builders import CANDIDATE, GOOD, QUARANTINED, RUN
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -210,6 +211,7 @@ def test_newest_restorable_state_of_the_current_lineage_is_chosen_in_every_short
         pass
 
 
+@pytest.mark.slow
 def test_newest_restorable_state_of_the_current_lineage_is_chosen_in_long_lives_too():
     chance, seen = random.Random(6), Counter[str]()
     for _ in range(100):

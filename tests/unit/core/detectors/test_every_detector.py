@@ -173,6 +173,7 @@ def long_run() -> list[Signal]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_state_stays_small_over_a_hundred_thousand_steps(name, long_run):
     """A state is what a snapshot carries: bounded by a window, not by the run."""

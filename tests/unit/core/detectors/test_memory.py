@@ -20,6 +20,7 @@ TRUTHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("program", "kind"), TRUTHS, ids=[program.__name__ for program, _ in TRUTHS])
 def test_program_is_named_for_what_it_does(program, kind):
     found = programs.run(program)
@@ -33,11 +34,13 @@ def test_leak_is_named_too_on_a_larger_device_that_is_read_every_fourth_step(pro
     assert found is not None and found.kind == Kind.MEMORY_LEAK, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", programs.HEALTHY, ids=lambda p: p.__name__)
 def test_healthy_program_is_not_named(program):
     assert programs.run(program, steps=3000) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_healthy_run_of_100_000_steps_with_noisy_memory_is_never_named(seed):
     detector = MemoryDetector()
@@ -52,6 +55,7 @@ def test_healthy_run_read_at_every_step_is_never_named(seed):
     assert [found for reading in readings for found in detector.observe(reading)] == []
 
 
+@pytest.mark.slow
 def test_leak_has_its_slope_and_the_step_at_which_memory_runs_out():
     found = programs.run(programs.leak_that_begins_late)
     assert found is not None
@@ -85,6 +89,7 @@ def test_growth_of_the_host_names_the_process_or_its_children():
         assert words in found[0].message and found[0].evidence["mb_per_1000_steps"] == pytest.approx(419, rel=0.05)
 
 
+@pytest.mark.slow
 def test_growth_that_slows_down_is_not_named():
     for rate in (50, 300, 1500):
         detector, found = MemoryDetector(), []

@@ -109,6 +109,7 @@ def test_real_log_of_any_format_is_read_or_refused_with_a_reason(entry):
     assert all(len(column) == len(table) for table in tables for column in table.columns.values())
 
 
+@pytest.mark.slow
 @needs_corpus
 @pytest.mark.parametrize("entry", SUPPORTED, ids=[entry["file"][-60:] for entry in SUPPORTED])
 def test_real_log_of_a_supported_format_matches_the_index(entry):

@@ -31,6 +31,9 @@ from torch.utils.data import DataLoader
 from holdfast import Guard
 from holdfast.cli import main
 from holdfast.core.base.errors import PolicyStop
+from holdfast.replay.bundle import read_bundle
+from holdfast.replay.command import replay_incident
+from holdfast.replay.entry import check_entry
 from holdfast.runtime.incidents import watch
 
 CASE = Path(__file__).with_name("replay_case.py")
@@ -190,6 +193,31 @@ def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path):
     (verdict,) = run.replays("verdict")
     assert verdict["cause"] == "transient" and "device" not in verdict
     assert all(map(torch.equal, run.weights(), train(tmp_path / "clean").weights()))
+
+
+def test_running_statistics_that_a_finite_batch_makes_nonfinite_are_traced_to_their_norm(tmp_path):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+    rows = Rows("")
+    rows.x[BAD, 2] = 1e25
+    policy = {"replay": {"keep_batch": True}, "snapshot": {"every_steps": 1, "certify_after": 1}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(model, optimizer, run_dir=tmp_path / "run", config=policy)
+    with pytest.raises(PolicyStop), guard:
+        for step in guard.steps(DataLoader(rows, BATCH), epochs=2):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(model(batch["x"]).square().mean())
+    (verdict,) = Trained(tmp_path / "run", model, 0).replays("verdict")
+    assert "batch_norm" in verdict["op"] and (verdict["module"], verdict["step"]) == ("0", BAD_STEP)
+    assert verdict["outlying"] == [BAD % BATCH]
+    (bundle,) = (tmp_path / "run").glob("incidents/0001/bundle/rank_00000/*")
+    report = analyse_bundle(bundle, model, lambda model, batch: model(batch["x"]).square().mean())
+    assert report.verdict.cause != "transient" and "running_var" in report.verdict.sentence
+
+
+def analyse_bundle(path: Path, model: torch.nn.Module, step: Any) -> Any:
+    entry = check_entry((model, step), "entry")
+    return replay_incident(read_bundle(path), entry, torch.device("cpu"), None).report
 
 
 def test_weights_that_have_run_away_are_told_from_code_that_is_not_safe(tmp_path):

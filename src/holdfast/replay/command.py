@@ -105,7 +105,7 @@ class _VerdictOfRun(msgspec.Struct):
 def _join_verdict_of_run(report: ReplayReport, folder: Path) -> ReplayReport:
     """Return the report with what the run saw make the state bad. A bundle has no optimizer state to repeat an update."""
     recorded = read_verdicts_of_run(folder)
-    if report.verdict.cause != "bad_state" or not recorded:
+    if report.verdict.cause != "bad_state" or not recorded or recorded[-1].get("cause") == "not_established":
         return report
     try:
         seen = msgspec.convert(recorded[-1], _VerdictOfRun)
@@ -113,7 +113,7 @@ def _join_verdict_of_run(report: ReplayReport, folder: Path) -> ReplayReport:
         return report
     reasons = [*report.verdict.evidence_for, f"while training: {seen.text}", *seen.reasons]
     verdict = replace(report.verdict, evidence_for=reasons)
-    if seen.cause in ("bad_state", "transient", "not_established"):
+    if seen.cause in ("bad_state", "transient"):
         return replace(report, verdict=verdict)
     sentence = f"{report.verdict.sentence}; while training, {seen.text}"
     verdict = replace(verdict, cause=seen.cause, sentence=sentence, fix=seen.fix, confidence=seen.confidence)

@@ -78,6 +78,8 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
             "the same step was healthy in both runs" if first and repeated else "the same step was bad once, then not"
         )
         was_bad = any(v is not None and not math.isfinite(v) for v in (facts.observed_loss, facts.observed_grad_norm))
+        if first == repeated and origin.bad_state and not was_bad:  # the step was fine, so the state was what was found
+            return "bad_state", 0.8, [f"not finite: {', '.join(origin.bad_state[:4])}; the step itself is healthy"]
         sure = 0.9 if was_bad or first != repeated else 0.6
         return "transient", sure - (0.2 if facts.is_compiled else 0.0), [reason]
     if origin.phase == "state":

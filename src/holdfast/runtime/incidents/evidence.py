@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch import Tensor
@@ -68,11 +69,17 @@ class StepEvidence:
             if self._observes:
                 self.why_not = why_not_observable(self._state)
             if self._observes and not self.why_not:
-                results = self._state.update_tensors if self.watches_update else None
+                results = self._written if self.watches_update else None
                 self._observer = HarmlessObserver(dict(self._state.modules), self._seconds, results).__enter__()
         except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
             self.why_not = f"{type(error).__name__}: {error}"
         return self
+
+    def _written(self) -> Iterator[Tensor]:
+        """Yield what forwards and updates write: parameters, optimizer state and buffers."""
+        yield from self._state.update_tensors().values()
+        for _, module in self._state.modules:
+            yield from module.buffers()
 
     def pause(self, is_paused: bool) -> None:
         """Do not watch ops while data is loaded: they are no part of the step."""

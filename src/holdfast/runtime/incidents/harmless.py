@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class HarmlessObserver(StepObserver):
         self,
         models: dict[str, nn.Module],
         seconds: float = math.inf,
-        results: Callable[[], Mapping[str, Tensor]] | None = None,
+        results: Callable[[], Iterable[Tensor]] | None = None,
     ) -> None:
         super().__init__(models, fine=True, results=results)
         self._failure: Exception | None = None

@@ -164,6 +164,10 @@ class IncidentWatch:
         verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, growth, is_bad=is_bad)
         if verdict is None:
             return None
+        outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []
+        if outlying and not rows and verdict["cause"] in ("structural", "not_established"):
+            text = f"row {outlying[0]} of the batch is out of all proportion; holdfast replay tells if it suffices alone"
+            verdict["against"] = [*verdict["against"], text]
         ids = [(attempt.draws[n].ids or [])[row : row + 1] for n, row in rows]
         samples = [int(each[0]) for each in ids if each and hasattr(each[0], "__index__")]
         # Only then does the naming of a device count.
@@ -172,6 +176,7 @@ class IncidentWatch:
             "rank": self._context.ranks.rank,
             **verdict,
             "rows": [row for _, row in rows[:_MAX_ROWS]],
+            "outlying": outlying[:_MAX_ROWS],
             "samples": samples,
             **(describe_device() if counts else {}),
         }

@@ -30,6 +30,8 @@ _OURS = tuple(
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 _MAKES_ROOTS = os.path.join(_TORCH, "autograd", "__init__.py")
 _GRAD_SCALER = os.path.join(_TORCH, "amp", "grad_scaler.py")
+_MODES = ("__torch_dispatch__", "__torch_function__")
+"""a mode of the user's runs every op, but calls none itself"""
 _NOWHERE = Place("", 0, "")
 _ATTENTION = "scaled_dot_product"
 _MAX_KEPT_ELEMENTS = 1 << 24
@@ -153,7 +155,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             library = self._library.get(file)
             if library is None:
                 library = self._library[file] = is_library(file)
-            if not library:
+            if not library and function not in _MODES:
                 break
             if file == _ENGINE and function == "_engine_run_backward" and node is not None:
                 frame = None

@@ -44,6 +44,12 @@ def test_an_op_in_half_precision_is_judged_by_itself_while_training(finite, mask
     assert ("in any precision" in verdict.sentence) == (cause == "structural")
 
 
+def test_a_healthy_step_with_bad_state_is_bad_state_unless_the_step_was_bad_in_training():
+    found = origin("none", op="", bad_state=["norm.running_var"])
+    assert judge(found, runs("++"), Facts(observed_loss=1.0)).cause == "bad_state"
+    assert judge(found, runs("++"), Facts(observed_loss=math.nan)).cause == "transient"
+
+
 def test_weights_that_have_grown_since_certified_state_speak_for_the_learning_rate():
     found = [*runs("--"), Comparison(name="fp32", why_not="the step ran in float32 already")]
     assert judge(origin(dtype="float32"), found, Facts(weights_growth=12.0)).cause == "learning_rate"

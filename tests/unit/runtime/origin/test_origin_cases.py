@@ -118,6 +118,17 @@ def test_a_mask_in_the_batch_is_no_bad_data(kind):
     assert "softmax" in report.origin.op and report.origin.module == "blocks.0.attn"
 
 
+def test_finite_gradients_whose_norm_is_not_are_no_transient_fault():
+    """The guard measures the norm in float32, where the square of 1e25 is Inf."""
+    batch = {"x": torch.ones(4, 4), "weight": torch.ones(4)}
+    batch["weight"][1] = 1e25
+    model = torch.nn.Linear(4, 4)
+    step = PlainStep(model, lambda m, b: (m(b["x"]).square().mean(1) * b["weight"]).mean(), [batch])
+    report = analyse(step, observed_loss=1e24, observed_grad_norm=math.inf)
+    assert (report.verdict.cause, report.sample) == ("data_row", 1), report.verdict
+    assert report.origin.is_spike
+
+
 # ---- faults that do not repeat
 
 

@@ -12,12 +12,28 @@ from typing import Any
 
 import pytest
 import torch
-from replay_case import BAD, BAD_STEP, BATCH, FAULT_LINE, HalfNet, Rows, build, loss_fn, train
+from replay_case import (
+    BAD,
+    BAD_STEP,
+    BATCH,
+    FAULT_LINE,
+    UPDATE_LINE,
+    HalfNet,
+    Rows,
+    Trained,
+    ZeroDivision,
+    build,
+    loss_fn,
+    train,
+)
 from torch.utils.data import DataLoader
 
 from holdfast import Guard
 from holdfast.cli import main
 from holdfast.core.base.errors import PolicyStop
+from holdfast.replay.bundle import read_bundle
+from holdfast.replay.command import replay_incident
+from holdfast.replay.entry import check_entry
 from holdfast.runtime.incidents import watch
 
 CASE = Path(__file__).with_name("replay_case.py")
@@ -141,11 +157,75 @@ def test_a_structural_fault_stops_the_run_if_the_verdict_may_act(tmp_path):
 def test_a_module_that_overflows_in_half_precision_runs_in_fp32_from_there_on(tmp_path):
     run = train(tmp_path / "run", "large_row", model=build(HalfNet), act=True, fp32_modules=True)
     assert [e["module"] for e in run.replays("confirmed")] == ["square"]
+    assert [e["cause"] for e in run.replays("verdict")] == ["dtype_overflow"]
     assert [e["module"] for e in run.events if e.get("action") == "fp32_module"] == ["square"]
     assert "skipped" not in run.statuses() and len(run.replays("verdict")) == 1, "the second epoch overflows again"
     # A resumed process does the same from its checkpoint.
     resumed = train(tmp_path / "run", "large_row", model=build(HalfNet), epochs=3, act=True, fp32_modules=True)
     assert len(resumed.replays("verdict")) == 1 and "skipped" not in resumed.statuses()
+
+
+# ---- weights that an update made bad
+
+
+def test_an_update_that_makes_weights_nonfinite_is_named_with_its_line(tmp_path, holdfast):
+    model = build()
+    with pytest.raises(PolicyStop):
+        train(tmp_path / "run", model=model, optimizer=lambda p: ZeroDivision(p, lr=1.0), keep_batch=True, entry=ENTRY)
+    (verdict,) = Trained(tmp_path / "run", model, 0).replays("verdict")
+    assert (verdict["cause"], verdict["phase"], verdict["step"]) == ("structural", "optimizer", 1)
+    assert (Path(verdict["file"]).name, verdict["line"]) == (CASE.name, UPDATE_LINE) and "div" in verdict["op"]
+    # A bundle has no optimizer, so the replay says what the run saw.
+    status, out, _ = holdfast("replay", tmp_path / "run", "--device", "cpu", "--json")
+    answer = json.loads(out)
+    assert status == 0 and answer["verdict"]["cause"] == "structural"
+    assert "was bad before the step" in answer["verdict"]["sentence"] and answer["origin"]["line"] == UPDATE_LINE
+
+
+def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path):
+    model, calls = build(), [0]
+
+    def overwrite(module: torch.nn.Module, args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 4:
+            module.last.weight.data[0, 1] = float("nan")
+
+    model.register_forward_pre_hook(overwrite)
+    run = train(tmp_path / "run", model=model, act=True)
+    (verdict,) = run.replays("verdict")
+    assert verdict["cause"] == "transient" and "device" not in verdict
+    assert all(map(torch.equal, run.weights(), train(tmp_path / "clean").weights()))
+
+
+def test_running_statistics_that_a_finite_batch_makes_nonfinite_are_traced_to_their_norm(tmp_path):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+    rows = Rows("")
+    rows.x[BAD, 2] = 1e25
+    policy = {"replay": {"keep_batch": True}, "snapshot": {"every_steps": 1, "certify_after": 1}}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = Guard(model, optimizer, run_dir=tmp_path / "run", config=policy)
+    with pytest.raises(PolicyStop), guard:
+        for step in guard.steps(DataLoader(rows, BATCH), epochs=2):
+            with step:
+                for batch in step.microbatches():
+                    step.backward(model(batch["x"]).square().mean())
+    (verdict,) = Trained(tmp_path / "run", model, 0).replays("verdict")
+    assert "batch_norm" in verdict["op"] and (verdict["module"], verdict["step"]) == ("0", BAD_STEP)
+    assert verdict["outlying"] == [BAD % BATCH]
+    (bundle,) = (tmp_path / "run").glob("incidents/0001/bundle/rank_00000/*")
+    report = analyse_bundle(bundle, model, lambda model, batch: model(batch["x"]).square().mean())
+    assert report.verdict.cause != "transient" and "running_var" in report.verdict.sentence
+
+
+def analyse_bundle(path: Path, model: torch.nn.Module, step: Any) -> Any:
+    entry = check_entry((model, step), "entry")
+    return replay_incident(read_bundle(path), entry, torch.device("cpu"), None).report
+
+
+def test_weights_that_have_run_away_are_told_from_code_that_is_not_safe(tmp_path):
+    run = train(tmp_path / "run", optimizer=lambda p: torch.optim.SGD(p, lr=1e30))
+    verdict = run.replays("verdict")[0]
+    assert verdict["cause"] == "learning_rate" and "times what they were" in verdict["for"][0]
 
 
 # ---- from the bundle

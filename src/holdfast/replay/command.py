@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from holdfast.core.base import durable
 from holdfast.core.base.errors import HoldfastError, RunDirError, SetupError
 from holdfast.core.base.masking import mask
-from holdfast.core.checkpoints.bundles import ANSWER
-from holdfast.core.origin.report import ReplayReport
+from holdfast.core.checkpoints.bundles import ANSWER, read_verdicts_of_run
+from holdfast.core.origin.report import Cause, Phase, ReplayReport
 from holdfast.replay.bundle import Bundle
 from holdfast.replay.entry import ReplayEntry, call_entry, describe_failure
 from holdfast.replay.rerun import BundleStep
@@ -79,8 +81,45 @@ def replay_incident(
         raise SetupError(
             f"the step of the entry raised {describe_failure(error)}; on {device}, with the batch of the bundle"
         ) from None
+    report = _join_verdict_of_run(report, bundle.folder)
     answer = ReplayAnswer(bundle, report, step.notes, _sample_id(bundle, report), None)
     return answer._replace(written=_write(answer))
+
+
+class _VerdictOfRun(msgspec.Struct):
+    """Holds what the run saw when its steps ran again."""
+
+    cause: Cause
+    text: str
+    phase: Phase = "none"
+    fix: str = ""
+    confidence: float = 0.0
+    reasons: list[str] = msgspec.field(name="for", default_factory=list)
+    module: str = ""
+    op: str = ""
+    file: str = ""
+    line: int = 0
+    source: str = ""
+
+
+def _join_verdict_of_run(report: ReplayReport, folder: Path) -> ReplayReport:
+    """Return the report with what the run saw make the state bad. A bundle has no optimizer state to repeat an update."""
+    recorded = read_verdicts_of_run(folder)
+    if report.verdict.cause != "bad_state" or not recorded or recorded[-1].get("cause") == "not_established":
+        return report
+    try:
+        seen = msgspec.convert(recorded[-1], _VerdictOfRun)
+    except msgspec.ValidationError:
+        return report
+    reasons = [*report.verdict.evidence_for, f"while training: {seen.text}", *seen.reasons]
+    verdict = replace(report.verdict, evidence_for=reasons)
+    if seen.cause in ("bad_state", "transient"):
+        return replace(report, verdict=verdict)
+    sentence = f"{report.verdict.sentence}; while training, {seen.text}"
+    verdict = replace(verdict, cause=seen.cause, sentence=sentence, fix=seen.fix, confidence=seen.confidence)
+    place = {name: getattr(seen, name) for name in ("phase", "module", "op", "file", "line", "source")}
+    origin = replace(report.origin, **place, inputs=[], outputs=[], detail="seen when the run's steps ran again")
+    return replace(report, origin=origin, verdict=verdict)
 
 
 def _sample_id(bundle: Bundle, report: ReplayReport) -> int | None:

@@ -358,6 +358,18 @@ def test_a_state_the_store_refuses_is_reported_once_with_its_tensor():
     assert run.checkpoints.pop_nonfinite() is None
 
 
+def test_a_refusal_of_state_that_a_rollback_has_left_is_no_alarm():
+    run = Training()
+    run.store.is_slow = True
+    run.step(EVERY + 1)
+    run.checkpoints.fork(Lineage(), 1)
+    run.checkpoints.quarantine_abandoned("left by a rollback")
+    run.store.why = "model.weight holds NaN or Inf"
+    run.store.report(name_of(EVERY, 0), "refused")
+    run.checkpoints.poll()
+    assert run.checkpoints.nonfinite is None and run.checkpoints.records == {}
+
+
 def test_only_the_first_refusal_is_reported():
     run = Training()
     run.step(1)

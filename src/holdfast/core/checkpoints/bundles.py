@@ -19,7 +19,7 @@ from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.manifest import MANIFEST, is_name
 from holdfast.core.checkpoints.verify import verify
 
-BUNDLE, INCIDENTS, ANSWER = "bundle", "incidents", "replay.json"
+BUNDLE, INCIDENTS, INCIDENT, ANSWER = "bundle", "incidents", "incident.json", "replay.json"
 KIND = "incident bundle"
 """`kind` in the manifest of every bundle"""
 _MAX_BYTES = 64 << 20
@@ -55,6 +55,16 @@ def read_answer(run_dir: Path, incident: int) -> dict[str, Any] | None:
         }
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return None
+
+
+def read_verdicts_of_run(folder: Path) -> list[dict[str, Any]]:
+    """Return the verdicts that the run itself gave in an incident, in order; none if its file cannot be read."""
+    try:
+        content = json.loads(durable.read_file(folder / INCIDENT, _MAX_BYTES))
+        events = [each["replay"] for each in content["events"] if isinstance(each, dict) and "replay" in each]
+        return [each for each in events if isinstance(each, dict) and each.get("result") == "verdict"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, RunDirError):
+        return []
 
 
 def prune(run_dir: Path, rank: int, keep: int) -> None:

@@ -69,6 +69,8 @@ def choose_fix(origin: OriginReport, cause: Cause) -> str:
         return _BY_CAUSE[cause]
     if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":
         return _SCALED
+    if cause == "structural" and origin.phase == "optimizer":
+        return "give the optimizer an eps above 0, and keep its second moments from being negative"
     by_op = next((fix.text for fix in _BY_OP if _matches(fix, origin)), "")
     if cause == "dtype_overflow":
         if origin.phase == "optimizer":

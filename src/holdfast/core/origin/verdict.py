@@ -27,6 +27,8 @@ class Facts:
     minimised: str = ""
     growth: float = 1.0
     """how many times larger a module's output is than with the weights before"""
+    weights_growth: float = 1.0
+    """how many times larger the weights are than in a certified state of a few steps before"""
     is_compiled: bool = False
 
 
@@ -53,7 +55,7 @@ def judge(origin: OriginReport, comparisons: Sequence[Comparison], facts: Facts)
     found_for, against = _evidence(origin, comparisons, facts, cause)
     return ReplayVerdict(
         cause=cause,
-        sentence=_sentence(origin, cause, facts),
+        sentence=_sentence(origin, cause, facts, is_bad_in_any=_is_bad_in_any_precision(pattern)),
         evidence_for=reasons + found_for,
         evidence_against=against,
         fix=choose_fix(origin, cause),
@@ -76,6 +78,8 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
             "the same step was healthy in both runs" if first and repeated else "the same step was bad once, then not"
         )
         was_bad = any(v is not None and not math.isfinite(v) for v in (facts.observed_loss, facts.observed_grad_norm))
+        if first == repeated and origin.bad_state and not was_bad:  # the step was fine, so the state was what was found
+            return "bad_state", 0.8, [f"not finite: {', '.join(origin.bad_state[:4])}; the step itself is healthy"]
         sure = 0.9 if was_bad or first != repeated else 0.6
         return "transient", sure - (0.2 if facts.is_compiled else 0.0), [reason]
     if origin.phase == "state":
@@ -95,11 +99,25 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
             0.85 if is_next_bad else 0.6,
             [f"with the weights before, the step is healthy; outputs have grown {facts.growth:.3g} times since"],
         )
+    if facts.weights_growth >= _GREW:
+        return (
+            "learning_rate",
+            0.7,
+            [f"the weights are {facts.weights_growth:.3g} times what they were in certified state"],
+        )
     if origin.is_spike and not is_next_bad and facts.sample is not None and origin.gain < _EXPLODED:
         return "data_row", 0.6, [f"one row makes the spike: {facts.minimised}"]
     if origin.phase == "none":
         return "not_established", 0.2, ["no op was found that made the bad value"]
     return _choose_structural(origin, pattern)
+
+
+def _is_bad_in_float32(pattern: _Pattern) -> bool:
+    return pattern.healthy("fp32") is False or "already" in pattern.why_not("fp32")
+
+
+def _is_bad_in_any_precision(pattern: _Pattern) -> bool:
+    return _is_bad_in_float32(pattern) or pattern.healthy("fp64 op") is False
 
 
 def _choose_in_update(origin: OriginReport) -> tuple[Cause, float, list[str]]:
@@ -114,11 +132,15 @@ def _choose_in_update(origin: OriginReport) -> tuple[Cause, float, list[str]]:
 
 def _choose_structural(origin: OriginReport, pattern: _Pattern) -> tuple[Cause, float, list[str]]:
     reasons, confidence = ["it repeats"], 0.75
-    if pattern.healthy("fp32") is False or "already" in pattern.why_not("fp32"):
+    if _is_bad_in_float32(pattern):
         reasons.append("it happens in float32 too")
         confidence += 0.1
     elif {each.dtype for each in (*origin.inputs, *origin.outputs)} & set(_LOW):
-        return "not_established", 0.4, ["float32 was not tried, so an overflow of the dtype is possible"]
+        if pattern.healthy("fp64 op"):
+            return "dtype_overflow", 0.8, ["the op alone is healthy with the same arguments in float64"]
+        if pattern.healthy("fp64 op") is None or not any(each.nonfinite for each in origin.inputs):
+            return "not_established", 0.4, ["float32 was not tried, so a value out of the dtype's range is possible"]
+        reasons.append("a mask is among its inputs, and the op alone is bad in float64 too")
     if pattern.healthy("fp64 module") is False:
         reasons.append("it happens in float64 too")
         confidence += 0.1
@@ -170,7 +192,7 @@ def _number(value: float | None) -> str:
     return "none finite" if value is None else f"{value:.3g}"
 
 
-def _sentence(origin: OriginReport, cause: Cause, facts: Facts) -> str:
+def _sentence(origin: OriginReport, cause: Cause, facts: Facts, *, is_bad_in_any: bool) -> str:
     place = f" at {origin.file}:{origin.line}" if origin.line else ""
     module = f" in {origin.module}" if origin.module else ""
     op = f"{origin.op or 'the code'}{module}{place}"
@@ -192,4 +214,4 @@ def _sentence(origin: OriginReport, cause: Cause, facts: Facts) -> str:
         return f"the gradient exceeds {dtype} under a loss scale of {origin.loss_scale:g}; no module is at fault"
     if cause == "dtype_overflow":
         return f"{made}: the range of {dtype} does not suffice"
-    return f"{made}, in any precision" if not origin.is_spike else made
+    return f"{made}, in any precision" if is_bad_in_any and not origin.is_spike else made

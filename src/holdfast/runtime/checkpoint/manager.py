@@ -324,7 +324,8 @@ class CheckpointManager:
         if event.status == "refused" or self._failed_saves == 1:
             result = "refused" if event.status == "refused" else "not written"
             log.warning("holdfast: step %d: the checkpoint was %s: %s", record.step, result, event.why)
-        if event.status == "refused" and self.nonfinite is None:
+        is_ours = self.lineage.holds(record.branch, record.step)  # a rollback may have left it while it was written
+        if event.status == "refused" and is_ours and self.nonfinite is None:
             self.nonfinite = NonfiniteSnapshot(record.step, event.why.split(" ")[0])
 
     def _write_event(self, record: CheckpointRecord, status: str, why: str, **fields: Any) -> None:

@@ -54,3 +54,12 @@ def outlying_rows(tensor: Tensor) -> Tensor:
     """Return which rows are out of all proportion to the median row."""
     largest = tensor.detach().float().reshape(tensor.shape[0], -1).abs().amax(1).cpu()
     return largest > _OUTLYING_RATIO * largest.median()
+
+
+@torch.no_grad()
+def is_mask(tensor: Tensor) -> bool:
+    """Return whether a tensor with -inf looks like a mask: its other values are all equal, or most of its rows hold -inf."""
+    if tensor.dim() == 0 or tensor.isnan().any() or tensor.isposinf().any() or not tensor.isneginf().any():
+        return False
+    finite = tensor[torch.isfinite(tensor)]
+    return finite.numel() == 0 or bool(finite.min() == finite.max()) or not bool(nonfinite_rows(tensor).any())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from holdfast.core.base.errors import DataError
@@ -15,7 +17,7 @@ from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.wrappers import named_modules
 from holdfast.runtime.tensors.inspect import nbytes
-from holdfast.runtime.tensors.sharded import is_sharded
+from holdfast.runtime.tensors.sharded import is_sharded, local
 
 _WEIGHTS = ("model.", "frozen.", "buffer.")
 
@@ -45,6 +47,20 @@ def copy_earlier_weights(snapshots: SnapshotManager, step: int, max_bytes: int) 
         return {}, None
     renamed = {f"before.{name.replace('frozen.', 'model.', 1)}": value for name, value in tensors.items()}
     return {name: value.detach().to("cpu", copy=True) for name, value in renamed.items()}, snapshot.step
+
+
+@torch.no_grad()
+def weights_growth(state: RunState, snapshots: SnapshotManager, step: int) -> float:
+    """Return how many times larger this rank's weights are than in the newest certified snapshot before `step`.
+
+    1 if there is no such snapshot.
+    """
+    snapshot = next((s for s in snapshots.certified() if s.step < step and s.share is None), None)
+    earlier = {} if snapshot is None else snapshot.tensors()
+    pairs = [(p, earlier[f"model.{name}"]) for name, p in state.named_parameters() if f"model.{name}" in earlier]
+    norms = [[float(torch.linalg.vector_norm(local(each), dtype=torch.float64)) for each in pair] for pair in pairs]
+    now, before = (math.hypot(*column) for column in zip(*norms, strict=True)) if norms else (1.0, 1.0)
+    return now / before if before > 0 and math.isfinite(now) else 1.0
 
 
 def newest_checkpoint(checkpoints: CheckpointManager, step: int) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from holdfast.core.origin.report import OriginReport
 from holdfast.runtime.incidents.capture import copy_weights
 from holdfast.runtime.incidents.harmless import HarmlessObserver
 from holdfast.runtime.origin.observe import is_compiled as wraps_compiled
+from holdfast.runtime.origin.precision import LOW, op_is_finite_in_float64
 from holdfast.runtime.state.buffers import BufferCapture
 from holdfast.runtime.state.rng import Rng, RngState
 from holdfast.runtime.state.run_state import RunState
@@ -36,8 +38,11 @@ class StepEvidence:
         observes: bool,
         seconds: float,
         weights_bytes: int | None,
+        watches_update: bool = False,
     ) -> None:
         self._state, self._rng, self._observes, self._weights_bytes = state, rng, observes, weights_bytes
+        self.watches_update = watches_update
+        """the update is watched too: the state was bad after one of these steps"""
         self._seconds = seconds
         self.plan, self.ranks, self.loss = plan, ranks, loss
         """why the step runs again, and the ranks and the loss of the attempt before it"""
@@ -49,6 +54,10 @@ class StepEvidence:
         self.report: OriginReport | None = None
         self.why_not = ""
         """why nothing was observed, or not everything"""
+        self.has_low_precision = False
+        """an op of the step had a result in half precision"""
+        self.is_fine_in_float64: bool | None = None
+        """whether the op that made the bad value gives finite results of the same arguments in float64; None: not tried"""
         self._observer: HarmlessObserver | None = None
 
     def begin(self, buffers: BufferCapture) -> Self:
@@ -60,15 +69,29 @@ class StepEvidence:
             if self._observes:
                 self.why_not = why_not_observable(self._state)
             if self._observes and not self.why_not:
-                self._observer = HarmlessObserver(dict(self._state.modules), self._seconds).__enter__()
+                results = self._written if self.watches_update else None
+                self._observer = HarmlessObserver(dict(self._state.modules), self._seconds, results).__enter__()
         except Exception as error:  # no memory for the copy, a module that takes no hooks: the step itself is sound
             self.why_not = f"{type(error).__name__}: {error}"
         return self
+
+    def _written(self) -> Iterator[Tensor]:
+        """Yield what forwards and updates write: parameters, optimizer state and buffers."""
+        yield from self._state.update_tensors().values()
+        for _, module in self._state.modules:
+            yield from module.buffers()
 
     def pause(self, is_paused: bool) -> None:
         """Do not watch ops while data is loaded: they are no part of the step."""
         if self._observer is not None:
             self._observer.pause(is_paused)
+
+    def end_backward(self) -> None:
+        """Stop observing, or wait for the update if that is watched too."""
+        if self.watches_update:
+            self.pause(True)
+        else:
+            self.end()
 
     def give_back_memory(self) -> Self:
         """Stop observing and drop the copies: memory ran out. The next attempt is served without an observer."""
@@ -87,6 +110,9 @@ class StepEvidence:
             if observer.failure is not None:
                 raise observer.failure
             self.report = observer.report()
+            self.has_low_precision = bool(observer.dtypes & set(LOW))
+            if observer.birth_call is not None and self.report.phase in ("forward", "backward"):
+                self.is_fine_in_float64 = op_is_finite_in_float64(observer.birth_call)
             if observer.is_late:
                 self.why_not = f"watching every op ended after {self._seconds:.1f} s; modules were watched to the end"
         except Exception as error:

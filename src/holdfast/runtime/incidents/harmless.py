@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,8 +69,13 @@ class HarmlessObserver(StepObserver):
     `failure` is the first error of its own, if any: no op is observed after it.
     """
 
-    def __init__(self, models: dict[str, nn.Module], seconds: float = math.inf) -> None:
-        super().__init__(models, fine=True)
+    def __init__(
+        self,
+        models: dict[str, nn.Module],
+        seconds: float = math.inf,
+        results: Callable[[], Iterable[Tensor]] | None = None,
+    ) -> None:
+        super().__init__(models, fine=True, results=results)
         self._failure: Exception | None = None
         self._deadline = time.monotonic() + seconds
 

@@ -15,11 +15,12 @@ _IN_FLOAT32 = "the step ran in float32 already"
 
 
 def judge_attempt(
-    evidence: StepEvidence, rows: list[tuple[int, int]], first_loss: float, *, is_bad: bool
+    evidence: StepEvidence, rows: list[tuple[int, int]], first_loss: float, weights_growth: float, *, is_bad: bool
 ) -> dict[str, Any] | None:
     """Return the verdict in plain values; None if nothing was observed, and nothing follows without it.
 
     rows: micro-batch and row of the data that hold NaN or Inf themselves. first_loss: of the attempt before.
+    weights_growth: how many times larger the weights are than in a certified state.
     """
     report = evidence.report
     if report is None and is_bad and not rows and not evidence.why_not:
@@ -31,12 +32,15 @@ def judge_attempt(
     if rows and (is_written_state or (not origin.op and not is_made_by_module)):
         origin = replace(origin, phase="input", detail="found in the batch; no op was seen to make it")
     is_low = any(each.dtype in _LOW for each in (*origin.inputs, *origin.outputs))
+    has_low = is_low or evidence.has_low_precision
     comparisons = [
         Comparison(name="as it was", ran=True, finite=False, loss=first_loss),
         Comparison(name="repeated", ran=True, finite=not is_bad),
-        Comparison(name="fp32", why_not="not tried while training" if is_low else _IN_FLOAT32),
+        Comparison(name="fp32", why_not="not tried while training" if has_low else _IN_FLOAT32),
     ]
-    verdict = judge(origin, comparisons, Facts(observed_loss=first_loss))
+    if evidence.is_fine_in_float64 is not None:
+        comparisons.append(Comparison(name="fp64 op", ran=True, finite=evidence.is_fine_in_float64))
+    verdict = judge(origin, comparisons, Facts(observed_loss=first_loss, weights_growth=weights_growth))
     if report is None and not rows and is_bad:
         verdict = ReplayVerdict(cause="not_established", sentence=f"not observed: {evidence.why_not}")
     return {

@@ -39,7 +39,8 @@ class Remedies:
         if plan.first(Skip) is None:
             return plan
         cause, engine = verdict["cause"], self._context.engine
-        if cause == "structural" and not verdict["rows"]:  # with bad rows in the batch it may be the data after all
+        is_perhaps_data = verdict["rows"] or verdict["outlying"]
+        if cause == "structural" and not is_perhaps_data:
             reason = f"{verdict['text']}; {verdict['fix'] or 'change the code'}"
             return msgspec.structs.replace(plan, actions=(Stop(reason),), reason="[replay] act: a structural fault")
         if cause == "data_row" and verdict["samples"] and engine.may_quarantine_samples(signal.step, 1):

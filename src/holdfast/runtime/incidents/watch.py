@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.core.base.plain import plain
-from holdfast.core.base.types import FP32_MODULE, WITHOUT_ROWS, Plan, Replay, Signal
+from holdfast.core.base.types import FP32_MODULE, WITHOUT_ROWS, Finding, Kind, Plan, Replay, Rollback, Signal
 from holdfast.runtime.checkpoint.manager import CheckpointManager
 from holdfast.runtime.context import Context
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -22,6 +22,7 @@ from holdfast.runtime.incidents.capture import (
     copy_weights,
     describe_modules,
     newest_checkpoint,
+    weights_growth,
 )
 from holdfast.runtime.incidents.evidence import StepEvidence
 from holdfast.runtime.incidents.judgement import judge_attempt
@@ -57,6 +58,10 @@ class IncidentWatch:
         """of the step that ran again last"""
         self._step = 0
         """of the newest finding"""
+        self._return: tuple[Plan, Signal] | None = None
+        """a return from bad state, and the step at which that was found: the steps up to it are watched"""
+        self._explained: int | None = None
+        """the incident whose bad state has a verdict"""
         self._evidence: StepEvidence | None = None
         """what watches, or has watched, the newest attempt that ran again"""
 
@@ -74,8 +79,36 @@ class IncidentWatch:
             self._store.close()
             self._note_failures()
 
-    def examine(self, attempt: StepAttempt, signal: Signal, *, is_bad: bool) -> Callable[[Plan], Plan] | None:
-        """Judge an attempt that was watched. Return what changes the plan of the policy, if anything. All ranks call it."""
+    @property
+    def watches_again(self) -> bool:
+        """Return whether steps run again after a return from bad state: something in them may make it bad again."""
+        return self._return is not None
+
+    def watch_again(self) -> StepEvidence:
+        """Return what is to watch one of these steps, its update included."""
+        assert self._return is not None, "watches_again"
+        plan, signal = self._return
+        self._evidence = StepEvidence(
+            self._context.state,
+            self._context.rng,
+            plan,
+            [],
+            signal.loss,
+            [],
+            observes=True,
+            seconds=max(_MIN_SECONDS, _MAX_STEPS * (signal.seconds or 0.0)),
+            weights_bytes=None,
+            watches_update=True,
+        )
+        return self._evidence
+
+    def examine(
+        self, attempt: StepAttempt, signal: Signal, findings: list[Finding], *, is_bad: bool
+    ) -> Callable[[Plan], Plan] | None:
+        """Judge an attempt that was watched. Return what changes the plan of the policy, if anything. All ranks call it.
+
+        findings: what is wrong with the state.
+        """
         evidence: StepEvidence = attempt.evidence
         evidence.end()
         if self._config.when != "inline":
@@ -84,10 +117,17 @@ class IncidentWatch:
         if evidence.plan.experiment:
             self._remedies.conclude(evidence.plan, self._verdict, signal, is_bad=is_bad)
             return None
-        verdict = self._agree(attempt, is_bad=is_bad)
+        is_over = True
+        if evidence.watches_update:
+            made_bad = evidence.report is not None and evidence.report.phase != "none"
+            is_bad = is_bad or made_bad or any(each.kind == Kind.NONFINITE_STATE for each in findings)
+            is_over = self._return is None or signal.step >= self._return[1].step
+        verdict = self._agree(attempt, self._judge(attempt, is_bad=is_bad) if is_bad or is_over else None)
         if verdict is None:
             return None
-        self._verdict = verdict
+        self._verdict, self._return = verdict, None
+        if evidence.watches_update:
+            self._explained = incident
         fields = {name: value for name, value in verdict.items() if value not in (None, "", [])}
         self._context.engine.write(
             "replay",
@@ -100,35 +140,43 @@ class IncidentWatch:
         )
         fix = f"; {verdict['fix']}" if verdict["fix"] else ""
         log.warning("holdfast: step %d: %s%s", signal.step, verdict["text"], fix)
-        if not is_bad or not self._config.act:
+        if not is_bad or not self._config.act or evidence.watches_update:
             return None
         return lambda plan: self._remedies.amend(plan, verdict, signal)
 
-    def _agree(self, attempt: StepAttempt, *, is_bad: bool) -> dict[str, Any] | None:
+    def _agree(self, attempt: StepAttempt, own: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the verdict of the rank that the step came from; None if no rank has one."""
-        ranks, own = self._context.ranks, self._judge(attempt, is_bad=is_bad)
+        ranks = self._context.ranks
         if ranks.size == 1:
             return own
         found = [each for each in ranks.all_gather_object(own) if each is not None]
         if not found:
             return None
         suspects = _suspects(attempt) or attempt.evidence.ranks
-        found.sort(key=lambda each: (each["rank"] not in suspects, each["cause"] == "not_established", each["rank"]))
+        weak = {"not_established": 1, "transient": 2}  # a rank that saw nothing wrong has nothing to say about another
+        found.sort(key=lambda each: (each["rank"] not in suspects, weak.get(each["cause"], 0), each["rank"]))
         return {**found[0], "samples": sorted({sample for each in found for sample in each["samples"]})}
 
     def _judge(self, attempt: StepAttempt, *, is_bad: bool) -> dict[str, Any] | None:
         """Return this rank's verdict in plain values."""
         rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in bad_rows(draw.batch)] if is_bad else []
-        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, is_bad=is_bad)
+        growth = weights_growth(self._context.state, self._snapshots, attempt.number) if is_bad else 1.0
+        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, growth, is_bad=is_bad)
         if verdict is None:
             return None
+        outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []
+        if outlying and not rows and verdict["cause"] in ("structural", "not_established"):
+            text = f"row {outlying[0]} of the batch is out of all proportion; holdfast replay tells if it suffices alone"
+            verdict["against"] = [*verdict["against"], text]
         ids = [(attempt.draws[n].ids or [])[row : row + 1] for n, row in rows]
         samples = [int(each[0]) for each in ids if each and hasattr(each[0], "__index__")]
-        counts = not is_bad and self._config.act  # only then does the naming of a device count
+        # Only then does the naming of a device count.
+        counts = not is_bad and self._config.act and not attempt.evidence.watches_update
         return {
             "rank": self._context.ranks.rank,
             **verdict,
             "rows": [row for _, row in rows[:_MAX_ROWS]],
+            "outlying": outlying[:_MAX_ROWS],
             "samples": samples,
             **(describe_device() if counts else {}),
         }
@@ -158,6 +206,10 @@ class IncidentWatch:
             next_batches = next_batches or evidence.next_batches
         if cause is not None and (evidence is not None or not runs_again):
             self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed)
+        is_state = any(each.kind == Kind.NONFINITE_STATE for each in self._context.engine.last_findings)
+        if plan is not None and plan.first(Rollback) is not None:
+            is_new = is_state and self._config.when == "inline" and plan.incident != self._explained
+            self._return = (plan, signal) if is_new else None
         if plan is None or not runs_again:
             return None
         if plan.experiment in (WITHOUT_ROWS, FP32_MODULE):

@@ -25,6 +25,8 @@ from holdfast.runtime.origin.spikes import describe_spike, find_growth
 from holdfast.runtime.state.wrappers import unwrap
 
 _SPIKE_RATIO = 10.0
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
+"""a larger gradient norm is Inf in training, since its square does not fit into float32"""
 _EXPLODED = 1e6
 """a gradient norm that counts as exploded if no healthy step is known"""
 
@@ -59,7 +61,7 @@ class Attempt(NamedTuple):
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm) and self.weights_are_finite
+        return math.isfinite(self.loss) and self.grad_norm <= _LARGEST_NORM and self.weights_are_finite
 
 
 @dataclass
@@ -167,6 +169,8 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None]) -> Replay
         if _set_spike_limits(runs, first, [attempt for attempt, _ in usable], observed, fine):
             _, path = min(usable, key=lambda each: each[0].grad_norm, default=(first, []))
             origin = describe_spike(fine, path, loss_is_high=first.loss > runs.limit_loss)
+    elif origin.phase == "none" and not first.error and not second.error:  # finite gradients, of which the norm is not
+        origin = describe_spike(fine, next_watch.path if next_batch.is_finite else [], loss_is_high=False)
     comparisons = [runs.compare("as it was", first), runs.compare("repeated", second)]
     comparisons += [runs.compare("next batch", next_batch), runs.compare("weights before", before)]
     if comparisons[0].finite is False and comparisons[1].finite:

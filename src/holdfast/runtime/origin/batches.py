@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.runtime.data.bad_rows import nonfinite_rows, outlying_rows
+from holdfast.runtime.data.bad_rows import is_mask, nonfinite_rows, outlying_rows
 from holdfast.runtime.data.split import members_of, take_samples, tensors_of, with_members
 
 _LEVELS = 16
@@ -79,10 +79,12 @@ def same_shapes(a: Any, b: Any) -> bool:
 
 @torch.no_grad()
 def bad_rows(batch: Any, *, outlying: bool = False) -> list[int]:
-    """Return the rows that are not finite, or with `outlying` out of all proportion to the others."""
+    """Return the rows that are not finite, or with `outlying` out of all proportion to the others. Masks have none."""
     size, bad = count_rows(batch), set[int]()
     for tensor in nested_tensors(batch):
         if tensor.is_floating_point() and tensor.dim() > 0 and tensor.shape[0] == size and tensor.numel():
+            if is_mask(tensor):
+                continue
             found = outlying_rows(tensor) if outlying else nonfinite_rows(tensor)
             bad.update(found.nonzero().flatten().tolist())
     return sorted(bad)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -39,11 +39,19 @@ class StepObserver:
     """Watches one forward, backward and update of the user's code, as a context manager.
 
     It sees module outputs; with `fine` also every op. Hooks and modes are removed when the context ends, also if the code
-    raises. Nothing is changed and no random number is drawn.
+    raises. Nothing is changed and no random number is drawn. `results()` returns the tensors in which a bad value is looked
+    for if loss and gradients are finite; without it these are the parameters.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], *, fine: bool = False) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        *,
+        fine: bool = False,
+        results: Callable[[], Iterable[Tensor]] | None = None,
+    ) -> None:
         self._models = models
+        self._results = results
         self._fine = fine
         self._names = module_names(models)
         self._stack: list[str] = []
@@ -200,7 +208,7 @@ class StepObserver:
     def _find_by_ops(self, watch: OpWatch, has_raised: bool) -> OriginReport:
         starts = watch.roots[:1] or watch.producers_of(p.grad for p in self._parameters() if p.grad is not None)
         if not starts and not self._bad_state:
-            starts = watch.producers_of(iter(self._parameters()))
+            starts = watch.producers_of(self._parameters() if self._results is None else self._results())
         if not starts and has_raised:
             starts = [op.index for op in watch.ops if op.values.nan][:1]
         birth = trace(watch.ops, starts, loss_is_finite=not watch.roots)

@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.core.origin.report import TensorRange
+from holdfast.runtime.data.bad_rows import is_mask
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
 from holdfast.runtime.origin.ranges import Extremes, extremes, measure, nonfinite_row_numbers, storage_key
 from holdfast.runtime.origin.tape import BadInput, OpRecord, Place
@@ -29,6 +30,8 @@ _OURS = tuple(
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 _MAKES_ROOTS = os.path.join(_TORCH, "autograd", "__init__.py")
 _GRAD_SCALER = os.path.join(_TORCH, "amp", "grad_scaler.py")
+_MODES = ("__torch_dispatch__", "__torch_function__")
+"""a mode of the user's runs every op, but calls none itself"""
 _NOWHERE = Place("", 0, "")
 _ATTENTION = "scaled_dot_product"
 _MAX_KEPT_ELEMENTS = 1 << 24
@@ -152,7 +155,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             library = self._library.get(file)
             if library is None:
                 library = self._library[file] = is_library(file)
-            if not library:
+            if not library and function not in _MODES:
                 break
             if file == _ENGINE and function == "_engine_run_backward" and node is not None:
                 frame = None
@@ -260,9 +263,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         producer = self._producers.get(key)
         if producer is not None:
             return BadInput(producer, found, self.ops[producer].intended and not found.nan)
-        is_mask = not found.nan and not found.plus
         rows = tuple(nonfinite_row_numbers(tensor)[:_MAX_ROWS])
-        is_intended = is_mask and not isinstance(tensor, torch.nn.Parameter)
+        is_infinite = not found.nan and not found.plus and not isinstance(tensor, torch.nn.Parameter)
+        is_intended = is_infinite and (key in self._states or is_mask(tensor))
         return BadInput(None, found, is_intended, self._states.get(key, ""), rows)
 
     def _note_growth(self, call: OpCall, inputs: Any, outputs: Any, largest: float, known: float) -> None:
@@ -283,7 +286,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             name = f"{call.place.module} (attention logits)".strip()
             self._add_row(name, replace(top, nonfinite=0))  # masked ones are -inf
 
-    def producers_of(self, tensors: Iterator[Tensor]) -> list[int]:
+    def producers_of(self, tensors: Iterable[Tensor]) -> list[int]:
         """Return the ops that made these tensors non-finite."""
         found = (self._producers.get(storage_key(t)) for t in tensors if not extremes(t).is_finite)
         return sorted({index for index in found if index is not None})

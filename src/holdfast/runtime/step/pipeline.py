@@ -138,6 +138,8 @@ class GuardedPipeline:
         """overflowed attempts in a row"""
         self._next_evidence: StepEvidence | None = None
         """what is to watch the next attempt, which runs a bad step again"""
+        self._watches_again = False
+        """every attempt is watched: the run has returned from bad state"""
         self._first_steps: FirstSteps | None = parts.first_steps
         """None once the first steps are checked"""
         self._last_lr: float | None = None
@@ -349,6 +351,8 @@ class GuardedPipeline:
         attempt.unit = self.context.state.interventions.weight_unit
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
+        if self._watches_again and self._next_evidence is None:
+            self._next_evidence = self.parts.incidents.watch_again()
         if self._next_evidence is not None:
             attempt.evidence, self._next_evidence = self._next_evidence.begin(attempt.buffers), None
         if self.is_distributed and not attempt.is_filler:  # this rank is in that step already
@@ -407,7 +411,7 @@ class GuardedPipeline:
         self.require_own_process()
         self._enter_phase(OPTIMIZER)
         if attempt.evidence is not None:
-            attempt.evidence.end()
+            attempt.evidence.end_backward()
         if self._first_steps is not None:
             try:
                 self._require_parameters()
@@ -423,6 +427,9 @@ class GuardedPipeline:
         except BaseException as error:
             self.report_failure(error, "the update")
             raise
+        finally:
+            if attempt.evidence is not None:
+                attempt.evidence.end()
         self._enter_phase(USER)
         if self.is_distributed:
             self.parts.watchdog.get().leave_step()
@@ -599,6 +606,8 @@ class GuardedPipeline:
         if state.fsdp_modules:  # an evaluation since the last update leaves gathered parameters, which would be stale
             state.reshard()
         state.optimizers.allows_step = True
+        if attempt.evidence is not None:
+            attempt.evidence.pause(False)
         began = monotonic_ns()
         try:
             attempt.handle = parts.gate.apply(
@@ -606,6 +615,8 @@ class GuardedPipeline:
             )
         finally:
             state.optimizers.allows_step = False
+            if attempt.evidence is not None:
+                attempt.evidence.end()
         attempt.update_ns = monotonic_ns() - began
         if attempt.number + 1 >= parts.integrity.checks.next_check:
             parts.integrity.after_update(attempt.number)
@@ -735,12 +746,13 @@ class GuardedPipeline:
         inspect = partial(find_spoilt_statistics, self.context, attempt, following) if self._has_statistics else None
         amend = None
         if attempt.evidence is not None:
-            amend = parts.incidents.examine(attempt, signal, is_bad=is_vetoed)
+            amend = parts.incidents.examine(attempt, signal, findings, is_bad=is_vetoed)
         plan = self.context.engine.judge(signal, findings, origin, inspect, amend)
         if plan is not None:
             coordinator.add_decision(signal, plan)
         if plan is not None or attempt.evidence is not None:
             self._next_evidence = parts.incidents.settle(attempt, signal, plan, following, has_landed=not is_vetoed)
+            self._watches_again = parts.incidents.watches_again
         has_actions = plan is not None and bool(plan.actions)
         if not has_actions and not is_vetoed:
             is_healthy = plan is None or plan.by != "observe"

@@ -423,6 +423,10 @@ _next_sequence_number: Callable[[], int] = require(torch._C._autograd, "_get_seq
 _NAMES_OF_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_forward_module"}
 
 
+_WRITTEN_BUT_NOT_DECLARED = {"running_mean", "running_var"}
+"""the schemas of batch norms say nothing about these arguments"""
+
+
 class OpSchema(NamedTuple):
     """Which arguments an op writes, by position and by name, and whether its results are views of its arguments."""
 
@@ -434,7 +438,8 @@ def op_schema(op: Any) -> OpSchema:
     """Return what the schema of an op says about its arguments."""
     schema = require(op, "_schema")
     infos = [(at, a.name, a.alias_info) for at, a in enumerate(schema.arguments)]
-    written = tuple((at, name) for at, name, info in infos if info is not None and info.is_write)
+    declared = {name for _, name, info in infos if info is not None and info.is_write}
+    written = tuple((at, name) for at, name, _ in infos if name in declared | _WRITTEN_BUT_NOT_DECLARED)
     aliases = [r.alias_info for r in schema.returns if r.alias_info is not None]
     return OpSchema(written, bool(aliases) and not written)
 

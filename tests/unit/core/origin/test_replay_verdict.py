@@ -27,6 +27,36 @@ def origin(phase="forward", dtype="float16", **more):
 
 
 @pytest.mark.parametrize(
+    ("finite", "masked", "cause"),
+    [
+        (True, 0, "dtype_overflow"),
+        (False, 4, "structural"),
+        (False, 0, "not_established"),
+        (None, 4, "not_established"),
+    ],
+)
+def test_an_op_in_half_precision_is_judged_by_itself_while_training(finite, masked, cause):
+    """0/0 may be the trace of a value that was too small for the dtype; a row that is masked completely is not."""
+    values = TensorRange(shape=[4], dtype="float16", minimum=0.0, maximum=1.0, nonfinite=masked)
+    alone = [] if finite is None else [Comparison(name="fp64 op", ran=True, finite=finite)]
+    verdict = judge(origin(inputs=[values]), [*runs("--"), *alone], Facts())
+    assert verdict.cause == cause
+    assert ("in any precision" in verdict.sentence) == (cause == "structural")
+
+
+def test_a_healthy_step_with_bad_state_is_bad_state_unless_the_step_was_bad_in_training():
+    found = origin("none", op="", bad_state=["norm.running_var"])
+    assert judge(found, runs("++"), Facts(observed_loss=1.0)).cause == "bad_state"
+    assert judge(found, runs("++"), Facts(observed_loss=math.nan)).cause == "transient"
+
+
+def test_weights_that_have_grown_since_certified_state_speak_for_the_learning_rate():
+    found = [*runs("--"), Comparison(name="fp32", why_not="the step ran in float32 already")]
+    assert judge(origin(dtype="float32"), found, Facts(weights_growth=12.0)).cause == "learning_rate"
+    assert judge(origin(dtype="float32"), found, Facts(weights_growth=3.0)).cause == "structural"
+
+
+@pytest.mark.parametrize(
     ("pattern", "found", "facts", "cause"),
     [
         ("++", origin("none"), Facts(observed_loss=math.nan), "transient"),

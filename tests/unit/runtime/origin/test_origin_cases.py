@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.origin.cases import CASES, build, log_of_softmax, step_of
 from benchmarks.origin.further_cases import FURTHER
-from benchmarks.origin.model import TOKENS, PlainStep, cross_entropy, make_batch
+from benchmarks.origin.model import TOKENS, PlainStep, TransformerLoss, cross_entropy, make_batch
 
 from holdfast.core.origin.report import ReplayReport
 from holdfast.runtime.origin.analyse import analyse
@@ -85,6 +85,48 @@ def test_harmless_inf_is_not_blamed(name):
     assert (origin.phase, origin.op, origin.bad_state) == ("none", "", [])
     guilty = analyse(step_of(build(HARMLESS[name]), loss=log_of_softmax)).origin
     assert guilty.source.endswith("# origin") and guilty.op == "aten.log", guilty
+
+
+def test_minus_inf_in_one_row_of_the_data_is_no_mask():
+    batch = {**make_batch(1), "bias": torch.randn(4, TOKENS, 16)}
+    batch["bias"][2, 3, 5] = -math.inf
+    report = analyse(step_of(build(), batch))
+    assert (report.verdict.cause, report.origin.phase, report.sample) == ("data_row", "input", 2)
+    assert report.origin.bad_input_rows == [2]
+
+
+@pytest.mark.parametrize("kind", ["padding of one row", "bias with a causal mask"])
+def test_a_mask_in_the_batch_is_no_bad_data(kind):
+    """The first holds -inf in one row and zeros elsewhere; the second other values, and -inf in most rows."""
+    mask = torch.zeros(4, 1, TOKENS, TOKENS)
+    if kind == "padding of one row":
+        mask[2] = -math.inf
+    else:
+        mask += torch.randn(TOKENS, TOKENS) + torch.full((TOKENS, TOKENS), -math.inf).tril(-1)
+        mask[:, :, 4] = -math.inf
+    model = build()
+    attn = model.blocks[0].attn
+    attn.softmax = lambda scores: F.softmax(scores.nan_to_num(neginf=0.0) + attn.extra, -1)
+    loss = TransformerLoss()
+
+    def forward(model, batch):
+        attn.extra = batch["extra"]
+        return loss(model, {name: batch[name] for name in ("tokens", "labels")})
+
+    report = analyse(PlainStep(model, forward, [{**make_batch(1), "extra": mask}]))
+    assert (report.verdict.cause, report.origin.phase) == ("structural", "forward"), report.verdict
+    assert "softmax" in report.origin.op and report.origin.module == "blocks.0.attn"
+
+
+def test_finite_gradients_whose_norm_is_not_are_no_transient_fault():
+    """The guard measures the norm in float32, where the square of 1e25 is Inf."""
+    batch = {"x": torch.ones(4, 4), "weight": torch.ones(4)}
+    batch["weight"][1] = 1e25
+    model = torch.nn.Linear(4, 4)
+    step = PlainStep(model, lambda m, b: (m(b["x"]).square().mean(1) * b["weight"]).mean(), [batch])
+    report = analyse(step, observed_loss=1e24, observed_grad_norm=math.inf)
+    assert (report.verdict.cause, report.sample) == ("data_row", 1), report.verdict
+    assert report.origin.is_spike
 
 
 # ---- faults that do not repeat

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.drill.memory_limit import MemoryLimit
 from holdfast.runtime.origin.analyse import analyse
 from holdfast.runtime.origin.batches import count_rows, exchange_tokens, take_rows
 from holdfast.runtime.origin.minimise import minimise
@@ -85,6 +86,18 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_mode_of_the_user_is_not_the_place_of_an_op():
+    step = step_of(broken())
+    run = step.run
+
+    def run_in_mode(batches):
+        with MemoryLimit():
+            return run(batches)
+
+    step.run = run_in_mode
+    check_found(analyse(step))
 
 
 def test_names_have_no_prefix_of_ddp(one_rank):

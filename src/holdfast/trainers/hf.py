@@ -209,6 +209,7 @@ class _Session:
         self.guard.__enter__()
         self.guard.record(loop=describe_loop(self.loader, trainer.args.gradient_accumulation_steps))
         self.loop.current_epoch = lambda: self.counters.epoch
+        self.loop.keep_gradients()  # callbacks may read them
         if self.loop.attach(self.loader, None, start):
             self._resumed = copy.deepcopy(self.counters.state_dict())
         self._replace_step(trainer.optimizer)

@@ -26,6 +26,10 @@ from holdfast.runtime.tensors.torch_private import call_before_threads_end
 
 _LANDED = (Status.COMMITTED, Status.OVERFLOWED)
 """an overflow is no fault: torch goes on with the next batch, and so does the loop"""
+_ENDED_EARLIER = (
+    "an earlier process has finished this epoch: draw with `for batch in guard.data(loader)`, inside `while True:` if the "
+    "loop has no epochs, instead of next(); or use guard.data(function)"
+)
 _CLIPPED = 0.999
 """gradients whose norm is below this share of what the backward left were clipped"""
 
@@ -43,6 +47,8 @@ class DrivenLoop:
         self._began = 0.0
         self._before: dict[str, Any] = {}
         """small registered objects as they were before the step"""
+        self._had_gradients: list[Tensor] = []
+        """parameters that had a gradient when the step began: zeros, if the loop clears with zeros"""
         self._between: Any = None
         """what the loop may have changed since an update that did not land, or since the run was resumed"""
         self._is_resuming = False
@@ -111,9 +117,13 @@ class DrivenLoop:
         self._serve_epoch()
         attempt = pipeline.draw_step(1, max_steps)
         if attempt is None:
-            raise StopIteration
+            if pipeline.end_for(repeats=self.current_epoch is None) and self._is_resuming:
+                self.forget_resume()  # the earlier process has ended before the lines at the end of this epoch
+            raise StopIteration(_ENDED_EARLIER if self._is_resuming else "")
         self._attempt, self._between, self._sum, self._is_resuming = attempt, None, None, False
         self._before = pipeline.copy_registered()
+        self._had_gradients = pipeline.with_gradients() if pipeline.keeps_gradients else []
+        pipeline.keep_schedule(attempt)
         pipeline.enter(attempt)
         self._began = self._clock.monotonic()
         return attempt.draws[0].batch
@@ -191,7 +201,7 @@ class DrivenLoop:
         assert outcome is not None, "the host decides, so the step has settled"
         if outcome.status not in _LANDED:
             if self._pipeline.keeps_gradients:
-                self._pipeline.clear_gradients()
+                self._pipeline.clear_gradients(self._had_gradients)
             if outcome.status is not Status.ROLLED_BACK:
                 self._pipeline.restore_registered(self._before)
             self._between = self._pipeline.capture_between_steps()

@@ -1,18 +1,21 @@
 """Listens to a loop that keeps its own lines: `loss.backward()`, `optimizer.step()`, `scaler.step(optimizer)`.
 
 While the guard is open, these methods ask the engine. Optimizer and scaler get an attribute of their own; `Tensor.backward`
-is replaced for the process, because a loss has no owner. So is `Accelerator.backward`, which divides and scales the loss.
-Accelerate's and Fabric's optimizers call `step` of the optimizer or of the scaler inside them. `Fabric.clip_gradients` does
-not raise for gradients that are not finite: the guard does not let them land. Closing the guard puts everything back.
+and `torch.autograd.backward` are replaced for the process, because a loss has no owner. So is `Accelerator.backward`, which
+divides and scales the loss. Accelerate's and Fabric's optimizers call `step` of the optimizer or of the scaler inside them.
+`Fabric.clip_gradients` does not raise for gradients that are not finite: the guard does not let them land. Closing the guard
+puts everything back.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -66,6 +69,7 @@ class OwnLines:
             self._methods.replace(self._scaler, "step", self._scaler_step(self._scaler.step))
             self._methods.replace(self._scaler, "update", self._scaler_update(self._scaler.update))
         self._methods.replace(Tensor, "backward", self._backward(Tensor.backward))
+        self._methods.replace(torch.autograd, "backward", self._autograd_backward(torch.autograd.backward))
         accelerator = getattr(sys.modules.get("accelerate"), "Accelerator", None)
         if accelerator is not None:
             self._methods.replace(accelerator, "backward", self._accelerator_backward(accelerator.backward))
@@ -74,6 +78,7 @@ class OwnLines:
             if fabric is not None:
                 self._methods.replace(fabric, "clip_gradients", self._fabric_clip(fabric.clip_gradients))
         self._loop.finds_clip = True
+        self._loop.keep_gradients()
 
     def close(self) -> None:
         """Put the methods back."""
@@ -89,14 +94,23 @@ class OwnLines:
             self._is_updating = False
 
     def _step(self, optimizer: Optimizer, plain: Callable[..., Any]) -> Callable[..., Any]:
+        evaluates_once = type(optimizer).__module__.startswith("torch.optim.")
+
         def step(closure: Any = None) -> Any:
             if self._optimizers.allows_step:
                 return plain()
+            if closure is not None and not evaluates_once:
+                raise StepError(
+                    f"{type(optimizer).__name__}.step(closure): it may evaluate the loss again after an update; call the "
+                    "closure before optimizer.step(), or use an optimizer of torch.optim"
+                )
+            loss = None
             if closure is not None:
-                raise StepError("optimizer.step(closure): a step that evaluates the loss again cannot be guarded")
+                with torch.enable_grad():
+                    loss = closure()
             note_step_called(optimizer)
             self._update()
-            return None
+            return loss
 
         return update_wrapper(step, plain)  # with the mark by which a scheduler knows that steps are counted
 
@@ -116,25 +130,52 @@ class OwnLines:
 
         return update
 
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count no backward inside: those of the call in progress, and of checkpointed layers."""
+        self._is_counted = True
+        try:
+            yield
+        finally:
+            self._is_counted = False
+
     def _backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = plain(tensor, *args, **kwargs)
-            is_loss = tensor.numel() == 1 and tensor.dtype.is_floating_point
-            if self._loop.is_in_step and is_loss and not self._is_counted:
-                value = tensor.detach().reshape(())
-                scale = None if self._scaler is None else self._scaler.get_scale()
-                self._loop.add_backward(value if scale is None else value / scale)
+        def backward(tensor: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._is_counted or not self._loop.is_in_step:
+                return plain(tensor, gradient, *args, **kwargs)
+            with self._counting():
+                result = plain(tensor, gradient, *args, **kwargs)
+            self._count([tensor], [gradient])
             return result
 
         return backward
 
+    def _autograd_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
+            if self._is_counted or not self._loop.is_in_step:
+                return plain(tensors, grad_tensors, *args, **kwargs)
+            with self._counting():
+                result = plain(tensors, grad_tensors, *args, **kwargs)
+            losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            given = [grad_tensors] if isinstance(grad_tensors, Tensor) else grad_tensors
+            self._count(losses, [None] * len(losses) if given is None else list(given))
+            return result
+
+        return backward
+
+    def _count(self, losses: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """Count the scalar whose gradient a backward has added: the sum of the losses, weighted by what they were given."""
+        scale = None if self._scaler is None else self._scaler.get_scale()
+        for loss, gradient in zip(losses, gradients, strict=True):
+            if isinstance(loss, Tensor) and loss.dtype.is_floating_point:
+                value = loss.detach() if gradient is None else loss.detach() * gradient.detach()
+                value = value.reshape(()) if value.numel() == 1 else value.sum()
+                self._loop.add_backward(value if scale is None else value / scale)
+
     def _accelerator_backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(accelerator: Any, loss: Tensor, **kwargs: Any) -> Any:
-            self._is_counted = True
-            try:
+            with self._counting():
                 result = plain(accelerator, loss, **kwargs)
-            finally:
-                self._is_counted = False
             if self._loop.is_in_step:
                 self._loop.add_loss(loss)
                 if accelerator.sync_gradients:  # the last part of a step: the gradients are whole

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import backward  # by name: Guard.wrap counts what the loop calls as torch.autograd.backward
 from torch.overrides import TorchFunctionMode
 
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
@@ -111,7 +112,7 @@ class ModuleCalls:
             roots = [(t, call["gradients"].get(at)) for at, t in enumerate(results) if t.requires_grad]
             usable = [(t, torch.ones_like(t) if g is None or not extremes(g).is_finite else g) for t, g in roots]
             twin.zero_grad()
-            torch.autograd.backward([t for t, _ in usable], [g for _, g in usable])
+            backward([t for t, _ in usable], [g for _, g in usable])
             gradients = [t.grad for t in (*nested_tensors((args, kwargs)), *twin.parameters()) if t.grad is not None]
             if not _are_fine(results) or not all(extremes(g).is_finite for g in gradients):
                 return False

@@ -8,7 +8,7 @@ may undo the step and so make the one after it, already computed, void.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import msgspec
-from torch import OutOfMemoryError, Tensor, float64
+from torch import OutOfMemoryError, Tensor, float64, zeros_like
 
 from holdfast.core.base.errors import InstabilityError, PolicyStop, RanksDisagree, Shutdown, StepError
 from holdfast.core.base.types import Finding, Flag, Outcome, Plan, Signal, Status
@@ -52,6 +52,7 @@ from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.schedule import UnknownSchedulers
+from holdfast.runtime.step.epoch_ends import EpochEnds
 from holdfast.runtime.step.memory_retry import MemoryRetry
 from holdfast.runtime.step.progress import Progress
 from holdfast.runtime.step.turns import Turn
@@ -127,6 +128,7 @@ class GuardedPipeline:
         self.averages_gradients = parts.gradient_sync.has_modules
         self.keeps_gradients = False
         self._settles_at_once = False
+        self.epoch_ends = EpochEnds(context, parts.feeder, parts.snapshots)
         self._clip = clip
         self._recovery = RecoveryParts(context, parts.feeder, parts.coordinator, parts.snapshots, parts.checkpoints)
         self.oom = MemoryRetry(self._recovery, parts.gradient_sync)
@@ -202,6 +204,7 @@ class GuardedPipeline:
         """
         self.require_own_process()
         progress = self.progress
+        self.parts.feeder.ended_epochs.clear()
         if not self._turn.may_draw:
             self._turn.take()
         if self.context.hooks.runs_between_steps:  # an average or a teacher moves before the next forward sees it
@@ -253,6 +256,8 @@ class GuardedPipeline:
         self._enter_phase(DATA)
         while True:
             buffers = self._begin_step()
+            if self.epoch_ends.is_due:
+                self.note(self.epoch_ends.enter())
             draw, ended_epochs = self._draw()
             if draw is not None:
                 break
@@ -955,6 +960,7 @@ class GuardedPipeline:
         self.parts.integrity.rolled_back_to(step)
         for number in [n for n in progress.positions if n > step]:
             del progress.positions[number]
+        self.epoch_ends.roll_back()
         clear_gradients(self._parameters)
 
     def _record_outcome(self, attempt: StepAttempt, outcome: Outcome, **fields: Any) -> None:
@@ -1051,13 +1057,33 @@ class GuardedPipeline:
         feeder.source.leave_epoch()
         self._end_epochs(len(feeder.ended_epochs))
 
+    def end_for(self, *, repeats: bool) -> bool:
+        """Note that a `for` of the loop ends. Return whether its epoch has ended in this process.
+
+        repeats: what the loop does now is set again, if a rollback makes the run pass this place inside another `for`.
+        """
+        has_ended = self.epoch_ends.has_ended
+        if has_ended and repeats:
+            self.epoch_ends.leave()
+        return has_ended
+
     def batches_left(self) -> int | None:
         """Return how many batches of the current epoch are still to come; None if that is not known."""
         return self.parts.feeder.source.batches_left()
 
-    def clear_gradients(self) -> None:
-        """Clear the gradients of an update that did not land."""
+    def with_gradients(self) -> list[Tensor]:
+        """Return the parameters that have a gradient now."""
+        return [p for p in self._parameters if p.grad is not None]
+
+    def clear_gradients(self, zeros: Sequence[Tensor]) -> None:
+        """Clear the gradients of an update that did not land; those of `zeros` as `zero_grad(set_to_none=False)` does."""
         clear_gradients(self._parameters)
+        for p in zeros:
+            p.grad = zeros_like(p)
+
+    def keep_schedule(self, attempt: StepAttempt) -> None:
+        """Copy schedule and group options, which the loop may change before the update: see `rewind`."""
+        attempt.schedule = self.context.state.schedule_state()
 
     def copy_registered(self) -> dict[str, Any]:
         """Return copies of what small registered objects hold now."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.gpu import slowdown
-from benchmarks.gpu.slowdown import CASES, ONSET, Rows, judge, train
+from benchmarks.gpu.slowdown import CASES, Rows, judge, train
 from torch import nn
 from torch.utils.data import DataLoader
 

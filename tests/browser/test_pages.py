@@ -158,6 +158,28 @@ def test_report_opens_from_disk_without_network_and_an_incident_shows_its_eviden
     assert [address for address in asked if not address.startswith(("file:", "data:", "about:"))] == []
 
 
+def test_a_curve_is_logarithmic_only_if_most_of_it_is_small_and_marks_before_the_first_step_are_in_view(
+    browser, tmp_path
+):
+    steps = np.arange(1, 1001, dtype=float)
+    table = Table("t", "rundir", steps)
+    table.columns["loss"] = 10 * np.exp(-steps / 50) + 0.01
+    table.columns["lr"] = 1e-3 * (0.5001 + 0.5 * np.cos(np.pi * steps / 1000))
+    table.present |= {name: np.ones(1000, bool) for name in table.columns}
+    verdict = PageVerdict(status="clean", tone="good", label="Clean", text="")
+    marks = [("good", 0, "step_00000000", None)]
+    costs = [(f"part {n}", 1.0) for n in range(8)]
+    page = ReportPage(
+        title="t", subtitle="", verdict=verdict, cards=[], plots=build_plots(table), marks=marks, costs=costs
+    )
+    browser.open(write(page, tmp_path / "a.html"))
+    pressed = "return [...document.querySelectorAll('figcaption button')].map(b => b.getAttribute('aria-pressed'))"
+    assert browser.run(pressed) == ["true", "false"]
+    assert browser.run("return document.getElementById('from').value") == "0"
+    assert "lowest 1e-7 at step 1,000" in browser.readout("Learning rate")
+    assert browser.run("return document.querySelectorAll('.bar .striped').length") == 2
+
+
 def test_one_spike_among_a_million_points_is_found_at_any_zoom(browser, tmp_path):
     steps, at = 1_000_000, 654_321
     table = Table("big", "rundir", np.arange(1, steps + 1, dtype=float))

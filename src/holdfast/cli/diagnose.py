@@ -98,8 +98,8 @@ def diagnose(
     if all(path.exists() and hang_files.is_evidence(path) for path in paths):
         hang.show([hang.read_files(paths)], as_json=as_json)
         return
-    if traces.are_traces(paths):
-        traces.show(paths, as_json=as_json)
+    if (found := traces.find_traces(paths)) is not None:
+        traces.show(found, as_json=as_json)
         return
     reports: list[DiagnosisReport] = []
     refusals: list[RefusedLog] = []

@@ -2,11 +2,11 @@
 (() => {
 // Text from the record reaches the page through textContent and canvas text only.
 const BLOCK = 64, CODES = 253, GUTTER = 72, FOOT = 18;
-const MARKS = { // kind: [glyph, colour, name]; the glyphs tell them apart without colour
+const MARKS = { // kind: [glyph, colour, name, name of its row if shorter]; the glyphs tell them apart without colour
   incident: ["▼", "--b", "incident"], rollback: ["◀", "--a", "rollback"], replay: ["↻", "--a", "replay"], experiment: ["⚗", "--d", "experiment"],
-  data: ["✕", "--e", "data left out"], lr: ["◆", "--d", "LR or clip changed"], good: ["●", "--c", "checkpoint, good"], checkpoint: ["○", "--c", "checkpoint, not judged"],
-  bad: ["⊗", "--bad", "checkpoint, bad"], restart: ["┃", "--ink", "restart"], shift: ["⇅", "--e", "expected shift"], overflow: ["△", "--e", "overflow"],
-  failure: ["✖", "--bad", "failure"], stop: ["■", "--bad", "stop"], action: ["◇", "--a", "other action"]};
+  data: ["✕", "--e", "data left out", "data out"], lr: ["◆", "--d", "LR or clip changed", "LR, clip"], good: ["●", "--c", "checkpoint, good", "saved, good"], checkpoint: ["○", "--c", "checkpoint, not judged", "saved"],
+  bad: ["⊗", "--bad", "checkpoint, bad", "saved, bad"], restart: ["┃", "--ink", "restart"], shift: ["⇅", "--e", "expected shift", "shift"], overflow: ["△", "--e", "overflow"],
+  failure: ["✖", "--bad", "failure"], stop: ["■", "--bad", "stop"], action: ["◇", "--a", "other action", "other"]};
 const COLOURS = ["--a", "--b", "--c", "--d", "--e"], DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3], [1, 3]];
 const data = JSON.parse(document.getElementById("data").textContent), root = document.getElementById("page");
 const el = (tag, props = {}, ...children) => {
@@ -20,7 +20,7 @@ const el = (tag, props = {}, ...children) => {
 };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (v) => v === null || v === undefined ? "" : Number.isNaN(v) ? "NaN" : !Number.isFinite(v) ? (v > 0 ? "Inf" : "-Inf")
-  : Math.abs(v) >= 1e6 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(3) : String(+v.toPrecision(5));
+  : Math.abs(v) >= 1e6 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(3).replace(/\.?0+e/, "e") : String(+v.toPrecision(5));
 const whole = (v) => Math.round(v).toLocaleString("en-US");
 const theme = (name) => { document.documentElement.dataset.theme = name; redraw(); };
 
@@ -201,6 +201,15 @@ class Plot {
     return best;
   }
 
+  median() { // of some of the values in view
+    const some = [];
+    for (const curve of this.curves) {
+      const from = curve.find(this.low), to = curve.find(this.high + 1e-9);
+      for (let i = from; i < to; i += Math.ceil((to - from) / 256)) if (Number.isFinite(curve.y[i])) some.push(curve.y[i]);
+    }
+    return some.sort((a, b) => a - b)[some.length >> 1];
+  }
+
   draw() {
     const ratio = window.devicePixelRatio || 1, box = this.canvas.parentNode.clientWidth;
     if (!box) return;
@@ -210,7 +219,7 @@ class Plot {
     pen.scale(ratio, ratio); pen.font = "11px system-ui,sans-serif"; pen.lineWidth = 1;
     let [low, high] = best;
     if (this.undone) { const [a, b] = this.undone.extremes(this.undone.find(this.low), this.undone.find(this.high + 1e-9)); low = Math.min(low, a); high = Math.max(high, b); }
-    this.isLog = low > 0 && (this.log ?? high > 30 * low);
+    this.isLog = low > 0 && (this.log ?? (high > 30 * low && this.median() < .1 * high));
     this.scale.setAttribute("aria-pressed", String(this.isLog));
     if (!(high >= low)) [low, high] = [0, 1];
     if (high === low) { const by = Math.abs(low) * .05 || 1; low -= by; high += by; }
@@ -229,7 +238,7 @@ class Plot {
       if (incident.last < this.low || incident.onset > this.high) return;
       const left = Math.max(GUTTER, this.x(incident.onset)), width = Math.max(3, Math.min(GUTTER + this.width, this.x(incident.last)) - left);
       pen.fillStyle = css("--band"); pen.fillRect(left, 0, width, bottom);
-      pen.fillStyle = css("--b"); pen.fillRect(left, 0, width, 2); pen.textAlign = "left"; pen.fillText((incident.title.match(/^\d+/) || [""])[0], left + 2, 12);
+      pen.fillStyle = css("--b"); pen.fillRect(left, 0, width, 2); pen.textAlign = "left"; pen.fillText((incident.title.match(/^\d+/) || [""])[0], left + 6, 12);
     });
   }
 
@@ -241,7 +250,7 @@ class Plot {
     marks.forEach((v) => { pen.beginPath(); pen.moveTo(GUTTER, y(v) + .5); pen.lineTo(GUTTER + this.width, y(v) + .5); pen.stroke(); pen.fillText(number(v), GUTTER - 5, y(v) + 4); });
     pen.strokeStyle = css("--line"); pen.beginPath(); pen.moveTo(GUTTER, bottom + .5); pen.lineTo(GUTTER + this.width, bottom + .5); pen.stroke();
     pen.textAlign = "center";
-    ticks(this.low, this.high, Math.max(2, Math.min(8, this.width / 110))).forEach((v) => { const x = this.x(v); if (x > GUTTER + 12 && x < GUTTER + this.width - 12) pen.fillText(Number.isInteger(v) ? whole(v) : number(v), x, bottom + 14); });
+    ticks(this.low, this.high, Math.max(2, Math.min(8, this.width / 70))).forEach((v) => { const x = this.x(v); if (x > GUTTER + 12 && x < GUTTER + this.width - 12) pen.fillText(Number.isInteger(v) ? whole(v) : number(v), x, bottom + 14); });
   }
 
   line(pen, curve, i, y, top) {
@@ -313,7 +322,7 @@ class Lanes extends Plot { // one row for each kind of mark
     kinds.forEach((kind, row) => {
       const middle = row * 18 + 12, [glyph, colour] = MARKS[kind];
       pen.strokeStyle = css("--grid"); pen.beginPath(); pen.moveTo(GUTTER, middle + .5); pen.lineTo(GUTTER + this.width, middle + .5); pen.stroke();
-      pen.fillStyle = css("--dim"); pen.textAlign = "right"; pen.fillText(kind, GUTTER - 5, middle + 4);
+      pen.fillStyle = css("--dim"); pen.textAlign = "right"; pen.fillText(MARKS[kind][3] || MARKS[kind][2], GUTTER - 9, middle + 4);
       pen.fillStyle = pen.strokeStyle = css(colour); pen.textAlign = "center";
       let last = -9;
       for (const [of, step, text, to] of page.marks) {
@@ -405,6 +414,7 @@ function costBar() {
   page.costs.forEach(([name, seconds], i) => {
     const piece = el("div"), mark = el("i", {className: "swatch"});
     piece.style.width = `${100 * seconds / total}%`; piece.style.background = mark.style.background = `var(${colours[i % 6]})`;
+    if (i >= 6) piece.className = mark.className += " striped"; // the colours are used once more
     bar.append(piece); key.append(el("li", {}, mark, `${name}: ${(100 * seconds / total).toFixed(1)}%`));
   });
   return el("section", {"aria-label": "where the time went"}, bar, key);
@@ -433,6 +443,8 @@ const topBar = (title, subtitle, ...more) => el("header", {}, el("div", {}, el("
 function setRange() {
   let low = Infinity, high = -Infinity;
   for (const plot of page.plots) for (const curve of [...plot.live.curves, ...(plot.live.undone ? [plot.live.undone] : [])]) if (curve.n) { low = Math.min(low, curve.x[0]); high = Math.max(high, curve.x[curve.n - 1]); }
+  const first = Math.min(...(page.marks || []).map((mark) => mark[1])); // such as a checkpoint from before the first step
+  if (first < low && low - first <= .1 * (high - low)) low = first;
   const old = view.all, isAll = view.low <= old[0] && view.high >= old[1];
   view.all = high > low ? [low, high] : high === low ? [low - 1, low + 1] : [0, 1];
   if (isAll) show(...view.all); else if (view.high >= old[1]) show(view.low + view.all[1] - old[1], view.all[1]); else redraw();

@@ -14,7 +14,10 @@ MAX_PLOTS, MAX_BYTES = 80, 8 << 20
 """curves of a page, and bytes of them: what comes later is thinned to its extremes"""
 LABELS = {"loss": "Loss", "grad_norm": "Gradient norm", "lr": "Learning rate", "loss_scale": "Loss scale",
            "seconds": "Seconds a step", "update_rms": "Update size", "weight_norm": "Weight norm",
-           "tokens_per_second": "Throughput"}  # fmt: skip
+           "tokens_per_second": "Throughput, tokens a second", "loss_smooth": "Smoothed loss", "batch_size": "Batch size",
+           "memory_host": "Host memory, GB", "mfu": "Model FLOPs utilization", "epoch": "Epoch",
+           "straggler_seconds": "Seconds of waiting for the slowest rank",
+           "slowest_rank": "Slowest rank"}  # fmt: skip
 _MEMORY = ("memory_allocated", "memory_reserved", "memory_peak")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from holdfast.core.base.version import __version__
 from holdfast.core.record.tally import describe_data
 from holdfast.diagnosis import postmortem
 from holdfast.diagnosis.diagnose import IncidentVerdict
+from holdfast.diagnosis.importers import FORMATS
 from holdfast.diagnosis.model.answers import fmt, fmt_steps
 from holdfast.diagnosis.model.episode import INCIDENT_KINDS
 from holdfast.diagnosis.postmortem.parts import Bullets, Command, Grid, Paragraph, Part
@@ -25,6 +27,7 @@ from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
 from holdfast.reports.terminal import signals_of
 
 _MAX_TEXT, _MAX_ROWS, _MAX_INCIDENTS, _MAX_FINDINGS = 2000, 1000, 500, 40
+_UNJUDGED = "it has no journal of decisions; `holdfast report` reads its curves for incidents"
 VERDICTS = {
     "clean": ("good", "Clean"),
     "recovered": ("good", "Recovered"),
@@ -35,6 +38,7 @@ VERDICTS = {
     "ended": ("warn", "No end on record"),
     "incidents": ("warn", "Incidents found"),
     "log": ("good", "No incident found"),
+    "unjudged": ("live", "Not diagnosed yet"),
 }
 
 
@@ -101,11 +105,16 @@ def build_page(run: RecordedRun, *, is_live: bool = False) -> ReportPage:
     sections = [*_own_sections(run), *([] if is_live else _diagnosis_sections(run)), *_settings_sections(run)]
     return ReportPage(
         title=run.name,
-        subtitle=f"{run.path} ({run.table.format})",
+        subtitle=f"{run.path}: {_describe_format(run.table.format)}",
         plots=build_plots(run.table),
         sections=[section for section in sections if section.parts],
         **msgspec.structs.asdict(story),
     )
+
+
+def _describe_format(name: str) -> str:
+    """Return what a kind of log is, without the names of its files."""
+    return re.split(r"[:;(,]", FORMATS.get(name, name.replace("_", " ")))[0].strip()
 
 
 def build_story(run: RecordedRun, *, is_live: bool = True) -> RunStory:
@@ -122,10 +131,10 @@ def build_story(run: RecordedRun, *, is_live: bool = True) -> RunStory:
 
 
 def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
-    status = "log" if is_live and run.summary is None else run.status
+    status = "unjudged" if is_live and run.summary is None else run.status
     tone, label = VERDICTS[status]
     if run.summary is None:
-        return PageVerdict(status=status, tone=tone, label=label, text="" if is_live else run.diagnosis.summary)
+        return PageVerdict(status=status, tone=tone, label=label, text=_UNJUDGED if is_live else run.diagnosis.summary)
     error = next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
     summary = run.summary
     if status in ("training", "ended") and len(run.table):  # without an end, the journal counts in thousands
@@ -147,7 +156,7 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
 
 def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[str, str, str]]:
     table, summary, goodput = run.table, run.summary, run.goodput
-    cards = [("steps", f"{len(table):,}", f"last step {fmt(float(table.step[-1]))}" if len(table) else "")]
+    cards = [("steps", f"{len(table):,}", f"last step {table.step[-1]:,.0f}" if len(table) else "")]
     if len(loss := table.series("loss").value):
         cards.append(("last loss", fmt(float(loss[-1])), f"lowest {fmt(_lowest(loss))}"))
     if goodput.wall_seconds > 0:
@@ -159,7 +168,9 @@ def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[st
     if summary is not None:
         lost_to = f"{_count(summary.rollbacks, 'rollback')}, {_count(summary.skipped, 'skip')}"
         cards.append(("lost to recovery", duration(summary.seconds_lost), lost_to))
-        left_out = f"{_count(summary.samples_quarantined, 'sample id')}; {len(run.quarantine)} entries"
+        left_out = (
+            f"{_count(summary.samples_quarantined, 'sample id')}; {_count(len(run.quarantine), 'entry')} of quarantine"
+        )
         cards.append(("data left out", _count(summary.batches_skipped, "batch"), left_out))
         health = Counter(checkpoint.health for checkpoint in run.checkpoints)
         bad = sum(count for name, count in health.items() if name not in ("good", "candidate"))
@@ -174,8 +185,10 @@ def _lowest(values: np.ndarray[Any, Any]) -> float:
 
 
 def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+    plural = (
+        noun + "es" if noun.endswith("ch") else noun.removesuffix("y") + "ies" if noun.endswith("ry") else noun + "s"
+    )
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def duration(seconds: float) -> str:
@@ -183,7 +196,7 @@ def duration(seconds: float) -> str:
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{1e3 * seconds:.3g} ms" if 0 < seconds < 0.1 else f"{seconds:.3g} s"
 
 
 # ---- the story of an incident

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ class _Seen(NamedTuple):
     files: tuple[tuple[int, int], ...]
     listed: ListedRun
     has_ended: bool
+    has_journal: bool
 
 
 class RunList:
@@ -102,8 +104,9 @@ class RunList:
         listed.updated = max(mtime for _, mtime in files) / 1e9
         listed.age = max(0.0, now - listed.updated)
         is_training = not seen.has_ended and listed.age < LIVE_SECONDS
-        if listed.status in ("training", "ended"):
-            listed.status = "training" if is_training else "ended"
+        if listed.status in ("training", "ended", "unjudged"):
+            ended = "ended" if seen.has_journal else "unjudged"
+            listed.status = "training" if is_training else ended
             listed.tone, listed.label = VERDICTS[listed.status]
         return listed
 
@@ -115,14 +118,14 @@ def _read(name: str, path: Path, files: tuple[tuple[int, int], ...]) -> _Seen:
         journal = RunJournal([], 0, None)
     ends = journal.select("run_begin", "restart", "run_end")
     has_ended = bool(ends) and ends[-1]["event"] == "run_end"
-    status = run_status(journal, not has_ended) if journal.summary is not None else "log"
+    status = run_status(journal, not has_ended) if journal.summary is not None else "unjudged"
     tone, label = VERDICTS[status]
     listed = ListedRun(name=clean(name), status=status, tone=tone, label=label)
     listed.incidents = len(journal.incidents)
     listed.open = sum(incident.state == "open" for incident in journal.incidents)
     with contextlib.suppress(OSError):
         _sample_metrics(path / _FILES[1], files[1][0], listed, journal)
-    return _Seen(files, listed, has_ended)
+    return _Seen(files, listed, has_ended, journal.summary is not None)
 
 
 def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJournal) -> None:
@@ -130,14 +133,7 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
     descriptor = durable.open_regular(path)
     try:
         sampled: list[_SampledRow] = []
-        for piece in range(_PIECES):
-            start = size * piece // _PIECES
-            length = (
-                min(_PIECE_BYTES, size - start)
-                if size > _PIECES * _PIECE_BYTES
-                else size * (piece + 1) // _PIECES - start
-            )
-            rows = _rows(os.pread(descriptor, max(0, length), start), is_first=start == 0)
+        for rows in _sample_rows(descriptor, size):
             losses = [row.loss for row in rows if row.loss is not None and math.isfinite(row.loss)]
             listed.spark.append((min(losses), max(losses)) if losses else None)
             sampled += [row for row in rows if row.is_committed]
@@ -152,6 +148,18 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
     productive = split_seconds(sampled, np.array([row.step_seconds for row in sampled]))["productive"]
     if productive > 0 and wall > 0 and listed.step:
         listed.goodput = min(1.0, productive / len(sampled) * listed.step / wall)
+
+
+def _sample_rows(descriptor: int, size: int) -> Iterator[list[_SampledRow]]:
+    """Yield the rows of each piece: all of a short file, and a few of a long one."""
+    if size <= _PIECES * _PIECE_BYTES:
+        rows = _rows(os.pread(descriptor, size, 0), is_first=True)
+        pieces = min(_PIECES, len(rows))
+        yield from (rows[len(rows) * k // pieces : len(rows) * (k + 1) // pieces] for k in range(pieces))
+        return
+    for piece in range(_PIECES):
+        start = size * piece // _PIECES
+        yield _rows(os.pread(descriptor, min(_PIECE_BYTES, size - start), start), is_first=start == 0)
 
 
 def _rows(data: bytes, *, is_first: bool) -> list[_SampledRow]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, SupportsFloat, get_args
 
 import msgspec
 
@@ -15,7 +16,7 @@ from holdfast.core.base import durable
 from holdfast.core.base.clock import SystemClock
 from holdfast.core.base.config import MetricsSection, SinkName
 from holdfast.core.record.metrics import MetricsFile
-from holdfast.core.record.sink_thread import SinkRun, SinkThread
+from holdfast.core.record.sink_thread import SinkRun, SinkThread, size_of
 from holdfast.sinks import make_sinks
 
 _EMA = 0.1
@@ -62,11 +63,12 @@ class MetricsTracker:
         identity, is_restart = _find_identity(path / "tracker.json")
         self._peak = 1e12 * (gpu_peak_tflops or 0.0) * num_gpus
         self._flops_per_token, self._interval = flops_per_token or 0.0, log_interval
+        earlier = size_of(path / "metrics.jsonl")
         self._file = MetricsFile(path / "metrics.jsonl", 1.0, SystemClock(), _encode)
         config = MetricsSection(sinks=tuple(sinks), console_every=log_interval)
         self._sinks = [SinkThread(sink) for sink in make_sinks(config)]
         for sink in self._sinks:
-            sink.start(SinkRun(identity, path, is_restart, lambda: total_steps))
+            sink.start(SinkRun(identity, path, is_restart, lambda: total_steps, earlier))
             if is_restart:
                 sink.put_event({"event": "restart", "time": time.time()})
         self._began = time.perf_counter()
@@ -77,26 +79,36 @@ class MetricsTracker:
         self._began = time.perf_counter()
 
     def end_step(
-        self, step: int, loss: float, grad_norm: float, lr: float, tokens_in_step: int, loss_scale: float | None = None
+        self,
+        step: int,
+        loss: SupportsFloat,
+        grad_norm: SupportsFloat,
+        lr: SupportsFloat,
+        tokens_in_step: SupportsFloat,
+        loss_scale: SupportsFloat | None = None,
     ) -> StepMetrics | None:
         """Mark the end of a step. Return its metrics at step 1 and every `log_interval` steps; None at others.
 
-        tokens_in_step: of all ranks together.
+        tokens_in_step: of all ranks together. A tensor of one value, such as the result of clip_grad_norm_, is read: give
+        numbers where waiting for the device matters. A loss that is not finite is left out of the smoothed one.
         """
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        self._smoothed = loss if self._smoothed is None else self._smoothed + _EMA * (loss - self._smoothed)
-        speed = tokens_in_step / seconds
+        loss, grad_norm, lr = float(loss), float(grad_norm), float(lr)
+        if math.isfinite(loss):
+            self._smoothed = loss if self._smoothed is None else self._smoothed + _EMA * (loss - self._smoothed)
+        smoothed = loss if self._smoothed is None else self._smoothed
+        speed = float(tokens_in_step) / seconds
         mfu = speed * self._flops_per_token / self._peak if self._peak else 0.0
         row: dict[str, Any] = {
             "step": step,
             "loss": loss,
-            "loss_smooth": self._smoothed,
+            "loss_smooth": smoothed,
             "grad_norm": grad_norm,
             "lr": lr,
         }
         row |= {"step_seconds": seconds, "tokens_per_second": speed, "status": "committed", "time": time.time()}
         row |= {"mfu": mfu} if mfu else {}
-        row |= {} if loss_scale is None else {"loss_scale": loss_scale}
+        row |= {} if loss_scale is None else {"loss_scale": float(loss_scale)}
         self._file.write(row)
         for sink in self._sinks:
             sink.put_row(row)
@@ -104,7 +116,7 @@ class MetricsTracker:
             return None
         return StepMetrics(
             loss=loss,
-            smoothed_loss=self._smoothed,
+            smoothed_loss=smoothed,
             grad_norm=grad_norm,
             lr=lr,
             tokens_per_sec=speed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,18 +10,22 @@ import shlex
 import subprocess
 import time
 import urllib.request
-from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from holdfast.core.base import durable
 from holdfast.core.base.clean import clean
-from holdfast.core.record.metric_names import describe_mark
+from holdfast.core.record.metric_names import describe_mark, ends_badly
 from holdfast.core.record.sink_thread import SinkRun
 
 _TIMEOUT_SECONDS = 10.0
 _COMMAND_SECONDS = 60.0
 _SILENT = ("cause", "resumed")
 """events that a curve marks, and that are no alert"""
+_FILE = "alerts.json"
+_HOUR = 3600.0
+_MAX_BYTES = 1 << 16
 _QUIET_ACTIONS = ("skip", "skip_data", "cut_lr", "hold_lr")
 
 
@@ -29,13 +34,16 @@ class AlertSink:
 
     name = "alerts"
 
-    def __init__(self, webhook: str, command: str, per_hour: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, webhook: str, command: str, per_hour: int, now: Callable[[], float] = time.time) -> None:
         self._webhook, self._command, self._per_hour, self._now = os.path.expandvars(webhook), command, per_hour, now
-        self._sent: deque[float] = deque(maxlen=per_hour)
+        self._sent: list[float] = []
+        """when the alerts of the last hour were sent, by this process and those before"""
         self._held_back = 0
 
     def open(self, run: SinkRun) -> None:
         self._run = run
+        if run.is_restart and not self._sent:
+            self._sent = _read_times(run.folder / _FILE)
 
     def write_row(self, row: dict[str, Any]) -> None:
         pass
@@ -45,10 +53,14 @@ class AlertSink:
         if text is None or event.get("event") in _SILENT or event.get("action") in _QUIET_ACTIONS:
             return
         now = self._now()
-        if len(self._sent) == self._per_hour and now - self._sent[0] < 3600:
+        self._sent = [sent for sent in self._sent if 0 <= now - sent < _HOUR]
+        is_end = ends_badly(event) or event.get("event") == "failure"
+        if len(self._sent) >= (self._per_hour if is_end else max(1, self._per_hour - 1)):  # the last one is for an end
             self._held_back += 1
             return
         self._sent.append(now)
+        with contextlib.suppress(OSError):  # a full disk holds back no alert
+            durable.replace_file(self._run.folder / _FILE, json.dumps(self._sent).encode())
         more = f" (and {self._held_back} earlier alerts that were held back)" if self._held_back else ""
         self._held_back = 0
         self._send(f"holdfast: {self._run.folder.name}: {clean(text)}{more}", event)
@@ -88,6 +100,15 @@ class AlertSink:
 
     def close(self) -> None:
         pass
+
+
+def _read_times(path: Path) -> list[float]:
+    """Return when processes before have sent alerts, so that a run that fails again and again keeps the limit."""
+    try:
+        times = json.loads(durable.read_file(path, _MAX_BYTES))
+        return [float(each) for each in times if isinstance(each, int | float)]
+    except (OSError, ValueError, TypeError):
+        return []
 
 
 SINK = AlertSink

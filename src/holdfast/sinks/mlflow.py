@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base import durable
-from holdfast.core.record.metric_names import describe_mark, scalars
+from holdfast.core.record.metric_names import describe_mark, ends_badly, scalars
 from holdfast.core.record.sink_thread import SinkRun
 
 _MAX_BYTES = 4096
@@ -32,8 +32,10 @@ class MLflowSink:
             tags = {"mlflow.runName": run.folder.name, "holdfast.run": run.identity}
             known = str(self._client.create_run(self._find_experiment(run.folder), tags=tags).info.run_id)
             durable.replace_file(path, json.dumps({"run_id": known}).encode())
+        else:
+            self._client.update_run(known, status="RUNNING")
         self._id = known
-        self._attempt = self._marks = 0
+        self._attempt, self._marks, self._status = run.count_earlier_attempts(), 0, "FINISHED"
         self._waiting: list[Any] = []
 
     def _find_experiment(self, folder: Path) -> str:
@@ -58,8 +60,8 @@ class MLflowSink:
             self._send()
 
     def write_event(self, event: dict[str, Any]) -> None:
-        if event.get("event") == "resumed":  # attempts of this process follow those of the processes before
-            self._attempt = max(self._attempt, int(event.get("step") or 0))
+        if ends_badly(event):
+            self._status = "FAILED"
         if (text := describe_mark(event)) is not None:
             self._marks += 1
             self._client.set_tag(self._id, f"holdfast.incident.{int(event.get('time') or 0)}.{self._marks}", text[:500])
@@ -71,7 +73,7 @@ class MLflowSink:
 
     def close(self) -> None:
         self._send()
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, status=self._status)
 
 
 def _read_id(path: Path) -> str | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base import durable
-from holdfast.core.record.metric_names import describe_mark, returned_to, scalars
+from holdfast.core.record.metric_names import describe_mark, marked_step, returned_to, scalars
 from holdfast.core.record.sink_thread import SinkRun
 
 _TIMES_EVERY = 10
@@ -62,13 +62,15 @@ class TensorBoardSink:
         self._folder, self._steps = folder, _EventFile(folder / "steps")
         self._attempts: _EventFile | None = None
         self._held: deque[tuple[int, float, Any]] = deque(maxlen=_MAX_HELD)
-        self._attempt = 0
+        self._attempt = run.count_earlier_attempts()
+        self._is_first = True
         self._step = 0
 
     def write_row(self, row: dict[str, Any]) -> None:
         self._step, when = int(row["step"]), float(row.get("time") or time.time())
         self._attempt += 1
-        is_full = self._attempt % _TIMES_EVERY == 1
+        is_full = self._is_first or self._attempt % _TIMES_EVERY == 1
+        self._is_first = False
         chosen = row if is_full else {name: row[name] for name in _EVERY_ROW if name in row}
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars(chosen).items()]
         if row.get("status") == "committed":
@@ -77,8 +79,6 @@ class TensorBoardSink:
 
     def write_event(self, event: dict[str, Any]) -> None:
         when = float(event.get("time") or time.time())
-        if event.get("event") == "resumed":  # attempts of this process follow those of the processes before
-            self._attempt = max(self._attempt, int(event.get("step") or 0))
         step = returned_to(event)
         if step is not None:
             self._begin_attempts()
@@ -89,7 +89,7 @@ class TensorBoardSink:
         if text is not None:
             value = self._summary.Value(tag="holdfast/incidents", metadata=self._text_metadata())
             value.tensor.CopyFrom(_text_tensor(text))
-            self._add(self._steps, self._step, when, [value])
+            self._add(self._steps, self._step if step is not None else marked_step(event, self._step), when, [value])
             self._add_attempt(self._attempt, when, value)
 
     def _add_attempt(self, attempt: int, when: float, value: Any) -> None:

@@ -77,3 +77,19 @@ def test_one_trace_is_summed_up(folder):
 def test_three_traces_are_refused(folder):
     result = CliRunner().invoke(app, ["diagnose", *[str(folder / "healthy.json")] * 3])
     assert result.exit_code != 0 and "Traceback" not in result.output
+
+
+def test_a_trace_and_something_else_are_refused(holdfast, folder, tmp_path):
+    (tmp_path / "log.csv").write_text("step,loss\n1,2.0\n")
+    answer = holdfast("diagnose", folder / "healthy.json", tmp_path / "log.csv")
+    assert answer.status == 78 and "log.csv is not" in answer.err
+
+
+def test_a_folder_names_the_one_trace_in_it(holdfast, folder, tmp_path):
+    data = (folder / "healthy.json").read_bytes()
+    for name in ("host_1.2.pt.trace.json", "host_1.3.pt.trace.json"):
+        (tmp_path / name).write_bytes(data[: len(data) // 2])
+        answer = holdfast("diagnose", tmp_path, "--json")
+        if name == "host_1.2.pt.trace.json":
+            assert answer.json["traces"][0]["is_cut"] and "its end is missing" in answer.err
+    assert answer.status == 78 and "has 2 traces" in answer.err

@@ -54,6 +54,19 @@ from holdfast.core.profile.verdict import Circumstances, compare, explain, rende
         ("triton_poi_fused_add_gelu_0", "elementwise"),
         ("triton_red_fused_native_layer_norm_1", "elementwise"),
         ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>", "elementwise"),
+        ("triton_mm", "gemm"),
+        ("void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensor<float const>>>", "gemm"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+        ("triton_poi_fused_convolution_relu_1", "elementwise"),
+        ("triton_per_fused__scaled_dot_product_efficient_attention_backward_3", "elementwise"),
+        ("triton_poi_fused_convert_element_type_0", "elementwise"),
+        ("triton_for_fused_0", "optimizer"),
+        ("void kOptimizer32bit2State<float, 0>", "optimizer"),
+        ("void (anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<at::native::bf16>", "elementwise"),
+        ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, int, 512, true, 1, true>", "elementwise"),
+        ("void vllm::cross_device_reduce_2stage<__nv_bfloat16, 8>", "collective"),
+        ("small_reduce_kernel", "elementwise"),
+        ("CopyHostToDevice", "memory copy"),
         ("my_own_kernel", "other"),
     ],
 )
@@ -73,6 +86,7 @@ class Trace:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": "python"}}]
         self.now = 1000.0
+        self.rank = 0
 
     def add(self, cat: str, name: str, length: float, *, at: float | None = None, tid: int = 7, **args: Any) -> None:
         start = self.now if at is None else at
@@ -89,15 +103,37 @@ class Trace:
         copies: int = 0,
         gap: float = 0.0,
         group: int = 8,
+        products: int = 10,
+        grid: int = 64,
+        host: float = 5.0,
+        compiling: float = 0.0,
+        loading: float = 0.0,
+        saving: float = 0.0,
+        memory: float = 1.0,
     ) -> None:
-        for _ in range(10):
-            self.add("kernel", "nvjet_tst_128x256", 100.0 * scale)
-            self.add("cpu_op", "aten::mm", 5.0, at=self.now, tid=1)
+        for name, length in (("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", loading),):
+            self.add("user_annotation", name, length, tid=1)
+            self.add("gpu_user_annotation", name, length, at=self.now - length)
+        for name in ("entire_frame_compile (dynamo_timed)", "_compile.compile_inner (dynamo_timed)"):
+            if compiling:
+                self.add("cpu_op", name, compiling, at=self.now, tid=1)
+        self.now += compiling
+        if saving:
+            self.add("python_function", "train.py(80): save_checkpoint", saving, at=self.now, tid=1)
+            self.add("python_function", "torch/serialization.py(957): save", saving, at=self.now, tid=1)
+            for _ in range(20):
+                self.add("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", saving / 40)
+            self.now += saving / 2
+        self.add("user_annotation", "Optimizer.step#AdamW.step", 1.0, at=self.now, tid=1)
+        for _ in range(products):
+            self.add("kernel", "nvjet_tst_128x256", 100.0 * scale, grid=[grid, 1, 1])
+            self.now += host - 5.0
+            self.add("cpu_op", "aten::mm", host, at=self.now, tid=1)
             self.add("cuda_runtime", "cudaLaunchKernel", 4.0, at=self.now, tid=1)
         self.add("kernel", "flash_fwd_kernel", 200.0 * scale)
         for _ in range(small):
             self.now += gap
-            self.add("kernel", "vectorized_elementwise_kernel", 10.0 * scale)
+            self.add("kernel", "vectorized_elementwise_kernel", 10.0 * scale * memory)
             self.add("cpu_op", "aten::add", 5.0, at=self.now, tid=1)
         for _ in range(copies):
             self.add("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 30.0)
@@ -110,7 +146,9 @@ class Trace:
 
     def write(self, path: Path, form: str = "kineto") -> Path:
         if form == "kineto":
-            text = json.dumps({"schemaVersion": 1, "deviceProperties": [], "traceEvents": self.events}, indent=2)
+            process = {"backend": "nccl", "rank": self.rank, "world_size": 8, "pg_config": [{"pg_size": 8}]}
+            header = {"schemaVersion": 1, "deviceProperties": [], "distributedInfo": process}
+            text = json.dumps({**header, "traceEvents": self.events}, indent=2)
         elif form == "array":
             text = json.dumps(self.events)
         else:  # an array whose end is missing, an event a line
@@ -119,11 +157,12 @@ class Trace:
         return path
 
 
-def trace(path: Path, steps: int = 5, **step: Any) -> Any:
+def trace(path: Path, steps: int = 5, rank: int = 0, **step: Any) -> Any:
     made = Trace()
+    made.rank = rank
     for _ in range(steps):
         made.step(**step)
-    return read_trace(made.write(path), steps)
+    return read_trace(made.write(path))
 
 
 @pytest.mark.parametrize("form", ["kineto", "array", "lines"])
@@ -149,6 +188,9 @@ CASES = {
     "network_degraded": {"comm": 1500.0},
     "parallelism_crosses_nodes": {"comm": 1500.0, "group": 64},
     "clocks_throttled": {"scale": 1.6},
+    "recompilation_storm": {"compiling": 4000.0},
+    "input_bound": {"loading": 4000.0},
+    "checkpoint_interference": {"saving": 4000.0},
     "not_established": {},
 }
 
@@ -162,6 +204,82 @@ def test_a_pair_of_traces_gives_the_cause(tmp_path, cause):
     assert "exposed communication" in text and verdict.advice in text
     if cause == "host_device_copies":
         assert verdict.evidence["line"] == "train.py(12): log_norms"
+
+
+def test_the_parts_of_a_comparison_are_no_more_than_the_whole(tmp_path):
+    before, after = trace(tmp_path / "a.json"), trace(tmp_path / "b.json", compiling=4000.0, loading=1000.0)
+    assert after.compiles == 5 and after.compile_time == pytest.approx(20_000) and after.loader == pytest.approx(5000)
+    verdict = explain(None, before, after)
+    growth = after.per_step(after.span) - before.per_step(before.span)
+    assert verdict.cause == "recompilation_storm" and max(verdict.evidence["parts_ms"].values()) <= growth + 0.001
+
+
+def test_a_host_that_takes_longer_for_the_same_operations_is_framework_overhead(tmp_path):
+    verdict = explain(None, trace(tmp_path / "a.json"), trace(tmp_path / "b.json", host=150.0))
+    assert verdict.cause == "framework_overhead", verdict
+
+
+def test_low_clocks_of_the_cores_are_found_if_the_grids_say_that_the_work_is_the_same(tmp_path):
+    before = trace(tmp_path / "a.json", small=40)
+    slower = {"scale": 1.5, "memory": 1 / 1.45, "small": 40}
+    assert explain(None, before, trace(tmp_path / "b.json", **slower)).cause == "clocks_throttled"
+    verdict = explain(None, before, trace(tmp_path / "c.json", scale=1.5, grid=128, small=40))
+    assert verdict.cause == "not_established" and "times as many blocks" in verdict.text
+
+
+def test_what_cannot_be_compared_is_not_established_and_the_text_says_why(tmp_path):
+    before = trace(tmp_path / "a.json")
+    faster = explain(None, trace(tmp_path / "b.json", scale=2.0), before)
+    assert faster.cause == "not_established" and "give it first" in faster.text
+    larger = explain(None, before, trace(tmp_path / "c.json", products=40, small=40))
+    assert larger.cause == "not_established" and "40 matrix products a step instead of 10" in larger.text
+    other = Trace()
+    for name in ("conv", "bn", "relu", "pool", "linear", "add"):
+        other.add("cpu_op", f"aten::{name}", 2000.0, tid=1)
+        other.add("kernel", f"{name}_kernel", 2000.0)
+    names = read_trace(other.write(tmp_path / "d.json"))
+    elsewhere = explain(None, names, trace(tmp_path / "e.json", steps=1, small=2000))
+    assert elsewhere.cause == "not_established" and "another program" in elsewhere.text
+
+
+def test_traces_of_two_ranks_name_the_one_that_the_other_waits_for(tmp_path):
+    waiting = trace(tmp_path / "a.json", rank=0, comm=1000.0)
+    late = trace(tmp_path / "b.json", rank=3, scale=1.7)
+    for pair in ((waiting, late), (late, waiting)):
+        verdict = explain(None, *pair)
+        assert verdict.cause == "one_slow_rank" and verdict.evidence["rank"] == 3
+    assert explain(None, waiting, trace(tmp_path / "c.json", rank=3, comm=1000.0)).cause == "not_established"
+
+
+def test_groups_of_one_size_with_ranks_further_apart_are_other_groups(tmp_path):
+    pair = []
+    for apart, comm in ((1, 100.0), (8, 3000.0)):
+        made = Trace()
+        made.step(comm=comm)
+        for event in made.events:
+            if "nccl" in event["name"]:
+                event["args"]["Process Group Ranks"] = str([apart * rank for rank in range(8)])
+        pair.append(read_trace(made.write(tmp_path / f"{apart}.json")))
+    assert explain(None, *pair).cause == "parallelism_crosses_nodes"
+
+
+def test_traces_of_xla_are_read_by_the_names_of_their_streams(tmp_path):
+    def named(kind: str, name: str, **where: int) -> dict[str, Any]:
+        return {"ph": "M", "name": kind, "args": {"name": name}, **where}
+
+    names = [named("process_name", "/device:GPU:0", pid=3), named("thread_name", "XLA Ops", pid=3, tid=1)]
+    names += [named("thread_name", "Stream #13(Compute)", pid=3, tid=13), named("process_name", "/host:CPU", pid=7)]
+    work = [
+        ("gemm_fusion_dot_1", 3, 13),
+        ("loop_add_fusion", 3, 13),
+        ("MemcpyH2D", 3, 13),
+        ("dot", 3, 1),
+        ("main", 7, 13),
+    ]
+    events = [{"ph": "X", "name": n, "pid": p, "tid": t, "ts": 9.0, "dur": 5.0} for n, p, t in work]
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": names + events}))
+    found = read_trace(tmp_path / "a.json")
+    assert found.seconds == {"gemm": 5.0, "elementwise": 5.0, "memory copy": 5.0} and found.transfers == 1
 
 
 def slowdown(phase: str = "forward", rank: int | None = None) -> Slowdown:
@@ -200,7 +318,8 @@ def test_damage_is_skipped_and_counted(tmp_path):
     found = read_trace(tmp_path / "a.json", 1)
     assert found.skipped == 2 and found.seconds["gemm"] == 900.0
     (tmp_path / "cut.json").write_text(text[: len(text) // 2])
-    assert 0 < read_trace(tmp_path / "cut.json", 1).seconds["gemm"] <= 1000.0
+    cut = read_trace(tmp_path / "cut.json", 1)
+    assert 0 < cut.seconds["gemm"] <= 1000.0 and cut.is_cut and not found.is_cut
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(text.encode())[:-20])
     assert read_trace(tmp_path / "cut.json.gz", 1).kernel_time > 0
 

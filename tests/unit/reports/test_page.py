@@ -17,7 +17,7 @@ from holdfast.reports.marks import journal_marks
 from holdfast.reports.page import encode, policy, render_page
 from holdfast.reports.plots import build_plots
 from holdfast.reports.recorded_run import open_run
-from holdfast.reports.report_page import build_page
+from holdfast.reports.report_page import build_page, duration
 from shown_run import make_run
 
 EVIL = "</script><img src=x onerror=alert(1)>\u2028'\"&amp;${alert(1)}<!--<script>\x1b[2J\u202e"
@@ -126,3 +126,11 @@ def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experi
     assert ("good", 50) in marks and ("bad", 150) in marks and ("incident", 100) in marks
     assert "gone" in marks["experiment", 100].text
     assert len([mark for mark in journal_marks(run.journal) if mark.kind == "experiment"]) == 1
+
+
+def test_figures_and_the_subtitle_are_in_words_and_units_that_people_use(tmp_path):
+    assert [duration(seconds) for seconds in (0.0, 0.00725, 1.5, 200.0)] == ["0 s", "7.25 ms", "1.5 s", "3.3 min"]
+    (tmp_path / "log.csv").write_text("step,loss\n" + "".join(f"{n * 1000},{100 / n}\n" for n in range(1, 41)))
+    page = build_page(open_run(tmp_path / "log.csv"))
+    assert page.subtitle.startswith(f"{tmp_path}/log.csv: ") and "_" not in page.subtitle.rpartition(": ")[2]
+    assert ("steps", "40", "last step 40,000") in page.cards

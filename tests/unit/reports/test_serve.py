@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from holdfast.core.base.errors import ConfigError
+from holdfast.reports.recorded_run import open_run
+from holdfast.reports.report_page import build_verdict
 from holdfast.reports.run_list import RunList
 from holdfast.reports.serve import RunServer
 from shown_run import append, make_run, metrics_row, spike_events
@@ -199,3 +201,18 @@ def test_unchanged_runs_are_not_read_again(folder, monkeypatch):
     first = {run.name: run.step for run in runs.list_runs()}
     monkeypatch.setattr("holdfast.reports.run_list._read", lambda *_: pytest.fail("read again"))
     assert {run.name: run.step for run in runs.list_runs()} == first
+
+
+def test_a_short_run_is_read_whole_and_one_without_a_journal_is_not_called_free_of_incidents(tmp_path):
+    for name, losses in (("short", [3.0, 2.0, 1.0]), ("spike", [1.0] * 30 + [900.0])):
+        (tmp_path / name).mkdir()
+        lines = (json.dumps({"step": n, "loss": loss, "status": "committed"}) for n, loss in enumerate(losses, 1))
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        os.utime(tmp_path / name / "metrics.jsonl", (1e9, 1e9))
+    short, spike = RunList(tmp_path).list_runs()
+    assert [tuple(each) for each in short.spark if each] == [(3.0, 3.0), (2.0, 2.0), (1.0, 1.0)]
+    assert max(each[1] for each in spike.spark if each) == 900.0
+    assert (spike.status, spike.label) == ("unjudged", "Not diagnosed yet")
+    assert build_verdict(open_run(tmp_path / "spike"), is_live=True).status == "unjudged"
+    os.utime(tmp_path / "spike" / "metrics.jsonl")
+    assert RunList(tmp_path).list_runs()[1].status == "training"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -48,3 +50,17 @@ def test_wrong_settings_name_the_value_and_the_choices(tmp_path, wrong):
     with pytest.raises(ValueError, match=f"^{name}=.*: give a"):
         MetricsTracker(tmp_path, **wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_values_as_torch_returns_them_are_written_and_one_nan_does_not_stay(tmp_path):
+    tracker, weight = MetricsTracker(tmp_path, sinks=(), log_interval=1), torch.nn.Parameter(torch.ones(4))
+    for step, loss in enumerate((2.0, math.nan, 1.0), 1):
+        (weight.sum() * loss).backward()
+        norm = torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        found = tracker.end_step(
+            step, torch.tensor(loss, requires_grad=True).detach(), norm, np.float32(0.5), np.int64(8)
+        )
+    tracker.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["grad_norm"] == pytest.approx(4.0)
+    assert found is not None and found.smoothed_loss == pytest.approx(1.9) and type(found.lr) is float

@@ -12,12 +12,12 @@ import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from holdfast.core.base.config import MetricsSection
-from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread
+from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread, size_of
 from holdfast.sinks import make_sinks
 from holdfast.sinks.alerts import AlertSink
 from holdfast.sinks.console import ConsoleSink
@@ -48,7 +48,10 @@ def play(sink: Sink, folder: Path, items: list[tuple[str, dict[str, Any]]], *, i
     thread = SinkThread(sink)
     for kind, item in items:
         (thread.put_row if kind == "row" else thread.put_event)(item)
-    thread.start(SinkRun(IDENTITY, folder, is_restart, lambda: 12))
+    earlier = size_of(folder / "metrics.jsonl") if is_restart else 0
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.writelines(json.dumps(item) + "\n" for kind, item in items if kind == "row")
+    thread.start(SinkRun(IDENTITY, folder, is_restart, lambda: 12, earlier))
     worker = thread._thread
     thread.close()
     worker.join(120)  # on a busy machine a library may take longer to close than a run waits for it
@@ -79,6 +82,19 @@ def test_tensorboard_reads_steps_attempts_and_incidents(tmp_path):
     restart = [("event", {"event": "resumed", "time": 2e9, "step": 9}), *(("row", row(n, 3.0)) for n in range(10, 15))]
     play(make("tensorboard"), tmp_path, restart, is_restart=True)
     assert curve("steps")[6:] == [(7, 2.0), (8, 2.0), (9, 2.0)] + [(n, 3.0) for n in range(10, 15)]
+    assert curve("attempts")[-6:] == [(16, 2.0)] + [(n, 3.0) for n in range(17, 22)]  # none twice
+
+
+def test_an_incident_is_marked_at_its_own_step(tmp_path):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cause = {"event": "cause", "time": 1e9, "incident": 1, "cause": "data", "step": 5}  # known eight steps later
+    play(make("tensorboard"), tmp_path, [*story(), ("event", cause)])
+    reader = EventAccumulator(str(tmp_path / "tensorboard" / "steps"))
+    reader.Reload()
+    marks = {each.tensor_proto.string_val[0].decode(): each.step for each in reader.Tensors("holdfast/incidents")}
+    assert marks["step 5: cause of incident 1: data"] == 5 and marks["step 10: rolled back from step 10 to 6"] == 6
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
@@ -136,6 +152,12 @@ def test_mlflow_continues_its_run_after_a_restart(tmp_path, monkeypatch):
     assert sorted(point.step for point in points) == sorted([*range(1, 11), *range(7, 13), 13])
     assert run.data.tags["holdfast.run"] == IDENTITY
     assert any("rolled back from step 10 to 6" in text for text in run.data.tags.values())
+    attempts = client.get_metric_history(run.info.run_id, "attempts/loss")
+    assert sorted(point.step for point in attempts) == [*range(1, 18)]
+    assert run.info.status == "FINISHED"
+    end = ("event", {"event": "run_end", "time": 3e9, "step": 13, "stopped": "the policy"})
+    play(make("mlflow"), run_dir, [end], is_restart=True)
+    assert client.get_run(run.info.run_id).info.status == "FAILED"
 
 
 def test_prometheus_text_is_read_by_its_parser(tmp_path):
@@ -200,6 +222,38 @@ def test_alerts_are_posted_and_limited(tmp_path, webhook, monkeypatch):
     assert "restarted (and 9 earlier alerts" in json.loads(bodies[-1])["text"]
 
 
+def test_a_run_that_fails_again_and_again_keeps_the_limit_and_reports_its_end(tmp_path, webhook):
+    address, bodies = webhook
+    end = ("event", {"event": "run_end", "step": 9, "stopped": "nonfinite_state"})
+    opened = [("event", {"event": "incident_opened", "step": n, "incident": n, "kind": "nan"}) for n in range(5)]
+    for attempt in range(4):
+        play(AlertSink(address, "", 4), tmp_path, [*opened, end], is_restart=attempt > 0)
+    texts = [json.loads(body)["text"] for body in bodies]
+    assert len(texts) == 4 and "ended: nonfinite_state (and 2 earlier" in texts[3]
+
+
+def test_the_last_events_are_tried_once_more_after_a_failure(tmp_path):
+    class Flaky:
+        name = "flaky"
+        seen: ClassVar[list[int]] = []
+
+        def open(self, run: SinkRun) -> None: ...
+        def write_row(self, row: dict[str, Any]) -> None: ...
+        def close(self) -> None: ...
+
+        def write_event(self, event: dict[str, Any]) -> None:
+            if event["step"] == 0:
+                raise OSError("for a moment")
+            self.seen.append(event["step"])
+
+    thread = SinkThread(Flaky())
+    for step in range(3):
+        thread.put_event({"step": step})
+    thread.start(SinkRun(IDENTITY, tmp_path, False, lambda: None))
+    thread.close()
+    assert Flaky.seen == [1, 2]
+
+
 def test_a_command_gets_the_alert(tmp_path):
     script = "import os, sys; open(sys.argv[1], 'a').write(os.environ['HOLDFAST_ALERT'] + sys.stdin.read())"
     sink = AlertSink("", f"{sys.executable} -c {json.dumps(script)} {tmp_path}/out", 5)
@@ -234,3 +288,32 @@ def test_the_console_prints_lines_with_rate_and_time_left(tmp_path, capsys):
     assert lines[0].startswith("step 1/12  loss 1.0000") and "ms/step" in lines[0] and "ETA 0:01" in lines[0]
     assert [re.match(r"step (\d+)/", line).group(1) for line in lines if "/12" in line] == ["1", "5", "10", "10"]
     assert "step 10: rolled back from step 10 to 6" in lines
+
+
+def test_the_rows_before_an_incident_reach_a_sink_before_it(tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    import holdfast
+    from holdfast import sinks
+
+    class Recorder:
+        name = "console"
+        seen: ClassVar[list[Any]] = []
+
+        def open(self, run: SinkRun) -> None: ...
+        def close(self) -> None: ...
+
+        def write_row(self, row: dict[str, Any]) -> None:
+            self.seen.append(row["step"])
+
+        def write_event(self, event: dict[str, Any]) -> None:
+            self.seen.append(event["event"])
+
+    monkeypatch.setattr(sinks, "_make", lambda *given: Recorder())
+    model, data = torch.nn.Linear(2, 1), torch.ones(8, 2)
+    data[5] = torch.nan
+    config = {"metrics": {"sinks": ["console"], "flush_seconds": 60.0}}
+    guard = holdfast.Guard(model, torch.optim.SGD(model.parameters(), 0.01), run_dir=tmp_path, config=config)
+    guard.fit(
+        lambda model, batch: model(batch[0]).pow(2).mean(), torch.utils.data.DataLoader(data[:, None], 1), max_steps=7
+    )
+    assert Recorder.seen.index(5) < Recorder.seen.index("incident_opened")

@@ -25,13 +25,25 @@ _CHUNK = 8 << 20
 """characters that are held at a time; an event that is longer is damage"""
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
 _NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{)")
-_KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "concurrent_kernel", "memcpy", "memset"))
+_KERNELS = frozenset(("kernel", "gpu_memcpy", "gpu_memset", "concurrent_kernel", "memcpy", "memset", "cuda"))
+_COMPUTE = frozenset(("kernel", "concurrent_kernel", "cuda"))
+"""kernels, as torch's profiler and nsys2json call them; the others are copies"""
+_TRANSFER = re.compile(r"DtoH|HtoD|D2H|H2D|HostToDevice|DeviceToHost")
+_XLA_DEVICE, _XLA_STREAM = "/device:", "Stream"
+"""how XLA's traces (JAX, TensorFlow) name a device, and its streams; its other threads show the same time once more"""
 _RUNTIME = frozenset(("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "privateuse1_runtime"))
 _OPERATORS = frozenset(("cpu_op", "operator"))
 _LAUNCH = re.compile(r"launch", re.IGNORECASE)
 _SYNC = re.compile(r"(Stream|Device|Event)Synchronize|Memcpy(?!.*Async)|^c?u?Memcpy.*(Htod|Dtoh)", re.IGNORECASE)
 _STEP = re.compile(r"^ProfilerStep#(\d+)")
+_UPDATE = "Optimizer.step#"
+_RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^{}]*"rank"\s*:\s*(\d+)')
 _COMPILE = re.compile(r"compile_inner|entire_frame_compile|_compile\.compile|dynamo.*\bcompile", re.IGNORECASE)
+_SAVE = re.compile(
+    r"save_?checkpoint|torch\.save\b|torch/serialization\.py.*: (?:_legacy)?_?save\b|distributed/checkpoint/.*: .*save"
+    r"|safetensors.*: save|async_save",
+    re.IGNORECASE,
+)
 _HOST_COPY = frozenset(("aten::item", "aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_"))
 _NOT_USERS = (
     "site-packages",
@@ -46,6 +58,7 @@ _NOT_USERS = (
 )
 _MAX_NAMES = 2000
 _MAX_COPIES = 50_000
+_MAX_KINDS = 64
 
 
 class TraceSummary(msgspec.Struct, kw_only=True):
@@ -53,6 +66,10 @@ class TraceSummary(msgspec.Struct, kw_only=True):
 
     path: str = ""
     steps: int = 1
+    has_steps: bool = False
+    """whether the number of steps is known"""
+    rank: int | None = None
+    """of the process, as the trace says"""
     span: float = 0.0
     """from the first event to the last, on the device if there is one, else on the host"""
     has_device: bool = False
@@ -66,6 +83,9 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     exposed_collective: float = 0.0
     overlapped_collective: float = 0.0
     operators: int = 0
+    host: float = 0.0
+    """time in which at least one operator ran on the host"""
+    operator_names: list[str] = []
     launches: int = 0
     gaps: float = 0.0
     """time between kernels in which the device had nothing to do"""
@@ -75,6 +95,10 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     compile_time: float = 0.0
     loader: float = 0.0
     """time in DataLoader's iterator"""
+    saving: float = 0.0
+    """time in functions that write a checkpoint"""
+    blocks: float = 0.0
+    """thread blocks of the kernels: what they do, whatever time they take; 0 if the trace does not say"""
     transfers: int = 0
     """copies between host and device"""
     names: dict[str, tuple[float, int]] = {}
@@ -82,9 +106,11 @@ class TraceSummary(msgspec.Struct, kw_only=True):
     copy_lines: dict[str, tuple[float, int]] = {}
     """the Python functions, if the trace has them, from which tensors were copied or read"""
     group_sizes: dict[str, int] = {}
-    """collectives by the size of their process group"""
+    """collectives by the size of their process group, and how far apart its ranks are"""
     skipped: int = 0
     """events that could not be read"""
+    is_cut: bool = False
+    """whether the end of the file is missing"""
 
     @property
     def idle(self) -> float:
@@ -148,10 +174,10 @@ def _read_text(path: Path) -> Iterator[str]:
                 yield text
 
 
-def _iterate_events(pieces: Iterator[str], name: str, damage: _Reader) -> Iterator[dict[str, Any]]:
+def _iterate_events(pieces: Iterator[str], name: str, reader: _Reader) -> Iterator[dict[str, Any]]:
     """Yield the events of the array `traceEvents`, or of an array that is the whole file. Its end may be missing."""
     decode = json.JSONDecoder(strict=False).raw_decode
-    text, at = _find_array(pieces, name)
+    text, at = _find_array(pieces, name, reader)
     while True:
         while at < len(text) and text[at] in " \t\r\n,":
             at += 1
@@ -160,6 +186,7 @@ def _iterate_events(pieces: Iterator[str], name: str, damage: _Reader) -> Iterat
         if at >= len(text):
             text, at = next(pieces, ""), 0
             if not text:
+                reader.is_cut = True
                 return
             continue
         try:
@@ -169,9 +196,10 @@ def _iterate_events(pieces: Iterator[str], name: str, damage: _Reader) -> Iterat
             if more:
                 text, at = text[at:] + more, 0
                 continue
-            damage.skipped += 1
+            reader.skipped += 1
             following = _NEXT_EVENT.search(text, at + 1)
             if following is None:
+                reader.is_cut = True
                 return
             at = following.end()
             continue
@@ -181,7 +209,7 @@ def _iterate_events(pieces: Iterator[str], name: str, damage: _Reader) -> Iterat
             text, at = text[at:], 0
 
 
-def _find_array(pieces: Iterator[str], name: str) -> tuple[str, int]:
+def _find_array(pieces: Iterator[str], name: str, reader: _Reader) -> tuple[str, int]:
     """Return the text read so far and the place behind the bracket that begins the events."""
     text = next(pieces, "")
     if text.lstrip("\ufeff \t\r\n").startswith("["):
@@ -191,6 +219,7 @@ def _find_array(pieces: Iterator[str], name: str) -> tuple[str, int]:
         if not more:
             raise LogRefused(name, "no traceEvents found; export it with torch.profiler's export_chrome_trace")
         text += more
+    reader.read_header(text[: found.start()])
     return text, found.end()
 
 
@@ -199,6 +228,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.skipped = 0
+        self.is_cut = False
         self._kernels = {category: (array("d"), array("d")) for category in CATEGORIES}
         self._names: dict[str, list[float]] = {}
         self._operators: dict[Any, tuple[array[float], array[float], array[int]]] = {}
@@ -206,14 +236,28 @@ class _Reader:
         self._copies: list[tuple[Any, float, float, str]] = []
         self._functions: dict[Any, list[tuple[float, float, str]]] = {}
         self._steps: set[str] = set()
+        self._updates: Counter[str] = Counter()
+        self._spans = {name: (array("d"), array("d")) for name in ("loader", "compile", "saving")}
+        """starts and ends of what the host does besides operators"""
+        self._seen: Counter[str] = Counter()
+        """events by what kind the trace says they are"""
+        self._rank: int | None = None
+        self._blocks = 0.0
+        self._streams: set[tuple[int, Any]] = set()
         self._step_times: list[float] = []
         self._groups: Counter[str] = Counter()
-        self.launches = self.compiles = 0
-        self.sync = self.compile_time = self.loader = 0.0
-        self.transfers = 0
+        self.launches = self.transfers = 0
+        self.sync = 0.0
+
+    def read_header(self, text: str) -> None:
+        """Take what the trace says about its process before its events."""
+        if (found := _RANK.search(text)) is not None:
+            self._rank = int(found[1])
 
     def add(self, event: dict[str, Any]) -> None:
         if event.get("ph") != "X":
+            if event.get("ph") == "M":
+                self._read_name(event)
             return
         name, start, length = event.get("name"), event.get("ts"), event.get("dur", 0)
         try:
@@ -225,11 +269,16 @@ class _Reader:
             self.skipped += 1
             return
         category = str(event.get("cat") or "").lower()
+        if not category and (event.get("pid"), event.get("tid")) in self._streams:
+            category = "kernel"
+        self._seen[category or "none"] += len(self._seen) < _MAX_KINDS
+        if category == "gpu_user_annotation":  # what the host announced, once more
+            return
         if name.startswith("enumerate(DataLoader)"):
-            self.loader += length
+            self._add_span("loader", start, length)
             return
         if category in _KERNELS:
-            self._add_kernel(name, start, length, event.get("args"))
+            self._add_kernel(name, start, length, event.get("args"), is_copy=category not in _COMPUTE)
         elif category in _OPERATORS:
             self._add_operator(name, start, length, str(event.get("tid")))
         elif category in _RUNTIME:
@@ -242,22 +291,42 @@ class _Reader:
                 self._functions.setdefault(str(event.get("tid")), []).append((start, start + length, name))
         elif _STEP.match(name):
             self._steps.add(name)
-            if category != "gpu_user_annotation":
-                self._step_times.append(length)
+            self._step_times.append(length)
+        if name.startswith(_UPDATE):
+            self._updates[name] += len(self._updates) < _MAX_KINDS
         if _COMPILE.search(name):
-            self.compiles += 1
-            self.compile_time += length
+            self._add_span("compile", start, length)
+        elif category not in _KERNELS and _SAVE.search(name):
+            self._add_span("saving", start, length)
 
-    def _add_kernel(self, name: str, start: float, length: float, args: Any) -> None:
-        category = classify_kernel(name)
+    def _read_name(self, event: dict[str, Any]) -> None:
+        """Note which threads are streams of a device: XLA's events do not say what kind they are."""
+        args, pid = event.get("args"), event.get("pid")
+        name = str(args.get("name")) if isinstance(args, dict) else ""
+        if not isinstance(pid, int) or len(self._streams) > _MAX_NAMES:
+            return
+        if event.get("name") == "process_name" and name.startswith(_XLA_DEVICE):
+            self._streams.add((pid, None))
+        elif event.get("name") == "thread_name" and name.startswith(_XLA_STREAM) and (pid, None) in self._streams:
+            self._streams.add((pid, event.get("tid") if isinstance(event.get("tid"), int) else None))
+
+    def _add_span(self, name: str, start: float, length: float) -> None:
+        starts, ends = self._spans[name]
+        starts.append(start)
+        ends.append(start + length)
+
+    def _add_kernel(self, name: str, start: float, length: float, args: Any, *, is_copy: bool) -> None:
+        category = COPY if is_copy else classify_kernel(name)
         starts, lengths = self._kernels[category]
         starts.append(start)
         lengths.append(length)
         self._count_name(name, length)
-        if category == COLLECTIVE and isinstance(args, dict):
-            size = args.get("Group size")
-            self._groups[str(size if size is not None else "unknown")] += 1
-        if category == COPY and ("DtoH" in name or "HtoD" in name):
+        args = args if isinstance(args, dict) else {}
+        if category == COLLECTIVE:
+            self._groups[_describe_group(args)] += len(self._groups) < _MAX_KINDS
+        elif isinstance(grid := args.get("grid"), list):
+            self._blocks += math.prod(each for each in grid[:3] if isinstance(each, int))
+        if category == COPY and _TRANSFER.search(name):
             self.transfers += 1
 
     def _add_operator(self, name: str, start: float, length: float, thread: Any) -> None:
@@ -279,17 +348,30 @@ class _Reader:
 
     def summary(self, path: str, steps: int | None) -> TraceSummary:
         found = TraceSummary(path=path, skipped=self.skipped, launches=self.launches, sync=self.sync)
-        found.compiles, found.compile_time = self.compiles, self.compile_time
-        found.loader, found.transfers = self.loader, self.transfers
-        found.steps = steps or len(self._steps) or 1
+        found.transfers, found.rank, found.blocks = self.transfers, self._rank, self._blocks
+        found.is_cut = self.is_cut
+        # Compiling one graph is many events, one inside the other; so is the writing of a checkpoint.
+        spans = {name: _union([(np.frombuffer(s), np.frombuffer(e))]) for name, (s, e) in self._spans.items()}
+        found.loader, found.compile_time, found.saving = (_length(spans[name]) for name in spans)
+        found.compiles = len(spans["compile"][0])
+        known = steps or len(self._steps) or max(self._updates.values(), default=0)
+        found.steps, found.has_steps = known or 1, known > 0
         found.operators = sum(len(starts) for starts, _, _ in self._operators.values())
+        found.operator_names = sorted(self._operator_names)[:_MAX_NAMES]
+        pieces = [(np.frombuffer(s), np.frombuffer(s) + np.frombuffer(n)) for s, n, _ in self._operators.values()]
+        found.host = _length(_union(pieces))
         found.has_device = any(len(starts) for starts, _ in self._kernels.values())
         if found.has_device:
             self._sum_kernels(found)
         else:
             self._sum_operators(found)
         if not found.kernel_time:
-            raise LogRefused(path, "the trace holds neither kernels nor operators")
+            kinds = ", ".join(sorted(self._seen)[:8]) or "none"
+            raise LogRefused(
+                path,
+                "the trace holds neither kernels nor operators of torch.profiler "
+                f"(kinds of its events: {kinds}); export it with torch.profiler's export_chrome_trace",
+            )
         found.names = {
             name: (total, int(count))
             for name, (total, count) in sorted(self._names.items(), key=lambda item: -item[1][0])[:100]
@@ -364,12 +446,19 @@ class _Reader:
         return {name: (total, int(count)) for name, (total, count) in best}
 
 
+def _describe_group(args: dict[str, Any]) -> str:
+    """Return the size of a process group and how far apart its ranks are, which is the same on all ranks."""
+    ranks = [int(each) for each in re.findall(r"\d+", str(args.get("Process Group Ranks") or "")[:200])]
+    apart = f", {ranks[1] - ranks[0]} apart" if len(ranks) > 1 else ""
+    return f"{args.get('Group size', 'unknown')}{apart}"
+
+
 Spans = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def _union(parts: list[Spans]) -> Spans:
     """Return the union of intervals: starts and ends of separate ones, in order."""
-    if not parts:
+    if not any(len(s) for s, _ in parts):
         return np.zeros(0), np.zeros(0)
     starts, ends = np.concatenate([s for s, _ in parts]), np.concatenate([e for _, e in parts])
     order = np.argsort(starts, kind="stable")

@@ -54,9 +54,20 @@ def describe_mark(event: dict[str, Any]) -> str | None:
         return "restarted"
     if name == "failure":
         return f"{at}failed: {event.get('error')}"
-    if name == "run_end" and (event.get("error") or event.get("stopped")):
+    if ends_badly(event):
         return f"{at}ended: {event.get('error') or event.get('stopped')}"
     return None
+
+
+def marked_step(event: dict[str, Any], newest: int) -> int:
+    """Return the step at which a curve marks an event: that of the event, or the newest one if it has none."""
+    step = event.get("step")
+    return step if isinstance(step, int) else newest
+
+
+def ends_badly(event: dict[str, Any]) -> bool:
+    """Return whether a process ends with this event, by an error or a stop."""
+    return event.get("event") == "run_end" and bool(event.get("error") or event.get("stopped"))
 
 
 def returned_to(event: dict[str, Any]) -> int | None:

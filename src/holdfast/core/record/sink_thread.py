@@ -20,6 +20,7 @@ log = logging.getLogger("holdfast")
 _MAX_WAITING = 10_000
 _RETRY_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
+_PIECE = 1 << 20
 _PAUSE_SECONDS = 0.25
 """how long the thread sleeps after it has emptied its queue: rows come one by one, and waking up costs more than a row"""
 
@@ -33,6 +34,26 @@ class SinkRun(NamedTuple):
     """the run directory"""
     is_restart: bool
     total_steps: Callable[[], int | None]
+    earlier_bytes: int = 0
+    """how long metrics.jsonl was when this process began"""
+
+    def count_earlier_attempts(self) -> int:
+        """Return how many rows the processes before have written."""
+        left, rows = self.earlier_bytes, 0
+        if left:
+            with open(self.folder / "metrics.jsonl", "rb") as file:
+                while data := file.read(min(left, _PIECE)):
+                    left -= len(data)
+                    rows += data.count(b"\n")
+        return rows
+
+
+def size_of(metrics: Path) -> int:
+    """Return the length of a file, or 0 if there is none."""
+    try:
+        return metrics.stat().st_size
+    except OSError:
+        return 0
 
 
 class Sink(Protocol):
@@ -112,6 +133,7 @@ class SinkThread:
             self._wake.wait(_PAUSE_SECONDS)
             self._wake.clear()
             self._write_waiting()
+        self._retry_at = 0.0  # the last events, such as a stop, are worth another try
         self._write_waiting()
         if self._is_open:
             self._call(self._sink.close)

@@ -28,14 +28,14 @@ from holdfast.core.decide.engine import Engine
 from holdfast.core.record.facts import read_run_json, rebuild_facts, write_facts
 from holdfast.core.record.incidents import IncidentFiles
 from holdfast.core.record.journal import Journal, NullJournal, dumps, read, read_rows
-from holdfast.core.record.metric_names import returned_to
+from holdfast.core.record.metric_names import describe_mark, returned_to
 from holdfast.core.record.metrics import MetricsFile
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 from holdfast.core.record.quarantine import Quarantine
 from holdfast.core.record.rank_records import rank_file
 from holdfast.core.record.row_metrics import RowMetrics
 from holdfast.core.record.rundir import RunDir, to_json, write_atomically
-from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread
+from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread, size_of
 from holdfast.runtime.record.environment import environment
 
 log = logging.getLogger("holdfast")
@@ -174,7 +174,8 @@ class Records:
             write_atomically(self.rundir.run, to_json(self._environment))
             engine.write("run_begin", durable=True, environment=self._environment)
         self._is_open = True
-        run = SinkRun(self.identity, self.rundir.path, self.restarted, lambda: self.total_steps)
+        earlier = size_of(self.rundir.metrics) if self._sinks else 0
+        run = SinkRun(self.identity, self.rundir.path, self.restarted, lambda: self.total_steps, earlier)
         for sink in self._sinks:
             sink.start(run)
         for step, facts in self._early_facts:
@@ -280,8 +281,8 @@ class Records:
         return _encode_row(row)
 
     def _pass_on(self, event: dict[str, Any]) -> None:
-        if self._sinks and returned_to(event) is not None:
-            self.flush()  # the rows that it undoes come before it
+        if self._sinks and (returned_to(event) is not None or describe_mark(event) is not None):
+            self.flush()  # the rows that it undoes, or that it marks, come before it
         for sink in self._sinks:
             sink.put_event(plain(event))
 

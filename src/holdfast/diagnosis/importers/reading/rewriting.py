@@ -1,7 +1,7 @@
 """Rewrites text so that each record is one line of names and numbers.
 
-Boxes, metrics on lines of their own below a heading, rows of a table below its header, rows of numbers without a header,
-and the usual Chinese words of training logs.
+Boxes, metrics on lines of their own below a heading, evaluations below their name, rows of a table below its header, rows of
+numbers without a header, and the usual Chinese words of training logs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.diagnosis.importers.reading.column_names import (
+    EVAL_WORDS,
     is_part_of_loss,
     loss_rank,
     pick_customary_losses,
@@ -39,7 +40,26 @@ _RUNNING_BAR = re.compile(
 )
 _FULL_BAR = re.compile(rb"(?m)^ *(\d{1,9})/\1 (?:\[=|\xe2\x94\x81)[^\n]*(?:loss|nan)")
 """bars of Keras: the last of an epoch has its means, those before have the means so far"""
-_HOLD_BYTES = 64 << 10
+_LINE_PREFIX = rb"(?:[^\n]{0,60}?(?:\b(?:INFO|DEBUG)\b|\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?)[^\w\n]*(?:root:)?)*+"
+_EVALUATION = re.compile(
+    rb"(?mi)^"
+    + _LINE_PREFIX
+    + rb"(?P<name>(?=[^\n]{0,60}?\b(?P<word>"
+    + EVAL_WORDS.encode()
+    + rb")\b)(?:[^\w\n]*+(?:"
+    + EVAL_WORDS.encode()
+    + rb"|sets?|data(?:set)?|results?|metrics?|performance|summary|report|stage|phase|start(?:ing|ed)?|begins?"
+    rb"|running|run|on|the|of|for|at|in|after|epoch|step|iter(?:ation)?|mode|model|scores?|loop|loss(?:es)?|best|final|split|\d++)"
+    rb"\b)++[^\w\n]*+)$"
+)
+"""a line that only says that an evaluation begins"""
+_RULE_OR_METRIC = re.compile(
+    _LINE_PREFIX
+    + rb"[^\w\n]*(?P<metric>[A-Za-z](?:[\w /@.()-]{0,40}?)['\"]?[ \t]*[:=|\s][ \t]*[-+]?(?:\d|nan|inf|\.\d)[^\n]*)?$",
+    re.I,
+)
+_OF_NEXT_RECORD = re.compile(rb"(?i)\b(?:epoch|step|iter|iteration|batch|train\w*)\b|\d/\d")
+_HOLD_BYTES, _MAX_BLOCK_BYTES = 64 << 10, 4 << 10
 _SAMPLE_BYTES = 1 << 20
 _WORDS = {
     "\u635f\u5931": "loss", "\u6b65\u6570": "step", "\u6b65": "step", "\u5b66\u4e60\u7387": "lr", "\u8bad\u7ec3": "train ",
@@ -66,6 +86,47 @@ def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None
     sample = sample[:_SAMPLE_BYTES]
     if description.record:
         return None
+    if _EVALUATION.search(sample) is None:
+        return _find_layout(sample)
+    layout = _find_layout(_with_joined_evaluations(sample))
+    return _join_evaluations if layout is None else lambda chunks: layout(_join_evaluations(chunks))
+
+
+def _join_evaluations(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    held = b""
+    for chunk in chunks:
+        chunk = held + b"\n" + chunk if held else chunk
+        at = max((match.start() for match in _EVALUATION.finditer(chunk, max(0, len(chunk) - _HOLD_BYTES))), default=0)
+        held, chunk = (chunk[at:], chunk[: at - 1]) if at else (b"", chunk)
+        yield _with_joined_evaluations(chunk)
+    if held:
+        yield _with_joined_evaluations(held)
+
+
+def _with_joined_evaluations(chunk: bytes) -> bytes:
+    """Return the text with the metrics below the name of an evaluation on one line with it."""
+    parts, done = [], 0
+    for match in _EVALUATION.finditer(chunk):
+        metrics: dict[bytes, bytes] = {}
+        end = match.end()
+        for line in chunk[end + 1 : end + _MAX_BLOCK_BYTES].split(b"\n"):
+            found = _RULE_OR_METRIC.match(line)
+            text = found["metric"] if found is not None else None
+            name = re.split(rb"[:=|\d]", text or b"")[0]
+            if found is None or name in metrics or (text and _OF_NEXT_RECORD.search(text)) or (metrics and not text):
+                break
+            end += len(line) + 1
+            metrics |= {name: text.rstrip(b", ")} if text else {}
+        if metrics:
+            # The epoch in the name is also that of the records before it.
+            name = match["name"] + b"\n" + match["word"] if b"poch" in match["name"] else match["name"]
+            parts += [chunk[done : match.start()], name.rstrip(b" \t.:=-*#>"), b" | ", b", ".join(metrics.values())]
+            done = end
+    return b"".join([*parts, chunk[done:]])
+
+
+def _find_layout(sample: bytes) -> Rewriter | None:
+    """Return what puts the training records on one line each."""
     if _CUT_RECORD.search(sample):
         return _joiner(_REST_OF_CUT, b"")
     if len(_FULL_BAR.findall(sample)) >= _MIN_ROWS:

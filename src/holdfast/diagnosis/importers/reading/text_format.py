@@ -132,7 +132,7 @@ def described_format(
 
     def build(accept: str) -> TextFormat:
         met: set[str] = set()
-        parse = line_parser(description, mapping, accept, met)
+        parse = line_parser(description, mapping, accept, met, sample)
         return TextFormat(description, parse, rewriter, accept, mapping or {}, met)
 
     named = build(NAMED)

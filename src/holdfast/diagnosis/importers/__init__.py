@@ -33,7 +33,14 @@ from holdfast.diagnosis.importers.reading.described_table import CSV, JSON_LINES
 from holdfast.diagnosis.importers.reading.json_lines import load_json, sample_objects
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import rename_column
-from holdfast.diagnosis.importers.reading.runs import fenced_blocks, split_runs, use_as_step, use_evaluation
+from holdfast.diagnosis.importers.reading.runs import (
+    cut_at_run_headings,
+    fenced_blocks,
+    number_runs,
+    split_runs,
+    use_as_step,
+    use_evaluation,
+)
 from holdfast.diagnosis.importers.reading.text_format import describe_no_metrics, described_format
 from holdfast.diagnosis.importers.reading.text_reader import TextReader
 from holdfast.diagnosis.model.table import Table
@@ -98,7 +105,7 @@ def _read_file(path: Path, mapping: Mapped, format: str | None) -> list[Table]:
     source = LogSource(path)
     blocks = fenced_blocks(source)
     if not blocks:
-        return _read_source(source, path, mapping, format)
+        return _read_headed_runs(source, path, mapping, format) or _read_source(source, path, mapping, format)
     found: list[Table] = []
     for block in blocks:
         with contextlib.suppress(LogRefused):
@@ -109,6 +116,18 @@ def _read_file(path: Path, mapping: Mapped, format: str | None) -> list[Table]:
     if not found:
         raise LogRefused(str(path), f"Markdown with {len(blocks)} fenced blocks, none of which is a log")
     return found
+
+
+def _read_headed_runs(source: LogSource, path: Path, mapping: Mapped, format: str | None) -> list[Table]:
+    """Return the runs of a file with a heading before each; none if one continues the one before."""
+    try:
+        tables = [_read_source(part, path, mapping, format)[0] for part in cut_at_run_headings(source)]
+    except LogRefused:
+        return []
+    if not all(len(table) for table in tables) or len({(table.unit, float(table.step[0])) for table in tables}) != 1:
+        return []
+    number_runs(tables)
+    return tables
 
 
 def _read_source(source: LogSource, path: Path, mapping: Mapped, format: str | None) -> list[Table]:

@@ -432,3 +432,95 @@ def test_steps_within_epochs_are_unfolded_in_each_run(tmp_path):
     ]
     tables = read(write(tmp_path, "\n".join(lines)))
     assert [(len(table), table.step[0], table.step[-1]) for table in tables] == [(12, 0, 550), (8, 0, 350)]
+
+
+EVALUATIONS_BELOW_A_NAME = {
+    "rule": ["=== Eval ===", "loss: {v}", "acc: 0.5"],
+    "colon": ["Validation results:", "", "  accuracy: 0.5, loss: {v}"],
+    "epoch": ["Validating epoch {i}", "Loss = {v}", "Acc = 0.5"],
+    "logger": ["2024-03-02 11:22:33,123 - INFO - Running validation...", "2024-03-02 11:22:33,124 - INFO - loss {v}"],
+    "json": ["***** Running Evaluation *****", "{{", '  "loss": {v},', '  "acc": 0.5,', "}}"],
+}
+
+
+@pytest.mark.parametrize("name", EVALUATIONS_BELOW_A_NAME)
+@pytest.mark.parametrize("record", ["epoch {i} loss: {t} lr 0.1", "epoch {i}\nTraining:\nloss: {t}\nacc: 0.4"])
+def test_metrics_below_the_name_of_an_evaluation_are_no_training_records(tmp_path, name, record):
+    block = "\n".join([record, *EVALUATIONS_BELOW_A_NAME[name]])
+    text = "\n".join(block.format(i=i, t=3 - i / 100, v=4 - i / 100) for i in range(1, 21))
+    table = read_one(write(tmp_path, text))
+    assert (table.unit, table.step.tolist()) == ("epoch", list(range(1, 21)))
+    assert values(table, "loss") == pytest.approx([3 - i / 100 for i in range(1, 21)])
+    (held_out,) = (series for series in table.evals.values() if series.value[0] > 3)
+    assert held_out.value.tolist() == pytest.approx([4 - i / 100 for i in range(1, 21)])
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [("t_loss", "v_loss"), ("loss", "vloss"), ("trainLoss", "lossVal"), ("Loss (train)", "Loss (val)"),
+     ("tr_loss", "va_loss"), ("Train Loss", "Vali Loss"), ("train loss", "held-out loss"), ("loss_tr", "loss_te")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "line", ["epoch {i} {train}: {t} {held_out}: {v}", "epoch: {i}\n{train}: {t}\n{held_out}: {v}"]
+)
+def test_names_of_held_out_data_are_told_from_those_of_training(tmp_path, train, held_out, line):
+    names = {"train": train, "held_out": held_out}
+    table = read_one(
+        write(tmp_path, "\n".join(line.format(i=i, t=3 - i / 100, v=4 - i / 100, **names) for i in range(1, 21)))
+    )
+    assert values(table, "loss") == pytest.approx([3 - i / 100 for i in range(1, 21)])
+    (series,) = table.evals.values()
+    assert series.value.tolist() == pytest.approx([4 - i / 100 for i in range(1, 21)])
+
+
+def test_the_loss_of_a_value_function_is_no_evaluation(tmp_path):
+    table = read_one(
+        write(tmp_path, "\n".join(f"update {i} pg_loss: 1.5 v_loss: {i}.5 entropy: 0.1" for i in range(20)))
+    )
+    assert values(table, "loss") == [i + 2.0 for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    "line", ["step {i} loss {t} ids [{long}]", "step {i} ids [{long}] loss {t}", "step {i} loss={t} {long}"]
+)
+def test_a_long_line_is_read(tmp_path, line):
+    long = ", ".join(["12.5"] * 2000)
+    lines = [line.format(i=i, t=3 - i / 100, long=long) for i in range(20)]
+    assert values(read_one(write(tmp_path, "\n".join(lines))), "loss") == pytest.approx(
+        [3 - i / 100 for i in range(20)]
+    )
+
+
+@pytest.mark.parametrize(
+    "heading", ["===== Fold {n}/3 =====", "Starting training with seed {n}", "$ python train.py --lr 0.{n}"]
+)
+@pytest.mark.parametrize("record", ["epoch {i} loss {t}", "step {i} loss: {t} lr 0.1"])
+def test_runs_with_a_heading_are_separate_although_their_losses_are_alike(tmp_path, heading, record):
+    runs = [
+        [heading.format(n=n), *(record.format(i=i, t=0.5 + 0.01 * (i % 3)) for i in range(1, 11))] for n in range(1, 4)
+    ]
+    tables = read(write(tmp_path, "\n".join(line for run in runs for line in run)))
+    assert [(table.step[0], table.step[-1]) for table in tables] == [(1, 10)] * 3
+    assert tables[1].facts["run"] == "run 2 of 3 in this file"
+
+
+def test_a_run_that_continues_below_a_second_command_is_one_run(tmp_path):
+    lines = [f"step {i} loss {3 - i / 100}" for i in range(40)]
+    lines = ["python train.py --lr 0.1", *lines[:20], "python train.py --lr 0.1 --continue", *lines[20:]]
+    assert len(read_one(write(tmp_path, "\n".join(lines)))) == 40
+
+
+@pytest.mark.parametrize("row", ["{i}00 {t} 0.001", "{i}00\t{t}", "{i}00, {t}, 0.5", "{i}00 | {t} | 12"])
+def test_rows_of_numbers_between_other_lines_are_records(tmp_path, row):
+    lines = ["Loading data", "The model has 123456 parameters"]
+    for i in range(1, 25):
+        lines += [row.format(i=i, t=round(3 - i / 10, 2)), *([f"saved model_{i}.pt"] if i % 4 == 0 else [])]
+    table = read_one(write(tmp_path, "\n".join(lines)))
+    assert values(table, "loss") == pytest.approx([3 - i / 10 for i in range(1, 25)])
+    assert table.step.tolist() == [100.0 * i for i in range(1, 25)]
+
+
+def test_rows_of_numbers_that_do_not_fall_are_no_log(tmp_path):
+    rows = "\n".join(f"{i} {2 + 0.1 * (i % 7)} {5 + i / 10}" for i in range(40))
+    with pytest.raises(LogRefused):
+        read(write(tmp_path, f"Results of the survey\n{rows}\nSee the appendix.\n" * 3))

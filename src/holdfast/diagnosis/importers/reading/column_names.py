@@ -54,17 +54,21 @@ _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "skipped": ("skipped", "skipped_steps", "number_of_skipped_iterations", "skipped_iterations", "skipped_step"),
 }  # fmt: skip
 _MILLISECOND_NAMES = {"step_time_ms", "dt", "dt_ms", "iter_time_ms", "ms_per_step", "time_ms"}
-_EVAL_NAME = re.compile(
-    r"(^|[/_\-. ])(val|valid|validation|eval|evaluation|test|dev|predict|prediction|heldout|ppl_eval)([/_\-. ]|\d|$)"
-    r"|^(val|eval|test|valid)(loss|acc)|^va_|^te_|^tel$",
-    re.IGNORECASE,
+EVAL_WORDS = (
+    "val|vali|valid|validate|validating|validation|vld|eval|evaluate|evaluating|evaluation|test|testing|tst|dev"
+    "|held[-_]?out|holdout"
 )
+_EVAL_NAME = re.compile(
+    rf"(^|_)({EVAL_WORDS}|predict|prediction)(?<!std_dev)(_|\d|$)|^(val|vl|vld|eval|test|tst|dev|valid)(loss|acc)|^(va|te|cv)_|^tel$"
+)
+_LETTERED = re.compile(r"^(?:(tr?|va?|te|vl)_?)?(loss|acc|accuracy|err|error|nll|ppl|mse)(?:_(tr?|va?|te))?$")
+_POLICY = re.compile(r"(^|_)(p|pg|pi|policy|actor|critic|entropy|vf|q|td|kl|rew|reward)(_|$)")
 _REWARD_NAME = re.compile(
     r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
 )
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
 _LOSS_BY_CUSTOM = re.compile(
-    r"^(total|train|trl|learn|objf|energy|(\w+_)?(rmse|mse|mae|error|bce|xent|cross_entropy|smooth_?l1))$"
+    r"^(total|train|trl|learn|objf|energy|(\w+_)?(rmse|mse|mae|err|error|bce|xent|cross_entropy|smooth_?l1))$"
 )
 _PART_BY_CUSTOM = re.compile(
     r"(^|_)(d|g|gen|disc|err_?[dg]|gan|adv|real|fake|cycle|cyc|idt|identity|l1|l2|rec|recon\w*|kl|kld|ce|box|obj|cls|dfl|mel|fm|vgg)"
@@ -75,7 +79,10 @@ _LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|los
 _RATIO_OF_LOSS = re.compile(
     r"scale|weight|coef|num(_|$)|std$|delta|best|time|count|ratio|lambda|alpha|beta|gamma|type|power|class(es)?$|factor"
 )
-_TRAIN_AFFIX = re.compile(r"^(train|training|trainer|trn|tr)_(?=.)|^metrics_train_|_(train|training)$")
+_TRAIN_AFFIX = re.compile(
+    r"^(train|training|trainer|trn|tra|tr)_(?=.)|^(train|trn|tr)(?=loss)|^metrics_train_|_(train|training|trn)$"
+)
+_HUMP = re.compile(r"(?<=[a-z\d])(?=[A-Z])")
 _SEPARATORS = re.compile(r"[^a-z0-9]+")
 
 
@@ -85,9 +92,35 @@ def snake_case(name: str) -> str:
 
 
 @lru_cache(maxsize=4096)
+def _words(name: str) -> str:
+    """Return the words of a name: `trainLoss` is `train_loss`."""
+    return snake_case(_HUMP.sub("_", name[:200]))
+
+
+@lru_cache(maxsize=4096)
 def is_eval(name: str) -> bool:
     """Return whether the name says that the column is measured on held-out data."""
-    return _EVAL_NAME.search(name[:200]) is not None
+    return _EVAL_NAME.search(_words(name)) is not None
+
+
+def lettered_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the full names of columns of which only a letter tells the data: `t_loss` beside `v_loss`.
+
+    The `v_loss` of a policy is the loss of its value function.
+    """
+    keys = {name: _words(name) for name in names}
+    found = {
+        name: (match[1] or match[3] or "", match[2]) for name, key in keys.items() if (match := _LETTERED.match(key))
+    }
+    if any(_POLICY.search(key) for key in keys.values()):
+        return {}
+    trained = {metric for letter, metric in found.values() if letter[:1] in ("", "t") and letter != "te"}
+    held_out = {metric for letter, metric in found.values() if letter[:1] == "v" or letter == "te"} & trained
+    return {
+        name: f"val_{metric}" if letter[0] == "v" or letter == "te" else f"train_{metric}"
+        for name, (letter, metric) in found.items()
+        if letter and metric in held_out
+    }
 
 
 def is_step(name: str) -> bool:
@@ -117,14 +150,14 @@ def loss_rank(name: str) -> int | None:
     key = snake_case(name)
     if key in _LOSS_NAMES:
         return _LOSS_NAMES.index(key)
-    key = _TRAIN_AFFIX.sub("", key)
+    key = _TRAIN_AFFIX.sub("", _words(name))
     return _LOSS_NAMES.index(key) + 1 if key in _LOSS_NAMES else None
 
 
 @lru_cache(maxsize=4096)
 def is_part_of_loss(name: str) -> bool:
     """Return whether the name says that the column is a training loss, or one of its parts."""
-    key = snake_case(name)
+    key = _words(name)
     return not is_eval(name) and _LOSS_WORD.search(key) is not None and _RATIO_OF_LOSS.search(key) is None
 
 
@@ -137,8 +170,14 @@ def pick_customary_losses(names: Iterable[str]) -> list[str]:
     """Return the columns that are losses by custom, though no name says so: a total such as the error, or parts."""
     keys = {name: _TRAIN_AFFIX.sub("", snake_case(name)) for name in names if not is_eval(name)}
     totals = [name for name, key in keys.items() if _LOSS_BY_CUSTOM.search(key)]
+    totals.sort(key=lambda name: _TRAIN_AFFIX.search(_words(name)) is None)
     parts = [name for name, key in keys.items() if _PART_BY_CUSTOM.search(key)]
     return totals[:1] or (parts if len(parts) > 1 else [])
+
+
+def pick_training_error(names: Iterable[str]) -> list[str]:
+    """Return the column of a table that is a loss by custom and says that it is measured on the training data."""
+    return [name for name in pick_customary_losses(names)[:1] if _TRAIN_AFFIX.search(_words(name))]
 
 
 def pick_loss(names: Iterable[str]) -> str | None:
@@ -211,15 +250,16 @@ class ColumnRoles:
                 if column not in names:
                     raise NoSuchColumn(signal, column, names)
         mapped = {column: signal for signal, column in mapping.items()}
-        unmapped = [name for name in names if name not in mapped]
-        self.step = mapping.get("step") or pick_step(unmapped)
-        self.loss = mapping.get("loss") or pick_loss(unmapped)
+        full_names = lettered_names(names)
+        unmapped = {full_names.get(name, name): name for name in names if name not in mapped}
+        self.step = mapping.get("step") or pick_step(unmapped.values())
+        self.loss = mapping.get("loss") or unmapped.get(pick_loss(unmapped) or "")
         self.train: dict[str, tuple[str, float]] = {
             name: (mapped[name], 1.0) for name in names if name in mapped and mapped[name] != "step"
         }
         """column of the log -> (Holdfast's column, factor to its unit)"""
         self.evals: list[str] = []
-        reward = pick_reward(unmapped)
+        reward = pick_reward(unmapped.values())
         if reward is not None and "reward" not in mapping:
             self.train[reward] = ("reward", 1.0)
         used = {"loss", *(signal for signal, _ in self.train.values())}
@@ -228,10 +268,10 @@ class ColumnRoles:
                 continue
             if name == self.loss:
                 self.train[name] = ("loss", 1.0)
-            elif is_eval(name):
+            elif is_eval(full_names.get(name, name)):
                 self.evals.append(name)
             else:
-                column, factor = canonical_column(name)
+                column, factor = canonical_column(full_names.get(name, name))
                 if column in used:
                     column, factor = (name if name not in used else f"{name} (log)"), 1.0
                 used.add(column)

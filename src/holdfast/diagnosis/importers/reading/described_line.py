@@ -15,11 +15,13 @@ from typing import NamedTuple
 
 from holdfast.diagnosis.importers.reading.column_names import (
     COARSE_STEPS,
+    EVAL_WORDS,
     canonical_column,
     is_eval,
     is_part_of_loss,
     is_perplexity,
     is_step,
+    lettered_names,
     loss_rank,
     pick_customary_losses,
     pick_reward,
@@ -30,7 +32,8 @@ from holdfast.diagnosis.importers.reading.parsed_line import EVAL, TRAIN, Field,
 HEADING = "_heading_"
 """prefix of the step or epoch on a line without a metric; it belongs to the records after the line"""
 STEPS_OF_EPOCH = "_steps_of_epoch"
-MAX_LINE_BYTES = 6000
+MAX_LINE_BYTES = 32 << 10
+"""the part of a line that is parsed"""
 LEAD = "_lead"
 """a number without a name at the start of a record: its step, if it counts"""
 _NUMBER = rb"[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?|\.\d+|[nN][aA][nN]|[iI]nf|Infinity)"
@@ -40,12 +43,14 @@ _PAIR = re.compile(
     + _WORD
     + rb"(?: "
     + _WORD
-    + rb")??)(?: so far)?(?: ?\((?:ms|s|train|val|test)\))?['\"]?\]?"
+    + rb")??(?: ?\((?:val\w{0,7}|dev|test|eval)\))?)(?: so far)?(?: ?\((?:ms|s|train\w{0,3})\))?['\"]?\]?"
     rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
     rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
     rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
     rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:\s|$)))"
 )
+_NAME = re.compile(rb"[A-Za-z]\w{0,30}(?=['\"]?\s{0,3}[:=|\s]\s{0,3}[-+\d.])")
+_NAMING_BYTES = 256 << 10
 _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
 _BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
 _COUNTER = re.compile(
@@ -54,19 +59,18 @@ _COUNTER = re.compile(
 )
 _GLUED = re.compile(rb"(?<![A-Za-z])(epoch|step|iter)_?(\d{1,15})(?=[/:,\s\]]|$)", re.IGNORECASE)
 _VALUE_AT = re.compile(
-    rb"("
+    rb"(?<![\w/.@\-])("
     + _WORD
     + rb") (?:at|in|after|of|for) (?:global )?(step|iteration|iter|batch|epoch|episode) (\d{1,15}) ?[:=,]? ?"
     rb"(?:is |was )?(?=(" + _NUMBER + rb"))"
 )
 _LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|(?= \w+ [\d.]+$)))")
 _EVAL_WORD = re.compile(
-    rb"(?<![\w/.\-])(val|valid|validation|validate|validating|dev|test|testing|eval|evaluation|evaluating|evaluate|heldout)"
-    rb"(?:\)|(?![\w/.\-=]))",
+    rb"(?<![\w/.\-])(" + EVAL_WORDS.encode() + rb")(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
 )
 _SECTION = re.compile(
-    rb"(?<![\w/.\-])(?:(train|training)|(val|valid|validation|dev|test|eval|evaluation))\s?(?:[:|\])>\[(]| -)",
+    rb"(?<![\w/.@\-])(?:(train|training)|(" + EVAL_WORDS.encode() + rb"))\s?(?:[:|\])>\[(]| -)",
     re.IGNORECASE,
 )
 """`train: loss 0.5 | valid: loss 0.6`: what follows is measured on that data"""
@@ -76,7 +80,7 @@ _NO_RECORD = re.compile(
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
     rb"|self\.|\{\w+(?:\}|:[^\s\d])|^\s*\w+ = (?![-+]?[\d.]+(?:e[-+]?\d+)?,)|\)\.|[A-Za-z_)\]] ?==(?!=)\s?[\w'\"]|^\s+\w+\("
-    rb"|\w+Warning: |(?:\b[a-z']+,? ){9}"
+    rb"|Warning: |(?:(?<![\w'])[a-z']+,? ){9}"
 )
 """lines of a program, and sentences"""
 METRIC_WORDS = (
@@ -84,23 +88,12 @@ METRIC_WORDS = (
     b"EpRet", b"xent", b"Entropy",
 )  # fmt: skip
 _HEADING_WORDS = (
-    b"tep",
-    b"STEP",
-    b"poch",
-    b"EPOCH",
-    b"ter",
-    b"pdate",
-    b"atch",
-    b"/it",
-    b"it/",
-    b"ITER",
-    b"alid",
-    b"val",
-    b"est",
-)
+    b"tep", b"STEP", b"poch", b"EPOCH", b"ter", b"pdate", b"atch", b"/it", b"it/", b"ITER", b"alid", b"val", b"est", b"dev",
+    b"Dev", b"DEV", b"TEST", b"VAL",
+)  # fmt: skip
 _EVAL_METRIC = re.compile(
     r"^(val|valid|validation|test|dev|eval|tel)$|"
-    r"loss|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
+    r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
     re.I,
 )
 _TEXT_BEFORE_NAME = {
@@ -108,24 +101,12 @@ _TEXT_BEFORE_NAME = {
     "running", "current", "smoothed", "epoch", "step", "iter", "iteration", "main", "root", "at", "in", "on", "of",
     "for", "global",
 }  # fmt: skip
+_LOGGERS = {"root", "INFO", "DEBUG", "__main__"}
 _STATE_COLUMNS = {"lr", "grad_norm", "loss_scale", "skipped", "batch_size", "weight_norm"}
 """two of these make a record of a line without a loss: some logs leave NaN out, or print the loss on another line"""
 _OTHER_COUNTS = {
-    "total",
-    "max",
-    "num",
-    "warmup",
-    "warm",
-    "per",
-    "of",
-    "every",
-    "save",
-    "log",
-    "eval",
-    "remaining",
-    "last",
-    "best",
-}
+    "total", "max", "num", "warmup", "warm", "per", "of", "every", "save", "log", "eval", "remaining", "last", "best",
+}  # fmt: skip
 _STOP_WORDS = {"value", "executed", "done", "completed", "no", "number"}
 """words after a counter: `Steps executed: 100`"""
 _FACTORS = {None: 1.0, b"k": 1e3, b"K": 1e3, b"M": 1e6, b"B": 1e9}
@@ -221,9 +202,14 @@ def _name_in_section(section: bytes, name: str) -> str:
 
 
 def line_parser(
-    description: LogDescription, mapping: Mapping[str, str] | None, accept: str = NAMED, met: set[str] | None = None
+    description: LogDescription,
+    mapping: Mapping[str, str] | None,
+    accept: str = NAMED,
+    met: set[str] | None = None,
+    sample: bytes = b"",
 ) -> Callable[[bytes], ParsedLine | None]:
     """Return the parser of a format. `mapping` is the user's: signal -> name in the log. `met` gets the names it finds."""
+    full_names = lettered_names(name.decode() for name in set(_NAME.findall(sample[:_NAMING_BYTES])))
     mapped = {column: signal for signal, column in (mapping or {}).items()}
     columns = {**description.columns, **mapped}
     record, evaluation = (
@@ -233,8 +219,7 @@ def line_parser(
     words = (*(name.encode() for name in mapped), *METRIC_WORDS)
 
     def parse(line: bytes) -> ParsedLine | None:
-        if len(line) > MAX_LINE_BYTES:
-            return None
+        line = line[:MAX_LINE_BYTES]
         head = record.search(line) if record is not None else None
         held_out = evaluation.search(line) if evaluation is not None else None
         if record is not None and head is None and held_out is None:
@@ -246,7 +231,7 @@ def line_parser(
                 return None
         named = head.re.groupindex if head is not None and held_out is None else {}
         fixed = {name: Field(name, *head.span(name)) for name in named if head is not None and head[name] is not None}
-        line_record = _LineRecord(line, columns, fixed, accept)
+        line_record = _LineRecord(line, columns, fixed, accept, full_names)
         if met is not None:
             met.update(line_record.met)
         if held_out is not None:
@@ -260,7 +245,14 @@ def line_parser(
 class _LineRecord:
     """Sorts the pairs of one line into step, epoch, loss and other columns."""
 
-    def __init__(self, line: bytes, columns: Mapping[str, str], fixed: dict[str, Field], accept: str) -> None:
+    def __init__(
+        self,
+        line: bytes,
+        columns: Mapping[str, str],
+        fixed: dict[str, Field],
+        accept: str,
+        full_names: Mapping[str, str],
+    ) -> None:
         self.line = line
         self.train: dict[str, Field] = dict(fixed)
         self.evals: dict[str, Field] = {}
@@ -277,9 +269,14 @@ class _LineRecord:
         sections = list(_SECTION.finditer(line))
         for pair in find_pairs_of_any_name(line):
             self.taken.append((pair.start, max(pair.end, pair.total[1])))
+            if pair.name in _LOGGERS:  # `INFO:root:[100/2000]`
+                self.taken.pop()
+                continue
             section = next((s for s in reversed(sections) if s.start() <= pair.key_start), None)
             if section is not None and section[2] and section.start() > self.first_metric and pair.name not in columns:
                 pair = pair._replace(name=_name_in_section(section[2], pair.name))
+            if pair.name not in columns:
+                pair = pair._replace(name=full_names.get(pair.name, pair.name))
             name, found = pair.name, Field(pair.name, pair.start, pair.end, pair.factor)
             if (pair.start, pair.end) in spans:
                 continue

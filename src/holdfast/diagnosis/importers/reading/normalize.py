@@ -11,6 +11,7 @@ from holdfast.diagnosis.importers.reading.column_names import (
     is_eval,
     is_part_of_loss,
     is_perplexity,
+    pick_training_error,
     snake_case,
 )
 from holdfast.diagnosis.importers.reading.log_source import LogSource
@@ -74,6 +75,8 @@ def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
         names = [name for name in table.columns if is_part_of_loss(name)]
         counts = {name: int(table.present[name].sum()) for name in names}
         names = [name for name in names if 2 * counts[name] >= max(counts.values())]
+    if not names and not any(map(is_perplexity, table.columns)) and "reward" not in table.columns:
+        names = pick_training_error(table.columns)
     if len(names) > 1:
         present = np.all([table.present[name] for name in names], axis=0)
         if not present.any():

@@ -1,7 +1,7 @@
 """Rewrites text so that each record is one line of names and numbers.
 
-Boxes, metrics on lines of their own below a heading, rows of a table below its header, rows of numbers without a header,
-and the usual Chinese words of training logs.
+Boxes, metrics on lines of their own below a heading, evaluations below their name, rows of a table below its header, rows of
+numbers without a header, and the usual words of training logs in some languages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.diagnosis.importers.reading.column_names import (
+    EVAL_WORDS,
     is_part_of_loss,
     loss_rank,
     pick_customary_losses,
@@ -39,16 +40,38 @@ _RUNNING_BAR = re.compile(
 )
 _FULL_BAR = re.compile(rb"(?m)^ *(\d{1,9})/\1 (?:\[=|\xe2\x94\x81)[^\n]*(?:loss|nan)")
 """bars of Keras: the last of an epoch has its means, those before have the means so far"""
-_HOLD_BYTES = 64 << 10
+_LINE_PREFIX = rb"(?:[^\n]{0,60}?(?:\b(?:INFO|DEBUG)\b|\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?)[^\w\n]*(?:root:)?)*+"
+_EVALUATION = re.compile(
+    rb"(?mi)^"
+    + _LINE_PREFIX
+    + rb"(?P<name>(?=[^\n]{0,60}?\b(?P<word>"
+    + EVAL_WORDS.encode()
+    + rb")\b)(?:[^\w\n]*+(?:"
+    + EVAL_WORDS.encode()
+    + rb"|sets?|data(?:set)?|results?|metrics?|performance|summary|report|stage|phase|start(?:ing|ed)?|begins?"
+    rb"|running|run|on|the|of|for|at|in|after|epoch|step|iter(?:ation)?|mode|model|scores?|loop|loss(?:es)?|best|final|split|\d++)"
+    rb"\b)++[^\w\n]*+)$"
+)
+"""a line that only says that an evaluation begins"""
+_RULE_OR_METRIC = re.compile(
+    _LINE_PREFIX
+    + rb"[^\w\n]*(?P<metric>[A-Za-z](?:[\w /@.()-]{0,40}?)['\"]?[ \t]*[:=|\s][ \t]*[-+]?(?:\d|nan|inf|\.\d)[^\n]*)?$",
+    re.I,
+)
+_OF_NEXT_RECORD = re.compile(rb"(?i)\b(?:epoch|step|iter|iteration|batch|train\w*)\b|\d/\d")
+_HOLD_BYTES, _MAX_BLOCK_BYTES = 64 << 10, 4 << 10
 _SAMPLE_BYTES = 1 << 20
 _WORDS = {
     "\u635f\u5931": "loss", "\u6b65\u6570": "step", "\u6b65": "step", "\u5b66\u4e60\u7387": "lr", "\u8bad\u7ec3": "train ",
     "\u56de\u5408": "epoch", "\u8f6e\u6b21": "epoch", "\u8f6e": "epoch", "\u8fed\u4ee3\u6b21\u6570": "iteration",
     "\u8fed\u4ee3": "iteration", "\u51c6\u786e\u7387": "accuracy", "\u9a8c\u8bc1": "val ", "\u6d4b\u8bd5": "test ",
     "\u5e73\u5747": "mean ", "\u5956\u52b1": "reward", "\u56f0\u60d1\u5ea6": "perplexity", "\uff1a": ": ", "\uff0c": ", ",
+    "\u640d\u5931": "loss", "\u30a8\u30dd\u30c3\u30af": "epoch", "\u30b9\u30c6\u30c3\u30d7": "step",
+    "\u691c\u8a3c": "val ", "\u8a13\u7df4": "train ", "\uc190\uc2e4": "loss", "\uc5d0\ud3ec\ud06c": "epoch",
+    "\uac80\uc99d": "val ", "\u043f\u043e\u0442\u0435\u0440\u0438": "loss", "\u044d\u043f\u043e\u0445\u0430": "epoch",
 }  # fmt: skip
 _TRANSLATED = {word.encode(): english.encode() for word, english in _WORDS.items()}
-_CHINESE = re.compile(b"|".join(map(re.escape, _TRANSLATED)))
+_FOREIGN = re.compile(b"(" + b"|".join(map(re.escape, _TRANSLATED)) + b")( ?)")
 _RULE = re.compile(rb"^[\s|+:=-]*$")
 _BAR = re.compile(rb":?\s{0,20}+\d{1,3}%\|.*")
 _COLON = re.compile(rb"(?<=\d):(?=\s)")
@@ -56,8 +79,9 @@ _DIGIT = re.compile(rb"\d")
 _GAP = re.compile(rb"\s{2,}|\t")
 _CELL = re.compile(rb"\S+(?: \S+)*")
 _VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|inf)$", re.IGNORECASE)
+_COMMA = re.compile(rb"\s*(?:[;|]|,(?!\d{3}(?!\d)))\s*|\s+")
 _SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
-_MIN_ROWS = 3
+_MIN_ROWS, _MIN_ROWS_IN_TEXT = 3, 8
 _MAX_ROW_BYTES = 1000
 
 
@@ -66,6 +90,47 @@ def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None
     sample = sample[:_SAMPLE_BYTES]
     if description.record:
         return None
+    if _EVALUATION.search(sample) is None:
+        return _find_layout(sample)
+    layout = _find_layout(_with_joined_evaluations(sample))
+    return _join_evaluations if layout is None else lambda chunks: layout(_join_evaluations(chunks))
+
+
+def _join_evaluations(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    held = b""
+    for chunk in chunks:
+        chunk = held + b"\n" + chunk if held else chunk
+        at = max((match.start() for match in _EVALUATION.finditer(chunk, max(0, len(chunk) - _HOLD_BYTES))), default=0)
+        held, chunk = (chunk[at:], chunk[: at - 1]) if at else (b"", chunk)
+        yield _with_joined_evaluations(chunk)
+    if held:
+        yield _with_joined_evaluations(held)
+
+
+def _with_joined_evaluations(chunk: bytes) -> bytes:
+    """Return the text with the metrics below the name of an evaluation on one line with it."""
+    parts, done = [], 0
+    for match in _EVALUATION.finditer(chunk):
+        metrics: dict[bytes, bytes] = {}
+        end = match.end()
+        for line in chunk[end + 1 : end + _MAX_BLOCK_BYTES].split(b"\n"):
+            found = _RULE_OR_METRIC.match(line)
+            text = found["metric"] if found is not None else None
+            name = re.split(rb"[:=|\d]", text or b"")[0]
+            if found is None or name in metrics or (text and _OF_NEXT_RECORD.search(text)) or (metrics and not text):
+                break
+            end += len(line) + 1
+            metrics |= {name: text.rstrip(b", ")} if text else {}
+        if metrics:
+            # The epoch in the name is also that of the records before it.
+            name = match["name"] + b"\n" + match["word"] if b"poch" in match["name"] else match["name"]
+            parts += [chunk[done : match.start()], name.rstrip(b" \t.:=-*#>"), b" | ", b", ".join(metrics.values())]
+            done = end
+    return b"".join([*parts, chunk[done:]])
+
+
+def _find_layout(sample: bytes) -> Rewriter | None:
+    """Return what puts the training records on one line each."""
     if _CUT_RECORD.search(sample):
         return _joiner(_REST_OF_CUT, b"")
     if len(_FULL_BAR.findall(sample)) >= _MIN_ROWS:
@@ -76,8 +141,10 @@ def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None
         return _joiner(_INDENTED_PAIR, b" ")
     if headers := _find_headers(sample):
         return _by_line(headers)
-    if len(_CHINESE.findall(sample)) >= 2:
-        return lambda chunks: (_CHINESE.sub(lambda match: _TRANSLATED[match[0]], chunk) for chunk in chunks)
+    if len(_FOREIGN.findall(sample)) >= 2:
+        return lambda chunks: (
+            _FOREIGN.sub(lambda match: _TRANSLATED[match[1]].rstrip() + (match[2] or b" "), chunk) for chunk in chunks
+        )
     if names := _name_columns(sample):
         return _by_line({}, names)
     return None
@@ -155,10 +222,15 @@ def _cells(line: bytes) -> list[bytes]:
     return _GAP.split(line)
 
 
+def _layouts(line: bytes) -> tuple[list[bytes], ...]:
+    """Return the cells of a line as a table with bars or gaps has them, one with single blanks, and one with commas."""
+    return _cells(line), line.split(), _COMMA.split(line.strip())
+
+
 def _split_row(line: bytes, width: int) -> list[bytes]:
     """Return the cells of a row of a table with so many columns; none if the line is no row."""
     line = _COLON.sub(b"", _BAR.sub(b"", line))
-    for cells in (_cells(line), line.split()):
+    for cells in _layouts(line):
         numbers = sum(_VALUE.match(cell) is not None for cell in cells)
         if width - 3 <= len(cells) <= width and len(cells) > 1 and numbers >= max(2, 0.6 * len(cells)):
             return cells
@@ -191,7 +263,7 @@ def _find_headers(sample: bytes) -> dict[bytes, list[bytes]]:
             and 12 < len(line) < 1000
             and after[-400:].strip()[:1].isdigit() | (b"|" in after)
         ):
-            for cells in (_cells(line), line.split()):
+            for cells in _layouts(line):
                 row = _split_row(after, len(cells))
                 if (
                     len(cells) < 2
@@ -212,19 +284,28 @@ def _names_a_loss(names: list[str]) -> bool:
     return known or pick_reward(names) is not None or bool(pick_customary_losses(names))
 
 
-def _name_columns(sample: bytes) -> list[bytes]:
-    """Return names for a file of nothing but numbers: its step, and the column that is the sum of those before it.
+def find_rows_in_text(sample: bytes) -> Rewriter | None:
+    """Return a rewriter for a text without any other record, whose rows of numbers have steps and a column that falls."""
+    names = _name_columns(sample[:_SAMPLE_BYTES], in_text=True)
+    return _by_line({}, names) if names else None
 
-    Without such a sum the loss is the second of two columns, or else the first column that falls.
+
+def _name_columns(sample: bytes, *, in_text: bool = False) -> list[bytes]:
+    """Return names for rows of nothing but numbers: the step, and the column that is the sum of those before it.
+
+    Without such a sum the loss is the second of two columns, or else the first column that falls. Other lines may only
+    be between the rows if `in_text`: then the second column must fall too.
     """
     lines = [
-        _COLON.sub(b"", line).split()
+        _COMMA.split(_COLON.sub(b"", line).strip())
         for line in sample.split(b"\n")[:2000]
         if line.strip() and len(line) < _MAX_ROW_BYTES
     ]
-    width = len(lines[0]) if lines else 0
-    lines = [cells for cells in lines if len(cells) == width and all(_VALUE.match(cell) for cell in cells)]
-    if width < 2 or len(lines) < max(2 * _MIN_ROWS, 0.8 * (sample[: 1 << 18].count(b"\n") + 1)):
+    lines = [cells for cells in lines if len(cells) > 1 and all(_VALUE.match(cell) for cell in cells)]
+    width = Counter(map(len, lines)).most_common(1)[0][0] if lines else 0
+    lines = [cells for cells in lines if len(cells) == width]
+    least = _MIN_ROWS_IN_TEXT if in_text else max(2 * _MIN_ROWS, 0.8 * (sample[: 1 << 18].count(b"\n") + 1))
+    if width < 2 or len(lines) < least:
         return []
     values = np.array([[parse_number(cell.split(b"/")[0].rstrip(b"GMk")) or 0.0 for cell in row] for row in lines])
     if (np.diff(values[:, 0]) <= 0).mean() > 0.1:
@@ -240,7 +321,7 @@ def _name_columns(sample: bytes) -> list[bytes]:
     falls = [
         i for i in range(1, width) if is_fraction[i] and values[-tenth:, i].mean() < 0.98 * values[:tenth, i].mean()
     ]
-    loss = next(iter([*totals, *([1] if width == 2 else []), *falls]), 0)
+    loss = next(iter([*totals, *([1] if width == 2 and not in_text else []), *falls]), 0)
     names = [b"column_%d" % (i + 1) for i in range(width)]
     names[0] = b"epoch" if b"/" in lines[0][0] else b"step"
     names[loss or -1] = b"loss" if loss else names[-1]

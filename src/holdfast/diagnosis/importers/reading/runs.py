@@ -16,6 +16,13 @@ from holdfast.diagnosis.model.table import Series, Table
 
 _FENCE = re.compile(rb"^(?:[ \t>]{0,8}```+[^\n`]*|~~~+ *\w*)$", re.MULTILINE)
 _RECORD_IN_FENCE = re.compile(rb"`[^\n]*[:=] ?[-+]?[\d.]")
+_RUN_HEADING = re.compile(
+    rb"(?mi)^[^\w\n]*(?:(?:\w+ ){0,4}(?:fold|run|trial|seed|experiment|split|repeat)\b[ :=#_-]{0,3}\d{1,6}\b"
+    rb"(?![^\n]*loss)[^\n]{0,60}$"
+    rb"|Namespace\(|(?:\$ )?python3? [^\n]{0,99}\.py\b)"
+)
+"""lines that begin a run: `=== Fold 2/5 ===`, the seed, the command, its options"""
+_MAX_RUNS = 200
 _MIN_RECORDS = 3
 _MAX_IN_PROSE = 4
 """sentences of a page that look like records"""
@@ -51,6 +58,33 @@ def fenced_blocks(source: LogSource) -> list[LogSource]:
     return blocks
 
 
+def cut_at_run_headings(source: LogSource) -> list[LogSource]:
+    """Return the stretches between lines that begin a run, such as `Fold 2`; none unless several have records."""
+    if source.size > SAMPLE_BYTES or source.is_gzipped or source.is_utf16 or source.end is not None:
+        return []
+    data = source.head(source.size)
+    generic = described_format(GENERIC, None, data)
+    starts = [match.start() for match in _RUN_HEADING.finditer(data)]
+    sections: list[tuple[int, int]] = []
+    begin = 0
+    for start, end in pairwise([*starts, len(data)]) if 1 < len(starts) <= _MAX_RUNS else ():
+        if (count := generic.count_records(data[start:end].replace(b"\r", b"\n"))[1]) >= _MIN_RECORDS:
+            sections.append((begin, end))
+            begin = end
+        elif count:
+            return []
+    if sections:
+        sections[-1] = (sections[-1][0], len(data))
+    found = [LogSource(source.path, start=a, end=b, line=data.count(b"\n", 0, a) + 1) for a, b in sections]
+    return found if len(found) > 1 else []
+
+
+def number_runs(runs: list[Table]) -> None:
+    for number, run in enumerate(runs, 1):
+        if len(runs) > 1:
+            run.facts["run"] = f"run {number} of {len(runs)} in this file"
+
+
 def _gaps(pairs: list[tuple[re.Match[bytes], re.Match[bytes] | None]], length: int) -> list[tuple[int, int]]:
     starts = [0, *(closing.end() if closing is not None else length for _, closing in pairs)]
     return list(zip(starts, [*(opening.start() for opening, _ in pairs), length], strict=True))
@@ -81,9 +115,7 @@ def split_runs(table: Table) -> list[Table]:
             "runs_left", f"{len(runs) - len(long)} runs of fewer than {_MIN_RECORDS} records are left out"
         )
     runs = long or runs
-    for number, run in enumerate(runs, 1):
-        if len(runs) > 1:
-            run.facts["run"] = f"run {number} of {len(runs)} in this file"
+    number_runs(runs)
     return runs
 
 

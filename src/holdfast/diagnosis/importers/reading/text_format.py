@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from holdfast.diagnosis.importers.reading.described_line import (
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import add_source_limits, normalize, restore_hidden_nan
 from holdfast.diagnosis.importers.reading.parsed_line import LineParser
-from holdfast.diagnosis.importers.reading.rewriting import find_rewriter
+from holdfast.diagnosis.importers.reading.rewriting import find_rewriter, find_rows_in_text
 from holdfast.diagnosis.importers.reading.steps import arrange_steps
 from holdfast.diagnosis.importers.reading.text_reader import RECORD_INDEX, LineMerger, TextReader
 from holdfast.diagnosis.model.table import Event, Series, Table, cut_event_text
@@ -132,7 +132,7 @@ def described_format(
 
     def build(accept: str) -> TextFormat:
         met: set[str] = set()
-        parse = line_parser(description, mapping, accept, met)
+        parse = line_parser(description, mapping, accept, met, sample)
         return TextFormat(description, parse, rewriter, accept, mapping or {}, met)
 
     named = build(NAMED)
@@ -142,6 +142,8 @@ def described_format(
     customary, anything = build(CUSTOMARY), build(ANY)
     if not losses and customary.count_records(sample)[0] >= _MIN_CUSTOMARY:
         return customary
+    if not records and (rows := find_rows_in_text(sample)) is not None:
+        return replace(named, rewrite=rows)
     return named if records else anything
 
 

@@ -12,12 +12,7 @@ from numpy.typing import NDArray
 from holdfast.diagnosis.importers.reading.column_blocks import ColumnBlock, Floats, RecordStore
 from holdfast.diagnosis.importers.reading.events import find_events
 from holdfast.diagnosis.importers.reading.parsed_line import EVAL, TRAIN, LineParser, ParsedLine
-from holdfast.diagnosis.importers.reading.vectorized import (
-    MAX_RECORD_BYTES,
-    LineTemplate,
-    learn_template,
-    line_shapes,
-)
+from holdfast.diagnosis.importers.reading.vectorized import LineTemplate, learn_template, line_shapes
 from holdfast.diagnosis.model.table import MAX_EVENTS
 
 MIN_LINES_FOR_TEMPLATE = 24
@@ -112,7 +107,7 @@ class TextReader:
         if shape in self._known_shapes:
             known = self._known_shapes[shape]
         else:
-            known = self.parse(first_line) if 0 < len(first_line) <= MAX_RECORD_BYTES else None
+            known = self.parse(first_line) if first_line else None
         if isinstance(known, ParsedLine) and count >= MIN_LINES_FOR_TEMPLATE:
             known = learn_template(first_line, known) or known
         if len(self._known_shapes) < MAX_CACHED_SHAPES and len(shape) <= MAX_CACHED_SHAPE_BYTES:

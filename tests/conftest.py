@@ -1,7 +1,8 @@
 """Markers in the test files decide which tests run where:
 
 - no marker: `make test`, in under five minutes on two cores; of every file at least one test;
-- `slow`: `make test-slow` and `make test-all`, because the test takes two seconds or more, or repeats a behaviour in another setting;
+- `slow`: `make test-slow` and `make test-all`, because the test takes two seconds or more, or repeats a behaviour in another
+  setting;
 - `soak`: `make soak` only, because it takes many minutes;
 - `finds_slowdowns`: the guards of this test look for slowdowns. Those of others do not: other programs slow this machine
   down at any time;

@@ -166,7 +166,9 @@ class IncidentWatch:
             return None
         outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []
         if outlying and not rows and verdict["cause"] in ("structural", "not_established"):
-            text = f"row {outlying[0]} of the batch is out of all proportion; holdfast replay tells if it suffices alone"
+            text = (
+                f"row {outlying[0]} of the batch is out of all proportion; holdfast replay tells if it suffices alone"
+            )
             verdict["against"] = [*verdict["against"], text]
         ids = [(attempt.draws[n].ids or [])[row : row + 1] for n, row in rows]
         samples = [int(each[0]) for each in ids if each and hasattr(each[0], "__index__")]

@@ -161,12 +161,14 @@ class IncidentWatch:
         """Return this rank's verdict in plain values."""
         rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in bad_rows(draw.batch)] if is_bad else []
         growth = weights_growth(self._context.state, self._snapshots, attempt.number) if is_bad else 1.0
-        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, growth, is_bad=is_bad)
+        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, is_bad=is_bad, weights_growth=growth)
         if verdict is None:
             return None
         outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []
         if outlying and not rows and verdict["cause"] in ("structural", "not_established"):
-            text = f"row {outlying[0]} of the batch is out of all proportion; holdfast replay tells if it suffices alone"
+            text = (
+                f"row {outlying[0]} of the batch is out of all proportion; holdfast replay tells if it suffices alone"
+            )
             verdict["against"] = [*verdict["against"], text]
         ids = [(attempt.draws[n].ids or [])[row : row + 1] for n, row in rows]
         samples = [int(each[0]) for each in ids if each and hasattr(each[0], "__index__")]

@@ -178,6 +178,15 @@ def test_a_curve_is_logarithmic_only_if_most_of_it_is_small_and_marks_before_the
     assert browser.run("return document.getElementById('from').value") == "0"
     assert "lowest 1e-7 at step 1,000" in browser.readout("Learning rate")
     assert browser.run("return document.querySelectorAll('.bar .striped').length") == 2
+    written = """
+        const seen = [], pen = CanvasRenderingContext2D.prototype, fill = pen.fillText;
+        pen.fillText = function (text, ...rest) { seen.push(text); fill.call(this, text, ...rest); };
+        window.dispatchEvent(new Event("resize")); const done = arguments[0];
+        requestAnimationFrame(() => requestAnimationFrame(() => done(seen)));
+    """
+    browser.show_steps(1, 4)
+    texts = browser.driver.execute_async_script(written)
+    assert {"2", "3"} <= set(texts) and "2.5" not in texts and "saved, good" in texts
 
 
 def test_one_spike_among_a_million_points_is_found_at_any_zoom(browser, tmp_path):

@@ -346,6 +346,56 @@ def test_what_cannot_be_exact_is_said_once_and_can_be_forbidden(caplog, model, n
     assert "allow_inexact = false" in text
 
 
+def contrastive(model, batch):
+    """Compare the samples of a micro-batch with each other."""
+    z = nn.functional.normalize(model(batch[0]).mean(1), dim=-1)
+    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def test_a_loss_that_its_parts_do_not_add_up_to_is_said_once_and_can_be_forbidden(caplog):
+    """A backward that failed leaves the loss of the whole: the parts must give the same."""
+    plain = train(loss=contrastive)
+    nbytes = int(0.95 * plain.limit.peak)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        train(nbytes, loss=contrastive)
+    loud = [r.message for r in caplog.records if "A SPLIT MICRO-BATCH IS NOT EXACT HERE" in r.message]
+    assert len(loud) == 1 and "the parts give a loss of" in loud[0]
+    with pytest.raises(holdfast.StepError, match="allow_inexact = false"):
+        train(nbytes, loss=contrastive, config={"oom": {"allow_inexact": False}})
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_its_parts_add_up_to_is_not_reported(caplog, accumulate):
+    rows = Rows(ignored=lambda n: n % 7)
+    plain = train(rows=rows, accumulate=accumulate, steps=4)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        run = train(int(0.95 * plain.limit.peak), rows=rows, accumulate=accumulate, steps=4)
+    assert run.limit.raised and difference(run, plain) < BOUND and "NOT EXACT" not in caplog.text
+
+
+class ToyCausalLM(nn.Module):
+    """Predicts the next label of each position, as the causal models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 5)
+
+    def forward(self, x, labels):
+        return nn.functional.cross_entropy(self.inner(x)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_labels_of_a_causal_model_inside_other_modules_count_without_the_first():
+    rows = Rows(ignored=lambda n: (n * 13) % LENGTH)
+    options = {
+        "rows": rows,
+        "model": lambda: nn.ModuleDict({"outer": nn.ModuleDict({"lm": ToyCausalLM()})}),
+        "loss": lambda model, batch: model["outer"]["lm"](*batch),
+    }
+    plain = train(**options)
+    run = train(int(0.6 * plain.limit.peak), **options)
+    assert run.limit.raised and difference(run, plain) < BOUND
+
+
 def test_buffers_and_random_state_are_those_before_the_step():
     """A failed forward has moved BatchNorm's statistics and drawn a mask: neither may count twice."""
 

@@ -127,8 +127,8 @@ function show(low, high) {
 const zoom = (factor, at = (view.low + view.high) / 2) => show(at - (at - view.low) * factor, at + (view.high - at) * factor);
 const pan = (share) => { const by = (view.high - view.low) * share; show(view.low + by, view.high + by); };
 
-function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough)), unit = [1, 2, 5, 10].find((m) => m * power >= rough) * power, found = [];
+function ticks(low, high, count, least = 0) {
+  const rough = Math.max((high - low) / count, least), power = 10 ** Math.floor(Math.log10(rough)), unit = [1, 2, 5, 10].find((m) => m * power >= rough) * power, found = [];
   if (!(unit > 0) || !Number.isFinite(unit)) return [low];
   for (let v = Math.ceil(low / unit) * unit; v <= high + unit / 1e6 && found.length < 20; v += unit) found.push(Math.abs(v) < unit / 1e6 ? 0 : v);
   return found;
@@ -250,7 +250,7 @@ class Plot {
     marks.forEach((v) => { pen.beginPath(); pen.moveTo(GUTTER, y(v) + .5); pen.lineTo(GUTTER + this.width, y(v) + .5); pen.stroke(); pen.fillText(number(v), GUTTER - 5, y(v) + 4); });
     pen.strokeStyle = css("--line"); pen.beginPath(); pen.moveTo(GUTTER, bottom + .5); pen.lineTo(GUTTER + this.width, bottom + .5); pen.stroke();
     pen.textAlign = "center";
-    ticks(this.low, this.high, Math.max(2, Math.min(8, this.width / 70))).forEach((v) => { const x = this.x(v); if (x > GUTTER + 12 && x < GUTTER + this.width - 12) pen.fillText(Number.isInteger(v) ? whole(v) : number(v), x, bottom + 14); });
+    ticks(this.low, this.high, Math.max(2, Math.min(8, this.width / 70)), 1).forEach((v) => { const x = this.x(v); if (x > GUTTER + 12 && x < GUTTER + this.width - 12) pen.fillText(Number.isInteger(v) ? whole(v) : number(v), x, bottom + 14); });
   }
 
   line(pen, curve, i, y, top) {
@@ -444,7 +444,7 @@ function setRange() {
   let low = Infinity, high = -Infinity;
   for (const plot of page.plots) for (const curve of [...plot.live.curves, ...(plot.live.undone ? [plot.live.undone] : [])]) if (curve.n) { low = Math.min(low, curve.x[0]); high = Math.max(high, curve.x[curve.n - 1]); }
   const first = Math.min(...(page.marks || []).map((mark) => mark[1])); // such as a checkpoint from before the first step
-  if (first < low && low - first <= .1 * (high - low)) low = first;
+  if (first < low && low - first <= Math.max(1, .1 * (high - low))) low = first;
   const old = view.all, isAll = view.low <= old[0] && view.high >= old[1];
   view.all = high > low ? [low, high] : high === low ? [low - 1, low + 1] : [0, 1];
   if (isAll) show(...view.all); else if (view.high >= old[1]) show(view.low + view.all[1] - old[1], view.all[1]); else redraw();

@@ -44,8 +44,8 @@ _PATTERNS = {
     "asked": rf"tr(?:ied|ying) to allocate (?:about )?{_SIZE}",
     "total": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
     "free": rf"of which {_SIZE} is free|{_SIZE} free\b",
-    "allowed": rf"{_SIZE} allowed",
-    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated",
+    "allowed": rf"{_SIZE} allowed|max allowed: {_SIZE}",
+    "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|mps allocated: {_SIZE}",
     "unallocated": rf"{_SIZE} is reserved by pytorch but unallocated",
     "reserved": rf"{_SIZE} reserved in total|{_SIZE} cached",
 }
@@ -63,7 +63,7 @@ _SHARED_MEMORY = re.compile(
 )
 _DEVICE = re.compile(
     r"(?:cuda|hip|xpu|mps|npu|gpu)\b.{0,60}out of memory|outofmemoryerror|cuda_error_out_of_memory|cudaerrormemoryallocation"
-    r"|(?:cublas|cudnn|cusolver|cusparse)_status_alloc_failed|out of memory",
+    r"|(?:cublas|cudnn|cusolver|cusparse)_status_alloc_failed|out of memory|oom when allocating|failed to cuda calloc",
     re.IGNORECASE,
 )
 
@@ -135,6 +135,12 @@ def explain(failed: OutOfMemory) -> Explanation:
     if failed.where != "device":
         cure = SHARED_MEMORY_CURE if failed.where == "shared memory" else CURES[HOST_GROWTH]
         return Explanation(CAPACITY, f"the {failed.where} ran out of memory{sizes and f': {sizes}'}", cure)
+    if (
+        failed.asked is not None
+        and failed.limit is not None
+        and failed.asked + (failed.allocated or 0.0) > failed.limit
+    ):
+        failed = failed._replace(allocated=failed.allocated or 0.0, unallocated=failed.unallocated or 0.0)
     if failed.asked is None or failed.unallocated is None or failed.limit is None or failed.allocated is None:
         return Explanation(NOT_ESTABLISHED, f"the device ran out of memory; {sizes or 'the text has no sizes'}", "")
     asked, unallocated, limit, free = failed.asked, failed.unallocated, failed.limit, failed.free_for_process

@@ -5,7 +5,8 @@ counts: evaluations, checkpoints, recompilations and pauses of any length count 
 with the same number of the steps shortly before. How far that ratio varies by nature, at this distance in time, is learned
 from the run: noise that is correlated over many steps, and slow drift, raise the limit by themselves. The same is done over
 48 steps, which finds later what is too noisy for twelve. Steps that are slow again and again, with fast ones between them,
-are found by their number. Slowdowns that come and go are reported twice; from then on only one that outlasts them.
+are found by their number. A speed that falls little by little is compared with that of a thousand steps before; it must have
+fallen all the way. Slowdowns that come and go are reported twice; from then on only one that outlasts them.
 
 It reads the rows of metrics.jsonl, beside the training. Its state is not saved: speed belongs to a process.
 """
@@ -48,6 +49,11 @@ rate that is assumed in a healthy run"""
 _MANY_COMMON, _MANY_LEAST, _MANY_RUNS, _MANY_SPREADS = 4.0, 8, 4, 1.5
 """how far a slow step is outside of what is common; the least number of slow steps in the window, of times that they begin,
 and the first against the most seen before"""
+_DRIFT_GAP, _DRIFT_REFERENCE, _DRIFT_SHARE, _DRIFT_EVERY = 1024, 256, 0.5, 8
+"""for a speed that falls little by little: how far back the reference is, its steps, how much longer a step must be, and
+of how many rows one is kept to name the phase"""
+_DRIFT_BACK = 0.25
+"""the part of the growth by which the times may have gone back on the way: noise that is correlated goes up and down"""
 _REFRESH = 32
 _GUARD_STEPS, _RECENT, _BEFORE = 24, 96, 128
 _GIVE_UP = 400
@@ -80,6 +86,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """the one rank that has become slower; None if all have, or there is only one"""
     is_intermittent: bool = False
     """only some of the steps are slow"""
+    is_gradual: bool = False
+    """the speed has fallen little by little, at the latest from `onset` on"""
 
     @property
     def percent(self) -> float:
@@ -92,6 +100,7 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
         if self.phase == "several":
             where = "; spread over its phases"
         some = "some steps take" if self.is_intermittent else "a step takes"
+        some = f"{some}, little by little," if self.is_gradual else some
         return (
             f"since step {self.onset} {some} {1e3 * self.seconds_after:.3g} ms instead of "
             f"{1e3 * self.seconds_before:.3g} ms ({self.percent:+.0f}%){where}"
@@ -143,7 +152,7 @@ class _SpeedLevel:
     """
 
     def __init__(self, window: int, low: int, gap: int, reference: int) -> None:
-        self._size, self._low, self._gap = window, low, gap
+        self.size, self._low, self._gap = window, low, gap
         self._lows = _Sliding(reference)
         self._history: deque[float] = deque(maxlen=_HISTORY)
         """ratios that ended `gap` steps ago"""
@@ -152,7 +161,7 @@ class _SpeedLevel:
 
     def restart(self, *, is_new_speed: bool) -> None:
         """Forget the newest steps, and the reference if it does not apply any more."""
-        self._window = _Sliding(self._size)
+        self._window = _Sliding(self.size)
         self._waiting: deque[tuple[float, float]] = deque()
         """the newest `gap` lows, and their ratios"""
         self.exceeded = 0
@@ -174,7 +183,7 @@ class _SpeedLevel:
     def add(self, value: float) -> float:
         """Return the ratio of the steps up to this one; NaN before there is one."""
         self._window.add(value)
-        if len(self._window.ordered) < self._size:
+        if len(self._window.ordered) < self.size:
             return math.nan
         low = self._window.ordered[self._low]
         ratio = low - self.reference
@@ -185,6 +194,12 @@ class _SpeedLevel:
             if not math.isnan(old_ratio):
                 self._history.append(old_ratio)
         return ratio
+
+    def rises_steadily(self) -> bool:
+        """Return whether the lows of the last `gap` steps have grown without going back much."""
+        lows = np.array([low for low, _ in self._waiting])[:: self.size]
+        back = float((np.maximum.accumulate(lows) - lows).max())
+        return back <= _DRIFT_BACK * float(lows[-1] - self.reference)
 
     def refresh(self, floor: float) -> None:
         """Compute the limit from the known ratios."""
@@ -204,6 +219,9 @@ class SlowdownDetector:
     def __init__(self) -> None:
         self._seen = 0
         self._short, self._long = _SpeedLevel(12, 2, 20, 64), _SpeedLevel(48, 9, 64, 256)
+        self._drift = _SpeedLevel(48, 9, _DRIFT_GAP, _DRIFT_REFERENCE)
+        self._old: deque[_Times] = deque(maxlen=(_DRIFT_GAP + _DRIFT_REFERENCE) // _DRIFT_EVERY)
+        """one of every few rows, as far back as the reference of `_drift`"""
         self._recent: deque[_Times] = deque()
         self._before: deque[_Times] = deque(maxlen=_BEFORE)
         """the rows before `_recent`"""
@@ -248,11 +266,15 @@ class SlowdownDetector:
             return self._outlasts_earlier(int(row["step"]))
         is_slow_short, is_slow_long = self._is_slow(self._short, value), self._is_slow(self._long, value)
         is_often_slow = self._are_slow[-1] and self._has_many_slow()
+        has_drifted = self._has_drifted(value)
         self._learn()
         is_slow = is_slow_short or is_slow_long
-        if not is_slow and not is_often_slow:
+        if is_slow or is_often_slow:
+            found = self._describe(is_intermittent=not is_slow)
+        elif has_drifted:
+            found = self._describe_drift()
+        else:
             return None
-        found = self._describe(is_intermittent=not is_slow)
         self._has_reported = len(self._past) < _COMES_AND_GOES
         return found if self._has_reported else None
 
@@ -269,6 +291,13 @@ class SlowdownDetector:
         level.exceeded = level.exceeded + 1 if is_long and ratio > max(level.limit, self._common) else 0
         return level.exceeded >= _PERSISTS
 
+    def _has_drifted(self, value: float) -> bool:
+        if self._seen % _DRIFT_EVERY == 0:
+            self._old.append(self._recent[-1])
+        level = self._drift
+        level.exceeded = level.exceeded + 1 if level.add(value) > level.limit else 0
+        return level.exceeded >= level.size and level.rises_steadily()
+
     def _learn(self) -> None:
         """Take over the rows that cannot be part of a new slowdown, and compute the limits now and then."""
         if len(self._recent) > _GUARD_STEPS and not math.isnan((row := self._recent[-_GUARD_STEPS]).excess):
@@ -284,6 +313,7 @@ class SlowdownDetector:
         share = _MIN_SHARE + _MIN_SHARE_EARLY * max(0.0, 1 - self._short.known / _EARLY)
         for level in (self._short, self._long):
             level.refresh(math.log1p(share))
+        self._drift.refresh(math.log1p(_DRIFT_SHARE))
         if len(self._excesses) >= _LEAST_HISTORY:
             excesses = np.array(self._excesses)
             quantile = min(1.0, _QUANTILE + _QUANTILE_ERROR / math.sqrt(len(excesses)))
@@ -305,6 +335,22 @@ class SlowdownDetector:
         rows = list(self._recent)
         onset = self._find_first_of_many(rows) if is_intermittent else self._find_onset(rows)
         before, after = [*self._before, *rows[:onset]][-_BEFORE:], rows[onset:]
+        return self._compare(before, after, rows[onset].step, is_intermittent=is_intermittent)
+
+    def _describe_drift(self) -> Slowdown:
+        before = list(self._old)[: _DRIFT_REFERENCE // _DRIFT_EVERY]
+        after = list(self._recent)[-self._drift.size :]
+        return self._compare(before, after, before[-1].step, is_gradual=True)
+
+    def _compare(
+        self,
+        before: list[_Times],
+        after: list[_Times],
+        onset: int,
+        *,
+        is_intermittent: bool = False,
+        is_gradual: bool = False,
+    ) -> Slowdown:
         middle = np.mean if is_intermittent else np.median
         seconds_before, seconds_after = (float(middle([row.seconds for row in part])) for part in (before, after))
         phases_before, phases_after = _typical(before, is_intermittent), _typical(after, is_intermittent)
@@ -316,8 +362,8 @@ class SlowdownDetector:
         if rank is None and growth and phase_seconds < _LEAST_PART * (seconds_after - seconds_before):
             phase = "several"
         self.current = Slowdown(
-            step=rows[-1].step,
-            onset=rows[onset].step,
+            step=after[-1].step,
+            onset=onset,
             seconds_before=seconds_before,
             seconds_after=max(seconds_after, seconds_before),
             phase=phase,
@@ -326,6 +372,7 @@ class SlowdownDetector:
             phase_seconds=phase_seconds,
             rank=rank,
             is_intermittent=is_intermittent,
+            is_gradual=is_gradual,
         )
         self._slow_rows = 0
         return self.current
@@ -382,7 +429,8 @@ class SlowdownDetector:
             self._past.extend([self._slow_rows] if is_over else [])
             self._recent.clear()
             self._are_slow.clear()
-            for level in (self._short, self._long):
+            self._old.clear()
+            for level in (self._short, self._long, self._drift):
                 level.restart(is_new_speed=not is_over)
             if not is_over:
                 self._before.clear()

@@ -29,6 +29,8 @@ class Piece(NamedTuple):
     """of the loss of the whole; 0: it counts nothing"""
     scale: float = 1.0
     """factor of its loss before that: a loss that is a sum is smaller for a piece"""
+    is_last: bool = True
+    """of its micro-batch"""
     is_filler: bool = False
     """the other ranks need this rank's collectives, not its gradients"""
 

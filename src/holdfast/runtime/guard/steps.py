@@ -161,7 +161,7 @@ class Step:
         )
         self._pipeline.backward(attempt, value, factor)
         if piece is not None and self._pipeline.oom is not None:
-            self._pipeline.oom.check_randomness(attempt)
+            self._pipeline.oom.check_piece(attempt, piece)
 
     @property
     def outcome(self) -> Outcome:

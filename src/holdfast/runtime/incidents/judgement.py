@@ -15,7 +15,7 @@ _IN_FLOAT32 = "the step ran in float32 already"
 
 
 def judge_attempt(
-    evidence: StepEvidence, rows: list[tuple[int, int]], first_loss: float, weights_growth: float, *, is_bad: bool
+    evidence: StepEvidence, rows: list[tuple[int, int]], first_loss: float, *, is_bad: bool, weights_growth: float = 1.0
 ) -> dict[str, Any] | None:
     """Return the verdict in plain values; None if nothing was observed, and nothing follows without it.
 

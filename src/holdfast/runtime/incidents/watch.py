@@ -161,7 +161,7 @@ class IncidentWatch:
         """Return this rank's verdict in plain values."""
         rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in bad_rows(draw.batch)] if is_bad else []
         growth = weights_growth(self._context.state, self._snapshots, attempt.number) if is_bad else 1.0
-        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, growth, is_bad=is_bad)
+        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, is_bad=is_bad, weights_growth=growth)
         if verdict is None:
             return None
         outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []

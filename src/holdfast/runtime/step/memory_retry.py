@@ -9,9 +9,11 @@ peer may be inside a collective, the ranks end, and the next processes read the 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from holdfast.core.base.config import OomSection
@@ -34,6 +36,8 @@ _ADVICE = (
     "reserved but unallocated"
 )
 _MAX_UPDATE_FAILURES = 2
+_LOSS_TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
+"""of the loss of the parts: kernels round them otherwise than the whole, the more if the loss itself is in half precision"""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -43,6 +47,14 @@ class _Retry(NamedTuple):
     shape: str
     parts: int
     reason: str
+
+
+class _WholeLoss(NamedTuple):
+    """The loss of a step up to a micro-batch that ran out of memory in its backward. Its parts must give the same."""
+
+    step: int
+    microbatches: int
+    loss: float
 
 
 class MemoryRetry:
@@ -73,6 +85,10 @@ class MemoryRetry:
         self._update_failures: tuple[int, int] = (0, 0)
         self._said: set[str] = set()
         self._served_rng: RngState | None = None
+        self._whole: _WholeLoss | None = None
+        self._begun_in: StepAttempt | None = None
+        self._begun = 0
+        """micro-batches of that attempt that went through `pieces`"""
 
     def begin(self, journaled: dict[str, int]) -> None:
         """Take over what earlier processes have learned. All ranks call it, and take over what rank 0 has."""
@@ -90,6 +106,8 @@ class MemoryRetry:
             finest = min(samples or self._config.max_split, self._config.max_split)
             return [Piece(cut(part, finest, samples, splitter)[0], samples, 0.0, is_filler=True)]
         parts = self.splits.parts_for(shape_of(part))
+        self._begun = 1 if self._begun_in is not attempt else self._begun + 1
+        self._begun_in = attempt
         if parts == 1:
             return [Piece(part, samples)]
         cuts = cut(part, parts, samples, splitter)
@@ -99,29 +117,44 @@ class MemoryRetry:
         scale = float(len(cuts)) if self._config.loss == "sum" else 1.0
         if self._config.loss == "sum":
             shares = [1.0 / len(cuts)] * len(cuts)
-        pieces = [Piece(each, samples, share, scale) for each, share in zip(cuts, shares, strict=True)]
+        pieces = [Piece(each, samples, share, scale, is_last=False) for each, share in zip(cuts, shares, strict=True)]
+        pieces[-1] = pieces[-1]._replace(is_last=True)
         if self._is_distributed:  # all ranks take equally many parts, or a sharded model would wait forever
             pieces += [Piece(cuts[-1], samples, 0.0, is_filler=True)] * (parts - len(pieces))
         self._served_rng = self._context.rng.capture()
         return pieces
 
     def _label_rule(self) -> LabelRule:
-        names = [type(m).__name__ for _, root in self._context.state.modules for m in (root, *root.children())]
+        names = [type(m).__name__ for _, root in self._context.state.modules for m in root.modules()]
         is_shifted = any("CausalLM" in name or "LMHead" in name for name in names)
         return LabelRule(self._config.ignore_index, is_shifted, self.weigh)
 
-    def check_randomness(self, attempt: StepAttempt) -> None:
-        """Report, once, that a forward in parts draws random numbers: its masks are not those of the whole."""
+    def check_piece(self, attempt: StepAttempt, piece: Piece) -> None:
+        """Report, once, that parts are not exact: their forward draws random numbers, or they give another loss."""
         before, self._served_rng = self._served_rng, None
-        if before is None or before.same(self._context.rng.capture()):
+        if before is not None and not before.same(self._context.rng.capture()):
+            self._whole = None
+            what = "forward draws random numbers (dropout or noise), and draws others for parts than for the whole"
+            self._report_inexact(attempt.number, what)
+        whole = self._whole
+        if whole is None or not piece.is_last or (attempt.number, self._begun) != (whole.step, whole.microbatches):
             return
-        what = "forward draws random numbers (dropout or noise), and draws others for parts than for the whole"
+        self._whole, loss = None, attempt.loss
+        is_half = float(torch.tensor(whole.loss).half()) == whole.loss
+        if abs(loss - whole.loss) > (_HALF_TOLERANCE if is_half else _LOSS_TOLERANCE) * abs(whole.loss):
+            self._report_inexact(
+                attempt.number,
+                f"the parts give a loss of {loss:.6g}, and the whole gave {whole.loss:.6g}. So the loss is no mean over "
+                "what the parts are weighted by: pass step.backward(loss, weight=n), or guard.set_splitter(f, weight=g)",
+            )
+
+    def _report_inexact(self, number: int, what: str) -> None:
         if not self._config.allow_inexact:
             raise StepError(
-                f"step {attempt.number}: a micro-batch is served in parts after it ran out of memory, and {what}; nothing "
-                "was applied, because [oom] allow_inexact = false"
+                f"step {number}: a micro-batch is served in parts after it ran out of memory, and {what}; nothing was "
+                "applied, because [oom] allow_inexact = false"
             )
-        self._say_inexact(attempt.number, what)
+        self._say_inexact(number, what)
 
     # ---- healing
 
@@ -153,6 +186,7 @@ class MemoryRetry:
             error.add_note(f"holdfast: {text}")
             return False
         if not self._is_distributed:
+            self._note_whole_loss(attempt, failed)
             self._record(attempt.number, retry, where=attempt.running)
         drop_gradients()
         source = self._recovery.feeder.source
@@ -170,6 +204,19 @@ class MemoryRetry:
         self._context.engine.record_outcome(attempt.result)
         self._context.hooks.call("on_recovery", attempt.result)
         return True
+
+    def _note_whole_loss(self, attempt: StepAttempt, failed: FailedPart | None) -> None:
+        """Keep the loss that the parts are compared with, if the whole had one and nothing else makes it differ."""
+        is_whole = attempt.running == "backward" and failed is not None and failed.number == len(attempt.losses)
+        if (
+            not is_whole
+            or failed is None
+            or self.splits.parts_for(shape_of(failed.batch)) > 1
+            or self._inexact_reasons()
+        ):
+            return
+        if math.isfinite(loss := attempt.loss):
+            self._whole = _WholeLoss(attempt.number, failed.number, loss)
 
     def _choose(
         self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None, *, was_observed: bool

@@ -109,6 +109,21 @@ CASES = {
         Kind.OUT_OF_MEMORY,
     ),
     "no sizes": ("RuntimeError: CUDA error: out of memory", Kind.OUT_OF_MEMORY),
+    "mps, full": (
+        "RuntimeError: MPS backend out of memory (MPS allocated: 9.40 GB, other allocations: 512.00 KB, max allowed: 10.20 "
+        "GB). Tried to allocate 1.00 GB on private pool.",
+        Kind.MEMORY_CAPACITY,
+    ),
+    "mps, a limit that the request keeps": (
+        "RuntimeError: MPS backend out of memory (MPS allocated: 3.40 GB, other allocations: 512.00 KB, max allowed: 10.20 "
+        "GB). Tried to allocate 1.00 GB on private pool.",
+        Kind.OUT_OF_MEMORY,
+    ),
+    "tensorflow": (
+        "ResourceExhaustedError: OOM when allocating tensor with shape[8,128,64] and type float by allocator GPU_0_bfc",
+        Kind.OUT_OF_MEMORY,
+    ),
+    "nccl": ("Last error: Failed to CUDA calloc async 608 bytes", Kind.OUT_OF_MEMORY),
 }
 
 

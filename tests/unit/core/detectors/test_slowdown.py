@@ -110,6 +110,17 @@ def test_steps_that_are_slow_again_and_again_are_found():
     assert found.is_intermittent and found.step <= 640 and abs(found.onset - 601) <= 8
 
 
+def test_a_speed_that_halves_little_by_little_is_found_with_its_phase():
+    rng, steps = np.random.default_rng(2), 5000
+    forward, data = 0.05 * np.exp(0.03 * rng.standard_normal((2, steps)))
+    data[3000:] += 0.1 * np.minimum(1, np.arange(2000) / 1500)
+    phases = [{"forward": f, "data": d} for f, d in zip(forward, data, strict=True)]
+    found = watch(forward + data, phases)
+    assert found and found[0].is_gradual and found[0].phase == "data" and 3000 < found[0].step < 4200
+    assert found[0].onset < found[0].step - 900 and "little by little" in found[0].describe()
+    assert found[0].percent == pytest.approx(58, abs=15)
+
+
 def test_no_phase_is_named_that_explains_little_of_it():
     """A program that shares the core interrupts every step, each time in another phase."""
     names = ("data", "forward", "backward", "optimizer")

@@ -161,6 +161,15 @@ def test_events_and_evaluations_get_the_step_of_the_record_before_them(tmp_path,
         assert table.evals["validation loss"].step.tolist() == [2597]
 
 
+@pytest.mark.parametrize(
+    "error", ["OOM when allocating tensor with shape[8,4]", "Failed to CUDA calloc async 64 bytes"]
+)
+def test_out_of_memory_in_the_words_of_other_libraries_is_an_event(tmp_path, error):
+    lines = [f"step:{i}/99 train_loss:{i}.25 train_time:{i}ms step_avg:1.00ms" for i in range(50)]
+    table = read_one(write(tmp_path, "\n".join([*lines, error]) + "\n"))
+    assert [event.kind for event in table.events] == ["oom"]
+
+
 def test_records_without_a_step_are_numbered_across_chunks(tmp_path, monkeypatch):
     text = "".join(f"{{'loss': {i % 7}.5, 'grad_norm': 1.0, 'epoch': 0.1}}\n" for i in range(2000))
     path = write(tmp_path, text)

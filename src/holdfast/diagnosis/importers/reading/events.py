@@ -26,6 +26,8 @@ EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
     ),
     b"out of memory": ("oom", r"out of memory|oom-kill|out-of-memory"),
     b"outofmemory": ("oom", r"outofmemory"),
+    b"oom when": ("oom", r"oom when allocating"),
+    b"cuda calloc": ("oom", r"failed to cuda calloc"),
     b"oom-kill": ("oom", r"oom-kill"),
     b"oom_kill": ("oom", r"oom_kill"),
     b"allocate memory": ("oom", r"can'?t allocate memory|cannot allocate memory"),

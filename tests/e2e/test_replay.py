@@ -35,6 +35,7 @@ from holdfast.replay.bundle import read_bundle
 from holdfast.replay.command import replay_incident
 from holdfast.replay.entry import check_entry
 from holdfast.runtime.incidents import watch
+from holdfast.runtime.incidents.watch import IncidentWatch
 
 CASE = Path(__file__).with_name("replay_case.py")
 ENTRY = f"{CASE}:replay_entry"
@@ -182,8 +183,16 @@ def test_an_update_that_makes_weights_nonfinite_is_named_with_its_line(tmp_path,
     assert "was bad before the step" in answer["verdict"]["sentence"] and answer["origin"]["line"] == UPDATE_LINE
 
 
-def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path):
-    model, calls = build(), [0]
+def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path, monkeypatch):
+    model, calls, watched = build(), [0], []
+    plain = IncidentWatch.watch_again
+
+    def watch_again(self: IncidentWatch, number: int) -> Any:
+        evidence = plain(self, number)
+        watched.extend([number] if evidence is not None else [])
+        return evidence
+
+    monkeypatch.setattr(IncidentWatch, "watch_again", watch_again)
 
     def overwrite(module: torch.nn.Module, args: Any) -> None:
         calls[0] += 1
@@ -194,6 +203,7 @@ def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path):
     run = train(tmp_path / "run", model=model, act=True)
     (verdict,) = run.replays("verdict")
     assert verdict["cause"] == "transient" and "device" not in verdict
+    assert watched == [3, 4], "of the steps that run again, the one that left bad state and the one that found it"
     assert all(map(torch.equal, run.weights(), train(tmp_path / "clean").weights()))
 
 

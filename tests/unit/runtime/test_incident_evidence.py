@@ -118,10 +118,10 @@ def test_every_op_is_watched_only_as_long_as_allowed_and_modules_to_the_end():
 def test_a_bad_row_is_named_although_the_time_was_not_enough_for_an_op():
     evidence = StepEvidence(None, None, Plan(), [], torch.nan, [], observes=True, seconds=0.0, weights_bytes=None)
     evidence.report, evidence.why_not = OriginReport(phase="backward"), "watching every op ended after 0.0 s"
-    verdict = judge_attempt(evidence, [(0, 5)], torch.nan, 1.0, is_bad=True)
+    verdict = judge_attempt(evidence, [(0, 5)], torch.nan, is_bad=True)
     assert verdict["cause"] == "data_row" and "row 5" in verdict["text"] and evidence.why_not in verdict["against"]
     evidence.report = OriginReport(phase="forward", module="head")
-    assert judge_attempt(evidence, [(0, 5)], torch.nan, 1.0, is_bad=True)["cause"] != "data_row"
+    assert judge_attempt(evidence, [(0, 5)], torch.nan, is_bad=True)["cause"] != "data_row"
 
 
 def test_a_module_in_fp32_is_in_its_state_and_goes_back():

@@ -58,8 +58,8 @@ class IncidentWatch:
         """of the step that ran again last"""
         self._step = 0
         """of the newest finding"""
-        self._return: tuple[Plan, Signal] | None = None
-        """a return from bad state, and the step at which that was found: the steps up to it are watched"""
+        self._return: tuple[Plan, Signal, int] | None = None
+        """a return from bad state, the step at which that was found, and the one that is known to have left it"""
         self._explained: int | None = None
         """the incident whose bad state has a verdict"""
         self._evidence: StepEvidence | None = None
@@ -84,10 +84,15 @@ class IncidentWatch:
         """Return whether steps run again after a return from bad state: something in them may make it bad again."""
         return self._return is not None
 
-    def watch_again(self) -> StepEvidence:
-        """Return what is to watch one of these steps, its update included."""
+    def watch_again(self, number: int) -> StepEvidence | None:
+        """Return what is to watch a step and its update: the one that left bad state, and the one that found it.
+
+        None for the others. Watching takes the time of twice `_MAX_STEPS` steps at most, however far the run has returned.
+        """
         assert self._return is not None, "watches_again"
-        plan, signal = self._return
+        plan, signal, onset = self._return
+        if number != onset and number < signal.step:
+            return None
         self._evidence = StepEvidence(
             self._context.state,
             self._context.rng,
@@ -208,10 +213,10 @@ class IncidentWatch:
             next_batches = next_batches or evidence.next_batches
         if cause is not None and (evidence is not None or not runs_again):
             self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed)
-        is_state = any(each.kind == Kind.NONFINITE_STATE for each in self._context.engine.last_findings)
         if plan is not None and plan.first(Rollback) is not None:
-            is_new = is_state and self._config.when == "inline" and plan.incident != self._explained
-            self._return = (plan, signal) if is_new else None
+            bad = [each for each in self._context.engine.last_findings if each.kind == Kind.NONFINITE_STATE]
+            is_wanted = self._config.when == "inline" and plan.incident != self._explained
+            self._return = (plan, signal, bad[0].onset) if bad and is_wanted else None
         if plan is None or not runs_again:
             return None
         if plan.experiment in (WITHOUT_ROWS, FP32_MODULE):

@@ -357,7 +357,7 @@ class GuardedPipeline:
         if self.parts.streams is not None:
             self.parts.streams.wait_for_last_stream()
         if self._watches_again and self._next_evidence is None:
-            self._next_evidence = self.parts.incidents.watch_again()
+            self._next_evidence = self.parts.incidents.watch_again(attempt.number)
         if self._next_evidence is not None:
             attempt.evidence, self._next_evidence = self._next_evidence.begin(attempt.buffers), None
         if self.is_distributed and not attempt.is_filler:  # this rank is in that step already

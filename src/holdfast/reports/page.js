@@ -4,8 +4,8 @@
 const BLOCK = 64, CODES = 253, GUTTER = 72, FOOT = 18;
 const MARKS = { // kind: [glyph, colour, name, name of its row if shorter]; the glyphs tell them apart without colour
   incident: ["▼", "--b", "incident"], rollback: ["◀", "--a", "rollback"], replay: ["↻", "--a", "replay"], experiment: ["⚗", "--d", "experiment"],
-  data: ["✕", "--e", "data left out", "data out"], lr: ["◆", "--d", "LR or clip changed", "LR, clip"], good: ["●", "--c", "checkpoint, good", "saved, good"], checkpoint: ["○", "--c", "checkpoint, not judged", "saved"],
-  bad: ["⊗", "--bad", "checkpoint, bad", "saved, bad"], restart: ["┃", "--ink", "restart"], shift: ["⇅", "--e", "expected shift", "shift"], overflow: ["△", "--e", "overflow"],
+  data: ["✕", "--e", "data left out", "data out"], lr: ["◆", "--d", "LR or clip changed", "LR, clip"], good: ["●", "--c", "checkpoint, good", "good save"], checkpoint: ["○", "--c", "checkpoint, not judged", "saved"],
+  bad: ["⊗", "--bad", "checkpoint, bad", "bad save"], restart: ["┃", "--ink", "restart"], shift: ["⇅", "--e", "expected shift", "shift"], overflow: ["△", "--e", "overflow"],
   failure: ["✖", "--bad", "failure"], stop: ["■", "--bad", "stop"], action: ["◇", "--a", "other action", "other"]};
 const COLOURS = ["--a", "--b", "--c", "--d", "--e"], DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3], [1, 3]];
 const data = JSON.parse(document.getElementById("data").textContent), root = document.getElementById("page");

@@ -168,9 +168,7 @@ def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[st
     if summary is not None:
         lost_to = f"{_count(summary.rollbacks, 'rollback')}, {_count(summary.skipped, 'skip')}"
         cards.append(("lost to recovery", duration(summary.seconds_lost), lost_to))
-        left_out = (
-            f"{_count(summary.samples_quarantined, 'sample id')}; {_count(len(run.quarantine), 'entry')} of quarantine"
-        )
+        left_out = f"{_count(summary.samples_quarantined, 'sample id')}; {len(run.quarantine):,} in quarantine"
         cards.append(("data left out", _count(summary.batches_skipped, "batch"), left_out))
         health = Counter(checkpoint.health for checkpoint in run.checkpoints)
         bad = sum(count for name, count in health.items() if name not in ("good", "candidate"))

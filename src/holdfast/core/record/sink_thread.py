@@ -43,10 +43,13 @@ class SinkRun(NamedTuple):
         """Return how many rows the processes before have written."""
         left, rows = self.earlier_bytes, 0
         if left:
-            with os.fdopen(durable.open_regular(self.folder / "metrics.jsonl"), "rb") as file:
-                while data := file.read(min(left, _PIECE)):
+            descriptor = durable.open_regular(self.folder / "metrics.jsonl")
+            try:
+                while data := os.read(descriptor, min(left, _PIECE)):
                     left -= len(data)
                     rows += data.count(b"\n")
+            finally:
+                durable.close(descriptor)
         return rows
 
 

@@ -170,6 +170,52 @@ def test_a_closure_for_an_optimizer_that_may_call_it_again_is_refused_with_the_c
             optimizer.step(lambda x=x: model(x).mean().backward())
 
 
+class OwnRate(torch.optim.Optimizer):
+    """Finds its learning rate itself, and has two values as `eps`, like the Adafactor of transformers."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None, "eps": (1e-30, 1e-3), "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state |= {"step": 0, "exp_avg_sq": torch.zeros_like(p)}
+            state["step"] += 1
+            state["exp_avg_sq"].lerp_(p.grad.square() + 1e-30, state["step"] ** -0.8)
+            p.addcdiv_(p.grad, state["exp_avg_sq"].sqrt(), value=-1e-2)
+
+
+@pytest.mark.parametrize("fault", ["none", "nan", "weights"])
+def test_an_optimizer_without_a_learning_rate_and_with_two_epsilons(fault, tmp_path):
+    case = Case(shuffle="unique", count=160, epochs=5, linear=True, norm=False, config=quick(watch_steps=8))
+    case.faults = at(case, 33, how=lambda x: x * float("nan")) if fault == "nan" else {}
+
+    def live(data: Any, model: Any, optimizer: Any) -> None:
+        for _ in range(case.epochs):
+            for batch in data:
+                case.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    runs = []
+    for is_guarded in (True, False):
+        model = case.build()["model"]
+        optimizer = OwnRate(model.parameters())
+        data: Any = case.loader(without(case, 33) if fault == "nan" else without(case))
+        if is_guarded:
+            hooks = [ScaledWeights(61, 50.0)] if fault == "weights" else []
+            guard = holdfast.Guard.wrap(model, optimizer, run_dir=tmp_path / "run", config=case.config, hooks=hooks)
+            data = guard.data(case.loader())
+        live(data, model, optimizer)
+        if is_guarded:
+            guard.close()
+        runs.append(Run({"model": model, "optimizer": optimizer, "scheduler": None, "scaler": None}, []))
+    assert guard.summary().status == ("clean" if fault == "none" else "recovered")
+    assert_same(*runs)
+
+
 # ---- between two epochs
 
 
@@ -274,3 +320,35 @@ def test_next_in_a_process_that_resumes_says_what_to_write_instead(tmp_path):
     guarded(case, tmp_path / "run", lambda *given: live(*given, 30))
     with pytest.raises(StopIteration, match="an earlier process has finished this epoch: draw with `for batch in"):
         guarded(case, tmp_path / "run", lambda *given: live(*given, 30))
+
+
+# ---- what is handed to `guard.data`
+
+
+def test_batches_of_a_guard_that_was_closed_are_refused_in_one_line(tmp_path):
+    case = Case(epochs=1)
+    parts = case.build()
+    guard = holdfast.Guard.wrap(**parts, run_dir=tmp_path / "run")
+    data = guard.data(case.loader())
+    next(data)
+    guard.close()
+    with pytest.raises(StepError, match="this guard is closed; make a new Guard"):
+        next(data)
+
+
+@pytest.mark.filterwarnings("ignore:a Items has no resumable position")
+def test_a_dataset_is_no_function_of_a_number_and_ends_with_its_items(tmp_path):
+    class Items:
+        def __getitem__(self, i: int) -> torch.Tensor:
+            if i == 5:
+                raise IndexError
+            return torch.full((2, 4), float(i))
+
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with holdfast.Guard.wrap(model, optimizer, run_dir=tmp_path / "run") as guard:
+        for x in guard.data(Items()):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert guard.step == 5

@@ -64,7 +64,8 @@ def test_without_a_fault_it_is_the_plain_trainer(accumulate, workers, precision,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "args", [{"max_grad_norm": 0.0}, {"optim": "sgd"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}]
+    "args",
+    [{"max_grad_norm": 0.0}, {"optim": "sgd"}, {"optim": "adafactor"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}],
 )
 def test_other_arguments_are_harmless_too(args, tmp_path):
     case = HFCase(args={"eval_strategy": "epoch", **args})

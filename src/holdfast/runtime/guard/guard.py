@@ -24,7 +24,15 @@ from holdfast.core.record.facts import check_facts, record_in_folder
 from holdfast.core.record.sink_thread import Sink
 from holdfast.core.record.tally import Summary
 from holdfast.runtime.guard.build import build_run
-from holdfast.runtime.guard.loop import CommittedSteps, Counters, DrivenLoop, GuardedData, PlainData, close_at_exit
+from holdfast.runtime.guard.loop import (
+    CommittedSteps,
+    Counters,
+    DrivenLoop,
+    GuardedData,
+    PlainData,
+    close_at_exit,
+    is_batch_function,
+)
 from holdfast.runtime.guard.memory_probe import MemoryProbe, probe_memory
 from holdfast.runtime.guard.setup import build_state
 from holdfast.runtime.guard.steps import Steps, check_loss
@@ -310,7 +318,7 @@ class GuardBase:
         max_steps: the data ends when so many steps are committed.
         """
         self._open()
-        loop, is_function = self._loop, not hasattr(loader, "__iter__")
+        loop, is_function = self._loop, is_batch_function(loader)
         if self._is_off and self._own_lines is not None:
             return PlainData(loader, lambda: max_steps is not None and self.step >= max_steps)
         self.record(loop=describe_loop(loader, 1))
@@ -321,6 +329,7 @@ class GuardBase:
             loop.attach(loader, None if is_function else 1)
 
         def draw() -> Any:
+            self._open()  # StepError if it is closed
             try:
                 return loop.next_batch(max_steps)
             except Shutdown as error:

@@ -300,6 +300,11 @@ class CommittedSteps(int):
         return int, (int(self),)
 
 
+def is_batch_function(loader: Any) -> bool:
+    """Return whether `loader` returns the batch of a number. A dataset has no `__iter__` either, and is no function."""
+    return callable(loader) and not hasattr(loader, "__iter__")
+
+
 class PlainData:
     """The same batches with the guard switched off, for a loop that keeps its own lines."""
 
@@ -308,8 +313,7 @@ class PlainData:
         self._batches: Iterator[Any] | None = None
 
     def __iter__(self) -> Self:
-        is_function = not hasattr(self._loader, "__iter__")
-        self._batches = map(self._loader, count()) if is_function else iter(self._loader)
+        self._batches = map(self._loader, count()) if is_batch_function(self._loader) else iter(self._loader)
         return self
 
     def __next__(self) -> Any:

@@ -98,7 +98,9 @@ class Optimizers:
         return None
 
     def lr(self) -> float:
-        return float(self.outer[0].param_groups[0]["lr"])
+        """Return the LR of the first group; 0 if it is None, as for an Adafactor that finds its own."""
+        lr = self.outer[0].param_groups[0]["lr"]
+        return 0.0 if lr is None else float(lr)
 
     def can_veto_on_cuda(self) -> bool:
         """Return whether all parameters are on CUDA, and no step hook would be called for a vetoed update."""

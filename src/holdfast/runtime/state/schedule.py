@@ -238,6 +238,7 @@ class Interventions(msgspec.Struct):
 @contextmanager
 def scaled_lr(groups: Sequence[dict[str, Any]], factor: float) -> Iterator[None]:
     """Multiply every `lr` by `factor` inside the context, and restore exactly the old values after it."""
+    groups = [g for g in groups if g["lr"] is not None]  # None: the optimizer finds its own
     before = [g["lr"].clone() if isinstance(g["lr"], Tensor) else g["lr"] for g in groups]
     try:
         for group in groups:

@@ -45,7 +45,9 @@ class UpdateSample(NamedTuple):
     @property
     def floor(self) -> float:
         """The smallest value that the corrected moment is taken to have."""
-        return float(self.group.get("eps") or _DEFAULT_EPS) ** 2
+        eps = self.group.get("eps")
+        is_pair = isinstance(eps, tuple | list)  # as in an Adafactor, where neither is Adam's
+        return float(_DEFAULT_EPS if is_pair or not eps else eps) ** 2
 
 
 class UpdateSamples(NamedTuple):

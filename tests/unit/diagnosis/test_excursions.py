@@ -227,6 +227,11 @@ def two_levels(seed: int) -> np.ndarray:
     return np.where(random.random(N) < 0.3, 3.0, 1.0) + noise(0.05, 5, N)
 
 
+def short_dip(seed: int) -> np.ndarray:
+    since = np.arange(N) - 416
+    return np.where((since >= -16) & (since < 0), 1.2, 1.8) + 0.0006 * since.clip(0) + noise(0.25, seed, N)
+
+
 QUIET = {
     "healthy": baseline(),
     "negative": baseline() - 5.0,
@@ -235,6 +240,7 @@ QUIET = {
     "epoch staircase": stairs(),
     **{f"two levels {seed}": two_levels(seed) for seed in range(6)},
     "heavy tails": 2.0 + 0.05 * np.abs(np.random.default_rng(7).standard_t(3, N)),
+    **{f"a short dip {seed}": short_dip(seed) for seed in (1, 2, 3)},
     "down for good": baseline() - np.where(np.arange(N) > 300, 0.5, 0.0),
     "too short": np.array([1.0, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0]),
     "one record": np.array([2.0]),

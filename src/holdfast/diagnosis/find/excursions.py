@@ -288,6 +288,9 @@ def _ends_above_best(losses: Losses) -> list[Episode]:
     if len(rest) < 6 or last < _END_RATIO * best or last - best < 6.0 * noise:
         return []
     thinned = [float(v) for v in rest[:: max(1, len(rest) // 24)]]
+    came_from = smooth[max(0, best_at - 16) : max(0, best_at - 1)]
+    if len(came_from) > 5 and np.quantile(came_from, 0.25) > 0.85 * last and np.quantile(came_from, 0.75) < 1.25 * last:
+        return []  # a short dip, and back at the level before it
     if rest[len(rest) // 2 :].min() < 1.1 * best or mann_kendall(thinned) < _RISE_Z:
         return []
     level = best + max(3.0 * noise, 0.05 * (last - best))

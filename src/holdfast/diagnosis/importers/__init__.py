@@ -34,6 +34,7 @@ from holdfast.diagnosis.importers.reading.json_lines import load_json, sample_ob
 from holdfast.diagnosis.importers.reading.log_source import LogSource
 from holdfast.diagnosis.importers.reading.normalize import rename_column
 from holdfast.diagnosis.importers.reading.runs import (
+    begin_alike,
     cut_at_run_headings,
     fenced_blocks,
     number_runs,
@@ -65,6 +66,10 @@ FORMATS: dict[str, str] = {
 """Every format by name, with a description."""
 
 _JSON_START = re.compile(rb"""\s*(\{\s*["}]|\[\s*[\[{"\]])""")
+_STATEMENT = re.compile(
+    rb"(?m)^[ \t]*(?:(?:def|class|if|for|while|with) .+:|import \w+|from [\w.]+ import .+|return\b.*|@\w+.*)[ \t]*$"
+)
+"""a line of a program; many of them, and hardly a loss, are no log"""
 DETECTION_BYTES = 256 << 10
 """bytes at each end of a sample of a text log that decide its format"""
 MAX_FILES = 5000
@@ -124,10 +129,7 @@ def _read_headed_runs(source: LogSource, path: Path, mapping: Mapped, format: st
         tables = [_read_source(part, path, mapping, format)[0] for part in cut_at_run_headings(source)]
     except LogRefused:
         return []
-    if not all(len(table) for table in tables) or len({(table.unit, float(table.step[0])) for table in tables}) != 1:
-        return []
-    number_runs(tables)
-    return tables
+    return number_runs(tables) if tables and begin_alike(tables) else []
 
 
 def _read_source(source: LogSource, path: Path, mapping: Mapped, format: str | None) -> list[Table]:
@@ -189,7 +191,8 @@ def _detect_text_format(source: LogSource, sample: bytes, mapping: Mapped) -> st
     best = max(losses, key=lambda name: losses[name], default=GENERIC.name)
     if losses and losses[best] and losses[best] * 4 >= generic_losses:
         return best
-    if not generic_losses and not generic_records:
+    is_program = generic_losses < 3 and len(_STATEMENT.findall(sample)) > 0.1 * sample.count(b"\n")
+    if is_program or (not generic_losses and not generic_records):
         raise LogRefused(source.name, _describe_content(source, sample))
     signed = (name for name, d in _DESCRIBED_FORMATS.items() if d.signature and re.search(d.signature.encode(), sample))
     return next(signed, GENERIC.name)

@@ -395,3 +395,17 @@ def test_run_directory_drops_a_step_too_large_for_a_float_and_adds_a_limit(tmp_p
     table = read_one(write(tmp_path, "\n".join(rows) + "\n", "metrics.jsonl"))
     assert table.step.tolist() == list(range(30))
     assert table.dropped == 1 and "lines_lost" in limit_codes(table)
+
+
+def test_a_list_of_one_number_is_that_number(tmp_path):
+    rows = [{"learn": [3 - i / 10], "iteration": i, "test": [4 - i / 10]} for i in range(20)]
+    table = read_one(write(tmp_path, json.dumps({"meta": {"iteration_count": 20}, "iterations": rows})))
+    assert values(table, "loss") == [3 - i / 10 for i in range(20)]
+    assert table.evals["test"].value.tolist() == [4 - i / 10 for i in range(20)]
+
+
+def test_an_error_of_the_training_data_is_the_loss_of_a_table_without_one(tmp_path):
+    rows = "".join(f"{i},{3 - i / 10},{4 - i / 10}\n" for i in range(20))
+    table = read_one(write(tmp_path, "epoch,train_rmse,test_rmse\n" + rows))
+    assert values(table, "loss") == [3 - i / 10 for i in range(20)]
+    assert table.evals["test_rmse"].value.tolist() == [4 - i / 10 for i in range(20)]

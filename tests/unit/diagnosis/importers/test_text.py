@@ -533,3 +533,46 @@ def test_rows_of_numbers_that_do_not_fall_are_no_log(tmp_path):
     rows = "\n".join(f"{i} {2 + 0.1 * (i % 7)} {5 + i / 10}" for i in range(40))
     with pytest.raises(LogRefused):
         read(write(tmp_path, f"Results of the survey\n{rows}\nSee the appendix.\n" * 3))
+
+
+AS_PEOPLE_WRITE = {
+    "a part with a digit in its name": ("epoch {i} Train Loss: {t} Train L1 Loss: 9.5", None),
+    "a colon and a comma behind the step": ("iter {i}:, hard_loss={t}, mean_dist=0.5", None),
+    "a total behind a path": ("step:{i} - actor/kl_loss:9.5 - actor/loss:{t} - critic/vf_loss:9.5", None),
+    "a counter before a semicolon": ("Epoch  1,  {i}/ 725; acc:  0.5; loss:  {t}; 5187 tok/s", None),
+    "the data behind the metric": (
+        "step {i} loss: {t}\nAccuracy of the network on the 10000 test images: {i} %",
+        ("Accuracy test images", list(range(1, 25))),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_PEOPLE_WRITE)
+def test_lines_are_read_as_a_person_reads_them(tmp_path, name):
+    line, held_out = AS_PEOPLE_WRITE[name]
+    table = read_one(write(tmp_path, "\n".join(line.format(i=i, t=round(3 - i / 10, 2)) for i in range(1, 25))))
+    assert table.step.tolist() == list(range(1, 25))
+    assert values(table, "loss") == pytest.approx([3 - i / 10 for i in range(1, 25)])
+    assert held_out is None or table.evals[held_out[0]].value.tolist() == held_out[1]
+
+
+def test_statistics_of_observations_are_no_losses_of_a_game(tmp_path):
+    lines = [f"epoch {i} stats_g/mean: 0.{i} stats_g/std: 0.1 stats_d/mean: 0.2 success: 0.5" for i in range(10, 40)]
+    assert not read_one(write(tmp_path, "\n".join(lines))).has("loss")
+
+
+def test_a_table_drawn_as_a_bar_has_one_record_for_each_full_bar(tmp_path):
+    header = "     Epoch   gpu_mem       box       cls     total    labels  img_size"
+    lines = [header, "Plotting labels...", ""]
+    for i in range(12):
+        row = f"     {i}/11     2.73G    0.0108    0.0037    {3 - i / 10:.4f}        15       640:"
+        lines += [f"{row} {done:3d}%|###       | {done}/100 [00:39<35:04]" for done in (10, 60, 100, 100)]
+    table = read_one(write(tmp_path, "\r".join(lines)))
+    assert (table.unit, table.step.tolist()) == ("epoch", list(range(12)))
+    assert values(table, "loss") == pytest.approx([3 - i / 10 for i in range(12)])
+
+
+def test_a_program_that_prints_losses_is_no_log(tmp_path):
+    body = "import torch\ndef train(model):\n    total_loss = 0\n    val_loss = 0\n    for x in y:\n        z = x\n"
+    with pytest.raises(LogRefused):
+        read(write(tmp_path, body, "train.py"))

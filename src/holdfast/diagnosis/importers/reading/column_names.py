@@ -26,7 +26,7 @@ _LOSS_NAMES = (
     "loss_mean", "lm_loss_value", "ce_loss", "cross_entropy", "cross_entropy_loss", "nll", "nll_loss", "objective",
     "loss_avg", "batch_loss", "step_loss", "loss_tok", "main_loss", "loss_loss", "crossentropyloss", "xent", "loss_epoch",
     "running_loss", "smoothed_loss", "average_loss", "train_crossentropyloss", "train_ce_loss", "cost", "reduced_train_loss",
-    "logloss",
+    "logloss", "learn",
 )  # fmt: skip
 _COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gnorm", "gradient_norm", "global_grad_norm", "gradnorm", "total_grad_norm", "grad_norm_step",
@@ -74,6 +74,7 @@ _PART_BY_CUSTOM = re.compile(
     r"(^|_)(d|g|gen|disc|err_?[dg]|gan|adv|real|fake|cycle|cyc|idt|identity|l1|l2|rec|recon\w*|kl|kld|ce|box|obj|cls|dfl|mel|fm|vgg)"
     r"(_|$)"
 )
+_STATISTIC = re.compile(r"(^|_)(stats?|mean|std|min|max|acc|accuracy|norm|lr|prob|score|time)(_|$)")
 _PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)$")
 _LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|loss$")
 _RATIO_OF_LOSS = re.compile(
@@ -169,6 +170,7 @@ def is_perplexity(name: str) -> bool:
 def pick_customary_losses(names: Iterable[str]) -> list[str]:
     """Return the columns that are losses by custom, though no name says so: a total such as the error, or parts."""
     keys = {name: _TRAIN_AFFIX.sub("", snake_case(name)) for name in names if not is_eval(name)}
+    keys = {name: key for name, key in keys.items() if not _STATISTIC.search(key)}
     totals = [name for name, key in keys.items() if _LOSS_BY_CUSTOM.search(key)]
     totals.sort(key=lambda name: _TRAIN_AFFIX.search(_words(name)) is None)
     parts = [name for name, key in keys.items() if _PART_BY_CUSTOM.search(key)]
@@ -180,6 +182,12 @@ def pick_training_error(names: Iterable[str]) -> list[str]:
     return [name for name in pick_customary_losses(names)[:1] if _TRAIN_AFFIX.search(_words(name))]
 
 
+def pick_total(parts: Iterable[str]) -> list[str]:
+    """Return the only name that is `loss` behind a path: `actor/loss` beside `actor/kl_loss`."""
+    totals = [name for name in parts if re.search(r"[/.](total_)?loss$", name)]
+    return totals if len(totals) == 1 else []
+
+
 def pick_loss(names: Iterable[str]) -> str | None:
     """Return the training loss among these columns. Without a known name, the only name that holds `loss`."""
     names = list(names)
@@ -187,7 +195,7 @@ def pick_loss(names: Iterable[str]) -> str | None:
     if ranked:
         return ranked[0][2]
     candidates = [name for name in names if is_part_of_loss(name)]
-    return candidates[0] if len(candidates) == 1 else None
+    return next(iter(pick_total(candidates) or candidates[: len(candidates) == 1]), None)
 
 
 def pick_reward(names: Iterable[str]) -> str | None:

@@ -47,7 +47,7 @@ _PAIR = re.compile(
     rb"(?:\s*+[:=|]\s*+|\s++(?:(?:is|was|at) )?|(?=[\[(]))[#'\"\[(]{0,2}\s*+(?:\d{1,15}-(?=\d+\]))?"
     rb"(?:(\d{1,15})\s++(?=[-+]?\d+\.\d))?"
     rb"(" + _NUMBER + rb")([kKMB])?(?:\s*+/\s*+(\d{1,15}))?"
-    rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:\s|$)))"
+    rb"(?=(?:ms|sec|s|%|GB|GiB|MB|G|it|th|st|nd|rd)?(?:[^\w.:]|[.:]?(?:[\s,;]|$)))"
 )
 _NAME = re.compile(rb"[A-Za-z]\w{0,30}(?=['\"]?\s{0,3}[:=|\s]\s{0,3}[-+\d.])")
 _NAMING_BYTES = 256 << 10
@@ -55,7 +55,7 @@ _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[
 _BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
 _COUNTER = re.compile(
     rb"(?<![\w./:\-])(\d{1,15})\s?/\s*(\d{1,15}|\?)"
-    rb"(?= \[|[\])]| \(| \||\s+(?:batches|steps|iterations|iters|updates)\b|, loss)"
+    rb"(?= \[|[\]);]| \(| \||\s+(?:batches|steps|iterations|iters|updates)\b|, loss)"
 )
 _GLUED = re.compile(rb"(?<![A-Za-z])(epoch|step|iter)_?(\d{1,15})(?=[/:,\s\]]|$)", re.IGNORECASE)
 _VALUE_AT = re.compile(
@@ -96,6 +96,8 @@ _EVAL_METRIC = re.compile(
     r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
     re.I,
 )
+_METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;]*$", re.I)
+_WORDS_BEFORE_BYTES = 60
 _TEXT_BEFORE_NAME = {
     "info", "debug", "warning", "the", "and", "with", "train", "training", "batch", "avg", "average", "mean", "total",
     "running", "current", "smoothed", "epoch", "step", "iter", "iteration", "main", "root", "at", "in", "on", "of",
@@ -190,7 +192,7 @@ def _resolve(key: bytes) -> str:
         return full
     if is_step(last):
         return full if first.lower() in _OTHER_COUNTS else last
-    if first.lower() in _TEXT_BEFORE_NAME or (first.isupper() and len(first) > 1):
+    if first.lower() in _TEXT_BEFORE_NAME or (first.isupper() and first.isalpha() and len(first) > 1):
         return last
     return full
 
@@ -297,7 +299,10 @@ class _LineRecord:
                         self.train[STEPS_OF_EPOCH] = Field(STEPS_OF_EPOCH, *pair.total)
             elif is_eval(name):
                 self._see_metric(pair, False)
-                self.evals.setdefault(name, found)
+                before = line[max(0, pair.key_start - _WORDS_BEFORE_BYTES) : pair.key_start]
+                if not _EVAL_METRIC.search(name) and (metric := _METRIC_BEFORE.search(before)):
+                    name = f"{metric[1].decode()} {name}"  # `Accuracy of the network on the 10000 test images: 55 %`
+                self.evals.setdefault(name, found._replace(name=name))
             elif (rank := loss_rank(name)) is not None:
                 self._see_metric(pair, True)
                 if best is None or rank < best:

@@ -48,7 +48,8 @@ class MetricRecords:
     def add(self, row: Mapping[str, Any]) -> None:
         split = next((row[name] for name in _SPLIT_NAMES if isinstance(row.get(name), str)), "")
         prefix = f"{split}_" if split and is_eval(split) else ""
-        for name, value in row.items():
+        for name, item in row.items():
+            value = item[0] if isinstance(item, list) and len(item) == 1 else item
             if isinstance(value, dict):
                 if "mean" in value and value.keys() <= _SUMMARY_KEYS:
                     self._add_value(name, to_float(value["mean"]))

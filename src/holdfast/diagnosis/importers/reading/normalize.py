@@ -11,6 +11,7 @@ from holdfast.diagnosis.importers.reading.column_names import (
     is_eval,
     is_part_of_loss,
     is_perplexity,
+    pick_total,
     pick_training_error,
     snake_case,
 )
@@ -75,6 +76,7 @@ def complete_loss(table: Table, parts: tuple[str, ...] = ()) -> None:
         names = [name for name in table.columns if is_part_of_loss(name)]
         counts = {name: int(table.present[name].sum()) for name in names}
         names = [name for name in names if 2 * counts[name] >= max(counts.values())]
+        names = pick_total(names) or names
     if not names and not any(map(is_perplexity, table.columns)) and "reward" not in table.columns:
         names = pick_training_error(table.columns)
     if len(names) > 1:

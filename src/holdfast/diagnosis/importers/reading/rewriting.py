@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -81,7 +80,7 @@ _CELL = re.compile(rb"\S+(?: \S+)*")
 _VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|inf)$", re.IGNORECASE)
 _COMMA = re.compile(rb"\s*(?:[;|]|,(?!\d{3}(?!\d)))\s*|\s+")
 _SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
-_MIN_ROWS, _MIN_ROWS_IN_TEXT = 3, 8
+_MIN_ROWS, _MIN_ROWS_IN_TEXT, _LINES_BELOW_HEADER, _MAX_TRIES = 3, 8, 5, 4
 _MAX_ROW_BYTES = 1000
 
 
@@ -199,16 +198,21 @@ class _NamedRows:
 
     def __init__(self, headers: dict[bytes, list[bytes]], names: Sequence[bytes]) -> None:
         self.headers, self.names = headers, names
-        self.header = b""
+        self.header = self.last_bar = b""
 
     def rewrite(self, line: bytes) -> bytes:
+        if self.names and b"%|" in line:  # a bar is drawn again until it is full, and then once more
+            row = line[: line.index(b"%|")]
+            if not row.endswith(b"100") or row == self.last_bar:
+                return b""
+            self.last_bar = row
         if header := self.headers.get(_without_digits(line)):
             self.names, self.header = header, line
             return b""
         cells = _split_row(line, len(self.names)) if self.names and len(line) < _MAX_ROW_BYTES else []
-        if not cells:
-            return line
         names = self.names
+        if not cells or (len(cells) < len(names) and not _VALUE.match(cells[0])):
+            return line
         if len(cells) < len(names):
             names = _align(self.header, line, self.names)
         return b", ".join(name + b": " + cell for name, cell in zip(names, cells, strict=False) if _VALUE.match(cell))
@@ -254,28 +258,27 @@ def _align(header: bytes, row: bytes, names: Sequence[bytes]) -> list[bytes]:
 
 def _find_headers(sample: bytes) -> dict[bytes, list[bytes]]:
     """Return the headers of tables in a text, each with the names of its columns. A header names a loss or a reward."""
-    lines = [line for line in sample.split(b"\n") if line.strip() and _RULE.match(line) is None]
+    lines = [line for line in sample.split(b"\n") if _BAR.sub(b"", line).strip() and _RULE.match(line) is None]
     headers: dict[bytes, list[bytes]] = {}
     rows = 0
-    for line, after in pairwise(lines):
-        if (
-            _without_digits(line) not in headers
-            and 12 < len(line) < 1000
-            and after[-400:].strip()[:1].isdigit() | (b"|" in after)
-        ):
-            for cells in _layouts(line):
-                row = _split_row(after, len(cells))
-                if (
-                    len(cells) < 2
-                    or len(row) != len(cells)
-                    or any(_VALUE.match(cell) or len(cell) > 40 for cell in cells)
-                ):
-                    continue
-                names = [_SHORT_NAMES.get(cell, re.sub(rb"[^\w/.@-]+", b"_", cell)) or b"column" for cell in cells]
-                if _names_a_loss([name.decode("utf-8", "replace") for name in names]):
-                    headers[_without_digits(line)] = names
-                    break
-        rows += _without_digits(line) not in headers and bool(headers)
+    tries: Counter[bytes] = Counter()
+    for i, line in enumerate(lines):
+        shape = _without_digits(line)
+        if shape in headers:
+            continue
+        rows += bool(headers)
+        tries[shape] += 1
+        for cells in _layouts(line) if 12 < len(line) < 1000 and tries[shape] <= _MAX_TRIES else ():
+            if len(cells) < 2 or any(_VALUE.match(cell) or len(cell) > 40 for cell in cells):
+                continue
+            names = [_SHORT_NAMES.get(cell, re.sub(rb"[^\w/.@-]+", b"_", cell)) or b"column" for cell in cells]
+            below = (_split_row(after, len(cells)) for after in lines[i + 1 : i + _LINES_BELOW_HEADER])
+            if _names_a_loss([name.decode("utf-8", "replace") for name in names]) and any(
+                len(row) == len(cells) for row in below
+            ):
+                headers[shape] = names
+                rows -= 1
+                break
     return headers if rows >= _MIN_ROWS else {}
 
 

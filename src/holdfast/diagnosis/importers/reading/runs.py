@@ -19,7 +19,7 @@ _RECORD_IN_FENCE = re.compile(rb"`[^\n]*[:=] ?[-+]?[\d.]")
 _RUN_HEADING = re.compile(
     rb"(?mi)^[^\w\n]*(?:(?:\w+ ){0,4}(?:fold|run|trial|seed|experiment|split|repeat)\b[ :=#_-]{0,3}\d{1,6}\b"
     rb"(?![^\n]*loss)[^\n]{0,60}$"
-    rb"|Namespace\(|(?:\$ )?python3? [^\n]{0,99}\.py\b)"
+    rb"|=+ Training Loss \(|Namespace\(|(?:\$ )?python3? [^\n]{0,99}\.py\b)"
 )
 """lines that begin a run: `=== Fold 2/5 ===`, the seed, the command, its options"""
 _MAX_RUNS = 200
@@ -66,23 +66,37 @@ def cut_at_run_headings(source: LogSource) -> list[LogSource]:
     generic = described_format(GENERIC, None, data)
     starts = [match.start() for match in _RUN_HEADING.finditer(data)]
     sections: list[tuple[int, int]] = []
-    begin = 0
+    begin = broken_off = 0
     for start, end in pairwise([*starts, len(data)]) if 1 < len(starts) <= _MAX_RUNS else ():
-        if (count := generic.count_records(data[start:end].replace(b"\r", b"\n"))[1]) >= _MIN_RECORDS:
+        if count := generic.count_records(data[start:end].replace(b"\r", b"\n"))[1]:
             sections.append((begin, end))
-            begin = end
-        elif count:
-            return []
-    if sections:
-        sections[-1] = (sections[-1][0], len(data))
-    found = [LogSource(source.path, start=a, end=b, line=data.count(b"\n", 0, a) + 1) for a, b in sections]
-    return found if len(found) > 1 else []
+            begin, broken_off = end, broken_off + (count < _MIN_RECORDS)
+    if 2 * broken_off > len(sections) or len(sections) < 2:
+        return []
+    sections[-1] = (sections[-1][0], len(data))
+    return [LogSource(source.path, start=a, end=b, line=data.count(b"\n", 0, a) + 1) for a, b in sections]
 
 
-def number_runs(runs: list[Table]) -> None:
+def number_runs(runs: list[Table]) -> list[Table]:
+    """Return the runs of a file without those that were broken off at once, if others were not."""
+    long = [run for run in runs if len(run.series("loss").step) >= _MIN_RECORDS]
+    if len(long) < len(runs) and long:
+        long[0].add_limit(
+            "runs_left", f"{len(runs) - len(long)} runs of fewer than {_MIN_RECORDS} records are left out"
+        )
+    runs = long or runs
     for number, run in enumerate(runs, 1):
         if len(runs) > 1:
             run.facts["run"] = f"run {number} of {len(runs)} in this file"
+    return runs
+
+
+def begin_alike(runs: list[Table]) -> bool:
+    """Return whether the steps of all runs begin at about the same number: a run that was resumed begins later."""
+    if not all(len(run) for run in runs) or len({run.unit for run in runs}) != 1:
+        return False
+    first = min(run.step[0] for run in runs)
+    return all(run.step[0] - first <= 0.1 * max(np.ptp(other.step) for other in runs) for run in runs)
 
 
 def _gaps(pairs: list[tuple[re.Match[bytes], re.Match[bytes] | None]], length: int) -> list[tuple[int, int]]:
@@ -109,14 +123,7 @@ def split_runs(table: Table) -> list[Table]:
         if len(parts) == len(bounds):
             for run, first, stop in zip(runs, parts, parts[1:], strict=False):
                 run.evals[name] = Series(series.step[first:stop], series.value[first:stop])
-    long = [run for run in runs if len(run.series("loss").step) >= _MIN_RECORDS]
-    if len(long) < len(runs) and long:
-        long[0].add_limit(
-            "runs_left", f"{len(runs) - len(long)} runs of fewer than {_MIN_RECORDS} records are left out"
-        )
-    runs = long or runs
-    number_runs(runs)
-    return runs
+    return number_runs(runs)
 
 
 def select_rows(table: Table, first: int, stop: int) -> Table:

@@ -18,7 +18,7 @@ from torch import Tensor
 from holdfast.core.origin.report import TensorRange
 from holdfast.runtime.data.bad_rows import is_mask
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
-from holdfast.runtime.origin.ranges import Extremes, extremes, measure, nonfinite_row_numbers, storage_key
+from holdfast.runtime.origin.ranges import FINITE, Extremes, extremes, measure, nonfinite_row_numbers, storage_key
 from holdfast.runtime.origin.tape import BadInput, OpRecord, Place
 from holdfast.runtime.tensors.torch_private import TorchDispatchMode, newest_node_number, op_schema, running_node
 
@@ -30,6 +30,9 @@ _OURS = tuple(
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 _MAKES_ROOTS = os.path.join(_TORCH, "autograd", "__init__.py")
 _GRAD_SCALER = os.path.join(_TORCH, "amp", "grad_scaler.py")
+_OVERWRITES = {
+    f"aten.{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential")
+}
 _MODES = ("__torch_dispatch__", "__torch_function__")
 """a mode of the user's runs every op, but calls none itself"""
 _NOWHERE = Place("", 0, "")
@@ -61,13 +64,16 @@ class OpKind(NamedTuple):
     has_values: bool
     """False for views, and for ops that return memory as it was found"""
     is_softmax: bool
+    overwrites: bool
+    """what was in the memory that it writes does not matter; that may be memory with no values yet"""
 
     @staticmethod
     def of(func: Any) -> OpKind:
         schema, name = op_schema(func), str(func).rpartition(".")[0]
         has_none = "empty" in name or name.endswith(".resize_") or name.startswith(("profiler", "prim"))
         is_softmax = "softmax" in name or _ATTENTION in name
-        return OpKind(name, schema.written, not schema.is_view and not has_none, is_softmax)
+        overwrites = name in _OVERWRITES or any(argument.startswith("out") for _, argument in schema.written)
+        return OpKind(name, schema.written, not schema.is_view and not has_none, is_softmax, overwrites)
 
 
 class OpCall(NamedTuple):
@@ -133,7 +139,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         if kind is None:
             kind = self._kinds[func] = OpKind.of(func)
         written = [t for at, name in kind.written for t in nested_tensors(_argument(args, kwargs, at, name))]
-        before = [extremes(t) for t in written]
+        before = [FINITE if kind.overwrites else extremes(t) for t in written]
         result = func(*args, **kwargs)
         node = running_node()
         place, is_backward = self._find_place(kind.name, args, node)

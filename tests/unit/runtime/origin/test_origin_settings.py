@@ -88,6 +88,32 @@ def one_rank():
     dist.destroy_process_group()
 
 
+def test_what_was_in_memory_before_it_was_overwritten_is_not_blamed():
+    """Memory of `empty` holds anything, NaN too."""
+    model = nn.Linear(4, 4)
+
+    def forward(model, x):
+        y = model(x)
+        kept = torch.full_like(y, math.nan)
+        kept.detach().copy_(y.detach())
+        found = torch.empty_like(y).detach().fill_(math.nan)
+        torch.div(kept.detach(), torch.zeros(()), out=found)  # origin
+        return (y * found).sum()
+
+    with_memory = torch.full((8, 4), math.nan)  # older than the step
+
+    def forward_into(model, x):
+        y = model(x)
+        with_memory.fill_(math.nan)
+        return (y / (y - y)).sum() + with_memory.copy_(y.detach() / 0.0).sum()  # origin
+
+    for each in (forward, forward_into):
+        with_memory.fill_(math.nan)
+        report = analyse(PlainStep(model, each, [torch.ones(8, 4)]))
+        assert (report.origin.phase, report.origin.source[-8:]) == ("forward", "# origin"), report.origin
+        assert "div" in report.origin.op or "sub" in report.origin.op
+
+
 def test_a_mode_of_the_user_is_not_the_place_of_an_op():
     step = step_of(broken())
     run = step.run

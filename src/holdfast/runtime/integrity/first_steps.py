@@ -110,9 +110,10 @@ class FirstSteps:
         if mark is None:
             if all(p.grad is None for p in parameters):
                 raise StepError(
-                    f"step {attempt.number}: backward ran, but no gradient reached any of the {len(parameters)} parameters "
-                    "that the optimizers update: the loss was computed with another model or a copy; call the model that "
-                    "was given to the Guard; nothing was applied"
+                    f"step {attempt.number}: no gradient reached any of the {len(parameters)} parameters that the "
+                    "optimizers update: loss.backward() was not called, or the loss was computed with another model or a "
+                    "copy; call loss.backward() before guard.step(loss), and call the model that was given to the Guard; "
+                    "nothing was applied"
                 )
         elif mark.is_untouched():
             if self._dropped_parts:

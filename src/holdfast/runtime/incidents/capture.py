@@ -58,9 +58,14 @@ def weights_growth(state: RunState, snapshots: SnapshotManager, step: int) -> fl
     snapshot = next((s for s in snapshots.certified() if s.step < step and s.share is None), None)
     earlier = {} if snapshot is None else snapshot.tensors()
     pairs = [(p, earlier[f"model.{name}"]) for name, p in state.named_parameters() if f"model.{name}" in earlier]
-    norms = [[float(torch.linalg.vector_norm(local(each), dtype=torch.float64)) for each in pair] for pair in pairs]
+    norms = [[_norm(local(each)) for each in pair] for pair in pairs]
     now, before = (math.hypot(*column) for column in zip(*norms, strict=True)) if norms else (1.0, 1.0)
     return now / before if before > 0 and math.isfinite(now) else 1.0
+
+
+def _norm(tensor: Tensor) -> float:
+    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return float(torch.linalg.vector_norm(real, dtype=torch.float64))
 
 
 def newest_checkpoint(checkpoints: CheckpointManager, step: int) -> dict[str, Any] | None:

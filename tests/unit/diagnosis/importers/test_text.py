@@ -539,6 +539,7 @@ AS_PEOPLE_WRITE = {
     "a part with a digit in its name": ("epoch {i} Train Loss: {t} Train L1 Loss: 9.5", None),
     "a colon and a comma behind the step": ("iter {i}:, hard_loss={t}, mean_dist=0.5", None),
     "a total behind a path": ("step:{i} - actor/kl_loss:9.5 - actor/loss:{t} - critic/vf_loss:9.5", None),
+    "an abbreviation before another loss": ("step {i} || KD Loss: 9.5 || Loss: {t}", None),
     "a counter before a semicolon": ("Epoch  1,  {i}/ 725; acc:  0.5; loss:  {t}; 5187 tok/s", None),
     "the data behind the metric": (
         "step {i} loss: {t}\nAccuracy of the network on the 10000 test images: {i} %",

@@ -99,9 +99,9 @@ _EVAL_METRIC = re.compile(
 _METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;]*$", re.I)
 _WORDS_BEFORE_BYTES = 60
 _TEXT_BEFORE_NAME = {
-    "info", "debug", "warning", "the", "and", "with", "train", "training", "batch", "avg", "average", "mean", "total",
-    "running", "current", "smoothed", "epoch", "step", "iter", "iteration", "main", "root", "at", "in", "on", "of",
-    "for", "global",
+    "info", "debug", "warning", "warn", "error", "notice", "trace", "log", "the", "and", "with", "train", "training",
+    "batch", "avg", "average", "mean", "total", "running", "current", "smoothed", "epoch", "step", "iter", "iteration",
+    "main", "root", "at", "in", "on", "of", "for", "global",
 }  # fmt: skip
 _LOGGERS = {"root", "INFO", "DEBUG", "__main__"}
 _STATE_COLUMNS = {"lr", "grad_norm", "loss_scale", "skipped", "batch_size", "weight_norm"}
@@ -192,7 +192,7 @@ def _resolve(key: bytes) -> str:
         return full
     if is_step(last):
         return full if first.lower() in _OTHER_COUNTS else last
-    if first.lower() in _TEXT_BEFORE_NAME or (first.isupper() and first.isalpha() and len(first) > 1):
+    if first.lower() in _TEXT_BEFORE_NAME:
         return last
     return full
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from synthetic import N, healthy_loss, healthy_norm, put, run, table
 
-from holdfast.diagnosis.find import gradients
+from holdfast.diagnosis.find import episodes, gradients
+from holdfast.diagnosis.model.table import Event
 
 NAN = math.nan
 
@@ -105,3 +106,24 @@ def test_rows_without_a_norm_are_passed_over():
     made.present["grad_norm"][:] = False
     assert gradients.find(made) == []
     assert gradients.find(run(grad_norm=None)) == []
+
+
+OVERFLOWS = {
+    "fairseq": "| WARNING: overflow detected, setting loss scale to: {}",
+    "apex": "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {}",
+    "deepspeed": "[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 64, reducing to {}",
+}
+
+
+@pytest.mark.parametrize("message", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_a_loss_scale_that_falls_without_end_is_an_incident_and_a_search_for_it_is_none(message):
+    def kinds(scales: list[float]) -> list[str]:
+        log = run(loss=healthy_loss())
+        log.events = [Event(50, "overflow", message.format(scale)) for scale in scales]
+        return [episode.kind for episode in episodes.find(log)[0]]
+
+    halves = [0.5**n for n in range(1, 9)]
+    assert kinds([4.0, 2.0, 1.0, *halves]) == ["scale_collapse"]
+    assert kinds([2.0**n for n in range(32, 3, -1)]) == [], "a scaler begins high"
+    assert kinds([0.5, 0.5, 0.25, 0.5, 0.25, 0.25]) == [], "it grows again in between"
+    assert kinds([*halves, 4.0]) == [], "the run has recovered"

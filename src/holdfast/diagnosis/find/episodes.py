@@ -27,5 +27,7 @@ def find(table: Table) -> tuple[list[Episode], list[Note]]:
         episodes, unrewarded = other_columns.without_unrewarded(table, episodes)
         episodes, opposed = other_columns.without_adversaries(table, episodes)
         notes += [*unrewarded, *opposed]
+    if not any(e.kind == "scale_collapse" for e in episodes):
+        episodes += gradients.find_falling_scale(table)
     episodes += other_columns.find(table, episodes)
     return sorted(episodes, key=lambda e: (e.first, e.last)), sorted(notes, key=lambda n: n.start)

@@ -1,7 +1,9 @@
-"""Finds gradient episodes: a non-finite norm while the loss is finite, or a rise by orders of magnitude."""
+"""Finds gradient episodes: a norm that is not finite or rises by orders of magnitude, and overflows that do not end."""
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,10 @@ _BASELINE_RECORDS = 200
 _MIN_RECORDS = 20
 _SCALER_OVERFLOWS = 32
 """shorter groups of Inf under a dynamic loss scale: the scaler searches for its scale"""
+_FALLS, _USEFUL_SCALE = 5, 1.0
+"""falls of the loss scale in a row, to below what a working fp16 run needs"""
+_SCALE = re.compile(r"(?:scale|reducing)\D{0,20}?(\d+(?:\.\d+)?(?:e[-+]?\d+)?)\W*$", re.IGNORECASE)
+"""the number at the end of the messages of fairseq, Apex and DeepSpeed"""
 
 
 def find(table: Table) -> list[Episode]:
@@ -36,6 +42,21 @@ def find_skipped(table: Table) -> list[Note]:
     found = [e for e in _nonfinite(table, rows, table.columns["grad_norm"][rows]) if _was_skipped(table, e)]
     text = "the gradient norm is NaN or Inf and the learning rate does not advance: the update was skipped"
     return [Note(kind="skipped_update", start=e.start, end=e.end, text=text) for e in found]
+
+
+def find_falling_scale(table: Table) -> list[Episode]:
+    """Return an episode if messages of overflows have the loss scale fall below 1, again and again."""
+    messages = [(event, _SCALE.search(event.text)) for event in table.events if event.kind == "overflow"]
+    scales = [(event.step, float(match[1])) for event, match in messages if match is not None]
+    falls = 0
+    for (_, before), (_, after) in pairwise(scales):
+        falls = falls + 1 if after < before else 0
+    if falls < _FALLS or scales[-1][1] >= _USEFUL_SCALE or not len(table):
+        return []
+    rows = np.arange(len(table))
+    steps = [table.step[-1] if step is None else step for step, _ in scales[-falls:]]
+    group = np.clip(np.searchsorted(table.step, [steps[0], steps[-1]], "right") - 1, 0, len(table) - 1)
+    return [_episode(table, rows, "scale_collapse", group, 0.8, {"falls": falls, "scale": scales[-1][1]})]
 
 
 def _was_skipped(table: Table, episode: Episode) -> bool:

@@ -16,6 +16,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+
 from holdfast.core.base.errors import LogRefused
 from holdfast.diagnosis.importers.formats import (
     described,
@@ -140,7 +142,15 @@ def _read_source(source: LogSource, path: Path, mapping: Mapped, format: str | N
         return rundir.read(path.parent)
     if name in _FILE_FORMATS:
         return _FILE_FORMATS[name][1](source, mapping)
-    return described_format(_DESCRIBED_FORMATS[name], mapping, source.sample).read(source)
+    tables = described_format(_DESCRIBED_FORMATS[name], mapping, source.sample).read(source)
+    if name == GENERIC.name and mapping is None and format is None and all(map(_is_one_value, tables)):
+        raise LogRefused(str(path), "one value of a loss, without a step or another metric: a sentence, or too little")
+    return tables
+
+
+def _is_one_value(table: Table) -> bool:
+    is_alone = len(table) == 1 and table.unit == "record" and list(table.columns) == ["loss"] and not table.evals
+    return is_alone and bool(np.isfinite(table.columns["loss"]).all())
 
 
 def _detect_file_format(source: LogSource, mapping: Mapped) -> str:

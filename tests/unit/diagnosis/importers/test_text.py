@@ -577,3 +577,15 @@ def test_a_program_that_prints_losses_is_no_log(tmp_path):
     body = "import torch\ndef train(model):\n    total_loss = 0\n    val_loss = 0\n    for x in y:\n        z = x\n"
     with pytest.raises(LogRefused):
         read(write(tmp_path, body, "train.py"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "As in the title, I get the error that loss value is NAN at 22800 steps (Second time: 29200) suddenly.\n\nThanks.\n",
+        "Lowered the rate.\nusp loss: 1.1\nThe rest is as before.\n",
+    ],
+)
+def test_a_sentence_or_one_value_in_a_text_is_no_log(tmp_path, text):
+    with pytest.raises(LogRefused):
+        read_one(write(tmp_path, text))

@@ -53,13 +53,14 @@ def test_more_accumulation_is_recognised(tmp_path):
     assert run.shifts() == [(62, "the batch size went from 8 to 32 samples")]
 
 
-def test_another_loader_is_a_shift_before_its_batch_size_is_seen_to_be_another(tmp_path):
+def test_another_loader_is_a_shift_before_its_batch_size_is_seen_to_be_another(tmp_path, caplog):
     run = Small(tmp_path / "run")
     with run.guard:
         run.train(run.loader(), max_steps=60)
         run.train(run.loader(16), max_steps=64)
     assert run.shifts()[0] == (60, "another loader")
     assert len(run.shifts()) == 2
+    assert caplog.text.count("make the loader once") == 1
 
 
 def test_short_last_batch_of_every_epoch_is_no_shift(tmp_path):

@@ -25,6 +25,10 @@ from holdfast.runtime.profile.speed_watch import SpeedWatch
 from holdfast.runtime.step.pipeline import GuardedPipeline, Parts
 
 log = logging.getLogger("holdfast")
+_ANOTHER_LOADER = (
+    "another loader than before: a rollback does not reach back beyond this step, and a process that resumes begins the "
+    "epoch again; if it is the same data, make the loader once"
+)
 _NOT_SERVED_AGAIN = (
     "in code that the guard cannot run again: an error in a loop over guard.data(), of Guard.wrap or of a trainer leaves "
     "that loop. Use guard.steps() or guard.fit(), which serve the step again in smaller parts, or make the batch smaller"
@@ -41,6 +45,7 @@ class GuardedRun:
         self._saving = threading.Lock()
         """held while the end of the run is saved"""
         self._restart_time = RestartTime()
+        self._has_noted_loader = False
 
     def open(self, about: dict[str, Any]) -> None:
         """Open the run directory on every rank. PolicyStop if an earlier process was stopped by policy."""
@@ -111,6 +116,9 @@ class GuardedRun:
         engine.experiments.can_serve_again = engine.policy.can_serve_again = is_exact
         if not is_first:
             context.engine.shift("another loader", step)
+            if not self._has_noted_loader:
+                self._has_noted_loader = True
+                pipeline.note(_ANOTHER_LOADER)
         elif not parts.feeder.source.exact:
             message = "the loader has no resumable position: its data is drawn and dropped"
             context.engine.write("note", step=0, message=message)

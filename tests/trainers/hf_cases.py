@@ -207,7 +207,7 @@ def assert_same(run: Run, other: Run, random_state: bool = True) -> None:
     for (name, p), (_, q) in zip(a.model.state_dict().items(), b.model.state_dict().items(), strict=True):
         assert torch.equal(p, q), name
     for one, two in zip(a.optimizer.state.values(), b.optimizer.state.values(), strict=True):
-        assert all(torch.equal(one[key], two[key]) for key in one)
+        assert all(torch.equal(torch.as_tensor(one[key]), torch.as_tensor(two[key])) for key in one)
     for key in ("last_epoch", "_last_lr"):
         assert getattr(a.lr_scheduler, key) == getattr(b.lr_scheduler, key)
     assert (a.state.epoch, a.state.total_flos) == (b.state.epoch, b.state.total_flos)

@@ -183,7 +183,8 @@ def test_an_update_that_makes_weights_nonfinite_is_named_with_its_line(tmp_path,
     assert "was bad before the step" in answer["verdict"]["sentence"] and answer["origin"]["line"] == UPDATE_LINE
 
 
-def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path, monkeypatch):
+@pytest.mark.parametrize("gate", ["device", "host"])
+def test_a_weight_that_no_update_made_bad_is_a_transient_fault(gate, tmp_path, monkeypatch):
     model, calls, watched = build(), [0], []
     plain = IncidentWatch.watch_again
 
@@ -200,11 +201,11 @@ def test_a_weight_that_no_update_made_bad_is_a_transient_fault(tmp_path, monkeyp
             module.last.weight.data[0, 1] = float("nan")
 
     model.register_forward_pre_hook(overwrite)
-    run = train(tmp_path / "run", model=model, act=True)
+    run = train(tmp_path / "run", model=model, gate=gate, act=True)
     (verdict,) = run.replays("verdict")
     assert verdict["cause"] == "transient" and "device" not in verdict
     assert watched == [3, 4], "of the steps that run again, the one that left bad state and the one that found it"
-    assert all(map(torch.equal, run.weights(), train(tmp_path / "clean").weights()))
+    assert all(map(torch.equal, run.weights(), train(tmp_path / "clean", gate=gate).weights()))
 
 
 def test_running_statistics_that_a_finite_batch_makes_nonfinite_are_traced_to_their_norm(tmp_path):

@@ -91,7 +91,7 @@ class IncidentWatch:
         """
         assert self._return is not None, "watches_again"
         plan, signal, onset = self._return
-        if number != onset and number < signal.step:
+        if number not in (onset, signal.step):
             return None
         self._evidence = StepEvidence(
             self._context.state,

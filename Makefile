@@ -11,14 +11,19 @@ export MKL_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test test-slow test-all check soak mutate matrix demo bench bench-detectors bench-diagnosis bench-clean bench-faults bench-checkpoint bench-agreement bench-gpu bench-gpu-overhead bench-growth bench-trainers bench-hangs bench-reports gpu-libs clean
+# In CI, where other programs slow the machine down, tests that failed run once more, one after another. The first failures stay in
+# the output, and a second one is final. Status 1 says that every test has run.
+ONCE_MORE = || { test $$? -eq 1 && test -n "$$CI" && echo "failed tests run once more, by themselves" && \
+	$(BIN)/python -m pytest -q -x -m "not soak" --last-failed --last-failed-no-failures=none; }
+
 # The quick tests, under 5 minutes on two cores. tests/conftest.py says how they are chosen. `make check` has those of the
 # architecture.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/architecture $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --ignore tests/architecture $(PYTEST_OPTIONS) $(ONCE_MORE)
 
 # What `make test` leaves to `make test-all`: after both, every test but those of `make soak` has run.
 test-slow: $(READY)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow and not soak" $(PYTEST_OPTIONS)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "slow and not soak" $(PYTEST_OPTIONS) $(ONCE_MORE)
 
 # Every test but those of `make soak`, with more random examples, over an hour on two cores.
 test-all: $(READY)

@@ -187,6 +187,21 @@ def webdataset(folder: Any, shuffled: bool) -> Any:
     return DataLoader(data, batch_size=4)
 
 
+class AskedByItsLoader(Known):
+    """As MosaicML's StreamingDataset: only its own loader knows what to ask for."""
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, int]:
+        return {"at": num_samples}
+
+
+def test_a_state_dict_that_takes_arguments_is_left_to_its_own_loader():
+    found, expected, notes = resumed(lambda: DataLoader(AskedByItsLoader(), batch_size=4), 3)
+    assert found == expected
+    assert notes == ["3 batches of the stream were drawn and dropped to reach the saved position"]
+    with pytest.warns(HoldfastWarning, match="it has no state_dict: a new process draws and drops"):
+        Process(DataLoader(AskedByItsLoader(), batch_size=4))
+
+
 def test_webdataset_is_drawn_and_dropped(tmp_path):
     found, expected, notes = resumed(lambda: webdataset(tmp_path, shuffled=False), 3)
     assert found == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -112,7 +113,16 @@ def describe_resume(loader: Any) -> str:
 
 
 def _has_state(value: Any) -> bool:
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Return whether an object has a state_dict and takes it back. One with arguments is for its own loader to call."""
+    if not all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    try:
+        parameters = signature(value.state_dict).parameters.values()
+    except ValueError:  # written in C, with no signature to read
+        return True
+    return all(
+        each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters
+    )
 
 
 def draw_fingerprint(draw: Draw | None) -> int | None:

@@ -38,7 +38,9 @@ MEMORY_BYTES = 2 << 30
 
 
 def pytest_configure(config):
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job of a shell without job control; children inherit it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as in a job of a shell without job control; children inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.option.markexpr and not any("::" in str(argument) for argument in config.args):
         config.option.markexpr = QUICK

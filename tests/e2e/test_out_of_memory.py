@@ -523,11 +523,11 @@ def test_snapshot_that_runs_out_of_memory_is_left_out(caplog):
         snapshots = guard._run.parts.snapshots
         taking = snapshots._placement.copy
 
-        def copy(tensors, layout, reason):
+        def copy(tensors, layout, reason, begun):
             with limit if guard.step == 4 else contextlib.nullcontext():
                 snapshots._copier._pools.clear()
                 snapshots._copier._layouts.clear()
-                return taking(tensors, None, reason)
+                return taking(tensors, None, reason, begun)
 
         snapshots._placement.copy = copy
 

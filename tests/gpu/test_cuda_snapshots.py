@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
 
 from cases import Case, assert_same
-from test_exact import at, quick
+from classic import LOOPS, ScaledWeights
+from test_exact import at, quick, without
 from test_snapshot_buffers import bits, tensors
 from test_snapshot_restore import Bench, same
 
@@ -29,6 +30,7 @@ from holdfast.runtime.snapshots import pinned_memory
 from holdfast.runtime.snapshots.buffer_pool import SnapshotBuffer
 from holdfast.runtime.snapshots.copier import Copier, checksum_all
 from holdfast.runtime.snapshots.layout import SnapshotLayout
+from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.tensors import checksum as bits_module
 from holdfast.runtime.tensors.checksum import checksum_and_finite, copy_and_checksum
 from holdfast.runtime.tensors.inspect import bit_checksum
@@ -285,6 +287,20 @@ def test_taking_a_snapshot_does_not_synchronize_once_memory_is_allocated(place):
             torch.cuda.set_sync_debug_mode("default")
         bench.snapshots.discard_in_progress()
     bench.snapshots.close()
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])
+def test_copies_that_begin_after_the_backward_are_exact(loop, optimizer, tmp_path, monkeypatch):
+    taken, take = [], SnapshotManager.take_postponed
+    monkeypatch.setattr(
+        SnapshotManager, "take_postponed", lambda self: (taken.append(self._postponed is not None), take(self))[1]
+    )
+    case = Case(optimizer=optimizer, shuffle="unique", count=160, epochs=7, linear=True, norm=False, device="cuda")
+    case.config = quick("auto", watch_steps=8)
+    run = LOOPS[loop](case, tmp_path / "run", hooks=[ScaledWeights(81, 50.0)])
+    assert run.actions() == ["rollback"] and sum(taken) > 10
+    assert_same(run, case.plain(without(case)))
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_fused"])

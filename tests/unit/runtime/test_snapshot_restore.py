@@ -107,6 +107,25 @@ def test_a_long_run_reuses_the_same_buffers(place):
     snapshots.close()
 
 
+def test_a_parameter_that_is_given_other_memory_while_it_is_copied_is_copied_as_it_was():
+    bench = Bench()
+    bench.go(3)
+    bench.train()
+    may_copy = threading.Event()
+    bench.snapshots._copier._copy_thread.submit(may_copy.wait, 60)
+    expected = bench.bits()
+    bench.snapshot()
+    weight = bench.model[0].weight
+    weight.data = weight.data * 2.0  # a layer that bounds its norm in its forward
+    may_copy.set()
+    bench.go(1)
+    found, _ = bench.snapshots.find_restore_point(4, 4)
+    assert found is not None and found.step == 4
+    bench.snapshots.restore(found)
+    assert same(bench.bits(), expected)
+    bench.snapshots.close()
+
+
 def test_training_waits_for_a_slow_disk_and_takes_no_more_memory():
     bench = Bench(Disk(every=1))
     snapshots = bench.snapshots

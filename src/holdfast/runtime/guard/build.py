@@ -42,6 +42,7 @@ from holdfast.runtime.state.schedule import UnknownSchedulers
 from holdfast.runtime.step.pipeline import Parts
 from holdfast.runtime.step.run import GuardedRun
 from holdfast.runtime.tensors.cuda_streams import StreamTracker
+from holdfast.runtime.tensors.device_span import DeviceSpan
 from holdfast.runtime.update.gate import Gate
 from holdfast.runtime.update.gradient_sync import GradientSync
 from holdfast.runtime.update.local_grad_norms import LocalGradNorms
@@ -102,6 +103,7 @@ def build_run(
     snapshots = SnapshotManager(
         config.snapshot, state, context.rng, checkpoints, ranks, ranks_per_host=distributed.ranks_per_host
     )
+    span = DeviceSpan(devices[0]) if len(devices) == 1 else None
     parts = Parts(
         feeder=feeder,
         gate=Gate(
@@ -114,7 +116,7 @@ def build_run(
         ),
         norms=distributed.norms,
         update_size=UpdateSize(state.optimizers) if config.detect.update_spike else None,
-        local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed, now=clock.monotonic),
+        local_grad_norms=LocalGradNorms(state.modules, enabled=is_distributed, now=clock.monotonic, span=span),
         gradient_sync=GradientSync(state.wrapped_modules),
         coordinator=coordinator,
         snapshots=snapshots,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.runtime.ports.checkpoint_store import CopyInspection
 from holdfast.runtime.snapshots.buffer_pool import BufferPool, ChecksumFunction, SnapshotBuffer
-from holdfast.runtime.snapshots.copy import SnapshotCopy, StreamWork, WriteDetector
+from holdfast.runtime.snapshots.copy import CopyStart, SnapshotCopy, StreamWork, WriteDetector
 from holdfast.runtime.snapshots.device_staging import DeviceStaging
 from holdfast.runtime.snapshots.layout import SnapshotLayout
 from holdfast.runtime.snapshots.pinned_memory import MIN_REGISTERED_BYTES, allocate_pinned
@@ -116,20 +116,26 @@ class Copier:
         on_host: bool = True,
         layout: SnapshotLayout | None = None,
         others: Mapping[str, Tensor] = {},
+        begun: CopyStart | None = None,
     ) -> SnapshotCopy:
         """Start copying `sources`, and return the copy.
 
         `live` sources belong to the run and must not change until `wait` has returned. Others are copies already that do
         not change: they are kept as they are if they are on the right device. `layout` is the one that fits them, if known.
-        Of the live tensors in `others` only checksums are taken.
+        Of the live tensors in `others` only checksums are taken. `begun`: the moment whose state is copied, if it was before
+        this call.
         """
+        begun, given = begun or CopyStart({**sources, **others}), sources
+        if live:
+            sources = {name: begun.tensors[name] for name in sources}
+            others = {name: begun.tensors[name] for name in others}
         values = list(sources.values())
         buffer: SnapshotBuffer | None = None
         tensors = sources
         apart = set() if live else {n for n, v in sources.items() if v.layout is not torch.strided}
         devices = [] if live else list(dict.fromkeys(v.device for v in values))
         if live or (on_host and any(d != HOST for d in devices)):
-            layout = layout or self.layout(part, sources, on_host=on_host)
+            layout = layout or self.layout(part, given, on_host=on_host)
             buffer = self._pools[part, on_host].acquire()
             tensors, devices = buffer.tensors, layout.devices
             if layout.unpackable:
@@ -143,16 +149,16 @@ class Copier:
                 local = {n: v for n, v in sources.items() if v.device == device and n not in apart}
                 if buffer is not None and device in devices:
                     staging = self._staging_for(buffer.layout, device) if live else None
-                    work.append(self._copy_on_stream(device, local, values, buffer, staging))
+                    work.append(self._copy_on_stream(device, local, values, buffer, staging, begun))
                 local |= {n: v for n, v in others.items() if v.device == device}
-                work.append(self._checksum_on_stream(device, local, device_checksums))
+                work.append(self._checksum_on_stream(device, local, device_checksums, begun))
         if work and buffer is not None and HOST in devices:
             # If the model is on CUDA, host tensors are small (Adam's step counts): copy them here and wait for no thread.
             buffer.fill(values, HOST)
         if work:
             device_checksums += _checksums_by_device(on_host_others)
             on_host_others = {}
-        writes = WriteDetector([*values, *others.values()]) if buffer is not None and live else None
+        writes = begun.writes if buffer is not None and live else None
         copy = SnapshotCopy(tensors, work, buffer, writes if work else None)
         if live:
             self.reading.append(copy)
@@ -173,10 +179,11 @@ class Copier:
         values: list[Tensor],
         buffer: SnapshotBuffer,
         staging: DeviceStaging | None,
+        begun: CopyStart,
     ) -> StreamWork:
         """Enqueue the copies from one device. Staged tensors are read first, and cross the bus last."""
         stream, training = self._stream(device, "copy"), torch.cuda.current_stream(device)
-        stream.wait_stream(training)
+        begun.wait(stream)
         with torch.cuda.stream(stream):
             timing = staging.begin_copy(training) if staging is not None else None
             staged = staging.stage(values) if staging is not None else {}
@@ -195,11 +202,11 @@ class Copier:
 
     @torch.no_grad()
     def _checksum_on_stream(
-        self, device: torch.device, local: dict[str, Tensor], results: list[Checksums]
+        self, device: torch.device, local: dict[str, Tensor], results: list[Checksums], begun: CopyStart
     ) -> StreamWork:
         """Enqueue checksums of one device's tensors while they are copied: one loads the device, the other the bus."""
         stream = self._stream(device, "look")
-        stream.wait_stream(torch.cuda.current_stream(device))
+        begun.wait(stream)
         with torch.cuda.stream(stream):
             sums = checksum_and_finite(local)
             results.append(Checksums(sums.names, _to_host(sums.sums), _to_host(sums.maybe_nonfinite)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -37,6 +37,23 @@ class WriteDetector:
 
     def detected(self) -> bool:
         return _versions(self._tensors) != self._versions
+
+
+class CopyStart:
+    """The moment whose state is copied. The copy may be enqueued later, as long as no update is."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # A forward may give a parameter other memory (`p.data = ...`): these keep what it has now.
+        self.tensors = {name: value.detach() for name, value in tensors.items()}
+        self.writes = WriteDetector(list(self.tensors.values()))
+        devices = {value.device for value in self.tensors.values() if value.is_cuda}
+        self._events = {device: torch.cuda.Event() for device in devices}  # type: ignore[no-untyped-call]
+        for device, event in self._events.items():
+            event.record(torch.cuda.current_stream(device))
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Have a stream wait for the work that its device had at that moment."""
+        stream.wait_event(self._events[stream.device])
 
 
 class SnapshotCopy:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import OutOfMemoryError, Tensor
 
 from holdfast.core.base.config import SnapshotSection
@@ -17,7 +18,7 @@ from holdfast.core.checkpoints.snapshot_rule import SnapshotRoom
 from holdfast.runtime.data.source import BatchSource, Position
 from holdfast.runtime.ports.ranks import Ranks, SingleRank
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.copy import SnapshotCopy
+from holdfast.runtime.snapshots.copy import CopyStart, SnapshotCopy
 from holdfast.runtime.snapshots.placement import Placement
 from holdfast.runtime.snapshots.restore import Restorer
 from holdfast.runtime.snapshots.ring import Ring
@@ -38,6 +39,28 @@ class NonfiniteSnapshot(NamedTuple):
 
     step: int
     tensor: str
+
+
+class StepPosition(NamedTuple):
+    """What belongs to a snapshot and is known only when the next step begins."""
+
+    rng: RngState
+    buffers: BufferCapture
+    data_position: Position
+    data: dict[str, Any]
+    """the state of the data source, for another process"""
+
+
+class Postponed(NamedTuple):
+    """A snapshot of the state as it was when a step began. Its large tensors are copied later in that step."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    begun: CopyStart
+    reason: str | None
+    position: StepPosition
+    small_state: tuple[dict[str, Any], dict[str, Tensor]]
+    detectors: dict[str, Any]
 
 
 class RejectedSnapshot(NamedTuple):
@@ -89,6 +112,8 @@ class SnapshotManager:
         self._due_step: int | None = None
         """the committed step to take a snapshot of when the next step begins"""
         self._initial, self._trusted = False, True
+        self._may_postpone = _on_cuda(devices)
+        self._postponed: Postponed | None = None
         self.stalled_seconds = 0.0
         """time the training thread has spent on snapshots"""
         self.nonfinite: NonfiniteSnapshot | None = None
@@ -111,7 +136,7 @@ class SnapshotManager:
         self._trusted, self._submitted_step = trusted, None
         for old in self.ring.drop_after(-1):
             self._placement.release(old)
-        self._in_progress = None
+        self._in_progress = self._postponed = None
         _, room = self._placement.fit(self._state.update_tensors(), at_start=True)
         note = self._revise_room(room)
         is_due = self.ring.enabled or self._sink.save_reason(step, initial=True) is not None
@@ -204,12 +229,23 @@ class SnapshotManager:
             self._in_progress = None
 
     def on_step_begin(
-        self, rng: Callable[[], RngState], buffers: BufferCapture, source: BatchSource, detectors: DetectorState
+        self,
+        rng: Callable[[], RngState],
+        buffers: BufferCapture,
+        source: BatchSource,
+        detectors: DetectorState,
+        *,
+        may_postpone: bool = False,
     ) -> str | None:
         """Take the snapshot that is due, or add what belongs to its step and is known only now: random state, buffers and
-        the data position."""
-        note, due_step = None, self._due_step
+        the data position. With `may_postpone` the copies may begin later in the step: see `take_postponed`."""
+        note, due_step = (
+            self.take_postponed(),
+            self._due_step,
+        )  # one is left if the step that postponed it was abandoned
         self._due_step = None
+        if due_step is not None and may_postpone and self._may_postpone and not self._initial:
+            return self._unless_full(due_step, lambda: self._postpone(due_step, rng(), buffers, source, detectors()))
         if due_step is not None:
             note = self._unless_full(due_step, lambda: self._start(due_step, self._initial))
         snapshot = self._in_progress
@@ -217,17 +253,48 @@ class SnapshotManager:
             return note
 
         def complete() -> str | None:
-            self._add_position(snapshot, rng(), buffers, source)
+            self._add_position(snapshot, self._position(rng(), buffers, source, snapshot.reason))
             if due_step is not None:
                 self._add_small_state(detectors())
             return None
 
         return self._unless_full(snapshot.step, complete) or note
 
+    def _postpone(
+        self, step: int, rng: RngState, buffers: BufferCapture, source: BatchSource, detectors: dict[str, Any]
+    ) -> None:
+        tensors, reason = self._state.update_tensors(), self._sink.save_reason(step)
+        begun = CopyStart(tensors)
+        position = self._position(rng, buffers, source, reason)
+        self._postponed = Postponed(
+            step, tensors, begun, reason, position, self._small_state(reason is not None), detectors
+        )
+
+    def take_postponed(self) -> str | None:
+        """Begin to copy what was postponed when the step began.
+
+        Enqueuing the copies takes the host milliseconds. In a loop that waits for the device in every step, the device would
+        be idle meanwhile; once the backward is enqueued, it is not. The copies wait only for the work before the step. A
+        write to a tensor since then, outside of an update, is detected.
+        """
+        postponed, self._postponed = self._postponed, None
+        if postponed is None:
+            return None
+
+        def take() -> str | None:
+            note = self._start(postponed.step, reason=postponed.reason, before=postponed)
+            if self._in_progress is not None:
+                self._add_position(self._in_progress, postponed.position)
+                self._add_small_state(postponed.detectors, postponed.small_state)
+            return note
+
+        return self._unless_full(postponed.step, take)
+
     def take_now(
         self, step: int, reason: str, buffers: BufferCapture, source: BatchSource, detectors: DetectorState
     ) -> Snapshot:
         """Take a snapshot between two steps, for the disk."""
+        self.take_postponed()
         self.discard_in_progress()
         try:
             self._start(step, reason=reason)
@@ -237,18 +304,20 @@ class SnapshotManager:
             self._start(step, reason=reason)
         snapshot = self._in_progress
         assert snapshot is not None
-        self._add_position(snapshot, self._rng.capture(), buffers, source)
+        self._add_position(snapshot, self._position(self._rng.capture(), buffers, source, reason))
         self._add_small_state(detectors())
         return snapshot
 
-    def _start(self, step: int, initial: bool = False, reason: str | None = None) -> str | None:
+    def _start(
+        self, step: int, initial: bool = False, reason: str | None = None, before: Postponed | None = None
+    ) -> str | None:
         if self.restorer.is_partial:
             raise StepError(
                 f"step {step}: restoring a snapshot failed halfway, so the current state is not saved; end the process and "
                 "start it again: the run resumes from its last good checkpoint"
             )
         began = time.perf_counter()
-        tensors = self._state.update_tensors()
+        tensors = self._state.update_tensors() if before is None else before.tensors
         layout, room = self._placement.fit(tensors, is_trained=step > 0 and not initial)
         note = None if room is None else self._revise_room(room)
         reason = reason or self._sink.save_reason(step, initial=initial)
@@ -259,26 +328,35 @@ class SnapshotManager:
                 return note
             for dropped in self.ring.make_room(step, is_forced=reason is not None):
                 self._placement.release(dropped)
-        copy, notes = self._placement.copy(tensors, layout, reason)
+        copy, notes = self._placement.copy(tensors, layout, reason, None if before is None else before.begun)
         self._in_progress = Snapshot(step, copy, lineage=self._sink.lineage, initial=initial, reason=reason)
         self._in_progress.trusted = initial and self._trusted
         self.stalled_seconds += time.perf_counter() - began
         return "; ".join(each for each in (note, *notes) if each is not None) or None
 
-    def _add_position(self, snapshot: Snapshot, rng: RngState, buffers: BufferCapture, source: BatchSource) -> None:
-        snapshot.rng, snapshot.position = rng, source.position
-        snapshot.data = source.save(user_code=snapshot.reason is not None)
+    def _position(self, rng: RngState, buffers: BufferCapture, source: BatchSource, reason: str | None) -> StepPosition:
+        data = source.save(user_code=reason is not None)
         if buffers.places is not self._state.buffers.places:  # taking the snapshot has found a module that was added
             buffers = self._state.buffers.capture()
-        named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(buffers).items()}
+        return StepPosition(rng, buffers, source.position, data)
+
+    def _add_position(self, snapshot: Snapshot, at: StepPosition) -> None:
+        snapshot.rng, snapshot.position, snapshot.data = at.rng, at.data_position, at.data
+        named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(at.buffers).items()}
         snapshot.buffers = self._copy_small(named, "buffers", snapshot)
 
-    def _add_small_state(self, detectors: dict[str, Any]) -> str | None:
+    def _small_state(self, is_saved: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        small_state, tensors = self._state.small_state()
+        if is_saved:  # a saved snapshot is not compared with frozen weights again before a restore
+            tensors |= self._state.copy_changed_frozen(tensors)
+        return small_state, tensors
+
+    def _add_small_state(
+        self, detectors: dict[str, Any], small_state: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+    ) -> str | None:
         snapshot = self._in_progress
         assert snapshot is not None
-        snapshot.small_state, tensors = self._state.small_state()
-        if snapshot.reason is not None:  # a saved snapshot is not compared with frozen weights again before a restore
-            tensors |= self._state.copy_changed_frozen(tensors)
+        snapshot.small_state, tensors = small_state or self._small_state(snapshot.reason is not None)
         snapshot.small_state_copy = self._copy_small(tensors, "small_state", snapshot)
         snapshot.frozen = self._state.frozen_copies()
         snapshot.detectors = detectors
@@ -384,6 +462,7 @@ class SnapshotManager:
         newer_than: int = -1,
         gathers: bool = False,
     ) -> tuple[Snapshot | None, list[RejectedSnapshot]]:
+        self.take_postponed()
         self.discard_in_progress()
         for snapshot in list(self.ring):
             if snapshot.trusted and snapshot.health is Health.CANDIDATE:
@@ -439,7 +518,7 @@ class SnapshotManager:
             self._due_step, self._initial, self._trusted = step, True, True
 
     def _drop_newer(self, step: int) -> None:
-        self._in_progress = self._due_step = None
+        self._in_progress = self._due_step = self._postponed = None
         self._submitted_step = None
         self._rejected = [r for r in self._rejected if r.step <= step]
         self.announcements = [a for a in self.announcements if a.get("rejected", step) <= step]
@@ -478,7 +557,13 @@ class SnapshotManager:
 
     def wait_until_idle(self) -> None:
         """Block until no copy is running, so that the process may fork."""
+        self.take_postponed()
         self._copier.wait_until_idle()
 
     def close(self) -> None:
+        self._postponed = None
         self._copier.close()
+
+
+def _on_cuda(devices: Collection[torch.device]) -> bool:
+    return any(device.type == "cuda" for device in devices)

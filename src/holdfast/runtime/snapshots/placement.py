@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.core.checkpoints.snapshot_rule import MIN_COPIES, SnapshotRoom
 from holdfast.runtime.snapshots.copier import Copier
-from holdfast.runtime.snapshots.copy import SnapshotCopy
+from holdfast.runtime.snapshots.copy import CopyStart, SnapshotCopy
 from holdfast.runtime.snapshots.layout import SnapshotLayout
 from holdfast.runtime.snapshots.ring import Ring
 from holdfast.runtime.snapshots.shares import Shares
@@ -94,7 +94,7 @@ class Placement:
             self._copier.preallocate(self._ring.max_snapshots())
 
     def copy(
-        self, tensors: dict[str, Tensor], layout: SnapshotLayout, reason: str | None
+        self, tensors: dict[str, Tensor], layout: SnapshotLayout, reason: str | None, begun: CopyStart | None = None
     ) -> tuple[SnapshotCopy, list[str | None]]:
         """Start a copy as soon as there is memory for it. If the device is full, keep snapshots on the host from now on."""
         on_host = self.on_host(reason)
@@ -103,13 +103,13 @@ class Placement:
         notes = [self._wait_for_memory(on_host)]
         try:
             fitting = layout if on_host == self._on_host else None
-            copy = self._copier.start(tensors, live=True, on_host=on_host, layout=fitting, others=others)
+            copy = self._copier.start(tensors, live=True, on_host=on_host, layout=fitting, others=others, begun=begun)
         except torch.OutOfMemoryError:
             if on_host:
                 raise
             notes.append(self._once(_DEVICE_FULL))
             self.leave_device()  # training needs the device memory that is free for later copies
-            copy = self._copier.start(tensors, live=True)
+            copy = self._copier.start(tensors, live=True, begun=begun)
         copy.share = share
         if self.is_preallocated:
             self._copier.preallocate(self._ring.max_snapshots())

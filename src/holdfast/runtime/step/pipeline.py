@@ -122,7 +122,7 @@ class GuardedPipeline:
     def __init__(self, context: Context, parts: Parts, clip: float | None) -> None:
         self.context, self.parts, self.progress = context, parts, Progress()
         self.is_distributed = parts.coordinator.is_distributed
-        self._timer = StepTimer(context.clock.monotonic) if self.is_distributed else None
+        self._timer = StepTimer(context.clock.monotonic, parts.local_grad_norms.span) if self.is_distributed else None
         self._is_armed = context.config.recover.mode == "heal"
         self._has_statistics = self._is_armed and bool(context.state.buffers.running_variances)
         self.averages_gradients = parts.gradient_sync.has_modules
@@ -261,6 +261,7 @@ class GuardedPipeline:
             draw, ended_epochs = self._draw()
             if draw is not None:
                 break
+            self.note(self.parts.snapshots.take_postponed())
             if progress.pending is None:
                 self._end_epochs(ended_epochs)
                 return None
@@ -299,7 +300,11 @@ class GuardedPipeline:
         context, parts = self.context, self.parts
         buffers = context.state.buffers.capture() if context.state.buffers.places else NO_BUFFERS
         message = parts.snapshots.on_step_begin(
-            context.rng.capture, buffers, parts.feeder.source, context.engine.state_dict
+            context.rng.capture,
+            buffers,
+            parts.feeder.source,
+            context.engine.state_dict,
+            may_postpone=self._settles_at_once or not parts.gate.on_device,
         )
         if message is not None:
             self.note(message)
@@ -398,6 +403,8 @@ class GuardedPipeline:
             self.parts.local_grad_norms.finish_backward(counts)
         if first_steps is not None:
             first_steps.after_backward(self._parameters)
+        if attempt.evidence is None:  # it would observe the copies
+            self.note(self.parts.snapshots.take_postponed())
         attempt.running = "forward"
         self._enter_phase(FORWARD)
 
@@ -405,6 +412,8 @@ class GuardedPipeline:
         """Note that a backward of the driver's own is over."""
         if self.is_distributed:
             self.parts.local_grad_norms.finish_backward()
+        if attempt.evidence is None:  # it would observe the copies
+            self.note(self.parts.snapshots.take_postponed())
 
     # ---- 3. measure, settle the step before, agree, gate, submit
 
@@ -417,6 +426,7 @@ class GuardedPipeline:
         self._enter_phase(OPTIMIZER)
         if attempt.evidence is not None:
             attempt.evidence.end_backward()
+        self.note(self.parts.snapshots.take_postponed())
         if self._first_steps is not None:
             try:
                 self._require_parameters()
@@ -999,6 +1009,7 @@ class GuardedPipeline:
             attempt.evidence.end()
         if self.is_forked:
             return
+        self.note(self.parts.snapshots.take_postponed())
         self.report_failure(error, attempt.running)
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()

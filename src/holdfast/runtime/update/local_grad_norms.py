@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from holdfast.runtime.tensors.device_span import DeviceSpan
 from holdfast.runtime.tensors.sharded import is_sharded, local
 
 _MAX_PARAMETERS, _MAX_ELEMENTS = 64, 1 << 16
@@ -24,9 +25,14 @@ class LocalGradNorms:
     """Collects the norms: call `finish_backward` after every backward, `pop` once a step."""
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], *, enabled: bool, now: Callable[[], float] = time.perf_counter
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        *,
+        enabled: bool,
+        now: Callable[[], float] = time.perf_counter,
+        span: DeviceSpan | None = None,
     ) -> None:
-        self._now = now
+        self._now, self.span = now, span
         self._last_at: float | None = None
         """when the step's last gradient arrived"""
         self._norms: list[Tensor] = []
@@ -58,6 +64,8 @@ class LocalGradNorms:
         if not part.is_sparse:
             self._norms.append(torch.linalg.vector_norm(part, dtype=torch.float32))
             self._last_at = self._now()
+            if self.span is not None:
+                self.span.extend()
 
     @torch.no_grad()
     def finish_backward(self, counts: bool = True) -> None:

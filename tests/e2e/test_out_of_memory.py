@@ -605,7 +605,7 @@ def test_classic_loop_says_that_it_cannot_be_served_again(caplog):
         for batch in guard.data(DataLoader(Rows(), batch_size=8)):
             with MemoryLimit(100):
                 token_loss(model, batch).backward()
-    assert "an error in a loop over guard.data(), of Guard.wrap or of a trainer leaves that loop" in caplog.text
+    assert "an error leaves a loop over guard.data() or of Guard.wrap" in caplog.text
 
 
 def journal(run_dir):

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 import transformers
+from torch import OutOfMemoryError
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 
@@ -37,6 +38,7 @@ from holdfast.runtime.ports.hooks import AnyHook
 from holdfast.runtime.record.environment import describe_loop
 from holdfast.runtime.tensors.torch_private import note_step_called, takes_found_inf
 from holdfast.trainers.attributes import Attributes
+from holdfast.trainers.hf_parts import PartsOfBatch
 from holdfast.trainers.hf_state import TrainerCounters, register_others
 
 log = logging.getLogger("holdfast")
@@ -172,6 +174,7 @@ class _Session:
         """what `_prepare_for_training` has returned ahead of its call"""
         self.counters = TrainerCounters(trainer)
         self.guard: Guard | None = None
+        self.parts: Any = None
         self._saved: dict[int, Path] = {}
         """checkpoints that the trainer has saved, by step"""
         self._plain_step: Any = None
@@ -210,6 +213,8 @@ class _Session:
         self.guard.record(loop=describe_loop(self.loader, trainer.args.gradient_accumulation_steps))
         self.loop.current_epoch = lambda: self.counters.epoch
         self.loop.keep_gradients()  # callbacks may read them
+        self.loop.serve_in_parts()
+        self.parts = PartsOfBatch(trainer, self.loop)
         if self.loop.attach(self.loader, None, start):
             self._resumed = copy.deepcopy(self.counters.state_dict())
         self._replace_step(trainer.optimizer)
@@ -378,8 +383,19 @@ class _GuardedTrainer(_Base):  # type: ignore[misc]
         if checkpoint:  # empty: the guard has restored it
             super()._load_rng_state(checkpoint)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        session, is_undone = self._holdfast, False
+        try:
+            if (pieces := session.loop.parts_of(inputs, session.parts.splitter)) is None:
+                loss = super().training_step(model, inputs, *args, **kwargs)
+            else:
+                loss = session.parts.train(super().training_step, inputs, pieces, model, *args, **kwargs)
+        except OutOfMemoryError as error:
+            if not session.loop.heal_out_of_memory(error, inputs, session.parts.splitter):
+                raise
+            is_undone = True
+        if is_undone:  # not inside `except`: the error holds the memory of the step
+            raise StepUndone(Status.REPLAYED)
         # Divided by the parts of the step, or summed over all their tokens: the step's loss is the sum.
         parts = self.current_gradient_accumulation_steps
         self._holdfast.loop.add_loss(loss if parts == 1 else loss * parts)

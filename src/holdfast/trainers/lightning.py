@@ -33,6 +33,7 @@ from holdfast.runtime.record.environment import describe_loop
 from holdfast.runtime.tensors.torch_private import note_step_called
 from holdfast.trainers.attributes import Attributes
 from holdfast.trainers.lightning_checks import check_seams, clips_by_itself, refuse, version_of
+from holdfast.trainers.lightning_parts import PartsOfBatch
 from holdfast.trainers.lightning_state import LoopState, checkpoint_files, mark_abandoned, register_parts
 
 try:
@@ -144,6 +145,7 @@ class _Driver:
         self._fit, self._epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._methods = ReplacedMethods()
         self._guard: Guard | None = None
+        self._parts: PartsOfBatch | None = None
         self._watched: dict[str, Attributes] = {}
         self._state = LoopState(trainer)
         self._limits: tuple[Any, Any] | None = None
@@ -219,6 +221,9 @@ class _Driver:
         if self._state.is_loaded and current.ready == current.completed:  # else Lightning begins its epoch once more
             loop.forget_resume()
         optimizer, precision = trainer.optimizers[0], trainer.precision_plugin
+        loop.serve_in_parts()
+        self._parts = PartsOfBatch(trainer, loop)
+        self._replace(self._epoch.automatic_optimization, "_make_closure", self._parts.make_closure)
         self._replace(trainer.strategy, "backward", self._backward)
         self._replace(precision, "_clip_gradients", self._clip_gradients)
         self._replace(optimizer, "step", lambda plain: self._step(guard, optimizer, plain))
@@ -261,10 +266,14 @@ class _Driver:
 
     def _backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = plain(closure_loss, *args, **kwargs)
-            assert self._guard is not None
+            assert self._guard is not None and self._parts is not None
             parts = self._trainer.accumulate_grad_batches  # Lightning has divided by it
-            self._guard._loop.add_loss(closure_loss if parts == 1 else closure_loss.detach() * parts)
+            loss = closure_loss if parts == 1 else closure_loss.detach() * parts
+            if self._parts.is_in_part:
+                return plain(closure_loss, *args, **kwargs)
+            self._parts.loss = loss.detach()
+            result = plain(closure_loss, *args, **kwargs)
+            self._guard._loop.add_loss(loss)
             return result
 
         return backward

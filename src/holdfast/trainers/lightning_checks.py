@@ -56,6 +56,7 @@ def check_seams(trainer: Any) -> None:
         (precision, "_clip_gradients"): ["model", "optimizer", "clip_val", "gradient_clip_algorithm"],
         (fit.epoch_loop, "advance"): ["data_fetcher"],
         (fit.epoch_loop, "on_advance_end"): ["data_fetcher"],
+        (fit.epoch_loop.automatic_optimization, "_make_closure"): ["kwargs", "optimizer", "batch_idx"],
         (fit.epoch_loop, "update_lr_schedulers"): ["interval", "update_plateau_schedulers"],
         (trainer._signal_connector, "teardown"): [],
     }

@@ -144,7 +144,7 @@ def _explain_directly(slowdown: Slowdown, known: Circumstances) -> SlowdownVerdi
         text = f"a checkpoint was being written during {100 * known.saving_after:.0f}% of the slow steps"
         return _verdict("checkpoint_interference", text)
     if known.compiles_per_step >= _COMPILES_PER_STEP:
-        text = f"torch.compile made {known.compiles_per_step:.2g} new graphs a step"
+        text = f"torch.compile made new graphs, {known.compiles_per_step:.2g} a step"
         return _verdict("recompilation_storm", text)
     if slowdown.phase == "data":
         grown = slowdown.phases_after["data"] - slowdown.phases_before.get("data", 0.0)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from traceback import walk_tb
 from typing import Any, Self
 
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch import Tensor
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.errors import PolicyStop, SetupError, StepError
 from holdfast.core.base.types import Outcome, Status
+from holdfast.runtime.data.pieces import FailedPart, Piece
+from holdfast.runtime.data.split import Splitter
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.step.interface import Run
 from holdfast.runtime.tensors.norms import Norm
@@ -55,6 +58,8 @@ class DrivenLoop:
         """no batch was drawn since the run was resumed: epochs that end at once ended in an earlier process"""
         self._is_in_epoch = False
         """a batch was drawn, and the end of its epoch was not reached"""
+        self._microbatches = 0
+        """those that the step has begun, if the loop asks for their parts"""
         self._sum: Tensor | None = None
         """the sum of what the loop has called backward on in this step, if it does not name its losses"""
         self._clip: float | None = None
@@ -121,6 +126,7 @@ class DrivenLoop:
                 self.forget_resume()  # the earlier process has ended before the lines at the end of this epoch
             raise StopIteration(_ENDED_EARLIER if self._is_resuming else "")
         self._attempt, self._between, self._sum, self._is_resuming = attempt, None, None, False
+        self._microbatches = 0
         self._before = pipeline.copy_registered()
         self._had_gradients = pipeline.with_gradients() if pipeline.keeps_gradients else []
         pipeline.keep_schedule(attempt)
@@ -135,6 +141,11 @@ class DrivenLoop:
     def batches_left(self) -> int | None:
         """Return how many batches of the current epoch are still to come; None if that is not known."""
         return self._pipeline.batches_left()
+
+    def serve_in_parts(self) -> None:
+        """Note that the loop asks for the parts of micro-batches. After an error, ranks are restarted, split alike."""
+        if self._pipeline.oom is not None:
+            self._pipeline.oom.restart_ranks()
 
     def keep_gradients(self) -> None:
         """Leave the gradients of an update that lands to the loop, which clears them itself."""
@@ -152,6 +163,63 @@ class DrivenLoop:
             loss.detach().reshape(()), 1.0, is_explicit=False, is_distributed=self._pipeline.is_distributed
         )
         self._pipeline.after_backward(attempt)
+
+    def parts_of(self, batch: Any, splitter: Splitter | None = None) -> list[Piece] | None:
+        """Return the parts in which a micro-batch is to be run, if the whole does not fit into memory; else None."""
+        attempt, oom = self._in_step("the forward"), self._pipeline.oom
+        self._microbatches += 1
+        if oom is None or not oom.is_splitting:
+            return None
+        pieces = oom.pieces(attempt, batch, self.samples_drawn(), oom.splitter or splitter)
+        return None if len(pieces) == 1 else pieces
+
+    def samples_drawn(self) -> int | None:
+        """Return how many samples the sampler has drawn for the micro-batch: its tensors may have two rows for each."""
+        attempt = self._in_step("a micro-batch")
+        return attempt.draws[min(self._microbatches, len(attempt.draws)) - 1].samples
+
+    def end_part(self, piece: Piece) -> None:
+        """Note that the backward of a part is over."""
+        attempt = self._in_step("a part of a micro-batch")
+        self._pipeline.after_backward(attempt)
+        if self._pipeline.oom is not None:
+            self._pipeline.oom.check_piece(attempt, piece)
+
+    def report_inexact_parts(self, why: str) -> None:
+        """Report that parts do not give the gradient of the whole. StepError if the policy forbids that."""
+        if self._pipeline.oom is not None:
+            self._pipeline.oom.report_inexact(self._in_step("a part of a micro-batch").number, why)
+
+    @contextlib.contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Take back what is done inside to random state, buffers, schedule and registered objects."""
+        before = self._pipeline.capture_between_steps()
+        try:
+            yield
+        finally:
+            self._pipeline.restore_between_steps(before)
+
+    def heal_out_of_memory(
+        self, error: BaseException, batch: Any, splitter: Splitter | None = None, loss: Tensor | None = None
+    ) -> bool:
+        """Undo a step that ran out of memory in forward or backward of `batch`, so that its data comes again, in parts.
+
+        loss: of the whole, if its forward came to an end; that of the parts is compared with it. Return False if the error
+        must end the loop.
+        """
+        attempt = self._in_step("the forward")
+        if any(frame.f_code.co_name == "backward" for frame, _ in walk_tb(error.__traceback__)):
+            attempt.running = "backward"
+        if loss is not None:
+            attempt.add_part(loss, 1.0, is_explicit=False, is_distributed=self._pipeline.is_distributed)
+        oom = self._pipeline.oom
+        splitter = splitter if oom is None else oom.splitter or splitter
+        failed = FailedPart(batch, self.samples_drawn(), splitter, self._microbatches)
+        if not self._pipeline.heal_out_of_memory(attempt, error, failed):
+            return False
+        assert attempt.result is not None, "ranks do not heal each other here"
+        self._undo(attempt.result)
+        return True
 
     def add_backward(self, value: Tensor) -> None:
         """Count a tensor that the loop has called backward on. The step's loss is the sum, as its gradient is."""
@@ -200,12 +268,17 @@ class DrivenLoop:
         outcome = self.outcome = attempt.result
         assert outcome is not None, "the host decides, so the step has settled"
         if outcome.status not in _LANDED:
-            if self._pipeline.keeps_gradients:
-                self._pipeline.clear_gradients(self._had_gradients)
-            if outcome.status is not Status.ROLLED_BACK:
-                self._pipeline.restore_registered(self._before)
-            self._between = self._pipeline.capture_between_steps()
+            self._undo(outcome)
         return outcome
+
+    def _undo(self, outcome: Outcome) -> None:
+        """Take back what the loop has done in a step that did not land."""
+        self.outcome = outcome
+        if self._pipeline.keeps_gradients:
+            self._pipeline.clear_gradients(self._had_gradients)
+        if outcome.status is not Status.ROLLED_BACK:
+            self._pipeline.restore_registered(self._before)
+        self._between = self._pipeline.capture_between_steps()
 
     def update_or_raise(self) -> Outcome:
         """Apply the update. StepUndone if it does not land, for a trainer's loop that is to go back."""

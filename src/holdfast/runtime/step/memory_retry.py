@@ -90,6 +90,12 @@ class MemoryRetry:
         self._begun = 0
         """micro-batches of that attempt that went through `pieces`"""
 
+    def restart_ranks(self) -> None:
+        """After an error on one of several ranks have all of them restarted: the loop cannot serve a filler."""
+        self._can_fill = False
+        if self._is_distributed:
+            self.splits.grow_after = 0
+
     def begin(self, journaled: dict[str, int]) -> None:
         """Take over what earlier processes have learned. All ranks call it, and take over what rank 0 has."""
         self.splits.adopt(journaled)
@@ -135,20 +141,21 @@ class MemoryRetry:
         if before is not None and not before.same(self._context.rng.capture()):
             self._whole = None
             what = "forward draws random numbers (dropout or noise), and draws others for parts than for the whole"
-            self._report_inexact(attempt.number, what)
+            self.report_inexact(attempt.number, what)
         whole = self._whole
         if whole is None or not piece.is_last or (attempt.number, self._begun) != (whole.step, whole.microbatches):
             return
         self._whole, loss = None, attempt.loss
         is_half = float(torch.tensor(whole.loss).half()) == whole.loss
         if abs(loss - whole.loss) > (_HALF_TOLERANCE if is_half else _LOSS_TOLERANCE) * abs(whole.loss):
-            self._report_inexact(
+            self.report_inexact(
                 attempt.number,
                 f"the parts give a loss of {loss:.6g}, and the whole gave {whole.loss:.6g}. So the loss is no mean over "
                 "what the parts are weighted by: pass step.backward(loss, weight=n), or guard.set_splitter(f, weight=g)",
             )
 
-    def _report_inexact(self, number: int, what: str) -> None:
+    def report_inexact(self, number: int, what: str) -> None:
+        """Report, once, that parts are not exact. StepError if the policy forbids that."""
         if not self._config.allow_inexact:
             raise StepError(
                 f"step {number}: a micro-batch is served in parts after it ran out of memory, and {what}; nothing was "

@@ -30,8 +30,9 @@ _ANOTHER_LOADER = (
     "epoch again; if it is the same data, make the loader once"
 )
 _NOT_SERVED_AGAIN = (
-    "in code that the guard cannot run again: an error in a loop over guard.data(), of Guard.wrap or of a trainer leaves "
-    "that loop. Use guard.steps() or guard.fit(), which serve the step again in smaller parts, or make the batch smaller"
+    "in code that the guard cannot run again: an error leaves a loop over guard.data() or of Guard.wrap, and is not caught "
+    "outside of forward and backward. Use guard.steps(), guard.fit() or a guarded Hugging Face or Lightning trainer, which "
+    "serve the step again in smaller parts, or make the batch smaller"
 )
 
 

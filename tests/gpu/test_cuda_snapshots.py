@@ -294,7 +294,7 @@ def test_taking_a_snapshot_does_not_synchronize_once_memory_is_allocated(place):
 def test_copies_that_begin_after_the_backward_are_exact(loop, optimizer, tmp_path, monkeypatch):
     taken, take = [], SnapshotManager.take_postponed
     monkeypatch.setattr(
-        SnapshotManager, "take_postponed", lambda self: (taken.append(self._postponed is not None), take(self))[1]
+        SnapshotManager, "take_postponed", lambda self: (taken.append(self.postponed is not None), take(self))[1]
     )
     case = Case(optimizer=optimizer, shuffle="unique", count=160, epochs=7, linear=True, norm=False, device="cuda")
     case.config = quick("auto", watch_steps=8)

@@ -38,7 +38,7 @@ from holdfast.runtime.ports.hooks import AnyHook
 from holdfast.runtime.record.environment import describe_loop
 from holdfast.runtime.tensors.torch_private import note_step_called, takes_found_inf
 from holdfast.trainers.attributes import Attributes
-from holdfast.trainers.hf_parts import PartsOfBatch
+from holdfast.trainers.hf_parts import HFParts
 from holdfast.trainers.hf_state import TrainerCounters, register_others
 
 log = logging.getLogger("holdfast")
@@ -214,7 +214,7 @@ class _Session:
         self.loop.current_epoch = lambda: self.counters.epoch
         self.loop.keep_gradients()  # callbacks may read them
         self.loop.serve_in_parts()
-        self.parts = PartsOfBatch(trainer, self.loop)
+        self.parts = HFParts(trainer, self.loop)
         if self.loop.attach(self.loader, None, start):
             self._resumed = copy.deepcopy(self.counters.state_dict())
         self._replace_step(trainer.optimizer)

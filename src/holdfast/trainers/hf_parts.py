@@ -24,7 +24,7 @@ _PAIRED = "DataCollatorForPreference"
 """TRL's collator that puts the rejected texts below the chosen ones"""
 
 
-class PartsOfBatch:
+class HFParts:
     """Weights the losses of parts so that their sum is the loss of the whole.
 
     A loss that the Trainer divides by the labels of the whole step adds up by itself. Any other is a mean over the part, and
@@ -94,7 +94,7 @@ class PartsOfBatch:
                 trainer.compute_loss = own
 
     def _find_out(self, model: Any, piece: Piece, items: Any) -> bool:
-        """Return whether the loss is divided by `items`. What is a mix of both cannot be split exactly, which is said."""
+        """Return whether the loss is divided by `items`. A mix of both cannot be split exactly: it is reported."""
         ratio = float(self._loss(model, piece.batch, 2 * items)) / (
             float(self._loss(model, piece.batch, items)) or math.nan
         )

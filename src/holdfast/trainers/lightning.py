@@ -33,7 +33,7 @@ from holdfast.runtime.record.environment import describe_loop
 from holdfast.runtime.tensors.torch_private import note_step_called
 from holdfast.trainers.attributes import Attributes
 from holdfast.trainers.lightning_checks import check_seams, clips_by_itself, refuse, version_of
-from holdfast.trainers.lightning_parts import PartsOfBatch
+from holdfast.trainers.lightning_parts import LightningParts
 from holdfast.trainers.lightning_state import LoopState, checkpoint_files, mark_abandoned, register_parts
 
 try:
@@ -145,7 +145,7 @@ class _Driver:
         self._fit, self._epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
         self._methods = ReplacedMethods()
         self._guard: Guard | None = None
-        self._parts: PartsOfBatch | None = None
+        self._parts: LightningParts | None = None
         self._watched: dict[str, Attributes] = {}
         self._state = LoopState(trainer)
         self._limits: tuple[Any, Any] | None = None
@@ -222,7 +222,7 @@ class _Driver:
             loop.forget_resume()
         optimizer, precision = trainer.optimizers[0], trainer.precision_plugin
         loop.serve_in_parts()
-        self._parts = PartsOfBatch(trainer, loop)
+        self._parts = LightningParts(trainer, loop)
         self._replace(self._epoch.automatic_optimization, "_make_closure", self._parts.make_closure)
         self._replace(trainer.strategy, "backward", self._backward)
         self._replace(precision, "_clip_gradients", self._clip_gradients)

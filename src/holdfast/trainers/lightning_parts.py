@@ -14,7 +14,7 @@ from holdfast.runtime.data.pieces import Piece
 from holdfast.runtime.guard.loop import DrivenLoop, StepUndone
 
 
-class PartsOfBatch:
+class LightningParts:
     """Makes the closures of Lightning's automatic optimization: forward and backward of one micro-batch."""
 
     def __init__(self, trainer: Any, loop: DrivenLoop) -> None:
@@ -71,7 +71,7 @@ class PartsOfBatch:
 class _Closure:
     """One micro-batch, as Lightning's own closure of it behaves."""
 
-    def __init__(self, parts: PartsOfBatch, make: Callable[[Any], Any], batch: Any) -> None:
+    def __init__(self, parts: LightningParts, make: Callable[[Any], Any], batch: Any) -> None:
         self._parts, self._make, self._batch = parts, make, batch
         self._result: Any = None
 

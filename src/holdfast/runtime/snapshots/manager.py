@@ -113,7 +113,8 @@ class SnapshotManager:
         """the committed step to take a snapshot of when the next step begins"""
         self._initial, self._trusted = False, True
         self._may_postpone = _on_cuda(devices)
-        self._postponed: Postponed | None = None
+        self.postponed: Postponed | None = None
+        """what `take_postponed` begins to copy"""
         self.stalled_seconds = 0.0
         """time the training thread has spent on snapshots"""
         self.nonfinite: NonfiniteSnapshot | None = None
@@ -136,7 +137,7 @@ class SnapshotManager:
         self._trusted, self._submitted_step = trusted, None
         for old in self.ring.drop_after(-1):
             self._placement.release(old)
-        self._in_progress = self._postponed = None
+        self._in_progress = self.postponed = None
         _, room = self._placement.fit(self._state.update_tensors(), at_start=True)
         note = self._revise_room(room)
         is_due = self.ring.enabled or self._sink.save_reason(step, initial=True) is not None
@@ -266,7 +267,7 @@ class SnapshotManager:
         tensors, reason = self._state.update_tensors(), self._sink.save_reason(step)
         begun = CopyStart(tensors)
         position = self._position(rng, buffers, source, reason)
-        self._postponed = Postponed(
+        self.postponed = Postponed(
             step, tensors, begun, reason, position, self._small_state(reason is not None), detectors
         )
 
@@ -277,7 +278,7 @@ class SnapshotManager:
         be idle meanwhile; once the backward is enqueued, it is not. The copies wait only for the work before the step. A
         write to a tensor since then, outside of an update, is detected.
         """
-        postponed, self._postponed = self._postponed, None
+        postponed, self.postponed = self.postponed, None
         if postponed is None:
             return None
 
@@ -518,7 +519,7 @@ class SnapshotManager:
             self._due_step, self._initial, self._trusted = step, True, True
 
     def _drop_newer(self, step: int) -> None:
-        self._in_progress = self._due_step = self._postponed = None
+        self._in_progress = self._due_step = self.postponed = None
         self._submitted_step = None
         self._rejected = [r for r in self._rejected if r.step <= step]
         self.announcements = [a for a in self.announcements if a.get("rejected", step) <= step]
@@ -561,7 +562,7 @@ class SnapshotManager:
         self._copier.wait_until_idle()
 
     def close(self) -> None:
-        self._postponed = None
+        self.postponed = None
         self._copier.close()
 
 

@@ -403,7 +403,7 @@ class GuardedPipeline:
             self.parts.local_grad_norms.finish_backward(counts)
         if first_steps is not None:
             first_steps.after_backward(self._parameters)
-        if attempt.evidence is None:  # it would observe the copies
+        if self.parts.snapshots.postponed is not None and attempt.evidence is None:  # it would observe the copies
             self.note(self.parts.snapshots.take_postponed())
         attempt.running = "forward"
         self._enter_phase(FORWARD)
@@ -412,7 +412,7 @@ class GuardedPipeline:
         """Note that a backward of the driver's own is over."""
         if self.is_distributed:
             self.parts.local_grad_norms.finish_backward()
-        if attempt.evidence is None:  # it would observe the copies
+        if self.parts.snapshots.postponed is not None and attempt.evidence is None:  # it would observe the copies
             self.note(self.parts.snapshots.take_postponed())
 
     # ---- 3. measure, settle the step before, agree, gate, submit
@@ -426,7 +426,8 @@ class GuardedPipeline:
         self._enter_phase(OPTIMIZER)
         if attempt.evidence is not None:
             attempt.evidence.end_backward()
-        self.note(self.parts.snapshots.take_postponed())
+        if self.parts.snapshots.postponed is not None:
+            self.note(self.parts.snapshots.take_postponed())
         if self._first_steps is not None:
             try:
                 self._require_parameters()

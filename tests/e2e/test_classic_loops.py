@@ -22,6 +22,8 @@ import holdfast
 from holdfast import DataError, SetupError, StepError
 from holdfast.core.record.journal import read
 from holdfast.runtime.guard.loop import Counters
+from holdfast.runtime.snapshots import manager
+from marks import slow
 
 FORK = multiprocessing.get_context("fork")
 loops = pytest.mark.parametrize("loop", list(LOOPS))
@@ -570,3 +572,34 @@ def test_a_loop_left_with_break_begins_the_next_epoch_as_a_plain_one_does(loop, 
     live(case.loader(), plain, None)
     assert guard.step == 84
     assert_same(Run(parts, []), Run(plain, []))
+
+
+# ---- on a GPU, snapshots are copied after the backward
+
+
+@loops
+@pytest.mark.parametrize("fault", ["none", *slow("weights"), "the end"])
+def test_snapshots_that_are_copied_after_the_backward_are_exact_and_none_is_lost(loop, fault, tmp_path, monkeypatch):
+    case = Case(shuffle="unique", augment=True, epochs=3)
+    case.config = quick(watch_steps=8) | {"checkpoint": {"every_steps": 5, "certify_after": 2, "at_end": False}}
+    if fault == "weights":
+        case.count, case.epochs, case.linear, case.norm = 160, 7, True, False
+    if fault == "the end":
+        case.max_steps = 10  # step 10 is saved, and the data ends when step 11 is to begin
+
+    def run(folder: Path) -> tuple[Any, list[str]]:
+        run = LOOPS[loop](case, folder, hooks=[ScaledWeights(81, 50.0)] if fault == "weights" else [])
+        assert run.actions() == (["rollback"] if fault == "weights" else [])
+        return run, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+    _, saved = run(tmp_path / "before")
+    taken, take = [], manager.SnapshotManager.take_postponed
+    monkeypatch.setattr(manager, "_on_cuda", lambda devices: True)
+    monkeypatch.setattr(
+        manager.SnapshotManager,
+        "take_postponed",
+        lambda self: (taken.append(self.postponed is not None), take(self))[1],
+    )
+    after, saved_after = run(tmp_path / "after")
+    assert saved_after == saved and sum(taken) >= 2
+    assert_same(after, case.plain(without(case)))

@@ -25,7 +25,9 @@ class LightningParts:
         """the loss whose backward has begun"""
 
     def make_closure(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def make_closure(kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> _Closure:
+        def make_closure(kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
+            if "batch" not in kwargs:  # training_step draws its batches itself
+                return plain(kwargs, optimizer, batch_idx)
             return _Closure(
                 self, lambda batch: plain({**kwargs, "batch": batch}, optimizer, batch_idx), kwargs["batch"]
             )

@@ -1010,7 +1010,10 @@ class GuardedPipeline:
             attempt.evidence.end()
         if self.is_forked:
             return
-        self.note(self.parts.snapshots.take_postponed())
+        try:
+            self.note(self.parts.snapshots.take_postponed())
+        except Exception as problem:  # the device has failed
+            log.warning("holdfast: the snapshot of step %d could not be taken: %s", self.progress.step, problem)
         self.report_failure(error, attempt.running)
         self.parts.watchdog.get().leave_step()
         self._drop_gradients()

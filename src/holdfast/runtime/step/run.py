@@ -226,6 +226,7 @@ class GuardedRun:
                 "steps, or in on_step_end"
             )
         self.pipeline.flush()
+        self.pipeline.note(parts.snapshots.take_postponed())
         if parts.checkpoints.store is None or not parts.feeder.is_attached:
             return None
         is_returned = self.pipeline.return_data(served)
@@ -279,6 +280,7 @@ class GuardedRun:
         has_ended = False
         try:
             if not self.pipeline.has_failed:  # ranks that are going down settle nothing more
+                self.pipeline.note(parts.snapshots.take_postponed())
                 if self.pipeline.flush() and parts.feeder.is_attached:
                     self.pipeline.return_data(served)
                 parts.watchdog.get().wait_for_others_to_finish(progress.step)

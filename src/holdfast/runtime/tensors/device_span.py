@@ -26,13 +26,13 @@ class DeviceSpan:
 
     def begin(self) -> None:
         """Note that work of the step is enqueued from now on."""
-        if self._device is not None:
+        if self._device is not None and not torch.cuda.is_current_stream_capturing():
             self._begun, self._ended = _event(), None
             self._begun.record(torch.cuda.current_stream(self._device))
 
     def extend(self) -> None:
         """Note that what is enqueued by now belongs to the span."""
-        if self._device is not None:
+        if self._device is not None and not torch.cuda.is_current_stream_capturing():
             self._ended = self._ended or _event()
             self._ended.record(torch.cuda.current_stream(self._device))
 

@@ -258,7 +258,8 @@ def test_live_page_gains_points_and_an_incident_while_it_is_open(browser, tmp_pa
         assert "loss spike" not in browser.text()
         append(run / "metrics.jsonl", metrics_row(201, 33.5), metrics_row(202, 1.25, fresh=5.0))
         browser.wait(lambda: "highest 33.5 at step 201" in browser.readout("Loss"))
-        browser.wait(lambda: "202" in browser.driver.find_element(By.CSS_SELECTOR, ".card").text)
+        browser.wait(lambda: "last step 202" in browser.driver.find_element(By.CSS_SELECTOR, ".card").text)
+        assert "202 steps committed" in browser.driver.find_element(By.CSS_SELECTOR, ".verdict").text
         assert browser.readout("fresh").startswith("lowest 5 at step 202")  # a column that was not there before
         append(run / "journal.jsonl", *({**event, "time": 1.0, "n": 50} for event in spike_events(201)))
         browser.wait(lambda: "1. loss spike at step 201" in browser.text())

@@ -443,8 +443,9 @@ const topBar = (title, subtitle, ...more) => el("header", {}, el("div", {}, el("
 function setRange() {
   let low = Infinity, high = -Infinity;
   for (const plot of page.plots) for (const curve of [...plot.live.curves, ...(plot.live.undone ? [plot.live.undone] : [])]) if (curve.n) { low = Math.min(low, curve.x[0]); high = Math.max(high, curve.x[curve.n - 1]); }
-  const first = Math.min(...(page.marks || []).map((mark) => mark[1])); // such as a checkpoint from before the first step
-  if (first < low && low - first <= Math.max(1, .1 * (high - low))) low = first;
+  const steps = (page.marks || []).map((mark) => mark[1]), first = Math.min(...steps), last = Math.max(...steps), near = Math.max(1, .1 * (high - low));
+  if (first < low && low - first <= near) low = first; // such as a checkpoint from before the first step
+  if (last > high && last - high <= near) high = last; // such as a failure in the step after the last one
   const old = view.all, isAll = view.low <= old[0] && view.high >= old[1];
   view.all = high > low ? [low, high] : high === low ? [low - 1, low + 1] : [0, 1];
   if (isAll) show(...view.all); else if (view.high >= old[1]) show(view.low + view.all[1] - old[1], view.all[1]); else redraw();
@@ -498,17 +499,20 @@ function addRows(rows) { // as the importer does: a step that is trained again r
 }
 
 function countSteps() { // the figures that follow the curve and not the journal
-  const loss = page.plots.length && page.plots[0].live.curves[0], set = (name, value) => { const card = page.cards.find((c) => c[0] === name); if (card) card[1] = value; };
+  const loss = page.plots.length && page.plots[0].live.curves[0], set = (name, ...values) => { const card = page.cards.find((c) => c[0] === name); if (card) card.splice(1, 2, ...values); };
   if (!loss || !loss.n) return;
-  set("steps", whole(loss.n));
-  if (loss.name === "loss") set("last loss", number(loss.y[loss.n - 1]));
+  const last = loss.x[loss.n - 1];
+  set("steps", whole(loss.n), `last step ${whole(last)}`);
+  if (loss.name === "loss") set("last loss", number(loss.y[loss.n - 1]), `lowest ${number(loss.y.slice(0, loss.n).reduce((low, v) => Number.isFinite(v) && v < low ? v : low, Infinity))}`);
+  if (page.verdict.status === "training") page.verdict.text = page.verdict.text.replace(/^\d+ steps/, `${last} steps`);
   document.querySelector(".cards").replaceWith(cardList());
+  document.querySelector(".verdict").replaceWith(verdictBox());
 }
 
 async function follow(name) {
   const path = `/api/run?name=${encodeURIComponent(name)}`;
   let first = await ask(path), state = first.state;
-  const shown = await showRun(first.page, el("a", {href: "/", textContent: "all runs "}));
+  const shown = await showRun(first.page, el("a", {href: "/", textContent: "all runs"}));
   for (;;) {
     await new Promise((done) => setTimeout(done, data.poll));
     try {
@@ -566,5 +570,5 @@ addEventListener("resize", redraw);
 let before = null;
 addEventListener("beforeprint", () => { before = document.documentElement.dataset.theme; document.documentElement.dataset.theme = "light"; incidentNodes.forEach((node) => node.fill()); view.plots.forEach((plot) => plot.draw()); });
 addEventListener("afterprint", () => theme(before));
-if (data.kind === "list") showList(); else if (data.kind === "live") follow(data.name).catch(complain); else showRun(data, data.back ? el("a", {href: "/", textContent: "all runs "}) : null);
+if (data.kind === "list") showList(); else if (data.kind === "live") follow(data.name).catch(complain); else showRun(data, data.back ? el("a", {href: "/", textContent: "all runs"}) : null);
 })();

@@ -23,7 +23,7 @@ from holdfast.reports.recorded_run import LIVE_SECONDS, run_status
 from holdfast.reports.report_page import VERDICTS
 
 MAX_RUNS, _MAX_DEPTH, _MAX_FOLDERS = 2000, 4, 20_000
-_PIECES, _PIECE_BYTES, _TAIL_BYTES = 40, 2048, 16 << 10
+_PIECES, _PIECE_BYTES, _TAIL_BYTES = 40, 8192, 16 << 10
 _FILES = ("journal.jsonl", "metrics.jsonl")
 
 
@@ -144,7 +144,8 @@ def _sample_metrics(path: Path, size: int, listed: ListedRun, journal: RunJourna
         listed.step, loss = tail[-1].step, tail[-1].loss
         listed.loss = loss if loss is None or math.isfinite(loss) else json.dumps(loss)
     times = [t for e in journal.events if isinstance(t := e.get("time"), int | float)]
-    wall = times[-1] - times[0] if times else 0.0
+    ended = max([*times[-1:], *(row.time for row in tail[-1:] if row.time is not None)], default=0.0)
+    wall = ended - times[0] if times else 0.0
     productive = split_seconds(sampled, np.array([row.step_seconds for row in sampled]))["productive"]
     if productive > 0 and wall > 0 and listed.step:
         listed.goodput = min(1.0, productive / len(sampled) * listed.step / wall)

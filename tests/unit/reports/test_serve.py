@@ -81,6 +81,18 @@ def test_runs_are_listed_with_status_loss_and_incidents_and_links_are_not_follow
     assert max(high for low_high in runs["a"]["spark"] if low_high for high in low_high) == 40.0
 
 
+def test_goodput_in_the_list_is_that_of_the_run_though_its_journal_has_been_silent_for_long(tmp_path):
+    run = make_run(tmp_path / "run", spike=None, ended=False)
+    journal = (run / "journal.jsonl").read_text().splitlines()
+    (run / "journal.jsonl").write_text(journal[0] + "\n")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    slow = [{**row, "phases": {"data": 0.2}} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in slow))
+    (listed,) = RunList(tmp_path).list_runs()
+    assert listed.goodput == pytest.approx(open_run(run).goodput.share, abs=0.02)
+    assert 0.1 < listed.goodput < 0.3
+
+
 @pytest.mark.parametrize("page", ["/", "/run?name=deep/b", "/compare?a=a&b=live"])
 def test_every_page_has_a_strict_policy_and_no_text_of_a_run_as_markup(server, page):
     status, headers, text = ask(server, page)

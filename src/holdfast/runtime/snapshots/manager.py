@@ -239,12 +239,10 @@ class SnapshotManager:
         may_postpone: bool = False,
     ) -> str | None:
         """Take the snapshot that is due, or add what belongs to its step and is known only now: random state, buffers and
-        the data position. With `may_postpone` the copies may begin later in the step: see `take_postponed`."""
-        note, due_step = (
-            self.take_postponed(),
-            self._due_step,
-        )  # one is left if the step that postponed it was abandoned
-        self._due_step = None
+        the data position. With `may_postpone` the copies may begin later in the step: see `take_postponed`.
+        """
+        note = self.take_postponed()  # one is left if the step that postponed it was abandoned
+        due_step, self._due_step = self._due_step, None
         if due_step is not None and may_postpone and self._may_postpone and not self._initial:
             return self._unless_full(due_step, lambda: self._postpone(due_step, rng(), buffers, source, detectors()))
         if due_step is not None:

@@ -34,8 +34,8 @@ def demo(
 
     Three runs of the same model: without faults (calm), with five faults unguarded, and with them guarded.
     The faults: a batch with a NaN, some steps of garbage data, an Inf in one gradient, corrupted optimizer state, and a
-    learning rate 300 times too high. The guarded run has the default policy. Takes a minute or two on the CPU.
-    At the end it writes a report to open in a browser, as `holdfast report` does.
+    learning rate 300 times too high. The guarded run has the default policy, but looks for no slowdowns.
+    Takes a minute or two on the CPU. At the end it writes a report to open in a browser, as `holdfast report` does.
 
     \b
     Examples:

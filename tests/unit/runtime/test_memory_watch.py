@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from pathlib import Path
 
@@ -43,7 +44,9 @@ def train(run: Path, steps: int, keep: int = 0, fail_at: int | None = None, conf
                 for (batch,) in step.microbatches():
                     step.backward(model(batch).square().mean())
             if keep:
-                kept.append(bytearray(keep))
+                pages = mmap.mmap(-1, keep, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never memory that was freed
+                pages.write(b"1" * keep)
+                kept.append(pages)
     return [guard.summary(), model.weight.detach().clone()]
 
 

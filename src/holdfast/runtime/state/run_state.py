@@ -413,15 +413,13 @@ class RunState:
         for module in self.fsdp_modules:
             module.reshard()
 
-    def mismatch(
-        self, rest: dict[str, Any], tensors: Mapping[str, Tensor | TensorSpec], *, whole: bool = False
-    ) -> str | None:
-        """Return why a snapshot does not fit the run, or None if it does. With `whole`, `tensors` holds DTensors, not this
-        rank's parts of them."""
-        return self.small_state_mismatch(rest) or self.parameter_mismatch(tensors, whole=whole)
+    def mismatch(self, rest: dict[str, Any], tensors: Mapping[str, Tensor | TensorSpec]) -> str | None:
+        """Return why a snapshot does not fit the run, or None if it does."""
+        return self.small_state_mismatch(rest) or self.parameter_mismatch(tensors, whole=False)
 
     def parameter_mismatch(self, saved: Mapping[str, Tensor | TensorSpec], *, whole: bool) -> str | None:
-        """Return the first parameters of which name, shape or dtype differ from the saved ones, or None."""
+        """Return the first parameters of which name, shape or dtype differ from the saved ones, or None. With `whole`,
+        `saved` holds DTensors, not this rank's parts of them."""
         named = self._named()
         missing = [n for n, _ in named if f"model.{n}" not in saved and f"frozen.{n}" not in saved]
         if missing:

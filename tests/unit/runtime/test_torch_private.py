@@ -206,7 +206,9 @@ def test_dtensor_without_its_spec_or_local_tensor_fails():
         torch_private.inner_tensor(FakeDTensor())
 
 
-@pytest.mark.parametrize(("has", "lacks"), [({}, "_layout"), ({"_layout": FakeRecord(remap_to_tensor=None)}, "_rank_map")])
+@pytest.mark.parametrize(
+    ("has", "lacks"), [({}, "_layout"), ({"_layout": FakeRecord(remap_to_tensor=None)}, "_rank_map")]
+)
 def test_device_mesh_without_its_ranks_fails(has, lacks):
     with pytest.raises(SetupError, match=lacks):
         torch_private.mesh_slices(FakeRecord(**has))

@@ -237,6 +237,17 @@ class _Plateau:
             self.guard.report_eval(self.case.evaluate(self.model))
 
 
+def parts():
+    """Return a model, its optimizer and a loader, the same each time."""
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Points(64), batch_size=8)
+
+
+def loss_of(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 class Seeded(Sampler):
     """order = f(seed, epoch), by set_epoch. `unique`: every epoch has ids of its own, so a fault can sit in one of them."""
 

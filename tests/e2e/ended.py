@@ -10,7 +10,8 @@ import torch
 from cases import Net
 from parts import Parts
 from resumed import Dies, Loaded, Recipe, assert_continued, config_of, good_of, health_of, idle, live
-from test_parts import one
+from test_exact import at
+from test_parts import one, param_groups
 from torch.optim import AdamW
 
 
@@ -32,6 +33,13 @@ def often(make: Callable[[], Parts] = plain, *, checkpoint: dict[str, Any] | Non
     return Recipe(
         make, Loaded(**{"way": "generator", "count": 37, "epochs": 3, "augment": True, "config": config} | case)
     )
+
+
+def faulty(**more: Any) -> Recipe:
+    """Return a run with four faults, of which three are in a row."""
+    r = often(lambda: param_groups(), way="", shuffle="unique", epochs=6, **more)
+    r.case.faults = at(r.case, 9, 17, 18, 19)
+    return r
 
 
 class Dead:

@@ -35,10 +35,8 @@ def identify(run_dir: Path, run: str | None = RUN) -> None:
     (run_dir / "run.json").write_text(json.dumps({"run": run} if run else {}))
 
 
-def chosen(
-    folder: Folder, run: str | None = RUN, at_most: int | None = None
-) -> tuple[str | None, list[tuple[str, str]]]:
-    entry, passed = choose(folder, run, at_most=at_most)
+def chosen(folder: Folder, run: str | None = RUN) -> tuple[str | None, list[tuple[str, str]]]:
+    entry, passed = choose(folder, run)
     return entry.name if entry else None, [(p.name, p.why) for p in passed]
 
 
@@ -164,13 +162,6 @@ def test_checkpoint_of_another_run_is_passed_over_and_says_nothing_of_the_lineag
     save(folder, 9, run="beef", lineage=FIRST.forked(7, 0))
     assert chosen(folder) == ("step_00000002", [("step_00000009.b7", f"it belongs to run beef, not to {RUN}")])
     assert chosen(folder, run=None)[0] == "step_00000009.b7"
-
-
-def test_no_later_step_than_asked_for_is_taken(folder):
-    for step in (1, 2, 3):
-        save(folder, step)
-    assert chosen(folder, at_most=2) == ("step_00000002", [("step_00000003", "it is later than step 2")])
-    assert chosen(folder, at_most=0)[0] is None
 
 
 def test_only_what_could_be_taken_is_read_in_full(folder):

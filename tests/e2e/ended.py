@@ -66,8 +66,8 @@ def tree(path: Path, *, health: bool = True) -> dict[str, bytes]:
     }
 
 
-def check_passed_over(path: Path, name: str, word: str, dead: Dead, caplog: Any, next_: str | None = None) -> None:
-    """The next one is taken, `name` is set aside with a reason that has `word` in it, and nothing is lost by it."""
+def health_seen(path: Path) -> tuple[dict[str, str], Callable[..., None]]:
+    """Return the health of the checkpoints as a run finds it at its first step, and the function to give to that run."""
     health: dict[str, str] = {}
 
     def look(guard: Any, parts: Parts, step: Any) -> None:
@@ -75,6 +75,12 @@ def check_passed_over(path: Path, name: str, word: str, dead: Dead, caplog: Any,
             idle(guard)
             health.update(health_of(path))
 
+    return health, look
+
+
+def check_passed_over(path: Path, name: str, word: str, dead: Dead, caplog: Any, next_: str | None = None) -> None:
+    """The next one is taken, `name` is set aside with a reason that has `word` in it, and nothing is lost by it."""
+    health, look = health_seen(path)
     life = live(often(with_idle), path, before=look)
     resumed = life.resumed()
     assert resumed["checkpoint"] == (next_ or dead.good[1])

@@ -17,6 +17,7 @@ from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.ranks import SingleRank
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot
+from two_ranks import TwoRanks
 from users_detector import QuietDetector
 
 CONFIG: dict[str, Any] = {
@@ -136,15 +137,6 @@ def test_the_path_of_a_new_checkpoint_does_not_depend_on_listing_the_folder(tmp_
 
     train(guard, model, 4, before)
     assert paths[0] is not None and paths[0].startswith(str(tmp_path))
-
-
-class TwoRanks(SingleRank):
-    """The first of two ranks; the other has the same values."""
-
-    size = 2
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value, value]
 
 
 class RankZeroGuard(GuardBase):

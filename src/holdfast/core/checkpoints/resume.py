@@ -44,9 +44,7 @@ class RejectedCheckpoint(NamedTuple):
     """it is in the memory tier"""
 
 
-def choose(
-    folder: Folder, run: str | None, *, check: Check = verify_bytes
-) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
+def choose(folder: Folder, run: str | None) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
     """Return the newest checkpoint that may be restored, and each rejected newer one, newest first.
 
     run: the identity of the run; None accepts any.
@@ -54,7 +52,7 @@ def choose(
     are neither damaged nor quarantined. So a run that leaves a branch must quarantine its states there before it saves
     on the next one: step numbers do not tell them apart, and the lineage of a damaged manifest cannot be read.
     """
-    return pick(folder.entries(), run, check)
+    return pick(folder.entries(), run, verify_bytes)
 
 
 def pick(

@@ -13,7 +13,7 @@ from checkpoint_builders import BAD, CANDIDATE, FILES, GOOD, QUARANTINED, RUN, f
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.checkpoints.resume import choose, resolve_resume_path
+from holdfast.core.checkpoints.resume import choose, pick, resolve_resume_path
 
 FIRST = Lineage()
 
@@ -169,7 +169,7 @@ def test_only_what_could_be_taken_is_read_in_full(folder):
     save(folder, 2)
     save(folder, 3, CANDIDATE)
     checked: list[int] = []
-    choose(folder, RUN, check=lambda entry: checked.append(entry.step))
+    pick(folder.entries(), RUN, lambda entry: checked.append(entry.step))
     assert checked == [2]
 
 

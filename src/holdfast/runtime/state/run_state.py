@@ -389,7 +389,7 @@ class RunState:
         self.optimizers.restore_groups(rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
-        self.splits.load_state_dict(rest.get("splits"))  # an earlier version has none
+        self.splits.load_state_dict(rest["splits"])
         if self.scaler is not None:
             self.scaler.restore_state(rest["scaler"], tensors)
         self.optimizers.restore_attributes(rest["optimizer_own"], tensors)
@@ -400,7 +400,7 @@ class RunState:
                 saved = rest["registered"][name]
                 thing.load_state_dict(join_tensors(saved, tensors, thing.state_dict(), None, put=write_now))
         self.reshard()
-        for (_, module), flag in zip(self.wrapped_modules, rest.get("wrapped", ()), strict=False):
+        for (_, module), flag in zip(self.wrapped_modules, rest["wrapped"], strict=False):
             set_broadcasts_buffers(module, flag)
 
     def restore_gradient_orders(self, orders: Sequence[list[int] | None]) -> None:

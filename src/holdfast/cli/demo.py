@@ -15,7 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, emit
-from holdfast.core.base.errors import MissingDependency
+from holdfast.core.base.errors import needs_torch
 from holdfast.reports.console import console
 
 _LOG = logging.getLogger("holdfast")
@@ -42,12 +42,8 @@ def demo(
       holdfast demo
       holdfast demo --seed 3 --json
     """
-    try:
+    with needs_torch("holdfast demo"):
         from holdfast.drill import demo as drill
-    except ImportError as error:
-        raise MissingDependency(
-            f"holdfast demo needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
-        ) from None
     target = folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     screen = _DemoScreen(steps, quiet=as_json)
     with screen:

@@ -23,6 +23,7 @@ from holdfast.diagnosis.importers.formats import rundir
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.record import memory_readings, memory_watch
 from holdfast.runtime.record.memory_watch import MemoryWatch, from_counters, parse_error
+from two_ranks import TwoRanks
 
 MB = 1 << 20
 
@@ -173,17 +174,8 @@ def test_only_errors_of_memory_are_explained():
     assert parse_error(torch.OutOfMemoryError("no sizes")) == OutOfMemory("device")
 
 
-class TwoRanks:
-    """Stands for two ranks that have found the same."""
-
-    rank, size = 0, 2
-
-    def all_gather_object(self, value):
-        return [value, value]
-
-
 def test_findings_of_several_ranks_are_journaled_once():
-    coordinator = RankCoordinator(TwoRanks(), Config())  # type: ignore[arg-type]
+    coordinator = RankCoordinator(TwoRanks(), Config())
     finding = Finding(
         kind=Kind.MEMORY_LEAK,
         severity=Severity.NOTE,

@@ -18,7 +18,7 @@ from holdfast.core.hang import flight_records
 from holdfast.core.hang.verdict import RankReport
 
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:pickle|pkl|json|bin|txt|log|stacks|err|out))*$", re.IGNORECASE)
-_STACKS = re.compile(rb"^(?:Current thread|Thread) 0x[0-9a-f]+|^Process \d+: ", re.MULTILINE)
+_STACKS = re.compile(rb"^(?:\[[^\]\n]{1,40}\]:\s?)?(?:(?:Current thread|Thread) 0x[0-9a-f]+|Process \d+: )", re.MULTILINE)
 _BEGINNING_BYTES = 1 << 16
 _MAX_FILES = 20_000
 
@@ -80,8 +80,8 @@ def _kind(file: Path) -> str | None:
         durable.close(descriptor)
     if _STACKS.search(beginning):
         return "stacks"
-    is_pickle = beginning[:1] == b"\x80" and b"entries" in beginning
-    is_json = beginning.lstrip()[:1] == b"{" and (b'"pg_config"' in beginning or b'"collective_seq_id"' in beginning)
+    is_pickle = beginning[:1] == b"\x80" and (b"entries" in beginning or b"profiling_name" in beginning)
+    is_json = beginning.lstrip()[:1] in (b"{", b"[") and (b'"pg_config"' in beginning or b'"profiling_name"' in beginning)
     return "record" if is_pickle or is_json else None
 
 

@@ -17,6 +17,7 @@ HangKind = Literal["stopped", "absent", "stuck", "desync", "network", "silent", 
 
 _ORDER = {"data": 0, "forward": 1, "backward": 2, "collective": 3, "optimizer": 4}
 """the phases of a step; the others come after it"""
+_SICK_DEVICE = "a kernel that never ends, or a sick GPU (`holdfast doctor`, dmesg for Xid)"
 _OF_A_RANK = ("absent", "stuck")
 """verdicts that blame ranks, and no collective between them"""
 
@@ -92,6 +93,12 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
     # A rank that is late in one group because it waits in another is not the cause.
     mismatches.sort(key=lambda each: (each.kind == "never_came", any(_is_waiting(records[r]) for r in each.ranks)))
     silent = sorted(set(range(world or 0)) - set(by_rank))
+    if mismatches and mismatches[0].kind == "never_came" and _is_waiting(records[mismatches[0].ranks[0]]):
+        late = {rank for each in mismatches for rank in each.ranks}
+        if silent:  # they may wait for a rank that sent nothing
+            mismatches = []
+        elif _undelivered(mismatches[0], records) is None and all(not r.pid or r.is_overdue for r in map(by_rank.get, late)):
+            mismatches.insert(0, desync.break_circle(records, mismatches))
     if mismatches and mismatches[0].kind != "never_came":
         first = mismatches[0]
         culprits, kind, collective = list(first.ranks), "desync", first.expected.describe()
@@ -108,8 +115,18 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         summary = first.describe()
     elif silent:
         culprits, kind, collective, certain = silent, "silent", _waiting_in(by_rank), True
+        why = (
+            "sent no report: its node or its network is gone, or its run directory is not this one"
+            if any(report.pid for report in reports)
+            else "has no file that can be read: its process ended before it wrote one, or the file is not here"
+        )
+        summary = f"{_ranks(silent)} {why}"
+    elif (begun := desync.not_begun(records)) is not None:
+        call, culprits = begun[0], list(begun[1])
+        kind, collective, certain = "device", call.describe(), True
         summary = (
-            f"{_ranks(silent)} sent no report: its node or its network is gone, or its run directory is not this one"
+            f"{_ranks(culprits)} has queued {call.describe()}, but its device has not begun it, and those of the other ranks "
+            f"have: {_SICK_DEVICE}"
         )
     else:
         culprits, kind, collective, certain, summary = _by_heartbeat(by_rank)
@@ -121,8 +138,22 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         evidence=[each.describe() for each in mismatches[1:4]],
         is_certain=certain,
     )
-    verdict = _blame_device(_excuse(verdict, by_rank, frames), by_rank)
+    verdict = _blame_device(_excuse(_pass_on(verdict, frames), by_rank, frames), by_rank)
     return _with_context(verdict, by_rank, frames)
+
+
+def _pass_on(verdict: HangVerdict, frames: Mapping[int, Stack | None]) -> HangVerdict:
+    """Leave out ranks that wait in torch.distributed themselves, by their stacks: gloo records no send and no receive."""
+    if verdict.kind != "absent":
+        return verdict
+    calls = {rank: "" if (stack := frames[rank]) is None else stack.communication for rank in verdict.culprits}
+    if not (waiting := [rank for rank in verdict.culprits if calls[rank]]):
+        return verdict
+    if free := [rank for rank in verdict.culprits if not calls[rank]]:
+        text = f"{_ranks(free)} did not come to where the other ranks are; {_ranks(waiting)} waits in {calls[waiting[0]]}"
+        return msgspec.structs.replace(verdict, culprits=free, summary=text)
+    text = f"{verdict.summary}; it waits in {calls[waiting[0]]} itself, and the records do not show for whom"
+    return msgspec.structs.replace(verdict, summary=text, is_certain=False)
 
 
 def _blame_device(verdict: HangVerdict, reports: Mapping[int, RankReport]) -> HangVerdict:
@@ -131,9 +162,8 @@ def _blame_device(verdict: HangVerdict, reports: Mapping[int, RankReport]) -> Ha
     if not stuck:
         return verdict
     text = (
-        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: a kernel that "
-        "never ends, or a sick GPU (`holdfast doctor`, dmesg for Xid); the line is where the host waits, and the "
-        "kernel was launched before it"
+        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: {_SICK_DEVICE}; "
+        "the line is where the host waits, and the kernel was launched before it"
     )
     return msgspec.structs.replace(verdict, kind="device", summary=text, culprits=stuck)
 
@@ -205,7 +235,8 @@ def _by_heartbeat(reports: Mapping[int, RankReport]) -> tuple[list[int], HangKin
     counts = Counter(places.values())
     if len(counts) == 1:
         (step, phase) = next(iter(counts))
-        text = f"all {len(reports)} ranks are in the same place, {phase} of step {step}"
+        where = f"in the same place, {phase} of step {step}" if phase else "on record, and none is apart from the others"
+        text = f"all {len(reports)} ranks are {where}"
         if collective:
             text += f", and wait in {collective}: no rank is missing, so the network between them does not deliver"
         return sorted(reports), "network" if collective else "stuck", collective, bool(collective), text
@@ -312,8 +343,8 @@ def _waiting_in(reports: Mapping[int, RankReport]) -> str:
     """Return the newest collective that some rank has not completed; "" if that is not known."""
     for groups in _records(reports).values():
         for record in groups.values():
-            if record.calls and not record.calls[-1].is_complete:
-                return record.calls[-1].describe()
+            if (call := record.waits_in) is not None:
+                return call.describe()
     return "the agreement on a step" if any(r.phase == "collective" for r in reports.values()) else ""
 
 
@@ -326,7 +357,7 @@ def _records(reports: Mapping[int, RankReport]) -> dict[int, dict[str, flight_re
 
 
 def _is_waiting(groups: Mapping[str, flight_records.GroupRecord]) -> bool:
-    return any(record.calls and not record.calls[-1].is_complete for record in groups.values())
+    return any(record.waits_in is not None for record in groups.values())
 
 
 def _training_stack(report: RankReport) -> Stack | None:

@@ -12,8 +12,8 @@ _SPY_THREAD = re.compile(r"^Thread (?:0x([0-9a-fA-F]{1,16})|(\d{1,20}))\b")
 _SPY_FRAME = re.compile(r"^    (.{1,500}?) \((.{1,4000}?):(\d{1,9})\)$")
 _SHORT_NAME = re.compile(rf"(torch|{'|'.join(sorted(sys.stdlib_module_names))})(/|\.py$)")
 """a library's file as py-spy names it without --full-filenames"""
-_PREFIX = re.compile(r"^\[[^\]\n]{1,40}\]:\s?", re.MULTILINE)
-"""what torchrun puts before the lines of a rank"""
+_PREFIX = re.compile(r"^\[[^\]\n]{1,40}\]:(?: (?=\S|  \S|    \S))?", re.MULTILINE)
+"""what torchrun puts before the lines of a rank; torch puts a space after it"""
 _LIBRARY = re.compile(
     r"(^<)|/(site|dist)-packages/|/lib/python\d|/holdfast/(core|runtime|distributed|resilience|supervise|trainers)/"
 )

@@ -118,7 +118,7 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         why = (
             "sent no report: its node or its network is gone, or its run directory is not this one"
             if any(report.pid for report in reports)
-            else "has no file that can be read: its process ended before it wrote one, or the file is not here"
+            else "left no record that can be read: its process ended before it wrote one, or it is elsewhere"
         )
         summary = f"{_ranks(silent)} {why}"
     elif (begun := desync.not_begun(records)) is not None:

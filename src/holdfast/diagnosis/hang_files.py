@@ -62,7 +62,8 @@ def read_evidence(paths: list[Path]) -> HangEvidence:
             if kind == "stacks":
                 found = [RankReport(rank=_rank_of(file), stacks=content.decode(errors="replace"))]
             elif not found:
-                found = [RankReport(rank=_rank_of(file), flight_record=flight_records.decode(content))]
+                record = flight_records.decode(content)
+                found = [RankReport(rank=_rank_of(file), flight_record=record)]
             for new in found:
                 old = reports.get(new.rank, new)
                 reports[new.rank] = msgspec.structs.replace(
@@ -116,7 +117,7 @@ def _read_log(text: str) -> list[RankReport]:
         if seq:
             sizes = [[int(size)]] if size else []
             call = {"collective_seq_id": int(seq), "profiling_name": f"nccl:{op}", "input_sizes": sizes, "state": "started"}
-            waits.setdefault(name, {}).setdefault(rank, {**call, "process_group": [name, "group"]})
+            waits.setdefault(name, {}).setdefault(rank, {**call, "process_group": [name, "default_pg" if name == "0" else "group"]})
         else:
             newest.setdefault(name, {})[rank] = int(last)
     records: dict[int, dict[str, Any]] = {}

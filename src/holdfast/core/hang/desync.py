@@ -96,11 +96,10 @@ def _absent(records: Mapping[int, GroupRecord]) -> Mismatch | None:
     if _common_wait(records) is not None:  # a host that runs ahead has only queued more
         return None
     late = tuple(sorted(rank for rank, record in behind.items() if record.last == least))
-    for record in records.values():
-        for call in record.calls:
-            if call.seq == least + 1 and not call.is_complete:
-                return Mismatch("", "never_came", late, call, None, True)
-    return None
+    later = [call for record in records.values() for call in record.calls if call.seq > least]
+    missed = min((call.seq for call in later), default=0)
+    waiting = (call for call in later if call.seq == missed and not call.is_complete)
+    return next((Mismatch("", "never_came", late, call, None, True) for call in waiting), None)
 
 
 def _common_wait(records: Mapping[int, GroupRecord]) -> int | None:

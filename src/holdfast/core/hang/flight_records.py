@@ -43,7 +43,7 @@ class Collective(NamedTuple):
 
     def describe(self) -> str:
         called = f" called at {self.line}" if self.line else ""
-        of = f" of {self.sizes} {self.dtypes}" if self.sizes != "[]" else ""
+        of = f" of {self.sizes} {self.dtypes}".rstrip() if self.sizes != "[]" else ""
         return f"{self.op} number {self.seq}{of}{called}"
 
 

@@ -118,7 +118,7 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         why = (
             "sent no report: its node or its network is gone, or its run directory is not this one"
             if any(report.pid for report in reports)
-            else "left no record that can be read: its process ended before it wrote one, or it is elsewhere"
+            else "sent no report that can be read: its process ended before it wrote one, or it is elsewhere"
         )
         summary = f"{_ranks(silent)} {why}"
     elif (begun := desync.not_begun(records)) is not None:
@@ -129,7 +129,7 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
             f"have: {_SICK_DEVICE}"
         )
     else:
-        culprits, kind, collective, certain, summary = _by_heartbeat(by_rank)
+        culprits, kind, collective, certain, summary = _by_heartbeat(by_rank, frames)
     verdict = HangVerdict(
         kind=kind,  # type: ignore[arg-type]
         summary=summary,
@@ -221,32 +221,35 @@ def _stopped(reports: Mapping[int, RankReport]) -> HangVerdict | None:
         text = f"{_ranks(stopped)} was stopped by a signal (SIGSTOP, or Ctrl-Z): `kill -CONT PID` continues it"
         return HangVerdict(kind="stopped", summary=text, culprits=stopped, collective=_waiting_in(reports))
     if gone and len(gone) < len(reports):
-        return HangVerdict(kind="absent", summary=f"the process of {_ranks(gone)} has ended", culprits=gone)
+        text = f"the process of {_ranks(gone)} has ended"
+        return HangVerdict(kind="absent", summary=text, culprits=gone, collective=_waiting_in(reports))
     return None
 
 
-def _by_heartbeat(reports: Mapping[int, RankReport]) -> tuple[list[int], HangKind, str, bool, str]:
-    """Compare the phases alone: no flight recorder tells the ranks apart."""
+def _by_heartbeat(
+    reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]
+) -> tuple[list[int], HangKind, str, bool, str]:
+    """Compare phases and stacks: no flight recorder tells the ranks apart."""
     collective = _waiting_in(reports)
     if len(reports) == 1:
         (rank,) = reports
         return [rank], "stuck", collective, True, f"rank {rank} does not get on"
     places = {rank: (report.step, report.phase) for rank, report in reports.items()}
     counts = Counter(places.values())
-    if len(counts) == 1:
+    waiting = {rank for rank, groups in _records(reports).items() if _is_waiting(groups)}
+    waiting |= {rank for rank, report in reports.items() if report.phase == "collective"}
+    waiting |= {rank for rank, stack in frames.items() if stack is not None and stack.communication}
+    if waiting and len(waiting) < len(reports):
+        culprits, certain = sorted(set(reports) - waiting), True
+    elif len(counts) == 1:
         (step, phase) = next(iter(counts))
         where = f"in the same place, {phase} of step {step}" if phase else "on record, and none is apart from the others"
         text = f"all {len(reports)} ranks are {where}"
         if collective:
             text += f", and wait in {collective}: no rank is missing, so the network between them does not deliver"
         return sorted(reports), "network" if collective else "stuck", collective, bool(collective), text
-    records = _records(reports)
-    in_call = {rank for rank, groups in records.items() if _is_waiting(groups)}
-    waiting = in_call | {rank for rank, report in reports.items() if report.phase == "collective"}
-    (usual, most), (_, second) = counts.most_common(2)
-    if waiting and len(waiting) < len(reports):
-        culprits, certain = sorted(set(reports) - waiting), True
     else:
+        (usual, most), (_, second) = counts.most_common(2)
         if most == second:  # no majority: the ranks that are furthest behind
             behind = min(places.values(), key=lambda place: (place[0], _ORDER.get(place[1], len(_ORDER))))
             culprits, certain = sorted(rank for rank, place in places.items() if place == behind), False
@@ -313,6 +316,8 @@ def _line(report: RankReport, stack: Stack | None) -> str:
         for worker in report.workers:
             if line := _worker_line(worker):
                 return f"{line} (loader worker, process {worker.pid})"
+            if worker.state == "T":
+                return f"no line: its loader worker, process {worker.pid}, was stopped by a signal (kill -CONT continues it)"
     frame = stack.user_frame()
     return "" if frame is None else frame.describe()
 

@@ -20,7 +20,8 @@ from holdfast.core.hang.verdict import RankReport
 
 _RANK = re.compile(r"(\d{1,7})(?:\.(?:pickle|pkl|json|bin|txt|log|stacks|err|out))*$", re.IGNORECASE)
 _STACKS = re.compile(
-    rb"^(?:\[[^\]\n]{1,40}\]:\s{0,5})?(?:(?:Current thread|Thread) 0x[0-9a-f]+|Process \d+: .*\n.{0,50}Python v\d)", re.MULTILINE
+    rb"^(?:\[[^\]\n]{1,40}\]:\s{0,5})?(?:(?:Current thread|Thread) 0x[0-9a-f]+|Process \d+: .*\n.{0,50}Python v\d)",
+    re.MULTILINE,
 )
 _TIMED_OUT = re.compile(
     r"^(?:\[\D{0,20}(\d{1,7})\]:)?.{0,200}?(?:\[PG (?:ID )?(\d{1,9})[^\]\n]{0,100}|\[)Rank (\d{1,7})\]\s+(?:"
@@ -29,7 +30,9 @@ _TIMED_OUT = re.compile(
     re.MULTILINE,
 )
 """rank by torch's prefix, group, rank in the group, and the call that timed out, or the newest one"""
-_KILLED = re.compile(r"^Root Cause .*\n(?:.*\n){0,4}? *rank +: (\d{1,7}) .*\n *exitcode +: -(?:4|7|8|9|11) ", re.MULTILINE)
+_KILLED = re.compile(
+    r"^Root Cause .*\n(?:.*\n){0,4}? *rank +: (\d{1,7}) .*\n *exitcode +: -(?:4|7|8|9|11) ", re.MULTILINE
+)
 """the rank that torchrun saw end first, if a signal ended it that neither NCCL's watchdog nor torchrun sends"""
 _BEGINNING_BYTES, _HEADER_LINES = 1 << 16, 5
 _MAX_FILES = 20_000
@@ -102,7 +105,9 @@ def _beginning(file: Path) -> bytes:
 def _kind(content: bytes) -> str | None:
     beginning = content[:_BEGINNING_BYTES]
     is_pickle = beginning[:1] == b"\x80" and (b"entries" in beginning or b"profiling_name" in beginning)
-    is_json = beginning.lstrip()[:1] in (b"{", b"[") and (b'"pg_config"' in beginning or b'"profiling_name"' in beginning)
+    is_json = beginning.lstrip()[:1] in (b"{", b"[") and (
+        b'"pg_config"' in beginning or b'"profiling_name"' in beginning
+    )
     if is_pickle or is_json:
         return "record"
     return "stacks" if _STACKS.search(content) else None
@@ -116,8 +121,15 @@ def _read_log(text: str) -> list[RankReport]:
         rank, name = int(prefix or local), group or "0"
         if seq:
             sizes = [[int(size)]] if size else []
-            call = {"collective_seq_id": int(seq), "profiling_name": f"nccl:{op}", "input_sizes": sizes, "state": "started"}
-            waits.setdefault(name, {}).setdefault(rank, {**call, "process_group": [name, "default_pg" if name == "0" else "group"]})
+            call = {
+                "collective_seq_id": int(seq),
+                "profiling_name": f"nccl:{op}",
+                "input_sizes": sizes,
+                "state": "started",
+            }
+            waits.setdefault(name, {}).setdefault(
+                rank, {**call, "process_group": [name, "default_pg" if name == "0" else "group"]}
+            )
         else:
             newest.setdefault(name, {})[rank] = int(last)
     records: dict[int, dict[str, Any]] = {}

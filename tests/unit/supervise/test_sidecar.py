@@ -98,6 +98,7 @@ def test_a_sleep_is_named_with_its_line_and_its_end_is_noted(start, folder):
     assert process.poll() is None, "a report ends nothing"
     process.send_signal(signal.SIGUSR1)
     wait_for(lambda: "ended" in verdict(folder), "the note that it ended")
+    assert verdict(folder)["time"] == found["time"]
     wait_for(lambda: "rank 0 continues" in log(folder))
     assert "Current thread" not in log(folder) and "Thread 0x" not in log(folder)
 

@@ -97,7 +97,9 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         late = {rank for each in mismatches for rank in each.ranks}
         if silent:  # they may wait for a rank that sent nothing
             mismatches = []
-        elif _undelivered(mismatches[0], records) is None and all(not r.pid or r.is_overdue for r in map(by_rank.get, late)):
+        elif _undelivered(mismatches[0], records) is None and all(
+            not r.pid or r.is_overdue for r in map(by_rank.get, late)
+        ):
             mismatches.insert(0, desync.break_circle(records, mismatches))
     if mismatches and mismatches[0].kind != "never_came":
         first = mismatches[0]
@@ -150,7 +152,9 @@ def _pass_on(verdict: HangVerdict, frames: Mapping[int, Stack | None]) -> HangVe
     if not (waiting := [rank for rank in verdict.culprits if calls[rank]]):
         return verdict
     if free := [rank for rank in verdict.culprits if not calls[rank]]:
-        text = f"{_ranks(free)} did not come to where the other ranks are; {_ranks(waiting)} waits in {calls[waiting[0]]}"
+        text = (
+            f"{_ranks(free)} did not come to where the other ranks are; {_ranks(waiting)} waits in {calls[waiting[0]]}"
+        )
         return msgspec.structs.replace(verdict, culprits=free, summary=text)
     text = f"{verdict.summary}; it waits in {calls[waiting[0]]} itself, and the records do not show for whom"
     return msgspec.structs.replace(verdict, summary=text, is_certain=False)
@@ -243,7 +247,9 @@ def _by_heartbeat(
         culprits, certain = sorted(set(reports) - waiting), True
     elif len(counts) == 1:
         (step, phase) = next(iter(counts))
-        where = f"in the same place, {phase} of step {step}" if phase else "on record, and none is apart from the others"
+        where = (
+            f"in the same place, {phase} of step {step}" if phase else "on record, and none is apart from the others"
+        )
         text = f"all {len(reports)} ranks are {where}"
         if collective:
             text += f", and wait in {collective}: no rank is missing, so the network between them does not deliver"

@@ -34,6 +34,7 @@ _KILLED = re.compile(
     r"^Root Cause .*\n(?:.*\n){0,4}? *rank +: (\d{1,7}) .*\n *exitcode +: -(?:4|7|8|9|11) ", re.MULTILINE
 )
 """the rank that torchrun saw end first, if a signal ended it that neither NCCL's watchdog nor torchrun sends"""
+_DESCRIPTION = {"0": "default_pg"}
 _BEGINNING_BYTES, _HEADER_LINES = 1 << 16, 5
 _MAX_FILES = 20_000
 
@@ -114,7 +115,7 @@ def _kind(content: bytes) -> str | None:
 
 
 def _read_log(text: str) -> list[RankReport]:
-    """Return what the lines of NCCL's watchdog tell, as flight records: the call that each rank waits in, and who is behind."""
+    """Return what the lines of NCCL's watchdog tell, as flight records: who waits in which call, and who is behind."""
     waits: dict[str, dict[int, dict[str, Any]]] = {}
     newest: dict[str, dict[int, int]] = {}
     for prefix, group, local, seq, op, size, last in _TIMED_OUT.findall(text):

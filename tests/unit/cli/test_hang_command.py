@@ -86,15 +86,16 @@ def test_desynchronised_dumps_are_told_from_an_absent_rank(capsys, tmp_path):
 
 def watchdog(rank: int, op: str = "ALLREDUCE") -> str:
     return (
-        f"[rank{rank}]:[E1118 03:12:44.123456789 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught collective operation "
-        f"timeout: WorkNCCL(SeqNum=468, OpType={op}, NumelIn=25, NumelOut=25, Timeout(ms)=600000) ran for 600029 milliseconds\n"
+        f"[rank{rank}]:[E1118 03:12:44.123456789 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught collective "
+        f"operation timeout: WorkNCCL(SeqNum=468, OpType={op}, NumelIn=25, NumelOut=25, Timeout(ms)=600000) ran for 600029 "
+        "milliseconds before timing out.\n"
     )
 
 
 LOSSES = "".join(f"step {step} loss {3.0 - 0.01 * step:.4f}\n" for step in range(60))
 BEHIND = (
-    "[rank2]:[E1118 03:12:44.2 ProcessGroupNCCL.cpp:684] [PG ID 0 PG GUID 0(default_pg) Rank 2]  failure detected by watchdog "
-    "at work sequence id: 467 PG status: last enqueued work: 467, last completed work: 467\n"
+    "[rank2]:[E1118 03:12:44.2 ProcessGroupNCCL.cpp:684] [PG ID 0 PG GUID 0(default_pg) Rank 2]  failure detected by "
+    "watchdog at work sequence id: 467 PG status: last enqueued work: 467, last completed work: 467\n"
 )
 KILLED = """Root Cause (first observed failure):
 [0]:

@@ -94,12 +94,10 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
     mismatches.sort(key=lambda each: (each.kind == "never_came", any(_is_waiting(records[r]) for r in each.ranks)))
     silent = sorted(set(range(world or 0)) - set(by_rank))
     if mismatches and mismatches[0].kind == "never_came" and _is_waiting(records[mismatches[0].ranks[0]]):
-        late = {rank for each in mismatches for rank in each.ranks}
+        late = [by_rank[rank] for each in mismatches for rank in each.ranks]
         if silent:  # they may wait for a rank that sent nothing
             mismatches = []
-        elif _undelivered(mismatches[0], records) is None and all(
-            not r.pid or r.is_overdue for r in map(by_rank.get, late)
-        ):
+        elif _undelivered(mismatches[0], records) is None and all(not r.pid or r.is_overdue for r in late):
             mismatches.insert(0, desync.break_circle(records, mismatches))
     if mismatches and mismatches[0].kind != "never_came":
         first = mismatches[0]
@@ -127,7 +125,7 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         call, culprits = begun[0], list(begun[1])
         kind, collective, certain = "device", call.describe(), True
         summary = (
-            f"{_ranks(culprits)} has queued {call.describe()}, but its device has not begun it, and those of the other ranks "
+            f"{_ranks(culprits)} has queued {call.describe()}, but its device has not begun it, and those of the others "
             f"have: {_SICK_DEVICE}"
         )
     else:
@@ -166,8 +164,8 @@ def _blame_device(verdict: HangVerdict, reports: Mapping[int, RankReport]) -> Ha
     if not stuck:
         return verdict
     text = (
-        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: {_SICK_DEVICE}; "
-        "the line is where the host waits, and the kernel was launched before it"
+        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: "
+        f"{_SICK_DEVICE}; the line is where the host waits, and the kernel was launched before it"
     )
     return msgspec.structs.replace(verdict, kind="device", summary=text, culprits=stuck)
 

@@ -1,4 +1,4 @@
-"""Dumps of NCCL runs: transfers, batches, sizes that differ by rank, groups of one name, hosts that run ahead, older torch."""
+"""Dumps of NCCL runs: transfers, batches, sizes by rank, groups of one name, hosts that run ahead, older torch."""
 
 from __future__ import annotations
 

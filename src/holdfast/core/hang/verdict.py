@@ -235,7 +235,9 @@ def _by_heartbeat(
     collective = _waiting_in(reports)
     if len(reports) == 1:
         (rank,) = reports
-        return [rank], "stuck", collective, True, f"rank {rank} does not get on"
+        if collective:
+            return [rank], "stuck", collective, False, f"rank {rank} waits in {collective}; there is no record of another rank"
+        return [rank], "stuck", "", True, f"rank {rank} does not get on"
     places = {rank: (report.step, report.phase) for rank, report in reports.items()}
     counts = Counter(places.values())
     waiting = {rank for rank, groups in _records(reports).items() if _is_waiting(groups)}

@@ -104,8 +104,8 @@ def _absent(records: Mapping[int, GroupRecord]) -> Mismatch | None:
 
 def _common_wait(records: Mapping[int, GroupRecord]) -> int | None:
     """Return the number of the call that every rank has made and none has completed; None if there is none."""
-    first = {None if (call := record.waits_in) is None else call.seq for record in records.values() if record.calls}
-    return first.pop() if len(first) == 1 and all(record.calls for record in records.values()) else None
+    first = {next((call.seq for call in record.calls if not call.is_complete), None) for record in records.values()}
+    return first.pop() if len(first) == 1 else None
 
 
 def break_circle(records: Mapping[int, Mapping[str, GroupRecord]], mismatches: Sequence[Mismatch]) -> Mismatch:
@@ -116,7 +116,7 @@ def break_circle(records: Mapping[int, Mapping[str, GroupRecord]], mismatches: S
     late = sorted({rank for each in mismatches for rank in each.ranks})
     departed = {rank: found for rank in late if (found := _departure(records[rank])) is not None}
     if len(departed) != 1:
-        return mismatches[0]._replace(kind="circle", ranks=tuple(late), is_certain=len(late) > 1)
+        return mismatches[0]._replace(kind="circle", ranks=tuple(late), is_certain=True)
     ((rank, (own, usual)),) = departed.items()
     missed = next(each for each in mismatches if rank in each.ranks)
     kind: Kind = "left_out" if usual == (missed.group, *missed.expected.signature) else "added"
@@ -136,15 +136,16 @@ def _departure(groups: Mapping[str, GroupRecord]) -> tuple[Collective, tuple[str
 
 
 def not_begun(records: Mapping[int, Mapping[str, GroupRecord]]) -> tuple[Collective, tuple[int, ...]] | None:
-    """Return a call that some devices wait in and others have not begun, though their hosts have queued it, and their ranks.
+    """Return a call that every host has queued, and the ranks whose devices have not begun it while others wait in it.
 
     Only NCCL records when a device begins a call.
     """
     for name in sorted({name for groups in records.values() for name in groups}):
         of_group = {rank: groups[name] for rank, groups in records.items() if name in groups}
-        waits = {rank: call for rank, record in of_group.items() if (call := record.waits_in) is not None}
+        seq = _common_wait(of_group)
+        waits = {rank: call for rank, record in of_group.items() for call in record.calls if call.seq == seq}
         late = tuple(sorted(rank for rank, call in waits.items() if not call.is_started))
-        if _common_wait(of_group) is not None and 0 < len(late) < len(waits):
+        if 0 < len(late) < len(waits):
             return waits[late[0]], late
     return None
 

@@ -47,7 +47,7 @@ class Collective(NamedTuple):
         return f"{self.op} number {self.seq}{of}{called}"
 
 
-class Transfer(NamedTuple):
+class PendingTransfer(NamedTuple):
     """A send or receive that is not complete. Ranks are those of the run."""
 
     source: int
@@ -69,7 +69,7 @@ class GroupRecord(NamedTuple):
     calls: list[Collective]
     last: int
     """the number of the newest call, also if the ring no longer holds it; 0 if there was none"""
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[PendingTransfer, ...] = ()
 
     @property
     def waits_in(self) -> Collective | None:
@@ -163,7 +163,7 @@ def _record(
             is_send = transfer[1] == "send"
             if not call.is_complete:
                 call = call._replace(seq=number if isinstance(number := entry.get("p2p_seq_id"), int) else call.seq)
-                transfers.append(Transfer(own if is_send else peer, peer if is_send else own, is_send, call))
+                transfers.append(PendingTransfer(own if is_send else peer, peer if is_send else own, is_send, call))
         elif not entry.get("is_p2p"):  # the end of a batch of transfers is marked so too
             calls[call.seq] = _merge(calls[call.seq], call) if call.seq in calls else call
     ordered = [calls[seq] for seq in sorted(calls)]

@@ -89,15 +89,22 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
     if (verdict := _stopped(by_rank)) is not None:
         return _with_context(verdict, by_rank, frames)
     records = _records(by_rank)
-    mismatches = desync.compare(records)
     # A rank that is late in one group because it waits in another is not the cause.
-    mismatches.sort(key=lambda each: (each.kind == "never_came", any(_is_waiting(records[r]) for r in each.ranks)))
+    waiting = {rank for rank, groups in records.items() if _is_waiting(groups)}
+    mismatches = [
+        each._replace(ranks=free)
+        if each.kind == "never_came" and (free := tuple(rank for rank in each.ranks if rank not in waiting))
+        else each
+        for each in desync.compare(records)
+    ]
+    mismatches.sort(key=lambda each: (each.kind == "never_came", not waiting.isdisjoint(each.ranks)))
     silent = sorted(set(range(world or 0)) - set(by_rank))
-    if mismatches and mismatches[0].kind == "never_came" and _is_waiting(records[mismatches[0].ranks[0]]):
-        late = [by_rank[rank] for each in mismatches for rank in each.ranks]
+    if mismatches and mismatches[0].kind == "never_came" and waiting.issuperset(mismatches[0].ranks):
+        late = {rank: by_rank[rank] for each in mismatches for rank in each.ranks}
+        is_circle = len(late) > 1 and all(not report.pid or report.is_overdue for report in late.values())
         if silent:  # they may wait for a rank that sent nothing
             mismatches = []
-        elif _undelivered(mismatches[0], records) is None and all(not r.pid or r.is_overdue for r in late):
+        elif is_circle and _undelivered(mismatches[0], records) is None:
             mismatches.insert(0, desync.break_circle(records, mismatches))
     if mismatches and mismatches[0].kind != "never_came":
         first = mismatches[0]
@@ -236,7 +243,13 @@ def _by_heartbeat(
     if len(reports) == 1:
         (rank,) = reports
         if collective:
-            return [rank], "stuck", collective, False, f"rank {rank} waits in {collective}; there is no record of another rank"
+            return (
+                [rank],
+                "stuck",
+                collective,
+                False,
+                f"rank {rank} waits in {collective}; there is no record of another rank",
+            )
         return [rank], "stuck", "", True, f"rank {rank} does not get on"
     places = {rank: (report.step, report.phase) for rank, report in reports.items()}
     counts = Counter(places.values())

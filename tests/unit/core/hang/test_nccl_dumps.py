@@ -182,6 +182,13 @@ def test_ranks_that_wait_for_each_other_and_are_not_overdue_yet_are_not_ended():
     assert not judge(reports, 2).is_hang
 
 
+def test_a_rank_that_waits_in_a_group_of_unknown_members_is_not_named_beside_the_one_that_waits_in_none():
+    """gloo does not record who is in a group. Rank 2 waits for rank 3 in the first call of theirs."""
+    entries = {rank: [*past(5), waits(6)] for rank in (0, 1)}
+    entries |= {2: [*past(5), waits(1, "barrier", (), group="7")], 3: past(5)}
+    assert named(verdict(entries)) == ("absent", [3])
+
+
 def test_ranks_that_wait_in_a_group_with_a_rank_that_sent_nothing_are_not_named():
     entries = {rank: [*past(5), waits(6)] for rank in (0, 1)}
     entries[2] = [*past(5), waits(3, "all_gather", [[4]], group="7")]

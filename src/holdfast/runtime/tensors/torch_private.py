@@ -6,7 +6,9 @@ with half of the guard missing. Only the device gate has a fallback: the host de
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import logging
 import random
 import sys
@@ -330,13 +332,20 @@ def default_store(distributed: Any) -> Any:
 def dump_flight_record() -> bytes | None:
     """Return the collectives that torch has recorded, as JSON; None if this torch records none.
 
-    The record explains a hang and decides nothing, so a torch without it is no error.
+    The record explains a hang and decides nothing, so a torch without it is no error. NCCL has a recorder of its own.
     """
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    try:
-        return None if dump is None else bytes(dump())
-    except RuntimeError:  # a build without it
+    records: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+        with contextlib.suppress(RuntimeError, ValueError):  # a build without it
+            record = {} if dump is None else json.loads(dump())
+            if "entries" in record and all(record["entries"] != other["entries"] for other in records):
+                records.append(record)
+    if not records:
         return None
+    groups = {name: each for record in records for name, each in record.get("pg_config", {}).items()}
+    entries = [entry for record in records for entry in record["entries"]]
+    return json.dumps({"entries": entries, "pg_config": groups}).encode()
 
 
 # ---- torch.compile

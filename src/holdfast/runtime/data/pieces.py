@@ -6,6 +6,7 @@ piece then counts by its share of them. Labels are the integer tensor that holds
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ class Piece(NamedTuple):
     """of its micro-batch"""
     is_filler: bool = False
     """the other ranks need this rank's collectives, not its gradients"""
+    is_trial: bool = False
+    """served without gradients: only its loss is needed"""
 
 
 class FailedPart(NamedTuple):
@@ -43,6 +46,15 @@ class FailedPart(NamedTuple):
     splitter: Splitter | None
     number: int
     """counted from 1 within the step"""
+
+    @property
+    def shape(self) -> str:
+        return shape_of(self.batch)
+
+
+def kept(batch: Any) -> Any:
+    """Return the batch as it is served: loops take labels out of a dict with `pop`."""
+    return batch.copy() if isinstance(batch, dict | UserDict) else batch
 
 
 class LabelRule(NamedTuple):
@@ -68,6 +80,34 @@ def cut(batch: Any, parts: int, samples: int | None, splitter: Splitter | None) 
     if not 0 < len(pieces) <= parts:
         raise StepError(f"splitter returned {len(pieces)} parts instead of {parts}")
     return pieces
+
+
+def misplaced_samples(batch: Any, pieces: Sequence[Any]) -> str | None:
+    """Return what shows that the pieces do not hold each sample of the batch once, with what belongs to it; or None.
+
+    A splitter may cut off padding and put samples into another order. So only a tensor that differs in one dimension is
+    judged, and its order only by that of the others.
+    """
+    whole, *cuts = (list(tensors_of(each)) for each in (batch, *pieces))
+    if any(len(tensors) != len(whole) for tensors in cuts):
+        return None
+    kept_order: dict[bool, tuple[int, ...]] = {}
+    for tensor, *parts in zip(whole, *cuts, strict=True):
+        if any(part.dim() != tensor.dim() for part in parts):
+            continue
+        along = [d for d, size in enumerate(tensor.shape) if any(part.shape[d] != size for part in parts)]
+        if len(along) != 1:
+            continue
+        if (total := sum(part.shape[along[0]] for part in parts)) != tensor.shape[along[0]]:
+            return f"made parts of a tensor of shape {tuple(tensor.shape)} that have {total} in dimension {along[0]}"
+        joined = torch.cat([part.to(tensor) for part in parts], along[0])
+        if torch.equal(joined, tensor) or torch.equal(joined.flatten().sort()[0], tensor.flatten().sort()[0]):
+            kept_order[torch.equal(joined, tensor)] = tuple(tensor.shape)
+    if len(kept_order) == 2:
+        return (
+            f"kept the order of a tensor of shape {kept_order[True]}, and not that of one of shape {kept_order[False]}"
+        )
+    return None
 
 
 def shares_of(pieces: Sequence[Any], rule: LabelRule) -> tuple[list[float], str | None]:

@@ -168,3 +168,35 @@ def test_error_that_comes_with_a_part_says_so():
     with pytest.raises(ValueError) as raised:
         train(int(0.6 * plain.limit.peak), loss=loss, collate=collate)
     assert "this was a part (256x4,4,4x32) of a micro-batch that does not fit" in raised.value.__notes__[0]
+
+
+@pytest.mark.parametrize("as_item", [lambda x, y: x, lambda x, y: {"x": x}], ids=["tensors", "dicts"])
+def test_samples_of_any_length_are_kept_whole_and_count_alike(as_item):
+    """Some are as long as there are samples in the batch: they are no columns."""
+
+    def collate(items):
+        lengths = range(5, 5 + len(items))
+        inputs = [as_item(x[:length], y) for length, (x, y) in zip(lengths, items, strict=True)]
+        return inputs, [y[:length].numpy() for length, (x, y) in zip(lengths, items, strict=True)]
+
+    def loss(model, batch):
+        inputs = [each["x"] if isinstance(each, dict) else each for each in batch[0]]
+        pairs = zip(inputs, batch[1], strict=True)
+        return sum(nn.functional.cross_entropy(model(x), torch.from_numpy(y)) for x, y in pairs) / len(inputs)
+
+    config = {"oom": {"allow_inexact": False}}
+    plain = train(loss=loss, collate=collate)
+    run = train(int(0.7 * plain.limit.peak), loss=loss, collate=collate, config=config)
+    assert run.limit.raised and difference(run, plain) < BOUND
+
+
+def test_arrays_in_a_batch_are_split():
+    def collate(items):
+        return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items]).numpy()
+
+    def loss(model, batch):
+        return token_loss(model, (batch[0], torch.from_numpy(batch[1])))
+
+    plain = train(loss=loss, collate=collate)
+    run = train(int(0.6 * plain.limit.peak), loss=loss, collate=collate)
+    assert run.limit.raised and difference(run, plain) < BOUND

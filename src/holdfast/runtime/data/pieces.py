@@ -14,7 +14,7 @@ import torch
 
 from holdfast.core.base.errors import StepError
 from holdfast.core.decide.batch_splits import describe_shape
-from holdfast.runtime.data.split import Splitter, count_samples, named_tensors, split, tensors_of
+from holdfast.runtime.data.split import Splitter, count_samples, named_tensors, part_sizes, split, tensors_of
 
 Weigh = Callable[[Any], float]
 _LABEL_NAMES = ("labels", "label", "targets", "target")
@@ -110,8 +110,19 @@ def misplaced_samples(batch: Any, pieces: Sequence[Any]) -> str | None:
     return None
 
 
-def shares_of(pieces: Sequence[Any], rule: LabelRule) -> tuple[list[float], str | None]:
-    """Return what each piece counts of the whole, and why that may not be exact, if so."""
+def sizes_of(cuts: Sequence[Any], samples: int | None, splitter: Splitter | None) -> list[int] | None:
+    """Return how many samples each piece holds, as `cut` has made them; None if they cannot be counted."""
+    if splitter is None and samples is not None:
+        return part_sizes(samples, len(cuts))
+    sizes = [count for count in map(count_samples, cuts) if count is not None]
+    return sizes if len(sizes) == len(cuts) else None
+
+
+def shares_of(pieces: Sequence[Any], sizes: list[int] | None, rule: LabelRule) -> tuple[list[float], str | None]:
+    """Return what each piece counts of the whole, and why that may not be exact, if so.
+
+    sizes: the samples of each, if they are known.
+    """
     why = None
     if rule.weigh is not None:
         counts = [float(rule.weigh(piece)) for piece in pieces]
@@ -119,13 +130,12 @@ def shares_of(pieces: Sequence[Any], rule: LabelRule) -> tuple[list[float], str 
             raise StepError(f"the weight function returned {counts!r}: a weight is a finite number, not negative")
     else:
         labels, why = _valid_labels(pieces, rule)
-        sizes = [count_samples(piece) for piece in pieces]
         if labels is not None:
             counts = labels
-        elif None in sizes:
+        elif sizes is None:
             counts, why = [1.0] * len(pieces), "the samples of a part cannot be counted, so its parts count alike"
         else:
-            counts = [float(size or 0) for size in sizes]
+            counts = [float(size) for size in sizes]
     total = sum(counts)
     if not total:  # nothing counts in the whole either: its loss is NaN, and so is that of the pieces
         return [1.0 / len(pieces)] * len(pieces), why

@@ -28,6 +28,7 @@ from holdfast.runtime.data.pieces import (
     misplaced_samples,
     shape_of,
     shares_of,
+    sizes_of,
 )
 from holdfast.runtime.data.split import Splitter, tensors_of
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -130,7 +131,7 @@ class MemoryRetry:
         self._begun_in, self._counted = attempt, len(attempt.losses)
         if parts == 1:
             return [Piece(part, samples)]
-        pieces = self._weighted(attempt.number, cut(part, parts, samples, splitter), samples)
+        pieces = self._weighted(attempt.number, cut(part, parts, samples, splitter), samples, splitter)
         cuts = [piece.batch for piece in pieces]
         if self._is_distributed:  # all ranks take equally many parts, or a sharded model would wait forever
             pieces += [Piece(cuts[-1], samples, 0.0, is_filler=True)] * (parts - len(pieces))
@@ -141,8 +142,10 @@ class MemoryRetry:
         self._served_rng = self._context.rng.capture()
         return pieces
 
-    def _weighted(self, number: int, cuts: Sequence[Any], samples: int | None) -> list[Piece]:
-        shares, why = shares_of(cuts, self._label_rule())
+    def _weighted(
+        self, number: int, cuts: Sequence[Any], samples: int | None, splitter: Splitter | None
+    ) -> list[Piece]:
+        shares, why = shares_of(cuts, sizes_of(cuts, samples, splitter), self._label_rule())
         if why is not None:
             self._say_once(number, f"a micro-batch is served in parts, and its gradient may differ: {why}")
         scale = float(len(cuts)) if self._config.loss == "sum" else 1.0
@@ -166,7 +169,7 @@ class MemoryRetry:
         except Exception as error:  # of the user's own types, or of a splitter
             self.stop_trial(attempt.number, error)
             return []
-        return [piece._replace(is_trial=True) for piece in self._weighted(attempt.number, cuts, samples)]
+        return [piece._replace(is_trial=True) for piece in self._weighted(attempt.number, cuts, samples, splitter)]
 
     def _label_rule(self) -> LabelRule:
         names = [type(m).__name__ for _, root in self._context.state.modules for m in root.modules()]

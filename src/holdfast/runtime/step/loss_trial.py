@@ -17,8 +17,9 @@ from holdfast.runtime.data.split import tensors_of
 from holdfast.runtime.effects.attempt import StepAttempt
 
 _HALF = (torch.float16, torch.bfloat16)
-_TOLERANCE, _HALF_OUTPUT, _HALF_LOSS = 1e-4, 1e-3, 5e-2
-"""of the loss: kernels round that of other parts otherwise, the more if a module or the loss itself is in half precision"""
+_TOLERANCE, _DEVICE, _HALF_OUTPUT, _HALF_LOSS = 1e-5, 1e-4, 1e-3, 5e-2
+"""of the loss: kernels round that of other parts otherwise, the more on a device (TF32), and if a module or the loss itself is
+in half precision"""
 _ROUNDING = 1e-7
 
 
@@ -77,7 +78,8 @@ class LossTrial:
     def add(self, attempt: StepAttempt, microbatch: int, piece: Piece, loss: Tensor | None, weight: float) -> None:
         """Take the loss of a part, multiplied by its weight. One of weight 0 may be NaN."""
         if loss is not None and weight:
-            self._tolerance = max(self._tolerance, _HALF_LOSS if loss.dtype in _HALF else 0.0)
+            least = _HALF_LOSS if loss.dtype in _HALF else 0.0 if loss.device.type == "cpu" else _DEVICE
+            self._tolerance = max(self._tolerance, least)
             self._losses.append((float(loss), weight))
         if piece.is_last:
             self.is_wanted = False

@@ -18,8 +18,7 @@ from holdfast.runtime.effects.attempt import StepAttempt
 
 _HALF = (torch.float16, torch.bfloat16)
 _TOLERANCE, _DEVICE, _HALF_OUTPUT, _HALF_LOSS = 1e-5, 1e-4, 1e-3, 5e-2
-"""of the loss: kernels round that of other parts otherwise, the more on a device (TF32), and if a module or the loss itself is
-in half precision"""
+"""of the loss: kernels round that of other parts otherwise, the more on a device (TF32) and in half precision"""
 _ROUNDING = 1e-7
 
 

@@ -17,6 +17,8 @@ from holdfast.core.decide.batch_splits import describe_shape
 from holdfast.runtime.data.split import Splitter, count_samples, named_tensors, part_sizes, split, tensors_of
 
 Weigh = Callable[[Any], float]
+COPIED = (dict, UserDict)
+"""batches of these types are copied before they are served: loops take labels out of them with `pop`"""
 _LABEL_NAMES = ("labels", "label", "targets", "target")
 
 
@@ -50,11 +52,6 @@ class FailedPart(NamedTuple):
     @property
     def shape(self) -> str:
         return shape_of(self.batch)
-
-
-def kept(batch: Any) -> Any:
-    """Return the batch as it is served: loops take labels out of a dict with `pop`."""
-    return batch.copy() if isinstance(batch, dict | UserDict) else batch
 
 
 class LabelRule(NamedTuple):

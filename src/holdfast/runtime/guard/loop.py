@@ -21,7 +21,7 @@ from torch import Tensor
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.errors import HoldfastError, PolicyStop, SetupError, StepError
 from holdfast.core.base.types import Outcome, Status
-from holdfast.runtime.data.pieces import FailedPart, Piece, kept
+from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.split import Splitter
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.step.interface import Run
@@ -176,7 +176,8 @@ class DrivenLoop:
         """Return the parts in which a micro-batch is to be run, if the whole does not fit into memory; else None."""
         attempt, oom = self._in_step("the forward"), self._pipeline.oom
         self._microbatches += 1
-        self._served = FailedPart(kept(batch), self.samples_drawn(), None, self._microbatches)
+        as_served = batch.copy() if isinstance(batch, COPIED) else batch
+        self._served = FailedPart(as_served, self.samples_drawn(), None, self._microbatches)
         if oom is None or not oom.is_splitting:
             return None
         pieces = oom.pieces(attempt, batch, self._served.samples)

@@ -10,7 +10,7 @@ from torch import OutOfMemoryError, Tensor, strided
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.errors import HoldfastError, Shutdown, StepError, StepIncomplete
 from holdfast.core.base.types import Outcome, Span
-from holdfast.runtime.data.pieces import FailedPart, Piece, kept
+from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -264,7 +264,8 @@ class _Microbatches:
             self._parts_left = self._split(draw)
         if not self._pieces:
             part, step._part_samples = self._parts_left.pop(0)
-            step._served = FailedPart(kept(part), step._part_samples, self._splitter, step._drawn_parts + 1)
+            as_served = part.copy() if isinstance(part, COPIED) else part
+            step._served = FailedPart(as_served, step._part_samples, self._splitter, step._drawn_parts + 1)
             oom = step._pipeline.oom
             if oom is None or not oom.is_splitting:
                 step._drawn_parts += 1

@@ -43,6 +43,8 @@ class LossTrial:
 
     def __init__(self) -> None:
         self.is_wanted = self.is_over = False
+        self.is_running = False
+        """the loop gets parts that it does not train on"""
         self._before: Any = None
         self._hook: Any = None
         self._losses: list[tuple[float, float]] = []
@@ -50,14 +52,9 @@ class LossTrial:
         self._tolerance = _TOLERANCE
         self._other: _OtherLoss | None = None
 
-    @property
-    def is_running(self) -> bool:
-        """Return whether the loop gets parts that it does not train on."""
-        return self._before is not None
-
     def begin(self, loop: Loop) -> None:
         """Serve what follows without gradients."""
-        self._before = loop.capture_between_steps()
+        self._before, self.is_running = loop.capture_between_steps(), True
         self._losses.clear()
         self._hook = register_module_forward_hook(self._note_precision)
         torch.set_grad_enabled(False)
@@ -67,7 +64,7 @@ class LossTrial:
         torch.set_grad_enabled(True)
         torch.clear_autocast_cache()  # weights that were cast without gradients would get none
         self._hook.remove()
-        before, self._before = self._before, None
+        before, self._before, self.is_running = self._before, None, False
         loop.restore_between_steps(before)
 
     def _note_precision(self, module: Any, args: Any, output: Any) -> None:

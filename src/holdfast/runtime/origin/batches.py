@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +42,8 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value[torch.as_tensor(list(rows), device=value.device)]
+        if isinstance(value, np.ndarray):
+            return value[list(rows)]
         return type(value)([value[row] for row in rows])
 
     return take_samples(batch, count_rows(batch), take)

@@ -77,6 +77,7 @@ _PART_BY_CUSTOM = re.compile(
 _STATISTIC = re.compile(r"(^|_)(stats?|mean|std|min|max|acc|accuracy|norm|lr|prob|score|time)(_|$)")
 _PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)$")
 _LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|loss$")
+_TOTAL = re.compile(r"^((total|all|whole|full|overall|sum|joint|combined)_loss(es)?|loss(es)?_(all|sum|overall|full))$")
 _RATIO_OF_LOSS = re.compile(
     r"scale|weight|coef|num(_|$)|std$|delta|best|time|count|ratio|lambda|alpha|beta|gamma|type|power|class(es)?$|factor"
 )
@@ -183,8 +184,8 @@ def pick_training_error(names: Iterable[str]) -> list[str]:
 
 
 def pick_total(parts: Iterable[str]) -> list[str]:
-    """Return the only name that is `loss` behind a path: `actor/loss` beside `actor/kl_loss`."""
-    totals = [name for name in parts if re.search(r"[/.](total_)?loss$", name)]
+    """Return the only name that says that it is the whole loss: `actor/loss` beside `actor/kl_loss`, or `all_loss`."""
+    totals = [name for name in parts if re.search(r"[/.](total_)?loss$", name) or _TOTAL.search(_words(name))]
     return totals if len(totals) == 1 else []
 
 

@@ -217,13 +217,13 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 def _restarts_every_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
     """Return whether the step restarts with every epoch. A run resumed from a checkpoint does not."""
-    if any(event.kind == "restart" for event in table.events):
-        return False
     if not (table.step[drops] <= table.step[0] + table.step_interval()).all():
         return False
     epoch = table.columns.get("epoch")
     if epoch is not None and table.present["epoch"].all():
         return bool((epoch[drops] > epoch[drops - 1]).all())
+    if any(event.kind == "restart" for event in table.events):
+        return False
     lengths = np.diff(np.concatenate([[0], drops, [len(table)]]))
     return len(drops) >= 2 and bool(np.abs(lengths[:-1] - lengths[0]).max() <= max(2, 0.05 * lengths[0]))
 

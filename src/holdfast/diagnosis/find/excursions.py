@@ -32,6 +32,7 @@ _SINGLE_ROWS = 5
 _EVEN_SHARE = 0.02
 """distances between excursions that differ by less are planned: resets, restarts"""
 _MERGE_ROWS = 8
+_NEAR, _USUAL_SHARE = 2000, 0.01
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -320,6 +321,8 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     rows = end - first + 1
     if peak <= limit or (not is_slow and returned and _stays_in_band(losses, first, end, peak)):
         return None
+    if not is_slow and returned and _is_usual(losses, first, end, level + 0.5 * (peak - level)):
+        return None
     is_costly = any(f.severity is Severity.ROLLBACK for f in candidate.findings) or not candidate.findings
     if not is_costly and not _counts_as_single(losses, level, peak, rows):
         return None
@@ -338,10 +341,22 @@ def _stays_in_band(losses: Losses, first: int, end: int, peak: float) -> bool:
     """Return whether a short excursion does not leave the band that it returns to, or is the overshoot of a first update."""
     if end - first >= _SINGLE_ROWS:
         return False
+    if losses.is_mean_anew(first):
+        return True
     around = np.concatenate([losses.before(first), losses.loss[end + 1 : end + 1 + RECORDS_BEFORE]])
     around = around[np.isfinite(around)]
     is_overshoot = first <= 2 and bool(len(around)) and peak < 2.0 * float(losses.loss[0])
     return is_overshoot or (len(around) >= MIN_RECORDS and peak <= float(np.quantile(around, 0.9)))
+
+
+def _is_usual(losses: Losses, first: int, end: int, high: float) -> bool:
+    """Return whether one in a hundred records near a short excursion is as high, in a stretch without a trend."""
+    near = losses.loss[max(losses.since_shift(first), first - _NEAR) : first], losses.loss[end + 1 : end + 1 + _NEAR]
+    before, after = (part[np.isfinite(part)] for part in near)
+    if end - first > _LONG_ROWS or len(before) < _NEAR // 2 or len(after) < _NEAR // 4:
+        return False
+    is_level = float(np.median(before)) < 1.5 * float(np.median(after))
+    return is_level and min((before > high).mean(), (after > high).mean()) >= _USUAL_SHARE
 
 
 def _find_return(losses: Losses, detected: int, limit: float, records: int) -> tuple[int, bool]:

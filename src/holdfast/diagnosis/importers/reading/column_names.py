@@ -64,7 +64,7 @@ _EVAL_NAME = re.compile(
 _LETTERED = re.compile(r"^(?:(tr?|va?|te|vl)_?)?(loss|acc|accuracy|err|error|nll|ppl|mse)(?:_(tr?|va?|te))?$")
 _POLICY = re.compile(r"(^|_)(p|pg|pi|policy|actor|critic|entropy|vf|q|td|kl|rew|reward)(_|$)")
 _REWARD_NAME = re.compile(
-    r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
+    r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|(success|win)_rate|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
 )
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
 _LOSS_BY_CUSTOM = re.compile(

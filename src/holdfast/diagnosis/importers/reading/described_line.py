@@ -95,7 +95,7 @@ _HEADING_WORDS = (
 )  # fmt: skip
 _EVAL_METRIC = re.compile(
     r"^(val|valid|validation|test|dev|eval|tel)$|"
-    r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
+    r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|success|psnr|ssim|fid|ap",
     re.I,
 )
 _METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;]*$", re.I)
@@ -295,8 +295,8 @@ class _LineRecord:
                 if column and column not in fixed:
                     self.train[column] = found._replace(name=column, factor=self._factor(pair, column, 1.0))
                     self._see_metric(pair, column in ("loss", "ppl", "reward"), column)
-            elif is_step(name):
-                is_global = snake_case(name).startswith("global")
+            elif is_step(name) or name == "total_timesteps":
+                is_global = snake_case(name).startswith(("global", "total"))
                 if "step" not in self.train or (is_global and not step_is_global) or self._is_fraction("step", pair):
                     step_is_global = is_global
                     self.step_is_size = snake_case(name) == "batch" and pair.total[0] < 0

@@ -124,6 +124,8 @@ def normalize(
     same record. `parts`: columns whose sum is the loss.
     """
     complete_loss(table, parts)
+    if table.unit == "record" and len(table) > 1 and _is_evaluated_in_each_record(table):
+        table.unit = "epoch"
     if drop_repeats:
         _drop_repeats(table)
     bad_steps = ~np.isfinite(table.step)
@@ -135,6 +137,11 @@ def normalize(
     _check_signals(table)
     _check_intervals(table)
     return table
+
+
+def _is_evaluated_in_each_record(table: Table) -> bool:
+    """Return whether each record has a loss on held-out data: then it is one of an epoch, as in a Keras history."""
+    return any(is_eval(name) and "loss" in name.lower() and len(s.step) == len(table) for name, s in table.evals.items())
 
 
 def _drop_repeats(table: Table) -> None:

@@ -63,6 +63,8 @@ _EVAL_NAME = re.compile(
 )
 _LETTERED = re.compile(r"^(?:(tr?|va?|te|vl)_?)?(loss|acc|accuracy|err|error|nll|ppl|mse)(?:_(tr?|va?|te))?$")
 _POLICY = re.compile(r"(^|_)(p|pg|pi|policy|actor|critic|entropy|vf|q|td|kl|rew|reward)(_|$)")
+_MIN_BESIDE = 3
+"""`v_loss`, `v_kl`, `v_recons` beside `loss`, `kl`, `recons`: so many are no policy"""
 _REWARD_NAME = re.compile(
     r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|(success|win)_rate|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
 )
@@ -114,6 +116,9 @@ def lettered_names(names: Iterable[str]) -> dict[str, str]:
     found = {
         name: (match[1] or match[3] or "", match[2]) for name, key in keys.items() if (match := _LETTERED.match(key))
     }
+    beside = {name for name, key in keys.items() if key.startswith("v_") and key[2:] in keys.values()}
+    if len(beside) >= _MIN_BESIDE:
+        return {name: f"val_{name[2:]}" for name in beside}
     if any(_POLICY.search(key) for key in keys.values()):
         return {}
     trained = {metric for letter, metric in found.values() if letter[:1] in ("", "t") and letter != "te"}

@@ -98,7 +98,7 @@ _EVAL_METRIC = re.compile(
     r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|success|psnr|ssim|fid|ap",
     re.I,
 )
-_METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;]*$", re.I)
+_METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;.]*$", re.I)
 _WORDS_BEFORE_BYTES = 60
 _TEXT_BEFORE_NAME = {
     "info", "debug", "warning", "warn", "error", "notice", "trace", "log", "the", "and", "with", "train", "training",

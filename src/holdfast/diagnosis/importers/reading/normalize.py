@@ -210,6 +210,8 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
     head = head[np.isfinite(head)]
     first = float(np.median(head)) if len(head) else np.nan
     for i, at in enumerate(drops.tolist()):
+        if table.unit == "epoch" and table.step[at] <= table.step[0] + interval:
+            fresh[i] = True
         before, after = loss[max(bounds[i], at - 5) : at], loss[at : min(at + 3, bounds[i + 2])]
         before, after = before[np.isfinite(before)], after[np.isfinite(after)]
         if table.step[at] > table.step[0] + 3 * interval or not len(before) or not len(after) or not np.isfinite(first):
@@ -217,7 +219,7 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
         old, new = float(np.median(before)), float(np.median(after))
         had_fallen = old < first or abs(new - first) < 0.25 * abs(first)
         is_back = new - old > 0.5 * (first - old) and new - old > 0.15 * max(abs(old), 1e-12) and new > 0.6 * first
-        fresh[i] = (had_fallen and is_back) or (table.unit == "epoch" and table.step[at] <= table.step[0]) or again[i]
+        fresh[i] |= (had_fallen and is_back) or again[i]
         first = new if fresh[i] else first
     return fresh
 

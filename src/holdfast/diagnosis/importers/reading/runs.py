@@ -136,6 +136,8 @@ def split_runs(table: Table) -> list[Table]:
         for run in runs:
             run.evals = {name: Series(series.step - run.step[0], series.value) for name, series in run.evals.items()}
             run.step = run.step - run.step[0]
+    for run in runs:
+        run.evals = {name: series for name, series in run.evals.items() if len(series.step)}
     return number_runs(runs)
 
 

@@ -32,7 +32,6 @@ _SINGLE_ROWS = 5
 _EVEN_SHARE = 0.02
 """distances between excursions that differ by less are planned: resets, restarts"""
 _MERGE_ROWS = 8
-_NEAR, _USUAL_SHARE = 2000, 0.015
 _LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
 _SHORT_ROWS, _MANY_SHORT = 3, 8
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
@@ -105,13 +104,7 @@ def _seen_in_hindsight(losses: Losses) -> list[Episode]:
         peak, at = float(loss[group].max()), float(level[first])
         if at <= 0:
             continue
-        evidence = {
-            "level": at,
-            "peak": peak,
-            "noise": float(noise[first]),
-            "rows": last - first + 1,
-            "ratio": peak / at,
-        }
+        evidence = _measured(at, peak, float(noise[first]), last - first + 1, peak / at)
         episodes.append(_episode(losses, "spike_recovered", first, last, 0.75, evidence, []))
     return episodes if len(episodes) <= 2 * _COMMON_SPIKES else []
 
@@ -142,15 +135,13 @@ def _ends_at_higher_level(losses: Losses) -> list[Episode]:
         near = float(np.median(after[: 2 * _SHIFT_RECORDS]))
         if near - level < 0.5 * (risen - level):
             continue  # a slow rise
-        evidence = {
-            "level": level,
-            "peak": float(after.max()),
-            "noise": noise,
-            "rows": len(after),
-            "ratio": risen / level,
-        }
+        evidence = _measured(level, float(after.max()), noise, len(after), risen / level)
         return [_episode(losses, "divergence", since + int(i), since + len(loss) - 1, 0.8, evidence, [])]
     return []
+
+
+def _measured(level: float, peak: float, noise: float, rows: int, ratio: float | None) -> dict[str, Any]:
+    return {"level": level, "peak": peak, "noise": noise, "rows": rows, "ratio": ratio}
 
 
 def _noise(values: Floats) -> float:
@@ -337,9 +328,7 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     rows = end - first + 1
     if peak <= limit or (not is_slow and returned and _stays_in_band(losses, first, end, peak)):
         return None
-    if not is_slow and returned and (
-        0 < peak < _LEAST_RATIO * level or _is_usual(losses, first, end, level + 0.5 * (peak - level))
-    ):
+    if not is_slow and returned and 0 < peak < _LEAST_RATIO * level:
         return None
     is_costly = any(f.severity is Severity.ROLLBACK for f in candidate.findings) or not candidate.findings
     if not is_costly and not _counts_as_single(losses, level, peak, rows):
@@ -350,7 +339,7 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     if kind is None:
         return None
     ratio = peak / level if level > 0 else None
-    evidence = {"level": level, "peak": peak, "noise": noise, "rows": rows, "ratio": ratio}
+    evidence = _measured(level, peak, noise, rows, ratio)
     confidence = 0.9 if is_costly and not is_slow else 0.75
     return _episode(losses, kind, first, max(first, end), confidence, evidence, candidate.findings)
 
@@ -365,16 +354,6 @@ def _stays_in_band(losses: Losses, first: int, end: int, peak: float) -> bool:
     around = around[np.isfinite(around)]
     is_overshoot = first <= 2 and bool(len(around)) and peak < 2.0 * float(losses.loss[0])
     return is_overshoot or (len(around) >= MIN_RECORDS and peak <= float(np.quantile(around, 0.9)))
-
-
-def _is_usual(losses: Losses, first: int, end: int, high: float) -> bool:
-    """Return whether one in a hundred records near a short excursion is as high, in a stretch without a trend."""
-    near = losses.loss[max(losses.since_shift(first), first - _NEAR) : first], losses.loss[end + 1 : end + 1 + _NEAR]
-    before, after = (part[np.isfinite(part)] for part in near)
-    if end - first > _LONG_ROWS or len(before) < _NEAR // 2 or len(after) < _NEAR // 4:
-        return False
-    is_level = float(np.median(before)) < 1.5 * float(np.median(after))
-    return is_level and min((before > high).mean(), (after > high).mean()) >= _USUAL_SHARE
 
 
 def _find_return(losses: Losses, detected: int, limit: float, records: int) -> tuple[int, bool]:

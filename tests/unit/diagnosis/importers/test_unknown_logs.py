@@ -83,7 +83,9 @@ def test_columns_beside_the_same_with_v_are_evaluations(tmp_path):
 
 def test_monitor_csv_has_the_reward_of_each_episode(tmp_path):
     rows = [f"{i}.5,{10 + i},{i / 10}" for i in range(30)]
-    (table,) = read_text(tmp_path, ['#{"t_start": 1561465272.1, "env_id": "CartPole-v1"}', "r,l,t", *rows], "monitor.csv")
+    (table,) = read_text(
+        tmp_path, ['#{"t_start": 1561465272.1, "env_id": "CartPole-v1"}', "r,l,t", *rows], "monitor.csv"
+    )
     assert table.series("reward").value.tolist() == [i + 0.5 for i in range(30)]
 
 
@@ -99,7 +101,13 @@ def test_the_evaluation_section_of_a_box_is_no_reward_of_the_training(tmp_path):
     lines = []
     for i in range(1, 7):
         train = ["| train/ | |", f"|    loss | {9 - i} |"]
-        lines += ["-" * 20, "| rollout/ | |", f"|    ep_rew_mean | {i} |", "| time/ | |", f"|    total_timesteps | {i}00 |"]
+        lines += [
+            "-" * 20,
+            "| rollout/ | |",
+            f"|    ep_rew_mean | {i} |",
+            "| time/ | |",
+            f"|    total_timesteps | {i}00 |",
+        ]
         lines += [*train, "-" * 20, "-" * 20, "| eval/ | |", "|    mean_reward | 99 |"]
         lines += ["| time/ | |", f"|    total_timesteps | {i}50 |", *train, "-" * 20]
     (table,) = read_text(tmp_path, lines)

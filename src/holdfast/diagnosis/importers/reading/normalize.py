@@ -141,7 +141,9 @@ def normalize(
 
 def _is_evaluated_in_each_record(table: Table) -> bool:
     """Return whether each record has a loss on held-out data: then it is one of an epoch, as in a Keras history."""
-    return any(is_eval(name) and "loss" in name.lower() and len(s.step) == len(table) for name, s in table.evals.items())
+    return any(
+        is_eval(name) and "loss" in name.lower() and len(s.step) == len(table) for name, s in table.evals.items()
+    )
 
 
 def _drop_repeats(table: Table) -> None:

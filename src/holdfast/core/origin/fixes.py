@@ -22,6 +22,16 @@ _BY_OP = [
     Fix("nll_loss|cross_entropy", "", "skip a batch whose labels are all ignored, or divide the sum by max(count, 1)"),
     Fix("softmax", "", f"{_FULLY_MASKED}; scaled_dot_product_attention returns 0 for them"),
     Fix(r"aten\.(sub|max|amax)\b", "softmax|max|exp", _FULLY_MASKED),
+    Fix("empty", "", "this memory is read before anything is written to it: use torch.zeros, or write all of it"),
+    Fix(
+        "det|Det", "", "the matrix is singular: add eps to its diagonal, or use a form that cannot be (LU, orthogonal)"
+    ),
+    Fix(
+        "inalg_?(E|e)ig|inalg_?(S|s)vd",
+        "",
+        "its gradient needs distinct eigenvalues: use the values only, or add noise",
+    ),
+    Fix("lgamma|Lgamma|digamma|Digamma", "", "keep the argument above 0: clamp_min(eps), or softplus(x) + eps"),
     Fix(r"aten\.log(2|10)?\b", "softmax", "use log_softmax in place of log(softmax(x))"),
     Fix(r"aten\.log(2|10)?\b", "sigmoid", "use logsigmoid, or binary_cross_entropy_with_logits"),
     Fix(
@@ -60,6 +70,7 @@ _BY_CAUSE: dict[Cause, str] = {
     "transient": "run the step again; count it against the device, and test that with holdfast doctor if it recurs",
     "not_established": "replay the step offline without a time limit",
 }
+_IN_FLOAT32 = "run this module in float32: half precision rounds these values to 0, bf16 even more of them"
 _SCALED = "let the GradScaler lower its scale and skip this step; no module is at fault. If it recurs, use bf16"
 
 
@@ -69,15 +80,26 @@ def choose_fix(origin: OriginReport, cause: Cause) -> str:
         return _BY_CAUSE[cause]
     if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":
         return _SCALED
+    if cause == "structural" and origin.phase == "optimizer" and "Python number" in origin.detail:
+        return "look at the learning rate and the other numbers that the optimizer is given: one of them is NaN"
     if cause == "structural" and origin.phase == "optimizer":
         return "give the optimizer an eps above 0, and keep its second moments from being negative"
     by_op = next((fix.text for fix in _BY_OP if _matches(fix, origin)), "")
     if cause == "dtype_overflow":
         if origin.phase == "optimizer":
             return by_op or "keep weights and optimizer state in float32"
+        general = _IN_FLOAT32 if rounds_to_zero(origin) else _BY_CAUSE[cause]
         is_loss_of_range = "eps" in by_op or "QK-norm" in by_op
-        return f"{_BY_CAUSE[cause]}; {by_op}" if is_loss_of_range else _BY_CAUSE[cause]
+        return f"{general}; {by_op}" if is_loss_of_range else general
     return by_op or _BY_CAUSE[cause]
+
+
+def rounds_to_zero(origin: OriginReport) -> bool:
+    """Return whether the dtype lacks precision, not range: bfloat16 has the range of float32, and float16 made a 0."""
+    dtypes = {each.dtype for each in (*origin.inputs, *origin.outputs)}
+    has_zero = any(each.zero_share and not each.nonfinite for each in origin.inputs)
+    is_undone_by_zero = re.search(r"aten\.(log|div|reciprocal|rsqrt|pow)", origin.op) is not None
+    return "bfloat16" in dtypes or (has_zero and is_undone_by_zero)
 
 
 def _matches(fix: Fix, origin: OriginReport) -> bool:

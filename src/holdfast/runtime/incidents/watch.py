@@ -28,6 +28,7 @@ from holdfast.runtime.incidents.evidence import StepEvidence
 from holdfast.runtime.incidents.judgement import judge_attempt
 from holdfast.runtime.incidents.remedies import Remedies
 from holdfast.runtime.origin.batches import bad_rows
+from holdfast.runtime.origin.precision import find_outlier
 from holdfast.runtime.ports.bundle_store import BundleContents, BundleStore
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.tensors.device_identity import describe_device
@@ -166,7 +167,16 @@ class IncidentWatch:
         """Return this rank's verdict in plain values."""
         rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in bad_rows(draw.batch)] if is_bad else []
         growth = weights_growth(self._context.state, self._snapshots, attempt.number) if is_bad else 1.0
-        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, is_bad=is_bad, weights_growth=growth)
+        outlier = find_outlier(dict(self._context.state.modules)) if is_bad else None
+        verdict = judge_attempt(
+            attempt.evidence,
+            rows,
+            attempt.evidence.loss,
+            is_bad=is_bad,
+            batches=[draw.batch for draw in attempt.draws],
+            weights_growth=growth,
+            outlier="" if outlier is None else outlier.text,
+        )
         if verdict is None:
             return None
         outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []

@@ -71,11 +71,17 @@ _BY_CAUSE: dict[Cause, str] = {
     "not_established": "replay the step offline without a time limit",
 }
 _IN_FLOAT32 = "run this module in float32: half precision rounds these values to 0, bf16 even more of them"
+_OTHER_STEP = (
+    "make the replay the same step: its entry with autocast and every term of the loss, on the device of the run"
+)
+_RAISES = "make the step run to its end here, in the time that it has"
 _SCALED = "let the GradScaler lower its scale and skip this step; no module is at fault. If it recurs, use bf16"
 
 
-def choose_fix(origin: OriginReport, cause: Cause) -> str:
-    """Return what to change."""
+def choose_fix(origin: OriginReport, cause: Cause, *, is_healthy: bool | None = False) -> str:
+    """Return what to change. is_healthy: whether the step was in its replay; None: it did not run to its end."""
+    if cause == "not_established" and is_healthy is not False:
+        return _OTHER_STEP if is_healthy else _RAISES
     if cause in ("data_row", "bad_state", "transient", "not_established", "learning_rate"):
         return _BY_CAUSE[cause]
     if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":

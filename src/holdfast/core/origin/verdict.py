@@ -73,7 +73,7 @@ def judge(origin: OriginReport, comparisons: Sequence[Comparison], facts: Facts)
         sentence=_sentence(origin, cause, facts, is_bad_in_any=_is_bad_in_any_precision(pattern)),
         evidence_for=reasons + found_for,
         evidence_against=against,
-        fix=choose_fix(origin, cause),
+        fix=choose_fix(origin, cause, is_healthy=pattern.healthy("as it was")),
         confidence=round(min(max(confidence, 0.05), 0.99), 2),
     )
 

@@ -222,7 +222,7 @@ class IncidentWatch:
         if evidence is not None:
             next_batches = next_batches or evidence.next_batches
         if cause is not None and (evidence is not None or not runs_again):
-            self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed)
+            self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed, is_bad_again=is_new)
         if plan is not None and plan.first(Rollback) is not None:
             bad = [each for each in self._context.engine.last_findings if each.kind == Kind.NONFINITE_STATE]
             is_wanted = self._config.when == "inline" and plan.incident != self._explained
@@ -246,7 +246,14 @@ class IncidentWatch:
         return self._evidence
 
     def _save_bundle(
-        self, attempt: StepAttempt, signal: Signal, plan: Plan, next_batches: list[Any], *, has_landed: bool
+        self,
+        attempt: StepAttempt,
+        signal: Signal,
+        plan: Plan,
+        next_batches: list[Any],
+        *,
+        has_landed: bool,
+        is_bad_again: bool,
     ) -> None:
         """Hand the bundle of an incident to the store, once, on the ranks that the step came from."""
         context, store, evidence = self._context, self._store, attempt.evidence
@@ -281,6 +288,7 @@ class IncidentWatch:
             "plan": plan.reason,
             "signal": signal,
             "moment": "after the step" if has_landed and evidence is None else "before the step",
+            "failed_again": None if evidence is None or evidence.watches_update else is_bad_again,
             "parts": max(1, (attempt.parts or 1) // max(1, len(attempt.draws))),
             "modules": describe_modules(context.state.modules),
             "weights": why_no_weights or "copied",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.base.errors import first_line
+from holdfast.core.base.errors import HoldfastError, describe_failure, first_line
 from holdfast.core.origin.report import Comparison, ComparisonName, OriginReport, ReplayReport
 from holdfast.core.origin.verdict import Facts, judge
 from holdfast.runtime.origin.batches import bad_rows
@@ -110,8 +110,10 @@ class _Runs:
                         watch.note_loss(loss)
                     norm = _gradient_norm(self.step.models)
                     weights = self._update() if math.isfinite(norm) and extremes(loss).is_finite else True
+        except HoldfastError:  # the step is none that can be run again
+            raise
         except Exception as error:  # the user's code may raise anything
-            return Attempt(error=f"raised {type(error).__name__}: {first_line(error)}")
+            return Attempt(error=f"raised {describe_failure(error)}")
         if cost == 1.0 or self.done == 1:
             self.longest = max(self.longest, time.monotonic() - began)
         return Attempt(float(loss.detach().float().mean()), norm, weights)
@@ -150,7 +152,7 @@ def analyse(
 
     `observed_loss`, `observed_grad_norm`: what training measured; both finite means a spike. None: not known.
     `failed_again`: whether training ran the step again and it was bad again. `differences`: what is not as it was then.
-    After `seconds_limit` seconds no further run begins.
+    After `seconds_limit` seconds no further run begins. Raises a HoldfastError of the step itself.
     """
     began = time.monotonic()
     runs = _Runs(step, math.inf if seconds_limit is None else began + seconds_limit, runs_limit)

@@ -93,7 +93,8 @@ def trace(ops: Sequence[OpRecord], starts: Iterable[int], *, loss_is_finite: boo
             continue
         visited.add(index)
         op = ops[index]
-        suspects = op.suspects
+        # An Inf that a constant set and that ops pass on: nothing else made it, and it is no mask here.
+        suspects = op.suspects or [each for each in op.inputs if op.intended and each.producer is not None]
         if not suspects:
             births.append(Birth(op, None, changed_in))
         makes_nan = op.values.nan and not any(each.values.nan for each in op.inputs)

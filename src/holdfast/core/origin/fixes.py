@@ -70,7 +70,7 @@ _BY_CAUSE: dict[Cause, str] = {
     "transient": "run the step again; count it against the device, and test that with holdfast doctor if it recurs",
     "not_established": "replay the step offline without a time limit",
 }
-_IN_FLOAT32 = "run this module in float32: half precision rounds these values to 0, bf16 even more of them"
+_IN_FLOAT32 = "run this module in float32: half precision is too coarse for these values, bf16 more than float16"
 _OTHER_STEP = (
     "make the replay the same step: its entry with autocast and every term of the loss, on the device of the run"
 )
@@ -103,9 +103,17 @@ def choose_fix(origin: OriginReport, cause: Cause, *, is_healthy: bool | None = 
 def rounds_to_zero(origin: OriginReport) -> bool:
     """Return whether the dtype lacks precision, not range: bfloat16 has the range of float32, and float16 made a 0."""
     dtypes = {each.dtype for each in (*origin.inputs, *origin.outputs)}
-    has_zero = any(each.zero_share and not each.nonfinite for each in origin.inputs)
     is_undone_by_zero = re.search(r"aten\.(log|div|reciprocal|rsqrt|pow)", origin.op) is not None
-    return "bfloat16" in dtypes or (has_zero and is_undone_by_zero)
+    return "bfloat16" in dtypes or (_has_zero(origin) and is_undone_by_zero)
+
+
+def is_out_of_float32(origin: OriginReport) -> bool:
+    """Return whether float32 may not hold the result either: bfloat16 has its range, and no value was rounded to 0."""
+    return any(each.dtype == "bfloat16" for each in (*origin.inputs, *origin.outputs)) and not _has_zero(origin)
+
+
+def _has_zero(origin: OriginReport) -> bool:
+    return any(each.zero_share and not each.nonfinite for each in origin.inputs)
 
 
 def _matches(fix: Fix, origin: OriginReport) -> bool:

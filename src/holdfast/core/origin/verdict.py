@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.origin.fixes import choose_fix, rounds_to_zero
+from holdfast.core.origin.fixes import choose_fix, is_out_of_float32, rounds_to_zero
 from holdfast.core.origin.report import Cause, Comparison, OriginReport, ReplayVerdict
 
 _GREW = 10.0
@@ -15,6 +15,7 @@ _GREW = 10.0
 _EXPLODED = 1e6
 """an op that enlarges its arguments this many times is at fault itself, whatever the data"""
 _LOW = ("float16", "bfloat16")
+_LARGE = 1e4
 _SAME = 1e-3
 """values that differ less are the same, on another device too"""
 _HAS_NO_VALUE = re.compile("div|sqrt|pow|log|reciprocal")
@@ -106,7 +107,7 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
     if origin.phase == "optimizer":
         return _choose_in_update(origin)
     is_mended = pattern.healthy("outlier set to 0")
-    if facts.outlier and (is_mended or (is_mended is None and pattern.healthy("weights before") is not False)):
+    if facts.outlier and (is_mended or (is_mended is None and _has_large_values(origin))):
         proof = ["with 0 in its place, the step is healthy"] if is_mended else []
         return "bad_state", 0.9 if is_mended else 0.6, [facts.outlier, *proof]
     if pattern.healthy("fp32"):
@@ -147,6 +148,12 @@ def _doubt_transient(pattern: _Pattern, facts: Facts) -> str:
     return ""
 
 
+def _has_large_values(origin: OriginReport) -> bool:
+    """Return whether the op at fault had arguments that a weight out of all proportion would explain."""
+    bounds = [each or 0.0 for values in origin.inputs for each in (values.minimum, values.maximum)]
+    return max(map(abs, bounds), default=0.0) > _LARGE
+
+
 def _is_bad_in_float32(pattern: _Pattern) -> bool:
     return pattern.healthy("fp32") is False or "already" in pattern.why_not("fp32")
 
@@ -174,7 +181,7 @@ def _choose_structural(origin: OriginReport, pattern: _Pattern) -> tuple[Cause, 
         reasons.append("it happens in float32 too")
         confidence += 0.1
     elif {each.dtype for each in (*origin.inputs, *origin.outputs)} & set(_LOW):
-        if pattern.healthy("fp64 op"):
+        if pattern.healthy("fp64 op") and not is_out_of_float32(origin):
             return "dtype_overflow", 0.8, ["the op alone is healthy with the same arguments in float64"]
         if pattern.healthy("fp64 op") is None or not any(each.nonfinite for each in origin.inputs):
             return "not_established", 0.4, ["float32 was not tried, so a value out of the dtype's range is possible"]

@@ -42,7 +42,9 @@ _GRAD_SCALER = os.path.join(_TORCH, "amp", "grad_scaler.py")
 _OVERWRITES = {
     f"aten.{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential")
 }
-_FILLS = tuple(f"aten.{name}" for name in ("fill", "copy", "masked_fill", "index_put", "index_fill", "where"))
+_FILLS = tuple(
+    f"aten.{name}" for name in ("fill", "full", "new_full", "copy", "masked_fill", "index_put", "index_fill", "where")
+)
 _MODES = ("__torch_dispatch__", "__torch_function__")
 """a mode of the user's runs every op, but calls none itself"""
 _NOWHERE = Place("", 0, "")
@@ -264,7 +266,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         bad = [tensor for tensor, _ in found]
         has_nan, minus, plus = (any(values[at] for _, values in found) for at in range(3))
         bad_inputs = [one for t in inputs if (one := self._bad_input(call.kind, t, before)) is not None]
-        beside = None if _is_whole(bad[0]) else self._producer(bad[0], found[0][1])
+        beside = None if _is_whole(bad[0]) else self._newest_producer(storage_key(bad[0]))
         numbers = list(_numbers((call.args, call.kwargs)))
         has_no_tensor = next(nested_tensors((call.args, call.kwargs)), None) is None
         is_constant = has_no_tensor or any(map(math.isinf, numbers)) or "lift_fresh" in call.kind.name
@@ -284,7 +286,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             inputs=bad_inputs,
             values=Extremes(has_nan, minus, plus, math.inf),
             intended=intended,
-            has_bad_number=any(map(math.isnan, numbers)),
+            has_bad_number=any(map(math.isnan, numbers)) and not call.kind.takes_fill,
             beside=beside,
         )
         if not record.suspects and self._kept < _MAX_BIRTHS_KEPT:
@@ -306,24 +308,29 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         rows = tuple(nonfinite_row_numbers(tensor)[:_MAX_ROWS])
         is_state = key in self._states
         is_constant = kind.takes_fill and tensor.dim() == 0 and not is_state
-        is_intended = not found.nan and (is_constant or (not found.plus and (is_state or is_mask(tensor))))
+        if is_constant and found.nan:  # the op sets NaN itself
+            return None
+        is_intended = is_constant or (not found.nan and not found.plus and (is_state or is_mask(tensor)))
         is_intended = is_intended and not isinstance(tensor, torch.nn.Parameter)
         return BadInput(None, found, is_intended, self._states.get(key, ""), rows)
 
     def _producer(self, tensor: Tensor, found: Extremes) -> int | None:
         """Return the op that made the bad values of a tensor. Its memory may have parts that several ops wrote."""
         key = storage_key(tensor)
-        index, memory = self._producers.get(key, (None, None))
-        if memory is not None and memory.is_gone:
-            index = None
-        while index is not None and not self.ops[index].explains(found) and self.ops[index].beside is not None:
+        index = newest = self._newest_producer(key)
+        while index is not None and not self.ops[index].explains(found):
             index = self.ops[index].beside
         place, memory = self._unwritten.get(key, (_NOWHERE, None))
         if index is None and memory is not None and not memory.is_gone:
             index = len(self.ops)
-            self.ops.append(OpRecord(index, "aten.empty", "", "forward", place, [], found, False))
+            self.ops.append(OpRecord(index, "aten.empty", "", "forward", place, [], found, False, beside=newest))
             self._producers[key] = (index, memory)
-        return index
+        return newest if index is None else index
+
+    def _newest_producer(self, key: int) -> int | None:
+        """Return the op that last made a part of this memory bad."""
+        index, memory = self._producers.get(key, (None, None))
+        return None if memory is None or memory.is_gone else index
 
     def _note_growth(self, call: OpCall, inputs: Any, outputs: Any, largest: float, known: float) -> None:
         known = known or max((extremes(t).largest for t in inputs), default=0.0)

@@ -124,7 +124,7 @@ class _Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         memory = memory_of(tensor)
-        self._memory = None if memory is None else StorageWeakRef(memory)
+        self._memory: Any = None if memory is None else StorageWeakRef(memory)  # type: ignore[no-untyped-call]
 
     @property
     def is_gone(self) -> bool:

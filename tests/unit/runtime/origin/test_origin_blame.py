@@ -104,11 +104,12 @@ def test_freed_memory_that_others_are_given_is_not_blamed_on_its_former_owner():
 
 
 def test_an_inf_that_a_hook_sets_is_traced_through_the_ops_that_pass_it_on():
-    model = linear()
+    model, kept = linear(), []
 
     def set_one(gradient):
         gradient = gradient.clone()
         gradient[0, 0] = math.inf  # origin
+        kept.append(gradient)  # so that autograd copies it
         return gradient
 
     model.weight.register_hook(set_one)

@@ -402,6 +402,7 @@ def entries(tmp_path, monkeypatch) -> Path:
     ],
 )
 def test_an_entry_that_cannot_run_the_step_is_an_error_and_no_answer(moved, holdfast, entries, entry, said):
+    (moved / "replay.json").unlink(missing_ok=True)
     status, _, err = holdfast("replay", moved, "--entry", f"{entries}:{entry}", "--device", "cpu")
     assert status == 1 and said in err and "Traceback" not in err
     assert not (moved / "replay.json").exists()

@@ -90,14 +90,14 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
         if first is not False and repeated is not False:
             return "not_established", 0.2, [reason]
     elif first or repeated:
-        if first and repeated and (doubt := _doubt_transient(pattern, facts)):
-            return "not_established", 0.3, [f"the step is healthy here; {doubt}"]
         reason = (
             "the same step was healthy in both runs" if first and repeated else "the same step was bad once, then not"
         )
         was_bad = any(v is not None and not math.isfinite(v) for v in (facts.observed_loss, facts.observed_grad_norm))
         if first == repeated and origin.bad_state and not was_bad:  # the step was fine, so the state was what was found
             return "bad_state", 0.8, [f"not finite: {', '.join(origin.bad_state[:4])}; the step itself is healthy"]
+        if first and repeated and (doubt := _doubt_transient(pattern, facts)):
+            return "not_established", 0.3, [f"the step is healthy here; {doubt}"]
         sure = 0.9 if was_bad or first != repeated else 0.6
         return "transient", sure, [reason]
     if origin.phase == "state":

@@ -114,6 +114,7 @@ def test_an_inf_that_a_hook_sets_is_traced_through_the_ops_that_pass_it_on():
 
     model.weight.register_hook(set_one)
     report = analyse(PlainStep(model, lambda m, x: m(x).square().mean(), [noise(4, 4)]))
+    assert (report.verdict.cause, report.origin.phase) == ("structural", "backward"), report.verdict
     assert report.origin.source.endswith("# origin"), report.origin
 
 

@@ -82,12 +82,13 @@ def choose_fix(origin: OriginReport, cause: Cause, *, is_healthy: bool | None = 
     """Return what to change. is_healthy: whether the step was in its replay; None: it did not run to its end."""
     if cause == "not_established" and is_healthy is not False:
         return _OTHER_STEP if is_healthy else _RAISES
+    if is_number(origin):
+        given = "the optimizer: its learning rate and other settings" if origin.phase == "optimizer" else "this line"
+        return f"one of the numbers that the code gives is NaN; look at those of {given}"
     if cause in ("data_row", "bad_state", "transient", "not_established", "learning_rate"):
         return _BY_CAUSE[cause]
     if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":
         return _SCALED
-    if cause == "structural" and origin.phase == "optimizer" and "Python number" in origin.detail:
-        return "look at the learning rate and the other numbers that the optimizer is given: one of them is NaN"
     if cause == "structural" and origin.phase == "optimizer":
         return "give the optimizer an eps above 0, and keep its second moments from being negative"
     by_op = next((fix.text for fix in _BY_OP if _matches(fix, origin)), "")
@@ -98,6 +99,11 @@ def choose_fix(origin: OriginReport, cause: Cause, *, is_healthy: bool | None = 
         is_loss_of_range = "eps" in by_op or "QK-norm" in by_op
         return f"{general}; {by_op}" if is_loss_of_range else general
     return by_op or _BY_CAUSE[cause]
+
+
+def is_number(origin: OriginReport) -> bool:
+    """Return whether the bad value came as a Python number, so from a setting or from a batch."""
+    return origin.phase in ("input", "optimizer") and "Python number" in origin.detail
 
 
 def rounds_to_zero(origin: OriginReport) -> bool:

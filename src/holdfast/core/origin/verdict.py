@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.origin.fixes import choose_fix, is_out_of_float32, rounds_to_zero
+from holdfast.core.origin.fixes import choose_fix, is_number, is_out_of_float32, rounds_to_zero
 from holdfast.core.origin.report import Cause, Comparison, OriginReport, ReplayVerdict
 
 _GREW = 10.0
@@ -166,7 +166,7 @@ def _choose_in_update(origin: OriginReport) -> tuple[Cause, float, list[str]]:
     dtypes = {each.dtype for each in (*origin.inputs, *origin.outputs)}
     if dtypes & set(_LOW):
         return "dtype_overflow", 0.85, [f"the update ran in {', '.join(sorted(dtypes & set(_LOW)))}"]
-    if "Python number" in origin.detail:
+    if is_number(origin):
         return "structural", 0.8, [f"in the update {origin.detail}"]
     has_zero = any(each.zero_share for each in origin.inputs)
     if _HAS_NO_VALUE.search(origin.op):
@@ -250,6 +250,8 @@ def _sentence(origin: OriginReport, cause: Cause, facts: Facts, *, is_bad_in_any
         return f"the state was bad before the step: {', '.join(origin.bad_state[:4]) or facts.outlier or origin.detail}"
     if cause == "data_row":
         rows = origin.bad_input_rows or ([facts.sample] if facts.sample is not None else [])
+        if is_number(origin):
+            return f"the data or a setting is bad: {origin.detail}{place}"
         return f"the data is bad: {f'row {rows[0]}' if len(rows) == 1 else f'rows {rows[:8]}' if rows else 'an input'}"
     if cause == "learning_rate":
         return f"the weights have run away, the learning rate is too high; {made}"

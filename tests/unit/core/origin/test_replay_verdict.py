@@ -50,6 +50,12 @@ def test_a_healthy_step_with_bad_state_is_bad_state_unless_the_step_was_bad_in_t
     assert judge(found, runs("++"), Facts(observed_loss=math.nan)).cause == "transient"
 
 
+def test_a_number_that_is_nan_is_named_by_its_line_and_no_row_is_dropped_for_it():
+    found = origin("input", file="train.py", line=7, detail="an argument of the op is NaN, as a Python number")
+    verdict = judge(found, runs("--"), Facts())
+    assert "train.py:7" in verdict.sentence and "setting" in verdict.sentence and "row" not in verdict.fix
+
+
 def test_weights_that_have_grown_since_certified_state_speak_for_the_learning_rate():
     found = [*runs("--"), Comparison(name="fp32", why_not="the step ran in float32 already")]
     assert judge(origin(dtype="float32"), found, Facts(weights_growth=12.0)).cause == "learning_rate"

@@ -206,9 +206,12 @@ def test_dtensor_without_its_spec_or_local_tensor_fails():
         torch_private.inner_tensor(FakeDTensor())
 
 
-def test_device_mesh_without_its_root_fails():
-    with pytest.raises(SetupError, match=r"_rank_map and no .*_get_root_mesh"):
-        torch_private.mesh_slices(FakeRecord(mesh_dim_names=()))
+@pytest.mark.parametrize(
+    ("has", "lacks"), [({}, "_layout"), ({"_layout": FakeRecord(remap_to_tensor=None)}, "_rank_map")]
+)
+def test_device_mesh_without_its_ranks_fails(has, lacks):
+    with pytest.raises(SetupError, match=lacks):
+        torch_private.mesh_slices(FakeRecord(**has))
 
 
 def test_missing_default_store_fails(monkeypatch):

@@ -25,8 +25,9 @@ catch it exits with status 70, and a scheduler does not count it as a success. I
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.core.base.clean import clean_lines
 
@@ -90,6 +91,17 @@ class DataError(HoldfastError):
 
 class MissingDependency(HoldfastError):
     """A needed optional package is not installed."""
+
+
+@contextlib.contextmanager
+def needs_torch(what: str) -> Iterator[None]:
+    """Turn an ImportError of the block into a MissingDependency: `what` needs torch."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependency(
+            f"{what} needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
+        ) from None
 
 
 class LogRefused(HoldfastError):

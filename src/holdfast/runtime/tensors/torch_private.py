@@ -86,27 +86,10 @@ def shard_like(target: Any, local: Tensor) -> Any:
     return type(target)(local, spec, requires_grad=False)
 
 
-def mesh_slices(mesh: Any) -> np.ndarray | None:
+def mesh_slices(mesh: Any) -> np.ndarray:
     """Return the ranks of a mesh, and of its siblings if it is a slice of a larger mesh: (slices, *mesh.shape), equal on
-    every rank. With FSDP2 over tensor parallel, parameters that are not parallelized are on such a slice.
-
-    None, with an older torch, if the larger mesh does not name the slice's dimensions (some flattened into one).
-    """
-    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is not None and rank_map is not None:
-        return np.array(layout.remap_to_tensor(rank_map).tolist())
-    if not hasattr(mesh, "_get_root_mesh"):
-        raise _missing(mesh, "_rank_map", "_get_root_mesh")
-    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
-    own_ranks, root_ranks = np.array(mesh.mesh.tolist()), np.array(root.mesh.tolist())
-    if own_ranks.size == root_ranks.size:
-        return own_ranks[None]
-    root_names = root.mesh_dim_names or ()
-    if not names or not set(names) <= set(root_names):
-        return None
-    dims = [root_names.index(name) for name in names]
-    slices = np.moveaxis(root_ranks, dims, range(root_ranks.ndim - len(dims), root_ranks.ndim))
-    return slices.reshape(-1, *own_ranks.shape)
+    every rank. With FSDP2 over tensor parallel, parameters that are not parallelized are on such a slice."""
+    return np.array(require(mesh, "_layout").remap_to_tensor(require(mesh, "_rank_map")).tolist())
 
 
 # ---- modules

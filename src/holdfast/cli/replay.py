@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,7 +82,8 @@ def replay(
         )
     if not isinstance(named, str | ReplayEntry):
         raise RunDirError(f"{clean(str(incident))} names an entry that is no text; give --entry FILE.py:FUNCTION")
-    answer = command.replay_incident(bundle, named, chosen, seconds)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the user's code prints is no JSON
+        answer = command.replay_incident(bundle, named, chosen, seconds)
     if as_json:
         emit({"ok": True, **answer.to_dict()})
         return

@@ -26,6 +26,7 @@ catch it exits with status 70, and a scheduler does not count it as a success. I
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 
 from holdfast.core.base.clean import clean_lines
@@ -37,6 +38,13 @@ EXIT_RESTART = 75
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, cut off after 300 characters."""
     return (str(error).strip().splitlines() or ["no reason given"])[0][:300]
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type, the message and the line of an error in code that is not ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{at}"
 
 
 class HoldfastError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +29,23 @@ def map_leaves(value: Any, change: Callable[[Any], Any], levels: int = _LEVELS) 
     if members is None:
         return change(value)
     return with_members(value, {name: map_leaves(each, change, levels - 1) for name, each in members.items()})
+
+
+@torch.no_grad()
+def is_finite_batch(value: Any, levels: int = _LEVELS) -> bool:
+    """Return whether a batch holds no NaN and no Inf, but for masks. False if it has values that cannot be inspected."""
+    members = members_of(value) if levels else None
+    if members is not None:
+        return all(is_finite_batch(each, levels - 1) for each in members.values())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int | str | bytes | type(None)):
+        return True
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        return bool(tensor.isfinite().all()) or is_mask(tensor)
+    except (RuntimeError, TypeError, ValueError):
+        return False
 
 
 def count_rows(batch: Any) -> int:

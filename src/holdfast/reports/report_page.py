@@ -186,9 +186,7 @@ def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[st
         cards.append(("data left out", _count(summary.batches_skipped, "batch"), left_out))
         health = Counter(checkpoint.health for checkpoint in run.checkpoints)
         others = [f", {count} {name}" for name, count in health.items() if name not in ("good", "candidate")]
-        cards.append(
-            ("checkpoints", f"{health['good']} good", f"{health['candidate']} not judged{''.join(others)}")
-        )
+        cards.append(("checkpoints", f"{health['good']} good", f"{health['candidate']} not judged{''.join(others)}"))
         cards.append(("restarts", str(summary.restarts), _count(len(run.hangs), "hang") if run.hangs else ""))
     return cards
 
@@ -340,7 +338,9 @@ def _own_sections(run: RecordedRun) -> list[PageSection]:
 
 
 def _diagnosis_sections(run: RecordedRun) -> list[PageSection]:
-    notes = [[fmt_steps(n.step_start, n.step_end, run.table.unit), n.kind, n.text, n.action] for n in run.diagnosis.notes]
+    notes = [
+        [fmt_steps(n.step_start, n.step_end, run.table.unit), n.kind, n.text, n.action] for n in run.diagnosis.notes
+    ]
     limits = [_text(limit.text) for limit in run.diagnosis.limits]
     parts: list[Part] = []
     for section in postmortem.build(run.table, run.diagnosis).sections:

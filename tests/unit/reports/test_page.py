@@ -153,7 +153,7 @@ def test_an_error_of_any_length_leaves_room_for_the_rest_of_the_page(tmp_path):
     page = build_page(open_run(make_journal(tmp_path / "a", BEGIN, FAILED)))
     assert page.verdict.text.startswith("RuntimeError: xxx") and "5,014 characters" in page.verdict.text
     assert len(page.verdict.text) < 400 and len(render_markdown(page)) < 8000
-    assert [section.title for section in page.sections][0] == "The error"
+    assert page.sections[0].title == "The error"
 
 
 def test_a_run_that_was_killed_before_its_first_row_counts_its_steps_by_its_checkpoints(tmp_path):
@@ -175,7 +175,9 @@ def test_a_log_that_counts_epochs_is_shown_by_epoch(tmp_path):
     (tmp_path / "log.csv").write_text(f"epoch,loss\n{lines}")
     page = build_page(open_run(tmp_path / "log.csv"))
     assert page.axis == "epoch" and page.cards[0] == ("epochs", "100", "100 recorded")
-    assert page.incidents and all("epoch" in incident.title and "step" not in incident.title for incident in page.incidents)
+    assert page.incidents and all(
+        "epoch" in incident.title and "step" not in incident.title for incident in page.incidents
+    )
 
 
 def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experiments_by_result(tmp_path):

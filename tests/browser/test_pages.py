@@ -294,3 +294,32 @@ def test_live_page_gains_points_and_an_incident_while_it_is_open(browser, tmp_pa
         browser.driver.get("about:blank")
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.slow
+def test_a_list_that_is_read_again_keeps_focus_and_scrolling_and_shows_the_status_of_runs_with_long_names(
+    browser, tmp_path
+):
+    for name in ("a", "b", "long_name_" * 20):
+        make_run(tmp_path / "runs" / name)
+    server = RunServer(tmp_path / "runs", "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        browser.open(server.url, width=390)
+        assert browser.run("return document.querySelector('tbody .tag').getBoundingClientRect().left") < 390
+        browser.run(
+            "document.querySelectorAll('tbody a')[1].focus(); document.querySelector('.scroll').scrollLeft = 60"
+        )
+        name = browser.run("window.old = document.querySelector('tbody tr'); return document.activeElement.textContent")
+        browser.wait(lambda: browser.run("return window.old !== document.querySelector('tbody tr')"))
+        assert browser.run("return document.activeElement.textContent") == name != ""
+        assert browser.run("return document.querySelector('.scroll').scrollLeft") == 60
+        browser.open(f"{server.url}compare?a=a&b=b")
+        assert "What was done" not in browser.text()
+        browser.open(f"{server.url}run?name=a")
+        shutil.rmtree(tmp_path / "runs" / "a")
+        browser.wait(lambda: "The server has nothing new: no such run" in browser.text())
+    finally:
+        browser.driver.get("about:blank")
+        server.shutdown()
+        server.server_close()

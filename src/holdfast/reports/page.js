@@ -22,6 +22,13 @@ const el = (tag, props = {}, ...children) => {
   node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
 };
+const refill = (container, ...children) => { // puts new content in place, and the focus and the scrolling back where they were
+  const key = document.activeElement && container.contains(document.activeElement) ? document.activeElement.dataset.key : undefined, old = container.querySelector(".scroll"), left = old ? old.scrollLeft : 0;
+  container.replaceChildren(...children);
+  const next = key === undefined ? null : [...container.querySelectorAll("[data-key]")].find((node) => node.dataset.key === key), box = container.querySelector(".scroll");
+  if (next) next.focus({preventScroll: true});
+  if (box) box.scrollLeft = left;
+};
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (v) => v === null || v === undefined ? "" : Number.isNaN(v) ? "NaN" : !Number.isFinite(v) ? (v > 0 ? "Inf" : "-Inf")
   : Math.abs(v) >= 1e6 || (v !== 0 && Math.abs(v) < 1e-3) ? v.toExponential(3).replace(/\.?0+e/, "e") : String(+v.toPrecision(5));
@@ -403,12 +410,12 @@ function story(incident) {
 function incidentList(container) {
   const open = new Set(incidentNodes.filter((n) => n.open).map((n) => n.dataset.key));
   incidentNodes = page.incidents.map((incident) => {
-    const node = details(el("summary", {}, el("b", {textContent: incident.title}), el("span", {className: "dim small", textContent: incident.line})), () => story(incident), {className: "incident"});
+    const node = details(el("summary", {"data-key": `focus ${incident.title}`}, el("b", {textContent: incident.title}), el("span", {className: "dim small", textContent: incident.line})), () => story(incident), {className: "incident"});
     node.dataset.key = incident.title;
     return node;
   });
   view.plots = view.plots.filter((plot) => !plot.range);
-  container.replaceChildren(...(incidentNodes.length ? incidentNodes : [el("p", {className: "dim", textContent: "None."})]));
+  refill(container, ...(incidentNodes.length ? incidentNodes : [el("p", {className: "dim", textContent: "None."})]));
   incidentNodes.forEach((node) => { if (open.has(node.dataset.key)) node.fill(); });
 }
 
@@ -442,7 +449,7 @@ function markButtons() {
   return el("div", {className: "marks"}, ...Object.keys(MARKS).filter((kind) => page.marks.some((m) => m[0] === kind)).map((kind) => {
     const [glyph, colour, name] = MARKS[kind], sign = el("span", {textContent: `${glyph} `});
     sign.style.color = `var(${colour})`;
-    const node = el("button", {type: "button", "aria-pressed": String(!view.hidden.has(kind)), on: {click: () => { if (!view.hidden.delete(kind)) view.hidden.add(kind); node.setAttribute("aria-pressed", String(!view.hidden.has(kind))); redraw(); }}}, sign, `${name} (${page.marks.filter((m) => m[0] === kind).length})`);
+    const node = el("button", {type: "button", "data-key": kind, "aria-pressed": String(!view.hidden.has(kind)), on: {click: () => { if (!view.hidden.delete(kind)) view.hidden.add(kind); node.setAttribute("aria-pressed", String(!view.hidden.has(kind))); redraw(); }}}, sign, `${name} (${page.marks.filter((m) => m[0] === kind).length})`);
     return node;
   }));
 }
@@ -465,8 +472,8 @@ async function showRun(content, back) {
   page = content; view.plots = []; incidentNodes = []; [view.low, view.high, view.all] = [0, 1, [0, 1]];
   for (const plot of page.plots) plot.live = {curves: await Promise.all(plot.curves.map(Curve.unpack)), undone: plot.undone ? await Curve.unpack({name: "undone", ...plot.undone}) : null};
   const top = el("div", {id: "top"}), lanes = el("div"), marks = el("div"), list = el("div", {id: "incidents"});
-  const refreshTop = () => { top.replaceChildren(verdictBox(), cardList(), costBar()); marks.replaceChildren(markButtons()); };
-  const figures = page.plots.map((plot) => new Plot(plot, plot.live.curves, plot.live.undone).node), lane = page.marks.length || back ? new Lanes() : null;
+  const refreshTop = () => { top.replaceChildren(verdictBox(), cardList(), costBar()); refill(marks, markButtons()); };
+  const figures = page.plots.map((plot) => new Plot(plot, plot.live.curves, plot.live.undone).node), lane = page.marks.length || page.kind === "run" && back ? new Lanes() : null;
   if (lane) lanes.append(lane.node);
   const sections = page.sections.map((section) => details(el("summary", {}, el("b", {textContent: section.title})), () => parts(section.parts), {open: false}));
   root.replaceChildren(topBar(page.title, page.subtitle, back || ""), top,
@@ -480,8 +487,8 @@ async function showRun(content, back) {
 
 // ---- live
 
-const ask = async (path) => { const answer = await fetch(path, {cache: "no-store"}); if (!answer.ok) throw new Error(`${answer.status} ${await answer.text()}`); return answer.json(); };
-const complain = (error) => { let box = document.getElementById("problem"); if (!box) { box = el("p", {id: "problem", role: "alert"}); root.prepend(box); } box.textContent = error ? `The server does not answer: ${error.message}` : ""; };
+const ask = async (path) => { const answer = await fetch(path, {cache: "no-store"}); if (!answer.ok) throw Object.assign(new Error(await answer.text()), {status: answer.status}); return answer.json(); };
+const complain = (error) => { let box = document.getElementById("problem"); if (!box) { box = el("p", {id: "problem", role: "alert"}); root.prepend(box); } box.textContent = !error ? "" : error.status ? `The server has nothing new: ${error.message}` : `The server does not answer: ${error.message}`; };
 
 function addRows(rows) { // as the importer does: a step that is trained again replaces the later ones
   const find = (name) => { for (const plot of page.plots) for (const curve of plot.live.curves) if (curve.name === name) return [plot, curve]; return null; };
@@ -551,17 +558,17 @@ function runTable(runs, container, filter) {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean), rank = (run) => { const v = run[sorting.by]; return v === null || v === undefined ? -Infinity : v; };
   const rows = runs.filter((run) => words.every((word) => `${run.name} ${run.status}`.toLowerCase().includes(word)))
     .sort((a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : a.name < b.name ? -1 : 1) * (sorting.down ? -1 : 1));
-  const head = COLUMNS.map(([key, title]) => el("th", {scope: "col", "aria-sort": sorting.by === key ? (sorting.down ? "descending" : "ascending") : "none"}, el("button", {type: "button", textContent: title + (sorting.by === key ? (sorting.down ? " ▾" : " ▴") : ""), on: {click: () => { sorting.down = sorting.by === key ? !sorting.down : key !== "name"; sorting.by = key; runTable(runs, container, filter); }}})));
-  const compare = el("a", {textContent: "compare the two picked runs", href: "#"});
+  const head = COLUMNS.map(([key, title]) => el("th", {scope: "col", "aria-sort": sorting.by === key ? (sorting.down ? "descending" : "ascending") : "none"}, el("button", {type: "button", "data-key": `sort ${key}`, textContent: title + (sorting.by === key ? (sorting.down ? " ▾" : " ▴") : ""), on: {click: () => { sorting.down = sorting.by === key ? !sorting.down : key !== "name"; sorting.by = key; runTable(runs, container, filter); }}})));
+  const compare = el("a", {textContent: "compare the two picked runs", href: "#", "data-key": "compare"});
   compare.hidden = picked.size !== 2; compare.href = `/compare?${[...picked].map((name, i) => `${"ab"[i]}=${encodeURIComponent(name)}`).join("&")}`;
   const body = rows.map((run) => {
-    const box = el("input", {type: "checkbox", checked: picked.has(run.name), "aria-label": `pick ${run.name} to compare`, on: {change: () => { if (!picked.delete(run.name)) picked.add(run.name); runTable(runs, container, filter); }}});
-    return el("tr", {}, el("td", {}, box), el("td", {}, el("a", {href: `/run?name=${encodeURIComponent(run.name)}`, textContent: run.name})), el("td", {className: run.tone}, el("span", {className: "tag", textContent: run.label})),
+    const box = el("input", {type: "checkbox", "data-key": `pick ${run.name}`, checked: picked.has(run.name), "aria-label": `pick ${run.name} to compare`, on: {change: () => { if (!picked.delete(run.name)) picked.add(run.name); runTable(runs, container, filter); }}});
+    return el("tr", {}, el("td", {}, box), el("td", {}, el("a", {"data-key": `open ${run.name}`, href: `/run?name=${encodeURIComponent(run.name)}`, textContent: run.name})), el("td", {className: run.tone}, el("span", {className: "tag", textContent: run.label})),
       el("td", {className: "number", textContent: run.step === null ? "" : whole(run.step)}), el("td", {className: "number", textContent: typeof run.loss === "string" ? run.loss : number(run.loss)}), el("td", {}, run.spark.length ? spark(run.spark) : ""),
       el("td", {className: "number", textContent: run.goodput === null ? "" : `${(100 * run.goodput).toFixed(1)}%`}), el("td", {className: "number", textContent: `${run.incidents}${run.open ? ` (${run.open} open)` : ""}`}), el("td", {className: "number", textContent: ago(run.age)}));
   });
   head.splice(4, 0, el("th", {scope: "col", textContent: "course"}));
-  container.replaceChildren(el("p", {className: "small dim"}, `${rows.length} of ${runs.length} runs. `, compare), el("div", {className: "scroll runs"}, el("table", {}, el("thead", {}, el("tr", {}, el("th"), ...head)), el("tbody", {}, ...body))));
+  refill(container, el("p", {className: "small dim"}, `${rows.length} of ${runs.length} runs. `, compare), el("div", {className: "scroll runs"}, el("table", {}, el("thead", {}, el("tr", {}, el("th"), ...head)), el("tbody", {}, ...body))));
   container.querySelector(".scroll").style.maxHeight = "none";
 }
 async function showList() {

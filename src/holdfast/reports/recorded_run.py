@@ -335,13 +335,13 @@ def run_status(journal: RunJournal, is_training: bool) -> RunStatus:
         return "failed"
     if journal.summary.committed == 0 and status != "off":
         return "untrained"
-    if status not in ("clean", "off"):
-        return status
+    if status == "observed":
+        return "observed"
     was_cut_off = any(
         after["event"] == "restart" and (before["event"] != "run_end" or before.get("error"))
         for before, after in pairwise(ends)
     )
-    return "recovered" if was_cut_off else "clean"
+    return "recovered" if was_cut_off or status == "recovered" else "clean"
 
 
 def _spark(series: Series, columns: int = 480, height: int = 80) -> str:

@@ -44,3 +44,10 @@ class FindsOnce(QuietDetector):
             detector=self.name,
             message=f"found by {self.name}",
         )
+
+
+class Late(FindsOnce):
+    """Asks for a rollback at step `found`, to before `onset`."""
+
+    def __init__(self, found: int, onset: int) -> None:
+        super().__init__("late", Severity.ROLLBACK, found, onset)

@@ -8,10 +8,9 @@ from cases import Case, Net, assert_same
 from test_exact import at, quick
 
 import holdfast
-from holdfast.core.base.types import Severity
 from holdfast.runtime.snapshots.restore import Restorer
 from marks import slow
-from users_detector import FindsOnce
+from users_detector import Late
 
 
 def snapshots(guard):
@@ -24,7 +23,7 @@ def snapshots(guard):
 def test_what_a_users_detector_finds_long_after_its_onset_rolls_back_to_before_it(gate, onset, found, tmp_path):
     config = {"detect": {"gate": gate}}
     case = Case(optimizer="adamw_fused", shuffle="unique", epochs=60, max_steps=found + 40, config=config)
-    run = case.guarded(tmp_path / "run", detectors=[FindsOnce("late", Severity.ROLLBACK, found, onset)])
+    run = case.guarded(tmp_path / "run", detectors=[Late(found, onset)])
     back = next(e for e in run.journal() if e.get("action") == "rollback")
     assert back["to_step"] < onset
     assert back["from_step"] in (found - 1, found)

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from cases import Case, Net, Points, assert_same
-from test_certified import Late
 from test_exact import NAN, at, quick
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +16,7 @@ import holdfast
 from holdfast.cli.ack import ack
 from holdfast.core.record.journal import read
 from marks import slow
+from users_detector import Late
 
 GATES = ["host", "device"]
 ONE_GATE = ["host", *slow("device")]

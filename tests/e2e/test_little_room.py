@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from cases import Case, assert_same
-from test_certified import Late
 from test_exact import quick
 
 from holdfast import Plan, Rollback
@@ -15,6 +14,7 @@ from holdfast.core.base.config import SnapshotSection
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.snapshot_rule import SnapshotRule, ages
 from marks import slow
+from users_detector import Late
 
 EVERY, CERTIFY_AFTER, REACH = 2, 3, 32
 
@@ -96,11 +96,9 @@ def test_checkpoints_share_the_room_for_two_and_give_the_depth(gate, tmp_path):
 class LateAgain(Late):
     """Finds something only when its step comes for the second time, after a rollback."""
 
-    name = "late_again"
-
     def __init__(self, found: int) -> None:
         super().__init__(found, onset=found)
-        self.times = 0
+        self.name, self.times = "late_again", 0
 
     def observe(self, signal: Any) -> Any:
         self.times += signal.step == self.found

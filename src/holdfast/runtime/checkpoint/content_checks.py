@@ -37,6 +37,7 @@ class _SmallState(msgspec.Struct):
     registered: dict[str, Any]
     wrapped: list[bool | None] = []
     gradient_orders: list[list[int] | None] = []
+    flags: tuple[str, str] | None = None
 
 
 class _SavedRng(msgspec.Struct):

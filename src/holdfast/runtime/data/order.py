@@ -13,7 +13,7 @@ from holdfast.core.base.types import Span
 from holdfast.runtime.data.digest import SampleDigest
 from holdfast.runtime.data.packing import pack_rng
 from holdfast.runtime.data.world import RankShare, ServedShare, describe_sampler, share_of
-from holdfast.runtime.state.rng import Rng
+from holdfast.runtime.state.rng import Rng, RngState
 
 _DIGEST_EVERY = 256
 
@@ -75,7 +75,7 @@ class EpochOrder:
         self._ended = self._last_was_short = False
         self._about: dict[str, Any] = {}
         self._initial_rng: dict[str, Any] | None = None
-        """the random state when the sampler was first asked"""
+        """the random state when the sampler first drew: for its iterator, or for its first index"""
         self._earlier: list[ServedShare] = []
         """what was served of this epoch in other world sizes"""
         self._start = 0
@@ -110,6 +110,20 @@ class EpochOrder:
         """Whether the sampler was asked: that may draw from generators."""
         return self._iterator is not None
 
+    def begin(self) -> None:
+        """Ask the sampler for an iterator, at the moment the loader does. One of torchdata draws then, and its loader with
+        workers asks twice."""
+        if self._batches or self._ended:
+            return
+        before = self._rng.capture()
+        packed = self._pack(before)
+        self._about, self._iterator = describe_sampler(self._sampler.inner), iter(self._sampler.outer)
+        # Most samplers draw when they are asked for an index; the loader has drawn the seed of its workers by then.
+        self._initial_rng = None if before.same(self._rng.capture()) else packed
+
+    def _pack(self, rng: RngState) -> dict[str, Any]:
+        return pack_rng(rng, self._generator_states())
+
     @property
     def stride(self) -> int:
         """The samples of the global order for each sample on this rank."""
@@ -130,9 +144,9 @@ class EpochOrder:
         while not self._ended and k >= self.first_recorded + len(self._batches):
             before = self._rng.user_states() if self._rng.has_user_generators else ()
             if self._iterator is None:
-                self._about = describe_sampler(self._sampler.inner)
-                self._initial_rng = pack_rng(self._rng.capture(), self._generator_states())
-                self._iterator = iter(self._sampler.outer)
+                self.begin()
+            assert self._iterator is not None
+            self._initial_rng = self._initial_rng or self._pack(self._rng.capture())
             try:
                 batch = next(self._iterator)
                 self._batches.append(batch)

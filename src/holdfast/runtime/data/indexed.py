@@ -179,8 +179,7 @@ class IndexedSource(EpochSource):
     # ---- forward
 
     def _ask_sampler(self) -> Iterator[Any]:
-        if not self._reopens:
-            self._order.begin()
+        self._order.begin()
         return self._feed()
 
     def _feed(self) -> Iterator[Any]:

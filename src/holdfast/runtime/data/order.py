@@ -72,7 +72,7 @@ class EpochOrder:
         self._starts = [0]
         self.first_recorded = 0
         """the first batch that is on record, or will be"""
-        self._ended = self._last_was_short = False
+        self._ended = self._last_was_short = self._is_on_record = False
         self._about: dict[str, Any] = {}
         self._initial_rng: dict[str, Any] | None = None
         """the random state when the sampler first drew: for its iterator, or for its first index"""
@@ -98,6 +98,7 @@ class EpochOrder:
         epoch, batch, sample = position
         order = cls(epoch, *context)
         order._iterator, order.first_recorded, order._starts = iterator, batch, [sample]
+        order._is_on_record = True
         order._about, order._initial_rng = saved["about"], saved["streams"]
         order._earlier, order._start = earlier, sum(share.global_samples for share in earlier)
         if not earlier:
@@ -113,7 +114,7 @@ class EpochOrder:
     def begin(self) -> None:
         """Ask the sampler for an iterator, at the moment the loader does. One of torchdata draws then, and its loader with
         workers asks twice."""
-        if self._batches or self._ended:
+        if self._is_on_record or self._batches or self._ended:
             return
         before = self._rng.capture()
         packed = self._pack(before)
@@ -199,7 +200,7 @@ class EpochOrder:
             for batch in self._batches[:count]:
                 self._oldest_digest.add(self.ids(batch))
             del self._batches[:count], self._starts[:count]
-            self.first_recorded = k
+            self.first_recorded, self._is_on_record = k, True
             if self._digested < k:
                 self._digest, self._digested = self._oldest_digest.copy(), k
 

@@ -179,7 +179,8 @@ class IndexedSource(EpochSource):
     # ---- forward
 
     def _ask_sampler(self) -> Iterator[Any]:
-        self._order.begin()
+        if not self._hide_draws:
+            self._order.begin()
         return self._feed()
 
     def _feed(self) -> Iterator[Any]:

@@ -413,8 +413,7 @@ class RunState:
         self.reshard()
         for (_, module), flag in zip(self.wrapped_modules, rest.get("wrapped", ()), strict=False):
             set_broadcasts_buffers(module, flag)
-        if rest.get("flags") is not None:
-            self.named_params.set_flags(rest["flags"])
+        self.named_params.set_flags(rest.get("flags"))
 
     def restore_gradient_orders(self, orders: Sequence[list[int] | None]) -> None:
         """Let this process sum gradients in the order of the process that saved the state. All ranks call it."""

@@ -73,10 +73,10 @@ class NamedParams:
         assert self._tree is not None
         return [_bits(m.training for m in self._tree.modules), _bits(p.requires_grad for _, p in self._named)]
 
-    def set_flags(self, flags: Sequence[str]) -> None:
-        """Set what `flags` returned, unless modules or parameters were added or removed since."""
+    def set_flags(self, flags: Sequence[str] | None) -> None:
+        """Set what `flags` returned, if anything, unless modules or parameters were added or removed since."""
         assert self._tree is not None
-        if list(map(len, flags)) != [len(self._tree.modules), len(self._named)]:
+        if flags is None or list(map(len, flags)) != [len(self._tree.modules), len(self._named)]:
             return
         for module, flag in zip(self._tree.modules, flags[0], strict=True):
             if module.training != (flag == "1"):

@@ -166,6 +166,23 @@ def test_weights_that_are_too_large_to_be_copied_are_reported_if_the_loop_writes
     assert [e for e in run.journal() if expected in str(e.get("message"))]
 
 
+@pytest.mark.parametrize("fault", ["inf", "weights"])
+def test_large_weights_that_the_loop_leaves_alone_are_not_reported(fault, monkeypatch, tmp_path):
+    """Frozen ones too, and a registered model."""
+    monkeypatch.setattr(between_steps, "_MAX_COPIED_BYTES", 0)
+    case = learning()
+
+    def nothing(parts: dict[str, Any], epoch: int) -> None:
+        parts["model"].last.bias.requires_grad_(False)
+
+    run = run_with_changes(
+        case, nothing, tmp_path / "run", [InfGradient(13) if fault == "inf" else ScaledWeights(81, 50.0)]
+    )
+    assert ("replay" if fault == "inf" else "rollback") in run.actions()
+    assert not [e for e in run.journal() if "differ" in str(e.get("message")) or "landed" in str(e.get("message"))]
+    assert_same(run, run_with_changes(case, nothing, None))
+
+
 def lines_between(parts: dict[str, Any]) -> None:
     """A schedule that the loop steps by hand, an evaluation that draws, and weights that shrink."""
     parts["scheduler"].step()

@@ -61,8 +61,9 @@ class TensorWrites:
         return all(name in self._copies and name in live for name in written)
 
 
-def _version(value: Tensor) -> tuple[int, int]:
-    return id(value), version_of(value)
+def _version(value: Tensor) -> list[int]:
+    """Return what a write in place or a replacement changes. Views that are made anew share both."""
+    return [version_of(value), *(part.data_ptr() for part in dense_parts(value))]
 
 
 class BetweenSteps:

@@ -62,7 +62,7 @@ class TensorWrites:
 
 
 def _version(value: Tensor) -> list[int]:
-    """Return what a write in place or a replacement changes. Views that are made anew share both."""
+    """Return what a write in place or a replacement changes. Other views of the same memory share both."""
     return [version_of(value), *(part.data_ptr() for part in dense_parts(value))]
 
 

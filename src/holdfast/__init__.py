@@ -35,6 +35,7 @@ from holdfast.core.base.errors import (
     StepIncomplete,
     UnreadableError,
 )
+from holdfast.core.base.errors import needs_torch as _needs_torch
 from holdfast.core.base.types import (
     CutLR,
     Finding,
@@ -143,12 +144,7 @@ if not TYPE_CHECKING:  # a type checker that sees a module __getattr__ accepts a
         if name not in _IMPORTED_ON_FIRST_USE:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
         if name in ("Guard", "Step"):
-            try:
+            with _needs_torch(f"holdfast.{name}"):
                 import torch  # noqa: F401
-            except ImportError as error:
-                raise MissingDependency(
-                    f"holdfast.{name} needs torch, which cannot be imported ({error}); "
-                    "install it with: pip install 'holdfast[torch]'"
-                ) from None
         with _timed_import():
             return getattr(importlib.import_module(_IMPORTED_ON_FIRST_USE[name]), name)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from holdfast.core.record.goodput import CATEGORIES
 from holdfast.diagnosis import rundiff
 from holdfast.diagnosis.model.table import Table
 from holdfast.reports.diff_page import build_diff_page
@@ -131,6 +132,25 @@ def is_painted(browser: Browser) -> bool:
 
 
 @pytest.mark.slow
+def test_a_part_of_the_time_has_one_colour_on_all_pages_and_no_two_phases_share_one(browser, tmp_path):
+    table = Table("x", "rundir", np.arange(50.0))
+    for k in range(9):
+        table.columns[f"phases.p{k}"], table.present[f"phases.p{k}"] = np.arange(50.0) * (k + 1), np.ones(50, bool)
+    seen = []
+    for costs in ([("rollback", 9.0), ("start", 1.0)], [("productive", 8.0), ("start", 2.0), ("rollback", 1.0)]):
+        page = ReportPage(
+            title="a", subtitle="", verdict=PageVerdict(status="clean", tone="good", label="Clean", text=""),
+            cards=[], costs=costs, plots=build_plots(table), marks=[], incidents=[], sections=[],
+        )  # fmt: skip
+        browser.open(write(page, tmp_path / "a.html"))
+        look = "return [...document.querySelectorAll(arguments[0])].map((n) => n.style.background + n.className)"
+        seen.append(dict(zip([name for name, _ in costs], browser.run(look, ".key .swatch"), strict=True)))
+        assert len(set(browser.run(look, "figcaption .swatch"))) == 9
+    assert seen[0]["rollback"] == seen[1]["rollback"] and seen[0]["start"] == seen[1]["start"]
+    assert len(set(seen[1].values())) == 3
+
+
+@pytest.mark.slow
 def test_report_opens_from_disk_without_network_and_an_incident_shows_its_evidence(browser, tmp_path):
     url = write(build_page(open_run(make_run(tmp_path / "<b>run", evil=EVIL))), tmp_path / "a.html")
     browser.open(url, offline=True)
@@ -168,7 +188,7 @@ def test_a_curve_is_logarithmic_only_if_most_of_it_is_small_and_marks_before_the
     table.present |= {name: np.ones(1000, bool) for name in table.columns}
     verdict = PageVerdict(status="clean", tone="good", label="Clean", text="")
     marks = [("good", 0, "step_00000000", None)]
-    costs = [(f"part {n}", 1.0) for n in range(8)]
+    costs = [(name.replace("_", " "), 1.0) for name in CATEGORIES]
     page = ReportPage(
         title="t", subtitle="", verdict=verdict, cards=[], plots=build_plots(table), marks=marks, costs=costs
     )
@@ -177,7 +197,8 @@ def test_a_curve_is_logarithmic_only_if_most_of_it_is_small_and_marks_before_the
     assert browser.run(pressed) == ["true", "false"]
     assert browser.run("return document.getElementById('from').value") == "0"
     assert "lowest 1e-7 at step 1,000" in browser.readout("Learning rate")
-    assert browser.run("return document.querySelectorAll('.bar .striped').length") == 2
+    look = "return [...document.querySelectorAll('.bar div')].map((n) => n.style.background + n.className)"
+    assert len(set(browser.run(look))) == len(CATEGORIES)
     written = """
         const seen = [], pen = CanvasRenderingContext2D.prototype, fill = pen.fillText;
         pen.fillText = function (text, ...rest) { seen.push(text); fill.call(this, text, ...rest); };
@@ -258,7 +279,7 @@ def test_live_page_gains_points_and_an_incident_while_it_is_open(browser, tmp_pa
         assert "loss spike" not in browser.text()
         append(run / "metrics.jsonl", metrics_row(201, 33.5), metrics_row(202, 1.25, fresh=5.0))
         browser.wait(lambda: "highest 33.5 at step 201" in browser.readout("Loss"))
-        browser.wait(lambda: "last step 202" in browser.driver.find_element(By.CSS_SELECTOR, ".card").text)
+        browser.wait(lambda: "202 recorded" in browser.driver.find_element(By.CSS_SELECTOR, ".card").text)
         assert "202 steps committed" in browser.driver.find_element(By.CSS_SELECTOR, ".verdict").text
         assert browser.readout("fresh").startswith("lowest 5 at step 202")  # a column that was not there before
         append(run / "journal.jsonl", *({**event, "time": 1.0, "n": 50} for event in spike_events(201)))
@@ -269,6 +290,35 @@ def test_live_page_gains_points_and_an_incident_while_it_is_open(browser, tmp_pa
         console, asked = browser.logs()
         assert console == [] and browser.run("return window.evil") is None
         assert [address for address in asked if not address.startswith((server.url, "data:", "about:"))] == []
+    finally:
+        browser.driver.get("about:blank")
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.slow
+def test_a_list_that_is_read_again_keeps_focus_and_scrolling_and_shows_the_status_of_runs_with_long_names(
+    browser, tmp_path
+):
+    for name in ("a", "b", "long_name_" * 20):
+        make_run(tmp_path / "runs" / name)
+    server = RunServer(tmp_path / "runs", "127.0.0.1", 0)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        browser.open(server.url, width=390)
+        assert browser.run("return document.querySelector('tbody .tag').getBoundingClientRect().left") < 390
+        browser.run(
+            "document.querySelectorAll('tbody a')[1].focus(); document.querySelector('.scroll').scrollLeft = 60"
+        )
+        name = browser.run("window.old = document.querySelector('tbody tr'); return document.activeElement.textContent")
+        browser.wait(lambda: browser.run("return window.old !== document.querySelector('tbody tr')"))
+        assert browser.run("return document.activeElement.textContent") == name != ""
+        assert browser.run("return document.querySelector('.scroll').scrollLeft") == 60
+        browser.open(f"{server.url}compare?a=a&b=b")
+        assert "What was done" not in browser.text()
+        browser.open(f"{server.url}run?name=a")
+        shutil.rmtree(tmp_path / "runs" / "a")
+        browser.wait(lambda: "The server has nothing new: no such run" in browser.text())
     finally:
         browser.driver.get("about:blank")
         server.shutdown()

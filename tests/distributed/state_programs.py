@@ -294,7 +294,7 @@ def load_sharded(folder: Path, rank: int, size: int) -> None:
     assert isinstance(saved.tensors["model.up.weight"], DTensor) == (size > 1)
     assert isinstance(saved.tensors["optimizer.0.0.exp_avg"], DTensor) == (size > 1)
     assert local(saved.tensors["model.up.weight"]).numel() == local_copy(model.up.weight).numel()
-    assert state.mismatch(saved.parts["light"], saved.tensors, whole=True) is None
+    assert state.parameter_mismatch(saved.tensors, whole=True) is None
     put_back(state, saved.parts["light"], {n: local(t) for n, t in saved.tensors.items()})
     expected = torch.load(folder / "whole.pt", weights_only=True)
     found = gather_state(state)
@@ -305,6 +305,6 @@ def load_sharded(folder: Path, rank: int, size: int) -> None:
     larger = build(kind, size, width=64)
     other = build_state(larger, OPTIMIZERS["adamw"](larger.parameters()), None, None, None)
     saved = store.load(entry, other.target())
-    why = other.mismatch(saved.parts["light"], saved.tensors, whole=True)
+    why = other.parameter_mismatch(saved.tensors, whole=True)
     assert why is not None and "up.weight" in why
     store.close()

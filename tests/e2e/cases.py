@@ -237,6 +237,17 @@ class _Plateau:
             self.guard.report_eval(self.case.evaluate(self.model))
 
 
+def parts():
+    """Return a model, its optimizer and a loader, the same each time."""
+    torch.manual_seed(0)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Points(64), batch_size=8)
+
+
+def loss_of(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
 class Seeded(Sampler):
     """order = f(seed, epoch), by set_epoch. `unique`: every epoch has ids of its own, so a fault can sit in one of them."""
 
@@ -401,7 +412,7 @@ def assert_same(a: Run, b: Run) -> None:
         for key in group:
             assert key == "params" or _equal(group[key], other[key]), f"group option {key} differs"
     if a.scheduler is not None:
-        assert _plain(a.scheduler.state_dict()) == _plain(b.scheduler.state_dict())
+        assert without_functions(a.scheduler.state_dict()) == without_functions(b.scheduler.state_dict())
     if a.scaler is not None:
         assert a.scaler.state_dict() == b.scaler.state_dict()
     assert torch.equal(a.random[0], b.random[0]), "the torch generator differs"
@@ -416,9 +427,9 @@ def _equal(a: Any, b: Any) -> bool:
     return a == b
 
 
-def _plain(state: Any) -> Any:
+def without_functions(state: Any) -> Any:
     if isinstance(state, dict):
-        return {k: _plain(v) for k, v in state.items() if not callable(v)}
+        return {k: without_functions(v) for k, v in state.items() if not callable(v)}
     if isinstance(state, list):
-        return [_plain(v) for v in state if not callable(v)]
+        return [without_functions(v) for v in state if not callable(v)]
     return state

@@ -10,7 +10,8 @@ import torch
 from cases import Net
 from parts import Parts
 from resumed import Dies, Loaded, Recipe, assert_continued, config_of, good_of, health_of, idle, live
-from test_parts import one
+from test_exact import at
+from test_parts import one, param_groups
 from torch.optim import AdamW
 
 
@@ -32,6 +33,13 @@ def often(make: Callable[[], Parts] = plain, *, checkpoint: dict[str, Any] | Non
     return Recipe(
         make, Loaded(**{"way": "generator", "count": 37, "epochs": 3, "augment": True, "config": config} | case)
     )
+
+
+def faulty(**more: Any) -> Recipe:
+    """Return a run with four faults, of which three are in a row."""
+    r = often(lambda: param_groups(), way="", shuffle="unique", epochs=6, **more)
+    r.case.faults = at(r.case, 9, 17, 18, 19)
+    return r
 
 
 class Dead:
@@ -58,8 +66,8 @@ def tree(path: Path, *, health: bool = True) -> dict[str, bytes]:
     }
 
 
-def check_passed_over(path: Path, name: str, word: str, dead: Dead, caplog: Any, next_: str | None = None) -> None:
-    """The next one is taken, `name` is set aside with a reason that has `word` in it, and nothing is lost by it."""
+def health_seen(path: Path) -> tuple[dict[str, str], Callable[..., None]]:
+    """Return the health of the checkpoints as a run finds it at its first step, and the function to give to that run."""
     health: dict[str, str] = {}
 
     def look(guard: Any, parts: Parts, step: Any) -> None:
@@ -67,6 +75,12 @@ def check_passed_over(path: Path, name: str, word: str, dead: Dead, caplog: Any,
             idle(guard)
             health.update(health_of(path))
 
+    return health, look
+
+
+def check_passed_over(path: Path, name: str, word: str, dead: Dead, caplog: Any, next_: str | None = None) -> None:
+    """The next one is taken, `name` is set aside with a reason that has `word` in it, and nothing is lost by it."""
+    health, look = health_seen(path)
     life = live(often(with_idle), path, before=look)
     resumed = life.resumed()
     assert resumed["checkpoint"] == (next_ or dead.good[1])

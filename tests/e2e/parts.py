@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import Case
+from cases import Case, without_functions
 from cases import Run as Written
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -70,7 +70,7 @@ def everything(parts: Parts) -> dict[str, Any]:
             {k: v for k, v in o.state.items() if not isinstance(k, torch.Tensor)} for o in parts.every_optimizer()
         ],
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in parts.groups()],
-        "schedulers": [_without_functions(s.state_dict()) for s in parts.schedulers],
+        "schedulers": [without_functions(s.state_dict()) for s in parts.schedulers],
         "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
         "registered": {
             k: v.get_state() if isinstance(v, torch.Generator) else dict(v.state_dict())
@@ -81,14 +81,6 @@ def everything(parts: Parts) -> dict[str, Any]:
         "numpy": np.random.get_state()[1],
     }
     return copy.deepcopy(state)
-
-
-def _without_functions(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {k: _without_functions(v) for k, v in state.items() if not callable(v)}
-    if isinstance(state, list):
-        return [_without_functions(v) for v in state if not callable(v)]
-    return state
 
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:

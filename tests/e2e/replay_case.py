@@ -92,10 +92,6 @@ def replay_entry() -> Any:
     return build(), loss_fn
 
 
-def half_entry() -> Any:
-    return build(HalfNet), loss_fn
-
-
 def wide_entry() -> Any:
     return build(width=60_000), loss_fn
 

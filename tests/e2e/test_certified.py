@@ -8,47 +8,14 @@ from cases import Case, Net, assert_same
 from test_exact import at, quick
 
 import holdfast
-from holdfast.core.base.types import Finding, Severity
+from holdfast.core.base.types import Severity
 from holdfast.runtime.snapshots.restore import Restorer
 from marks import slow
+from users_detector import FindsOnce
 
 
 def snapshots(guard):
     return list(guard._run.parts.snapshots.ring)
-
-
-class Late:
-    """A user's own detector that finds, at step `found`, what began at `onset`."""
-
-    name = "late"
-
-    def __init__(self, found: int, onset: int) -> None:
-        self.found, self.onset, self.done = found, onset, False
-
-    def limits(self):
-        return {}
-
-    def observe(self, signal):
-        if signal.step != self.found or self.done:
-            return None
-        self.done = True
-        return Finding(
-            kind="found_late",
-            severity=Severity.ROLLBACK,
-            step=signal.step,
-            onset=self.onset,
-            detector=self.name,
-            message="found late",
-        )
-
-    def rebaseline(self):
-        pass
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -57,7 +24,7 @@ class Late:
 def test_what_a_users_detector_finds_long_after_its_onset_rolls_back_to_before_it(gate, onset, found, tmp_path):
     config = {"detect": {"gate": gate}}
     case = Case(optimizer="adamw_fused", shuffle="unique", epochs=60, max_steps=found + 40, config=config)
-    run = case.guarded(tmp_path / "run", detectors=[Late(found, onset)])
+    run = case.guarded(tmp_path / "run", detectors=[FindsOnce("late", Severity.ROLLBACK, found, onset)])
     back = next(e for e in run.journal() if e.get("action") == "rollback")
     assert back["to_step"] < onset
     assert back["from_step"] in (found - 1, found)

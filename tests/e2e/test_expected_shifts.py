@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from marks import slow
+from users_detector import QuietDetector
 
 
 def events(path, *kinds: str) -> list[dict]:
@@ -177,13 +178,10 @@ def test_the_ramp_back_to_the_schedule_raises_nothing(factor, ramp, tmp_path):
 
 @pytest.mark.parametrize("mode", ["heal", "observe"])
 def test_a_note_leaves_the_step_healthy_and_the_run_clean(mode, tmp_path, caplog):
-    class Talkative:
+    class Talkative(QuietDetector):
         """Notes something at every step."""
 
         name = "talkative"
-
-        def limits(self):
-            return {}
 
         def observe(self, signal):
             return holdfast.Finding(
@@ -195,13 +193,6 @@ def test_a_note_leaves_the_step_healthy_and_the_run_clean(mode, tmp_path, caplog
                 message="",
                 new=signal.step == 30,
             )
-
-        def rebaseline(self): ...
-
-        def state_dict(self):
-            return {}
-
-        def load_state_dict(self, state): ...
 
     config = {"recover": {"mode": mode}, "snapshot": {"every_steps": 5, "certify_after": 10}}
     run = Small(tmp_path / "run", config=config, detectors=[Talkative()])

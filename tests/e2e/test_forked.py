@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import Net, Points
+from cases import Points, loss_of, parts
 from torch.utils.data import DataLoader
 
 import holdfast
@@ -40,16 +40,6 @@ def in_child(function: Callable[[], object]) -> str:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(readable)
-
-
-def parts():
-    torch.manual_seed(0)
-    model = Net()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Points(64), batch_size=8)
-
-
-def loss_of(model, batch):
-    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 def train(guard, model, loader, max_steps, between=lambda step: None, inside=lambda step: None):

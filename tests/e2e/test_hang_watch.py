@@ -83,6 +83,23 @@ def test_a_watched_run_is_bit_for_bit_the_plain_one_and_shares_its_phases(tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(plain().values(), model.state_dict().values(), strict=True))
 
 
+@pytest.mark.parametrize("driver", ["steps", "data", "wrap"])
+def test_after_the_data_has_ended_the_time_is_the_users_since_an_evaluation_may_follow(tmp_path, driver):
+    guard, _, _ = train(driver, tmp_path / "run", EARLY)
+    assert PHASES[guard._heartbeat.phase] == "user"
+    guard.close()
+
+
+def test_the_data_that_ends_inside_a_step_leaves_the_time_to_the_user(tmp_path):
+    model, optimizer, loader = build()
+    with holdfast.Guard(model, optimizer, run_dir=tmp_path / "run", config=EARLY) as guard:
+        for number, batch in enumerate(guard.data(loader), 1):
+            loss = loss_of(model, batch)
+            loss.backward()
+            guard.step(loss, update=number % 3 == 0)
+        assert PHASES[guard._heartbeat.phase] == "user"
+
+
 def test_a_single_process_has_no_thread_for_the_watch(tmp_path):
     guard, _, _ = train("steps", tmp_path / "run", EARLY)
     assert not [thread for thread in threading.enumerate() if thread.name == "holdfast-hang"]

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 import torch
-from cases import Case, Net, Points
+from cases import Case, Points, loss_of, parts
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
@@ -18,16 +18,6 @@ from holdfast.cli.ack import ack
 from holdfast.core.record.journal import read
 
 FORK = multiprocessing.get_context("fork")
-
-
-def parts():
-    torch.manual_seed(0)
-    model = Net()
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), DataLoader(Points(64), batch_size=8)
-
-
-def loss_of(model, batch):
-    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
 @pytest.fixture

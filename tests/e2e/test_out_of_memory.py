@@ -57,7 +57,7 @@ class Run(NamedTuple):
     limit: MemoryLimit
     summary: object
     sizes: list[list[int]]
-    """the samples of each part, step by step"""
+    """the samples of each part that is trained on, step by step"""
     statuses: list[str]
     guard: holdfast.Guard
 
@@ -100,7 +100,8 @@ def train(
             with step:
                 for number, batch in enumerate(step.microbatches(parts)):
                     limit.nbytes = nbytes if when(step.number, number) else None
-                    sizes[-1].append(len(batch["x"] if isinstance(batch, dict) else batch[0]))
+                    if torch.is_grad_enabled():
+                        sizes[-1].append(len(batch["x"] if isinstance(batch, dict) else batch[0]))
                     with limit:
                         value = loss(model, batch)
                         step.backward(value, None if weight is None else weight(batch))
@@ -271,11 +272,9 @@ def test_batches_of_any_kind_are_split(whole, make):
     sizes = []
 
     def measured(model, batch):
-        sizes.append(
-            len(batch["x"])
-            if isinstance(batch, dict)
-            else len(getattr(batch, "x", batch[0] if isinstance(batch, list) else ()))
-        )
+        x = batch["x"] if isinstance(batch, dict) else batch[0] if isinstance(batch, list) else batch.x
+        if torch.is_grad_enabled():
+            sizes.append(len(x))
         return loss(model, batch)
 
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 5))

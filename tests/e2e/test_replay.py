@@ -363,6 +363,64 @@ def test_wrong_input_is_answered_with_its_cure(moved, holdfast, words, said):
     assert status in (1, 78) and said in err and "Traceback" not in err
 
 
+ENTRIES = """
+import sys
+from replay_case import build, loss_fn
+
+def other_step():
+    return build(), lambda model, batch: model(batch["x"]).square().mean()
+
+def raises():
+    return build(), lambda model, batch: batch["no such key"]
+
+def returns_a_list():
+    return build(), lambda model, batch: [loss_fn(model, batch)]
+
+def ends():
+    sys.exit(0)
+
+def prints():
+    print("text of the user's code")
+    return build(), loss_fn
+"""
+
+
+@pytest.fixture
+def entries(tmp_path, monkeypatch) -> Path:
+    monkeypatch.syspath_prepend(str(CASE.parent))
+    file = tmp_path / "entries_of_a_user.py"
+    file.write_text(ENTRIES)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("raises", "raised KeyError: 'no such key' at "),
+        ("returns_a_list", "returned a list"),
+        ("ends", "raised SystemExit"),
+    ],
+)
+def test_an_entry_that_cannot_run_the_step_is_an_error_and_no_answer(moved, holdfast, entries, entry, said):
+    (moved / "replay.json").unlink(missing_ok=True)
+    status, _, err = holdfast("replay", moved, "--entry", f"{entries}:{entry}", "--device", "cpu")
+    assert status == 1 and said in err and "Traceback" not in err
+    assert not (moved / "replay.json").exists()
+
+
+def test_a_step_that_failed_twice_and_is_healthy_in_its_replay_is_no_transient_fault(moved, holdfast, entries):
+    """The entry lacks the term of the loss that fails."""
+    status, out, _ = holdfast("replay", moved, "--entry", f"{entries}:other_step", "--device", "cpu", "--json")
+    verdict = json.loads(out)["verdict"]
+    assert status == 0 and verdict["cause"] == "not_established"
+    assert "failed twice" in verdict["evidence_for"][0] and "every term of the loss" in verdict["fix"]
+
+
+def test_what_an_entry_prints_is_not_among_the_json(moved, holdfast, entries):
+    status, out, err = holdfast("replay", moved, "--entry", f"{entries}:prints", "--device", "cpu", "--json")
+    assert status == 0 and json.loads(out)["ok"] and "text of the user's code" in err
+
+
 def test_an_incident_without_an_entry_asks_for_one(tmp_path, holdfast):
     run = train(tmp_path / "run", "log_zero", keep_batch=True)
     status, _, err = holdfast("replay", run.folder)

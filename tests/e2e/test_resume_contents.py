@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 from cases import Net
-from ended import Dead, often
+from ended import Dead, health_seen, often
 from resealed import BIN, INDEX, resealed
 from resumed import assert_continued, copied, health_of, idle, live
 from test_parts import one
@@ -140,13 +140,7 @@ def check_falls_back(path, dead, caplog):
     """The newest is marked bad, the one before it is used, and the run ends as the uninterrupted one."""
     newest = dead.good[0]
     assert verify(path / "checkpoints" / newest) is None, "it must pass the checksums"
-    health = {}
-
-    def look(guard, parts, step):
-        if not health:
-            idle(guard)
-            health.update(health_of(path))
-
+    health, look = health_seen(path)
     life = live(often(scheduled), path, before=look)
     passed = {p["name"]: p["why"] for p in life.resumed()["passed_over"]}
     assert life.began == 6 and newest in passed

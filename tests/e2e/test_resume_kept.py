@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from ended import often
+from ended import faulty, often
 from resumed import (
     Dies,
-    Recipe,
     assert_continued,
     entries_of,
     health_of,
     idle,
     live,
 )
-from test_exact import at
-from test_parts import param_groups
-
-
-def faulty(**more) -> Recipe:
-    r = often(lambda: param_groups(), way="", shuffle="unique", epochs=6, **more)
-    r.case.faults = at(r.case, 9, 17, 18, 19)
-    return r
 
 
 def test_retention_through_rollbacks_and_a_kill(tmp_path):

@@ -10,31 +10,23 @@ import time
 
 import pytest
 from cases import Net
-from ended import Dead, often, tree
+from ended import Dead, faulty, often, tree
 from resumed import (
     Dies,
     Ends,
-    Recipe,
     assert_as_written,
     assert_continued,
     copied,
     idle,
     live,
 )
-from test_exact import at
-from test_parts import Ema, one, param_groups
+from test_parts import Ema, one
 from torch.optim import AdamW
 
 from holdfast.core.base import durable
 from holdfast.core.base.errors import RunDirError, SetupError
 from holdfast.core.checkpoints.manifest import name_of
 from holdfast.distributed.checkpoint.disk_store import DiskCheckpointStore
-
-
-def faulty(**more) -> Recipe:
-    r = often(lambda: param_groups(), way="", shuffle="unique", epochs=6, **more)
-    r.case.faults = at(r.case, 9, 17, 18, 19)
-    return r
 
 
 @pytest.fixture(scope="module")

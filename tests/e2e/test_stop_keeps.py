@@ -13,44 +13,13 @@ from torch.utils.data import DataLoader
 import holdfast
 from holdfast import CutLR, Plan, Rollback, SkipData
 from holdfast.cli.ack import ack
-from holdfast.core.base.types import Finding, Severity
+from holdfast.core.base.types import Severity
 from marks import slow
+from users_detector import FindsOnce
 
 
-class Finds:
-    """A detector that finds, at step `found`, what began at `onset`."""
-
-    def __init__(self, name: str, severity: Severity, found: int, onset: int) -> None:
-        self.name, self.severity, self.found, self.onset, self.done = name, severity, found, onset, False
-
-    def limits(self):
-        return {}
-
-    def observe(self, signal):
-        if signal.step != self.found or self.done:
-            return None
-        self.done = True
-        return Finding(
-            kind=self.name,
-            severity=self.severity,
-            step=signal.step,
-            onset=self.onset,
-            detector=self.name,
-            message="found",
-        )
-
-    def rebaseline(self):
-        pass
-
-    def state_dict(self):
-        return {}
-
-    def load_state_dict(self, state):
-        pass
-
-
-def stops(found: int, onset: int) -> Finds:
-    return Finds("stops", Severity.STOP, found, onset)
+def stops(found: int, onset: int) -> FindsOnce:
+    return FindsOnce("stops", Severity.STOP, found, onset)
 
 
 class GoesBack:
@@ -100,7 +69,7 @@ def test_what_an_earlier_rollback_did_holds_after_the_stop(gate, place, tmp_path
     recipe = seldom(gate)
     recipe.case.config["snapshot"]["place"] = place
     hooks = [GoesBack()]
-    back = Finds("returns", Severity.ROLLBACK, 40, 38)
+    back = FindsOnce("returns", Severity.ROLLBACK, 40, 38)
     whole = live(recipe, tmp_path / "whole", detectors=[back], hooks=hooks)
     assert whole.actions()[:3] == ["rollback", "skip_data", "cut_lr"]
     back.done = False

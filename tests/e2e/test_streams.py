@@ -42,6 +42,15 @@ class Rows(IterableDataset):
                 yield from [batch] if self.whole else zip(*batch, strict=True)
 
 
+class LateBad(Rows):
+    """Three batches in a row are bad in the third epoch."""
+
+    def __iter__(self):
+        self.epoch = getattr(self, "epoch", -1) + 1
+        self.bad = {2, 3, 4} if self.epoch == 2 else set()
+        return super().__iter__()
+
+
 KINDS = {
     "list": lambda **how: list(Rows(whole=True, **how)),
     "rows": lambda **how: DataLoader(Rows(**how), batch_size=8),
@@ -244,13 +253,7 @@ def test_a_rollback_on_a_stream_draws_and_drops_and_says_so(gate, tmp_path):
     """Three bad batches in a row in the third epoch: what was drawn since the snapshot is not served again, nothing is put
     back, and the cause is not established."""
 
-    class Late(Rows):
-        def __iter__(self):
-            self.epoch = getattr(self, "epoch", -1) + 1
-            self.bad = {2, 3, 4} if self.epoch == 2 else set()
-            return super().__iter__()
-
-    run = Training(Endless(Late(whole=True)), tmp_path / "run", gate, epochs=5, max_consecutive=2, skip_batches=6)
+    run = Training(Endless(LateBad(whole=True)), tmp_path / "run", gate, epochs=5, max_consecutive=2, skip_batches=6)
     assert run.actions() == [*["replay", "skip"] * 2, "replay", "rollback"]
     back = next(e for e in run.events("action") if e["action"] == "rollback")
     assert back["to_step"] < back["from_step"]
@@ -315,14 +318,8 @@ def test_stretches_quarantined_in_one_life_are_not_served_in_the_next(tmp_path):
 def test_what_was_skipped_before_a_rollback_is_not_served_in_the_next_life_either(tmp_path):
     """The next process starts at the beginning and drops it. The batch that led to the rollback is only found there."""
 
-    class Late(Rows):
-        def __iter__(self):
-            self.epoch = getattr(self, "epoch", -1) + 1
-            self.bad = {2, 3, 4} if self.epoch == 2 else set()
-            return super().__iter__()
-
     def live(run_dir):
-        return Training(Endless(Late(whole=True)), run_dir, epochs=4, anew=True, max_consecutive=2, skip_batches=6)
+        return Training(Endless(LateBad(whole=True)), run_dir, epochs=4, anew=True, max_consecutive=2, skip_batches=6)
 
     first = live(tmp_path / "run").actions()
     assert "rollback" in first

@@ -119,9 +119,11 @@ def test_every_fault_is_detected_at_its_step_and_recovered(demo):
 
 
 @pytest.mark.slow
-def test_guarded_run_has_the_default_policy_in_every_key(demo):
+def test_guarded_run_has_the_default_policy_in_every_key_but_that_of_slowdowns(demo):
     (begin,) = [e for e in events(demo) if e["event"] == "run_begin"]
     recorded = begin["environment"]["config"]
+    assert recorded["metrics"].pop("slowdown") is False
+    recorded["metrics"]["slowdown"] = True
     defaults = msgspec.json.decode(msgspec.json.encode(Config()))
     assert {name: recorded[name] for name in defaults} == defaults
     assert defaults["recover"]["mode"] == "heal"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
@@ -16,19 +13,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core.base.types import Finding, Severity
+from holdfast.core.base.types import Severity
 from holdfast.core.checkpoints.verify import verify
 from holdfast.core.record.journal import Journal
+from users_detector import FindsOnce
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 STEPS = 40
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Attempt:
@@ -100,35 +94,14 @@ def test_run_resumes_from_the_files_of_any_instant(fused, at, tmp_path):
     assert all(verify(path) is None for path in (tmp_path / "copy" / "checkpoints").iterdir())
 
 
-class StopsAt30:
-    """A detector that ends the run at step 30."""
-
-    name = "stops"
-
-    def limits(self) -> dict[str, float]:
-        return {}
-
-    def observe(self, signal: Any) -> Finding | None:
-        if signal.step != 30:
-            return None
-        return Finding(
-            kind="stops", severity=Severity.STOP, step=30, onset=28, detector=self.name, message="enough of it"
-        )
-
-    def rebaseline(self) -> None: ...
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_stop_keeps_the_newest_certified_snapshot_wherever_it_is(fused, place, tmp_path):
     config = {"snapshot": {"every_steps": 4, "certify_after": 2, "place": place}, "recover": {"rollback_margin": 2}}
     whole = Attempt(tmp_path / "whole", fused=fused, precision="fp16", config=config)
+    stop = FindsOnce("stops", Severity.STOP, 30, 28)
     with pytest.raises(holdfast.PolicyStop, match="the newest good checkpoint: step_00000024"):
-        Attempt(tmp_path / "run", fused=fused, precision="fp16", config=config, detectors=[StopsAt30()])
+        Attempt(tmp_path / "run", fused=fused, precision="fp16", config=config, detectors=[stop])
     assert all(verify(path) is None for path in (tmp_path / "run" / "checkpoints").iterdir())
     journal = Journal(tmp_path / "run" / "journal.jsonl")
     journal.write("ack", durable=True)

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 import test_parts as recipes
+import torch
 from cases import Case
 from parts import Recipe, assert_equal
 from test_exact import at, quick
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 MADE = [
     recipes.several_optimizers,
@@ -37,13 +31,6 @@ MADE = [
 WAYS = [
     pytest.param(m, fused, id=f"{m.__name__}-{'device' if fused else 'host'}") for m in MADE for fused in (False, True)
 ]
-
-
-@pytest.fixture(autouse=True)
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def recipe(make, fused, **more) -> Recipe:

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from cases import Case, assert_same
+from torch import nn
 
 import holdfast
 from holdfast.runtime.data.fingerprint import fingerprint

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "runtime"))
-
 from cases import Case, assert_same
 from classic import LOOPS, ScaledWeights
 from test_exact import at, quick, without
 from test_snapshot_buffers import bits, tensors
 from test_snapshot_restore import Bench, same
+from torch import nn
 
 from holdfast.runtime.snapshots import layout as layout_module
 from holdfast.runtime.snapshots import pinned_memory

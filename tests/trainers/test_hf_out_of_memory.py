@@ -300,7 +300,7 @@ def test_a_loss_that_compares_samples_is_found_by_the_loss_of_the_whole(tmp_path
     whole = train(tmp_path / "whole", Contrastive, Points)
     with caplog.at_level(logging.WARNING, "holdfast"):
         train(tmp_path / "split", Contrastive, Points, nbytes=int(0.7 * whole.limit.peak))
-    assert caplog.text.count("the losses of the parts add up to") == 1
+    assert caplog.text.count("the parts give a loss of") == 1
 
 
 def test_rows_that_are_not_samples_are_not_split(tmp_path):

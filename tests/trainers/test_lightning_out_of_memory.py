@@ -133,7 +133,8 @@ def test_the_policy_may_forbid_it(tmp_path):
     assert "the policy forbids a retry" in caught.value.__notes__[0]
 
 
-def test_a_loss_that_is_no_mean_is_found_by_the_loss_of_the_whole(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize("share", [0.97, 0.6], ids=["backward", "forward"])
+def test_a_loss_that_is_no_mean_is_found_by_the_loss_of_smaller_parts(share, tmp_path, caplog, monkeypatch):
     def summed(self, batch: Any, _: int) -> torch.Tensor:
         self.limit.nbytes = self.nbytes
         with self.limit:
@@ -143,5 +144,5 @@ def test_a_loss_that_is_no_mean_is_found_by_the_loss_of_the_whole(tmp_path, capl
     monkeypatch.setattr(Module, "training_step", summed)
     whole = train(tmp_path / "whole")
     with caplog.at_level(logging.WARNING, "holdfast"):
-        train(tmp_path / "split", nbytes=int(0.97 * whole.module.limit.peak))
+        train(tmp_path / "split", nbytes=int(share * whole.module.limit.peak))
     assert "So the loss is no mean over what the parts are weighted by" in caplog.text

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from holdfast.cli.chart import Chart
 from holdfast.cli.output import Json, emit
-from holdfast.core.base.errors import MissingDependency
+from holdfast.core.base.errors import needs_torch
 from holdfast.reports.console import console
 
 _LOG = logging.getLogger("holdfast")
@@ -34,20 +34,16 @@ def demo(
 
     Three runs of the same model: without faults (calm), with five faults unguarded, and with them guarded.
     The faults: a batch with a NaN, some steps of garbage data, an Inf in one gradient, corrupted optimizer state, and a
-    learning rate 300 times too high. The guarded run has the default policy. Takes a minute or two on the CPU.
-    At the end it writes a report to open in a browser, as `holdfast report` does.
+    learning rate 300 times too high. The guarded run has the default policy, but looks for no slowdowns.
+    Takes a minute or two on the CPU. At the end it writes a report to open in a browser, as `holdfast report` does.
 
     \b
     Examples:
       holdfast demo
       holdfast demo --seed 3 --json
     """
-    try:
+    with needs_torch("holdfast demo"):
         from holdfast.drill import demo as drill
-    except ImportError as error:
-        raise MissingDependency(
-            f"holdfast demo needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
-        ) from None
     target = folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     screen = _DemoScreen(steps, quiet=as_json)
     with screen:

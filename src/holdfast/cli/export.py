@@ -15,7 +15,7 @@ from holdfast.cli.output import Json, emit, format_count
 from holdfast.cli.run_paths import find_run, is_checkpoint
 from holdfast.cli.verify import progress_bar
 from holdfast.core.base.clean import clean
-from holdfast.core.base.errors import MissingDependency, RunDirError
+from holdfast.core.base.errors import RunDirError, needs_torch
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.entry import CheckpointEntry, read_entry
 from holdfast.core.checkpoints.resume import survey
@@ -70,13 +70,8 @@ def export(
     entry = _find_checkpoint(checkpoint)
     path = Path(output if output is not None else f"{entry.name}{_SUFFIXES[format]}")
     _check_output(path)
-    try:
+    with needs_torch("holdfast checkpoints export"):
         from holdfast.distributed.checkpoint import export as exporting
-    except ImportError as error:
-        raise MissingDependency(
-            f"holdfast checkpoints export needs torch, which cannot be imported ({error}); "
-            "install it with: pip install 'holdfast[torch]'"
-        ) from None
     exporting.check_format(format)
     assert entry.manifest is not None
     with progress_bar(quiet=as_json) as bar:

@@ -35,7 +35,8 @@ def hang(
     """Name who hung, where and since when.
 
     Reads the incidents that the sidecar wrote into a run directory. Also reads dumps of torch's flight recorder, of any
-    backend, and stacks that faulthandler or py-spy printed. The number at the end of a file's name is its rank.
+    backend, and stacks that faulthandler or py-spy printed. The number at the end of a file's name is its rank. A log with
+    the lines of NCCL's watchdog tells the ranks itself.
     A dump is a pickle or JSON; a pickle that holds more than plain values is refused.
     Exit status: 0 done, 1 nothing could be read, 3 the run has no hang on record.
 
@@ -44,6 +45,7 @@ def hang(
       holdfast hang runs/a
       holdfast hang runs/a --all --json
       holdfast hang /tmp/nccl_trace_rank_*
+      holdfast hang slurm-4711.out
       holdfast hang dumps/ stacks_rank_0.txt stacks_rank_1.txt
     """
     for path in paths:

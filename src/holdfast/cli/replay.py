@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +11,7 @@ import typer
 
 from holdfast.cli.output import Json, echo, emit
 from holdfast.core.base.clean import clean
-from holdfast.core.base.errors import ConfigError, MissingDependency, RunDirError, SetupError
+from holdfast.core.base.errors import ConfigError, RunDirError, SetupError, needs_torch
 from holdfast.core.checkpoints.bundles import find_bundle
 from holdfast.reports.replay_text import render
 
@@ -66,15 +68,10 @@ def replay(
     if seconds == 0.0:
         raise ConfigError(["--seconds 0 leaves no time for a run; leave it out, or give more"], "replay")
     about = _about(incident, rank)
-    try:
+    with needs_torch("holdfast replay"):
         from holdfast.replay import command
         from holdfast.replay.bundle import read_bundle
         from holdfast.replay.entry import ReplayEntry
-    except ImportError as error:
-        raise MissingDependency(
-            f"holdfast replay needs torch, which cannot be imported ({error}); "
-            "install it with: pip install 'holdfast[torch]'"
-        ) from None
     chosen = command.choose_device(device)
     bundle = read_bundle(incident, rank)
     named = entry or about.get("entry") or _reference_entry(about, chosen)
@@ -85,7 +82,8 @@ def replay(
         )
     if not isinstance(named, str | ReplayEntry):
         raise RunDirError(f"{clean(str(incident))} names an entry that is no text; give --entry FILE.py:FUNCTION")
-    answer = command.replay_incident(bundle, named, chosen, seconds)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # what the user's code prints is no JSON
+        answer = command.replay_incident(bundle, named, chosen, seconds)
     if as_json:
         emit({"ok": True, **answer.to_dict()})
         return

@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.output import Json, echo, emit
 from holdfast.cli.overrides import load_config
-from holdfast.core.base.errors import ConfigError, DataError, MissingDependency, RunDirError, SetupError
+from holdfast.core.base.errors import ConfigError, DataError, RunDirError, SetupError, needs_torch
 from holdfast.reference.config import TrainConfig, load
 
 EXIT_RESUME = 75
@@ -62,14 +62,10 @@ def train(
 
 def _train(config: TrainConfig, resume: str | None, stop_at: int | None, quiet: bool) -> tuple[Any, bool]:
     """Train and return the result and whether this is rank 0, which reports for all ranks."""
-    try:
+    with needs_torch("holdfast train"):
         from holdfast.reference.progress import TerminalProgress
         from holdfast.reference.ranks import process_group
         from holdfast.reference.trainer import build, check_run_dir
-    except ImportError as error:
-        raise MissingDependency(
-            f"holdfast train needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
-        ) from None
     check_run_dir(config.train.run_dir)
     with process_group(config.train.device):
         trainer = build(config)

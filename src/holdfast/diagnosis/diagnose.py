@@ -290,16 +290,8 @@ def _rule_notes(
 
 
 _LASTING = (
-    "nan",
-    "divergence",
-    "silent_divergence",
-    "spike",
-    "dead_run",
-    "oom",
-    "hang",
-    "nonfinite_state",
-    "scale_collapse",
-)
+    "nan", "divergence", "silent_divergence", "spike", "dead_run", "oom", "hang", "nonfinite_state", "scale_collapse",
+)  # fmt: skip
 
 
 def severity_key(table: Table, verdict: IncidentVerdict) -> tuple[bool, bool, bool, float]:

@@ -35,8 +35,7 @@ class MeshReplicas:
         """Partition all ranks into groups that hold the same bits."""
         sharding_dims = [dim for dim, placement in enumerate(value.placements) if not placement.is_replicate()]
         groups: list[tuple[int, ...]] = []
-        slices = mesh_slices(value.device_mesh)
-        for ranks in () if slices is None else slices:
+        for ranks in mesh_slices(value.device_mesh):
             shards_first = np.moveaxis(ranks, sharding_dims, range(len(sharding_dims)))
             shards = shards_first.reshape(int(np.prod(shards_first.shape[: len(sharding_dims)])), -1)
             groups += [tuple(sorted(shard)) for shard in shards.tolist()]

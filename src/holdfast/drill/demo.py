@@ -41,7 +41,10 @@ class DemoResult(msgspec.Struct, kw_only=True):
 
 
 def demo_config(seed: int, steps: int, run_dir: Path) -> TrainConfig:
-    """Return the demo's model, data and training settings, with the default policy."""
+    """Return the demo's model, data and training settings, with the default policy.
+
+    Slowdowns are not looked for: the three runs take a minute, in which any other program may slow the machine down.
+    """
     return parse(
         {
             "model": {"layers": 2, "width": 64, "heads": 4, "context": 64},
@@ -56,6 +59,7 @@ def demo_config(seed: int, steps: int, run_dir: Path) -> TrainConfig:
             "optimizer": {"lr": 3e-3},
             "scheduler": {"warmup_steps": 30},
             "eval": {"every": 0, "batches": 16},
+            "metrics": {"slowdown": False},
         },
         "demo",
     )

@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from holdfast.core.base import durable
-from holdfast.core.base.errors import HoldfastError, RunDirError, SetupError
+from holdfast.core.base.errors import HoldfastError, RunDirError, SetupError, describe_failure
 from holdfast.core.base.masking import mask
 from holdfast.core.checkpoints.bundles import ANSWER, read_verdicts_of_run
 from holdfast.core.origin.report import Cause, Phase, ReplayReport
 from holdfast.replay.bundle import Bundle
-from holdfast.replay.entry import ReplayEntry, call_entry, describe_failure
+from holdfast.replay.entry import ReplayEntry, call_entry
 from holdfast.replay.rerun import BundleStep
 from holdfast.runtime.origin.analyse import analyse
 
@@ -73,6 +73,8 @@ def replay_incident(
             step,
             observed_loss=bundle.measured("loss"),
             observed_grad_norm=bundle.measured("grad_norm"),
+            failed_again=again if isinstance(again := bundle.about.get("failed_again"), bool) else None,
+            differences=step.notes,
             seconds_limit=seconds_limit,
         )
     except HoldfastError:
@@ -81,6 +83,9 @@ def replay_incident(
         raise SetupError(
             f"the step of the entry raised {describe_failure(error)}; on {device}, with the batch of the bundle"
         ) from None
+    raised = {each.why_not for each in report.comparisons[:2] if each.why_not.startswith("raised ")}
+    if raised and report.origin.phase == "none":
+        raise SetupError(f"the step of the entry {min(raised)}; on {device}, with the batch of the bundle")
     report = _join_verdict_of_run(report, bundle.folder)
     answer = ReplayAnswer(bundle, report, step.notes, _sample_id(bundle, report), None)
     return answer._replace(written=_write(answer))

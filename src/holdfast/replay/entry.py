@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from holdfast.core.base.errors import HoldfastError, SetupError, first_line
+from holdfast.core.base.errors import HoldfastError, SetupError, describe_failure
 
 _FORM = "write --entry FILE.py:FUNCTION or MODULE:FUNCTION, a function that returns (model, step)"
 
@@ -39,7 +38,7 @@ def call_entry(text: str) -> ReplayEntry:
         return check_entry(function(), text)
     except HoldfastError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SetupError(f"--entry {text!r} raised {describe_failure(error)}") from None
 
 
@@ -62,13 +61,6 @@ def check_entry(returned: Any, text: str) -> ReplayEntry:
             "module, a list or a dict of them"
         )
     return ReplayEntry(model, models, step)
-
-
-def describe_failure(error: BaseException) -> str:
-    """Return the type, the message and the line of an error of the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {first_line(error)}{at}"
 
 
 def _import(name: str, text: str) -> Any:

@@ -21,6 +21,10 @@ def build_diff_page(report: DiffReport, a: ComparedRun, b: ComparedRun) -> Repor
     tone, label = ("good", "No worse run") if verdict.worse is None else ("warn", f"{verdict.worse.upper()} is worse")
     if verdict.identical:
         label = "Identical"
+    elif verdict.worse is None and not report.evals and all(curve.signal != "loss" for curve in report.curves):
+        tone, label = "warn", "No result to compare"
+    elif a.nonfinite_since is not None and b.nonfinite_since is not None:
+        tone = "warn"
     cards = []
     for name, run in (("A", report.a), ("B", report.b)):
         size = f"{run.points:,} steps" + (f", {run.tokens:,.0f} tokens" if run.tokens is not None else "")

@@ -19,7 +19,7 @@ _OF_LOGS = {"restart": "restart", "checkpoint": "checkpoint", "overflow": "overf
 
 
 class Mark(NamedTuple):
-    """Holds one mark. `to` is the step that a rollback returned to."""
+    """Holds one mark. `to` is the step that a rollback or a restart returned to."""
 
     kind: str
     step: int
@@ -35,8 +35,11 @@ def journal_marks(journal: RunJournal) -> list[Mark]:
         step = event.get("step")
         last = step if isinstance(step, int) else last
         mark = _mark(event, last)
-        if mark is not None and len(marks) < _MAX_MARKS:
-            marks.append(mark)
+        if mark is None or len(marks) >= _MAX_MARKS:
+            continue
+        if event["event"] == "resumed" and marks and marks[-1].text.startswith("restart:"):
+            mark = Mark("restart", marks.pop().step, mark.text, mark.step)  # the two are one restart
+        marks.append(mark)
     return marks
 
 

@@ -5,9 +5,13 @@ const BLOCK = 64, CODES = 253, GUTTER = 72, FOOT = 18;
 const MARKS = { // kind: [glyph, colour, name, name of its row if shorter]; the glyphs tell them apart without colour
   incident: ["▼", "--b", "incident"], rollback: ["◀", "--a", "rollback"], replay: ["↻", "--a", "replay"], experiment: ["⚗", "--d", "experiment"],
   data: ["✕", "--e", "data left out", "data out"], lr: ["◆", "--d", "LR or clip changed", "LR, clip"], good: ["●", "--c", "checkpoint, good", "good save"], checkpoint: ["○", "--c", "checkpoint, not judged", "saved"],
-  bad: ["⊗", "--bad", "checkpoint, bad", "bad save"], restart: ["┃", "--ink", "restart"], shift: ["⇅", "--e", "expected shift", "shift"], overflow: ["△", "--e", "overflow"],
+  bad: ["⊗", "--bad", "checkpoint, bad or abandoned", "not used"], restart: ["┃", "--ink", "restart"], shift: ["⇅", "--e", "expected shift", "shift"], overflow: ["△", "--e", "overflow"],
   failure: ["✖", "--bad", "failure"], stop: ["■", "--bad", "stop"], action: ["◇", "--a", "other action", "other"]};
-const COLOURS = ["--a", "--b", "--c", "--d", "--e"], DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3], [1, 3]];
+const COLOURS = ["--a", "--b", "--c", "--d", "--e", "--ink", "--dim"], DASHES = [[], [6, 3], [2, 2], [8, 3, 2, 3], [1, 3], [9, 2], [4, 4]];
+const COSTS = { // every part of the time has the same colour on all pages
+  productive: "--c", restart: "--b", rollback: "--a", experiment: "--d", "data wait": "--e", unknown: "--dim",
+  checkpoint: "--a striped", straggler: "--b striped", guard: "--d striped", "between steps": "--e striped", start: "--dim striped"};
+const paint = (node, name) => { const [colour, ...more] = name.split(" "); node.style.background = `var(${colour})`; node.classList.add(...more); return node; };
 const data = JSON.parse(document.getElementById("data").textContent), root = document.getElementById("page");
 const el = (tag, props = {}, ...children) => {
   const node = document.createElement(tag);
@@ -17,6 +21,13 @@ const el = (tag, props = {}, ...children) => {
   }
   node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
+};
+const refill = (container, ...children) => { // puts new content in place, and the focus and the scrolling back where they were
+  const key = document.activeElement && container.contains(document.activeElement) ? document.activeElement.dataset.key : undefined, old = container.querySelector(".scroll"), left = old ? old.scrollLeft : 0;
+  container.replaceChildren(...children);
+  const next = key === undefined ? null : [...container.querySelectorAll("[data-key]")].find((node) => node.dataset.key === key), box = container.querySelector(".scroll");
+  if (next) next.focus({preventScroll: true});
+  if (box) box.scrollLeft = left;
 };
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const number = (v) => v === null || v === undefined ? "" : Number.isNaN(v) ? "NaN" : !Number.isFinite(v) ? (v > 0 ? "Inf" : "-Inf")
@@ -141,14 +152,15 @@ class Plot {
     this.cursor = el("div", {className: "cursor"}); this.pick = el("div", {className: "pick"});
     this.readout = el("output", {className: "small"});
     this.scale = el("button", {type: "button", textContent: "log", title: "logarithmic or linear scale", on: {click: () => { this.log = !this.isLog; this.draw(); }}});
-    const names = curves.length > 1 ? curves.map((c, i) => el("span", {}, this.swatch(i), c.name)) : [];
+    const names = curves.length > 1 ? curves.map((c, i) => el("span", {}, this.swatch(i), this.label(c))) : [];
     this.node = el("figure", {}, el("figcaption", {}, el("b", {textContent: spec.title}), this.scale, el("span", {className: "wide", textContent: spec.help || ""}), ...names, this.readout),
       el("div", {className: "plot"}, this.canvas, this.cursor, this.pick));
     if (!range) this.listen();
     view.plots.push(this);
   }
 
-  swatch(i) { const mark = el("i", {className: "swatch"}); mark.style.background = `var(${COLOURS[i % 5]})`; return mark; }
+  swatch(i) { return paint(el("i", {className: "swatch"}), COLOURS[i % COLOURS.length] + (i < COLOURS.length ? "" : " striped")); }
+  label(curve) { const at = curve.name.indexOf(".") + 1, shared = curve.name.slice(0, at); return this.curves.every((c) => c.name.startsWith(shared)) ? curve.name.slice(at) : curve.name; }
   get low() { return this.range ? this.range[0] : view.low; }
   get high() { return this.range ? this.range[1] : view.high; }
   x(step) { return GUTTER + (step - this.low) / (this.high - this.low) * this.width; }
@@ -234,18 +246,23 @@ class Plot {
 
   bands(pen, bottom) {
     if (view.hidden.has("incident")) return;
+    let free = 0;
     (page.incidents || []).forEach((incident, i) => {
       if (incident.last < this.low || incident.onset > this.high) return;
       const left = Math.max(GUTTER, this.x(incident.onset)), width = Math.max(3, Math.min(GUTTER + this.width, this.x(incident.last)) - left);
       pen.fillStyle = css("--band"); pen.fillRect(left, 0, width, bottom);
-      pen.fillStyle = css("--b"); pen.fillRect(left, 0, width, 2); pen.textAlign = "left"; pen.fillText((incident.title.match(/^\d+/) || [""])[0], left + 6, 12);
+      pen.fillStyle = css("--b"); pen.fillRect(left, 0, width, 2); pen.textAlign = "left";
+      const name = (incident.title.match(/^\d+/) || [""])[0];
+      if (left >= free && name) { pen.fillText(name, left + 6, 12); free = left + 12 + pen.measureText(name).width; }
     });
   }
 
   axes(pen, low, high, y, bottom) {
     pen.fillStyle = css("--dim"); pen.strokeStyle = css("--grid"); pen.textAlign = "right";
     let marks = this.isLog ? [] : ticks(low, high, 4);
-    if (this.isLog) for (let e = Math.floor(Math.log10(low)); e <= Math.log10(high); e++) for (const m of high / low > 1e4 ? [1] : [1, 2, 5]) if (m * 10 ** e >= low && m * 10 ** e <= high) marks.push(m * 10 ** e);
+    if (!this.isLog && marks.length < 2) marks = ticks(low, high, 8);
+    const decades = Math.log10(high / low), every = Math.ceil(decades / 8);
+    if (this.isLog) for (let e = Math.ceil(Math.floor(Math.log10(low)) / every) * every; e <= Math.log10(high); e += every) for (const m of decades > 4 ? [1] : [1, 2, 5]) if (m * 10 ** e >= low && m * 10 ** e <= high) marks.push(m * 10 ** e);
     if (marks.length < 2) marks = [low, high];
     marks.forEach((v) => { pen.beginPath(); pen.moveTo(GUTTER, y(v) + .5); pen.lineTo(GUTTER + this.width, y(v) + .5); pen.stroke(); pen.fillText(number(v), GUTTER - 5, y(v) + 4); });
     pen.strokeStyle = css("--line"); pen.beginPath(); pen.moveTo(GUTTER, bottom + .5); pen.lineTo(GUTTER + this.width, bottom + .5); pen.stroke();
@@ -255,14 +272,14 @@ class Plot {
 
   line(pen, curve, i, y, top) {
     const from = Math.max(0, curve.find(this.low) - 1), to = Math.min(curve.n, curve.find(this.high + 1e-9) + 1), odd = [];
-    pen.strokeStyle = pen.fillStyle = css(COLOURS[i % 5]); pen.setLineDash(to - from < this.width ? DASHES[i % 5] : []); pen.lineWidth = 1.3; pen.globalAlpha = this.curves.length > 1 ? .8 : 1; pen.beginPath();
+    pen.strokeStyle = pen.fillStyle = css(COLOURS[i % COLOURS.length]); pen.setLineDash(i >= COLOURS.length ? [3, 2] : to - from < this.width ? DASHES[i] : []); pen.lineWidth = 1.3; pen.globalAlpha = this.curves.length > 1 ? .8 : 1; pen.beginPath();
     if (to - from <= 2 * this.width) {
       let isDown = false;
       for (let k = from; k < to; k++) {
         const v = curve.y[k], x = this.x(curve.x[k]);
         if (v - v !== 0) { odd.push(x); isDown = false; } else { if (isDown) pen.lineTo(x, y(v)); else pen.moveTo(x, y(v)); isDown = true; }
       }
-      pen.stroke(); pen.setLineDash([]);
+      pen.stroke();
       if (to - from < this.width / 4) for (let k = from; k < to; k++) if (Number.isFinite(curve.y[k])) pen.fillRect(this.x(curve.x[k]) - 1.5, y(curve.y[k]) - 1.5, 3, 3);
     } else {
       let k = from, isDown = false;
@@ -276,7 +293,7 @@ class Plot {
       }
       pen.stroke();
     }
-    pen.globalAlpha = 1; pen.fillStyle = css("--bad"); pen.textAlign = "center";
+    pen.setLineDash([]); pen.globalAlpha = 1; pen.fillStyle = css("--bad"); pen.textAlign = "center";
     odd.filter((x, k) => k === 0 || x - odd[k - 1] > 3 || k % 8 === 0).forEach((x) => pen.fillText("✖", x, top));
   }
 
@@ -295,7 +312,7 @@ class Plot {
   describe([low, high, odd, lowAt, highAt]) {
     const text = high >= low ? `lowest ${number(low)} at ${page.axis} ${whole(lowAt)}, highest ${number(high)} at ${page.axis} ${whole(highAt)}${odd ? `, ${whole(odd)} not finite` : ""}` : odd ? `${whole(odd)} values, none finite` : "no point in view";
     this.readout.textContent = this.undone ? `${text}; crosses: attempts that were undone` : text;
-    this.canvas.setAttribute("aria-label", `${this.spec.title}, steps ${whole(this.low)} to ${whole(this.high)}: ${text}. Keys: arrows move, plus and minus zoom, 0 shows all, n and p go to the next and previous incident.`);
+    this.canvas.setAttribute("aria-label", `${this.spec.title}, ${page.axis}s ${whole(this.low)} to ${whole(this.high)}: ${text}. Keys: arrows move, plus and minus zoom, 0 shows all, n and p go to the next and previous incident.`);
   }
 
   hover(step) {
@@ -304,12 +321,12 @@ class Plot {
     if (!inside) { if (this.wasInside) this.describe(this.bounds()); this.wasInside = false; return; }
     this.wasInside = true; this.cursor.style.left = `${this.x(step)}px`;
     const near = this.curves.map((curve) => { let i = curve.find(step); if (i > 0 && (i === curve.n || step - curve.x[i - 1] < curve.x[i] - step)) i--; return i < curve.n ? [curve, i] : null; }).filter(Boolean);
-    if (near.length) this.readout.textContent = `${page.axis} ${whole(near[0][0].x[near[0][1]])}: ${near.map(([curve, i]) => (near.length > 1 ? `${curve.name} ` : "") + number(curve.y[i])).join(", ")}`;
+    if (near.length) this.readout.textContent = `${page.axis} ${whole(near[0][0].x[near[0][1]])}: ${near.map(([curve, i]) => (near.length > 1 ? `${this.label(curve)} ` : "") + number(curve.y[i])).join(", ")}`;
   }
 }
 
 class Lanes extends Plot { // one row for each kind of mark
-  constructor() { super({title: "What was done", help: "by step; point at a mark to read it"}, [], null); this.scale.remove(); }
+  constructor() { super({title: "What was done", help: "point at a mark to read it"}, [], null); this.scale.remove(); }
   kinds() { return Object.keys(MARKS).filter((kind) => !view.hidden.has(kind) && page.marks.some((m) => m[0] === kind)); }
   draw() {
     const kinds = this.kinds(), ratio = window.devicePixelRatio || 1, box = this.canvas.parentNode.clientWidth;
@@ -328,7 +345,7 @@ class Lanes extends Plot { // one row for each kind of mark
       for (const [of, step, text, to] of page.marks) {
         if (of !== kind || step < view.low || step > view.high) continue;
         const x = this.x(step);
-        this.spots.push([x, middle, `${MARKS[kind][2]} at step ${whole(step)}: ${text}`]);
+        this.spots.push([x, middle, `${MARKS[kind][2]} at ${page.axis} ${whole(step)}: ${text}`]);
         if (Math.abs(x - last) < 2) continue;
         last = x;
         if (to !== null && to !== undefined) { pen.lineWidth = 2; pen.beginPath(); pen.moveTo(Math.max(GUTTER, this.x(to)), middle); pen.lineTo(x, middle); pen.stroke(); pen.lineWidth = 1; }
@@ -393,12 +410,12 @@ function story(incident) {
 function incidentList(container) {
   const open = new Set(incidentNodes.filter((n) => n.open).map((n) => n.dataset.key));
   incidentNodes = page.incidents.map((incident) => {
-    const node = details(el("summary", {}, el("b", {textContent: incident.title}), el("span", {className: "dim small", textContent: incident.line})), () => story(incident), {className: "incident"});
+    const node = details(el("summary", {"data-key": `focus ${incident.title}`}, el("b", {textContent: incident.title}), el("span", {className: "dim small", textContent: incident.line})), () => story(incident), {className: "incident"});
     node.dataset.key = incident.title;
     return node;
   });
   view.plots = view.plots.filter((plot) => !plot.range);
-  container.replaceChildren(...(incidentNodes.length ? incidentNodes : [el("p", {className: "dim", textContent: "None."})]));
+  refill(container, ...(incidentNodes.length ? incidentNodes : [el("p", {className: "dim", textContent: "None."})]));
   incidentNodes.forEach((node) => { if (open.has(node.dataset.key)) node.fill(); });
 }
 
@@ -410,11 +427,10 @@ const cardList = () => el("div", {className: `cards ${page.kind}`}, ...page.card
 function costBar() {
   const total = page.costs.reduce((sum, [, seconds]) => sum + seconds, 0);
   if (!total) return "";
-  const colours = ["--c", "--b", "--a", "--d", "--e", "--dim"], bar = el("div", {className: "bar", "aria-hidden": "true"}), key = el("ul", {className: "key"});
-  page.costs.forEach(([name, seconds], i) => {
-    const piece = el("div"), mark = el("i", {className: "swatch"});
-    piece.style.width = `${100 * seconds / total}%`; piece.style.background = mark.style.background = `var(${colours[i % 6]})`;
-    if (i >= 6) piece.className = mark.className += " striped"; // the colours are used once more
+  const bar = el("div", {className: "bar", "aria-hidden": "true"}), key = el("ul", {className: "key"});
+  page.costs.forEach(([name, seconds]) => {
+    const colour = COSTS[name] || "--ink", piece = paint(el("div"), colour), mark = paint(el("i", {className: "swatch"}), colour);
+    piece.style.width = `${100 * seconds / total}%`;
     bar.append(piece); key.append(el("li", {}, mark, `${name}: ${(100 * seconds / total).toFixed(1)}%`));
   });
   return el("section", {"aria-label": "where the time went"}, bar, key);
@@ -433,7 +449,7 @@ function markButtons() {
   return el("div", {className: "marks"}, ...Object.keys(MARKS).filter((kind) => page.marks.some((m) => m[0] === kind)).map((kind) => {
     const [glyph, colour, name] = MARKS[kind], sign = el("span", {textContent: `${glyph} `});
     sign.style.color = `var(${colour})`;
-    const node = el("button", {type: "button", "aria-pressed": String(!view.hidden.has(kind)), on: {click: () => { if (!view.hidden.delete(kind)) view.hidden.add(kind); node.setAttribute("aria-pressed", String(!view.hidden.has(kind))); redraw(); }}}, sign, `${name} (${page.marks.filter((m) => m[0] === kind).length})`);
+    const node = el("button", {type: "button", "data-key": kind, "aria-pressed": String(!view.hidden.has(kind)), on: {click: () => { if (!view.hidden.delete(kind)) view.hidden.add(kind); node.setAttribute("aria-pressed", String(!view.hidden.has(kind))); redraw(); }}}, sign, `${name} (${page.marks.filter((m) => m[0] === kind).length})`);
     return node;
   }));
 }
@@ -443,7 +459,8 @@ const topBar = (title, subtitle, ...more) => el("header", {}, el("div", {}, el("
 function setRange() {
   let low = Infinity, high = -Infinity;
   for (const plot of page.plots) for (const curve of [...plot.live.curves, ...(plot.live.undone ? [plot.live.undone] : [])]) if (curve.n) { low = Math.min(low, curve.x[0]); high = Math.max(high, curve.x[curve.n - 1]); }
-  const steps = (page.marks || []).map((mark) => mark[1]), first = Math.min(...steps), last = Math.max(...steps), near = Math.max(1, .1 * (high - low));
+  const steps = (page.marks || []).map((mark) => mark[1]).filter(Number.isFinite), first = Math.min(...steps), last = Math.max(...steps), near = Math.max(1, .1 * (high - low));
+  if (high < low && steps.length) [low, high] = [first, last]; // a run that was killed before its first row
   if (first < low && low - first <= near) low = first; // such as a checkpoint from before the first step
   if (last > high && last - high <= near) high = last; // such as a failure in the step after the last one
   const old = view.all, isAll = view.low <= old[0] && view.high >= old[1];
@@ -455,8 +472,8 @@ async function showRun(content, back) {
   page = content; view.plots = []; incidentNodes = []; [view.low, view.high, view.all] = [0, 1, [0, 1]];
   for (const plot of page.plots) plot.live = {curves: await Promise.all(plot.curves.map(Curve.unpack)), undone: plot.undone ? await Curve.unpack({name: "undone", ...plot.undone}) : null};
   const top = el("div", {id: "top"}), lanes = el("div"), marks = el("div"), list = el("div", {id: "incidents"});
-  const refreshTop = () => { top.replaceChildren(verdictBox(), cardList(), costBar()); marks.replaceChildren(markButtons()); };
-  const figures = page.plots.map((plot) => new Plot(plot, plot.live.curves, plot.live.undone).node), lane = page.marks.length || back ? new Lanes() : null;
+  const refreshTop = () => { top.replaceChildren(verdictBox(), cardList(), costBar()); refill(marks, markButtons()); };
+  const figures = page.plots.map((plot) => new Plot(plot, plot.live.curves, plot.live.undone).node), lane = page.marks.length || page.kind === "run" && back ? new Lanes() : null;
   if (lane) lanes.append(lane.node);
   const sections = page.sections.map((section) => details(el("summary", {}, el("b", {textContent: section.title})), () => parts(section.parts), {open: false}));
   root.replaceChildren(topBar(page.title, page.subtitle, back || ""), top,
@@ -470,8 +487,8 @@ async function showRun(content, back) {
 
 // ---- live
 
-const ask = async (path) => { const answer = await fetch(path, {cache: "no-store"}); if (!answer.ok) throw new Error(`${answer.status} ${await answer.text()}`); return answer.json(); };
-const complain = (error) => { let box = document.getElementById("problem"); if (!box) { box = el("p", {id: "problem", role: "alert"}); root.prepend(box); } box.textContent = error ? `The server does not answer: ${error.message}` : ""; };
+const ask = async (path) => { const answer = await fetch(path, {cache: "no-store"}); if (!answer.ok) throw Object.assign(new Error(await answer.text()), {status: answer.status}); return answer.json(); };
+const complain = (error) => { let box = document.getElementById("problem"); if (!box) { box = el("p", {id: "problem", role: "alert"}); root.prepend(box); } box.textContent = !error ? "" : error.status ? `The server has nothing new: ${error.message}` : `The server does not answer: ${error.message}`; };
 
 function addRows(rows) { // as the importer does: a step that is trained again replaces the later ones
   const find = (name) => { for (const plot of page.plots) for (const curve of plot.live.curves) if (curve.name === name) return [plot, curve]; return null; };
@@ -502,9 +519,9 @@ function countSteps() { // the figures that follow the curve and not the journal
   const loss = page.plots.length && page.plots[0].live.curves[0], set = (name, ...values) => { const card = page.cards.find((c) => c[0] === name); if (card) card.splice(1, 2, ...values); };
   if (!loss || !loss.n) return;
   const last = loss.x[loss.n - 1];
-  set("steps", whole(loss.n), `last step ${whole(last)}`);
+  set("steps", whole(last), `${whole(loss.n)} recorded`);
   if (loss.name === "loss") set("last loss", number(loss.y[loss.n - 1]), `lowest ${number(loss.y.slice(0, loss.n).reduce((low, v) => Number.isFinite(v) && v < low ? v : low, Infinity))}`);
-  if (page.verdict.status === "training") page.verdict.text = page.verdict.text.replace(/^\d+ steps/, `${last} steps`);
+  if (page.verdict.status === "training") page.verdict.text = page.verdict.text.replace(/^[\d,]+ steps?/, `${whole(last)} steps`);
   document.querySelector(".cards").replaceWith(cardList());
   document.querySelector(".verdict").replaceWith(verdictBox());
 }
@@ -541,17 +558,17 @@ function runTable(runs, container, filter) {
   const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean), rank = (run) => { const v = run[sorting.by]; return v === null || v === undefined ? -Infinity : v; };
   const rows = runs.filter((run) => words.every((word) => `${run.name} ${run.status}`.toLowerCase().includes(word)))
     .sort((a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : a.name < b.name ? -1 : 1) * (sorting.down ? -1 : 1));
-  const head = COLUMNS.map(([key, title]) => el("th", {scope: "col", "aria-sort": sorting.by === key ? (sorting.down ? "descending" : "ascending") : "none"}, el("button", {type: "button", textContent: title + (sorting.by === key ? (sorting.down ? " ▾" : " ▴") : ""), on: {click: () => { sorting.down = sorting.by === key ? !sorting.down : key !== "name"; sorting.by = key; runTable(runs, container, filter); }}})));
-  const compare = el("a", {textContent: "compare the two picked runs", href: "#"});
+  const head = COLUMNS.map(([key, title]) => el("th", {scope: "col", "aria-sort": sorting.by === key ? (sorting.down ? "descending" : "ascending") : "none"}, el("button", {type: "button", "data-key": `sort ${key}`, textContent: title + (sorting.by === key ? (sorting.down ? " ▾" : " ▴") : ""), on: {click: () => { sorting.down = sorting.by === key ? !sorting.down : key !== "name"; sorting.by = key; runTable(runs, container, filter); }}})));
+  const compare = el("a", {textContent: "compare the two picked runs", href: "#", "data-key": "compare"});
   compare.hidden = picked.size !== 2; compare.href = `/compare?${[...picked].map((name, i) => `${"ab"[i]}=${encodeURIComponent(name)}`).join("&")}`;
   const body = rows.map((run) => {
-    const box = el("input", {type: "checkbox", checked: picked.has(run.name), "aria-label": `pick ${run.name} to compare`, on: {change: () => { if (!picked.delete(run.name)) picked.add(run.name); runTable(runs, container, filter); }}});
-    return el("tr", {}, el("td", {}, box), el("td", {}, el("a", {href: `/run?name=${encodeURIComponent(run.name)}`, textContent: run.name})), el("td", {className: run.tone}, el("span", {className: "tag", textContent: run.label})),
+    const box = el("input", {type: "checkbox", "data-key": `pick ${run.name}`, checked: picked.has(run.name), "aria-label": `pick ${run.name} to compare`, on: {change: () => { if (!picked.delete(run.name)) picked.add(run.name); runTable(runs, container, filter); }}});
+    return el("tr", {}, el("td", {}, box), el("td", {}, el("a", {"data-key": `open ${run.name}`, href: `/run?name=${encodeURIComponent(run.name)}`, textContent: run.name})), el("td", {className: run.tone}, el("span", {className: "tag", textContent: run.label})),
       el("td", {className: "number", textContent: run.step === null ? "" : whole(run.step)}), el("td", {className: "number", textContent: typeof run.loss === "string" ? run.loss : number(run.loss)}), el("td", {}, run.spark.length ? spark(run.spark) : ""),
       el("td", {className: "number", textContent: run.goodput === null ? "" : `${(100 * run.goodput).toFixed(1)}%`}), el("td", {className: "number", textContent: `${run.incidents}${run.open ? ` (${run.open} open)` : ""}`}), el("td", {className: "number", textContent: ago(run.age)}));
   });
   head.splice(4, 0, el("th", {scope: "col", textContent: "course"}));
-  container.replaceChildren(el("p", {className: "small dim"}, `${rows.length} of ${runs.length} runs. `, compare), el("div", {className: "scroll runs"}, el("table", {}, el("thead", {}, el("tr", {}, el("th"), ...head)), el("tbody", {}, ...body))));
+  refill(container, el("p", {className: "small dim"}, `${rows.length} of ${runs.length} runs. `, compare), el("div", {className: "scroll runs"}, el("table", {}, el("thead", {}, el("tr", {}, el("th"), ...head)), el("tbody", {}, ...body))));
   container.querySelector(".scroll").style.maxHeight = "none";
 }
 async function showList() {

@@ -16,6 +16,8 @@ LABELS = {"loss": "Loss", "grad_norm": "Gradient norm", "lr": "Learning rate", "
            "seconds": "Seconds a step", "update_rms": "Update size", "weight_norm": "Weight norm",
            "tokens_per_second": "Throughput, tokens a second", "loss_smooth": "Smoothed loss", "batch_size": "Batch size",
            "memory_host": "Host memory, GB", "mfu": "Model FLOPs utilization", "epoch": "Epoch",
+           "step_seconds": "Seconds from step to step", "phases": "Seconds a step, by phase",
+           "memory_shm": "Shared memory, GB", "memory_page_cache": "Page cache, GB",
            "straggler_seconds": "Seconds of waiting for the slowest rank",
            "slowest_rank": "Slowest rank"}  # fmt: skip
 _MEMORY = ("memory_allocated", "memory_reserved", "memory_peak")
@@ -69,7 +71,7 @@ def _group(table: Table) -> dict[str, list[str]]:
     for name in [*sorted(rest, key=lambda name: (name != "seconds", name not in COLUMNS)), *evals]:
         prefix = name.partition(".")[0] if "." in name else ""
         if not is_constant(table.series(name)) or name in evals:
-            groups.setdefault(prefix or LABELS.get(name, name), []).append(name)
+            groups.setdefault(LABELS.get(prefix or name, prefix or name), []).append(name)
     return groups
 
 

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -45,7 +46,10 @@ LIVE_SECONDS = 120.0
 _RANK_FILE = re.compile(r"rank_(\d{5,7})\.jsonl")
 _MAX_RANKS, _MAX_RANK_EVENTS, _MAX_FILE = 4096, 200, 1 << 20
 
-RunStatus = Literal["clean", "recovered", "observed", "stopped", "failed", "training", "ended", "incidents", "log"]
+RunStatus = Literal[
+    "clean", "recovered", "observed", "untrained", "stopped", "failed", "training", "ended",
+    "incidents", "log", "not_judged",
+]  # fmt: skip
 
 
 class ListedCheckpoint(NamedTuple):
@@ -208,9 +212,11 @@ class RecordedRun:
 
     @property
     def status(self) -> RunStatus:
-        """What became of the run, in one word; for the log of another tool `incidents` or `log`."""
+        """What became of the run, in one word; for the log of another tool `incidents`, `log` or `not_judged`."""
         if self.summary is None:
-            return "incidents" if self.diagnosis.verdicts else "log"
+            if self.diagnosis.verdicts:
+                return "incidents"
+            return "log" if self.diagnosis.is_judged and not self.table.has_limit("few_points") else "not_judged"
         return run_status(self.journal, self.is_training)
 
     @cached_property
@@ -325,7 +331,17 @@ def run_status(journal: RunJournal, is_training: bool) -> RunStatus:
         return "training"
     if not ends or ends[-1]["event"] != "run_end":
         return "ended"
-    return "failed" if ends[-1].get("error") else status if status != "off" else "clean"
+    if ends[-1].get("error"):
+        return "failed"
+    if journal.summary.committed == 0 and status != "off":
+        return "untrained"
+    if status == "observed":
+        return "observed"
+    was_cut_off = any(
+        after["event"] == "restart" and (before["event"] != "run_end" or before.get("error"))
+        for before, after in pairwise(ends)
+    )
+    return "recovered" if was_cut_off or status == "recovered" else "clean"
 
 
 def _spark(series: Series, columns: int = 480, height: int = 80) -> str:

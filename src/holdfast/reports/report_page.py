@@ -26,18 +26,20 @@ from holdfast.reports.plots import LABELS, Plot, build_plots, is_constant, witho
 from holdfast.reports.recorded_run import RecordedIncident, RecordedRun
 from holdfast.reports.terminal import signals_of
 
-_MAX_TEXT, _MAX_ROWS, _MAX_INCIDENTS, _MAX_FINDINGS = 2000, 1000, 500, 40
+_MAX_HEADLINE, _MAX_TEXT, _MAX_ROWS, _MAX_INCIDENTS, _MAX_FINDINGS = 300, 2000, 1000, 500, 40
 _UNJUDGED = "it has no journal of decisions; `holdfast report` reads its curves for incidents"
 VERDICTS = {
     "clean": ("good", "Clean"),
     "recovered": ("good", "Recovered"),
     "observed": ("warn", "Observed only"),
+    "untrained": ("warn", "No step trained"),
     "training": ("live", "Training"),
     "stopped": ("bad", "Stopped by policy"),
     "failed": ("bad", "Ended by an error"),
     "ended": ("warn", "No end on record"),
     "incidents": ("warn", "Incidents found"),
     "log": ("good", "No incident found"),
+    "not_judged": ("warn", "Not judged"),
     "unjudged": ("live", "Not diagnosed yet"),
 }
 
@@ -106,6 +108,7 @@ def build_page(run: RecordedRun, *, is_live: bool = False) -> ReportPage:
     return ReportPage(
         title=run.name,
         subtitle=f"{run.path}: {_describe_format(run.table.format)}",
+        axis=run.table.unit,
         plots=build_plots(run.table),
         sections=[section for section in sections if section.parts],
         **msgspec.structs.asdict(story),
@@ -135,28 +138,39 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
     tone, label = VERDICTS[status]
     if run.summary is None:
         return PageVerdict(status=status, tone=tone, label=label, text=_UNJUDGED if is_live else run.diagnosis.summary)
-    error = next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
+    error = _last_error(run)
     summary = run.summary
-    if status in ("training", "ended") and len(run.table):  # without an end, the journal counts in thousands
-        summary = msgspec.structs.replace(summary, committed=int(run.table.step[-1]))
+    if status in ("training", "ended"):  # without an end, the journal counts in thousands
+        summary = msgspec.structs.replace(summary, committed=_last_step(run))
     lines = str(summary).splitlines()
     causes = Counter((incident.cause or "cause not known").replace("_", " ") for incident in run.summary.incidents)
     named = ", ".join(f"{cause} ({count})" for cause, count in causes.items())
-    text = lines[0].partition(": ")[2] + (
+    restarts = f", {_count(summary.restarts, 'restart')}" if summary.restarts else ""
+    text = f"{_count(summary.committed, 'step')} {lines[0].partition(' steps ')[2]}{restarts}" + (
         f". {_count(len(run.summary.incidents), 'incident')}, by cause: {named}" if named else ""
     )
     if status == "stopped":
-        text = f"{lines[-1]}; {text}"
+        text = f"{_text(lines[-1], _MAX_HEADLINE)}; {text}"
     elif status == "failed":
-        text = f"{error}; {text}"
+        text = f"{_text(error, _MAX_HEADLINE)}; {text}"
     elif status == "ended":
         text = f"the last process left no end in the journal: killed, or still running elsewhere; {text}"
     return PageVerdict(status=status, tone=tone, label=label, text=text)
 
 
+def _last_step(run: RecordedRun) -> int:
+    """Return the last step of the metrics; of a run that was killed before its first row, that of its checkpoints."""
+    return int(run.table.step[-1]) if len(run.table) else max([0, *(c.step for c in run.checkpoints)])
+
+
+def _last_error(run: RecordedRun) -> Any:
+    return next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
+
+
 def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[str, str, str]]:
     table, summary, goodput = run.table, run.summary, run.goodput
-    cards = [("steps", f"{len(table):,}", f"last step {table.step[-1]:,.0f}" if len(table) else "")]
+    trained = f"{len(table) if table.unit == 'record' else _last_step(run):,}"
+    cards = [(f"{table.unit}s", trained, f"{len(table):,} recorded")]
     if len(loss := table.series("loss").value):
         cards.append(("last loss", fmt(float(loss[-1])), f"lowest {fmt(_lowest(loss))}"))
     if goodput.wall_seconds > 0:
@@ -171,8 +185,8 @@ def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[st
         left_out = f"{_count(summary.samples_quarantined, 'sample id')}; {len(run.quarantine):,} in quarantine"
         cards.append(("data left out", _count(summary.batches_skipped, "batch"), left_out))
         health = Counter(checkpoint.health for checkpoint in run.checkpoints)
-        bad = sum(count for name, count in health.items() if name not in ("good", "candidate"))
-        cards.append(("checkpoints", f"{health['good']} good", f"{health['candidate']} not judged, {bad} bad"))
+        others = [f", {count} {name}" for name, count in health.items() if name not in ("good", "candidate")]
+        cards.append(("checkpoints", f"{health['good']} good", f"{health['candidate']} not judged{''.join(others)}"))
         cards.append(("restarts", str(summary.restarts), _count(len(run.hangs), "hang") if run.hangs else ""))
     return cards
 
@@ -218,7 +232,7 @@ def tell_story(incident: RecordedIncident, run: RecordedRun) -> IncidentStory:
     if incident.number:
         path = run.path / "incidents" / f"{incident.number:04d}" / "incident.json"
         parts.append(Paragraph(_text(f"Everything on record: {path}")))
-    steps = fmt_steps(float(incident.onset), float(incident.last_step))
+    steps = fmt_steps(float(incident.onset), float(incident.last_step), run.table.unit)
     line = "; ".join(filter(None, (actions, f"cause: {cause}" if cause else "", incident.state)))
     return IncidentStory(
         title=_text(f"{number}{kind} at {steps}"),
@@ -312,7 +326,9 @@ def _own_sections(run: RecordedRun) -> list[PageSection]:
     ]
     hangs = [[str(h.get("step", "")), str(h.get("summary", "")), str(h.get("line", ""))] for h in run.hangs]
     seconds = [[name, duration(value)] for name, value in run.goodput.parts.items()]
+    error = _text(_last_error(run) or "")
     return [
+        PageSection(title="The error", parts=[Command(error)] if len(error) > _MAX_HEADLINE else []),
         grid_section("Where the time went", ["part", "time"], seconds),
         grid_section("Hangs", ["step", "what", "line"], hangs),
         grid_section("Data left out", ["step", "data", "reason", "incident"], left_out),
@@ -322,7 +338,9 @@ def _own_sections(run: RecordedRun) -> list[PageSection]:
 
 
 def _diagnosis_sections(run: RecordedRun) -> list[PageSection]:
-    notes = [[fmt_steps(n.step_start, n.step_end), n.kind, n.text, n.action] for n in run.diagnosis.notes]
+    notes = [
+        [fmt_steps(n.step_start, n.step_end, run.table.unit), n.kind, n.text, n.action] for n in run.diagnosis.notes
+    ]
     limits = [_text(limit.text) for limit in run.diagnosis.limits]
     parts: list[Part] = []
     for section in postmortem.build(run.table, run.diagnosis).sections:
@@ -368,10 +386,10 @@ def _rest(event: dict[str, Any], *shown: str) -> str:
     return ", ".join(f"{key} {value}" for key, value in event.items() if key not in shown)
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, longest: int = _MAX_TEXT) -> str:
     """Return a value as one clean line of bounded length."""
     text = clean(value if isinstance(value, str) else fmt(value) if isinstance(value, float) else str(value))
-    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text):,} characters)"
+    return text if len(text) <= longest else f"{text[:longest]}… ({len(text):,} characters)"
 
 
 def _is_number(value: Any) -> bool:

@@ -57,7 +57,9 @@ def show_report(console: Console, page: ReportPage, loss: Series) -> None:
         rows = np.searchsorted(loss.step, [story.onset for story in page.incidents[:1]])
         marked = (int(rows[0]), int(rows[0])) if len(rows) else (0, 0)
         console.print(
-            draw_curve(loss.step, loss.value, marked, name="loss", colour="cyan", width=min(console.width, 100))
+            draw_curve(
+                loss.step, loss.value, marked, name="loss", colour="cyan", width=min(console.width, 100), unit=page.axis
+            )
         )
     for story in page.incidents:
         console.print()

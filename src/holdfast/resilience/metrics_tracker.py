@@ -93,7 +93,7 @@ class MetricsTracker:
         numbers where waiting for the device matters. A loss that is not finite is left out of the smoothed one.
         """
         seconds = max(time.perf_counter() - self._began, 1e-9)
-        loss, grad_norm, lr = float(loss), float(grad_norm), float(lr)
+        loss, grad_norm, lr = map(_to_float, (loss, grad_norm, lr))
         if math.isfinite(loss):
             self._smoothed = loss if self._smoothed is None else self._smoothed + _EMA * (loss - self._smoothed)
         smoothed = loss if self._smoothed is None else self._smoothed
@@ -129,6 +129,11 @@ class MetricsTracker:
         self._file.close()
         for sink in self._sinks:
             sink.close()
+
+
+def _to_float(value: Any) -> float:
+    """Return a number or a tensor of one value as a float. Torch warns if a loss that has gradients is read."""
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def _encode(row: dict[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import http.client
 import json
 import os
@@ -71,7 +72,7 @@ class AlertSink:
             if place:
                 try:
                     send(text, event)
-                except (OSError, ValueError, subprocess.SubprocessError) as error:
+                except (OSError, ValueError) as error:
                     problems.append(error)
         if problems:
             raise problems[0]
@@ -79,7 +80,9 @@ class AlertSink:
     def _post(self, text: str, event: dict[str, Any]) -> None:
         if not self._webhook.startswith(("http://", "https://")):
             raise ValueError("alert_webhook is not an http(s) address")  # the address itself may be a secret
-        body = json.dumps({"text": text}).encode()
+        body = json.dumps(
+            {"text": html.escape(text, quote=False)}
+        ).encode()  # as Slack asks: a text cannot call @channel
         request = urllib.request.Request(self._webhook, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS):
@@ -89,14 +92,16 @@ class AlertSink:
 
     def _execute(self, text: str, event: dict[str, Any]) -> None:
         given = json.dumps({"text": text, "run": self._run.identity, "folder": str(self._run.folder), "event": event})
-        subprocess.run(
-            shlex.split(self._command),
-            input=given.encode(),
-            stdout=subprocess.DEVNULL,
-            env={**os.environ, "HOLDFAST_ALERT": text},
-            timeout=_COMMAND_SECONDS,
-            check=True,
-        )
+        environment = {**os.environ, "HOLDFAST_ALERT": text}
+        try:
+            done = subprocess.run(
+                shlex.split(self._command), input=given.encode(), stdout=subprocess.DEVNULL, env=environment,
+                timeout=_COMMAND_SECONDS,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:  # whose text has the command, which may hold a secret
+            raise ValueError(f"alert_command was still running after {_COMMAND_SECONDS:.0f} s") from None
+        if done.returncode:
+            raise ValueError(f"alert_command ended with status {done.returncode}")
 
     def close(self) -> None:
         pass

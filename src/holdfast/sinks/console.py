@@ -11,6 +11,7 @@ from holdfast.core.record.sink_thread import SinkRun
 from holdfast.reports.console import console
 
 _SMOOTHING = 0.1
+_LARGE = 1e6
 
 
 class ConsoleSink:
@@ -47,7 +48,7 @@ class ConsoleSink:
             self._print(f"step {step}{of}  {self._describe(row)}{left}")
 
     def _describe(self, row: dict[str, Any]) -> str:
-        parts = [f"loss {row['loss']:.4f}"]
+        parts = [f"loss {row['loss']:{'.4f' if abs(row['loss']) < _LARGE else '.4g'}}"]
         if "grad_norm" in row:
             parts.append(f"grad norm {row['grad_norm']:.3g}")
         if "lr" in row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import threading
@@ -14,7 +15,9 @@ from holdfast.core.base import durable
 from holdfast.core.record.metric_names import scalars
 from holdfast.core.record.sink_thread import SinkRun
 
-_MIN_SECONDS = 1.0
+log = logging.getLogger("holdfast")
+
+_MIN_SECONDS, _RETRY_SECONDS = 1.0, 30.0
 _COUNTED = {
     "incident_opened": "incidents",
     "restart": "restarts",
@@ -38,9 +41,26 @@ class PrometheusSink:
         self._values: dict[str, float] = {}
         self._counts = dict.fromkeys([*_COUNTED.values(), "rollbacks", "stops"], 0)
         self._written_at = 0.0
+        self._serves_at = 0.0
+        self._has_warned = False
         self.text = ""
-        if self.port:
+        self._serve_if_due()
+
+    def _serve_if_due(self) -> None:
+        """Serve the port. One that another run has is tried again now and then, and the file is written all the same."""
+        if not self.port or self._server is not None or time.monotonic() < self._serves_at:
+            return
+        try:
             self._serve()
+        except OSError as error:
+            self._serves_at = time.monotonic() + _RETRY_SECONDS
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "holdfast: prometheus_port %d cannot be served: %s; metrics.prom is written all the same. Set another "
+                    "prometheus_port, or 0 for none",
+                    self.port, error.strerror or error,
+                )  # fmt: skip
 
     def _serve(self) -> None:
         sink = self
@@ -74,6 +94,7 @@ class PrometheusSink:
 
     def _write_if_due(self) -> None:
         self.text = self._render()
+        self._serve_if_due()
         if time.monotonic() - self._written_at >= _MIN_SECONDS:
             self._written_at = time.monotonic()
             durable.replace_file(self._path, self.text.encode())

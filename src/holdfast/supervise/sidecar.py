@@ -60,8 +60,8 @@ class Sidecar:
         """how many ranks were overdue then"""
         self._reported: dict[int, Any] = {}
         """the beats of all ranks at the last report: the same hang is reported once"""
-        self._open: tuple[Path, HangVerdict, int] | None = None
-        """the incident that this node has published, and a rank that hangs"""
+        self._open: tuple[Path, HangVerdict, int, float] | None = None
+        """the incident that this node has published, a rank that hangs, and when that was found"""
         self._restart_seconds = float(settings["restart_seconds"])
         self._ending: tuple[HangVerdict, int] | None = None
         """why the ranks are to be ended if this one still hangs when the time is over"""
@@ -125,7 +125,7 @@ class Sidecar:
         if verdict is not None:
             path = incident_files.incident_path(self._run_dir, self._session, self._number)
             self._write(path, reports)
-            self._publish(path, verdict, "report")
+            self._publish(path, verdict, "report", time.time())
             self._number += 1
 
     def _forget(self, rank: ConnectedRank) -> None:
@@ -181,11 +181,12 @@ class Sidecar:
 
     def _conclude(self, path: Path, verdict: HangVerdict, overdue: list[int], is_first: bool) -> None:
         action = "restart" if self._restarts else "report"
+        found_at = time.time()
         if is_first:
-            self._publish(path, verdict, action)
+            self._publish(path, verdict, action, found_at)
         self._number += 1
         self._reported = self._beats()
-        self._open = (path, verdict, overdue[0]) if overdue and is_first else None
+        self._open = (path, verdict, overdue[0], found_at) if overdue and is_first else None
         if self._restarts and verdict.kind == "desync":  # ranks that wait for different collectives never meet
             self._end(verdict)
         elif self._restarts and overdue:
@@ -206,9 +207,9 @@ class Sidecar:
         elif self._monitor.seconds(rank) >= self._restart_seconds:
             self._end(verdict)
 
-    def _publish(self, path: Path, verdict: HangVerdict, action: str) -> None:
+    def _publish(self, path: Path, verdict: HangVerdict, action: str, found_at: float) -> None:
         with contextlib.suppress(OSError):
-            incident_files.write_verdict(path, verdict, action=action, time=time.time(), world=self._world)
+            incident_files.write_verdict(path, verdict, action=action, time=found_at, world=self._world)
         _say(f"hang: {render(verdict)}\n  stacks and flight records are in {path}; see `holdfast hang {self._run_dir}`")
 
     def _join(self, path: Path) -> None:
@@ -250,10 +251,11 @@ class Sidecar:
         """Write into the verdict that a hang is over, if its rank continues by itself."""
         if self._open is None or self._open[2] in overdue or self._open[2] not in self._ranks:
             return
-        path, verdict, rank = self._open
+        path, verdict, rank, found_at = self._open
         self._open = None
+        times = {"time": found_at, "ended": time.time()}
         with contextlib.suppress(OSError):
-            incident_files.write_verdict(path, verdict, action="report", ended=time.time(), world=self._world)
+            incident_files.write_verdict(path, verdict, action="report", world=self._world, **times)
         _say(f"hang: rank {rank} continues: what it waited for has come. {path} has the record")
 
 

@@ -48,7 +48,8 @@ _signals_in_use: set[int] = set()
 
 
 def address_of(session: str) -> str:
-    return f"\0holdfast-hang-{session}"
+    """Return the address of the sidecar. Containers may share a network and not their processes: each has a sidecar."""
+    return f"\0holdfast-hang-{session}-{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 class SidecarClient:

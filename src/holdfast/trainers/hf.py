@@ -214,8 +214,8 @@ class _Session:
         self.guard.record(loop=describe_loop(self.loader, trainer.args.gradient_accumulation_steps))
         self.loop.current_epoch = lambda: self.counters.epoch
         self.loop.keep_gradients()  # callbacks may read them
-        self.loop.serve_in_parts()
         self.parts = HFParts(trainer, self.loop)
+        self.loop.serve_in_parts(self.parts.splitter)
         if self.loop.attach(self.loader, None, start):
             self._resumed = copy.deepcopy(self.counters.state_dict())
         self._replace_step(trainer.optimizer)
@@ -391,12 +391,11 @@ class _GuardedTrainer(_Base):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         session, is_undone = self._holdfast, False
         try:
-            if (pieces := session.loop.parts_of(inputs, session.parts.splitter)) is None:
-                loss = super().training_step(model, inputs, *args, **kwargs)
-            else:
-                loss = session.parts.train(super().training_step, inputs, pieces, model, *args, **kwargs)
+            if (pieces := session.loop.parts_of(inputs)) is not None:
+                return session.parts.train(super().training_step, inputs, pieces, model, *args, **kwargs)
+            loss = super().training_step(model, inputs, *args, **kwargs)
         except OutOfMemoryError as error:
-            if not session.loop.heal_out_of_memory(error, inputs, session.parts.splitter):
+            if not session.loop.heal_out_of_memory(error):
                 raise
             is_undone = True
         if is_undone:  # not inside `except`: the error holds the memory of the step

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import OutOfMemoryError, Tensor
+from torch import Tensor
 
 from holdfast.core.base.errors import StepError
 from holdfast.runtime.data.pieces import Piece
@@ -18,8 +18,6 @@ from holdfast.runtime.guard.loop import DrivenLoop
 
 _TOLERANCE = 0.02
 """of the ratio of two losses, which may be in half precision"""
-_LOSS_TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
-"""of the sum of the losses of the parts, relative to the loss of the whole"""
 _PAIRED = "DataCollatorForPreference"
 """TRL's collator that puts the rejected texts below the chosen ones"""
 
@@ -28,15 +26,12 @@ class HFParts:
     """Weights the losses of parts so that their sum is the loss of the whole.
 
     A loss that the Trainer divides by the labels of the whole step adds up by itself. Any other is a mean over the part, and
-    counts by its share. Which of them it is, is tried once: by the loss of a part, told of twice as many labels. The sum is
-    then compared with the loss of the whole, if that fits into memory without gradients.
+    counts by its share. Which of them it is, is tried once: by the loss of a part, told of twice as many labels.
     """
 
     def __init__(self, trainer: Any, loop: DrivenLoop) -> None:
         self._trainer, self._loop = trainer, loop
         self._adds_up: bool | None = None
-        self._losses: list[Tensor] = []
-        """weighted, of the parts of the micro-batch"""
         collator = type(getattr(trainer, "data_collator", None)).__name__
         self.splitter: Splitter = _split_pairs if collator == _PAIRED else self._split_rows
         self._is_unpaired = "UnpairedPreference" in collator
@@ -46,21 +41,27 @@ class HFParts:
     ) -> Any:
         """Run forward and backward of every part. Return the loss of the whole, as the Trainer's `training_step` does."""
         items = args[0] if args else kwargs.get("num_items_in_batch")
-        whole = None
+        accumulated = self._trainer.current_gradient_accumulation_steps
         if self._adds_up is None:
             model.train()
             self._adds_up = items is not None and self._find_out(model, pieces[0], items)
-            whole = self._loss_of_whole(model, batch, items)
+            if self._is_unpaired:
+                self._loop.report_inexact_parts("the loss of KTO compares the texts of a micro-batch")
+        # A mean is divided by the micro-batches of the step later on; a loss that adds up is divided already.
+        factor = accumulated if self._adds_up else 1
+        self._loop.run_trial(lambda each: self._loss(model, each.batch, items) * (factor * self._share(each)))
         losses = []
-        self._losses.clear()
         for piece in pieces:
-            share = 0.0 if piece.is_filler else 1.0 if self._adds_up else piece.share * piece.scale
-            with self._weighted(share):
+            with self._weighted(self._share(piece)):
                 losses.append(plain(model, piece.batch, *args, **kwargs))
+            if len(losses) == len(pieces):
+                self._loop.add_loss(torch.stack(losses).sum() * accumulated)
             self._loop.end_part(piece)
-        if whole is not None:
-            self._compare(float(torch.stack(self._losses).sum()), whole)
         return torch.stack(losses).sum()
+
+    def _share(self, piece: Piece) -> float:
+        """Return what the loss of a part is multiplied by."""
+        return 0.0 if piece.is_filler else 1.0 if self._adds_up else piece.share * piece.scale
 
     def _split_rows(self, batch: Any, parts: int) -> list[Any]:
         """Split along the samples. StepError if images are flattened: which of them belong to a text is not known."""
@@ -82,7 +83,6 @@ class HFParts:
             result = plain(*args, **kwargs)
             loss, *rest = result if isinstance(result, tuple) else (result,)
             loss = loss * factor
-            self._losses.append(loss.detach().float().mean())
             return (loss, *rest) if isinstance(result, tuple) else loss
 
         trainer.compute_loss = compute_loss
@@ -107,23 +107,6 @@ class HFParts:
                 "only a part of the loss is divided by the number of labels, as with an auxiliary loss of experts"
             )
         return True
-
-    def _loss_of_whole(self, model: Any, batch: Any, items: Any) -> Tensor | None:
-        """Return the loss that the parts must add up to; None if the whole does not even fit without gradients."""
-        if self._is_unpaired:
-            self._loop.report_inexact_parts("the loss of KTO compares the texts of a micro-batch")
-        try:
-            return self._loss(model, batch, items)
-        except OutOfMemoryError:
-            return None
-
-    def _compare(self, parts: float, whole: Tensor) -> None:
-        tolerance = _LOSS_TOLERANCE if whole.dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
-        value = float(whole)
-        if math.isfinite(value) and math.isfinite(parts) and abs(parts - value) > tolerance * abs(value):
-            self._loop.report_inexact_parts(
-                f"the losses of the parts add up to {parts:.6g}, and the whole has {value:.6g}"
-            )
 
     def _loss(self, model: Any, batch: Any, items: Any) -> Tensor:
         """Return the loss of a batch, and leave no trace: random state, buffers and metrics are as before."""

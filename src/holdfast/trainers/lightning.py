@@ -267,13 +267,10 @@ class _Driver:
     def _backward(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def backward(closure_loss: Tensor, *args: Any, **kwargs: Any) -> Any:
             assert self._guard is not None and self._parts is not None
-            parts = self._trainer.accumulate_grad_batches  # Lightning has divided by it
-            loss = closure_loss if parts == 1 else closure_loss.detach() * parts
-            if self._parts.is_in_part:
-                return plain(closure_loss, *args, **kwargs)
-            self._parts.loss = loss.detach()
             result = plain(closure_loss, *args, **kwargs)
-            self._guard._loop.add_loss(loss)
+            if not self._parts.is_in_part:
+                parts = self._trainer.accumulate_grad_batches  # Lightning has divided by it
+                self._guard._loop.add_loss(closure_loss if parts == 1 else closure_loss.detach() * parts)
             return result
 
         return backward

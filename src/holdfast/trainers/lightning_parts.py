@@ -21,8 +21,6 @@ class LightningParts:
         self._trainer, self._loop = trainer, loop
         self.is_in_part = False
         """the backward that runs is of a part, so its loss does not count yet"""
-        self.loss: torch.Tensor | None = None
-        """the loss whose backward has begun"""
 
     def make_closure(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         def make_closure(kwargs: Mapping[str, Any], optimizer: Any, batch_idx: int) -> Any:
@@ -36,18 +34,22 @@ class LightningParts:
 
     def run(self, make: Callable[[Any], Any], batch: Any) -> Any:
         """Run forward and backward of a micro-batch, as a whole or in parts. StepUndone if memory ran out."""
-        self.loss = None
         try:
             pieces = self._loop.parts_of(batch)
             if pieces is None:
                 closure = make(batch)
                 closure()
                 return closure.consume_result()
+            self._loop.run_trial(lambda piece: self._loss(make(piece.batch), piece))
             return self._run_parts(make, pieces)
         except OutOfMemoryError as error:
-            if not self._loop.heal_out_of_memory(error, batch, loss=self.loss):
+            if not self._loop.heal_out_of_memory(error):
                 raise
         raise StepUndone(Status.REPLAYED)  # not inside `except`: the error holds the memory of the step
+
+    def _loss(self, closure: Any, piece: Piece) -> torch.Tensor | None:
+        loss: torch.Tensor | None = closure._step_fn().closure_loss
+        return None if loss is None else loss * (self._trainer.accumulate_grad_batches * piece.share * piece.scale)
 
     def _run_parts(self, make: Callable[[Any], Any], pieces: Sequence[Piece]) -> Any:
         results: list[Any] = []

@@ -84,6 +84,56 @@ def test_desynchronised_dumps_are_told_from_an_absent_rank(capsys, tmp_path):
     assert (found["kind"], found["culprits"]) == ("desync", [1])
 
 
+def watchdog(rank: int, op: str = "ALLREDUCE") -> str:
+    return (
+        f"[rank{rank}]:[E1118 03:12:44.123456789 ProcessGroupNCCL.cpp:632] [Rank {rank}] Watchdog caught collective "
+        f"operation timeout: WorkNCCL(SeqNum=468, OpType={op}, NumelIn=25, NumelOut=25, Timeout(ms)=600000) ran for 600029 "
+        "milliseconds before timing out.\n"
+    )
+
+
+LOSSES = "".join(f"step {step} loss {3.0 - 0.01 * step:.4f}\n" for step in range(60))
+BEHIND = (
+    "[rank2]:[E1118 03:12:44.2 ProcessGroupNCCL.cpp:684] [PG ID 0 PG GUID 0(default_pg) Rank 2]  failure detected by "
+    "watchdog at work sequence id: 467 PG status: last enqueued work: 467, last completed work: 467\n"
+)
+KILLED = """Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-18_03:12:49
+  host      : node7
+  rank      : 2 (local_rank: 2)
+  exitcode  : -9 (pid: 4711)
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "culprits", "text"),
+    [
+        ([watchdog(0), watchdog(1), watchdog(3)], "silent", [2], "rank 2 sent no report"),
+        (
+            [watchdog(0), watchdog(1), watchdog(3), BEHIND],
+            "absent",
+            [2],
+            "never came to ALLREDUCE number 468 of [[25]]",
+        ),
+        ([watchdog(0), watchdog(1, "BROADCAST"), watchdog(2)], "desync", [1], "it called BROADCAST number 468"),
+        ([watchdog(0), watchdog(1), watchdog(3), KILLED], "absent", [2], "the process of rank 2 has ended"),
+    ],
+)
+def test_lines_of_the_watchdog_of_nccl_in_a_log_tell_who_is_missing(capsys, tmp_path, lines, kind, culprits, text):
+    (tmp_path / "train.log").write_text(LOSSES + "".join(lines))
+    (found,) = json.loads(run(capsys, "hang", tmp_path / "train.log", "--json")[1])["hangs"]
+    assert (found["kind"], found["culprits"]) == (kind, culprits) and text in found["summary"]
+
+
+@pytest.mark.parametrize(
+    "log", [LOSSES + "Current thread 0x00007f22 (most recent call first):\n", LOSSES.replace("step", "Process 0: step")]
+)
+def test_a_log_of_losses_that_holds_a_stack_or_looks_like_one_is_diagnosed_as_a_log(capsys, tmp_path, log):
+    (tmp_path / "train.log").write_text(log)
+    assert "60 records" in run(capsys, "diagnose", tmp_path / "train.log")[1]
+
+
 def test_a_diagnosis_of_the_run_has_the_hang(capsys, tmp_path):
     incident(tmp_path, 1, reports("data"))
     rows = [{"step": step, "status": "committed", "loss": 2.0 - step / 100} for step in range(1, 60)]

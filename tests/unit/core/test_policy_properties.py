@@ -171,6 +171,16 @@ def stopped(plan: Plan | None) -> bool:
     return plan is not None and plan.first(Stop) is not None
 
 
+def check_stops_within(bound: int, config: RecoverSection, stream: list[Any]) -> None:
+    """The findings of `stream`, again and again without a commit, stop a run after at most `bound` of them."""
+    life = Life(config)
+    life.play(Commits(100))
+    for number in range(bound):
+        if stopped(life.play(stream[number % len(stream)])):
+            return
+    pytest.fail(f"no stop in {bound} findings: {[p.actions for p in life.plans]}")
+
+
 def most_rollbacks(config: RecoverSection) -> int:
     """Without commits there is one incident and one window."""
     if "rollback" not in config.ladder:
@@ -294,12 +304,7 @@ def test_findings_without_a_commit_reach_a_stop_within_the_bound(config, stream)
     """Each batch that is skipped ran twice, and then comes the rollback or the stop."""
     stream = unaccepted(stream)
     bound = (most_rollbacks(config) + 1) * (2 * max(config.max_consecutive, config.skip_batches) + 2)
-    life = Life(config)
-    life.play(Commits(100))
-    for number in range(bound):
-        if stopped(life.play(stream[number % len(stream)])):
-            return
-    pytest.fail(f"no stop in {bound} findings: {[p.actions for p in life.plans]}")
+    check_stops_within(bound, config, stream)
 
 
 def test_bound_on_findings_without_a_commit_is_reached_exactly():
@@ -322,12 +327,7 @@ def test_hook_that_never_stops_is_stopped_within_the_bound(config, stream):
     stream = unaccepted(stream)
     rollbacks = min(config.max_rollbacks_per_incident, config.max_rollbacks_per_window)
     bound = (rollbacks + 1) * (config.max_consecutive + config.max_skips_per_incident + 1)
-    life = Life(config)
-    life.play(Commits(100))
-    for number in range(bound):
-        if stopped(life.play(stream[number % len(stream)])):
-            return
-    pytest.fail(f"no stop in {bound} findings: {[p.actions for p in life.plans]}")
+    check_stops_within(bound, config, stream)
 
 
 @pytest.mark.parametrize("action", [Skip(), Replay(), CutLR(factor=0.5, ramp_steps=1), None], ids=str)

@@ -264,3 +264,87 @@ def test_a_first_record_far_below_all_others_is_no_leap():
     loss = 0.004 + 0.001 * np.random.default_rng(1).random(N)
     loss[0] = 0.0002
     assert episodes.find(table(loss=loss))[0] == []
+
+
+def test_the_first_record_of_an_epoch_in_a_log_of_means_is_no_spike():
+    epoch = np.arange(N) // 60
+    begins = np.flatnonzero(np.diff(epoch)) + 1
+    means = 2.0 + noise(0.002, 4, N)
+    means[begins] += 0.4 * np.where(np.arange(len(begins)) % 2, 1, -1)
+    means[begins[5]] += 5.0
+    assert found(means, epoch=epoch.astype(float)) == []
+    means[begins[5] + 20 : begins[5] + 23] += 5.0
+    assert [kind for kind, *_ in found(means, epoch=epoch.astype(float))] == ["spike_recovered"]
+
+
+def test_a_sum_that_begins_again_is_judged_by_its_last_record():
+    def summed(per_epoch):
+        return np.concatenate([np.cumsum(np.full(20, total / 20)) for total in per_epoch])
+
+    usual = 5.0 + noise(0.2, 5, 30)
+    episodes_found, made = episodes.find(table(loss=summed(usual)))
+    assert episodes_found == []
+    assert "running_sum" in [note.kind for note in made]
+    usual[20:] = 25.0
+    assert [kind for kind, *_ in found(summed(usual))] == ["divergence"]
+
+
+def test_many_single_high_records_are_the_noise_of_batches_and_one_is_a_spike():
+    places = [100, 141, 190, 230, 301, 337, 390, 444, 490, 555]
+    episodes_found, made = episodes.find(table(loss=changed(*((at, 9.0 + at / 100) for at in places))))
+    assert episodes_found == []
+    assert "outliers" in [note.kind for note in made]
+    assert found(changed((301, 9.0))) == [("spike_recovered", 301.0, 301.0)]
+
+
+def test_a_rise_by_an_eighth_that_returns_is_none_however_quiet_the_log():
+    quiet = np.round(0.0073 + noise(0.00005, 6), 4)
+    quiet[300:305] = [0.0078, 0.0083, 0.0080, 0.0079, 0.0077]
+    assert found(quiet) == []
+
+
+def test_noise_as_large_as_the_rise_at_the_end_is_no_divergence():
+    ends = [
+        2.37,
+        2.23,
+        2.2,
+        2.96,
+        2.17,
+        2.68,
+        2.18,
+        2.5,
+        2.44,
+        3.13,
+        2.28,
+        2.39,
+        2.89,
+        2.94,
+        2.35,
+        1.86,
+        2.17,
+        2.15,
+        1.83,
+    ]
+    ends += [
+        2.03,
+        1.75,
+        2.37,
+        1.88,
+        2.18,
+        2.97,
+        2.07,
+        2.27,
+        2.24,
+        1.89,
+        2.28,
+        1.82,
+        1.95,
+        2.7,
+        1.54,
+        1.24,
+        2.0,
+        1.89,
+        2.33,
+    ]
+    ends += [1.84, 2.01, 2.53, 2.4, 3.15, 2.87, 2.64, 3.02, 2.41, 2.02, 2.77, 2.24]
+    assert found(np.array(ends)) == []

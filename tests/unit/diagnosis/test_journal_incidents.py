@@ -10,7 +10,7 @@ from synthetic import episode
 
 from holdfast.core.record.journal import dumps
 from holdfast.diagnosis.diagnose import diagnose, restored_view
-from holdfast.diagnosis.find import episodes
+from holdfast.diagnosis.find import episodes, hang
 from holdfast.diagnosis.importers import read
 from holdfast.diagnosis.postmortem import build
 from holdfast.reports import markdown
@@ -75,6 +75,18 @@ def test_incident_without_a_kind_in_the_tree_is_a_note(run_dir):
     assert [(n.kind, n.step_start) for n in diagnose(table).notes if n.kind.startswith("incident")] == [
         ("incident_open", 270)
     ]
+
+
+def test_replicas_that_differ_are_no_hang(run_dir):
+    about = {"time": 2.0, "step": 250, "n": 90}
+    message = "ranks 0 and 1 should hold the same state but do not"
+    finding = {"kind": "desync", "severity": "rollback", "onset": 240, "detector": "integrity", "message": message}
+    action = {"action": "rollback", "from_step": 249, "to_step": 240, "reason": "desync: the same steps run again"}
+    with (run_dir / "journal.jsonl").open("ab") as file:
+        file.write(dumps({"event": "finding", **about, **finding}))
+        file.write(dumps({"event": "action", **about, **action, "incident": 1}))
+    (table,) = read(run_dir)
+    assert any(event.text.startswith("finding: desync") for event in table.events) and hang.find(table) == []
 
 
 def test_incident_in_curve_and_journal_is_reported_once(run_dir, monkeypatch):

@@ -133,3 +133,15 @@ def test_opposed_losses_may_rise_but_not_run_away(tmp_path, parts, rise, found):
     report = diagnose(table)
     assert [verdict.kind for verdict in report.verdicts] == found
     assert found or "opposed_losses" in [note.kind for note in report.notes]
+
+
+def test_the_line_that_says_that_the_run_was_killed_is_a_note_if_it_is_the_last(tmp_path):
+    records = [f"step={i}, loss={3 - i / 100:.3f}" for i in range(40)]
+    killed = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-06-21T06:53:28 DUE TO TIME LIMIT ***"
+    noted = []
+    for name, lines in (("last", [*records, killed]), ("between", [*records[:20], killed, *records[20:]])):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+        report = diagnose(read(tmp_path / name)[0])
+        assert report.verdicts == []
+        noted.append([note.text for note in report.notes if note.kind == "ended_killed"])
+    assert noted == [[f"the log ends with: {killed}"], []]

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 from small_runs import STEPS, train
 
@@ -14,6 +15,7 @@ from holdfast.core.base.errors import HoldfastError
 from holdfast.diagnosis import rundiff
 from holdfast.drill.fault_schedule import FaultSchedule
 from holdfast.drill.faults import NanBatch
+from holdfast.reports.diff_page import build_diff_page
 
 
 @pytest.fixture(scope="module")
@@ -301,6 +303,33 @@ def test_nan_result_is_worse_and_stays_nan(folder, base):
     holdfast.record(b, eval={"hellaswag": math.nan})
     (entry,) = [e for e in compared(a, b).evals if e.metric == "hellaswag"]
     assert math.isnan(entry.b) and entry.worse == "b"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "worse", "label"),
+    [
+        (2.0, math.nan, "b", "B is worse"),
+        (math.inf, 2.0, "a", "A is worse"),
+        (3.0, 2.0, "a", "A is worse"),
+        (2.0, 2.0, None, "No worse run"),
+        (math.nan, math.nan, None, "No worse run"),
+        (None, None, None, "No result to compare"),
+    ],
+)
+def test_a_run_whose_loss_ends_higher_or_not_finite_is_worse_in_every_headline(tmp_path, first, second, worse, label):
+    rng = np.random.default_rng(3)
+    for name, end in (("a.csv", first), ("b.csv", second)):
+        column = "lr" if end is None else "loss"
+        ends = [2.0] * 50 + [2.0 if end is None else end] * 250
+        rows = [f"{n},{value + 5 / n + 0.01 * rng.standard_normal()}\n" for n, value in enumerate(ends, 1)]
+        (tmp_path / name).write_text(f"step,{column}\n{''.join(rows)}")
+    a, b = rundiff.load(tmp_path / "a.csv"), rundiff.load(tmp_path / "b.csv")
+    report = rundiff.compare(a, b)
+    verdict = build_diff_page(report, a, b).verdict
+    assert (report.verdict.worse, verdict.label) == (worse, label)
+    assert (verdict.tone == "good") == (first == second == 2.0)
+    is_finite = all(end is None or math.isfinite(end) for end in (first, second))
+    assert is_finite == ("is NaN or Inf from step 51 on" not in verdict.text)
 
 
 def test_results_over_time_are_compared_at_the_last_common_step(folder, base):

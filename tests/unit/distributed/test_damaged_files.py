@@ -253,7 +253,8 @@ def chunked(shape, chunks):
 def test_chunks_must_cover_their_tensor_and_not_overlap(tmp_path, shape, chunks, valid):
     for rank, entry in enumerate(chunked(shape, chunks)):
         index = {
-            "format": 1, "rank": rank, "world": len(chunks), "bytes": entry["bytes"], "tensors": [entry], "parts": ""
+            "format": 1, "rank": rank, "world": len(chunks), "bytes": entry["bytes"], "tensors": [entry],
+            "parts": "", "parts_sum": 0,
         }  # fmt: skip
         (tmp_path / f"rank_{rank:05d}.json").write_text(json.dumps(index))
         (tmp_path / f"rank_{rank:05d}.bin").write_bytes(bytes(entry["bytes"]))

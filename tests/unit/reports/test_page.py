@@ -18,7 +18,8 @@ from holdfast.reports.page import encode, policy, render_page
 from holdfast.reports.plots import build_plots
 from holdfast.reports.recorded_run import open_run
 from holdfast.reports.report_page import build_page, duration
-from shown_run import make_run
+from holdfast.reports.report_text import render_markdown
+from shown_run import BEGAN, append, make_run
 
 EVIL = "</script><img src=x onerror=alert(1)>\u2028'\"&amp;${alert(1)}<!--<script>\x1b[2J\u202e"
 
@@ -74,7 +75,8 @@ def test_columns_get_plots_unknown_ones_their_own_and_those_with_a_prefix_one_to
     titles = {plot.title: [curve["name"] for curve in plot.curves] for plot in build_plots(table)}
     assert titles == {
         "Loss": ["loss"], "Learning rate": ["lr"], "Device memory, GB": ["memory_allocated", "memory_peak"],
-        "Seconds a step": ["seconds"], "mine": ["mine"], "phases": ["phases.a", "phases.b"],
+        "Seconds a step": ["seconds"], "mine": ["mine"],
+        "Seconds a step, by phase": ["phases.a", "phases.b"],
     }  # fmt: skip
 
 
@@ -119,6 +121,65 @@ def test_run_without_an_end_counts_its_steps_by_the_metrics(tmp_path):
     assert page.verdict.text.startswith("200 steps committed")
 
 
+def make_journal(path, *events):
+    path.mkdir()
+    append(path / "journal.jsonl", *({**event, "time": BEGAN + n, "n": n} for n, event in enumerate(events, 1)))
+    return path
+
+
+BEGIN, RESTART, END = {"event": "run_begin"}, {"event": "restart"}, {"event": "run_end", "step": 20, "summary": {}}
+RESUMED = {"event": "resumed", "step": 12, "checkpoint": "step_00000012"}
+FAILED = {**END, "error": "RuntimeError: " + "x" * 5000}
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "text"),
+    [
+        ((BEGIN, END), "clean", "20 steps committed"),
+        ((BEGIN, END, RESTART, RESUMED, END), "clean", "20 steps committed, 1 restart"),
+        ((BEGIN, RESTART, RESUMED, RESTART, RESUMED, END), "recovered", "20 steps committed, 2 restarts"),
+        ((BEGIN, FAILED, RESTART, RESUMED, END), "recovered", "20 steps committed, 1 restart"),
+        ((BEGIN, {**END, "step": 0}), "untrained", "0 steps committed"),
+    ],
+)
+def test_the_verdict_tells_processes_that_were_cut_off_and_runs_that_trained_nothing(tmp_path, events, status, text):
+    page = build_page(open_run(make_journal(tmp_path / "a", *events)))
+    assert (page.verdict.status, page.verdict.text) == (status, text)
+    assert page.verdict.tone == ("warn" if status == "untrained" else "good")
+    assert [mark.to for mark in page.marks if mark.kind == "restart"] == [12] * events.count(RESTART)
+
+
+def test_an_error_of_any_length_leaves_room_for_the_rest_of_the_page(tmp_path):
+    page = build_page(open_run(make_journal(tmp_path / "a", BEGIN, FAILED)))
+    assert page.verdict.text.startswith("RuntimeError: xxx") and "5,014 characters" in page.verdict.text
+    assert len(page.verdict.text) < 400 and len(render_markdown(page)) < 8000
+    assert page.sections[0].title == "The error"
+
+
+def test_a_run_that_was_killed_before_its_first_row_counts_its_steps_by_its_checkpoints(tmp_path):
+    saved = {"event": "checkpoint", "status": "saved", "name": "step_00000140", "step": 140}
+    page = build_page(open_run(make_journal(tmp_path / "a", BEGIN, saved)), is_live=True)
+    assert page.verdict.text.startswith("140 steps committed") and page.cards[0][:2] == ("steps", "140")
+
+
+def test_a_log_without_a_loss_or_with_few_records_is_not_called_healthy(tmp_path):
+    (tmp_path / "lr.csv").write_text("step,lr\n" + "".join(f"{n},{0.1 / n}\n" for n in range(1, 41)))
+    (tmp_path / "few.csv").write_text("step,loss\n1,2.0\n2,1.9\n3,1.8\n")
+    for name in ("lr.csv", "few.csv"):
+        verdict = build_page(open_run(tmp_path / name)).verdict
+        assert (verdict.status, verdict.tone, verdict.label) == ("not_judged", "warn", "Not judged"), name
+
+
+def test_a_log_that_counts_epochs_is_shown_by_epoch(tmp_path):
+    lines = "".join(f"{n},{2 + 3 / n + (9 if n == 60 else 0)}\n" for n in range(1, 101))
+    (tmp_path / "log.csv").write_text(f"epoch,loss\n{lines}")
+    page = build_page(open_run(tmp_path / "log.csv"))
+    assert page.axis == "epoch" and page.cards[0] == ("epochs", "100", "100 recorded")
+    assert page.incidents and all(
+        "epoch" in incident.title and "step" not in incident.title for incident in page.incidents
+    )
+
+
 def test_marks_tell_rollbacks_with_their_target_checkpoints_by_health_and_experiments_by_result(tmp_path):
     run = open_run(make_run(tmp_path / "a"))
     marks = {(mark.kind, mark.step): mark for mark in build_page(run).marks}
@@ -133,4 +194,4 @@ def test_figures_and_the_subtitle_are_in_words_and_units_that_people_use(tmp_pat
     (tmp_path / "log.csv").write_text("step,loss\n" + "".join(f"{n * 1000},{100 / n}\n" for n in range(1, 41)))
     page = build_page(open_run(tmp_path / "log.csv"))
     assert page.subtitle.startswith(f"{tmp_path}/log.csv: ") and "_" not in page.subtitle.rpartition(": ")[2]
-    assert ("steps", "40", "last step 40,000") in page.cards
+    assert ("steps", "40,000", "40 recorded") in page.cards

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -72,6 +74,7 @@ def test_memory_that_stores_wrongly_is_found(monkeypatch):
         ({"NPROC": 100}, "100 processes", "warning"),
         ({"FSIZE": 1 << 30}, "files may have 1.07 GB", "warning"),
         ({"AS": 1 << 40}, "1.1e+03 GB of address space", "warning"),
+        ({"CPU": 1000}, "1000 s of processor time", "warning"),
         ({"MEMLOCK": 65536}, "0.0655 MB of locked memory", None),
     ],
 )
@@ -98,9 +101,13 @@ def test_shared_memory_that_is_small_missing_or_read_only_is_reported(tmp_path):
 
     missing = check(tmp_path / "none")
     assert (missing.status, "No such file" in missing.text) == (ProbeStatus.FAILED, True)
-    proc = check("/proc")  # no room at all, and no folder to write to, even for root
-    assert proc.status in (ProbeStatus.FAILED, ProbeStatus.WARNING)
+    assert check("/proc").status == ProbeStatus.FAILED  # no room at all, and no folder to write to, even for root
     assert check("/dev/shm").numbers["free"].unit == "GB"
+
+
+def test_an_unlimited_number_of_open_files_is_no_number_that_json_cannot_hold(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    json.dumps(msgspec.to_builtins(host.check_limits(QUICK)), allow_nan=False)
 
 
 def test_memory_in_use_and_swap_are_warnings(monkeypatch):

@@ -11,18 +11,14 @@ from hypothesis import strategies as st
 from holdfast.core.base.config import IntegritySection
 from holdfast.core.decide.corruption import ReplicaClass
 from holdfast.runtime.integrity.state_checks import StateChecks
+from two_ranks import TwoRanks
 
 
-class Copies:
-    """Two ranks that hold the same and say the same."""
-
-    rank, size = 0, 2
+class Copies(TwoRanks):
+    """Both hold the same."""
 
     def classes(self, tensors: Any) -> list[ReplicaClass]:
         return [ReplicaClass(tuple(tensors), ((0, 1),))]
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value, value]
 
 
 class Pipeline:

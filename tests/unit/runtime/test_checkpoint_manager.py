@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from clocks import FakeClock
 from holdfast.core.base.types import Health
 from holdfast.core.checkpoints.lineage import Lineage
 from holdfast.core.checkpoints.manifest import name_of
@@ -79,19 +80,6 @@ class StoreGuard(GuardBase):
 
     def _wire(self, run_dir: Any, config: Any) -> Wiring:
         return Wiring(None, self._store, DistributedContext())
-
-
-class HandClock:
-    """A clock that stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def wall(self) -> float:
-        return self.now
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 class Training:
@@ -183,7 +171,7 @@ def test_the_same_step_in_another_state_is_written_to_a_branch_of_its_own():
     run.guard.close()
 
 
-def step_for(run: Training, clock: HandClock, minutes: float, steps: int) -> None:
+def step_for(run: Training, clock: FakeClock, minutes: float, steps: int) -> None:
     """Take `steps` steps that take `minutes` minutes in all."""
     for _ in range(steps):
         clock.now += 60 * minutes / steps
@@ -192,7 +180,7 @@ def step_for(run: Training, clock: HandClock, minutes: float, steps: int) -> Non
 
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_a_checkpoint_is_written_when_the_time_has_come_before_enough_steps(gate):
-    clock = HandClock()
+    clock = FakeClock()
     run = Training(gate, clock, every_steps=1000, every_minutes=10.0)
     step_for(run, clock, 9, 9)
     assert run.names() == []
@@ -208,14 +196,14 @@ def test_a_checkpoint_is_written_when_the_time_has_come_before_enough_steps(gate
 
 @pytest.mark.parametrize("gate", ["host", "device"])
 def test_checkpoints_by_steps_start_the_time_again(gate):
-    clock = HandClock()
+    clock = FakeClock()
     run = Training(gate, clock, every_minutes=1.0)
     step_for(run, clock, 5, 20)  # 15 s a step, so a minute and EVERY steps take the same time
     assert run.names() == [name_of(step, 0) for step in range(EVERY, 20, EVERY)]
 
 
 def test_time_alone_decides_with_every_steps_0_and_never_with_every_minutes_0():
-    clock = HandClock()
+    clock = FakeClock()
     by_time, never = Training("host", clock, every_steps=0), Training("host", clock, every_steps=0, every_minutes=0)
     for run in (by_time, never):
         step_for(run, clock, 25, 25)
@@ -225,7 +213,7 @@ def test_time_alone_decides_with_every_steps_0_and_never_with_every_minutes_0():
 
 def test_a_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_logged_once(caplog):
     logging.disable(logging.NOTSET)
-    clock = HandClock()
+    clock = FakeClock()
     run = Training("host", clock, every_steps=1000)
     run.store.result, run.store.why = "failed", "No space left on device"
     step_for(run, clock, 13, 13)

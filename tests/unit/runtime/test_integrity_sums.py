@@ -18,20 +18,12 @@ from holdfast.runtime.state.optimizers import Optimizers
 from holdfast.runtime.state.run_state import RunState
 from holdfast.runtime.state.schedule import Schedulers
 from holdfast.runtime.tensors.inspect import bit_checksum
+from two_ranks import TwoRanks
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.complex64, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 ]  # fmt: skip
-
-
-class Pair(SingleRank):
-    """Two ranks of which this is one, and the other says the same."""
-
-    size = 2
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value, value]
 
 
 class Everywhere:
@@ -57,7 +49,7 @@ def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def pair(tensors: dict[str, Tensor], replicas=None, **settings: int | bool) -> StateChecks:
     section = config.IntegritySection(**{"replicas_every": 1, "between_updates_every": 0, **settings})
-    return StateChecks(lambda: tensors, section, replicas or Everywhere(), Pair())
+    return StateChecks(lambda: tensors, section, replicas or Everywhere(), TwoRanks())
 
 
 def row(checks: StateChecks, number: int = 1) -> list[int]:
@@ -161,7 +153,7 @@ def test_classes_are_summed_apart():
 
 
 def test_classes_that_another_rank_does_not_have_are_not_compared():
-    class Unlike(Pair):
+    class Unlike(TwoRanks):
         def all_gather_object(self, value: Any) -> list[Any]:
             return [value, value[:1]]
 

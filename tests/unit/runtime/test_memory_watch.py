@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from holdfast.diagnosis.importers.formats import rundir
 from holdfast.runtime.agree.coordinator import RankCoordinator
 from holdfast.runtime.record import memory_readings, memory_watch
 from holdfast.runtime.record.memory_watch import MemoryWatch, from_counters, parse_error
+from two_ranks import TwoRanks
 
 MB = 1 << 20
 
@@ -43,7 +45,9 @@ def train(run: Path, steps: int, keep: int = 0, fail_at: int | None = None, conf
                 for (batch,) in step.microbatches():
                     step.backward(model(batch).square().mean())
             if keep:
-                kept.append(bytearray(keep))
+                pages = mmap.mmap(-1, keep, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # never memory that was freed
+                pages.write(b"1" * keep)
+                kept.append(pages)
     return [guard.summary(), model.weight.detach().clone()]
 
 
@@ -170,17 +174,8 @@ def test_only_errors_of_memory_are_explained():
     assert parse_error(torch.OutOfMemoryError("no sizes")) == OutOfMemory("device")
 
 
-class TwoRanks:
-    """Stands for two ranks that have found the same."""
-
-    rank, size = 0, 2
-
-    def all_gather_object(self, value):
-        return [value, value]
-
-
 def test_findings_of_several_ranks_are_journaled_once():
-    coordinator = RankCoordinator(TwoRanks(), Config())  # type: ignore[arg-type]
+    coordinator = RankCoordinator(TwoRanks(), Config())
     finding = Finding(
         kind=Kind.MEMORY_LEAK,
         severity=Severity.NOTE,

@@ -244,7 +244,11 @@ schedules = st.lists(
 def run_all(size: int, faults: list[dict[int, list[str]]], config: dict[str, Any], steps: int = STEPS) -> list[Rank]:
     """Run all ranks to their end."""
     table = Table(size)
-    ranks = [Rank(r, table, faults[r], config, steps) for r in range(size)]
+    return run_together([Rank(r, table, faults[r], config, steps) for r in range(size)])
+
+
+def run_together(ranks: list[Rank]) -> list[Rank]:
+    """Run each rank in a thread of its own, to its end."""
     threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()

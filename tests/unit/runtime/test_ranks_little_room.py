@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_ranks_agree import RECOVER, WAIT_SECONDS, Rank, Table, expand, silence
+from test_ranks_agree import RECOVER, Rank, Table, expand, run_together, silence
 
 from holdfast.core.base.types import Health
 from marks import slow
@@ -55,13 +54,7 @@ def run_with(rooms: list[int], faults: list[dict[int, list[str]]], gate: str, nb
             "integrity": {"replicas_every": 0, "between_updates_every": 0},
         }
         ranks.append(LimitedRank(rank, table, faults[rank], config, STEPS))
-    threads = [threading.Thread(target=rank.run, daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * WAIT_SECONDS)
-    assert not any(thread.is_alive() for thread in threads), "a rank was left waiting"
-    return ranks
+    return run_together(ranks)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,8 @@ from holdfast.runtime.guard.guard import GuardBase, Wiring
 from holdfast.runtime.ports.distributed_context import DistributedContext
 from holdfast.runtime.ports.ranks import SingleRank
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot
+from two_ranks import TwoRanks
+from users_detector import QuietDetector
 
 CONFIG: dict[str, Any] = {
     "detect": {"gate": "host"},
@@ -43,7 +45,7 @@ def build(run_dir: Any, **options: Any) -> tuple[Any, nn.Module]:
     return holdfast.Guard(model, optimizer, run_dir=run_dir, **{"config": CONFIG, **options}), model
 
 
-class Suspicious:
+class Suspicious(QuietDetector):
     """A detector that asks for a rollback at one step, as often as `times` says."""
 
     name = "suspicious"
@@ -61,13 +63,6 @@ class Suspicious:
         self.times -= 1
         fields = {"kind": "suspicious", "severity": Severity.ROLLBACK, "message": "found late"}
         return Finding(step=signal.step, onset=signal.step, detector=self.name, **fields)
-
-    def rebaseline(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def rollbacks(run_dir: Any) -> list[dict[str, Any]]:
@@ -142,15 +137,6 @@ def test_the_path_of_a_new_checkpoint_does_not_depend_on_listing_the_folder(tmp_
 
     train(guard, model, 4, before)
     assert paths[0] is not None and paths[0].startswith(str(tmp_path))
-
-
-class TwoRanks(SingleRank):
-    """The first of two ranks; the other has the same values."""
-
-    size = 2
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return [value, value]
 
 
 class RankZeroGuard(GuardBase):

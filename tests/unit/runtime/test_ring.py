@@ -43,7 +43,7 @@ class Run:
         for s in self.ring:
             if s.health is Health.CANDIDATE and (self.step - s.step >= self.lag or s.initial):
                 s.health = Health.GOOD
-        if self.ring.due(self.step):
+        if self.ring.keeps(self.step):
             self.ring.add(snapshot(self.step, Health.CANDIDATE))
 
     def good(self) -> list[int]:
@@ -139,14 +139,14 @@ def test_a_rejected_snapshot_is_dropped_when_the_next_is_added():
     assert ring.add(snapshot(20)) == [bad]
 
 
-def test_nothing_is_due_if_snapshots_are_disabled():
+def test_nothing_is_kept_if_snapshots_are_disabled():
     ring = Ring(SnapshotSection(enabled=False, memory_gb=1.0))
-    assert not any(ring.due(step) for step in range(100))
+    assert not any(ring.keeps(step) for step in range(100))
 
 
 @pytest.mark.parametrize("every", [1, 3, 10])
-def test_due_at_multiples_of_the_cadence(every):
-    assert [s for s in range(1, 31) if ring_of(every, 100).due(s)] == list(range(every, 31, every))
+def test_kept_at_multiples_of_the_cadence(every):
+    assert [s for s in range(1, 31) if ring_of(every, 100).keeps(s)] == list(range(every, 31, every))
 
 
 # ---- plenty of room: the same snapshots as ever
@@ -216,7 +216,8 @@ class LimitedRun:
                 s.is_settled = True
             elif s.health is Health.CANDIDATE and (self.step - s.step >= self.certify_after or s.initial):
                 s.health, s.is_settled = Health.GOOD, self.ranks == 1
-        is_wanted = (ring.due(self.step) or ring.is_waiting) and ring.has_room(self.step)
+        is_due = ring.enabled and (self.step % ring.every_steps == 0 or ring.is_waiting)
+        is_wanted = is_due and ring.has_room(self.step)
         if is_wanted or is_saved:
             ring.make_room(self.step, is_forced=is_saved)
             self.most = max(self.most, len(ring) + 1)

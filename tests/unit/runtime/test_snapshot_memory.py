@@ -45,7 +45,7 @@ def test_as_many_copies_as_fit_are_used_and_the_cadence_stays(every, times, size
     else:
         assert 2 * size + shared >= allowed
         assert note is not None and "snapshots are off" in note and "memory_gb" in note
-        assert not ring.due(every)
+        assert not ring.enabled
     assert ring.budget([ring.room(size, shared)])[0] is None or not ring.enabled, "noted once"
 
 

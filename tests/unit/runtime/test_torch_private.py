@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 
 import pytest
@@ -206,9 +207,12 @@ def test_dtensor_without_its_spec_or_local_tensor_fails():
         torch_private.inner_tensor(FakeDTensor())
 
 
-def test_device_mesh_without_its_root_fails():
-    with pytest.raises(SetupError, match=r"_rank_map and no .*_get_root_mesh"):
-        torch_private.mesh_slices(FakeRecord(mesh_dim_names=()))
+@pytest.mark.parametrize(
+    ("has", "lacks"), [({}, "_layout"), ({"_layout": FakeRecord(remap_to_tensor=None)}, "_rank_map")]
+)
+def test_device_mesh_without_its_ranks_fails(has, lacks):
+    with pytest.raises(SetupError, match=lacks):
+        torch_private.mesh_slices(FakeRecord(**has))
 
 
 def test_missing_default_store_fails(monkeypatch):
@@ -263,3 +267,27 @@ def test_a_bucket_order_of_another_kind_of_run_is_not_set(options, order):
     assert all(p.grad is None for p in model.parameters())
     train_two_steps(model)
     assert torch_private.ddp_bucket_order(model) != order
+
+
+def test_the_flight_record_has_the_calls_of_every_recorder_once(monkeypatch):
+    """NCCL has a recorder of its own; some versions have one for all."""
+    c10d = torch._C._distributed_c10d
+
+    def record(*names):
+        entries = [{"profiling_name": name} for name in names]
+        return lambda: json.dumps({"entries": entries, "pg_config": {names[0]: {}}}).encode()
+
+    def found():
+        content = json.loads(torch_private.dump_flight_record())
+        return [entry["profiling_name"] for entry in content["entries"]], sorted(content["pg_config"])
+
+    monkeypatch.setattr(c10d, "_dump_fr_trace_json", record("gloo:a"), raising=False)
+    monkeypatch.delattr(c10d, "_dump_nccl_trace_json", raising=False)
+    assert found() == (["gloo:a"], ["gloo:a"])
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", record("nccl:b", "nccl:c"), raising=False)
+    assert found() == (["nccl:b", "nccl:c", "gloo:a"], ["gloo:a", "nccl:b"])
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", record("gloo:a"))
+    assert found() == (["gloo:a"], ["gloo:a"])
+    monkeypatch.delattr(c10d, "_dump_nccl_trace_json")
+    monkeypatch.delattr(c10d, "_dump_fr_trace_json")
+    assert torch_private.dump_flight_record() is None

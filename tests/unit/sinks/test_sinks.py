@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.core.base.config import MetricsSection
 from holdfast.core.record.sink_thread import Sink, SinkRun, SinkThread, size_of
-from holdfast.sinks import make_sinks
+from holdfast.sinks import alerts, make_sinks
 from holdfast.sinks.alerts import AlertSink
 from holdfast.sinks.console import ConsoleSink
 from holdfast.sinks.prometheus import PrometheusSink
@@ -205,6 +205,48 @@ def test_prometheus_serves_the_newest_values(tmp_path):
     with urllib.request.urlopen(f"http://127.0.0.1:{sink._server.server_port}/metrics", timeout=10) as answer:
         assert f'holdfast_train_loss{{run="{IDENTITY}"}} 0.5' in answer.read().decode()
     sink.close()
+
+
+def test_a_port_that_another_run_has_costs_no_metrics_file_and_is_served_once_it_is_free(tmp_path, caplog):
+    other = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    sink = PrometheusSink(other.server_port)
+    sink.open(SinkRun(IDENTITY, tmp_path, False, lambda: None))
+    for step in (1, 2):
+        sink.write_row(row(step, 0.5))
+    assert "holdfast_train_loss" in (tmp_path / "metrics.prom").read_text()
+    assert caplog.text.count("cannot be served") == 1 and str(other.server_port) in caplog.text
+    other.server_close()
+    sink._serves_at = 0.0
+    sink.write_row(row(3, 0.25))
+    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=10) as answer:
+        assert b"} 0.25" in answer.read()
+    sink.close()
+
+
+def test_hostile_and_long_texts_reach_chat_and_command_as_plain_text_of_bounded_length(tmp_path, webhook):
+    address, bodies = webhook
+    script = "import os, sys; open(sys.argv[1], 'a').write(os.environ['HOLDFAST_ALERT'] + chr(10))"
+    sink = AlertSink(address, f"{sys.executable} -c {json.dumps(script)} {tmp_path}/out", 9)
+    errors = [
+        f"<!channel> <http://evil|here> & $(touch {tmp_path}/made) `touch {tmp_path}/made`; \x00\n\ud800",
+        "x" * 5_000_000,
+    ]
+    play(sink, tmp_path, [("event", {"event": "failure", "step": 1, "error": error}) for error in errors])
+    hostile, long = (json.loads(body)["text"] for body in bodies)
+    assert "&lt;!channel&gt; &lt;http://evil|here&gt; &amp; $(touch" in hostile and "<" not in hostile
+    assert len(long) < 1200 and "5,000,016 characters" in long
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert len(lines) == 2 and "<!channel>" in lines[0] and not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("program", ["import sys; sys.exit(3)", "import time; time.sleep(60)"])
+def test_a_command_that_fails_or_hangs_is_reported_without_what_it_was_given(tmp_path, caplog, monkeypatch, program):
+    monkeypatch.setattr(alerts, "_COMMAND_SECONDS", 0.5)
+    thread = SinkThread(AlertSink("", f"{sys.executable} -c '{program}' --token S3CRET", 9))
+    thread.put_event({"event": "restart"})
+    thread.start(SinkRun(IDENTITY, tmp_path, False, lambda: None))
+    thread.close()
+    assert "alert_command" in caplog.text and "S3CRET" not in caplog.text
 
 
 def test_alerts_are_posted_and_limited(tmp_path, webhook, monkeypatch):

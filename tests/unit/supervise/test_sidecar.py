@@ -89,6 +89,17 @@ def log(folder: Path) -> str:
     return "".join(path.read_text() for path in sorted(folder.glob("log-*")))
 
 
+def test_a_container_that_shares_the_network_and_not_the_processes_has_a_sidecar_of_its_own():
+    """Its ranks have no process id in the other one."""
+    source = "from holdfast.supervise.sidecar_client import address_of; print(ascii(address_of('a')))"
+    command = ["unshare", "--user", "--map-root-user", "--pid", "--fork", sys.executable, "-c", source]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no process namespaces here: {error}")
+    assert done.stdout.startswith("'\\x00holdfast-hang-a-") and done.stdout.strip() != ascii(address_of("a"))
+
+
 @pytest.mark.slow
 def test_a_sleep_is_named_with_its_line_and_its_end_is_noted(start, folder):
     (process,) = start("sleep")
@@ -98,6 +109,7 @@ def test_a_sleep_is_named_with_its_line_and_its_end_is_noted(start, folder):
     assert process.poll() is None, "a report ends nothing"
     process.send_signal(signal.SIGUSR1)
     wait_for(lambda: "ended" in verdict(folder), "the note that it ended")
+    assert verdict(folder)["time"] == found["time"]
     wait_for(lambda: "rank 0 continues" in log(folder))
     assert "Current thread" not in log(folder) and "Thread 0x" not in log(folder)
 

@@ -163,7 +163,7 @@ def open_to_append(path: Path) -> int:
 def open_lock_file(path: Path) -> int:
     """Open or make a file that only its owner can open, so that no other user can lock it. Return the descriptor."""
     descriptor = _open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    with contextlib.suppress(OSError):  # the file of an earlier version, or of another owner
+    with contextlib.suppress(OSError):  # the file of another owner
         os.fchmod(descriptor, 0o600)
     return descriptor
 

@@ -25,7 +25,9 @@ catch it exits with status 70, and a scheduler does not count it as a success. I
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import traceback
+from collections.abc import Iterator, Sequence
 
 from holdfast.core.base.clean import clean_lines
 
@@ -36,6 +38,13 @@ EXIT_RESTART = 75
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, cut off after 300 characters."""
     return (str(error).strip().splitlines() or ["no reason given"])[0][:300]
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the type, the message and the line of an error in code that is not ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {first_line(error)}{at}"
 
 
 class HoldfastError(Exception):
@@ -82,6 +91,17 @@ class DataError(HoldfastError):
 
 class MissingDependency(HoldfastError):
     """A needed optional package is not installed."""
+
+
+@contextlib.contextmanager
+def needs_torch(what: str) -> Iterator[None]:
+    """Turn an ImportError of the block into a MissingDependency: `what` needs torch."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependency(
+            f"{what} needs torch, which cannot be imported ({error}); install it with: pip install 'holdfast[torch]'"
+        ) from None
 
 
 class LogRefused(HoldfastError):

@@ -7,7 +7,6 @@ and the health file has the checksum of its manifest.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import re
 from typing import Any
@@ -110,15 +109,9 @@ def unseal_manifest(content: bytes) -> tuple[Manifest, str]:
 
 
 def _is_possible(lineage: Lineage, step: int) -> bool:
-    """Return whether a lineage starts at step 0, has rising branches and steps, and ends at or before `step`."""
-    forks = lineage.forks
-    return (
-        bool(forks)
-        and forks[0].step == 0
-        and forks[0].branch >= 0
-        and all(a.branch < b.branch and a.step <= b.step for a, b in itertools.pairwise(forks))
-        and forks[-1].step <= step
-    )
+    """Return whether a lineage has rising branches and ends at or before `step`. `Lineage` has checked the rest."""
+    branches = [fork.branch for fork in lineage.forks]
+    return branches[0] >= 0 and branches == sorted(branches) and lineage.forks[-1].step <= step
 
 
 def unseal_health(content: bytes) -> HealthRecord:

@@ -44,29 +44,25 @@ class RejectedCheckpoint(NamedTuple):
     """it is in the memory tier"""
 
 
-def choose(
-    folder: Folder, run: str | None, *, check: Check = verify_bytes, at_most: int | None = None
-) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
+def choose(folder: Folder, run: str | None) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
     """Return the newest checkpoint that may be restored, and each rejected newer one, newest first.
 
-    run: the identity of the run; None accepts any. at_most: the latest step allowed.
+    run: the identity of the run; None accepts any.
     The lineage is that of the state saved last: of the highest branch, and on it the highest step, among checkpoints that
     are neither damaged nor quarantined. So a run that leaves a branch must quarantine its states there before it saves
     on the next one: step numbers do not tell them apart, and the lineage of a damaged manifest cannot be read.
     """
-    return pick(folder.entries(), run, check, at_most)
+    return pick(folder.entries(), run, verify_bytes)
 
 
 def pick(
-    entries: Sequence[CheckpointEntry], run: str | None, check: Check, at_most: int | None = None
+    entries: Sequence[CheckpointEntry], run: str | None, check: Check
 ) -> tuple[CheckpointEntry | None, list[RejectedCheckpoint]]:
     """Choose among listed checkpoints; see `choose`. Of two with the same name, the first listed is tried first."""
     lineage = _last_lineage(entries, run)
     rejected: list[RejectedCheckpoint] = []
     for entry in sorted(entries, key=lambda e: (e.step, e.branch), reverse=True):
         why = _why_not(entry, run, lineage, entries)
-        if why is None and at_most is not None and entry.step > at_most:
-            why = f"it is later than step {at_most}"
         if why is None:
             why = check(entry)
         if why is None:

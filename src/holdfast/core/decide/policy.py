@@ -400,9 +400,6 @@ class Policy:
         return msgspec.to_builtins(self.state)  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        incident = state.get("incident")
-        if isinstance(incident, dict) and isinstance(incident.get("rolled"), list):  # as version 0.1 wrote it
-            state = {**state, "incident": {**incident, "rolled": dict.fromkeys(incident["rolled"], 1)}}
         self.state = msgspec.convert(state, PolicyState)
 
     def rebuild(self, events: Iterable[dict[str, Any]]) -> None:

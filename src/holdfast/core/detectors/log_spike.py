@@ -172,7 +172,7 @@ class GradSpike(LogSpike):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._largest, self._count, self._clip = state.get("largest", 0.0), state.get("count", 0), state.get("clip")
+        self._largest, self._count, self._clip = state["largest"], state["count"], state["clip"]
 
 
 class UpdateSpike(LogSpike):
@@ -239,7 +239,7 @@ class UpdateSpike(LogSpike):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        moment = state.get("moment", {"last": None, "before": None, "rose_at": 0})
+        moment = state["moment"]
         self._last = None if moment["last"] is None else (moment["last"][0], moment["last"][1])
         self._before, self._rose_at = moment["before"], moment["rose_at"]
 

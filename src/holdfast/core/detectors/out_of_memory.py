@@ -42,30 +42,44 @@ _UNITS = {"b": 1, "bytes": 1, "kib": 1 << 10, "kb": 1 << 10, "mib": 1 << 20, "mb
 _SIZE = r"(\d+(?:\.\d+)?) ?(bytes|[kmgt]i?b|b)\b"
 _PATTERNS = {
     "asked": rf"tr(?:ied|ying) to allocate (?:about )?{_SIZE}",
-    "total": rf"total capacity of {_SIZE}|{_SIZE} total capacity",
+    "total": rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity",
     "free": rf"of which {_SIZE} is free|{_SIZE} free\b",
     "allowed": rf"{_SIZE} allowed|max allowed: {_SIZE}",
     "allocated": rf"{_SIZE} is allocated by pytorch|{_SIZE} already allocated|mps allocated: {_SIZE}",
     "unallocated": rf"{_SIZE} is reserved by pytorch but unallocated",
+    "other": rf"other allocations: {_SIZE}",
     "reserved": rf"{_SIZE} reserved in total|{_SIZE} cached",
 }
 _FIELDS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
 _HOST = re.compile(
-    r"defaultcpuallocator|can'?t allocate memory|cannot allocate memory|oom[-_]kill|out of memory:? kill|\bmemoryerror\b"
-    r"|exceeded (?:job|step) memory limit|memory cgroup out of memory|std::bad_alloc|unable to allocate .* for an array"
-    r"|cuda_?hostalloc|pinned memory",
+    r"defaultcpuallocator|can'?t allocate memory|cannot allocate memory|out of memory:? kill|\bmemoryerror\b"
+    r"|\boom[-_ ]?kill(?!_disable|:? 0\b)|task \d[\d,-]*: out of memory|running low on memory|paging file is too small"
+    r"|oom when allocating .*(?:device:cpu|allocator \w*cpu\b)"
+    r"|exceeded (?:job |step )?memory limit|memory usage limit|\bmem \w+ exceeded limit"
+    r"|memory allocation of \d+ bytes failed|malloc of size \d+ failed|memory cgroup out of memory|std::bad_alloc"
+    r"|unable to allocate .* for an array",
     re.IGNORECASE,
 )
+_PINNED = re.compile(r"cuda_?hostalloc|pinned (?:host )?memory", re.IGNORECASE)
 _SHARED_MEMORY = re.compile(
     r"out of shared memory|insufficient shared memory|unable to (?:mmap|write|allocate|resize|open) .*shared memory"
-    r"|shared memory limit",
+    r"|shared memory limit|creating shared memory segment|unable to write to file </torch_"
+    r"|no space left on device.*/dev/shm|/dev/shm.*no space left on device",
     re.IGNORECASE,
 )
 _DEVICE = re.compile(
     r"(?:cuda|hip|xpu|mps|npu|gpu)\b.{0,60}out of memory|outofmemoryerror|cuda_error_out_of_memory|cudaerrormemoryallocation"
-    r"|(?:cublas|cudnn|cusolver|cusparse)_status_alloc_failed|out of memory|oom when allocating|failed to cuda calloc",
+    r"|(?:cublas|cudnn|cusolver|cusparse)_status_alloc_failed|out of memory|oom when allocating|failed to cuda calloc"
+    r"|invalid buffer size"
+    r"|resource_?exhausted.{0,200}(?:allocat|memory|hbm)",
     re.IGNORECASE,
 )
+_ADVICE = re.compile(
+    r"\b(?:if|in case|avoid\w*|prevent\w*|when running|(?:may|might|could|can) (?:lead|cause|result|run))\b[^.,:;]{0,40}"
+    r"\bout[- ]of[- ]memory",
+    re.IGNORECASE,
+)
+_ANOTHER_ERROR = re.compile(r"this is not a failure|too many open files", re.IGNORECASE)
 
 
 class OutOfMemory(NamedTuple):
@@ -105,14 +119,20 @@ class Explanation(NamedTuple):
 
 def parse(text: str) -> OutOfMemory | None:
     """Return what a line of a log says about a failed allocation; None if it reports none."""
-    text = text[:4000]
+    text = _ADVICE.sub("", text[:4000])
+    if _ANOTHER_ERROR.search(text):
+        return None
     if _SHARED_MEMORY.search(text):
         return OutOfMemory("shared memory")
     is_host = _HOST.search(text) is not None
-    if not is_host and not _DEVICE.search(text):
-        return None
+    if not is_host:
+        if not _DEVICE.search(text):
+            return None
+        is_host = _PINNED.search(text) is not None
     sizes = {name: _read_size(pattern, text) for name, pattern in _FIELDS.items()}
     allocated, reserved, unallocated = sizes["allocated"], sizes.pop("reserved"), sizes.pop("unallocated")
+    if (other := sizes.pop("other")) is not None and allocated is not None:
+        sizes["allocated"] = allocated + other
     if unallocated is None and reserved is not None and allocated is not None:
         # The first versions of torch named the difference "cached".
         unallocated = reserved - allocated if reserved >= allocated else reserved

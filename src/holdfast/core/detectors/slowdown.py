@@ -46,6 +46,8 @@ _QUANTILE, _QUANTILE_ERROR = 0.85, 0.25
 _MANY_WINDOW, _MANY_RATIO, _MANY_TAIL, _MIN_RATE = 40, 1.5, 1e-8, 0.02
 """for steps that are slow again and again: the window, which step is slow, how unlikely their number must be, and the least
 rate that is assumed in a healthy run"""
+_MANY_LASTS, _MANY_LATE = 16, 1 / 3
+"""for how many steps that must go on, and the part of the slow steps that must be in the later half of them"""
 _MANY_COMMON, _MANY_LEAST, _MANY_RUNS, _MANY_SPREADS = 4.0, 8, 4, 1.5
 """how far a slow step is outside of what is common; the least number of slow steps in the window, of times that they begin,
 and the first against the most seen before"""
@@ -265,7 +267,7 @@ class SlowdownDetector:
             self._follow()
             return self._outlasts_earlier(int(row["step"]))
         is_slow_short, is_slow_long = self._is_slow(self._short, value), self._is_slow(self._long, value)
-        is_often_slow = self._are_slow[-1] and self._has_many_slow()
+        is_often_slow = self._are_slow[-1] and self._has_many_slow() and self._keeps_being_slow()
         has_drifted = self._has_drifted(value)
         self._learn()
         is_slow = is_slow_short or is_slow_long
@@ -328,6 +330,12 @@ class SlowdownDetector:
             return False  # one pause of several steps begins once
         least = max(_MANY_LEAST, 2.5 * self._slow_rate * size, _MANY_SPREADS * max(self._counts) + 1)
         return slow >= least and _binomial_tail(slow, size, self._slow_rate) < _MANY_TAIL
+
+    def _keeps_being_slow(self) -> bool:
+        """Return whether steps have been slow now and then for a while. After the start of an epoch they soon are not."""
+        rows = list(self._recent)
+        since = [row.excess > self._slow_excess for row in rows[self._find_first_of_many(rows) :]]
+        return len(since) >= _MANY_LASTS and sum(since[len(since) // 2 :]) >= _MANY_LATE * sum(since)
 
     # ---- what is reported
 

@@ -41,7 +41,7 @@ _SLACK = 0.08
 """the excess that is tolerated"""
 _LEAST_CAP, _CAP_SPREADS = 0.2, 1.5
 """the most that one block counts, and the same in units of how far neighbouring blocks differ"""
-_LEAST_BLOCKS = np.array([[3.5], [3.5], [3.5], [7.0]])
+_LEAST_BLOCKS = np.array([[3.0], [3.0], [3.0], [7.0]])
 """so many blocks at the cap are needed at least; a mean is not safe from pauses, and needs more of them"""
 _CERTAINTY, _PER_RANKS = 30.0, 0.2
 """the required score in units of what noise reaches, for two ranks; and how much more for e times as many"""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 from holdfast.core.hang.flight_records import Collective, GroupRecord
 
@@ -19,7 +19,8 @@ _CONTEXT = 3
 _LOOK_AHEAD, _PAST = 8, 200
 """calls after it, and before it, to tell a call that was left out from another order"""
 Signature = tuple[str, str, str]
-Kind = Literal["never_came", "left_out", "added", "other_order", "other_shape", "other_call"]
+T = TypeVar("T")
+Kind = Literal["never_came", "left_out", "added", "other_order", "other_shape", "other_call", "circle"]
 WORDS: dict[Kind, str] = {
     "never_came": "never came to",
     "left_out": "left out, or makes only later,",
@@ -27,6 +28,7 @@ WORDS: dict[Kind, str] = {
     "other_order": "called in another order, where the others called",
     "other_shape": "brought another shape to",
     "other_call": "called something else than",
+    "circle": "wait for each other, one of them in",
 }
 
 
@@ -63,9 +65,9 @@ def compare(records: Mapping[int, Mapping[str, GroupRecord]]) -> list[Mismatch]:
         members = {rank for record in of_group.values() for rank in record.ranks}
         for rank in members & set(records):  # it has dumped, but never called anything in this group
             of_group.setdefault(rank, GroupRecord(name, (), [], 0))
-        mismatch = _differing_call(of_group) or _absent(of_group)
-        if mismatch is not None:
-            found.append((mismatch.kind == "never_came", mismatch._replace(group=name)))
+        for mismatch in [_differing_call(of_group) or _absent(of_group), *_unmatched_transfers(of_group)]:
+            if mismatch is not None and records.keys() >= set(mismatch.ranks):
+                found.append((mismatch.kind == "never_came", mismatch._replace(group=name)))
     return [mismatch for _, mismatch in sorted(found, key=lambda each: each[0])]
 
 
@@ -73,7 +75,7 @@ def unusual_calls(records: Mapping[int, Mapping[str, GroupRecord]]) -> list[Mism
     """Return ranks whose newest call does not follow from their own past: another rank died of it, with its record."""
     found: list[Mismatch] = []
     for rank, groups in sorted(records.items()):
-        for name, record in groups.items():
+        for name, record in ((name, record) for name, record in groups.items() if record.calls):
             own = record.calls[-1]
             usual = _usual_successor(record, own)
             if usual is None or usual == own.signature:
@@ -91,12 +93,77 @@ def _absent(records: Mapping[int, GroupRecord]) -> Mismatch | None:
     if not behind:
         return None
     least = min(record.last for record in behind.values())
+    if _common_wait(records) is not None:  # a host that runs ahead has only queued more
+        return None
     late = tuple(sorted(rank for rank, record in behind.items() if record.last == least))
-    for record in records.values():
-        for call in record.calls:
-            if call.seq == least + 1 and not call.is_complete:
-                return Mismatch("", "never_came", late, call, None, True)
+    later = [call for record in records.values() for call in record.calls if call.seq > least]
+    missed = min((call.seq for call in later), default=0)
+    waiting = (call for call in later if call.seq == missed and not call.is_complete)
+    return next((Mismatch("", "never_came", late, call, None, True) for call in waiting), None)
+
+
+def _common_wait(records: Mapping[int, GroupRecord]) -> int | None:
+    """Return the number of the call that every rank has made and none has completed; None if there is none."""
+    first = {next((call.seq for call in record.calls if not call.is_complete), None) for record in records.values()}
+    return first.pop() if len(first) == 1 else None
+
+
+def break_circle(records: Mapping[int, Mapping[str, GroupRecord]], mismatches: Sequence[Mismatch]) -> Mismatch:
+    """Return the rank at fault if ranks wait for each other in different groups, or in transfers.
+
+    It is the one whose call does not follow from its own past, over all groups. If that is not one rank, all are named.
+    """
+    late = sorted({rank for each in mismatches for rank in each.ranks})
+    departed = {rank: found for rank in late if (found := _departure(records[rank])) is not None}
+    if len(departed) != 1:
+        return mismatches[0]._replace(kind="circle", ranks=tuple(late), is_certain=True)
+    ((rank, (own, usual)),) = departed.items()
+    missed = next(each for each in mismatches if rank in each.ranks)
+    kind: Kind = "left_out" if usual == (missed.group, *missed.expected.signature) else "added"
+    return missed._replace(kind=kind, ranks=(rank,), own=own, is_certain=True)
+
+
+def _departure(groups: Mapping[str, GroupRecord]) -> tuple[Collective, tuple[str, ...]] | None:
+    """Return the first call of a rank that did not use to follow what it had called before, and the one that did."""
+    calls = sorted(((name, call) for name, each in groups.items() for call in each.calls), key=lambda c: c[1].order)
+    past = [(name, *call.signature) for name, call in calls]
+    first = next((at for at, (_, call) in enumerate(calls) if not call.is_complete), len(calls))
+    for at in range(first, len(calls)):
+        usual = _usual_next(past[:at])
+        if usual not in (None, past[at]):
+            return calls[at][1], usual
     return None
+
+
+def not_begun(records: Mapping[int, Mapping[str, GroupRecord]]) -> tuple[Collective, tuple[int, ...]] | None:
+    """Return a call that every host has queued, and the ranks whose devices have not begun it while others wait in it.
+
+    Only NCCL records when a device begins a call.
+    """
+    for name in sorted({name for groups in records.values() for name in groups}):
+        of_group = {rank: groups[name] for rank, groups in records.items() if name in groups}
+        seq = _common_wait(of_group)
+        waits = {rank: call for rank, record in of_group.items() for call in record.calls if call.seq == seq}
+        late = tuple(sorted(rank for rank, call in waits.items() if not call.is_started))
+        if 0 < len(late) < len(waits):
+            return waits[late[0]], late
+    return None
+
+
+def _unmatched_transfers(records: Mapping[int, GroupRecord]) -> list[Mismatch]:
+    """Return the ranks that never came to a send or receive in which their peer waits. In a circle none is certain."""
+    pending = {rank: record.transfers for rank, record in records.items()}
+    ends = {(each.source, each.target, each.is_send) for transfers in pending.values() for each in transfers}
+    waits = {
+        rank: [each for each in transfers if (each.source, each.target, not each.is_send) not in ends]
+        for rank, transfers in pending.items()
+    }
+    is_free = {rank: not transfers for rank, transfers in pending.items()}
+    return [
+        Mismatch("", "never_came", (each.peer,), each.call, None, is_free.get(each.peer, True))
+        for transfers in waits.values()
+        for each in transfers
+    ]
 
 
 def _differing_call(records: Mapping[int, GroupRecord]) -> Mismatch | None:
@@ -155,15 +222,15 @@ def _following(record: GroupRecord, seq: int) -> list[Signature]:
 
 def _usual_successor(record: GroupRecord, call: Collective) -> Signature | None:
     """Return what used to follow the calls that came before `call`, in the past of the rank itself."""
-    signatures = [each.signature for each in record.calls if each.seq < call.seq]
-    context = signatures[-_CONTEXT:]
+    return _usual_next([each.signature for each in record.calls if each.seq < call.seq])
+
+
+def _usual_next(past: Sequence[T]) -> T | None:
+    """Return what used to follow the newest calls of a past; None if they never came before."""
+    context = past[-_CONTEXT:]
     if len(context) < _CONTEXT:
         return None
-    after = Counter(
-        signatures[at + _CONTEXT]
-        for at in range(len(signatures) - _CONTEXT)
-        if signatures[at : at + _CONTEXT] == context
-    )
+    after = Counter(past[at + _CONTEXT] for at in range(len(past) - _CONTEXT) if past[at : at + _CONTEXT] == context)
     return after.most_common(1)[0][0] if after else None
 
 

@@ -17,6 +17,7 @@ HangKind = Literal["stopped", "absent", "stuck", "desync", "network", "silent", 
 
 _ORDER = {"data": 0, "forward": 1, "backward": 2, "collective": 3, "optimizer": 4}
 """the phases of a step; the others come after it"""
+_SICK_DEVICE = "a kernel that never ends, or a sick GPU (`holdfast doctor`, dmesg for Xid)"
 _OF_A_RANK = ("absent", "stuck")
 """verdicts that blame ranks, and no collective between them"""
 
@@ -88,10 +89,23 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
     if (verdict := _stopped(by_rank)) is not None:
         return _with_context(verdict, by_rank, frames)
     records = _records(by_rank)
-    mismatches = desync.compare(records)
     # A rank that is late in one group because it waits in another is not the cause.
-    mismatches.sort(key=lambda each: (each.kind == "never_came", any(_is_waiting(records[r]) for r in each.ranks)))
+    waiting = {rank for rank, groups in records.items() if _is_waiting(groups)}
+    mismatches = [
+        each._replace(ranks=free)
+        if each.kind == "never_came" and (free := tuple(rank for rank in each.ranks if rank not in waiting))
+        else each
+        for each in desync.compare(records)
+    ]
+    mismatches.sort(key=lambda each: (each.kind == "never_came", not waiting.isdisjoint(each.ranks)))
     silent = sorted(set(range(world or 0)) - set(by_rank))
+    if mismatches and mismatches[0].kind == "never_came" and waiting.issuperset(mismatches[0].ranks):
+        late = {rank: by_rank[rank] for each in mismatches for rank in each.ranks}
+        is_circle = len(late) > 1 and all(not report.pid or report.is_overdue for report in late.values())
+        if silent:  # they may wait for a rank that sent nothing
+            mismatches = []
+        elif is_circle and _undelivered(mismatches[0], records) is None:
+            mismatches.insert(0, desync.break_circle(records, mismatches))
     if mismatches and mismatches[0].kind != "never_came":
         first = mismatches[0]
         culprits, kind, collective = list(first.ranks), "desync", first.expected.describe()
@@ -108,11 +122,21 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         summary = first.describe()
     elif silent:
         culprits, kind, collective, certain = silent, "silent", _waiting_in(by_rank), True
+        why = (
+            "sent no report: its node or its network is gone, or its run directory is not this one"
+            if any(report.pid for report in reports)
+            else "sent no report that can be read: its process ended before it wrote one, or it is elsewhere"
+        )
+        summary = f"{_ranks(silent)} {why}"
+    elif (begun := desync.not_begun(records)) is not None:
+        call, culprits = begun[0], list(begun[1])
+        kind, collective, certain = "device", call.describe(), True
         summary = (
-            f"{_ranks(silent)} sent no report: its node or its network is gone, or its run directory is not this one"
+            f"{_ranks(culprits)} has queued {call.describe()}, but its device has not begun it, and those of the others "
+            f"have: {_SICK_DEVICE}"
         )
     else:
-        culprits, kind, collective, certain, summary = _by_heartbeat(by_rank)
+        culprits, kind, collective, certain, summary = _by_heartbeat(by_rank, frames)
     verdict = HangVerdict(
         kind=kind,  # type: ignore[arg-type]
         summary=summary,
@@ -121,8 +145,24 @@ def judge(reports: Sequence[RankReport], world: int | None = None) -> HangVerdic
         evidence=[each.describe() for each in mismatches[1:4]],
         is_certain=certain,
     )
-    verdict = _blame_device(_excuse(verdict, by_rank, frames), by_rank)
+    verdict = _blame_device(_excuse(_pass_on(verdict, frames), by_rank, frames), by_rank)
     return _with_context(verdict, by_rank, frames)
+
+
+def _pass_on(verdict: HangVerdict, frames: Mapping[int, Stack | None]) -> HangVerdict:
+    """Leave out ranks that wait in torch.distributed themselves, by their stacks: gloo records no send and no receive."""
+    if verdict.kind != "absent":
+        return verdict
+    calls = {rank: "" if (stack := frames[rank]) is None else stack.communication for rank in verdict.culprits}
+    if not (waiting := [rank for rank in verdict.culprits if calls[rank]]):
+        return verdict
+    if free := [rank for rank in verdict.culprits if not calls[rank]]:
+        text = (
+            f"{_ranks(free)} did not come to where the other ranks are; {_ranks(waiting)} waits in {calls[waiting[0]]}"
+        )
+        return msgspec.structs.replace(verdict, culprits=free, summary=text)
+    text = f"{verdict.summary}; it waits in {calls[waiting[0]]} itself, and the records do not show for whom"
+    return msgspec.structs.replace(verdict, summary=text, is_certain=False)
 
 
 def _blame_device(verdict: HangVerdict, reports: Mapping[int, RankReport]) -> HangVerdict:
@@ -131,9 +171,8 @@ def _blame_device(verdict: HangVerdict, reports: Mapping[int, RankReport]) -> Ha
     if not stuck:
         return verdict
     text = (
-        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: a kernel that "
-        "never ends, or a sick GPU (`holdfast doctor`, dmesg for Xid); the line is where the host waits, and the "
-        "kernel was launched before it"
+        f"the device of {_ranks(stuck)} does not finish the work that was queued, and the host waits for it: "
+        f"{_SICK_DEVICE}; the line is where the host waits, and the kernel was launched before it"
     )
     return msgspec.structs.replace(verdict, kind="device", summary=text, culprits=stuck)
 
@@ -191,31 +230,45 @@ def _stopped(reports: Mapping[int, RankReport]) -> HangVerdict | None:
         text = f"{_ranks(stopped)} was stopped by a signal (SIGSTOP, or Ctrl-Z): `kill -CONT PID` continues it"
         return HangVerdict(kind="stopped", summary=text, culprits=stopped, collective=_waiting_in(reports))
     if gone and len(gone) < len(reports):
-        return HangVerdict(kind="absent", summary=f"the process of {_ranks(gone)} has ended", culprits=gone)
+        text = f"the process of {_ranks(gone)} has ended"
+        return HangVerdict(kind="absent", summary=text, culprits=gone, collective=_waiting_in(reports))
     return None
 
 
-def _by_heartbeat(reports: Mapping[int, RankReport]) -> tuple[list[int], HangKind, str, bool, str]:
-    """Compare the phases alone: no flight recorder tells the ranks apart."""
+def _by_heartbeat(
+    reports: Mapping[int, RankReport], frames: Mapping[int, Stack | None]
+) -> tuple[list[int], HangKind, str, bool, str]:
+    """Compare phases and stacks: no flight recorder tells the ranks apart."""
     collective = _waiting_in(reports)
     if len(reports) == 1:
         (rank,) = reports
-        return [rank], "stuck", collective, True, f"rank {rank} does not get on"
+        if collective:
+            return (
+                [rank],
+                "stuck",
+                collective,
+                False,
+                f"rank {rank} waits in {collective}; there is no record of another rank",
+            )
+        return [rank], "stuck", "", True, f"rank {rank} does not get on"
     places = {rank: (report.step, report.phase) for rank, report in reports.items()}
     counts = Counter(places.values())
-    if len(counts) == 1:
+    waiting = {rank for rank, groups in _records(reports).items() if _is_waiting(groups)}
+    waiting |= {rank for rank, report in reports.items() if report.phase == "collective"}
+    waiting |= {rank for rank, stack in frames.items() if stack is not None and stack.communication}
+    if waiting and len(waiting) < len(reports):
+        culprits, certain = sorted(set(reports) - waiting), True
+    elif len(counts) == 1:
         (step, phase) = next(iter(counts))
-        text = f"all {len(reports)} ranks are in the same place, {phase} of step {step}"
+        where = (
+            f"in the same place, {phase} of step {step}" if phase else "on record, and none is apart from the others"
+        )
+        text = f"all {len(reports)} ranks are {where}"
         if collective:
             text += f", and wait in {collective}: no rank is missing, so the network between them does not deliver"
         return sorted(reports), "network" if collective else "stuck", collective, bool(collective), text
-    records = _records(reports)
-    in_call = {rank for rank, groups in records.items() if _is_waiting(groups)}
-    waiting = in_call | {rank for rank, report in reports.items() if report.phase == "collective"}
-    (usual, most), (_, second) = counts.most_common(2)
-    if waiting and len(waiting) < len(reports):
-        culprits, certain = sorted(set(reports) - waiting), True
     else:
+        (usual, most), (_, second) = counts.most_common(2)
         if most == second:  # no majority: the ranks that are furthest behind
             behind = min(places.values(), key=lambda place: (place[0], _ORDER.get(place[1], len(_ORDER))))
             culprits, certain = sorted(rank for rank, place in places.items() if place == behind), False
@@ -282,6 +335,8 @@ def _line(report: RankReport, stack: Stack | None) -> str:
         for worker in report.workers:
             if line := _worker_line(worker):
                 return f"{line} (loader worker, process {worker.pid})"
+            if worker.state == "T":
+                return f"no line: its loader worker, process {worker.pid}, was stopped by a signal (kill -CONT continues it)"
     frame = stack.user_frame()
     return "" if frame is None else frame.describe()
 
@@ -312,8 +367,8 @@ def _waiting_in(reports: Mapping[int, RankReport]) -> str:
     """Return the newest collective that some rank has not completed; "" if that is not known."""
     for groups in _records(reports).values():
         for record in groups.values():
-            if record.calls and not record.calls[-1].is_complete:
-                return record.calls[-1].describe()
+            if (call := record.waits_in) is not None:
+                return call.describe()
     return "the agreement on a step" if any(r.phase == "collective" for r in reports.values()) else ""
 
 
@@ -326,7 +381,7 @@ def _records(reports: Mapping[int, RankReport]) -> dict[int, dict[str, flight_re
 
 
 def _is_waiting(groups: Mapping[str, flight_records.GroupRecord]) -> bool:
-    return any(record.calls and not record.calls[-1].is_complete for record in groups.values())
+    return any(record.waits_in is not None for record in groups.values())
 
 
 def _training_stack(report: RankReport) -> Stack | None:

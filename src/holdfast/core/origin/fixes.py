@@ -22,6 +22,16 @@ _BY_OP = [
     Fix("nll_loss|cross_entropy", "", "skip a batch whose labels are all ignored, or divide the sum by max(count, 1)"),
     Fix("softmax", "", f"{_FULLY_MASKED}; scaled_dot_product_attention returns 0 for them"),
     Fix(r"aten\.(sub|max|amax)\b", "softmax|max|exp", _FULLY_MASKED),
+    Fix("empty", "", "this memory is read before anything is written to it: use torch.zeros, or write all of it"),
+    Fix(
+        "det|Det", "", "the matrix is singular: add eps to its diagonal, or use a form that cannot be (LU, orthogonal)"
+    ),
+    Fix(
+        "inalg_?(E|e)ig|inalg_?(S|s)vd",
+        "",
+        "its gradient needs distinct eigenvalues: use the values only, or add noise",
+    ),
+    Fix("lgamma|Lgamma|digamma|Digamma", "", "keep the argument above 0: clamp_min(eps), or softplus(x) + eps"),
     Fix(r"aten\.log(2|10)?\b", "softmax", "use log_softmax in place of log(softmax(x))"),
     Fix(r"aten\.log(2|10)?\b", "sigmoid", "use logsigmoid, or binary_cross_entropy_with_logits"),
     Fix(
@@ -60,11 +70,21 @@ _BY_CAUSE: dict[Cause, str] = {
     "transient": "run the step again; count it against the device, and test that with holdfast doctor if it recurs",
     "not_established": "replay the step offline without a time limit",
 }
+_IN_FLOAT32 = "run this module in float32: half precision is too coarse for these values, bf16 more than float16"
+_OTHER_STEP = (
+    "make the replay the same step: its entry with autocast and every term of the loss, on the device of the run"
+)
+_RAISES = "make the step run to its end here, in the time that it has"
 _SCALED = "let the GradScaler lower its scale and skip this step; no module is at fault. If it recurs, use bf16"
 
 
-def choose_fix(origin: OriginReport, cause: Cause) -> str:
-    """Return what to change."""
+def choose_fix(origin: OriginReport, cause: Cause, *, is_healthy: bool | None = False) -> str:
+    """Return what to change. is_healthy: whether the step was in its replay; None: it did not run to its end."""
+    if cause == "not_established" and is_healthy is not False:
+        return _OTHER_STEP if is_healthy else _RAISES
+    if is_number(origin):
+        given = "the optimizer: its learning rate and other settings" if origin.phase == "optimizer" else "this line"
+        return f"one of the numbers that the code gives is NaN; look at those of {given}"
     if cause in ("data_row", "bad_state", "transient", "not_established", "learning_rate"):
         return _BY_CAUSE[cause]
     if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":
@@ -75,9 +95,31 @@ def choose_fix(origin: OriginReport, cause: Cause) -> str:
     if cause == "dtype_overflow":
         if origin.phase == "optimizer":
             return by_op or "keep weights and optimizer state in float32"
+        general = _IN_FLOAT32 if rounds_to_zero(origin) else _BY_CAUSE[cause]
         is_loss_of_range = "eps" in by_op or "QK-norm" in by_op
-        return f"{_BY_CAUSE[cause]}; {by_op}" if is_loss_of_range else _BY_CAUSE[cause]
+        return f"{general}; {by_op}" if is_loss_of_range else general
     return by_op or _BY_CAUSE[cause]
+
+
+def is_number(origin: OriginReport) -> bool:
+    """Return whether the bad value came as a Python number, so from a setting or from a batch."""
+    return origin.phase in ("input", "optimizer") and "Python number" in origin.detail
+
+
+def rounds_to_zero(origin: OriginReport) -> bool:
+    """Return whether the dtype lacks precision, not range: bfloat16 has the range of float32, and float16 made a 0."""
+    dtypes = {each.dtype for each in (*origin.inputs, *origin.outputs)}
+    is_undone_by_zero = re.search(r"aten\.(log|div|reciprocal|rsqrt|pow)", origin.op) is not None
+    return "bfloat16" in dtypes or (_has_zero(origin) and is_undone_by_zero)
+
+
+def is_out_of_float32(origin: OriginReport) -> bool:
+    """Return whether float32 may not hold the result either: bfloat16 has its range, and no value was rounded to 0."""
+    return any(each.dtype == "bfloat16" for each in (*origin.inputs, *origin.outputs)) and not _has_zero(origin)
+
+
+def _has_zero(origin: OriginReport) -> bool:
+    return any(each.zero_share and not each.nonfinite for each in origin.inputs)
 
 
 def _matches(fix: Fix, origin: OriginReport) -> bool:

@@ -12,7 +12,9 @@ Phase = Literal["forward", "backward", "optimizer", "state", "input", "none"]
 Cause = Literal[
     "dtype_overflow", "structural", "data_row", "bad_state", "learning_rate", "transient", "not_established"
 ]
-ComparisonName = Literal["as it was", "repeated", "fp32", "fp64 module", "fp64 op", "next batch", "weights before"]
+ComparisonName = Literal[
+    "as it was", "repeated", "fp32", "fp64 module", "fp64 op", "next batch", "weights before", "outlier set to 0"
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.core.origin.fixes import choose_fix
+from holdfast.core.origin.fixes import choose_fix, is_number, is_out_of_float32, rounds_to_zero
 from holdfast.core.origin.report import Cause, Comparison, OriginReport, ReplayVerdict
 
 _GREW = 10.0
@@ -14,6 +15,11 @@ _GREW = 10.0
 _EXPLODED = 1e6
 """an op that enlarges its arguments this many times is at fault itself, whatever the data"""
 _LOW = ("float16", "bfloat16")
+_LARGE = 1e4
+_SAME = 1e-3
+"""values that differ less are the same, on another device too"""
+_HAS_NO_VALUE = re.compile("div|sqrt|pow|log|reciprocal")
+"""ops that have no finite value for some arguments. Others exceed the range of the dtype"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +36,12 @@ class Facts:
     weights_growth: float = 1.0
     """how many times larger the weights are than in a certified state of a few steps before"""
     is_compiled: bool = False
+    failed_again: bool | None = None
+    """whether training ran the step again and it was bad again; None: it did not, or that is not known"""
+    differences: Sequence[str] = ()
+    """what of this step is not as it was in training"""
+    outlier: str = ""
+    """a single weight that is out of all proportion to its tensor"""
 
 
 class _Pattern:
@@ -42,6 +54,10 @@ class _Pattern:
         """Return whether a run was healthy; None if it did not run."""
         found = self._by_name.get(name)  # type: ignore[call-overload]
         return found.finite if found is not None and found.ran else None
+
+    def loss(self, name: str) -> float | None:
+        found = self._by_name.get(name)  # type: ignore[call-overload]
+        return found.loss if found is not None else None
 
     def why_not(self, name: str) -> str:
         found = self._by_name.get(name)  # type: ignore[call-overload]
@@ -58,7 +74,7 @@ def judge(origin: OriginReport, comparisons: Sequence[Comparison], facts: Facts)
         sentence=_sentence(origin, cause, facts, is_bad_in_any=_is_bad_in_any_precision(pattern)),
         evidence_for=reasons + found_for,
         evidence_against=against,
-        fix=choose_fix(origin, cause),
+        fix=choose_fix(origin, cause, is_healthy=pattern.healthy("as it was")),
         confidence=round(min(max(confidence, 0.05), 0.99), 2),
     )
 
@@ -80,14 +96,20 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
         was_bad = any(v is not None and not math.isfinite(v) for v in (facts.observed_loss, facts.observed_grad_norm))
         if first == repeated and origin.bad_state and not was_bad:  # the step was fine, so the state was what was found
             return "bad_state", 0.8, [f"not finite: {', '.join(origin.bad_state[:4])}; the step itself is healthy"]
+        if first and repeated and (doubt := _doubt_transient(pattern, facts)):
+            return "not_established", 0.3, [f"the step is healthy here; {doubt}"]
         sure = 0.9 if was_bad or first != repeated else 0.6
-        return "transient", sure - (0.2 if facts.is_compiled else 0.0), [reason]
+        return "transient", sure, [reason]
     if origin.phase == "state":
         return "bad_state", 0.95, [f"not finite before the step: {', '.join(origin.bad_state[:4]) or origin.detail}"]
     if origin.phase == "input":
         return "data_row", 0.95, [origin.detail or "an input was not finite"]
     if origin.phase == "optimizer":
         return _choose_in_update(origin)
+    is_mended = pattern.healthy("outlier set to 0")
+    if facts.outlier and (is_mended or (is_mended is None and _has_large_values(origin))):
+        proof = ["with 0 in its place, the step is healthy"] if is_mended else []
+        return "bad_state", 0.9 if is_mended else 0.6, [facts.outlier, *proof]
     if pattern.healthy("fp32"):
         return "dtype_overflow", 0.95, ["the same step in float32 is healthy"]
     is_next_bad = pattern.healthy("next batch") is False
@@ -112,6 +134,26 @@ def _choose(origin: OriginReport, pattern: _Pattern, facts: Facts) -> tuple[Caus
     return _choose_structural(origin, pattern)
 
 
+def _doubt_transient(pattern: _Pattern, facts: Facts) -> str:
+    """Return why a step that is healthy in its replay is no transient fault for sure; empty if it is one."""
+    if facts.failed_again is not None:
+        return "it failed twice while training, so this is not the same step" if facts.failed_again else ""
+    differences = [*facts.differences, *(["the model is compiled and was replayed eagerly"] * facts.is_compiled)]
+    if differences:
+        return f"it is not the same step: {'; '.join(differences)}"
+    now, then = pattern.loss("as it was"), facts.observed_loss
+    is_finite = then is not None and math.isfinite(then) and math.isfinite(facts.observed_grad_norm or 0.0)
+    if is_finite and now is not None and then is not None and math.isclose(now, then, rel_tol=_SAME):
+        return "its loss is the one that training measured, and no healthy step is known that would show it as high"
+    return ""
+
+
+def _has_large_values(origin: OriginReport) -> bool:
+    """Return whether the op at fault had arguments that a weight out of all proportion would explain."""
+    bounds = [each or 0.0 for values in origin.inputs for each in (values.minimum, values.maximum)]
+    return max(map(abs, bounds), default=0.0) > _LARGE
+
+
 def _is_bad_in_float32(pattern: _Pattern) -> bool:
     return pattern.healthy("fp32") is False or "already" in pattern.why_not("fp32")
 
@@ -124,9 +166,12 @@ def _choose_in_update(origin: OriginReport) -> tuple[Cause, float, list[str]]:
     dtypes = {each.dtype for each in (*origin.inputs, *origin.outputs)}
     if dtypes & set(_LOW):
         return "dtype_overflow", 0.85, [f"the update ran in {', '.join(sorted(dtypes & set(_LOW)))}"]
+    if is_number(origin):
+        return "structural", 0.8, [f"in the update {origin.detail}"]
     has_zero = any(each.zero_share for each in origin.inputs)
-    if has_zero and ("div" in origin.op or "sqrt" in origin.op):
-        return "structural", 0.7, ["the update divides by zero in float32"]
+    if _HAS_NO_VALUE.search(origin.op):
+        text = "the update divides by zero" if has_zero else f"{origin.op} has no finite value for these arguments"
+        return "structural", 0.7, [f"{text} in float32"]
     return "learning_rate", 0.7, ["finite weights and gradients became non-finite weights in float32"]
 
 
@@ -136,7 +181,7 @@ def _choose_structural(origin: OriginReport, pattern: _Pattern) -> tuple[Cause, 
         reasons.append("it happens in float32 too")
         confidence += 0.1
     elif {each.dtype for each in (*origin.inputs, *origin.outputs)} & set(_LOW):
-        if pattern.healthy("fp64 op"):
+        if pattern.healthy("fp64 op") and not is_out_of_float32(origin):
             return "dtype_overflow", 0.8, ["the op alone is healthy with the same arguments in float64"]
         if pattern.healthy("fp64 op") is None or not any(each.nonfinite for each in origin.inputs):
             return "not_established", 0.4, ["float32 was not tried, so a value out of the dtype's range is possible"]
@@ -157,8 +202,6 @@ def _evidence(
         found_for.append(_describe_op(origin))
     if facts.minimised:
         found_for.append(facts.minimised)
-    if cause == "transient" and facts.is_compiled:
-        against.append("the model is compiled and was replayed eagerly: its kernels may round differently")
     if cause == "structural" and pattern.healthy("fp64 module"):
         against.append("the module is healthy in float64: the values exceed the range of the dtype")
     if cause in ("structural", "dtype_overflow") and pattern.healthy("weights before"):
@@ -204,14 +247,16 @@ def _sentence(origin: OriginReport, cause: Cause, facts: Facts, *, is_bad_in_any
     if cause == "not_established":
         return f"not established{f'; the first bad value: {op}' if origin.op else ''}"
     if cause == "bad_state":
-        return f"the state was bad before the step: {', '.join(origin.bad_state[:4]) or origin.detail}"
+        return f"the state was bad before the step: {', '.join(origin.bad_state[:4]) or facts.outlier or origin.detail}"
     if cause == "data_row":
         rows = origin.bad_input_rows or ([facts.sample] if facts.sample is not None else [])
+        if is_number(origin):
+            return f"the data or a setting is bad: {origin.detail}{place}"
         return f"the data is bad: {f'row {rows[0]}' if len(rows) == 1 else f'rows {rows[:8]}' if rows else 'an input'}"
     if cause == "learning_rate":
         return f"the weights have run away, the learning rate is too high; {made}"
     if cause == "dtype_overflow" and origin.loss_scale is not None and origin.phase == "backward":
         return f"the gradient exceeds {dtype} under a loss scale of {origin.loss_scale:g}; no module is at fault"
     if cause == "dtype_overflow":
-        return f"{made}: the range of {dtype} does not suffice"
+        return f"{made}: the {'precision' if rounds_to_zero(origin) else 'range'} of {dtype} does not suffice"
     return f"{made}, in any precision" if is_bad_in_any and not origin.is_spike else made

@@ -21,6 +21,8 @@ _NAMES = {
     "memory_peak": "gpu/peak_gb",
     "memory_reserved": "gpu/reserved_gb",
 }
+_MAX_TEXT = 1000
+"""an alert that is longer reaches neither a chat nor the environment of a command"""
 _MARKED_ACTIONS = ("rollback", "skip", "skip_data", "cut_lr", "hold_lr", "stop")
 _MARKED_FINDINGS = ("slowdown", "straggler", "memory_leak", "fragmentation", "memory_capacity", "host_growth")
 
@@ -35,7 +37,12 @@ def scalars(row: dict[str, Any]) -> dict[str, float]:
 
 
 def describe_mark(event: dict[str, Any]) -> str | None:
-    """Return an event that belongs on the curves as one line; None for any other event."""
+    """Return an event that belongs on the curves as one line of bounded length; None for any other event."""
+    text = _describe(event)
+    return text if text is None or len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}… ({len(text):,} characters)"
+
+
+def _describe(event: dict[str, Any]) -> str | None:
     name, step = event.get("event"), event.get("step")
     at = "" if step is None else f"step {step}: "
     if name == "incident_opened":

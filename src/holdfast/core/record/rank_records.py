@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.core.base import durable
-from holdfast.core.base.clock import Clock
 from holdfast.core.record.journal import Journal
 
 FOLDER = "ranks"
@@ -25,9 +24,8 @@ def rank_file(run_dir: str | os.PathLike[str], rank: int) -> Path:
 class RankRecords:
     """Appends events to the file of one rank, from any thread. The first event makes the file; most runs have none."""
 
-    def __init__(self, run_dir: str | os.PathLike[str], rank: int, *, clock: Clock | None = None) -> None:
+    def __init__(self, run_dir: str | os.PathLike[str], rank: int) -> None:
         self.path = rank_file(run_dir, rank)
-        self._clock = clock
         self._journal: Journal | None = None
         self._lock = threading.Lock()
 
@@ -49,7 +47,7 @@ class RankRecords:
         try:
             durable.make_folder(folder)
             durable.refuse_links(folder.parent, folder)
-            journal = Journal(self.path, clock=self._clock)
+            journal = Journal(self.path)
             durable.fsync_folder(folder)
             durable.fsync_folder(folder.parent)
         except OSError as error:

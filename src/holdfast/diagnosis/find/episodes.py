@@ -24,10 +24,14 @@ def find(table: Table) -> tuple[list[Episode], list[Note]]:
             watched, watch_notes = watch_only.find(losses, [*episodes, *loss_episodes])
             episodes += [*loss_episodes, *watched]
             notes += [*loss_notes, *watch_notes]
+            if losses.is_running_sum:
+                text = "the log sums the loss up and begins again at 0; only the last record of each sum is judged"
+                notes.append(Note(kind="running_sum", start=losses.step[0], end=losses.step[-1], text=text))
         episodes, unrewarded = other_columns.without_unrewarded(table, episodes)
         episodes, opposed = other_columns.without_adversaries(table, episodes)
         notes += [*unrewarded, *opposed]
     if not any(e.kind == "scale_collapse" for e in episodes):
         episodes += gradients.find_falling_scale(table)
     episodes += other_columns.find(table, episodes)
+    notes += other_columns.how_it_ended(table)
     return sorted(episodes, key=lambda e: (e.first, e.last)), sorted(notes, key=lambda n: n.start)

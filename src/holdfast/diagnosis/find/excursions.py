@@ -32,6 +32,8 @@ _SINGLE_ROWS = 5
 _EVEN_SHARE = 0.02
 """distances between excursions that differ by less are planned: resets, restarts"""
 _MERGE_ROWS = 8
+_LEAST_RATIO, _LEAST_RISE = 1.25, 3.0
+_SHORT_ROWS, _MANY_SHORT = 3, 8
 _BLOCK, _LEAP_RATIO, _MAX_HINDSIGHT = 16, 1.4, 1_000_000
 
 
@@ -69,7 +71,8 @@ def find(losses: Losses) -> tuple[list[Episode], list[Note]]:
         if not any(_overlap(other, episode) for other in episodes if other.kind in _DIVERGENCES):
             episodes.append(episode)
     episodes, planned = _without_planned(losses, _merge(episodes))
-    return episodes, [*planned, *_restarts(losses)]
+    episodes, noise = _without_outliers(episodes)
+    return episodes, [*planned, *noise, *_restarts(losses)]
 
 
 def _seen_in_hindsight(losses: Losses) -> list[Episode]:
@@ -101,13 +104,7 @@ def _seen_in_hindsight(losses: Losses) -> list[Episode]:
         peak, at = float(loss[group].max()), float(level[first])
         if at <= 0:
             continue
-        evidence = {
-            "level": at,
-            "peak": peak,
-            "noise": float(noise[first]),
-            "rows": last - first + 1,
-            "ratio": peak / at,
-        }
+        evidence = _measured(at, peak, float(noise[first]), last - first + 1, peak / at)
         episodes.append(_episode(losses, "spike_recovered", first, last, 0.75, evidence, []))
     return episodes if len(episodes) <= 2 * _COMMON_SPIKES else []
 
@@ -138,15 +135,13 @@ def _ends_at_higher_level(losses: Losses) -> list[Episode]:
         near = float(np.median(after[: 2 * _SHIFT_RECORDS]))
         if near - level < 0.5 * (risen - level):
             continue  # a slow rise
-        evidence = {
-            "level": level,
-            "peak": float(after.max()),
-            "noise": noise,
-            "rows": len(after),
-            "ratio": risen / level,
-        }
+        evidence = _measured(level, float(after.max()), noise, len(after), risen / level)
         return [_episode(losses, "divergence", since + int(i), since + len(loss) - 1, 0.8, evidence, [])]
     return []
+
+
+def _measured(level: float, peak: float, noise: float, rows: int, ratio: float | None) -> dict[str, Any]:
+    return {"level": level, "peak": peak, "noise": noise, "rows": rows, "ratio": ratio}
 
 
 def _noise(values: Floats) -> float:
@@ -168,6 +163,19 @@ def _without_planned(losses: Losses, episodes: list[Episode]) -> tuple[list[Epis
     )
     note = Note(kind="planned_reset", start=spikes[0].start, end=spikes[-1].end, text=text)
     return [episode for episode in episodes if episode not in spikes], [note]
+
+
+def _without_outliers(episodes: list[Episode]) -> tuple[list[Episode], list[Note]]:
+    """Turn many single high records into a note: they are the noise of its batches, and so is what is no higher."""
+    spikes = [e for e in episodes if e.kind == "spike_recovered"]
+    short = [e for e in spikes if e.last - e.first < _SHORT_ROWS]
+    if len(short) < _MANY_SHORT:
+        return episodes, []
+    highest = max(e.evidence["peak"] for e in short)
+    usual = [e for e in spikes if e.last - e.first < _LONG_ROWS and e.evidence["peak"] < 1.5 * highest]
+    text = f"{len(usual)} times a few records are high, up to {highest:.4g}, and the next are not: the noise of batches"
+    note = Note(kind="outliers", start=usual[0].start, end=usual[-1].end, text=text)
+    return [e for e in episodes if e not in usual], [note]
 
 
 def _begins_inside(episode: Episode, other: Episode) -> bool:
@@ -285,7 +293,7 @@ def _ends_above_best(losses: Losses) -> list[Episode]:
     best, rest = float(smooth[best_at]), smooth[best_at:]
     noise = 1.4826 * float(np.median(np.abs(np.diff(smooth)))) / math.sqrt(2.0)
     last = float(np.median(rest[-3:]))
-    if len(rest) < 6 or last < _END_RATIO * best or last - best < 6.0 * noise:
+    if len(rest) < 6 or last < _END_RATIO * best or last - best < max(6.0 * noise, _LEAST_RISE * _noise(loss)):
         return []
     thinned = [float(v) for v in rest[:: max(1, len(rest) // 24)]]
     came_from = smooth[max(0, best_at - 16) : max(0, best_at - 1)]
@@ -320,6 +328,8 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     rows = end - first + 1
     if peak <= limit or (not is_slow and returned and _stays_in_band(losses, first, end, peak)):
         return None
+    if not is_slow and returned and 0 < peak < _LEAST_RATIO * level:
+        return None
     is_costly = any(f.severity is Severity.ROLLBACK for f in candidate.findings) or not candidate.findings
     if not is_costly and not _counts_as_single(losses, level, peak, rows):
         return None
@@ -329,7 +339,7 @@ def _follow(losses: Losses, candidate: Candidate) -> Episode | None:
     if kind is None:
         return None
     ratio = peak / level if level > 0 else None
-    evidence = {"level": level, "peak": peak, "noise": noise, "rows": rows, "ratio": ratio}
+    evidence = _measured(level, peak, noise, rows, ratio)
     confidence = 0.9 if is_costly and not is_slow else 0.75
     return _episode(losses, kind, first, max(first, end), confidence, evidence, candidate.findings)
 
@@ -338,6 +348,8 @@ def _stays_in_band(losses: Losses, first: int, end: int, peak: float) -> bool:
     """Return whether a short excursion does not leave the band that it returns to, or is the overshoot of a first update."""
     if end - first >= _SINGLE_ROWS:
         return False
+    if losses.is_mean_anew(first):
+        return True
     around = np.concatenate([losses.before(first), losses.loss[end + 1 : end + 1 + RECORDS_BEFORE]])
     around = around[np.isfinite(around)]
     is_overshoot = first <= 2 and bool(len(around)) and peak < 2.0 * float(losses.loss[0])

@@ -16,9 +16,13 @@ COLLECTIVE = re.compile(
 )
 PARTIAL = re.compile(r"health check failed|liveness (check|probe) failed|sum mismatch|desync", re.IGNORECASE)
 
+_DECISIONS = ("finding", "plan", "action", "outcome")
+"""events of a journal: replicas that differ are in them, and are no hang"""
+
 
 def hang_events(table: Table) -> list[Event]:
-    return [e for e in table.events if e.kind == "hang" or COLLECTIVE.search(e.text) or PARTIAL.search(e.text)]
+    texts = [e for e in table.events if e.kind not in _DECISIONS]
+    return [e for e in texts if e.kind == "hang" or COLLECTIVE.search(e.text) or PARTIAL.search(e.text)]
 
 
 def find(table: Table) -> list[Episode]:

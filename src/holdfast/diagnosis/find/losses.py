@@ -28,6 +28,8 @@ RECORDS_BEFORE = 30
 _NEAR_SHIFT = 60
 _FULL_SCAN = 200_000
 _LEARN, _FOLLOW = 1500, 200
+_ANEW = 4.0
+"""times the usual difference of two records, for the first record of an epoch"""
 _BLOCK, _FEW = 256, 5
 _THINNED = 100_000
 
@@ -45,6 +47,10 @@ class Losses:
     def __init__(self, table: Table) -> None:
         self.table = table
         self.rows = np.flatnonzero(table.present["loss"])
+        self.is_running_sum = _is_running_sum(table.columns["loss"][self.rows])
+        """the log sums the losses up until an epoch ends: only the last record of each sum is judged"""
+        if self.is_running_sum:
+            self.rows = self.rows[:-1][np.diff(table.columns["loss"][self.rows]) < 0]
         self.step: Floats = table.step[self.rows]
         self.loss: Floats = table.columns["loss"][self.rows]
         self.finite = np.isfinite(self.loss)
@@ -110,6 +116,17 @@ class Losses:
         """Return whether an index is at or shortly after a shift."""
         return any(shift <= index + 1 and index - shift <= _NEAR_SHIFT for shift in self.shifts)
 
+    def is_mean_anew(self, index: int) -> bool:
+        """Return whether an epoch begins at an index and the log has means since that: the first is one batch alone."""
+        epoch = self.table.columns.get("epoch")
+        if epoch is None or not index or index >= len(self.loss) or not self.finite.all():
+            return False
+        begins = np.append(False, np.diff(epoch[self.rows]) > 0)
+        leaps = np.abs(np.diff(self.loss, prepend=self.loss[0]))
+        if not begins[index] or begins.sum() < 3 or begins.mean() > 0.2:
+            return False
+        return bool(np.median(leaps[begins]) > _ANEW * np.median(leaps[~begins]))
+
     def since_shift(self, index: int) -> int:
         return max((shift for shift in self.shifts if shift <= index), default=0)
 
@@ -128,6 +145,16 @@ def settings(records: int, interval: float) -> DetectSection:
     """Return the online settings, with less warm-up for a short log."""
     plateau = max(200.0, 0.25 * records) * interval
     return DetectSection(warmup_steps=max(8, min(40, records // 8)), plateau_steps=max(1, int(min(plateau, 1e9))))
+
+
+def _is_running_sum(loss: Floats) -> bool:
+    """Return whether the loss only grows, again and again from near 0."""
+    if len(loss) < 2 * MIN_RECORDS or not np.isfinite(loss).all() or loss.min() < 0:
+        return False
+    drops = np.flatnonzero(np.diff(loss) < 0)
+    if not 3 <= len(drops) <= 0.2 * len(loss):
+        return False
+    return bool(np.median(loss[drops + 1]) < 0.5 * np.median(loss[drops]))
 
 
 def _select_rows(table: Table, rows: NDArray[np.intp]) -> Table:

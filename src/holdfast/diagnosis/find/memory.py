@@ -6,7 +6,6 @@ reserved memory grows. Running out of memory with neither is a matter of capacit
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,6 @@ from holdfast.diagnosis.model.table import Event, Table
 from holdfast.diagnosis.model.trend import fit_trend
 
 ALLOCATED = ("memory_allocated", "memory_peak")
-_OOM = re.compile(r"out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY|oom-kill|HIP out of memory", re.IGNORECASE)
 _PARTS = 5
 
 
@@ -35,7 +33,7 @@ class MemoryTrend(NamedTuple):
 
 
 def oom_events(table: Table) -> list[Event]:
-    return [event for event in table.events if event.kind == "oom" or _OOM.search(event.text)]
+    return [event for event in table.events if event.kind == "oom" or parse(event.text)]
 
 
 def failed_allocations(table: Table) -> list[OutOfMemory]:

@@ -89,6 +89,13 @@ def _said_by_the_log(table: Table, known: list[Episode]) -> list[Episode]:
     return [_episode(table, kinds[last.kind], row, len(table) - 1, {"column": "", "said": last.text[:120]})]
 
 
+def how_it_ended(table: Table) -> list[Note]:
+    """Return a note with the line that says that the run was killed or failed, if no record follows it."""
+    end = float(table.step[-1]) if len(table) else 0.0
+    last = [e for e in table.events if e.kind in ("killed", "error") and (e.step is None or e.step >= end)][-1:]
+    return [Note(kind=f"ended_{e.kind}", start=end, end=end, text=f"the log ends with: {e.text[:160]}") for e in last]
+
+
 def _nan_for_good(table: Table) -> list[Episode]:
     series = {name: table.series(name) for name in table.columns if name not in ("loss", "grad_norm")} | table.evals
     for name, (steps, values) in series.items():

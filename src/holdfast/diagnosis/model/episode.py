@@ -22,7 +22,7 @@ CURVE_KINDS = {
     "dead_run": "the logged values are constant or all zero",
 }
 MACHINE_KINDS = {
-    "oom": "the device ran out of memory",
+    "oom": "memory ran out",
     "memory_leak": "allocated memory rises and does not stop",
     "fragmentation": "the gap between reserved and allocated memory grows",
     "hang": "a rank or a collective hangs",

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.diagnosis.model.table import Series
+
 Array = NDArray[np.float64]
 
 
@@ -42,6 +44,8 @@ class ComparedRun:
     evals: dict[str, list[tuple[int | None, float]]] = field(default_factory=dict)
     recoveries: list[Recovery] | None = None
     """None if this log does not record them"""
+    nonfinite_since: float | None = None
+    """the step from which on no loss is finite; None if the last one is"""
     restarts: dict[str, Any] = field(default_factory=dict)
     """settings that a restart changed, with their new values"""
     status: str | None = None
@@ -54,6 +58,14 @@ class ComparedRun:
         """Return a column that has at least one finite value, else None."""
         values = self.columns.get(name)
         return values if values is not None and bool(np.isfinite(values).any()) else None
+
+
+def find_nonfinite_end(loss: Series) -> float | None:
+    """Return the step from which on no logged loss is finite; None if the last one is, or none is logged."""
+    order = np.argsort(loss.step, kind="stable")
+    finite = np.flatnonzero(np.isfinite(loss.value[order]))
+    first = int(finite[-1]) + 1 if len(finite) else 0
+    return float(loss.step[order[first]]) if first < len(order) else None
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

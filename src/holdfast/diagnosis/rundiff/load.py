@@ -13,7 +13,7 @@ from holdfast.core.base.errors import LogRefused, RunDirError
 from holdfast.core.record.rundir import RunDir
 from holdfast.diagnosis.model.table import Table
 from holdfast.diagnosis.rundiff import rundir
-from holdfast.diagnosis.rundiff.compared_run import ComparedRun, as_finite, flatten
+from holdfast.diagnosis.rundiff.compared_run import ComparedRun, as_finite, find_nonfinite_end, flatten
 
 # Names that other tools use for the known facts, matched at the end of the name of a setting.
 _ALIASES = {
@@ -67,6 +67,7 @@ def from_table(table: Table) -> ComparedRun:
         order = order[np.append(np.diff(table.step[order]) > 0, True)]
     columns = {name: np.where(table.present[name][order], table.columns[name][order], np.nan) for name in table.columns}
     run = ComparedRun(table.path, table.format, table.step[order].astype(np.float64), columns)
+    run.nonfinite_since = find_nonfinite_end(table.series("loss"))
     tokens = columns.get("tokens", np.empty(0))
     finite = np.isfinite(tokens)
     if finite.sum() > 1 and tokens[finite][-1] > tokens[finite][0]:  # some tools log a column of zeros

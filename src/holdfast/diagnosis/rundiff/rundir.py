@@ -15,7 +15,7 @@ from holdfast.core.record.events import event_problem
 from holdfast.core.record.journal import MAX_BYTES, MAX_LINE_BYTES, with_current_names
 from holdfast.core.record.rundir import RunDir
 from holdfast.diagnosis.rundiff.checks import check_for_setting
-from holdfast.diagnosis.rundiff.compared_run import ComparedRun, Recovery, as_finite, flatten
+from holdfast.diagnosis.rundiff.compared_run import ComparedRun, Recovery, as_finite, find_nonfinite_end, flatten
 
 _CURVES = ("loss", "grad_norm", "lr")
 # Not settings: other places of the record hold these in a better form.
@@ -101,6 +101,7 @@ def _read_curves(run: ComparedRun, place: Path) -> None:
         return
     run.step = table.step
     run.columns = {n: np.where(table.present[n], table.columns[n], np.nan) for n in _CURVES if table.has(n)}
+    run.nonfinite_since = find_nonfinite_end(table.series("loss"))
     batch_size = table.columns.get("batch_size")
     if batch_size is not None and bool(np.isfinite(batch_size).all()):
         run.samples = np.cumsum(batch_size)

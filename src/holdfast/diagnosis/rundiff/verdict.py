@@ -43,31 +43,35 @@ def write_verdict(
     missing: list[NotCompared],
 ) -> DiffVerdict:
     counted = [s for s in suspects if s.score >= _MIN_SCORE]
-    worse = _worse_run(evals)
+    by_evals, by_loss = _worse_run(evals), _worse_by_loss(a, b, loss)
+    worse, nonfinite = by_evals or by_loss, _describe_nonfinite(a, b)
+    curves = _describe_loss(loss, "Up to there the" if nonfinite else "The")
     is_equal = loss is not None and loss.identical_steps == len(a.step) == len(b.step)
     evals_differ = any(e.worse is not None for e in evals)
     if not counted:
-        text = _no_suspect(is_equal, evals_differ, loss, missing)
+        which = _which_lost(by_loss, loss)
+        text = f"{nonfinite} {which} {_no_suspect(is_equal, evals_differ, curves, missing)}".strip().replace("  ", " ")
         identical = is_equal and not suspects and not evals_differ
         return DiffVerdict(text=text, suspect=None, worse=worse, identical=identical)
     first = counted[0]
     more = f" and {len(counted) - 6} more" if len(counted) > 6 else ""
     sentences = [
-        _which_is_worse(worse, evals, loss),
+        nonfinite,
+        _which_is_worse(by_evals, evals) or _which_lost(by_loss, loss),
         f"The runs differ in: {', '.join(s.name for s in counted[:6])}{more}.",
     ]
-    sentences.append(f"{_cause(first, counted, worse, evals)}, because {first.reason}.")
+    sentences.append(f"{_cause(first, counted, by_evals, evals)}, because {first.reason}.")
     if first.against:
         sentences.append(f"Against it: {'; '.join(first.against)}.")
-    sentences.append("The training losses are bit-identical." if is_equal else _describe_loss(loss))
+    sentences.append("The training losses are bit-identical." if is_equal else curves)
     not_ruled_out = [m.name for m in missing if m.check in _HOW_TO_RECORD and m.check != "evals"]
     if not_ruled_out:
         sentences.append(f"Not compared, so not ruled out: {', '.join(not_ruled_out)}.")
     return DiffVerdict(text=" ".join(s for s in sentences if s), suspect=first.check, worse=worse, identical=False)
 
 
-def _which_is_worse(worse: str | None, evals: list[EvalComparison], loss: CurveComparison | None) -> str:
-    """Say which run is worse, by the evaluations or else by the training loss."""
+def _which_is_worse(worse: str | None, evals: list[EvalComparison]) -> str:
+    """Say which run is worse by the evaluations."""
     if worse is not None:
         worst = max((e for e in evals if e.worse == worse), key=lambda e: abs(_size(e.change)))
         values = (worst.a, worst.b) if worse == "a" else (worst.b, worst.a)
@@ -75,12 +79,30 @@ def _which_is_worse(worse: str | None, evals: list[EvalComparison], loss: CurveC
         direction = "higher" if higher else "lower"
         text = f"{worst.metric} {_fmt(values[0])} against {_fmt(values[1])} ({direction} is better)."
         return f"{worse.upper()} is worse: {text}"
-    if loss is not None and loss.parted and abs(loss.gap) > loss.noise > 0:
-        name, values = ("B", (loss.b_end, loss.a_end)) if loss.gap > 0 else ("A", (loss.a_end, loss.b_end))
-        return (
-            f"{name} is worse: its training loss ends at {_fmt(values[0])} against {_fmt(values[1])} (lower is better)."
-        )
     return ""
+
+
+def _worse_by_loss(a: ComparedRun, b: ComparedRun, loss: CurveComparison | None) -> Literal["a", "b"] | None:
+    """Return the run whose loss ends non-finite, or else higher beyond the noise."""
+    if (a.nonfinite_since is None) != (b.nonfinite_since is None):
+        return "b" if a.nonfinite_since is None else "a"
+    if loss is not None and loss.parted and abs(loss.gap) > loss.noise > 0:
+        return "b" if loss.gap > 0 else "a"
+    return None
+
+
+def _which_lost(worse: str | None, loss: CurveComparison | None) -> str:
+    """Say by how much the loss of one run ends higher."""
+    if loss is None or not loss.parted or worse != ("b" if loss.gap > 0 else "a"):
+        return ""
+    low, high = sorted((loss.a_end, loss.b_end))
+    return f"{worse.upper()} is worse: its training loss ends at {_fmt(high)} against {_fmt(low)} (lower is better)."
+
+
+def _describe_nonfinite(a: ComparedRun, b: ComparedRun) -> str:
+    """Say whose loss is NaN or Inf to its end: its curve is compared up to there."""
+    ends = [(name, run.nonfinite_since) for name, run in (("A", a), ("B", b)) if run.nonfinite_since is not None]
+    return " ".join(f"The loss of {name} is NaN or Inf from step {since:.0f} on." for name, since in ends)
 
 
 def _cause(first: Suspect, counted: list[Suspect], worse: str | None, evals: list[EvalComparison]) -> str:
@@ -112,18 +134,18 @@ def _worse_run(evals: list[EvalComparison]) -> Literal["a", "b"] | None:
     return None if total == 0 else "b" if total > 0 else "a"
 
 
-def _describe_loss(loss: CurveComparison | None) -> str:
+def _describe_loss(loss: CurveComparison | None, the: str) -> str:
     if loss is None:
         return ""
     if not loss.parted:
-        return f"The training losses agree within noise (at the end the gap is {loss.gap:+.2%})."
+        return f"{the} training losses agree within noise (at the end the gap is {loss.gap:+.2%})."
     times = f", {abs(loss.gap) / loss.noise:.1f} times the noise of one step" if loss.noise > 0 else ""
     side = "above" if loss.gap > 0 else "below"
-    start = f"The training losses part at step {loss.parts_at_step:.0f} of A"
+    start = f"{the} training losses part at step {loss.parts_at_step:.0f} of A"
     return f"{start}; B ends {abs(loss.gap):.2%} {side} A{times}."
 
 
-def _no_suspect(is_equal: bool, evals_differ: bool, loss: CurveComparison | None, missing: list[NotCompared]) -> str:
+def _no_suspect(is_equal: bool, evals_differ: bool, curves: str, missing: list[NotCompared]) -> str:
     not_compared = f" Not compared: {', '.join(m.name for m in missing)}." if missing else ""
     if is_equal and not evals_differ:
         text = "The runs are identical: no recorded setting differs, and all training losses are bit-identical."
@@ -132,9 +154,8 @@ def _no_suspect(is_equal: bool, evals_differ: bool, loss: CurveComparison | None
             "The training is bit-identical and no recorded setting differs, but the evaluations do: compare how they "
             "were evaluated (checkpoint, decode settings, prompts)."
         )
-    elif loss is not None:
-        text = f"{_which_is_worse(None, [], loss)} No recorded setting differs, but the losses do: chance, or an "
-        text = f"{text}unrecorded difference. {_describe_loss(loss)}".lstrip()
+    elif curves:
+        text = f"No recorded setting differs, but the losses do: chance, or an unrecorded difference. {curves}"
     else:
         text = "No comparable setting differs."
     return text + not_compared

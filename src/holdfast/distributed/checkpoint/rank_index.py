@@ -69,8 +69,8 @@ class RankIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tensors: tuple[ChunkRecord, ...]
     parts: str
     """the rest of this rank's state, as JSON"""
-    parts_sum: int | None = None
-    """CRC-32 of `parts`; None in files of an earlier version"""
+    parts_sum: int
+    """CRC-32 of `parts`"""
 
 
 def bin_name(rank: int) -> str:
@@ -121,7 +121,7 @@ def _problem(index: RankIndex) -> str | None:
     """Return what is inconsistent in the index, or None."""
     if not (0 <= index.rank < index.world):
         return f"says rank {index.rank} of {index.world}"
-    if index.parts_sum is not None and zlib.crc32(index.parts.encode()) != index.parts_sum:
+    if zlib.crc32(index.parts.encode()) != index.parts_sum:
         return "has parts that do not match their checksum"
     at, seen = 0, set()
     for chunk in index.tensors:

@@ -100,8 +100,7 @@ def _choose_writers(tensors: Mapping[str, Tensor], is_private: IsPrivate, size: 
 
 def _replicas(name: str, value: Any, size: int) -> np.ndarray:
     """Return one row for each replica: the ranks that together hold the whole tensor once."""
-    slices = mesh_slices(value.device_mesh)
-    ranks = np.array(value.device_mesh.mesh.tolist())[None] if slices is None else slices
+    ranks = mesh_slices(value.device_mesh)
     if int(ranks.max()) >= size:
         raise RunDirError(
             f"the mesh of {name} has rank {int(ranks.max())}, but the world size is {size}: pass the world's size"

@@ -17,7 +17,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 """for the child of these probes: a pinned core must do the work itself"""
 CPU = "cpu"
 _GB = 1e9
-_MIN_SHARED_BYTES = 1 << 30
+_MIN_SHARED_BYTES, _NO_SHARED_BYTES = 1 << 30, 1 << 20
 _MIN_FILES, _MIN_PROCESSES = 4096, 4096
 _MIN_LOCKED_BYTES = 64 << 20
 _PATTERNS = (0, 0xFFFF_FFFF_FFFF_FFFF, 0xAAAA_AAAA_AAAA_AAAA, 0x5555_5555_5555_5555)
@@ -130,11 +130,12 @@ def check_shared_memory(settings: ProbeSettings) -> ProbeResult:
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     if not writable:
         return failed(name, f"{place} cannot be written", "mount it with mode 1777: loader workers need it")
-    text = f"{place}: {free / _GB:.2f} of {size / _GB:.2f} GB free"
+    text = f"{place}: {free / 1e6:,.1f} of {size / 1e6:,.1f} MB free"
     numbers = {"free": (free / _GB, "GB"), "size": (size / _GB, "GB")}
     if free < _MIN_SHARED_BYTES:
         cure = "give it more (docker run --shm-size=8g), or remove what is left there: loader workers die of SIGBUS"
-        return make(name, ProbeStatus.WARNING, text, cure, numbers)
+        severity = ProbeStatus.FAILED if free < _NO_SHARED_BYTES else ProbeStatus.WARNING
+        return make(name, severity, text, cure, numbers)
     return ok(name, text, numbers)
 
 
@@ -142,7 +143,7 @@ def check_limits(settings: ProbeSettings) -> ProbeResult:
     """Compare the limits of this process with what a training run needs."""
     problems = list(_limit_problems())
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    numbers = {"open_files": (_finite(files), "files")}
+    numbers = {"open_files": (float(files), "files")} if files != resource.RLIM_INFINITY else {}
     if not problems:
         return ok("limits", "open files, processes, locked memory, file size and address space leave room", numbers)
     is_note = all(severity == ProbeStatus.NOTE for severity, _, _ in problems)
@@ -169,6 +170,8 @@ def _limit_problems() -> Iterator[tuple[ProbeStatus, str, str]]:
         yield warning, f"files may have {size / _GB:.3g} GB: a larger checkpoint fails", "ulimit -f unlimited"
     if (space := soft(resource.RLIMIT_AS)) != float("inf"):
         yield warning, f"{space / _GB:.3g} GB of address space: CUDA reserves more", "ulimit -v unlimited"
+    if (seconds := soft(resource.RLIMIT_CPU)) != float("inf"):
+        yield warning, f"{seconds:g} s of processor time: then SIGXCPU ends the process", "ulimit -t unlimited"
     if (locked := soft(resource.RLIMIT_MEMLOCK)) < _MIN_LOCKED_BYTES:
         has_fabric = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
         cure = "ulimit -l unlimited, and for Slurm PropagateResourceLimitsExcept=MEMLOCK"

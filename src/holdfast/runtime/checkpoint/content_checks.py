@@ -35,8 +35,9 @@ class _SmallState(msgspec.Struct):
     interventions: Interventions
     scaler: dict[str, Any] | None
     registered: dict[str, Any]
-    wrapped: list[bool | None] = []
-    gradient_orders: list[list[int] | None] = []
+    splits: Any
+    wrapped: list[bool | None]
+    gradient_orders: list[list[int] | None]
     flags: tuple[str, str] | None = None
 
 
@@ -54,7 +55,7 @@ class _SavedParts(msgspec.Struct):
     detectors: dict[str, Any]
     rng: _SavedRng
     data: dict[str, Any]
-    journal_bytes: int = 0
+    journal_bytes: int
 
 
 class RunChecks:

@@ -106,7 +106,7 @@ class _CheckpointRestorer:
         if problems:
             raise SetupError(f"checkpoint {entry.name} cannot be restored: {problems[0]}")
         if context.ranks.size > 2:  # the sum of two gradients has one order
-            orders = context.ranks.all_gather_object(saved.parts["light"].get("gradient_orders", []))
+            orders = context.ranks.all_gather_object(saved.parts["light"]["gradient_orders"])
             context.state.restore_gradient_orders(orders[0])
         return _RestoredRun(entry, saved, point, differences, warnings)
 
@@ -249,7 +249,7 @@ def _continue_from(
             "the journal of this run is lost: budgets start from zero, and exclusions and interventions made after this "
             "state are unknown",
         )
-    elif 0 < (opened := context.records.journal_bytes[0]) < (was := int(saved.parts.get("journal_bytes", 0))):
+    elif 0 < (opened := context.records.journal_bytes[0]) < (was := saved.parts["journal_bytes"]):
         engine.note(
             point.step,
             f"the journal is {was - opened:,} bytes shorter than when {manifest.name} was saved: budgets, exclusions and "

@@ -6,6 +6,7 @@ piece then counts by its share of them. Labels are the integer tensor that holds
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +14,11 @@ import torch
 
 from holdfast.core.base.errors import StepError
 from holdfast.core.decide.batch_splits import describe_shape
-from holdfast.runtime.data.split import Splitter, count_samples, named_tensors, split, tensors_of
+from holdfast.runtime.data.split import Splitter, count_samples, named_tensors, part_sizes, split, tensors_of
 
 Weigh = Callable[[Any], float]
+COPIED = (dict, UserDict)
+"""batches of these types are copied before they are served: loops take labels out of them with `pop`"""
 _LABEL_NAMES = ("labels", "label", "targets", "target")
 
 
@@ -33,6 +36,8 @@ class Piece(NamedTuple):
     """of its micro-batch"""
     is_filler: bool = False
     """the other ranks need this rank's collectives, not its gradients"""
+    is_trial: bool = False
+    """served without gradients: only its loss is needed"""
 
 
 class FailedPart(NamedTuple):
@@ -43,6 +48,10 @@ class FailedPart(NamedTuple):
     splitter: Splitter | None
     number: int
     """counted from 1 within the step"""
+
+    @property
+    def shape(self) -> str:
+        return shape_of(self.batch)
 
 
 class LabelRule(NamedTuple):
@@ -70,8 +79,47 @@ def cut(batch: Any, parts: int, samples: int | None, splitter: Splitter | None) 
     return pieces
 
 
-def shares_of(pieces: Sequence[Any], rule: LabelRule) -> tuple[list[float], str | None]:
-    """Return what each piece counts of the whole, and why that may not be exact, if so."""
+def misplaced_samples(batch: Any, pieces: Sequence[Any]) -> str | None:
+    """Return what shows that the pieces do not hold each sample of the batch once, with what belongs to it; or None.
+
+    A splitter may cut off padding and put samples into another order. So only a tensor that differs in one dimension is
+    judged, and its order only by that of the others.
+    """
+    whole, *cuts = (list(tensors_of(each)) for each in (batch, *pieces))
+    if any(len(tensors) != len(whole) for tensors in cuts):
+        return None
+    kept_order: dict[bool, tuple[int, ...]] = {}
+    for tensor, *parts in zip(whole, *cuts, strict=True):
+        if any(part.dim() != tensor.dim() for part in parts):
+            continue
+        along = [d for d, size in enumerate(tensor.shape) if any(part.shape[d] != size for part in parts)]
+        if len(along) != 1:
+            continue
+        if (total := sum(part.shape[along[0]] for part in parts)) != tensor.shape[along[0]]:
+            return f"made parts of a tensor of shape {tuple(tensor.shape)} that have {total} in dimension {along[0]}"
+        joined = torch.cat([part.to(tensor) for part in parts], along[0])
+        if torch.equal(joined, tensor) or torch.equal(joined.flatten().sort()[0], tensor.flatten().sort()[0]):
+            kept_order[torch.equal(joined, tensor)] = tuple(tensor.shape)
+    if len(kept_order) == 2:
+        return (
+            f"kept the order of a tensor of shape {kept_order[True]}, and not that of one of shape {kept_order[False]}"
+        )
+    return None
+
+
+def sizes_of(cuts: Sequence[Any], samples: int | None, splitter: Splitter | None) -> list[int] | None:
+    """Return how many samples each piece holds, as `cut` has made them; None if they cannot be counted."""
+    if splitter is None and samples is not None:
+        return part_sizes(samples, len(cuts))
+    sizes = [count for count in map(count_samples, cuts) if count is not None]
+    return sizes if len(sizes) == len(cuts) else None
+
+
+def shares_of(pieces: Sequence[Any], sizes: list[int] | None, rule: LabelRule) -> tuple[list[float], str | None]:
+    """Return what each piece counts of the whole, and why that may not be exact, if so.
+
+    sizes: the samples of each, if they are known.
+    """
     why = None
     if rule.weigh is not None:
         counts = [float(rule.weigh(piece)) for piece in pieces]
@@ -79,13 +127,12 @@ def shares_of(pieces: Sequence[Any], rule: LabelRule) -> tuple[list[float], str 
             raise StepError(f"the weight function returned {counts!r}: a weight is a finite number, not negative")
     else:
         labels, why = _valid_labels(pieces, rule)
-        sizes = [count_samples(piece) for piece in pieces]
         if labels is not None:
             counts = labels
-        elif None in sizes:
+        elif sizes is None:
             counts, why = [1.0] * len(pieces), "the samples of a part cannot be counted, so its parts count alike"
         else:
-            counts = [float(size or 0) for size in sizes]
+            counts = [float(size) for size in sizes]
     total = sum(counts)
     if not total:  # nothing counts in the whole either: its loss is NaN, and so is that of the pieces
         return [1.0 / len(pieces)] * len(pieces), why

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,7 +92,7 @@ def count_samples(batch: Any) -> int | None:
 def split(batch: Any, parts: int, size: int | None = None) -> list[Any]:
     """Split every tensor along its first dimension, as evenly as possible, never into an empty part.
 
-    A 0-dim tensor goes into every part, and so does anything but tensors and lists as long as the batch.
+    A 0-dim tensor goes into every part, and so does anything but tensors, arrays and lists as long as the batch.
     size: the number of samples, if known; otherwise it is the first dimension of the first tensor.
     StepError if the batch holds no tensor to split.
     """
@@ -107,33 +108,40 @@ def split(batch: Any, parts: int, size: int | None = None) -> list[Any]:
             f"a batch of type {type(batch).__name__} has {known} samples, and no tensor or list in it has that length: it "
             "is not known where to split it; pass a splitter, with f(batch, n) returning a list of n batches"
         )
-    parts = min(parts, size)
-    bounds = [0]
-    for piece in torch.tensor_split(torch.empty(size), parts):
-        bounds.append(bounds[-1] + len(piece))
+    bounds = accumulate(part_sizes(size, parts), initial=0)
     return [take_samples(batch, size, itemgetter(slice(*each))) for each in pairwise(bounds)]
+
+
+def part_sizes(size: int, parts: int) -> list[int]:
+    """Return how many of `size` samples each part gets, as evenly as possible."""
+    parts = min(parts, size)
+    return [size // parts + (number < size % parts) for number in range(parts)]
 
 
 def _holds(value: Any, size: int) -> bool:
     """Return whether a tensor or a list of this length is in it."""
-    if isinstance(value, Tensor):
-        return value.dim() > 0 and value.shape[0] == size
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0 and value.shape[0] == size
     if isinstance(value, list | tuple) and _is_list_of_samples(value, size):
         return True
     return any(_holds(each, size) for each in (members_of(value) or {}).values())
 
 
 def _is_list_of_samples(value: Any, size: int) -> bool:
-    """Return whether a sequence holds one item for each sample. One of tensors that are batches themselves does not."""
+    """Return whether a sequence holds one item for each sample. One of tensors that are batches themselves does not.
+
+    Of samples that differ in length, a few may be as long as there are samples.
+    """
     if len(value) != size or hasattr(value, "_fields"):
         return False
-    return not any(_holds(v, size) for v in value if isinstance(v, Tensor | Mapping | list | tuple) or is_dataclass(v))
+    items = [v for v in value if isinstance(v, Tensor | np.ndarray | Mapping | list | tuple) or is_dataclass(v)]
+    return 2 * sum(_holds(item, size) for item in items) <= len(items)
 
 
 def take_samples(value: Any, size: int, take: Callable[[Any], Any]) -> Any:
     """Return a copy of a batch of `size` samples with `take` applied to each tensor and list that holds one of each."""
-    if isinstance(value, Tensor):
-        return take(value) if value.dim() > 0 and value.shape[0] == size else value
+    if isinstance(value, Tensor | np.ndarray):
+        return take(value) if value.ndim > 0 and value.shape[0] == size else value
     if isinstance(value, list | tuple) and _is_list_of_samples(value, size):
         return take(value)
     members = members_of(value)

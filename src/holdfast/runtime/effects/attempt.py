@@ -164,6 +164,14 @@ class StepAttempt:
         value = self.mean_loss()
         return float("nan") if value is None else float(value)
 
+    def loss_since(self, counted: int) -> tuple[float, float]:
+        """Return the weighted mean loss of the parts after the first `counted`, and the largest. Waits for the device."""
+        losses, shares = [float(loss) for loss in self.losses[counted:]], self._shares[counted:]
+        if not losses:
+            return float("nan"), 0.0
+        weighted = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+        return weighted / sum(shares), max(map(abs, losses))
+
     # ---- data
 
     @property

@@ -15,13 +15,14 @@ from itertools import count
 from traceback import walk_tb
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from holdfast.core.base.clock import Clock
-from holdfast.core.base.errors import PolicyStop, SetupError, StepError
+from holdfast.core.base.errors import HoldfastError, PolicyStop, SetupError, StepError
 from holdfast.core.base.types import Outcome, Status
 from holdfast.runtime.checkpoint.resume import ResumedRun
-from holdfast.runtime.data.pieces import FailedPart, Piece
+from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.split import Splitter
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.step.interface import Run
@@ -61,6 +62,9 @@ class DrivenLoop:
         """a batch was drawn, and the end of its epoch was not reached"""
         self._microbatches = 0
         """those that the step has begun, if the loop asks for their parts"""
+        self._served: FailedPart | None = None
+        """the last of them"""
+        self._trial: list[Piece] = []
         self._sum: Tensor | None = None
         """the sum of what the loop has called backward on in this step, if it does not name its losses"""
         self._clip: float | None = None
@@ -157,9 +161,13 @@ class DrivenLoop:
         """Return how many batches of the current epoch are still to come; None if that is not known."""
         return self._pipeline.batches_left()
 
-    def serve_in_parts(self) -> None:
-        """Note that the loop asks for the parts of micro-batches. After an error, ranks are restarted, split alike."""
+    def serve_in_parts(self, splitter: Splitter | None = None) -> None:
+        """Note that the loop asks for the parts of micro-batches. After an error, ranks are restarted, split alike.
+
+        splitter: that of the loop, if the user has none.
+        """
         if self._pipeline.oom is not None:
+            self._pipeline.oom.default_splitter = splitter
             self._pipeline.oom.restart_ranks()
 
     def keep_gradients(self) -> None:
@@ -179,14 +187,36 @@ class DrivenLoop:
         )
         self._pipeline.after_backward(attempt)
 
-    def parts_of(self, batch: Any, splitter: Splitter | None = None) -> list[Piece] | None:
+    def parts_of(self, batch: Any) -> list[Piece] | None:
         """Return the parts in which a micro-batch is to be run, if the whole does not fit into memory; else None."""
         attempt, oom = self._in_step("the forward"), self._pipeline.oom
         self._microbatches += 1
+        as_served = batch.copy() if isinstance(batch, COPIED) else batch
+        self._served = FailedPart(as_served, self.samples_drawn(), None, self._microbatches)
         if oom is None or not oom.is_splitting:
             return None
-        pieces = oom.pieces(attempt, batch, self.samples_drawn(), oom.splitter or splitter)
-        return None if len(pieces) == 1 else pieces
+        pieces = oom.pieces(attempt, batch, self._served.samples)
+        self._trial = [piece for piece in pieces if piece.is_trial]
+        return None if len(pieces) == 1 else pieces[len(self._trial) :]
+
+    def run_trial(self, run: Callable[[Piece], Tensor | None]) -> None:
+        """Run smaller parts of the micro-batch without gradients, if their loss is to be compared with that of its parts.
+
+        run: returns what a part adds to the loss of the whole.
+        """
+        attempt, oom = self._in_step("the forward"), self._pipeline.oom
+        if oom is None or not self._trial:
+            return
+        oom.trial.begin(self._pipeline)
+        try:
+            for piece in self._trial:
+                oom.add_trial_loss(attempt, piece, run(piece), piece.share)
+        except HoldfastError:
+            raise
+        except Exception as error:
+            oom.stop_trial(attempt.number, error)
+        finally:
+            oom.trial.end(self._pipeline)
 
     def samples_drawn(self) -> int | None:
         """Return how many samples the sampler has drawn for the micro-batch: its tensors may have two rows for each."""
@@ -212,25 +242,18 @@ class DrivenLoop:
         try:
             yield
         finally:
+            torch.clear_autocast_cache()  # weights that were cast without gradients would get none
             self._pipeline.restore_between_steps(before)
 
-    def heal_out_of_memory(
-        self, error: BaseException, batch: Any, splitter: Splitter | None = None, loss: Tensor | None = None
-    ) -> bool:
-        """Undo a step that ran out of memory in forward or backward of `batch`, so that its data comes again, in parts.
+    def heal_out_of_memory(self, error: BaseException) -> bool:
+        """Undo a step that ran out of memory in forward or backward, so that its data comes again, in parts.
 
-        loss: of the whole, if its forward came to an end; that of the parts is compared with it. Return False if the error
-        must end the loop.
+        Return False if the error must end the loop.
         """
         attempt = self._in_step("the forward")
         if any(frame.f_code.co_name == "backward" for frame, _ in walk_tb(error.__traceback__)):
             attempt.running = "backward"
-        if loss is not None:
-            attempt.add_part(loss, 1.0, is_explicit=False, is_distributed=self._pipeline.is_distributed)
-        oom = self._pipeline.oom
-        splitter = splitter if oom is None else oom.splitter or splitter
-        failed = FailedPart(batch, self.samples_drawn(), splitter, self._microbatches)
-        if not self._pipeline.heal_out_of_memory(attempt, error, failed):
+        if not self._pipeline.heal_out_of_memory(attempt, error, self._served):
             return False
         assert attempt.result is not None, "ranks do not heal each other here"
         self._undo(attempt.result)

@@ -8,9 +8,9 @@ from typing import Any, Self
 from torch import OutOfMemoryError, Tensor, strided
 
 from holdfast.core.base.clock import Clock
-from holdfast.core.base.errors import Shutdown, StepError, StepIncomplete
+from holdfast.core.base.errors import HoldfastError, Shutdown, StepError, StepIncomplete
 from holdfast.core.base.types import Outcome, Span
-from holdfast.runtime.data.pieces import FailedPart, Piece
+from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -106,8 +106,16 @@ class Step:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         attempt, pipeline = self._attempt, self._pipeline
-        if isinstance(error, OutOfMemoryError) and pipeline.heal_out_of_memory(attempt, error, self._served):
+        may_heal, oom = isinstance(error, OutOfMemoryError), pipeline.oom
+        if oom is not None and oom.trial.is_running:
+            oom.trial.end(pipeline)
+            if isinstance(error, Exception) and not isinstance(error, HoldfastError):
+                oom.stop_trial(attempt.number, error, is_in_step=True)
+                may_heal = True
+        if error is not None and may_heal and pipeline.heal_out_of_memory(attempt, error, self._served):
             return True  # the next step is this one again
+        if error is not None and self._piece is not None and oom is not None:
+            oom.explain_part(error, self._piece)
         if error is not None:
             pipeline.abandon(attempt, error)
         elif attempt.data_ended and self._drawn_parts == self._backwards:
@@ -138,8 +146,9 @@ class Step:
         of each group are compared with their own past only.
         """
         self._require_open("backward()")
-        check_loss(loss)
-        attempt = self._attempt
+        attempt, piece, oom = self._attempt, self._piece, self._pipeline.oom
+        is_trial = piece is not None and piece.is_trial
+        check_loss(loss, needs_graph=not is_trial)
         if attempt.parts is None or self._backwards >= self._drawn_parts:
             raise StepError(
                 f"backward() was called {self._backwards + 1} times for {self._drawn_parts} parts: call it once for each "
@@ -152,9 +161,13 @@ class Step:
         if group is not None and not (isinstance(group, str) and group and "@" not in group):
             raise StepError(f"backward(group={group!r}): a group is a name, without '@'")
         self._backwards += 1
+        if piece is not None and oom is not None and is_trial:
+            counts = piece.share if weight is None else part_weight
+            oom.add_trial_loss(attempt, piece, loss.detach() * (piece.scale * counts), counts)
+            return
         attempt.add_group(group)
         value, fraction = loss if loss.dim() == 0 else loss.reshape(()), 1.0
-        if (piece := self._piece) is not None:
+        if piece is not None:
             part_weight = 0.0 if piece.is_filler else part_weight
             fraction = piece.share if weight is None else 1.0  # a weight of the loop's own is that of the piece
             value = value if piece.scale == 1.0 else value * piece.scale
@@ -166,8 +179,8 @@ class Step:
             fraction=fraction,
         )
         self._pipeline.backward(attempt, value, factor)
-        if piece is not None and self._pipeline.oom is not None:
-            self._pipeline.oom.check_piece(attempt, piece)
+        if piece is not None and oom is not None:
+            oom.check_piece(attempt, piece)
 
     @property
     def outcome(self) -> Outcome:
@@ -257,7 +270,8 @@ class _Microbatches:
             self._parts_left = self._split(draw)
         if not self._pieces:
             part, step._part_samples = self._parts_left.pop(0)
-            step._served = FailedPart(part, step._part_samples, self._splitter, step._drawn_parts + 1)
+            as_served = part.copy() if isinstance(part, COPIED) else part
+            step._served = FailedPart(as_served, step._part_samples, self._splitter, step._drawn_parts + 1)
             oom = step._pipeline.oom
             if oom is None or not oom.is_splitting:
                 step._drawn_parts += 1
@@ -268,11 +282,14 @@ class _Microbatches:
             if attempt.is_filler:
                 self._parts_left.clear()
                 self._taken = attempt.accumulate
-        step._piece = self._pieces.pop(0)
+        step._piece = piece = self._pieces.pop(0)
+        oom = step._pipeline.oom
+        if oom is not None and oom.trial.is_running != piece.is_trial:
+            (oom.trial.begin if piece.is_trial else oom.trial.end)(step._pipeline)
         step._drawn_parts += 1
         step._pieces_left = len(self._parts_left) + len(self._pieces)
         self._before_forward(attempt)
-        return step._piece.batch
+        return piece.batch
 
     def _before_forward(self, attempt: StepAttempt) -> None:
         pipeline = self._step._pipeline

@@ -28,6 +28,7 @@ from holdfast.runtime.incidents.evidence import StepEvidence
 from holdfast.runtime.incidents.judgement import judge_attempt
 from holdfast.runtime.incidents.remedies import Remedies
 from holdfast.runtime.origin.batches import bad_rows
+from holdfast.runtime.origin.precision import find_outlier
 from holdfast.runtime.ports.bundle_store import BundleContents, BundleStore
 from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.tensors.device_identity import describe_device
@@ -166,7 +167,16 @@ class IncidentWatch:
         """Return this rank's verdict in plain values."""
         rows = [(n, row) for n, draw in enumerate(attempt.draws) for row in bad_rows(draw.batch)] if is_bad else []
         growth = weights_growth(self._context.state, self._snapshots, attempt.number) if is_bad else 1.0
-        verdict = judge_attempt(attempt.evidence, rows, attempt.evidence.loss, is_bad=is_bad, weights_growth=growth)
+        outlier = find_outlier(dict(self._context.state.modules)) if is_bad else None
+        verdict = judge_attempt(
+            attempt.evidence,
+            rows,
+            attempt.evidence.loss,
+            is_bad=is_bad,
+            batches=[draw.batch for draw in attempt.draws],
+            weights_growth=growth,
+            outlier="" if outlier is None else outlier.text,
+        )
         if verdict is None:
             return None
         outlying = [row for draw in attempt.draws for row in bad_rows(draw.batch, outlying=True)] if is_bad else []
@@ -212,7 +222,7 @@ class IncidentWatch:
         if evidence is not None:
             next_batches = next_batches or evidence.next_batches
         if cause is not None and (evidence is not None or not runs_again):
-            self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed)
+            self._save_bundle(attempt, signal, cause, next_batches, has_landed=has_landed, is_bad_again=is_new)
         if plan is not None and plan.first(Rollback) is not None:
             bad = [each for each in self._context.engine.last_findings if each.kind == Kind.NONFINITE_STATE]
             is_wanted = self._config.when == "inline" and plan.incident != self._explained
@@ -236,7 +246,14 @@ class IncidentWatch:
         return self._evidence
 
     def _save_bundle(
-        self, attempt: StepAttempt, signal: Signal, plan: Plan, next_batches: list[Any], *, has_landed: bool
+        self,
+        attempt: StepAttempt,
+        signal: Signal,
+        plan: Plan,
+        next_batches: list[Any],
+        *,
+        has_landed: bool,
+        is_bad_again: bool,
     ) -> None:
         """Hand the bundle of an incident to the store, once, on the ranks that the step came from."""
         context, store, evidence = self._context, self._store, attempt.evidence
@@ -271,6 +288,7 @@ class IncidentWatch:
             "plan": plan.reason,
             "signal": signal,
             "moment": "after the step" if has_landed and evidence is None else "before the step",
+            "failed_again": None if evidence is None or evidence.watches_update else is_bad_again,
             "parts": max(1, (attempt.parts or 1) // max(1, len(attempt.draws))),
             "modules": describe_modules(context.state.modules),
             "weights": why_no_weights or "copied",

@@ -13,13 +13,20 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from holdfast.core.base.errors import first_line
+from holdfast.core.base.errors import HoldfastError, describe_failure, first_line
 from holdfast.core.origin.report import Comparison, ComparisonName, OriginReport, ReplayReport
 from holdfast.core.origin.verdict import Facts, judge
 from holdfast.runtime.origin.batches import bad_rows
 from holdfast.runtime.origin.minimise import Minimum, minimise
-from holdfast.runtime.origin.observe import StepObserver, is_compiled, module_names
-from holdfast.runtime.origin.precision import LOW, ModuleCalls, in_float32, op_is_finite_in_float64, raise_floats
+from holdfast.runtime.origin.observe import StepObserver, blame_older_state, is_compiled, module_names
+from holdfast.runtime.origin.precision import (
+    LOW,
+    ModuleCalls,
+    find_outlier,
+    in_float32,
+    op_is_finite_in_float64,
+    raise_floats,
+)
 from holdfast.runtime.origin.ranges import extremes, values_of
 from holdfast.runtime.origin.spikes import describe_spike, find_growth
 from holdfast.runtime.state.wrappers import unwrap
@@ -103,8 +110,10 @@ class _Runs:
                         watch.note_loss(loss)
                     norm = _gradient_norm(self.step.models)
                     weights = self._update() if math.isfinite(norm) and extremes(loss).is_finite else True
+        except HoldfastError:  # the step is none that can be run again
+            raise
         except Exception as error:  # the user's code may raise anything
-            return Attempt(error=f"raised {type(error).__name__}: {first_line(error)}")
+            return Attempt(error=f"raised {describe_failure(error)}")
         if cost == 1.0 or self.done == 1:
             self.longest = max(self.longest, time.monotonic() - began)
         return Attempt(float(loss.detach().float().mean()), norm, weights)
@@ -134,25 +143,36 @@ def analyse(
     *,
     observed_loss: float | None = None,
     observed_grad_norm: float | None = None,
+    failed_again: bool | None = None,
+    differences: Sequence[str] = (),
     seconds_limit: float | None = None,
     runs_limit: int = 60,
 ) -> ReplayReport:
     """Find out where a bad step came from. The step is restored at the end, also if a run raises.
 
     `observed_loss`, `observed_grad_norm`: what training measured; both finite means a spike. None: not known.
-    After `seconds_limit` seconds no further run begins.
+    `failed_again`: whether training ran the step again and it was bad again. `differences`: what is not as it was then.
+    After `seconds_limit` seconds no further run begins. Raises a HoldfastError of the step itself.
     """
     began = time.monotonic()
     runs = _Runs(step, math.inf if seconds_limit is None else began + seconds_limit, runs_limit)
     try:
-        report = _analyse(runs, (observed_loss, observed_grad_norm))
+        known = Facts(
+            observed_loss=observed_loss,
+            observed_grad_norm=observed_grad_norm,
+            failed_again=failed_again,
+            differences=differences,
+        )
+        report = _analyse(runs, known)
     finally:
         step.restore()
     return replace(report, runs=runs.done, seconds=time.monotonic() - began)
 
 
-def _analyse(runs: _Runs, observed: tuple[float | None, float | None]) -> ReplayReport:
-    step = runs.step
+def _analyse(runs: _Runs, known: Facts) -> ReplayReport:
+    step, observed = runs.step, (known.observed_loss, known.observed_grad_norm)
+    step.restore()
+    outlier = find_outlier(step.models)
     coarse, fine = StepObserver(step.models), StepObserver(step.models, fine=True)
     first = runs.run(step.batches, coarse)
     second = runs.run(step.batches, fine, cost=3.0)
@@ -175,20 +195,21 @@ def _analyse(runs: _Runs, observed: tuple[float | None, float | None]) -> Replay
     comparisons += [runs.compare("next batch", next_batch), runs.compare("weights before", before)]
     if comparisons[0].finite is False and comparisons[1].finite:
         origin = coarse.report()
-    origin = _add_rows(origin, step.batches)
+    origin = blame_older_state(_add_rows(origin, step.batches), step.batches)
     minimum = Minimum(None, None, None, "")
     if all(each.finite is False for each in comparisons[:2]):
         comparisons.append(_compare_float32(runs, fine))
+        comparisons += [] if outlier is None else [_compare_without_outlier(runs)]
         minimum = _minimise(runs)
         comparisons.append(_compare_float64(runs, fine, origin))
-    facts = Facts(
-        observed_loss=observed[0],
-        observed_grad_norm=observed[1],
+    facts = replace(
+        known,
         outlying_rows=_outlying(step.batches, minimum),
         sample=minimum.sample,
         minimised=minimum.sentence,
         growth=max((ratio for _, ratio in find_growth(fine.path, before_watch.path)), default=1.0),
         is_compiled=any(map(is_compiled, step.models.values())),
+        outlier="" if outlier is None else outlier.text,
     )
     verdict = judge(origin, comparisons, facts)
     return ReplayReport(
@@ -238,6 +259,16 @@ def _compare_float64(runs: _Runs, fine: StepObserver, origin: OriginReport) -> C
     except Exception as error:  # copying a module or running it in float64 may fail in any way
         return Comparison(name="fp64 module", why_not=f"raised {type(error).__name__}: {first_line(error)}")
     return Comparison(name="fp64 module", why_not="no module is known that made it")
+
+
+def _compare_without_outlier(runs: _Runs) -> Comparison:
+    """Run the step with 0 in place of the single weight that is out of all proportion."""
+
+    def set_to_zero() -> None:
+        if (found := find_outlier(runs.step.models)) is not None:
+            found.values[found.place] = 0.0
+
+    return runs.compare("outlier set to 0", runs.run(runs.step.batches, prepare=set_to_zero))
 
 
 def _minimise(runs: _Runs) -> Minimum:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,6 +31,23 @@ def map_leaves(value: Any, change: Callable[[Any], Any], levels: int = _LEVELS) 
     return with_members(value, {name: map_leaves(each, change, levels - 1) for name, each in members.items()})
 
 
+@torch.no_grad()
+def is_finite_batch(value: Any, levels: int = _LEVELS) -> bool:
+    """Return whether a batch holds no NaN and no Inf, but for masks. False if it has values that cannot be inspected."""
+    members = members_of(value) if levels else None
+    if members is not None:
+        return all(is_finite_batch(each, levels - 1) for each in members.values())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int | str | bytes | type(None)):
+        return True
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        return bool(tensor.isfinite().all()) or is_mask(tensor)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
 def count_rows(batch: Any) -> int:
     """Return the most frequent first dimension of the tensors of a batch; 0 if no tensor has one."""
     sizes = Counter(int(t.shape[0]) for t in nested_tensors(batch) if t.dim() > 0)
@@ -41,6 +60,8 @@ def take_rows(batch: Any, rows: Sequence[int]) -> Any:
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value[torch.as_tensor(list(rows), device=value.device)]
+        if isinstance(value, np.ndarray):
+            return value[list(rows)]
         return type(value)([value[row] for row in rows])
 
     return take_samples(batch, count_rows(batch), take)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -15,13 +15,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from holdfast.core.origin.report import ModuleRow, OriginReport, Phase, TensorRange
-from holdfast.runtime.origin.batches import nested_tensors
+from holdfast.runtime.origin.batches import is_finite_batch, nested_tensors
 from holdfast.runtime.origin.ops import OpGrowth, OpWatch
 from holdfast.runtime.origin.ranges import Extremes, extremes, measure, nonfinite_row_numbers, storage_key
 from holdfast.runtime.origin.tape import Birth, Place, trace
 from holdfast.runtime.state.wrappers import full_name, layers
 from holdfast.runtime.tensors.torch_private import name_without_wrappers, running_node, wrapped_module
 
+_OLDER = "a tensor that is older than the step was not finite"
 _MAX_ROWS = 4000
 _MAX_STATE_ROWS = 8
 
@@ -231,14 +232,18 @@ class StepObserver:
             phase, detail = "state", f"{self._bad_state[0]} was not finite before the step"
         elif source is not None:
             phase, rows = "input", list(source.rows)
-            detail = "a tensor that is older than the step was not finite"
+            detail = _OLDER
         elif op.has_bad_number:
-            phase, detail = "input", "an argument of the op is NaN, as a Python number"
+            phase = phase if phase == "optimizer" else "input"
+            detail = "an argument of the op is NaN, as a Python number"
         elif birth.changed_in is not None:
             phase = "backward"
             detail = (
                 f"its Inf did no harm in the forward; {birth.changed_in.node} ({birth.changed_in.name}) made NaN of it"
             )
+        elif op.phase == "optimizer" and not module:  # a norm or a ratio: named by the parameter that it reaches
+            later = self._watch.ops[op.index :] if self._watch is not None else []
+            module = next((each.place.module for each in later if each.phase == phase and each.place.module), "")
         elif any(each.intended for each in op.inputs):
             detail = "it had -inf on purpose, as of a mask, among its inputs"
         return OriginReport(
@@ -267,6 +272,14 @@ class StepObserver:
             return OriginReport(phase="forward", detail="no module made it: the code between or after the modules did")
         last = next((row for row in reversed(self._rows) if row.gradient is not None and row.gradient.nonfinite), None)
         return OriginReport(phase="backward", module="" if last is None else last.module)
+
+
+def blame_older_state(origin: OriginReport, batches: Sequence[Any]) -> OriginReport:
+    """Return the origin; if it is an old tensor and the batches are finite, it is no data but state that the code keeps."""
+    if not batches or origin.phase != "input" or origin.detail != _OLDER or not all(map(is_finite_batch, batches)):
+        return origin
+    detail = f"{_OLDER}, and is neither in the batch nor a parameter or buffer: the code keeps it between steps"
+    return replace(origin, phase="state", detail=detail, bad_input_rows=[])
 
 
 def is_compiled(model: nn.Module) -> bool:

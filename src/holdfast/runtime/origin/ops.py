@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast.core.origin.report import TensorRange
 from holdfast.runtime.data.bad_rows import is_mask
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
-from holdfast.runtime.origin.ranges import FINITE, Extremes, extremes, measure, nonfinite_row_numbers, storage_key
+from holdfast.runtime.origin.ranges import (
+    FINITE,
+    Extremes,
+    extremes,
+    measure,
+    memory_of,
+    nonfinite_row_numbers,
+    storage_key,
+)
 from holdfast.runtime.origin.tape import BadInput, OpRecord, Place
 from holdfast.runtime.tensors.torch_private import TorchDispatchMode, newest_node_number, op_schema, running_node
 
@@ -33,6 +42,9 @@ _GRAD_SCALER = os.path.join(_TORCH, "amp", "grad_scaler.py")
 _OVERWRITES = {
     f"aten.{name}_" for name in ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "random", "exponential")
 }
+_FILLS = tuple(
+    f"aten.{name}" for name in ("fill", "full", "new_full", "copy", "masked_fill", "index_put", "index_fill", "where")
+)
 _MODES = ("__torch_dispatch__", "__torch_function__")
 """a mode of the user's runs every op, but calls none itself"""
 _NOWHERE = Place("", 0, "")
@@ -64,6 +76,8 @@ class OpKind(NamedTuple):
     has_values: bool
     """False for views, and for ops that return memory as it was found"""
     is_softmax: bool
+    takes_fill: bool
+    """a single number among its arguments fills a part of the result"""
     overwrites: bool
     """what was in the memory that it writes does not matter; that may be memory with no values yet"""
 
@@ -73,7 +87,8 @@ class OpKind(NamedTuple):
         has_none = "empty" in name or name.endswith(".resize_") or name.startswith(("profiler", "prim"))
         is_softmax = "softmax" in name or _ATTENTION in name
         overwrites = name in _OVERWRITES or any(argument.startswith("out") for _, argument in schema.written)
-        return OpKind(name, schema.written, not schema.is_view and not has_none, is_softmax, overwrites)
+        has_values = not schema.is_view and not has_none
+        return OpKind(name, schema.written, has_values, is_softmax, name.startswith(_FILLS), overwrites)
 
 
 class OpCall(NamedTuple):
@@ -102,6 +117,20 @@ def is_library(file: str) -> bool:
     return file.startswith(_STDLIB) and "site-packages" not in file
 
 
+class _Memory:
+    """Tells whether the memory of a tensor is still its own: freed memory is given to others at the same address."""
+
+    __slots__ = ("_memory",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        memory = memory_of(tensor)
+        self._memory: Any = None if memory is None else StorageWeakRef(memory)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_gone(self) -> bool:
+        return self._memory is not None and bool(self._memory.expired())
+
+
 class OpWatch(TorchDispatchMode):  # type: ignore[misc]
     """Records every op that makes a non-finite value.
 
@@ -124,7 +153,10 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
         self._current_module = current_module
         self._states = states
         self._add_row = add_row
-        self._producers: dict[int, int] = {}
+        self._producers: dict[int, tuple[int, _Memory]] = {}
+        """the op that made memory bad"""
+        self._unwritten: dict[int, tuple[Place, _Memory]] = {}
+        """memory that was returned as it was found, and by which line"""
         self._sizes: dict[int, float] = {}
         self._places: dict[int, Place] = {}
         self._kinds: dict[Any, OpKind] = {}
@@ -147,6 +179,9 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             phase = "optimizer" if self.in_optimizer else "backward" if is_backward else "forward"
             call = OpCall(func, kind, args, kwargs, phase, "" if node is None else node[0], place)
             self._inspect(call, result, list(zip(written, before, strict=True)))
+        elif "empty" in kind.name:
+            for tensor in filter(_has_values, nested_tensors(result)):
+                self._unwritten[storage_key(tensor)] = (place, _Memory(tensor))
         return result
 
     # ---- where an op was called
@@ -186,9 +221,7 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
 
     def note_result(self, tensor: Tensor) -> None:
         """Take a tensor for a loss of the step: what is wrong with it is looked for."""
-        producer = self._producers.get(storage_key(tensor))
-        if producer is not None and not extremes(tensor).is_finite and producer not in self.roots:
-            self.roots.append(producer)
+        self.roots += [index for index in self.producers_of([tensor]) if index not in self.roots]
 
     def _note_scale(self, args: Any) -> None:
         scales = [t for t in nested_tensors(args[1:]) if t.numel() == 1]
@@ -221,17 +254,19 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             self._note_growth(call, inputs, outputs, largest, known)
         for tensor, key, found in fresh:
             self._sizes[key] = found.largest
-            if not found.is_finite:
-                self._producers[key] = len(self.ops) - 1
-            elif tensor.numel() * tensor.element_size() >= _storage_bytes(tensor):
+            if _is_whole(tensor):
+                self._unwritten.pop(key, None)
                 self._producers.pop(key, None)
+            if not found.is_finite:
+                self._producers[key] = (len(self.ops) - 1, _Memory(tensor))
 
     def _record(
         self, call: OpCall, inputs: list[Tensor], before: dict[int, Extremes], found: list[tuple[Tensor, Extremes]]
     ) -> OpRecord:
         bad = [tensor for tensor, _ in found]
         has_nan, minus, plus = (any(values[at] for _, values in found) for at in range(3))
-        bad_inputs = [one for t in inputs if (one := self._bad_input(t, before)) is not None]
+        bad_inputs = [one for t in inputs if (one := self._bad_input(call.kind, t, before)) is not None]
+        beside = None if _is_whole(bad[0]) else self._newest_producer(storage_key(bad[0]))
         numbers = list(_numbers((call.args, call.kwargs)))
         has_no_tensor = next(nested_tensors((call.args, call.kwargs)), None) is None
         is_constant = has_no_tensor or any(map(math.isinf, numbers)) or "lift_fresh" in call.kind.name
@@ -251,7 +286,8 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
             inputs=bad_inputs,
             values=Extremes(has_nan, minus, plus, math.inf),
             intended=intended,
-            has_bad_number=any(map(math.isnan, numbers)),
+            has_bad_number=any(map(math.isnan, numbers)) and not call.kind.takes_fill,
+            beside=beside,
         )
         if not record.suspects and self._kept < _MAX_BIRTHS_KEPT:
             self._kept += 1
@@ -261,18 +297,40 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
                 record.call = (call.func, *map_leaves((call.args, call.kwargs), _copy))
         return record
 
-    def _bad_input(self, tensor: Tensor, before: dict[int, Extremes]) -> BadInput | None:
+    def _bad_input(self, kind: OpKind, tensor: Tensor, before: dict[int, Extremes]) -> BadInput | None:
         key = storage_key(tensor)
         found = before.get(key) or extremes(tensor)
         if found.is_finite:
             return None
-        producer = self._producers.get(key)
+        producer = self._producer(tensor, found)
         if producer is not None:
             return BadInput(producer, found, self.ops[producer].intended and not found.nan)
         rows = tuple(nonfinite_row_numbers(tensor)[:_MAX_ROWS])
-        is_infinite = not found.nan and not found.plus and not isinstance(tensor, torch.nn.Parameter)
-        is_intended = is_infinite and (key in self._states or is_mask(tensor))
+        is_state = key in self._states
+        is_constant = kind.takes_fill and tensor.dim() == 0 and not is_state
+        if is_constant and found.nan:  # the op sets NaN itself
+            return None
+        is_intended = is_constant or (not found.nan and not found.plus and (is_state or is_mask(tensor)))
+        is_intended = is_intended and not isinstance(tensor, torch.nn.Parameter)
         return BadInput(None, found, is_intended, self._states.get(key, ""), rows)
+
+    def _producer(self, tensor: Tensor, found: Extremes) -> int | None:
+        """Return the op that made the bad values of a tensor. Its memory may have parts that several ops wrote."""
+        key = storage_key(tensor)
+        index = newest = self._newest_producer(key)
+        while index is not None and not self.ops[index].explains(found):
+            index = self.ops[index].beside
+        place, memory = self._unwritten.get(key, (_NOWHERE, None))
+        if index is None and memory is not None and not memory.is_gone:
+            index = len(self.ops)
+            self.ops.append(OpRecord(index, "aten.empty", "", "forward", place, [], found, False, beside=newest))
+            self._producers[key] = (index, memory)
+        return newest if index is None else index
+
+    def _newest_producer(self, key: int) -> int | None:
+        """Return the op that last made a part of this memory bad."""
+        index, memory = self._producers.get(key, (None, None))
+        return None if memory is None or memory.is_gone else index
 
     def _note_growth(self, call: OpCall, inputs: Any, outputs: Any, largest: float, known: float) -> None:
         known = known or max((extremes(t).largest for t in inputs), default=0.0)
@@ -294,7 +352,8 @@ class OpWatch(TorchDispatchMode):  # type: ignore[misc]
 
     def producers_of(self, tensors: Iterable[Tensor]) -> list[int]:
         """Return the ops that made these tensors non-finite."""
-        found = (self._producers.get(storage_key(t)) for t in tensors if not extremes(t).is_finite)
+        pairs = ((tensor, extremes(tensor)) for tensor in tensors)
+        found = (self._producer(tensor, values) for tensor, values in pairs if not values.is_finite)
         return sorted({index for index in found if index is not None})
 
 
@@ -306,11 +365,12 @@ def _has_values(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _storage_bytes(tensor: Tensor) -> int:
+def _is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor is all of its memory."""
     try:
-        return tensor.untyped_storage().nbytes()
+        return tensor.numel() * tensor.element_size() >= tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
-        return 0
+        return True
 
 
 def _has_no_new_inf(result: Tensor, inputs: list[Tensor]) -> bool:

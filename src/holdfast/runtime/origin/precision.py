@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,14 @@ from torch.autograd import backward  # by name: Guard.wrap counts what the loop 
 from torch.overrides import TorchFunctionMode
 
 from holdfast.runtime.origin.batches import map_leaves, nested_tensors
-from holdfast.runtime.origin.ranges import extremes
+from holdfast.runtime.origin.ranges import extremes, values_of
 from holdfast.runtime.tensors.sharded import is_sharded
-from holdfast.runtime.tensors.torch_private import running_node
+from holdfast.runtime.tensors.torch_private import name_without_wrappers, running_node
 
 LOW = (torch.float16, torch.bfloat16)
 _MAX_CALLS = 4
+_OUTLYING = 1e4
+"""a weight that is larger than this, and this many times the next of its tensor, is none that training makes"""
 
 
 class _RaisePrecision(TorchFunctionMode):
@@ -40,6 +43,30 @@ class _RaisePrecision(TorchFunctionMode):
     def _change(self, value: Any) -> Any:
         lower = (*LOW, torch.float32) if self._dtype is torch.float64 else LOW
         return self._dtype if isinstance(value, torch.dtype) and value in lower else value
+
+
+class Outlier(NamedTuple):
+    """A single weight that is out of all proportion to its tensor, as a flipped bit leaves it."""
+
+    text: str
+    values: Tensor
+    """those of its parameter, in the same memory"""
+    place: tuple[int, ...]
+
+
+def find_outlier(models: Mapping[str, nn.Module]) -> Outlier | None:
+    """Return the first such weight of finite ones, or None."""
+    for model in models.values():
+        for name, parameter in model.named_parameters():
+            value = values_of(parameter)
+            if value is None or value.numel() < 2 or not _OUTLYING < extremes(value).largest < math.inf:
+                continue
+            (largest, second), at = value.flatten().abs().float().topk(2)
+            if float(largest) > _OUTLYING * max(float(second), 1.0):
+                sizes = f"one value of {float(largest):.3g}, and the next largest is {float(second):.3g}"
+                place = tuple(map(int, torch.unravel_index(at[0], value.shape)))
+                return Outlier(f"{name_without_wrappers(name)} has {sizes}", value, place)
+    return None
 
 
 def raise_floats(value: Any, dtype: torch.dtype, device: str | None = None) -> Any:

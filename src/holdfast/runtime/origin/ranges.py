@@ -87,11 +87,20 @@ def nonfinite_row_numbers(tensor: Tensor) -> list[int]:
     return (~torch.isfinite(flat)).any(1).nonzero().flatten().tolist()
 
 
-def storage_key(tensor: Any) -> int:
-    """Return the address of a tensor's memory: equal for a tensor, its views and its detached copies."""
+def memory_of(tensor: Any) -> torch.UntypedStorage | None:
+    """Return the memory of a tensor's values; None if it has none of its own."""
     try:
         inner = inner_tensor(tensor)
         inner = inner if inner.layout is torch.strided else dense_parts(inner)[-1]
-        return int(inner.untyped_storage().data_ptr())
-    except (RuntimeError, NotImplementedError):  # a tensor without memory of its own
+        return inner.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def storage_key(tensor: Any) -> int:
+    """Return the address of a tensor's memory: equal for a tensor, its views and its detached copies; 0 without memory."""
+    memory = memory_of(tensor)
+    try:
+        return 0 if memory is None else int(memory.data_ptr())
+    except RuntimeError:
         return 0

@@ -55,12 +55,21 @@ class OpRecord:
     output_ranges: list[TensorRange] = field(default_factory=list)
     call: Any = None
     """the op and copies of its arguments, if it had finite ones"""
+    beside: int | None = None
+    """the op that made another part of the same memory bad before"""
 
     @property
     def suspects(self) -> list[BadInput]:
         """Return the arguments that explain the result: NaN before Inf, and no mask."""
         bad = [each for each in self.inputs if not each.intended]
         return [each for each in bad if each.values.nan] or bad
+
+    def explains(self, found: Extremes) -> bool:
+        """Return whether values like these may be of this op: NaN is not made by an op that wrote Inf into another part."""
+        mine = self.values
+        if found.nan or mine.nan:
+            return found.nan and mine.nan
+        return (found.minus and mine.minus) or (found.plus and mine.plus)
 
 
 class Birth(NamedTuple):
@@ -84,7 +93,8 @@ def trace(ops: Sequence[OpRecord], starts: Iterable[int], *, loss_is_finite: boo
             continue
         visited.add(index)
         op = ops[index]
-        suspects = op.suspects
+        # An Inf that a constant set and that ops pass on: nothing else made it, and it is no mask here.
+        suspects = op.suspects or [each for each in op.inputs if op.intended and each.producer is not None]
         if not suspects:
             births.append(Birth(op, None, changed_in))
         makes_nan = op.values.nan and not any(each.values.nan for each in op.inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.core.record.device_peaks import find_peak
 from holdfast.runtime.state.wrappers import layers
+from holdfast.runtime.tensors.torch_private import TorchDispatchMode
 
 log = logging.getLogger("holdfast")
 
@@ -25,24 +27,61 @@ def count_flops(model: nn.Module, *inputs: Any, training: bool = True, **named_i
     """Return the FLOPs of one forward, and of its backward if `training`, as torch counts them; None if it cannot.
 
     The model runs on the meta device: nothing is computed, and neither its state nor any random generator changes. Torch
-    counts matrix products, convolutions and attention. None if the forward reads values, or calls kernels that torch does
-    not know: the reason is logged.
+    counts matrix products, convolutions and attention; what activation checkpointing computes again is left out. None if
+    the forward reads values, calls kernels that torch does not know, or returns nothing to begin a backward from: the
+    reason is logged.
     """
     model = layers(model)[-1]  # inside torch.compile and DistributedDataParallel
     tensors = {name: _to_meta(p).requires_grad_(p.requires_grad and training) for name, p in model.named_parameters()}
     tensors |= {name: _to_meta(buffer) for name, buffer in model.named_buffers()}
     given, named = _to_meta(inputs), _to_meta(named_inputs)
     counter = FlopCounterMode(display=False)
+    recomputed = _Recomputed(counter)
     try:
-        with counter, torch.set_grad_enabled(training):
-            output = functional_call(model, tensors, given, named)
-            floats = [each for each in _tensors(output) if each.requires_grad]
-            if training and floats:
-                backward([each.sum() for each in floats])
+        with counter, recomputed, torch.set_grad_enabled(training):
+            step = _Step(model, recomputed, training and any(p.requires_grad for p in tensors.values()))
+            functional_call(step, {f"model.{name}": tensor for name, tensor in tensors.items()}, given, named)
     except Exception as error:  # anything that a model may do with its inputs
-        log.warning("holdfast: the FLOPs of %s cannot be counted: %s", type(model).__name__, error)
+        reason = str(error).partition("\n")[0]
+        log.warning("holdfast: the FLOPs of %s cannot be counted: %s", type(model).__name__, reason)
         return None
-    return int(counter.get_total_flops())
+    return int(counter.get_total_flops()) - recomputed.flops
+
+
+class _Step(nn.Module):
+    """Runs forward and backward as one forward: activation checkpointing needs the parameters in the backward again."""
+
+    def __init__(self, model: nn.Module, recomputed: _Recomputed, has_backward: bool) -> None:
+        super().__init__()
+        self.model, self._recomputed, self._has_backward = model, recomputed, has_backward
+
+    def forward(self, *given: Any, **named: Any) -> None:
+        output = self.model(*given, **named)
+        if not self._has_backward:
+            return
+        floats = [each for each in _tensors(output) if each.requires_grad]
+        if not floats:
+            raise ValueError(f"no tensor that a backward can begin from in its output, a {type(output).__name__}")
+        self._recomputed.is_backward = True
+        backward([each.sum() for each in floats])
+
+
+class _Recomputed(TorchDispatchMode):  # type: ignore[misc]
+    """Counts what activation checkpointing computes again in the backward: no part of the model, and so not of MFU.
+
+    A backward itself runs without gradients.
+    """
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        super().__init__()
+        self._counter, self.is_backward, self.flops = counter, False, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self._counter.get_total_flops() if self.is_backward and torch.is_grad_enabled() else None
+        output = func(*args, **(kwargs or {}))
+        if before is not None:
+            self.flops += int(self._counter.get_total_flops() - before)
+        return output
 
 
 def _to_meta(value: Any) -> Any:
@@ -54,9 +93,11 @@ def _to_meta(value: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of an output: those in lists, tuples, dicts, and objects that are dicts."""
+    """Return the tensors of an output: those in lists, tuples, dicts, and the fields of dataclasses."""
     if isinstance(value, Tensor):
         return [value]
+    if is_dataclass(value) and not isinstance(value, dict):
+        value = vars(value)
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     return [tensor for each in inside for tensor in _tensors(each)]
 

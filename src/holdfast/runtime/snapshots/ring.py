@@ -44,10 +44,6 @@ class Ring:
     def __len__(self) -> int:
         return len(self.snapshots)
 
-    def due(self, step: int) -> bool:
-        """Return whether a snapshot is wanted after that step."""
-        return self.enabled and step % self.every_steps == 0
-
     def keeps(self, step: int) -> bool:
         """Return whether a snapshot of that step is kept. If few fit, one that was made for the disk serves too."""
         return self.enabled and (self.is_limited or step % self.every_steps == 0)

@@ -400,7 +400,7 @@ class RunState:
         self.optimizers.restore_groups(rest["optimizer_groups"], tensors)
         self.schedulers.load_state_dict(rest["schedulers"])
         self.interventions.load_state_dict(rest["interventions"])
-        self.splits.load_state_dict(rest.get("splits"))  # an earlier version has none
+        self.splits.load_state_dict(rest["splits"])
         if self.scaler is not None:
             self.scaler.restore_state(rest["scaler"], tensors)
         self.optimizers.restore_attributes(rest["optimizer_own"], tensors)
@@ -411,7 +411,7 @@ class RunState:
                 saved = rest["registered"][name]
                 thing.load_state_dict(join_tensors(saved, tensors, thing.state_dict(), None, put=write_now))
         self.reshard()
-        for (_, module), flag in zip(self.wrapped_modules, rest.get("wrapped", ()), strict=False):
+        for (_, module), flag in zip(self.wrapped_modules, rest["wrapped"], strict=False):
             set_broadcasts_buffers(module, flag)
         self.named_params.set_flags(rest.get("flags"))
 
@@ -425,15 +425,13 @@ class RunState:
         for module in self.fsdp_modules:
             module.reshard()
 
-    def mismatch(
-        self, rest: dict[str, Any], tensors: Mapping[str, Tensor | TensorSpec], *, whole: bool = False
-    ) -> str | None:
-        """Return why a snapshot does not fit the run, or None if it does. With `whole`, `tensors` holds DTensors, not this
-        rank's parts of them."""
-        return self.small_state_mismatch(rest) or self.parameter_mismatch(tensors, whole=whole)
+    def mismatch(self, rest: dict[str, Any], tensors: Mapping[str, Tensor | TensorSpec]) -> str | None:
+        """Return why a snapshot does not fit the run, or None if it does."""
+        return self.small_state_mismatch(rest) or self.parameter_mismatch(tensors, whole=False)
 
     def parameter_mismatch(self, saved: Mapping[str, Tensor | TensorSpec], *, whole: bool) -> str | None:
-        """Return the first parameters of which name, shape or dtype differ from the saved ones, or None."""
+        """Return the first parameters of which name, shape or dtype differ from the saved ones, or None. With `whole`,
+        `saved` holds DTensors, not this rank's parts of them."""
         named = self._named()
         missing = [n for n, _ in named if f"model.{n}" not in saved and f"frozen.{n}" not in saved]
         if missing:

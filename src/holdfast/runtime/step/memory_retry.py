@@ -8,23 +8,33 @@ peer may be inside a collective, the ranks end, and the next processes read the 
 
 from __future__ import annotations
 
+import copy
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
-from torch import nn
+from torch import OutOfMemoryError, Tensor, nn
 
 from holdfast.core.base.config import OomSection
-from holdfast.core.base.errors import StepError, first_line
+from holdfast.core.base.errors import HoldfastError, StepError, first_line
 from holdfast.core.base.types import Outcome, Plan, Replay, Rollback, Status
 from holdfast.core.decide.batch_splits import ANY_SHAPE, BatchSplits
-from holdfast.runtime.data.pieces import FailedPart, LabelRule, Piece, Weigh, cut, shape_of, shares_of
-from holdfast.runtime.data.split import Splitter
+from holdfast.runtime.data.pieces import (
+    FailedPart,
+    LabelRule,
+    Piece,
+    Weigh,
+    cut,
+    misplaced_samples,
+    shape_of,
+    shares_of,
+    sizes_of,
+)
+from holdfast.runtime.data.split import Splitter, tensors_of
 from holdfast.runtime.effects.attempt import StepAttempt
 from holdfast.runtime.effects.base import RecoveryParts, rewind
 from holdfast.runtime.state.rng import RngState
+from holdfast.runtime.step.loss_trial import LossTrial
 from holdfast.runtime.tensors.free_frames import free_pinned
 from holdfast.runtime.update.gradient_sync import GradientSync
 
@@ -36,8 +46,6 @@ _ADVICE = (
     "reserved but unallocated"
 )
 _MAX_UPDATE_FAILURES = 2
-_LOSS_TOLERANCE, _HALF_TOLERANCE = 1e-3, 5e-2
-"""of the loss of the parts: kernels round them otherwise than the whole, the more if the loss itself is in half precision"""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -47,14 +55,6 @@ class _Retry(NamedTuple):
     shape: str
     parts: int
     reason: str
-
-
-class _WholeLoss(NamedTuple):
-    """The loss of a step up to a micro-batch that ran out of memory in its backward. Its parts must give the same."""
-
-    step: int
-    microbatches: int
-    loss: float
 
 
 class MemoryRetry:
@@ -80,19 +80,29 @@ class MemoryRetry:
         self.wanted_parts = 0
         """for the record of a failure: what the next processes split micro-batches into; 0: it was no such failure"""
         self.splitter: Splitter | None = None
+        """the user's own"""
+        self.default_splitter: Splitter | None = None
+        """the driver's, if the user has none"""
         self.weigh: Weigh | None = None
         self._requests: list[dict[str, Any]] = []
         self._update_failures: tuple[int, int] = (0, 0)
         self._said: set[str] = set()
         self._served_rng: RngState | None = None
-        self._whole: _WholeLoss | None = None
+        self.trial = LossTrial()
+        self._serves_again = False
+        """the step failed in a trial"""
+        self._tries_again = False
+        """also in a process that takes a split over: its driver loses no step if a trial fails"""
+        self._has_own_splitter = False
         self._begun_in: StepAttempt | None = None
         self._begun = 0
         """micro-batches of that attempt that went through `pieces`"""
+        self._counted = 0
+        """parts of the attempt that had a loss before the last of them"""
 
     def restart_ranks(self) -> None:
         """After an error on one of several ranks have all of them restarted: the loop cannot serve a filler."""
-        self._can_fill = False
+        self._can_fill, self._tries_again = False, True
         if self._is_distributed:
             self.splits.grow_after = 0
 
@@ -102,33 +112,64 @@ class MemoryRetry:
         if self._is_distributed:
             self.splits.replace(self._context.ranks.broadcast_object(self.splits.state_dict()))
         self.is_splitting = self.splits.is_active
+        self.trial.is_wanted = self._tries_again and self.is_splitting and not self._inexact_reasons()
 
     # ---- serving pieces
 
-    def pieces(self, attempt: StepAttempt, part: Any, samples: int | None, splitter: Splitter | None) -> list[Piece]:
+    def pieces(
+        self, attempt: StepAttempt, part: Any, samples: int | None, splitter: Splitter | None = None
+    ) -> list[Piece]:
         """Return the pieces in which a micro-batch is served."""
         splitter = splitter or self.splitter
+        self._has_own_splitter = splitter is not None
+        splitter = splitter or self.default_splitter
         if attempt.is_filler:
             finest = min(samples or self._config.max_split, self._config.max_split)
             return [Piece(cut(part, finest, samples, splitter)[0], samples, 0.0, is_filler=True)]
         parts = self.splits.parts_for(shape_of(part))
         self._begun = 1 if self._begun_in is not attempt else self._begun + 1
-        self._begun_in = attempt
+        self._begun_in, self._counted = attempt, len(attempt.losses)
         if parts == 1:
             return [Piece(part, samples)]
-        cuts = cut(part, parts, samples, splitter)
-        shares, why = shares_of(cuts, self._label_rule())
+        pieces = self._weighted(attempt.number, cut(part, parts, samples, splitter), samples, splitter)
+        cuts = [piece.batch for piece in pieces]
+        if self._is_distributed:  # all ranks take equally many parts, or a sharded model would wait forever
+            pieces += [Piece(cuts[-1], samples, 0.0, is_filler=True)] * (parts - len(pieces))
+        if self.trial.is_wanted and attempt.evidence is None:
+            if self._has_own_splitter and (why := misplaced_samples(part, cuts)) is not None:
+                raise StepError(f"step {attempt.number}: your splitter of a micro-batch {why}; nothing was applied")
+            pieces = self._trial_pieces(attempt, part, len(cuts), samples, splitter) + pieces
+        self._served_rng = self._context.rng.capture()
+        return pieces
+
+    def _weighted(
+        self, number: int, cuts: Sequence[Any], samples: int | None, splitter: Splitter | None
+    ) -> list[Piece]:
+        shares, why = shares_of(cuts, sizes_of(cuts, samples, splitter), self._label_rule())
         if why is not None:
-            self._say_once(attempt.number, f"a micro-batch is served in parts, and its gradient may differ: {why}")
+            self._say_once(number, f"a micro-batch is served in parts, and its gradient may differ: {why}")
         scale = float(len(cuts)) if self._config.loss == "sum" else 1.0
         if self._config.loss == "sum":
             shares = [1.0 / len(cuts)] * len(cuts)
         pieces = [Piece(each, samples, share, scale, is_last=False) for each, share in zip(cuts, shares, strict=True)]
-        pieces[-1] = pieces[-1]._replace(is_last=True)
-        if self._is_distributed:  # all ranks take equally many parts, or a sharded model would wait forever
-            pieces += [Piece(cuts[-1], samples, 0.0, is_filler=True)] * (parts - len(pieces))
-        self._served_rng = self._context.rng.capture()
-        return pieces
+        return [*pieces[:-1], pieces[-1]._replace(is_last=True)]
+
+    def _trial_pieces(
+        self, attempt: StepAttempt, part: Any, parts: int, samples: int | None, splitter: Splitter | None
+    ) -> list[Piece]:
+        """Return a copy of a micro-batch cut otherwise, or nothing if it cannot be: then its loss is not verified.
+
+        A copy, because the parts that are trained on share the memory of the micro-batch.
+        """
+        try:
+            other = 2 * parts if samples is None or samples > parts else parts // 2
+            cuts = cut(copy.deepcopy(part), other, samples, splitter)
+            if len(cuts) == parts:
+                raise StepError(f"it cannot be cut into {other} parts")
+        except Exception as error:  # of the user's own types, or of a splitter
+            self.stop_trial(attempt.number, error)
+            return []
+        return [piece._replace(is_trial=True) for piece in self._weighted(attempt.number, cuts, samples, splitter)]
 
     def _label_rule(self) -> LabelRule:
         names = [type(m).__name__ for _, root in self._context.state.modules for m in root.modules()]
@@ -139,20 +180,43 @@ class MemoryRetry:
         """Report, once, that parts are not exact: their forward draws random numbers, or they give another loss."""
         before, self._served_rng = self._served_rng, None
         if before is not None and not before.same(self._context.rng.capture()):
-            self._whole = None
-            what = "forward draws random numbers (dropout or noise), and draws others for parts than for the whole"
-            self.report_inexact(attempt.number, what)
-        whole = self._whole
-        if whole is None or not piece.is_last or (attempt.number, self._begun) != (whole.step, whole.microbatches):
+            self.trial.stop()
+            self._report_random(attempt)
+        what = self.trial.compare(attempt, self._begun, self._counted) if piece.is_last else None
+        if what is None:
             return
-        self._whole, loss = None, attempt.loss
-        is_half = float(torch.tensor(whole.loss).half()) == whole.loss
-        if abs(loss - whole.loss) > (_HALF_TOLERANCE if is_half else _LOSS_TOLERANCE) * abs(whole.loss):
-            self.report_inexact(
-                attempt.number,
-                f"the parts give a loss of {loss:.6g}, and the whole gave {whole.loss:.6g}. So the loss is no mean over "
-                "what the parts are weighted by: pass step.backward(loss, weight=n), or guard.set_splitter(f, weight=g)",
+        if self._has_own_splitter:
+            raise StepError(
+                f"step {attempt.number}: a micro-batch is served in parts by your splitter, and {what}; nothing was "
+                "applied. Each sample belongs into one part, with its labels, and the parts must be weighted by that over "
+                "which the loss is a mean. If the loss compares samples, set [oom] batch_loss = true"
             )
+        self.report_inexact(
+            attempt.number,
+            f"{what}. So the loss is no mean over what the parts are weighted by: pass step.backward(loss, weight=n), or "
+            "guard.set_splitter(f, weight=g)",
+        )
+
+    def _report_random(self, attempt: StepAttempt) -> None:
+        what = "forward draws random numbers (dropout or noise), and draws others for parts than for the whole"
+        self.report_inexact(attempt.number, what)
+
+    def add_trial_loss(self, attempt: StepAttempt, piece: Piece, loss: Tensor | None, weight: float) -> None:
+        """Take the loss of a part that is not trained on, multiplied by its weight."""
+        self.trial.add(attempt, self._begun, piece, loss, weight)
+        if self._served_rng is not None and not self._served_rng.same(self._context.rng.capture()):
+            self.trial.stop()
+            self._report_random(attempt)
+
+    def stop_trial(self, number: int, error: BaseException, *, is_in_step: bool = False) -> None:
+        """Report, once, that the loss of the parts is not verified. `heal` serves a step that it has failed in again."""
+        self.trial.stop()
+        self._serves_again = is_in_step
+        self._say_once(
+            number,
+            f"the parts of a micro-batch are weighted for a loss that is a {self._config.loss} over its samples or valid "
+            f"labels. That is not verified: cut otherwise, and without gradients, it fails: {first_line(error)}",
+        )
 
     def report_inexact(self, number: int, what: str) -> None:
         """Report, once, that parts are not exact. StepError if the policy forbids that."""
@@ -193,8 +257,10 @@ class MemoryRetry:
             error.add_note(f"holdfast: {text}")
             return False
         if not self._is_distributed:
-            self._note_whole_loss(attempt, failed)
-            self._record(attempt.number, retry, where=attempt.running)
+            if not self._serves_again:
+                self.trial.is_wanted = retry.parts > 1 and not self.trial.is_over and not self._inexact_reasons()
+                self._record(attempt.number, retry, where=attempt.running)
+            self._serves_again = False
         drop_gradients()
         source = self._recovery.feeder.source
         if (why := source.requeue(attempt.draws)) is not None:
@@ -212,19 +278,6 @@ class MemoryRetry:
         self._context.hooks.call("on_recovery", attempt.result)
         return True
 
-    def _note_whole_loss(self, attempt: StepAttempt, failed: FailedPart | None) -> None:
-        """Keep the loss that the parts are compared with, if the whole had one and nothing else makes it differ."""
-        is_whole = attempt.running == "backward" and failed is not None and failed.number == len(attempt.losses)
-        if (
-            not is_whole
-            or failed is None
-            or self.splits.parts_for(shape_of(failed.batch)) > 1
-            or self._inexact_reasons()
-        ):
-            return
-        if math.isfinite(loss := attempt.loss):
-            self._whole = _WholeLoss(attempt.number, failed.number, loss)
-
     def _choose(
         self, attempt: StepAttempt, error: BaseException, failed: FailedPart | None, *, was_observed: bool
     ) -> _Retry | str:
@@ -237,30 +290,31 @@ class MemoryRetry:
             given_back = "the step is not observed any more"
         if not self.is_armed:
             return f"{what}; the policy forbids a retry"
-        shape = "" if failed is None else shape_of(failed.batch)
+        shape = "" if failed is None else failed.shape
         parts = 1 if failed is None else self.splits.parts_for(shape)
         shape = ANY_SHAPE if self._is_distributed else shape
-        if given_back is not None:
-            return _Retry(shape, parts, f"{what} ({problem}): {given_back}")
+        if given_back is not None or self._serves_again:
+            return _Retry(shape, parts, f"{what} ({problem}): {given_back or 'the step is run without a trial'}")
         if failed is None or not attempt.draws:
             return f"{what} before a micro-batch was served"
         more = min(2 * parts, self._config.max_split)
         if failed.samples is not None:
             more = min(more, failed.samples)
-        splitter = failed.splitter or self.splitter
+        splitter = failed.splitter or self.splitter or self.default_splitter
         try:
             is_smaller = more > parts and len(cut(failed.batch, more, failed.samples, splitter)) > parts
         except Exception as refusal:  # StepError, or what a splitter of the user raises
             return f"{what}; it cannot be split: {refusal}; see guard.set_splitter"
         if not is_smaller:
             size = "one sample" if failed.samples == parts else f"a part of {parts}, the most ([oom] max_split)"
-            return f"{what} with {size} at a time: the micro-batch cannot be split further"
+            why = f"{what} with {size} at a time: the micro-batch cannot be split further"
+            return why + _uncut(failed.batch, parts, failed.samples, splitter)
         reasons = self._inexact_reasons()
         if reasons and not self._config.allow_inexact:
             return f"{what}; a split would not be exact: {'; '.join(reasons)} ([oom] allow_inexact = false)"
         for reason in reasons:
             self._say_inexact(attempt.number, reason)
-        return _Retry(shape, more, f"{what} of micro-batch {failed.number} ({shape_of(failed.batch)}): {problem}")
+        return _Retry(shape, more, f"{what} of micro-batch {failed.number} ({failed.shape}): {problem}")
 
     def _inexact_reasons(self) -> list[str]:
         """Return what makes a split differ from the whole."""
@@ -278,6 +332,15 @@ class MemoryRetry:
     def _has_collectives_in_forward(self) -> bool:
         modules = [m for _, root in self._context.state.modules for m in root.modules()]
         return any(isinstance(m, nn.SyncBatchNorm) for m in modules)
+
+    def explain_part(self, error: BaseException, piece: Piece) -> None:
+        """Add to an error of the loop that it came with a part of a micro-batch, and what to do if that is why."""
+        if not isinstance(error, HoldfastError | OutOfMemoryError):
+            error.add_note(
+                f"holdfast: this was a part ({shape_of(piece.batch)}) of a micro-batch that does not fit into memory. If "
+                "the loop cannot take parts (offsets into a flattened tensor, a hidden state carried on), pass "
+                "guard.set_splitter(f), or set [oom] action = 'stop'"
+            )
 
     def learn(self, number: int, shape: str, parts: int, reason: str) -> None:
         """Serve micro-batches of a shape in parts from now on."""
@@ -368,6 +431,16 @@ class MemoryRetry:
         if message not in self._said:
             self._said.add(message)
             self._context.engine.note(number, message)
+
+
+def _uncut(batch: Any, parts: int, samples: int | None, splitter: Splitter | None) -> str:
+    """Return that the largest tensor of a batch is not cut, in words; nothing if it is."""
+    largest = max(tensors_of(batch), key=Tensor.numel, default=None)
+    if parts == 1 or largest is None:
+        return ""
+    is_whole = any(each.shape == largest.shape for each in tensors_of(cut(batch, parts, samples, splitter)[0]))
+    shape = tuple(largest.shape)
+    return f", and its tensor of shape {shape} is in every part: see guard.set_splitter" if is_whole else ""
 
 
 def _inexact_kind(module: nn.Module) -> str | None:

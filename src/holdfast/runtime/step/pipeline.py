@@ -255,6 +255,7 @@ class GuardedPipeline:
             self.note(self.parts.snapshots.take_postponed())
             if progress.pending is None:
                 self._end_epochs(ended_epochs)
+                self._enter_phase(USER)  # an evaluation may follow
                 return None
             # Settling the last step may undo it and requeue its data.
             feeder.source.defer_epoch_ends(ended_epochs)
@@ -310,7 +311,7 @@ class GuardedPipeline:
         draw, ended_epochs = self._draw()
         if attempt.evidence is not None:
             attempt.evidence.pause(False)
-        self._enter_phase(FORWARD)
+        self._enter_phase(FORWARD if draw is not None else USER)
         attempt.epochs_inside += ended_epochs
         if draw is None:
             attempt.data_ended = True

@@ -6,7 +6,9 @@ with half of the guard missing. Only the device gate has a fallback: the host de
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import json
 import logging
 import random
 import sys
@@ -86,27 +88,10 @@ def shard_like(target: Any, local: Tensor) -> Any:
     return type(target)(local, spec, requires_grad=False)
 
 
-def mesh_slices(mesh: Any) -> np.ndarray | None:
+def mesh_slices(mesh: Any) -> np.ndarray:
     """Return the ranks of a mesh, and of its siblings if it is a slice of a larger mesh: (slices, *mesh.shape), equal on
-    every rank. With FSDP2 over tensor parallel, parameters that are not parallelized are on such a slice.
-
-    None, with an older torch, if the larger mesh does not name the slice's dimensions (some flattened into one).
-    """
-    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
-    if layout is not None and rank_map is not None:
-        return np.array(layout.remap_to_tensor(rank_map).tolist())
-    if not hasattr(mesh, "_get_root_mesh"):
-        raise _missing(mesh, "_rank_map", "_get_root_mesh")
-    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names
-    own_ranks, root_ranks = np.array(mesh.mesh.tolist()), np.array(root.mesh.tolist())
-    if own_ranks.size == root_ranks.size:
-        return own_ranks[None]
-    root_names = root.mesh_dim_names or ()
-    if not names or not set(names) <= set(root_names):
-        return None
-    dims = [root_names.index(name) for name in names]
-    slices = np.moveaxis(root_ranks, dims, range(root_ranks.ndim - len(dims), root_ranks.ndim))
-    return slices.reshape(-1, *own_ranks.shape)
+    every rank. With FSDP2 over tensor parallel, parameters that are not parallelized are on such a slice."""
+    return np.array(require(mesh, "_layout").remap_to_tensor(require(mesh, "_rank_map")).tolist())
 
 
 # ---- modules
@@ -347,13 +332,20 @@ def default_store(distributed: Any) -> Any:
 def dump_flight_record() -> bytes | None:
     """Return the collectives that torch has recorded, as JSON; None if this torch records none.
 
-    The record explains a hang and decides nothing, so a torch without it is no error.
+    The record explains a hang and decides nothing, so a torch without it is no error. NCCL has a recorder of its own.
     """
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    try:
-        return None if dump is None else bytes(dump())
-    except RuntimeError:  # a build without it
+    records: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
+        with contextlib.suppress(RuntimeError, ValueError):  # a build without it
+            record = {} if dump is None else json.loads(dump())
+            if "entries" in record and all(record["entries"] != other["entries"] for other in records):
+                records.append(record)
+    if not records:
         return None
+    groups = {name: each for record in records for name, each in record.get("pg_config", {}).items()}
+    entries = [entry for record in records for entry in record["entries"]]
+    return json.dumps({"entries": entries, "pg_config": groups}).encode()
 
 
 # ---- torch.compile

@@ -13,7 +13,7 @@ from checkpoint_builders import BAD, CANDIDATE, FILES, GOOD, QUARANTINED, RUN, f
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.checkpoints.folder import Folder
 from holdfast.core.checkpoints.lineage import Lineage
-from holdfast.core.checkpoints.resume import choose, resolve_resume_path
+from holdfast.core.checkpoints.resume import choose, pick, resolve_resume_path
 
 FIRST = Lineage()
 
@@ -35,10 +35,8 @@ def identify(run_dir: Path, run: str | None = RUN) -> None:
     (run_dir / "run.json").write_text(json.dumps({"run": run} if run else {}))
 
 
-def chosen(
-    folder: Folder, run: str | None = RUN, at_most: int | None = None
-) -> tuple[str | None, list[tuple[str, str]]]:
-    entry, passed = choose(folder, run, at_most=at_most)
+def chosen(folder: Folder, run: str | None = RUN) -> tuple[str | None, list[tuple[str, str]]]:
+    entry, passed = choose(folder, run)
     return entry.name if entry else None, [(p.name, p.why) for p in passed]
 
 
@@ -166,19 +164,12 @@ def test_checkpoint_of_another_run_is_passed_over_and_says_nothing_of_the_lineag
     assert chosen(folder, run=None)[0] == "step_00000009.b7"
 
 
-def test_no_later_step_than_asked_for_is_taken(folder):
-    for step in (1, 2, 3):
-        save(folder, step)
-    assert chosen(folder, at_most=2) == ("step_00000002", [("step_00000003", "it is later than step 2")])
-    assert chosen(folder, at_most=0)[0] is None
-
-
 def test_only_what_could_be_taken_is_read_in_full(folder):
     save(folder, 1)
     save(folder, 2)
     save(folder, 3, CANDIDATE)
     checked: list[int] = []
-    choose(folder, RUN, check=lambda entry: checked.append(entry.step))
+    pick(folder.entries(), RUN, lambda entry: checked.append(entry.step))
     assert checked == [2]
 
 

@@ -123,6 +123,18 @@ CASES = {
         "ResourceExhaustedError: OOM when allocating tensor with shape[8,128,64] and type float by allocator GPU_0_bfc",
         Kind.OUT_OF_MEMORY,
     ),
+    "2.1, which misspells capacity": (
+        "CUDA out of memory. Tried to allocate 30.00 GiB. GPU 0 has a total capacty of 23.65 GiB of which 12.00 GiB is "
+        "free. Of the allocated memory 11.00 GiB is allocated by PyTorch, and 200.00 MiB is reserved by PyTorch but "
+        "unallocated.",
+        Kind.MEMORY_CAPACITY,
+    ),
+    "mps, filled by others": (
+        "MPS backend out of memory (MPS allocated: 8.90 GB, other allocations: 8.55 GB, max allowed: 18.13 GB). Tried to "
+        "allocate 1.20 GB on private pool.",
+        Kind.MEMORY_CAPACITY,
+    ),
+    "jax": ("RESOURCE_EXHAUSTED: Attempting to allocate 4.00G. That was not possible.", Kind.OUT_OF_MEMORY),
     "nccl": ("Last error: Failed to CUDA calloc async 608 bytes", Kind.OUT_OF_MEMORY),
 }
 
@@ -132,6 +144,30 @@ def test_text_says_which_kind_it_is(name):
     text, kind = CASES[name]
     failed = parse(text)
     assert failed is not None and explain(failed).kind == kind, (failed, failed and explain(failed))
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("OOM when allocating tensor with shape[9] on /job:localhost/device:CPU:0 by allocator cpu", "host"),
+        ("Last State: Terminated  Reason: OOMKilled  Exit Code: 137", "host"),
+        ("srun: error: node1: task 0: Out Of Memory", "host"),
+        ("slurmstepd: error: StepId=22.0 exceeded memory limit (40960 > 33554), being killed", "host"),
+        ("=>> PBS: job killed: mem 131072kb exceeded limit 130000kb", "host"),
+        ("TERM_MEMLIMIT: job killed after reaching LSF memory usage limit.", "host"),
+        ("OutOfMemoryError: Task was killed due to the node running low on memory.", "host"),
+        ("OSError: [WinError 1455] The paging file is too small for this operation to complete.", "host"),
+        ("memory allocation of 17179869184 bytes failed", "host"),
+        ("Failed to allocate 34359 bytes of pinned host memory: CUDA_ERROR_OUT_OF_MEMORY", "host"),
+        ("NCCL WARN Error while creating shared memory segment /dev/shm/nccl-Ab (size 9637888)", "shared memory"),
+        ("RuntimeError: unable to write to file </torch_1_2>: No space left on device (28)", "shared memory"),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/torch_11'", "shared memory"),
+        ("RuntimeError: Invalid buffer size: 32.00 GB", "device"),
+    ],
+)
+def test_text_says_where_memory_ran_out(line, where):
+    failed = parse(line)
+    assert failed is not None and failed.where == where
 
 
 def test_sizes_are_read():
@@ -149,7 +185,17 @@ def test_text_about_others_and_shared_memory_says_so():
     assert loader is not None and "/dev/shm" in explain(loader).cure
 
 
-@pytest.mark.parametrize("line", ["step 10 loss 2.3", "memory: 30.99GiB(32.62%)", "saved memory snapshot", ""])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("step 10 loss 2.3", "memory: 30.99GiB(32.62%)", "saved memory snapshot", "", "using pinned memory"),
+        *("Tip: use checkpointing to avoid CUDA out of memory errors", "if you run out of memory, reduce --batch-size"),
+        *("WARNING: more workers may lead to out of memory", "oom_kill_disable 0", "memory.events: oom 0 oom_kill 0"),
+        *("grpc: RESOURCE_EXHAUSTED: Received message larger than max", "OSError: [Errno 28] No space left on device"),
+        "unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)",
+        "bfc_allocator.cc: ran out of memory trying to allocate 1.00GiB. The caller indicates that this is not a failure",
+    ],
+)
 def test_other_lines_say_nothing(line):
     assert parse(line) is None
 

@@ -110,6 +110,19 @@ def test_steps_that_are_slow_again_and_again_are_found():
     assert found.is_intermittent and found.step <= 640 and abs(found.onset - 601) <= 8
 
 
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+def test_a_few_slow_steps_at_the_start_of_each_epoch_are_healthy_and_ones_that_go_on_are_found_soon(rate):
+    rng = np.random.default_rng(5)
+    times = 0.05 * (1 + 0.03 * rng.standard_normal(8000))
+    for begin in range(2000, 8000, 1000):  # the workers of the loader start, and their queue is empty
+        times[begin] += 8.0
+        times[begin + 1 : begin + 13] += np.where(np.arange(12) % 3 < 2, 0.1, 0.0)
+    assert watch(times) == []
+    times[7500:] += np.where(rng.random(500) < rate, 0.1, 0.0)
+    (found,) = watch(times[:7560])
+    assert abs(found.onset - 7501) <= 8 and found.step <= 7540
+
+
 def test_a_speed_that_halves_little_by_little_is_found_with_its_phase():
     rng, steps = np.random.default_rng(2), 5000
     forward, data = 0.05 * np.exp(0.03 * rng.standard_normal((2, steps)))

@@ -157,6 +157,35 @@ def test_the_line_of_the_loader_worker_that_hangs_is_named_and_not_that_of_an_id
     assert found.line == "/home/me/dataset.py:0 in f0 (loader worker, process 9)"
 
 
+def test_a_loader_worker_that_is_stopped_is_named():
+    waits = stack(f"{LIBRARY}/utils/data/dataloader.py", "/home/me/train.py")
+    found = judge([report(0, "data", stacks=waits, workers=[WorkerReport(pid=9, state="T")])], 1)
+    assert "its loader worker, process 9, was stopped by a signal" in found.line
+
+
+RECEIVES = stack(f"{LIBRARY}/distributed/distributed_c10d.py", "/home/me/pipe.py")
+
+
+def test_a_rank_that_waits_for_another_one_by_its_stack_is_not_the_cause():
+    """gloo records no send and no receive."""
+    ahead, behind = dump(steps(5, FIRST), ranks=4), dump(steps(5), ranks=4, waits=False)
+    sleeps = stack("/home/me/data.py")
+    others = [report(0, flight_record=ahead), report(1, flight_record=ahead)]
+    late = [report(2, flight_record=behind, stacks=RECEIVES), report(3, flight_record=behind, stacks=sleeps)]
+    assert judge([*others, *late], 4).culprits == [3]
+    three = [dump(steps(5, FIRST), ranks=3), dump(steps(5), ranks=3, waits=False)]
+    found = judge([report(0, flight_record=three[0]), report(1, flight_record=three[0]),
+                   report(2, flight_record=three[1], stacks=RECEIVES)], 3)  # fmt: skip
+    assert (found.culprits, found.is_certain) == ([2], False) and "waits in f0 itself" in found.summary
+
+
+def test_a_rank_without_a_record_is_named_if_the_others_wait_by_their_stacks():
+    found = judge(
+        [report(0, stacks=RECEIVES), report(1, stacks=stack("/home/me/data.py")), report(2, stacks=RECEIVES)], 3
+    )
+    assert (found.kind, found.culprits) == ("absent", [1])
+
+
 def test_the_training_thread_is_told_from_the_others():
     both = (
         stack("/home/me/other.py", thread=0x1)
@@ -186,3 +215,22 @@ Thread 14 (active): "holdfast-hang"
     recv (/home/me/other.py:5)
 """
     assert judge([report(0, stacks=text)], 1).line == "/home/me/data.py:31 in load"
+
+
+def test_library_files_that_py_spy_names_without_their_folder_are_no_lines_of_the_user():
+    text = """Process 12: python train.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 12 (idle): "MainThread"
+    wait (threading.py:324)
+    get (multiprocessing/queues.py:103)
+    forward (torch/nn/modules/linear.py:125)
+    load (loader/data.py:31)
+"""
+    assert judge([report(0, stacks=text)], 1).line == "loader/data.py:31 in load"
+
+
+@pytest.mark.parametrize("prefix", ["[default1]:", "[rank1]: "])
+def test_stacks_behind_the_prefix_of_torchrun_are_read(prefix):
+    text = "".join(f"{prefix}{line}\n" for line in stack(f"{LIBRARY}/nn/linear.py", "/home/me/train.py").splitlines())
+    assert judge([report(0, stacks=text)], 1).line == "/home/me/train.py:1 in f1"

@@ -50,10 +50,35 @@ def test_a_healthy_step_with_bad_state_is_bad_state_unless_the_step_was_bad_in_t
     assert judge(found, runs("++"), Facts(observed_loss=math.nan)).cause == "transient"
 
 
+def test_a_number_that_is_nan_is_named_by_its_line_and_no_row_is_dropped_for_it():
+    found = origin("input", file="train.py", line=7, detail="an argument of the op is NaN, as a Python number")
+    verdict = judge(found, runs("--"), Facts())
+    assert "train.py:7" in verdict.sentence and "setting" in verdict.sentence and "row" not in verdict.fix
+
+
 def test_weights_that_have_grown_since_certified_state_speak_for_the_learning_rate():
     found = [*runs("--"), Comparison(name="fp32", why_not="the step ran in float32 already")]
     assert judge(origin(dtype="float32"), found, Facts(weights_growth=12.0)).cause == "learning_rate"
     assert judge(origin(dtype="float32"), found, Facts(weights_growth=3.0)).cause == "structural"
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause"),
+    [
+        (Facts(observed_loss=math.nan), "transient"),
+        (Facts(observed_loss=math.nan, failed_again=True), "not_established"),
+        (Facts(observed_loss=math.nan, differences=["the weights are older"]), "not_established"),
+        (Facts(observed_loss=math.nan, is_compiled=True), "not_established"),
+        (Facts(observed_loss=math.nan, is_compiled=True, failed_again=False), "transient"),
+        (Facts(observed_loss=2.0, observed_grad_norm=1.0), "not_established"),
+        (Facts(observed_loss=900.0, observed_grad_norm=1.0), "transient"),
+    ],
+)
+def test_a_healthy_replay_proves_a_transient_fault_only_if_it_is_the_same_step(facts, cause):
+    healthy = [Comparison(name=n, ran=True, finite=True, loss=2.0) for n in ("as it was", "repeated")]
+    verdict = judge(origin("none", op=""), healthy, facts)
+    assert verdict.cause == cause, verdict
+    assert ("the same step" in verdict.fix) == (cause == "not_established")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +104,8 @@ def test_weights_that_have_grown_since_certified_state_speak_for_the_learning_ra
         ("--", origin("optimizer"), Facts(), "dtype_overflow"),
         ("--", origin("optimizer", "float32", op="aten.div"), Facts(), "structural"),
         ("--", origin("optimizer", "float32", op="aten.add_"), Facts(), "learning_rate"),
+        ("--", origin("optimizer", "float32", op="aten._foreach_sqrt_", inputs=[]), Facts(), "structural"),
+        ("--", origin("optimizer", "float32", op="aten.mul", detail="NaN, as a Python number"), Facts(), "structural"),
         ("----", origin("none", op=""), Facts(), "not_established"),
     ],
 )
@@ -105,6 +132,8 @@ def test_a_loss_scale_is_blamed_and_no_module():
         ("aten.div", "", "forward", "denominator"),
         ("aten._scaled_dot_product_attention", "", "forward", "QK-norm"),
         ("aten.unheard_of", "", "forward", "eps"),
+        ("aten._linalg_slogdet", "", "forward", "singular"),
+        ("LinalgEighBackward0 (aten.div)", "", "backward", "eigenvalues"),
     ],
 )
 def test_fix_is_that_of_the_op(op, source, phase, part):

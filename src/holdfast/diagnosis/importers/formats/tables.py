@@ -28,6 +28,10 @@ DESCRIPTIONS = (
         ("spinup", "Spinning Up progress.txt: `Epoch`, `AverageEpRet`, `LossPi`", ("Epoch", "AverageEpRet")),
     )),
     TableDescription(
+        "sb3_monitor", "Stable-Baselines3 and OpenAI monitor.csv: `r`, `l`, `t`, one row an episode", CSV, ("r", "l", "t"),
+        signals={"reward": "r"}, blanks_may_be_nan=False,
+    ),
+    TableDescription(
         "keras_csv", "Keras CSVLogger: `epoch`, then metrics in the order of the alphabet", CSV, ("epoch", "loss"),
         lambda names: names[0] == "epoch" and names[1:] == sorted(names[1:]), blanks_may_be_nan=False,
     ),

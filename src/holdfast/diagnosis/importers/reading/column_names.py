@@ -63,8 +63,10 @@ _EVAL_NAME = re.compile(
 )
 _LETTERED = re.compile(r"^(?:(tr?|va?|te|vl)_?)?(loss|acc|accuracy|err|error|nll|ppl|mse)(?:_(tr?|va?|te))?$")
 _POLICY = re.compile(r"(^|_)(p|pg|pi|policy|actor|critic|entropy|vf|q|td|kl|rew|reward)(_|$)")
+_MIN_BESIDE = 3
+"""`v_loss`, `v_kl`, `v_recons` beside `loss`, `kl`, `recons`: so many are no policy"""
 _REWARD_NAME = re.compile(
-    r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
+    r"(^|_)(ep_?rew_?mean|averageepret|epret|ep_ret|rew|(success|win)_rate|rewards?(_mean|_score)?|returns?(_mean)?|(mean|avg|average|episode|ep)_score)$"
 )
 _NOT_REWARD = re.compile(r"min|max|std|int_|intrinsic|signal|model|loss|func|best")
 _LOSS_BY_CUSTOM = re.compile(
@@ -77,6 +79,7 @@ _PART_BY_CUSTOM = re.compile(
 _STATISTIC = re.compile(r"(^|_)(stats?|mean|std|min|max|acc|accuracy|norm|lr|prob|score|time)(_|$)")
 _PERPLEXITY = re.compile(r"(^|_)(ppl|perplexity)$")
 _LOSS_WORD = re.compile(r"(^|_)(loss(?!_?scale)|losspi|lossv|lossq|nll)(_|$)|loss$")
+_TOTAL = re.compile(r"^((total|all|whole|full|overall|sum|joint|combined)_loss(es)?|loss(es)?_(all|sum|overall|full))$")
 _RATIO_OF_LOSS = re.compile(
     r"scale|weight|coef|num(_|$)|std$|delta|best|time|count|ratio|lambda|alpha|beta|gamma|type|power|class(es)?$|factor"
 )
@@ -113,6 +116,9 @@ def lettered_names(names: Iterable[str]) -> dict[str, str]:
     found = {
         name: (match[1] or match[3] or "", match[2]) for name, key in keys.items() if (match := _LETTERED.match(key))
     }
+    beside = {name for name, key in keys.items() if key.startswith("v_") and key[2:] in keys.values()}
+    if len(beside) >= _MIN_BESIDE:
+        return {name: f"val_{name[2:]}" for name in beside}
     if any(_POLICY.search(key) for key in keys.values()):
         return {}
     trained = {metric for letter, metric in found.values() if letter[:1] in ("", "t") and letter != "te"}
@@ -183,8 +189,8 @@ def pick_training_error(names: Iterable[str]) -> list[str]:
 
 
 def pick_total(parts: Iterable[str]) -> list[str]:
-    """Return the only name that is `loss` behind a path: `actor/loss` beside `actor/kl_loss`."""
-    totals = [name for name in parts if re.search(r"[/.](total_)?loss$", name)]
+    """Return the only name that says that it is the whole loss: `actor/loss` beside `actor/kl_loss`, or `all_loss`."""
+    totals = [name for name in parts if re.search(r"[/.](total_)?loss$", name) or _TOTAL.search(_words(name))]
     return totals if len(totals) == 1 else []
 
 

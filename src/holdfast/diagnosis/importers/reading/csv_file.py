@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -18,6 +19,7 @@ from holdfast.diagnosis.model.table import Table
 MAX_HEADER_COLUMNS = 65536
 _DELIMITERS = (",", "\t", ";")
 _HEAD_BYTES = 1 << 20
+_COMMENTS = re.compile(rb"\A(?:\s*#[^\n]*\n)+(?=\s*['\"]?[A-Za-z_])")
 _LOGGED_WITH_LOSS = 0.8
 """A column is logged with the loss if it has a value in this share of the rows that have a loss."""
 
@@ -28,9 +30,10 @@ class CsvFile:
     def __init__(self, source: LogSource) -> None:
         self.source = source
         self.unreadable_rows = 0
-        first_line = source.sample[:_HEAD_BYTES].lstrip(b"\n").split(b"\n", 1)[0]
+        sample = _without_comments(source.sample)
+        first_line = sample.lstrip(b"\n").split(b"\n", 1)[0]
         self.delimiter = max(_DELIMITERS, key=lambda mark: first_line.count(mark.encode()))
-        self.header = _parse_header(source.sample, self.delimiter)
+        self.header = _parse_header(sample, self.delimiter)
 
     def _lines(self) -> Iterator[str]:
         for chunk in self.source.chunks():
@@ -63,9 +66,14 @@ def _parse_row(line: bytes, delimiter: str) -> list[str]:
         return []
 
 
+def _without_comments(sample: bytes) -> bytes:
+    """Return the first bytes of a sample without lines of comments in front of the header."""
+    return _COMMENTS.sub(b"", sample[:_HEAD_BYTES])
+
+
 def _parse_header(sample: bytes, delimiter: str) -> list[str]:
     """Return the names in the first line that is not blank; empty if that line is no header."""
-    first_line = next((line for line in sample[:_HEAD_BYTES].split(b"\n") if line.strip()), b"")
+    first_line = next((line for line in sample.split(b"\n") if line.strip()), b"")
     row = _parse_row(first_line, delimiter)
     return [name.strip() for name in row] if 2 <= len(row) <= MAX_HEADER_COLUMNS else []
 
@@ -75,13 +83,14 @@ def detect_header(sample: bytes) -> list[str]:
 
     In a table at least half of the rows have as many cells as the header, and a third of the cells are numbers.
     """
+    sample = _without_comments(sample)
     for delimiter in _DELIMITERS:
         names = _parse_header(sample, delimiter)
         if not names or any(len(name) > 300 or to_float(name) is not None for name in names):
             continue
         if len(set(names)) < len(names) / 2:
             continue
-        lines = [line for line in sample[:_HEAD_BYTES].split(b"\n")[:50] if line.strip()][1:]
+        lines = [line for line in sample.split(b"\n", 50)[:50] if line.strip()][1:]
         matching_rows = filled = numbers = 0
         for line in lines:
             row = _parse_row(line, delimiter)

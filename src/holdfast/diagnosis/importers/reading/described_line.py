@@ -52,6 +52,8 @@ _PAIR = re.compile(
 _NAME = re.compile(rb"[A-Za-z]\w{0,30}(?=['\"]?\s{0,3}[:=|\s]\s{0,3}[-+\d.])")
 _NAMING_BYTES = 256 << 10
 _NEXT_IN_LIST = re.compile(rb",\s*(" + _NUMBER.replace(rb".,", rb".") + rb")(?=[,\])])")
+_LOSSES_BY_NAME = re.compile(rb"(?i)\bloss(?:es)?\b['\"]?\s{0,4}[:=]?\s{0,4}\{([^{}]*)\}")
+"""`Losses {'ner': 12.3}`: each value is a loss"""
 _BRACKETS = re.compile(rb"\[\s*(\d{1,9})(?:/\d{1,9})?\s*\]\s*\[\s*(\d{1,15})(?:\s*/\s*(\d{1,15}))?\s*\]")
 _COUNTER = re.compile(
     rb"(?<![\w./:\-])(\d{1,15})\s?/\s*(\d{1,15}|\?)"
@@ -66,7 +68,7 @@ _VALUE_AT = re.compile(
 )
 _LEADING = re.compile(rb"^\s*(?:\[\s*(\d{1,12})\s*\]|(\d{1,12})\s*(?::(?=\s)|\||\t|(?= \w+ [\d.]+$)))")
 _EVAL_WORD = re.compile(
-    rb"(?<![\w/.\-])(" + EVAL_WORDS.encode() + rb")(?:\)|(?![\w/.\-=]))",
+    rb"(?<![\w/.\-])(" + EVAL_WORDS.encode() + rb")(?:_(?:epoch|step|iter|loop|end))?(?:\)|(?![\w/.\-=]))",
     re.IGNORECASE,
 )
 _SECTION = re.compile(
@@ -75,7 +77,7 @@ _SECTION = re.compile(
 )
 """`train: loss 0.5 | valid: loss 0.6`: what follows is measured on that data"""
 _NO_RECORD = re.compile(
-    rb"(?<!\w)(?:train_runtime|best|lowest|improved|final|early stopping|patience)(?!\w)", re.IGNORECASE
+    rb"(?<!\w)(?:train_runtime|best|lowest|improved|final(?!,)|early stopping|patience)(?!\w)", re.IGNORECASE
 )
 _CODE = re.compile(
     rb"^\s*(?:\++ )?(?:def|class|if|elif|for|while|return|import|from|print|assert|with|raise|parser|self|#|File|@)\b"
@@ -93,10 +95,10 @@ _HEADING_WORDS = (
 )  # fmt: skip
 _EVAL_METRIC = re.compile(
     r"^(val|valid|validation|test|dev|eval|tel)$|"
-    r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|psnr|ssim|fid|ap",
+    r"loss|cost|acc|ppl|perpl|bleu|rouge|f1|auc|wer|cer|err|score|reward|iou|map|mse|mae|nll|bpb|top|success|psnr|ssim|fid|ap",
     re.I,
 )
-_METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;]*$", re.I)
+_METRIC_BEFORE = re.compile(rb"\b(loss|accuracy|acc|error|f1|bleu|auc|perplexity|precision|recall)\b[^:=|,;.]*$", re.I)
 _WORDS_BEFORE_BYTES = 60
 _TEXT_BEFORE_NAME = {
     "info", "debug", "warning", "warn", "error", "notice", "trace", "log", "the", "and", "with", "train", "training",
@@ -157,6 +159,7 @@ class Pair(NamedTuple):
 
 def find_pairs_of_any_name(line: bytes) -> Iterator[Pair]:
     start = 0
+    losses = named.span(1) if b"{" in line and (named := _LOSSES_BY_NAME.search(line)) is not None else (0, 0)
     if (at := _VALUE_AT.search(line)) is not None:  # `Loss at step 100: 2.5` is read as `step 100 Loss: 2.5`
         start, end = at.end(), at.end() + len(at[4].rstrip(b".,"))
         yield Pair(at[2].decode(), *at.span(3), 1.0, (-1, -1), at.start(1))
@@ -169,6 +172,8 @@ def find_pairs_of_any_name(line: bytes) -> Iterator[Pair]:
         if parse_number(line[match.start(3) : end]) is None:
             continue
         name, factor = _resolve(match[1]), _FACTORS[match[4]]
+        if losses[0] <= match.start() < losses[1] and not is_part_of_loss(name):
+            name += "_loss"
         if match[2] is not None:
             yield Pair(LEAD, *match.span(2), 1.0, (-1, -1), match.start(1))
         if name.lower().endswith("losses") and (following := _NEXT_IN_LIST.match(line, end)) is not None:
@@ -188,6 +193,8 @@ def _resolve(key: bytes) -> str:
     first, _, last = full.partition(" ")
     if last.lower() in _STOP_WORDS:
         return first
+    if is_eval(first) and (is_step(last) or snake_case(last) in COARSE_STEPS):
+        return last  # `test epoch: 3, loss: 0.5`: the line is an evaluation, the number is not
     if not last or is_eval(full) or is_step(full) or loss_rank(full) is not None or canonical_column(full)[0] != full:
         return full
     if is_step(last):
@@ -288,8 +295,8 @@ class _LineRecord:
                 if column and column not in fixed:
                     self.train[column] = found._replace(name=column, factor=self._factor(pair, column, 1.0))
                     self._see_metric(pair, column in ("loss", "ppl", "reward"), column)
-            elif is_step(name):
-                is_global = snake_case(name).startswith("global")
+            elif is_step(name) or name == "total_timesteps":
+                is_global = snake_case(name).startswith(("global", "total"))
                 if "step" not in self.train or (is_global and not step_is_global) or self._is_fraction("step", pair):
                     step_is_global = is_global
                     self.step_is_size = snake_case(name) == "batch" and pair.total[0] < 0

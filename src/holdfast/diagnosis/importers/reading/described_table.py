@@ -30,6 +30,8 @@ class TableDescription:
     when: Callable[[list[str]], bool] | None = None
     skip: tuple[str, ...] = ()
     """names that are not read"""
+    signals: Mapping[str, str] = field(default_factory=dict)
+    """Holdfast's column -> name in the log, where the name alone does not tell"""
     facts: Mapping[str, str] = field(default_factory=dict)
     """name in the log -> fact about the run"""
     parts: tuple[str, ...] = ()
@@ -45,6 +47,7 @@ class TableDescription:
 
     def read(self, source: LogSource, mapping: Mapping[str, str] | None = None) -> list[Table]:
         """Return the table of a file. Raises LogRefused if it holds no metric."""
+        mapping = {**self.signals, **(mapping or {})}
         if self.kind == CSV:
             table = read_csv_table(source, self.name, mapping, blanks_may_be_nan=self.blanks_may_be_nan)
         else:

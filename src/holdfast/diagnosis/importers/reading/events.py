@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from holdfast.core.detectors.out_of_memory import parse
 from holdfast.diagnosis.importers.reading.log_source import decode
 
 # Keyword in lower case -> (kind, pattern that the line must match). The first match decides. `A.*B` is written with an
@@ -24,15 +25,6 @@ EVENT_PATTERNS: dict[bytes, tuple[str, str]] = {
         "skipped",
         r"skipped batch, new scale|skipping (step|batch|update|iteration)|(step|batch|update) skipped",
     ),
-    b"out of memory": ("oom", r"out of memory|oom-kill|out-of-memory"),
-    b"outofmemory": ("oom", r"outofmemory"),
-    b"oom when": ("oom", r"oom when allocating"),
-    b"cuda calloc": ("oom", r"failed to cuda calloc"),
-    b"oom-kill": ("oom", r"oom-kill"),
-    b"oom_kill": ("oom", r"oom_kill"),
-    b"allocate memory": ("oom", r"can'?t allocate memory|cannot allocate memory"),
-    b"alloc_failed": ("oom", r"(cublas|cudnn|cusolver|cusparse)_status_alloc_failed"),
-    b"shared memory": ("oom", r"(out of|insufficient) shared memory"),
     b"watchdog": ("hang", r"\A(?>.*?watchdog).*(timeout|timed out|caught|hang|took)"),
     b"timed out": (
         "hang",
@@ -79,7 +71,32 @@ _TIMEOUT_SETTING = re.compile(
     r".*(set by environment|timeout (is |was )?set to|initiali[sz](ed|ation) (with )?options|\b\w+_timeout)",
     re.IGNORECASE,
 )
-_TESTS = [(keyword, kind, re.compile(pattern, re.IGNORECASE)) for keyword, (kind, pattern) in EVENT_PATTERNS.items()]
+_OUT_OF_MEMORY = (
+    *(
+        b"out of memory",
+        b"out-of-memory",
+        b"outofmemory",
+        b"low on memory",
+        b"enough memory",
+        b"memoryerror",
+        b"bad_alloc",
+    ),
+    *(b"oom when", b"oom-kill", b"oom_kill", b"oomkill", b"exhausted", b"cuda calloc", b"alloc_failed", b"hostalloc"),
+    *(b"allocate memory", b"unable to allocate", b"memory limit", b"shared memory", b"paging file", b"</torch_"),
+    *(b"out_of_memory", b"memory usage limit", b"exceeded limit", b"memory allocation of", b"malloc of", b"/dev/shm"),
+    b"invalid buffer",
+)
+"""keywords of lines that report a failed allocation, if `parse` reads one"""
+_Test = tuple[bytes, str, Callable[[str], object]]
+_SKIPPED = ("overflow", "skipped")
+_OTHER_TESTS: list[_Test] = [
+    (keyword, kind, re.compile(pattern, re.IGNORECASE).search) for keyword, (kind, pattern) in EVENT_PATTERNS.items()
+]
+_TESTS = [
+    *(test for test in _OTHER_TESTS if test[1] in _SKIPPED),
+    *((keyword, "oom", parse) for keyword in _OUT_OF_MEMORY),
+    *(test for test in _OTHER_TESTS if test[1] not in _SKIPPED),
+]
 _EXCEPTION = re.compile(
     r"^(?>(?:\[?\w*rank ?\d+\]?:?|\[?default\d+\]?:|\d+:)?)\s?((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Timeout))\b"
 )
@@ -126,8 +143,8 @@ def _classify(lines: Sequence[bytes], at: int) -> LineEvent | None:
     raw = lines[at][:2000]
     lower = raw.lower()
     text = decode(raw).strip()
-    for keyword, kind, pattern in _TESTS:
-        if keyword in lower and pattern.search(text):
+    for keyword, kind, matches in _TESTS:
+        if keyword in lower and matches(text):
             if _CODE.search(text):
                 return None
             if kind == "hang" and _TIMEOUT_SETTING.search(text):
@@ -136,18 +153,13 @@ def _classify(lines: Sequence[bytes], at: int) -> LineEvent | None:
     return None
 
 
-def is_out_of_memory(text: str) -> bool:
-    """Return whether a line reports a failed allocation."""
-    return any(kind == "oom" and pattern.search(text) for _, kind, pattern in _TESTS)
-
-
 def _classify_traceback(lines: Sequence[bytes], at: int) -> LineEvent:
     """Return the event that the last line of a traceback names."""
     for line in lines[at + 1 : at + 200]:
         text = decode(line[:2000]).rstrip()
         if match := _EXCEPTION.match(text):
             name = match[1]
-            kind = "oom" if is_out_of_memory(text) else "killed" if "Interrupt" in name else "error"
+            kind = "oom" if parse(text) is not None else "killed" if "Interrupt" in name else "error"
             return LineEvent(at, kind, text.strip())
     return LineEvent(at, "error", "a traceback whose last line is not in the log")
 

@@ -19,22 +19,10 @@ from holdfast.diagnosis.importers.reading.log_source import LogSource
 _KEY = re.compile(rb'[{,]\s*("(?:[^"\\]|\\.){1,200}")\s*:')
 _NO_FIELD = re.compile(r'[\x00-\x1f"\\]')
 """the decoder has no fields with these characters in their names"""
-NOT_METRICS = frozenset(
-    {
-        "attempt",
-        "status",
-        "clip",
-        "flags",
-        "overflow",
-        "loss_limit",
-        "grad_limit",
-        "data",
-        "weight",
-        "batches",
-        "group",
-        "time",
-    }
-)
+NOT_METRICS = {
+    "attempt", "status", "clip", "flags", "overflow", "loss_limit", "grad_limit", "data", "weight", "batches", "group",
+    "time",
+}  # fmt: skip
 """what a row holds beside measurements"""
 
 

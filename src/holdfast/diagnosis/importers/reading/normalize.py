@@ -124,6 +124,8 @@ def normalize(
     same record. `parts`: columns whose sum is the loss.
     """
     complete_loss(table, parts)
+    if table.unit == "record" and len(table) > 1 and _is_evaluated_in_each_record(table):
+        table.unit = "epoch"
     if drop_repeats:
         _drop_repeats(table)
     bad_steps = ~np.isfinite(table.step)
@@ -135,6 +137,13 @@ def normalize(
     _check_signals(table)
     _check_intervals(table)
     return table
+
+
+def _is_evaluated_in_each_record(table: Table) -> bool:
+    """Return whether each record has a loss on held-out data: then it is one of an epoch, as in a Keras history."""
+    return any(
+        is_eval(name) and "loss" in name.lower() and len(s.step) == len(table) for name, s in table.evals.items()
+    )
 
 
 def _drop_repeats(table: Table) -> None:
@@ -203,6 +212,8 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
     head = head[np.isfinite(head)]
     first = float(np.median(head)) if len(head) else np.nan
     for i, at in enumerate(drops.tolist()):
+        if table.unit == "epoch" and table.step[at] <= table.step[0] + interval:
+            fresh[i] = True
         before, after = loss[max(bounds[i], at - 5) : at], loss[at : min(at + 3, bounds[i + 2])]
         before, after = before[np.isfinite(before)], after[np.isfinite(after)]
         if table.step[at] > table.step[0] + 3 * interval or not len(before) or not len(after) or not np.isfinite(first):
@@ -210,20 +221,20 @@ def starts_afresh(table: Table, drops: NDArray[np.int64]) -> NDArray[np.bool_]:
         old, new = float(np.median(before)), float(np.median(after))
         had_fallen = old < first or abs(new - first) < 0.25 * abs(first)
         is_back = new - old > 0.5 * (first - old) and new - old > 0.15 * max(abs(old), 1e-12) and new > 0.6 * first
-        fresh[i] = (had_fallen and is_back) or (table.unit == "epoch" and table.step[at] <= table.step[0]) or again[i]
+        fresh[i] |= (had_fallen and is_back) or again[i]
         first = new if fresh[i] else first
     return fresh
 
 
 def _restarts_every_epoch(table: Table, drops: NDArray[np.int64]) -> bool:
     """Return whether the step restarts with every epoch. A run resumed from a checkpoint does not."""
-    if any(event.kind == "restart" for event in table.events):
-        return False
     if not (table.step[drops] <= table.step[0] + table.step_interval()).all():
         return False
     epoch = table.columns.get("epoch")
     if epoch is not None and table.present["epoch"].all():
         return bool((epoch[drops] > epoch[drops - 1]).all())
+    if any(event.kind == "restart" for event in table.events):
+        return False
     lengths = np.diff(np.concatenate([[0], drops, [len(table)]]))
     return len(drops) >= 2 and bool(np.abs(lengths[:-1] - lengths[0]).max() <= max(2, 0.05 * lengths[0]))
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from holdfast.diagnosis.importers.reading.column_names import (
     EVAL_WORDS,
+    is_eval,
     is_part_of_loss,
     loss_rank,
     pick_customary_losses,
@@ -80,7 +81,7 @@ _CELL = re.compile(rb"\S+(?: \S+)*")
 _VALUE = re.compile(rb"^[-+]?(?:\d[\d.,]*(?:[eE][-+]?\d+)?(?:/\d+)?[GMk%]?|nan|inf)$", re.IGNORECASE)
 _COMMA = re.compile(rb"\s*(?:[;|]|,(?!\d{3}(?!\d)))\s*|\s+")
 _SHORT_NAMES = {b"#": b"step", b"E": b"epoch"}
-_MIN_ROWS, _MIN_ROWS_IN_TEXT, _LINES_BELOW_HEADER, _MAX_TRIES = 3, 8, 5, 4
+_MIN_ROWS, _MIN_ROWS_IN_TEXT, _MIN_BOX_ROWS, _LINES_BELOW_HEADER, _MAX_TRIES = 3, 8, 4, 5, 4
 _MAX_ROW_BYTES = 1000
 
 
@@ -89,7 +90,7 @@ def find_rewriter(description: LogDescription, sample: bytes) -> Rewriter | None
     sample = sample[:_SAMPLE_BYTES]
     if description.record:
         return None
-    if _EVALUATION.search(sample) is None:
+    if _EVALUATION.search(sample) is None or len(_BOX_ROW.findall(sample)) >= _MIN_BOX_ROWS:
         return _find_layout(sample)
     layout = _find_layout(_with_joined_evaluations(sample))
     return _join_evaluations if layout is None else lambda chunks: layout(_join_evaluations(chunks))
@@ -134,8 +135,8 @@ def _find_layout(sample: bytes) -> Rewriter | None:
         return _joiner(_REST_OF_CUT, b"")
     if len(_FULL_BAR.findall(sample)) >= _MIN_ROWS:
         return lambda chunks: (_RUNNING_BAR.sub(b"", chunk) for chunk in chunks)
-    if len(_BOX_ROW.findall(sample)) >= 4:
-        return _joiner(_BOX_ROW, rb" \1: \2,")
+    if len(_BOX_ROW.findall(sample)) >= _MIN_BOX_ROWS:
+        return _joiner(_BOX_ROW, _BoxRow())
     if _has_indented_records(sample):
         return _joiner(_INDENTED_PAIR, b" ")
     if headers := _find_headers(sample):
@@ -149,7 +150,20 @@ def _find_layout(sample: bytes) -> Rewriter | None:
     return None
 
 
-def _joiner(pattern: re.Pattern[bytes], replacement: bytes) -> Rewriter:
+class _BoxRow:
+    """Writes a row of a box as `name: value,`, below `| eval/ |` as `eval/name: value,`."""
+
+    section = b""
+
+    def __call__(self, row: re.Match[bytes]) -> bytes:
+        name, value = row.groups()
+        if not value:
+            self.section = name if name.endswith(b"/") and is_eval(name.decode("utf-8", "replace")) else b""
+            return b""
+        return b" " + self.section + name + b": " + value + b","
+
+
+def _joiner(pattern: re.Pattern[bytes], replacement: bytes | Callable[[re.Match[bytes]], bytes]) -> Rewriter:
     def join(chunks: Iterable[bytes]) -> Iterator[bytes]:
         held = b""
         for chunk in chunks:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.diagnosis.importers.reading.described_line import GENERIC
 from holdfast.diagnosis.importers.reading.log_source import SAMPLE_BYTES, LogSource
@@ -109,21 +110,43 @@ def split_runs(table: Table) -> list[Table]:
 
     A run with fewer than three losses was broken off; it is left out if a longer one exists.
     """
-    drops = np.flatnonzero(np.diff(table.step) < 0) + 1
-    if not len(drops) or any(event.kind in ("restart", "begin") for event in table.events):
+    starts = _starts_without_step(table) if table.unit == "record" else np.flatnonzero(np.diff(table.step) < 0) + 1
+    if not len(starts) or any(event.kind in ("restart", "begin") for event in table.events):
         return [table]
-    starts = drops[starts_afresh(table, drops)]
+    if table.unit != "record":
+        starts = starts[starts_afresh(table, starts)]
     if not len(starts):
         return [table]
     bounds = [0, *starts.tolist(), len(table)]
     runs = [select_rows(table, first, stop) for first, stop in pairwise(bounds)]
     for name, series in table.evals.items():
-        parts = [0, *(np.flatnonzero(np.diff(series.step) < 0) + 1).tolist(), len(series.step)]
-        parts = bounds if len(series.step) == len(table) else parts
+        if table.unit == "record":
+            parts = [0, *np.searchsorted(series.step, table.step[starts]).tolist(), len(series.step)]
+        elif len(series.step) == len(table):
+            parts = bounds
+        else:
+            parts = [0, *(np.flatnonzero(np.diff(series.step) < 0) + 1).tolist(), len(series.step)]
+        if len(parts) == 2:  # one run has evaluations: the first that is as long
+            at = next((i for i, run in enumerate(runs) if run.step[-1] >= series.step[-1]), len(runs) - 1)
+            parts = [0] * (at + 1) + [len(series.step)] * (len(runs) - at)
         if len(parts) == len(bounds):
             for run, first, stop in zip(runs, parts, parts[1:], strict=False):
                 run.evals[name] = Series(series.step[first:stop], series.value[first:stop])
+    if table.unit == "record":
+        for run in runs:
+            run.evals = {name: Series(series.step - run.step[0], series.value) for name, series in run.evals.items()}
+            run.step = run.step - run.step[0]
+    for run in runs:
+        run.evals = {name: series for name, series in run.evals.items() if len(series.step)}
     return number_runs(runs)
+
+
+def _starts_without_step(table: Table) -> NDArray[np.intp]:
+    """Return the records without a step at which the epoch is back at its first value."""
+    epoch = table.columns.get("epoch")
+    if epoch is None or not table.present["epoch"].all():
+        return np.empty(0, dtype=np.intp)
+    return np.flatnonzero((np.diff(epoch) < 0) & (epoch[1:] <= epoch[0])) + 1
 
 
 def select_rows(table: Table, first: int, stop: int) -> Table:

@@ -152,7 +152,9 @@ def _move_epoch_means(table: Table, stepless: Bools) -> Bools:
 
     Return which records have no step. If only few have one, none counts: record numbers and steps do not mix.
     """
-    if stepless.sum() > 4 * (~stepless).sum():
+    distances = np.diff(np.flatnonzero(~stepless))
+    is_regular = len(distances) > 2 and (distances == np.median(distances)).mean() > 0.8
+    if stepless.sum() > 4 * (~stepless).sum() and not is_regular:
         return np.ones(len(table), dtype=bool)
     _move_rows(table, stepless, EPOCH_MEAN)
     return np.zeros(len(table), dtype=bool)

@@ -287,6 +287,9 @@ def test_what_a_loop_does_between_epochs_is_done_once_after_a_kill(tmp_path):
                 while not list((tmp_path / "run" / "checkpoints").glob("step_00000012*/manifest.json")):
                     time.sleep(0.01)
             if outcome.step == 23:
+                (health,) = (tmp_path / "run" / "checkpoints").glob("step_00000012*/health.json")
+                while '"good"' not in health.read_text():  # it is marked by another thread
+                    time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     process = FORK.Process(target=train, args=(case, tmp_path / "run", [Dies()]))

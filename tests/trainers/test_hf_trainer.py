@@ -353,11 +353,12 @@ def test_a_signal_ends_it_with_status_75_and_the_next_process_continues(number, 
     assert_same(case.guarded(tmp_path), case.plain(tmp_path, (9,)))
 
 
-def test_a_finished_run_trains_no_further_and_logs_the_same(tmp_path):
-    case = HFCase()
+@pytest.mark.parametrize(("args", "steps"), [({}, 36), ({"max_steps": 17}, 17)], ids=["epochs", "max_steps"])
+def test_a_finished_run_trains_no_further_and_logs_the_same(args, steps, tmp_path):
+    case = HFCase(args=args)
     first, again = case.guarded(tmp_path), case.guarded(tmp_path)
     assert first.log() == again.log()
-    assert again.trainer.holdfast.summary().committed == 36
+    assert again.trainer.holdfast.summary().committed == again.trainer.state.global_step == steps
 
 
 @pytest.mark.slow

@@ -172,6 +172,7 @@ class _Session:
         self.loader: Any = None
         self.prepared: Any = None
         """what `_prepare_for_training` has returned ahead of its call"""
+        self.max_steps = 0
         self.counters = TrainerCounters(trainer)
         self.guard: Guard | None = None
         self.parts: Any = None
@@ -347,6 +348,7 @@ class _GuardedTrainer(_Base):  # type: ignore[misc]
         elif (Path(resume_from_checkpoint) / ABANDONED).exists():
             log.warning("holdfast: %s is of a branch that was abandoned by a rollback", resume_from_checkpoint)
         session.open(session.prepared[0], start)
+        session.max_steps = max_steps
         return session.counters.epoch, session.counters.drawn
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -358,6 +360,9 @@ class _GuardedTrainer(_Base):  # type: ignore[misc]
         session, last = self._holdfast, arguments["epoch"]
         counters = session.counters
         session.put_back_counters()
+        if self.state.global_step >= session.max_steps:  # the process before has come to the end, inside an epoch
+            self.control.should_training_stop = True
+            return
         while True:
             epoch = counters.epoch
             is_fresh = session.guard is not None and session.guard.step == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_resume_position import Process, seeded, whole_course
@@ -109,6 +110,26 @@ def test_torchdata_over_a_map_style_dataset_is_exact_in_its_workers_too(count, p
     process.rng.restore(rng)
     assert process.rest() == course[3:]
     process.source.close()
+
+
+@pytest.mark.parametrize(("count", "persistent"), [(2, False), *slow((0, False), (2, True))])
+def test_torchdata_gives_the_order_that_it_gives_without_the_guard(count, persistent):
+    """Its sampler draws when it is iterated over, and its loader with workers does that twice."""
+    pytest.importorskip("torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def make() -> Any:
+        about = {**workers(count), "persistent_workers": persistent}
+        return StatefulDataLoader(Noisy(), batch_size=4, shuffle=True, **about)
+
+    seeded()
+    loader = make()
+    expected = []
+    for batch in (batch for _ in range(2) for batch in loader):
+        expected.append(batch.tolist())
+        torch.rand(3), random.random(), np.random.rand()  # as `Process.draw` does
+    loader._iterator = None
+    assert [batch for batch, _ in whole_course(make, epochs=2)] == expected
 
 
 def test_a_state_that_was_loaded_into_a_map_style_loader_is_refused():

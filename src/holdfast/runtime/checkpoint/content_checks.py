@@ -38,6 +38,7 @@ class _SmallState(msgspec.Struct):
     splits: Any
     wrapped: list[bool | None]
     gradient_orders: list[list[int] | None]
+    flags: tuple[str, str] | None = None
 
 
 class _SavedRng(msgspec.Struct):

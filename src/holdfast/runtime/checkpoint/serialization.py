@@ -17,6 +17,7 @@ from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.run_state import RunState
+from holdfast.runtime.tensors.nested_state import write_now
 from holdfast.runtime.tensors.sharded import local
 from holdfast.runtime.tensors.torch_private import shard_like
 
@@ -35,6 +36,8 @@ class RestorePoint(NamedTuple):
     """the data position of the state"""
     restore: Callable[[], list[str]]
     """restores everything but the detectors, the data position included; returns warnings for the record"""
+    write_again: Callable[[], None] | None = None
+    """of a checkpoint: writes its weights and optimizer state, and nothing else"""
 
 
 def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> CheckpointContents:
@@ -105,7 +108,9 @@ def restore_point_on_disk(
         else:
             source.seek(position)
         rng = RngState.of(parts["rng"]) if saved.has_local_rng else None
-        snapshots.restore_saved(saved.manifest.step, parts["light"], tensors, rng)
+        # Which layers train is what the lines say that this process runs.
+        light = parts["light"] | ({"flags": None} if is_resume else {})
+        snapshots.restore_saved(saved.manifest.step, light, tensors, rng)
         changed = apply_overrides(context.state, saved.manifest.about, context.records.about())
         if changed:
             warnings.append(f"these settings changed since {name} was saved; the new ones apply: {', '.join(changed)}")
@@ -121,4 +126,5 @@ def restore_point_on_disk(
         name,
         position,
         restore,
+        lambda: context.state.restore_tensors(parts["light"], tensors, write_now),
     )

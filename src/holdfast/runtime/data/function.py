@@ -21,7 +21,7 @@ from holdfast.runtime.state.rng import RngState
 class FunctionSource:
     """Calls the function for one number after the other. Its positions and spans count batches, in one epoch."""
 
-    exact = True
+    exact, is_at_end = True, False
 
     def __init__(self, function: Callable[[int], Any], setup: SourceSetup) -> None:
         self._function, self._rng, self._quarantine = function, setup.rng, setup.quarantine

@@ -72,7 +72,7 @@ class IndexedSource(EpochSource):
         if self._sets_epoch_again:
             set_epoch, self._base_epoch = epoch_setter(self._iterable)
             self._setters = [set_epoch]
-        proxy = SamplerProxy(self._sampler.outer, self._feed)
+        proxy = SamplerProxy(self._sampler.outer, self._ask_sampler)
         self._loader.__dict__["sampler" if self._sampler.is_single else "batch_sampler"] = proxy
         # Persistent workers of an earlier loop ask that loop's sampler. Ours are new, and starting them must draw nothing.
         self._used_before = self._hide_draws = loader.persistent_workers and loader._iterator is not None
@@ -166,6 +166,10 @@ class IndexedSource(EpochSource):
         return self._order.epoch + self._order.has_begun
 
     @property
+    def is_at_end(self) -> bool:
+        return self._last_epoch is not None and self._order.epoch >= self._last_epoch
+
+    @property
     def position(self) -> Position:
         return self._position
 
@@ -173,6 +177,11 @@ class IndexedSource(EpochSource):
         return EpochOrder(epoch, self._sampler, self._rng, self._context.generator_states)
 
     # ---- forward
+
+    def _ask_sampler(self) -> Iterator[Any]:
+        if not self._hide_draws:
+            self._order.begin()
+        return self._feed()
 
     def _feed(self) -> Iterator[Any]:
         """Yield to the loader the recorded order from the cursor on, without quarantined samples."""
@@ -241,7 +250,7 @@ class IndexedSource(EpochSource):
         """Return the next batch. StopIteration after the last epoch."""
         while True:
             if self._iterator is None:
-                if self._last_epoch is not None and self._order.epoch >= self._last_epoch:
+                if self.is_at_end:
                     if self._is_new:
                         self._check_not_empty(self._orders.get(self._order.epoch - 1), 1)
                     self.emit_epoch_ends()

@@ -13,7 +13,7 @@ from holdfast.core.base.types import Span
 from holdfast.runtime.data.digest import SampleDigest
 from holdfast.runtime.data.packing import pack_rng
 from holdfast.runtime.data.world import RankShare, ServedShare, describe_sampler, share_of
-from holdfast.runtime.state.rng import Rng
+from holdfast.runtime.state.rng import Rng, RngState
 
 _DIGEST_EVERY = 256
 
@@ -72,10 +72,10 @@ class EpochOrder:
         self._starts = [0]
         self.first_recorded = 0
         """the first batch that is on record, or will be"""
-        self._ended = self._last_was_short = False
+        self._ended = self._last_was_short = self._is_on_record = False
         self._about: dict[str, Any] = {}
         self._initial_rng: dict[str, Any] | None = None
-        """the random state when the sampler was first asked"""
+        """the random state when the sampler first drew: for its iterator, or for its first index"""
         self._earlier: list[ServedShare] = []
         """what was served of this epoch in other world sizes"""
         self._start = 0
@@ -98,6 +98,7 @@ class EpochOrder:
         epoch, batch, sample = position
         order = cls(epoch, *context)
         order._iterator, order.first_recorded, order._starts = iterator, batch, [sample]
+        order._is_on_record = True
         order._about, order._initial_rng = saved["about"], saved["streams"]
         order._earlier, order._start = earlier, sum(share.global_samples for share in earlier)
         if not earlier:
@@ -109,6 +110,20 @@ class EpochOrder:
     def has_begun(self) -> bool:
         """Whether the sampler was asked: that may draw from generators."""
         return self._iterator is not None
+
+    def begin(self) -> None:
+        """Ask the sampler for an iterator, at the moment the loader does. One of torchdata draws then, and its loader with
+        workers asks twice."""
+        if self._is_on_record or self._batches or self._ended:
+            return
+        before = self._rng.capture()
+        packed = self._pack(before)
+        self._about, self._iterator = describe_sampler(self._sampler.inner), iter(self._sampler.outer)
+        # Most samplers draw when they are asked for an index; the loader has drawn the seed of its workers by then.
+        self._initial_rng = None if before.same(self._rng.capture()) else packed
+
+    def _pack(self, rng: RngState) -> dict[str, Any]:
+        return pack_rng(rng, self._generator_states())
 
     @property
     def stride(self) -> int:
@@ -130,9 +145,9 @@ class EpochOrder:
         while not self._ended and k >= self.first_recorded + len(self._batches):
             before = self._rng.user_states() if self._rng.has_user_generators else ()
             if self._iterator is None:
-                self._about = describe_sampler(self._sampler.inner)
-                self._initial_rng = pack_rng(self._rng.capture(), self._generator_states())
-                self._iterator = iter(self._sampler.outer)
+                self.begin()
+            assert self._iterator is not None
+            self._initial_rng = self._initial_rng or self._pack(self._rng.capture())
             try:
                 batch = next(self._iterator)
                 self._batches.append(batch)
@@ -185,7 +200,7 @@ class EpochOrder:
             for batch in self._batches[:count]:
                 self._oldest_digest.add(self.ids(batch))
             del self._batches[:count], self._starts[:count]
-            self.first_recorded = k
+            self.first_recorded, self._is_on_record = k, True
             if self._digested < k:
                 self._digest, self._digested = self._oldest_digest.copy(), k
 

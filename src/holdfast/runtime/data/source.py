@@ -94,8 +94,9 @@ class BatchSource(Protocol):
     `defer_epoch_ends` takes the last n reports back, for a run that could not act on them yet; `emit_epoch_ends` repeats
     them.
 
-    `serve_epoch` is for a loop that counts epochs itself: what is left of earlier ones is dropped, and the data ends with
-    this one. `batches_left` returns how many batches of the current epoch are still to come; None if that is not known.
+    `is_at_end`: the epochs that may be drawn are over, so that a draw asks the loader for nothing. `serve_epoch` is for a
+    loop that counts epochs itself: what is left of earlier ones is dropped, and the data ends with this one. `batches_left`
+    returns how many batches of the current epoch are still to come; None if that is not known.
 
     `leave_epoch` is for a loop that is left with `break`: the epoch ends there, also when it is served again.
 
@@ -113,6 +114,8 @@ class BatchSource(Protocol):
 
     exact: bool
 
+    @property
+    def is_at_end(self) -> bool: ...
     @property
     def position(self) -> Position: ...
     @property

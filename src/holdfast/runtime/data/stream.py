@@ -91,6 +91,10 @@ class StreamSource(EpochSource):
         return self._epoch + (self._iterator is not None)
 
     @property
+    def is_at_end(self) -> bool:
+        return self._last_epoch is not None and self._epoch >= self._last_epoch
+
+    @property
     def position(self) -> Position:
         return self._requeued[0].before if self._requeued else self._position
 
@@ -154,7 +158,7 @@ class StreamSource(EpochSource):
     def _next(self) -> Draw:
         while True:
             if self._iterator is None:
-                if self._last_epoch is not None and self._epoch >= self._last_epoch:
+                if self.is_at_end:
                     self._replay_seeds(self._epoch - 1)
                     self.emit_epoch_ends()
                     raise StopIteration

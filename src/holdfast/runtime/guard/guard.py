@@ -268,8 +268,8 @@ class GuardBase:
         self._open()
         self._records.total_steps = max_steps
         self.record(loop=describe_loop(loader, accumulate))
-        self._run.attach(loader, epochs, accumulate, max_steps)
-        return Steps(self._run.pipeline, self._clock, accumulate, max_steps, self.close)
+        self._loop.begin(self._run.attach(loader, epochs, accumulate, max_steps))
+        return Steps(self._run.pipeline, self._clock, accumulate, max_steps, self._loop, self.close)
 
     def fit(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.errors import HoldfastError, PolicyStop, SetupError, StepError
 from holdfast.core.base.types import Outcome, Status
+from holdfast.runtime.checkpoint.resume import ResumedRun
 from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.split import Splitter
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -55,7 +56,7 @@ class DrivenLoop:
         """parameters that had a gradient when the step began: zeros, if the loop clears with zeros"""
         self._between: Any = None
         """what the loop may have changed since an update that did not land, or since the run was resumed"""
-        self._is_resuming = False
+        self.is_resuming = False
         """no batch was drawn since the run was resumed: epochs that end at once ended in an earlier process"""
         self._is_in_epoch = False
         """a batch was drawn, and the end of its epoch was not reached"""
@@ -88,10 +89,14 @@ class DrivenLoop:
         start: the epoch, and the batches of it that are trained on already, if a trainer resumes by itself.
         """
         self._pipeline.settle_at_once()
-        is_resumed = self._run.attach(loader, epochs, 1, None, start)  # type: ignore[arg-type]
-        if is_resumed:  # in the process before, what the loop does before its first draw was done already
-            self._between, self._is_resuming = self._pipeline.capture_between_steps(), True
-        return is_resumed
+        resumed = self._run.attach(loader, epochs, 1, None, start)  # type: ignore[arg-type]
+        self.begin(resumed)
+        return resumed is not None
+
+    def begin(self, resumed: ResumedRun | None) -> None:
+        """Keep what was restored: in the process before, what the loop does before its first draw was done already."""
+        if resumed is not None:
+            self._between, self.is_resuming = self._pipeline.capture_between_steps(resumed.write_again), True
 
     def leave_epoch(self) -> None:
         """End the epoch in which the loop was left with `break`. Nothing to do if it has ended by itself."""
@@ -101,7 +106,7 @@ class DrivenLoop:
 
     def forget_resume(self) -> None:
         """Count what the loop does from now on: the resumed process had ended between two of the loop's epochs."""
-        self._between, self._is_resuming = None, False
+        self._between, self.is_resuming = None, False
 
     def next_batch(self, max_steps: int | None = None) -> Any:
         """Return the next batch. StopIteration at the end of the epochs that were asked for, or if the run stops."""
@@ -119,24 +124,34 @@ class DrivenLoop:
                 pipeline.end_epochs_inside(attempt)  # the loop goes on with what it does at the end of an epoch
                 raise StopIteration
             return attempt.draws[-1].batch
-        if self._between is not None:
-            pipeline.restore_between_steps(self._between)
-            if not self._is_resuming:  # if the epoch ends here, what the loop does after it belongs to the run
-                self._between = None
-        self._serve_epoch()
-        attempt = pipeline.draw_step(1, max_steps)
+        attempt = self.draw_step(1, max_steps)
         if attempt is None:
-            if pipeline.end_for(repeats=self.current_epoch is None) and self._is_resuming:
-                self.forget_resume()  # the earlier process has ended before the lines at the end of this epoch
-            raise StopIteration(_ENDED_EARLIER if self._is_resuming else "")
-        self._attempt, self._between, self._sum, self._is_resuming = attempt, None, None, False
-        self._microbatches = 0
+            self.end_for()
+            raise StopIteration(_ENDED_EARLIER if self.is_resuming else "")
+        self._attempt, self._sum, self._microbatches = attempt, None, 0
         self._before = pipeline.copy_registered()
         self._had_gradients = pipeline.with_gradients() if pipeline.keeps_gradients else []
         pipeline.keep_schedule(attempt)
         pipeline.enter(attempt)
         self._began = self._clock.monotonic()
         return attempt.draws[0].batch
+
+    def draw_step(self, accumulate: int, max_steps: int | None) -> StepAttempt | None:
+        """Take back what the loop has done since an update that did not land, or since the run was resumed, and draw."""
+        if self._between is not None:
+            self._pipeline.restore_between_steps(self._between)
+            if not self.is_resuming:  # if the epoch ends here, what the loop does after it belongs to the run
+                self._between = None
+        self._serve_epoch()
+        attempt = self._pipeline.draw_step(accumulate, max_steps)
+        if attempt is not None:
+            self.forget_resume()
+        return attempt
+
+    def end_for(self) -> None:
+        """Note that a `for` of the loop ends."""
+        if self._pipeline.end_for(repeats=self.current_epoch is None) and self.is_resuming:
+            self.forget_resume()  # the earlier process has ended before the lines at the end of this epoch
 
     def _serve_epoch(self) -> None:
         if self.current_epoch is not None:  # read only now: an update that did not land may have taken it back

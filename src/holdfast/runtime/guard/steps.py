@@ -14,6 +14,7 @@ from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.source import Draw
 from holdfast.runtime.data.split import Splitter, count_samples, split
 from holdfast.runtime.effects.attempt import StepAttempt
+from holdfast.runtime.guard.loop import DrivenLoop
 from holdfast.runtime.step.interface import Pipeline
 
 
@@ -29,9 +30,11 @@ class Steps:
         clock: Clock,
         accumulate: int,
         max_steps: int | None,
+        loop: DrivenLoop,
         save: Callable[[Shutdown], None] = lambda error: None,
     ) -> None:
         self._pipeline, self._clock, self._accumulate, self._max_steps = pipeline, clock, accumulate, max_steps
+        self._loop = loop
         self._save = save
         """called before a Shutdown leaves the loop"""
         self._last: Step | None = None
@@ -46,7 +49,8 @@ class Steps:
         pipeline = self._pipeline
         while not self._is_done:
             try:
-                attempt = pipeline.draw_step(self._accumulate, self._max_steps)
+                drawer = self._loop if self._loop.is_resuming else pipeline
+                attempt = drawer.draw_step(self._accumulate, self._max_steps)
             except Shutdown as error:
                 self._save(error)
                 raise
@@ -55,6 +59,8 @@ class Steps:
                 return self._last
             # Settling the last step may undo it and requeue its data: then there is more to do.
             self._is_done = pipeline.flush() or pipeline.progress.stopping is not None
+            if self._is_done:
+                self._loop.end_for()
         raise StopIteration
 
 

@@ -29,7 +29,7 @@ from holdfast.runtime.state.wrappers import (
     set_gradient_order,
     unwrap,
 )
-from holdfast.runtime.tensors.checksum import checksum_and_finite
+from holdfast.runtime.tensors.checksum import fingerprints
 from holdfast.runtime.tensors.inspect import bit_checksum, dense_parts, first_nonfinite, nbytes, nonfinite_mask
 from holdfast.runtime.tensors.named_params import PLAIN_TYPES, NamedParams, local_part, same_objects
 from holdfast.runtime.tensors.nested_state import (
@@ -93,7 +93,7 @@ class RunState:
         self.interventions = Interventions()
         self.splits = BatchSplits()
         self.buffers = ModuleBuffers(self.modules)
-        self._named_params = NamedParams(self.modules)
+        self.named_params = NamedParams(self.modules)
         self._last_named: list[tuple[str, Tensor]] = []
         self._split = _ParameterSplit([], [], 0, [], [], [])
         self._registered: dict[str, Any] = {}
@@ -164,7 +164,7 @@ class RunState:
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """Return the parameters of all modules, DTensors as such, each once."""
-        named = self._named_params.named(self.optimizers.parameter_ids())
+        named = self.named_params.named(self.optimizers.parameter_ids())
         if named is not self._last_named:
             self._last_named = named
             new = {f"buffer.{name}": value for name, value in self.buffers.find_new().items()}
@@ -233,7 +233,8 @@ class RunState:
         rest["registered"] = self._split_registered(self._registered, live)
         rest["optimizer_own"] = self.optimizers.split_attributes(live)
         tensors.update({name: local(value).clone() for name, value in live.items()})
-        tensors.update({f"print.{name}": value for name, value in _fingerprints(self._frozen_parts()).items()})
+        tensors.update({f"print.{name}": value for name, value in fingerprints(self._frozen_parts()).items()})
+        rest["flags"] = self.named_params.flags()
         return rest, tensors
 
     def _split_registered(self, names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -271,6 +272,16 @@ class RunState:
             return live if live is not None and is_sharded(live) and tuple(live.shape) == shape else None
 
         return find
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return this rank's parts of the weights, frozen ones too, and the optimizer state."""
+        return self.update_tensors() | {f"frozen.{name}": value for name, value in self._frozen_parts().items()}
+
+    def all_tensors(self) -> dict[str, Tensor]:
+        """Return the weights, the optimizer state, the buffers, and the tensors of registered models."""
+        tensors = self.weights()
+        self._split_registered([n for n, thing in self._registered.items() if _has_parameters(thing)], tensors)
+        return {n: local(t) for n, t in tensors.items()} | {f"buffer.{n}": b for n, b in self.buffers.named().items()}
 
     def snapshot_nbytes(self) -> tuple[int, int]:
         """Return the bytes of buffers and registered objects, which each snapshot holds, and of the frozen copies, which all
@@ -364,7 +375,7 @@ class RunState:
         """Return copies of the states of small registered objects: what a loop counts or measures within a step."""
         copies: dict[str, Any] = {}
         for name, thing in self._registered.items():
-            if name in self._large or (isinstance(thing, nn.Module) and any(True for _ in thing.parameters())):
+            if name in self._large or _has_parameters(thing):
                 continue
             if hasattr(thing, "copy_state"):  # it knows what changes in place
                 copies[name] = thing.copy_state()
@@ -402,6 +413,7 @@ class RunState:
         self.reshard()
         for (_, module), flag in zip(self.wrapped_modules, rest["wrapped"], strict=False):
             set_broadcasts_buffers(module, flag)
+        self.named_params.set_flags(rest.get("flags"))
 
     def restore_gradient_orders(self, orders: Sequence[list[int] | None]) -> None:
         """Let this process sum gradients in the order of the process that saved the state. All ranks call it."""
@@ -511,20 +523,10 @@ class RunState:
         return first_nonfinite({**self.update_tensors(), **named}, self.allowed_nonfinite)
 
 
+def _has_parameters(thing: Any) -> bool:
+    return isinstance(thing, nn.Module) and any(True for _ in thing.parameters())
+
+
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return f"parameter{'s' if len(names) > 1 else ''} {', '.join(names[:4])}{more}"
-
-
-@torch.no_grad()
-def _fingerprints(frozen: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a fingerprint of each tensor on its device. A GPU reads all in one pass: they may be most of the model."""
-    fingerprints: dict[str, Tensor] = {}
-    for device in {value.device for value in frozen.values()}:
-        tensors = {name: value for name, value in frozen.items() if value.device == device}
-        if device.type == "cpu":
-            fingerprints.update({name: bit_checksum(value) for name, value in tensors.items()})
-        else:
-            checked = checksum_and_finite(tensors, finite=False)
-            fingerprints.update(zip(checked.names, checked.sums.unbind(), strict=True))
-    return fingerprints

@@ -1,12 +1,14 @@
 """Repeat what a loop does between two epochs, if a rollback makes the run pass their border again inside one `for`.
 
-The loop cannot be made to run those lines again. What they changed is known: schedule, small registered objects and random
-state, from right after the last batch of an epoch to right before the first of the next. It is set again where the run is as
-it was; otherwise schedulers without a metric are stepped as often, and a note says what may differ.
+The loop cannot be made to run those lines again. What they changed is known: schedule, small registered objects, random
+state, modes of modules, and tensors of a small model, from right after the last batch of an epoch to right before the first
+of the next. It is set again where the run is as it was; otherwise schedulers without a metric are stepped as often, and a
+note says what may differ.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from holdfast.runtime.context import Context
 from holdfast.runtime.data.feeder import Feeder
 from holdfast.runtime.snapshots.manager import SnapshotManager
+from holdfast.runtime.state.between_steps import TensorWrites
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.run_state import ScheduleState
 
@@ -26,6 +29,8 @@ class _Side(NamedTuple):
     schedule: ScheduleState
     registered: dict[str, Any]
     rng: RngState
+    flags: list[str]
+    tensors: TensorWrites
 
 
 class EpochEnds:
@@ -47,7 +52,8 @@ class EpochEnds:
     def leave(self) -> None:
         """Keep the state in which the loop leaves an epoch that has ended."""
         position = self._feeder.source.position
-        self._left, self.is_due = (position.epoch, self._capture()), True
+        live = self._context.state.all_tensors()
+        self._left, self.is_due = (position.epoch, self._capture(live)), True
 
     def roll_back(self) -> None:
         """Look for borders from now on: the run may pass one again."""
@@ -61,15 +67,19 @@ class EpochEnds:
             (epoch, before), self._left, self.is_due = self._left, None, False
             oldest = self._snapshots.oldest_position()
             self._borders = {e: sides for e, sides in self._borders.items() if oldest is None or e >= oldest[1].epoch}
-            self._borders[epoch] = before, self._capture()
+            live = self._context.state.all_tensors()
+            after = self._capture({name: live[name] for name in before.tensors.keep_written(live) if name in live})
+            self._borders[epoch] = before, after
         elif epoch in self._borders and source.batches_left() == 0:
             self.is_due = epoch < max(self._borders)
             return self._repeat(epoch, *self._borders[epoch])
         return None
 
-    def _capture(self) -> _Side:
-        state = self._context.state
-        return _Side(state.schedule_state(), state.copy_registered(), self._context.rng.capture())
+    def _capture(self, tensors: Mapping[str, Tensor] = {}) -> _Side:
+        state, rng = self._context.state, self._context.rng.capture()
+        return _Side(
+            state.schedule_state(), state.copy_registered(), rng, state.named_params.flags(), TensorWrites(tensors)
+        )
 
     def _repeat(self, epoch: int, before: _Side, after: _Side) -> str | None:
         """Set what the loop has changed at the end of an epoch. Return what may differ from what it would do now."""
@@ -84,6 +94,11 @@ class EpochEnds:
             state.restore_registered({name: after.registered[name]})
             if not _equal(now.registered.get(name), before.registered.get(name)):
                 inexact.append(name)
+        if before.flags != after.flags:
+            state.named_params.set_flags(after.flags)
+        live = {name: value for name, value in state.all_tensors().items() if name in before.tensors.names}
+        if before.tensors.written(live) or not after.tensors.restore(live):
+            inexact.append("weights, optimizer state or buffers")
         streams = {}
         for field in RngState._fields:
             drawn = not _equal(getattr(before.rng, field), getattr(after.rng, field))

@@ -48,9 +48,9 @@ from holdfast.runtime.ports.ranks import LateWatchdog
 from holdfast.runtime.ports.shutdown import ShutdownSignals
 from holdfast.runtime.record.memory_watch import MemoryWatch, save_snapshot
 from holdfast.runtime.snapshots.manager import NonfiniteSnapshot, SnapshotManager
+from holdfast.runtime.state.between_steps import BetweenSteps
 from holdfast.runtime.state.buffers import NO_BUFFERS, BufferCapture
 from holdfast.runtime.state.optimizers import clear_gradients
-from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.schedule import UnknownSchedulers
 from holdfast.runtime.step.epoch_ends import EpochEnds
 from holdfast.runtime.step.memory_retry import MemoryRetry
@@ -105,15 +105,6 @@ class GradientStats(NamedTuple):
     norm: Norm
     found_inf: dict[int, Tensor]
     """the loss scaler's flag, by the optimizer's id"""
-
-
-class BetweenSteps(NamedTuple):
-    """Holds what a loop may change between two updates, as it was right after the first of them."""
-
-    small_state: dict[str, Any]
-    tensors: dict[str, Tensor]
-    rng: RngState
-    buffers: BufferCapture
 
 
 class GuardedPipeline:
@@ -1078,7 +1069,7 @@ class GuardedPipeline:
 
         repeats: what the loop does now is set again, if a rollback makes the run pass this place inside another `for`.
         """
-        has_ended = self.epoch_ends.has_ended
+        has_ended = self.epoch_ends.has_ended or self.progress.exhausted
         if has_ended and repeats:
             self.epoch_ends.leave()
         return has_ended
@@ -1109,17 +1100,13 @@ class GuardedPipeline:
         """Take back what an attempt that was left out or is tried again has done to registered objects."""
         self.context.state.restore_registered(copies)
 
-    def capture_between_steps(self) -> BetweenSteps:
-        """Copy schedule, registered objects, loss scale, random state and buffers."""
-        state = self.context.state
-        return BetweenSteps(*state.small_state(), self.context.rng.capture(), state.buffers.capture())
+    def capture_between_steps(self, write_again: Callable[[], None] | None = None) -> BetweenSteps:
+        """Keep what the loop may change until the next update. write_again: writes the weights that were restored again."""
+        return BetweenSteps(self.context.state, self.context.rng, write_again)
 
     def restore_between_steps(self, saved: BetweenSteps) -> None:
         """Take back what the loop has done since `capture_between_steps`."""
-        state = self.context.state
-        state.restore_between_steps(saved.small_state, saved.tensors)
-        state.buffers.restore(saved.buffers)
-        self.context.rng.restore(saved.rng)
+        self.note(saved.restore(is_at_end=self.parts.feeder.source.is_at_end))
 
     # ---- schedules
 

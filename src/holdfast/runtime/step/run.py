@@ -100,10 +100,10 @@ class GuardedRun:
         accumulate: int,
         max_steps: int | None,
         start: tuple[int, int] | None = None,
-    ) -> bool:
+    ) -> ResumedRun | None:
         """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues.
 
-        Return whether it has restored the state of an earlier process.
+        Return the state of an earlier process that it has restored, if so.
         start: the epoch and the number of its batches after which a new run begins.
         """
         self.pipeline.flush()
@@ -112,7 +112,7 @@ class GuardedRun:
         step, is_first = pipeline.progress.step, not parts.feeder.is_attached
         if not parts.feeder.attach(loader, epochs, context.records.quarantine, self._before_workers_start):
             pipeline.begin_loop(step, is_new_loader=False)
-            return False
+            return None
         engine, is_exact = context.engine, parts.feeder.source.exact
         engine.experiments.can_serve_again = engine.policy.can_serve_again = is_exact
         if not is_first:
@@ -124,21 +124,22 @@ class GuardedRun:
             message = "the loader has no resumable position: its data is drawn and dropped"
             context.engine.write("note", step=0, message=message)
             pipeline.check_sample_ids()
-        is_trusted, is_restored = True, False
+        is_trusted, resumed = True, None
         if start is not None:
             parts.feeder.source.start_at(*start)
         if is_first:
-            resumed = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
-            step, is_trusted, is_restored = resumed.step, resumed.is_trusted, resumed.is_restored
-            if is_restored:
+            begins = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
+            step, is_trusted = begins.step, begins.is_trusted
+            if begins.is_restored:
                 self._restart_time.end("restore")
-                pipeline.on_next_commit = lambda: self._report_restart(resumed)
+                pipeline.on_next_commit = lambda: self._report_restart(begins)
+                resumed = begins
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
             pipeline.oom.begin(context.records.splits)
         pipeline.begin_loop(step, is_new_loader=True)
         pipeline.note(parts.snapshots.begin_run(step, trusted=is_trusted))
-        return is_restored
+        return resumed
 
     def _report_restart(self, resumed: ResumedRun) -> None:
         self._restart_time.end("first_step")

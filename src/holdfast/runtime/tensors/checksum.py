@@ -233,3 +233,17 @@ def _load(device: torch.device) -> Callable[..., None]:
 
 
 KERNEL = OptionalKernel(_load, "checksums are computed tensor by tensor")
+
+
+@torch.no_grad()
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a fingerprint of each tensor on its device. A GPU reads all in one pass: they may be most of the model."""
+    found: dict[str, Tensor] = {}
+    for device in {value.device for value in tensors.values()}:
+        on_device = {name: value for name, value in tensors.items() if value.device == device}
+        if device.type == "cpu":
+            found.update({name: bit_checksum(value) for name, value in on_device.items()})
+        else:
+            checked = checksum_and_finite(on_device, finite=False)
+            found.update(zip(checked.names, checked.sums.unbind(), strict=True))
+    return found

@@ -30,7 +30,7 @@ test-all: $(READY)
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not soak" $(PYTEST_OPTIONS)
 
 check: $(READY)
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check --no-cache src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture

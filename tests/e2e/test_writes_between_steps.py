@@ -117,6 +117,34 @@ def test_what_a_loop_writes_after_epochs_of_an_earlier_process_is_not_done_twice
     assert_same(run, run_with_changes(case, change, None))
 
 
+@pytest.mark.parametrize("copied", [True, False])
+def test_weights_changed_before_the_first_batch_of_a_resumed_process_are_put_back_with_a_note(
+    copied, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(between_steps, "_MAX_COPIED_BYTES", (64 << 20) * copied)
+    case = learning()
+
+    def train(last: int, *, resets: bool) -> Run:
+        parts = case.build()
+        with holdfast.Guard(**parts, run_dir=tmp_path / "run", config=case.config) as guard:
+            batches = guard.data(case.loader())
+            if resets:
+                nn.init.zeros_(parts["model"].last.weight)
+            for batch in batches:
+                loss = case.loss(parts["model"], batch)
+                loss.backward()
+                guard.step(loss)
+                if guard.step >= last:
+                    break
+        return Run(parts, [], guard, tmp_path / "run")
+
+    train(9, resets=False)
+    notes = [e["message"] for e in train(10, resets=True).journal() if e["event"] == "note"]
+    assert [m for m in notes if "has written to model.last.weight (1 tensors)" in m]
+    train(11, resets=False)
+    assert len([e for e in train(12, resets=False).journal() if "has written" in str(e.get("message"))]) == 1
+
+
 def test_noise_that_a_loop_adds_after_an_update_that_did_not_land_is_taken_back(tmp_path):
     """To the weights that are trained, and to frozen ones."""
     case = learning(count=64, epochs=3)

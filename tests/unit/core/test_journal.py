@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocks import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clocks import FakeClock
 from holdfast.core.base.errors import RunDirError
 from holdfast.core.base.types import Finding, Kind, Severity, Span
 from holdfast.core.record import journal

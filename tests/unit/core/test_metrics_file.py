@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clocks import FakeClock
 
+from clocks import FakeClock
 from holdfast.core.record import journal, metrics
 from holdfast.core.record.metrics import MetricsFile
 

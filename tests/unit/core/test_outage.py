@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from clocks import FakeClock
 
+from clocks import FakeClock
 from holdfast.core.record.outage import DiskOutage, WaitingFiles
 
 

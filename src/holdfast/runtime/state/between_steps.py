@@ -17,6 +17,14 @@ from holdfast.runtime.tensors.torch_private import version_of
 
 _MAX_COPIED_BYTES = 64 << 20
 """tensors of more than that are not copied; their version counters show what a loop has written"""
+_NOT_TAKEN_BACK = (
+    "the loop has written to weights or optimizer state after an update that did not land; they are too large for a "
+    "copy, so that this is not taken back: write to them only if guard.landed"
+)
+_TAKEN_BACK = (
+    "before its first batch the loop has written to {} ({} tensors); the process before has done that already, so it is "
+    "taken back; to change weights on purpose, write to them after the first batch"
+)
 
 
 class TensorWrites:
@@ -76,21 +84,19 @@ class BetweenSteps:
         if write_again is not None:  # what trains is up to the lines that this process runs
             self._small_state["flags"] = None
         self._streams, self._buffers = rng.capture(), state.buffers.capture()
-        self._writes = None if write_again is not None else TensorWrites(state.weights())
+        self._writes = TensorWrites(state.weights())
 
     def restore(self, *, is_at_end: bool) -> str | None:
         """Take back what the loop has done since. Return what to note. is_at_end: no batch follows, as this `for` ends."""
-        state, is_restored = self._state, True
-        if self._writes is not None:
-            is_restored = self._writes.restore(state.weights())
-        elif self._write_again is not None and not is_at_end:
-            self._write_again()
+        state, note = self._state, None
+        if self._write_again is None:
+            note = None if self._writes.restore(state.weights()) else _NOT_TAKEN_BACK
+        elif not is_at_end:
+            written = self._writes.written(state.weights())
+            if written or not self._writes.is_small:  # what is written through `.data` shows in copies only
+                self._write_again()
+            note = _TAKEN_BACK.format(written[0], len(written)) if written else None
         state.restore_between_steps(self._small_state, self._tensors)
         state.buffers.restore(self._buffers)
         self._rng.restore(self._streams)
-        if is_restored:
-            return None
-        return (
-            "the loop has written to weights or optimizer state after an update that did not land; they are too large for a "
-            "copy, so that this is not taken back: write to them only if guard.landed"
-        )
+        return note

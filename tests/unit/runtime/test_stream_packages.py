@@ -249,3 +249,22 @@ def test_what_a_resume_does_with_a_stream_is_said_when_the_run_starts(caplog):
     caplog.clear()
     Process(DataLoader(Share(), batch_size=3)).draws(2)
     assert caplog.records == []
+
+
+class Late:
+    """Begins to iterate its loader with the first batch, as Accelerate's does: the seed of workers is drawn then."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        yield from self.loader
+
+
+def test_the_seed_of_workers_is_not_taken_for_items_that_a_stream_draws(caplog):
+    with pytest.warns(HoldfastWarning):
+        Process(Late(DataLoader(Share(), batch_size=3))).draws(3)
+    assert caplog.records == []
+    with pytest.warns(HoldfastWarning):
+        Process(Late(DataLoader(Noisy(), batch_size=3))).draws(3)
+    assert "draws its items from the random generators" in caplog.text

@@ -172,17 +172,29 @@ class StreamSource(EpochSource):
                 self._end_epoch()
                 continue
             if not (is_same := before.same(self._rng.capture())):
-                self._note_draws()
+                self._note_draws(before)
             return self._record(batch, before if is_same else None)
 
-    def _note_draws(self) -> None:
+    def _note_draws(self, before: RngState) -> None:
         """Note that the stream has drawn its items from the generators of training. Log once what that prevents."""
+        self._last_opaque = self._position.batch
+        if self._drawn_this_epoch == 0 and self._is_seed_of_workers(before):
+            return
         if not self._draws_items and not self._loader_state.exists:
             log.warning(
                 "holdfast: the stream draws its items from the random generators that training draws from: no other process "
                 "can resume it; give it a generator of its own, or a state_dict"
             )
-        self._last_opaque, self._draws_items = self._position.batch, True
+        self._draws_items = True
+
+    def _is_seed_of_workers(self, before: RngState) -> bool:
+        """Return whether one seed was drawn since. Accelerate's loader begins to iterate with its first batch."""
+        now = self._rng.capture()
+        self._rng.restore(before)
+        torch.empty((), dtype=torch.int64).random_()
+        is_seed = now.same(self._rng.capture())
+        self._rng.restore(now)
+        return is_seed
 
     def _record(self, batch: Any, rng: RngState | None) -> Draw:
         """Move the position past a batch that was drawn."""

@@ -19,6 +19,7 @@ from torch import nn
 import holdfast
 from holdfast.runtime.state import between_steps
 from marks import slow
+from users_detector import Late
 
 Change = Callable[[dict[str, Any], int], None]
 
@@ -118,9 +119,8 @@ def test_what_a_loop_writes_after_epochs_of_an_earlier_process_is_not_done_twice
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_weights_changed_before_the_first_batch_of_a_resumed_process_are_put_back_with_a_note(
-    copied, monkeypatch, tmp_path
-):
+def test_what_a_resumed_process_changes_before_its_first_batch_is_named(copied, monkeypatch, tmp_path):
+    """Weights that are too large for a copy keep what is written, also through `.data`; all else is put back."""
     monkeypatch.setattr(between_steps, "_MAX_COPIED_BYTES", (64 << 20) * copied)
     case = learning()
 
@@ -129,8 +129,13 @@ def test_weights_changed_before_the_first_batch_of_a_resumed_process_are_put_bac
         with holdfast.Guard(**parts, run_dir=tmp_path / "run", config=case.config) as guard:
             batches = guard.data(case.loader())
             if resets:
-                nn.init.zeros_(parts["model"].last.weight)
+                parts["model"].last.weight.data.zero_()
+                parts["optimizer"].param_groups[0]["weight_decay"] = 0.5
             for batch in batches:
+                if resets:
+                    assert bool(parts["model"].last.weight.any()) == copied
+                    assert parts["optimizer"].param_groups[0]["weight_decay"] != 0.5
+                resets = False
                 loss = case.loss(parts["model"], batch)
                 loss.backward()
                 guard.step(loss)
@@ -139,10 +144,34 @@ def test_weights_changed_before_the_first_batch_of_a_resumed_process_are_put_bac
         return Run(parts, [], guard, tmp_path / "run")
 
     train(9, resets=False)
-    notes = [e["message"] for e in train(10, resets=True).journal() if e["event"] == "note"]
-    assert [m for m in notes if "has written to model.last.weight (1 tensors)" in m]
-    train(11, resets=False)
-    assert len([e for e in train(12, resets=False).journal() if "has written" in str(e.get("message"))]) == 1
+    train(10, resets=True)
+    notes = [str(e.get("message")) for e in train(11, resets=False).journal()]
+    (note,) = [note for note in notes if note.startswith("before its first batch")]
+    if copied:
+        assert "has changed optimizer groups, model.last.weight" in note
+    else:
+        assert "it is done twice" in note
+
+
+@pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
+def test_layers_frozen_around_a_step_train_again_after_a_rollback(optimizer, gate, tmp_path):
+    """A snapshot is not of the moment inside a step at which the loop has frozen them for a while."""
+    case = Case(optimizer=optimizer, config=quick(gate), count=160, epochs=1)
+    parts = case.build()
+    first = list(parts["model"].first.parameters())
+    guard = holdfast.Guard(**parts, run_dir=tmp_path, config=case.config, detectors=[Late(found=14, onset=12)])
+    with guard:
+        for step in guard.steps(case.loader(), max_steps=18):
+            flags = [p.requires_grad for p in first]
+            if step.number % 2:
+                parts["model"].first.requires_grad_(False)
+            with step:
+                for batch in step.microbatches():
+                    step.backward(case.loss(parts["model"], batch))
+            for p, flag in zip(first, flags, strict=True):
+                p.requires_grad_(flag)
+    assert Run(parts, [], guard, tmp_path).actions() == ["rollback"]
+    assert all(p.requires_grad for p in first)
 
 
 def test_noise_that_a_loop_adds_after_an_update_that_did_not_land_is_taken_back(tmp_path):

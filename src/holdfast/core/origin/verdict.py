@@ -227,7 +227,7 @@ def _describe_op(origin: OriginReport) -> str:
         + (f", {each.nonfinite} not finite" if each.nonfinite else "")
         for each in (*origin.inputs[:3], *origin.outputs[:1])
     ]
-    text = f"{origin.op} in {origin.module or 'no module'}: " + " | ".join(ranges)
+    text = f"{origin.op} in {origin.module or 'no module'}{': ' if ranges else ''}" + " | ".join(ranges)
     return f"{text}; {origin.detail}" if origin.detail else text
 
 

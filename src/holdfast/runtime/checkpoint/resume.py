@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from holdfast.core.base.errors import HoldfastError, RunDirError, SetupError, UnreadableError
@@ -37,8 +36,6 @@ class ResumedRun(NamedTuple):
     """whether the state of an earlier process was restored"""
     source: str = "disk"
     """where that state was: disk or memory"""
-    write_again: Callable[[], None] | None = None
-    """writes the weights of that state once more"""
 
 
 def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: BatchSource) -> ResumedRun:
@@ -57,8 +54,7 @@ def resume(manager: CheckpointManager, snapshots: SnapshotManager, source: Batch
         _start_over(manager, manager.store, rejected)
         return ResumedRun(0, True)
     _continue_from(manager, restored, rejected, began)
-    is_trusted, write_again = restored.entry.health is Health.GOOD, restored.point.write_again
-    return ResumedRun(restored.point.step, is_trusted, True, restored.source, write_again)
+    return ResumedRun(restored.point.step, restored.entry.health is Health.GOOD, True, restored.source)
 
 
 class _RestoredRun(NamedTuple):

@@ -17,7 +17,6 @@ from holdfast.runtime.snapshots.manager import SnapshotManager
 from holdfast.runtime.snapshots.snapshot import Snapshot
 from holdfast.runtime.state.rng import RngState
 from holdfast.runtime.state.run_state import RunState
-from holdfast.runtime.tensors.nested_state import write_now
 from holdfast.runtime.tensors.sharded import local
 from holdfast.runtime.tensors.torch_private import shard_like
 
@@ -36,8 +35,6 @@ class RestorePoint(NamedTuple):
     """the data position of the state"""
     restore: Callable[[], list[str]]
     """restores everything but the detectors, the data position included; returns warnings for the record"""
-    write_again: Callable[[], None] | None = None
-    """of a checkpoint: writes its weights and optimizer state, and nothing else"""
 
 
 def contents_of(snapshot: Snapshot, state: RunState, journal_bytes: int = 0) -> CheckpointContents:
@@ -126,5 +123,4 @@ def restore_point_on_disk(
         name,
         position,
         restore,
-        lambda: context.state.restore_tensors(parts["light"], tensors, write_now),
     )

@@ -79,11 +79,11 @@ def cut(batch: Any, parts: int, samples: int | None, splitter: Splitter | None) 
     return pieces
 
 
-def misplaced_samples(batch: Any, pieces: Sequence[Any]) -> str | None:
+def misplaced_samples(batch: Any, pieces: Sequence[Any], samples: int | None) -> str | None:
     """Return what shows that the pieces do not hold each sample of the batch once, with what belongs to it; or None.
 
-    A splitter may cut off padding and put samples into another order. So only a tensor that differs in one dimension is
-    judged, and its order only by that of the others.
+    A splitter may cut off padding, make windows or offsets, and put samples into another order. So only a tensor that has
+    one row for each sample and differs in that dimension is judged, and its order only by that of the others.
     """
     whole, *cuts = (list(tensors_of(each)) for each in (batch, *pieces))
     if any(len(tensors) != len(whole) for tensors in cuts):
@@ -93,11 +93,13 @@ def misplaced_samples(batch: Any, pieces: Sequence[Any]) -> str | None:
         if any(part.dim() != tensor.dim() for part in parts):
             continue
         along = [d for d, size in enumerate(tensor.shape) if any(part.shape[d] != size for part in parts)]
-        if len(along) != 1:
+        if len(along) != 1 or (rows := tensor.shape[along[0]]) != samples or tensor.is_complex():
             continue
         if (total := sum(part.shape[along[0]] for part in parts)) != tensor.shape[along[0]]:
             return f"made parts of a tensor of shape {tuple(tensor.shape)} that have {total} in dimension {along[0]}"
         joined = torch.cat([part.to(tensor) for part in parts], along[0])
+        if len(tensor.unique(dim=along[0])) < rows:  # equal rows tell nothing about their order
+            continue
         if torch.equal(joined, tensor) or torch.equal(joined.flatten().sort()[0], tensor.flatten().sort()[0]):
             kept_order[torch.equal(joined, tensor)] = tuple(tensor.shape)
     if len(kept_order) == 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,6 +52,13 @@ from holdfast.runtime.state.wrappers import scaler_inside
 from holdfast.runtime.step.interface import Run
 from holdfast.runtime.step.pipeline import GuardedPipeline
 from holdfast.runtime.step.progress import Progress
+
+log = logging.getLogger("holdfast")
+
+_NO_BATCH = (
+    "the loop has trained without its guard: nothing was checked or saved; draw the batches from it: "
+    "for batch in guard.data(loader)"
+)
 
 
 class Stateful(Protocol):
@@ -193,6 +201,7 @@ class GuardBase:
         intervals: Any = None if scheduler is None else "loop"
         guard = cls(model, optimizer, scheduler=scheduler, scaler=scaler, scheduler_interval=intervals, **options)
         guard._own_lines = OwnLines(guard._loop, guard._state.optimizers, guard._scaler)
+        close_at_exit(guard)
         return guard
 
     def _wire(self, run_dir: str | os.PathLike[str] | None, config: Config) -> Wiring:
@@ -231,6 +240,8 @@ class GuardBase:
         In a forked child it only lets go of model and optimizers: the run is the parent's.
         """
         if self._phase != "open":
+            if self._phase == "new" and not self._is_off and self._own_lines and self._own_lines.pop_missed_updates():
+                log.error("holdfast: %s", _NO_BATCH)
             return
         self._phase = "closed"
         if self._own_lines is not None:
@@ -268,7 +279,7 @@ class GuardBase:
         self._open()
         self._records.total_steps = max_steps
         self.record(loop=describe_loop(loader, accumulate))
-        self._loop.begin(self._run.attach(loader, epochs, accumulate, max_steps))
+        self._loop.begin(is_resumed=self._run.attach(loader, epochs, accumulate, max_steps))
         return Steps(self._run.pipeline, self._clock, accumulate, max_steps, self._loop, self.close)
 
     def fit(

@@ -21,7 +21,6 @@ from torch import Tensor
 from holdfast.core.base.clock import Clock
 from holdfast.core.base.errors import HoldfastError, PolicyStop, SetupError, StepError
 from holdfast.core.base.types import Outcome, Status
-from holdfast.runtime.checkpoint.resume import ResumedRun
 from holdfast.runtime.data.pieces import COPIED, FailedPart, Piece
 from holdfast.runtime.data.split import Splitter
 from holdfast.runtime.effects.attempt import StepAttempt
@@ -89,14 +88,14 @@ class DrivenLoop:
         start: the epoch, and the batches of it that are trained on already, if a trainer resumes by itself.
         """
         self._pipeline.settle_at_once()
-        resumed = self._run.attach(loader, epochs, 1, None, start)  # type: ignore[arg-type]
-        self.begin(resumed)
-        return resumed is not None
+        is_resumed = self._run.attach(loader, epochs, 1, None, start)  # type: ignore[arg-type]
+        self.begin(is_resumed=is_resumed)
+        return is_resumed
 
-    def begin(self, resumed: ResumedRun | None) -> None:
+    def begin(self, *, is_resumed: bool) -> None:
         """Keep what was restored: in the process before, what the loop does before its first draw was done already."""
-        if resumed is not None:
-            self._between, self.is_resuming = self._pipeline.capture_between_steps(resumed.write_again), True
+        if is_resumed:
+            self._between, self.is_resuming = self._pipeline.capture_between_steps(is_resumed=True), True
 
     def leave_epoch(self) -> None:
         """End the epoch in which the loop was left with `break`. Nothing to do if it has ended by itself."""
@@ -207,8 +206,8 @@ class DrivenLoop:
         attempt, oom = self._in_step("the forward"), self._pipeline.oom
         if oom is None or not self._trial:
             return
-        oom.trial.begin(self._pipeline)
         try:
+            oom.trial.begin(self._pipeline)
             for piece in self._trial:
                 oom.add_trial_loss(attempt, piece, run(piece), piece.share)
         except HoldfastError:

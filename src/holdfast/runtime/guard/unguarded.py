@@ -68,11 +68,12 @@ class UnguardedRun:
         accumulate: int,
         max_steps: int | None,
         start: tuple[int, int] | None = None,
-    ) -> None:
+    ) -> bool:
         if loader is not self._loader:
             self._loader, self._batches, self._epoch = loader, None, current_epoch(loader)
         self._epochs_left = None if epochs is None else epochs + (self._batches is not None)
         self.progress.exhausted = False
+        return False
 
     def leave_epoch(self) -> None:
         if self._batches is not None:
@@ -223,7 +224,7 @@ class UnguardedRun:
     def keep_schedule(self, attempt: StepAttempt) -> None: ...
     def after_backward(self, attempt: StepAttempt) -> None: ...
     def restore_registered(self, copies: dict[str, Any]) -> None: ...
-    def capture_between_steps(self, write_again: object = None) -> None: ...
+    def capture_between_steps(self, *, is_resumed: bool = False) -> None: ...
     def restore_between_steps(self, saved: None) -> None: ...
 
     def with_gradients(self) -> list[Tensor]:

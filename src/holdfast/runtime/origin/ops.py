@@ -85,7 +85,7 @@ class OpKind(NamedTuple):
     def of(func: Any) -> OpKind:
         schema, name = op_schema(func), str(func).rpartition(".")[0]
         has_none = "empty" in name or name.endswith(".resize_") or name.startswith(("profiler", "prim"))
-        is_softmax = "softmax" in name or _ATTENTION in name
+        is_softmax = ("softmax" in name and "log_softmax" not in name) or _ATTENTION in name  # the loss has the latter
         overwrites = name in _OVERWRITES or any(argument.startswith("out") for _, argument in schema.written)
         has_values = not schema.is_view and not has_none
         return OpKind(name, schema.written, has_values, is_softmax, name.startswith(_FILLS), overwrites)

@@ -49,6 +49,8 @@ class StepPosition(NamedTuple):
     data_position: Position
     data: dict[str, Any]
     """the state of the data source, for another process"""
+    flags: list[str]
+    """which modules train and which parameters require a gradient; inside a step a loop may freeze some for a while"""
 
 
 class Postponed(NamedTuple):
@@ -337,10 +339,10 @@ class SnapshotManager:
         data = source.save(user_code=reason is not None)
         if buffers.places is not self._state.buffers.places:  # taking the snapshot has found a module that was added
             buffers = self._state.buffers.capture()
-        return StepPosition(rng, buffers, source.position, data)
+        return StepPosition(rng, buffers, source.position, data, self._state.named_params.flags())
 
     def _add_position(self, snapshot: Snapshot, at: StepPosition) -> None:
-        snapshot.rng, snapshot.position, snapshot.data = at.rng, at.data_position, at.data
+        snapshot.rng, snapshot.position, snapshot.data, snapshot.flags = at.rng, at.data_position, at.data, at.flags
         named = {f"buffer.{n}": b for n, b in self._state.buffers.as_named(at.buffers).items()}
         snapshot.buffers = self._copy_small(named, "buffers", snapshot)
 
@@ -355,7 +357,8 @@ class SnapshotManager:
     ) -> str | None:
         snapshot = self._in_progress
         assert snapshot is not None
-        snapshot.small_state, tensors = small_state or self._small_state(snapshot.reason is not None)
+        rest, tensors = small_state or self._small_state(snapshot.reason is not None)
+        snapshot.small_state = {**rest, "flags": snapshot.flags}
         snapshot.small_state_copy = self._copy_small(tensors, "small_state", snapshot)
         snapshot.frozen = self._state.frozen_copies()
         snapshot.detectors = detectors

@@ -54,6 +54,7 @@ class Snapshot:
         self.rng: RngState | None = None
         self.buffers: SnapshotCopy | None = None
         self.position: Position | None = None
+        self.flags: list[str] | None = None
         self.data: dict[str, Any] = {}
         """the state of the data source, for another process; empty if it is known only at the present position"""
         self.healthy_steps = 0

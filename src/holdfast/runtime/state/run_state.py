@@ -234,7 +234,6 @@ class RunState:
         rest["optimizer_own"] = self.optimizers.split_attributes(live)
         tensors.update({name: local(value).clone() for name, value in live.items()})
         tensors.update({f"print.{name}": value for name, value in fingerprints(self._frozen_parts()).items()})
-        rest["flags"] = self.named_params.flags()
         return rest, tensors
 
     def _split_registered(self, names: Iterable[str], tensors: dict[str, Tensor]) -> dict[str, Any]:

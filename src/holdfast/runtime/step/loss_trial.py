@@ -54,17 +54,20 @@ class LossTrial:
 
     def begin(self, loop: Loop) -> None:
         """Serve what follows without gradients."""
-        self._before, self.is_running = loop.capture_between_steps(), True
+        self.is_running = True  # an error from here on, also in the copies, ends the trial and not the split
         self._losses.clear()
+        self._before = loop.capture_between_steps()
         self._hook = register_module_forward_hook(self._note_precision)
         torch.set_grad_enabled(False)
 
     def end(self, loop: Loop) -> None:
         """Take back what the loop has done since."""
+        before, self._before, self.is_running = self._before, None, False
+        if before is None:
+            return
         torch.set_grad_enabled(True)
         torch.clear_autocast_cache()  # weights that were cast without gradients would get none
         self._hook.remove()
-        before, self._before, self.is_running = self._before, None, False
         loop.restore_between_steps(before)
 
     def _note_precision(self, module: Any, args: Any, output: Any) -> None:

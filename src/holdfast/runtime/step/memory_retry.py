@@ -112,7 +112,8 @@ class MemoryRetry:
         if self._is_distributed:
             self.splits.replace(self._context.ranks.broadcast_object(self.splits.state_dict()))
         self.is_splitting = self.splits.is_active
-        self.trial.is_wanted = self._tries_again and self.is_splitting and not self._inexact_reasons()
+        may_try = self._tries_again and not self._is_distributed  # ranks could run different numbers of forwards
+        self.trial.is_wanted = may_try and self.is_splitting and not self._inexact_reasons()
 
     # ---- serving pieces
 
@@ -136,7 +137,7 @@ class MemoryRetry:
         if self._is_distributed:  # all ranks take equally many parts, or a sharded model would wait forever
             pieces += [Piece(cuts[-1], samples, 0.0, is_filler=True)] * (parts - len(pieces))
         if self.trial.is_wanted and attempt.evidence is None:
-            if self._has_own_splitter and (why := misplaced_samples(part, cuts)) is not None:
+            if self._has_own_splitter and (why := misplaced_samples(part, cuts, samples)) is not None:
                 raise StepError(f"step {attempt.number}: your splitter of a micro-batch {why}; nothing was applied")
             pieces = self._trial_pieces(attempt, part, len(cuts), samples, splitter) + pieces
         self._served_rng = self._context.rng.capture()

@@ -1100,9 +1100,9 @@ class GuardedPipeline:
         """Take back what an attempt that was left out or is tried again has done to registered objects."""
         self.context.state.restore_registered(copies)
 
-    def capture_between_steps(self, write_again: Callable[[], None] | None = None) -> BetweenSteps:
-        """Keep what the loop may change until the next update. write_again: writes the weights that were restored again."""
-        return BetweenSteps(self.context.state, self.context.rng, write_again)
+    def capture_between_steps(self, *, is_resumed: bool = False) -> BetweenSteps:
+        """Keep what the loop may change until the next update. is_resumed: this process has just resumed the run."""
+        return BetweenSteps(self.context.state, self.context.rng, is_resumed=is_resumed)
 
     def restore_between_steps(self, saved: BetweenSteps) -> None:
         """Take back what the loop has done since `capture_between_steps`."""

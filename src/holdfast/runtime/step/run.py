@@ -100,10 +100,10 @@ class GuardedRun:
         accumulate: int,
         max_steps: int | None,
         start: tuple[int, int] | None = None,
-    ) -> ResumedRun | None:
+    ) -> bool:
         """Take batches from `loader` from now on. The first loop resumes the run; the same loader again continues.
 
-        Return the state of an earlier process that it has restored, if so.
+        Return whether it has restored the state of an earlier process.
         start: the epoch and the number of its batches after which a new run begins.
         """
         self.pipeline.flush()
@@ -112,7 +112,7 @@ class GuardedRun:
         step, is_first = pipeline.progress.step, not parts.feeder.is_attached
         if not parts.feeder.attach(loader, epochs, context.records.quarantine, self._before_workers_start):
             pipeline.begin_loop(step, is_new_loader=False)
-            return None
+            return False
         engine, is_exact = context.engine, parts.feeder.source.exact
         engine.experiments.can_serve_again = engine.policy.can_serve_again = is_exact
         if not is_first:
@@ -124,22 +124,21 @@ class GuardedRun:
             message = "the loader has no resumable position: its data is drawn and dropped"
             context.engine.write("note", step=0, message=message)
             pipeline.check_sample_ids()
-        is_trusted, resumed = True, None
+        is_trusted, is_restored = True, False
         if start is not None:
             parts.feeder.source.start_at(*start)
         if is_first:
-            begins = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
-            step, is_trusted = begins.step, begins.is_trusted
-            if begins.is_restored:
+            resumed = resume(parts.checkpoints, parts.snapshots, parts.feeder.source)
+            step, is_trusted, is_restored = resumed.step, resumed.is_trusted, resumed.is_restored
+            if is_restored:
                 self._restart_time.end("restore")
-                pipeline.on_next_commit = lambda: self._report_restart(begins)
-                resumed = begins
+                pipeline.on_next_commit = lambda: self._report_restart(resumed)
             effects.interrupted.end(context, step)
             effects.interventions.repeat_due(context, step)
             pipeline.oom.begin(context.records.splits)
         pipeline.begin_loop(step, is_new_loader=True)
         pipeline.note(parts.snapshots.begin_run(step, trusted=is_trusted))
-        return resumed
+        return is_restored
 
     def _report_restart(self, resumed: ResumedRun) -> None:
         self._restart_time.end("first_step")
@@ -366,9 +365,9 @@ class GuardedRun:
 
 def _foreign_step_error() -> Exception:
     return StepError(
-        "optimizer.step() was called while the guard is in charge of it: remove your own optimizer.step(), "
-        "scaler.step() and scheduler.step(); leaving `with step:` clips, steps and schedules (clip_grad_norm=, "
-        "scaler= and scheduler= are arguments of Guard)"
+        "optimizer.step() was called while the guard is in charge of it: keep your own lines with Guard.wrap(...), or "
+        "remove optimizer.step(), scaler.step() and scheduler.step(): guard.step(loss), or leaving `with step:`, clips, "
+        "steps and schedules (clip_grad_norm=, scaler= and scheduler= are arguments of Guard)"
     )
 
 

@@ -603,3 +603,18 @@ def test_snapshots_that_are_copied_after_the_backward_are_exact_and_none_is_lost
     after, saved_after = run(tmp_path / "after")
     assert saved_after == saved and sum(taken) >= 2
     assert_same(after, case.plain(without(case)))
+
+
+def test_wrapped_loop_that_does_not_draw_from_its_guard_is_reported(caplog):
+    case = Case(count=24)
+    parts = case.build()
+    guard = holdfast.Guard.wrap(**parts)
+    guard.close()
+    assert not caplog.records, "nothing was trained yet"
+    for batch in case.loader():
+        case.loss(parts["model"], batch).backward()
+        parts["optimizer"].step()
+    guard.close()
+    guard.close()
+    (record,) = caplog.records
+    assert "trained without its guard" in record.getMessage() and "guard.data(loader)" in record.getMessage()

@@ -11,6 +11,8 @@ from torch import nn
 
 import holdfast
 from holdfast.diagnosis.model.run_journal import read_run_journal
+from holdfast.runtime.data.pieces import misplaced_samples
+from holdfast.runtime.step.pipeline import GuardedPipeline
 
 
 def class_weighted(model, batch):
@@ -200,3 +202,40 @@ def test_arrays_in_a_batch_are_split():
     plain = train(loss=loss, collate=collate)
     run = train(int(0.6 * plain.limit.peak), loss=loss, collate=collate)
     assert run.limit.raised and difference(run, plain) < BOUND
+
+
+def strided(batch, parts):
+    return [{name: value[i::parts] for name, value in batch.items()} for i in range(parts)]
+
+
+def test_splitter_that_puts_samples_into_another_order_may_leave_equal_rows_alike():
+    def collate(items):
+        x, y = (torch.stack([item[i] for item in items]) for i in range(2))
+        return {"x": x, "labels": y, "attention_mask": torch.ones(x.shape[:2], dtype=torch.long)}
+
+    plain = train(collate=collate)
+    run = train(int(0.6 * plain.limit.peak), collate=collate, setup=lambda guard: guard.set_splitter(strided))
+    assert run.limit.raised and difference(run, plain) < BOUND
+
+
+def test_offsets_of_packed_samples_have_one_more_in_each_part():
+    batch = {"tokens": torch.arange(12), "offsets": torch.tensor([0, 3, 6, 9, 12])}
+    cuts = [{"tokens": batch["tokens"][k : k + 6], "offsets": torch.tensor([0, 3, 6])} for k in (0, 6)]
+    assert misplaced_samples(batch, cuts, 4) is None
+    assert misplaced_samples({"x": torch.arange(4)}, [{"x": torch.arange(2)}, {"x": torch.arange(1)}], 4) is not None
+
+
+def test_memory_that_runs_out_before_the_comparison_costs_no_further_split(monkeypatch, caplog):
+    plain = train()
+    nbytes, capture = int(0.6 * plain.limit.peak), GuardedPipeline.capture_between_steps
+
+    def fail(self, **options):
+        monkeypatch.setattr(GuardedPipeline, "capture_between_steps", capture)
+        raise torch.OutOfMemoryError("no room for copies")
+
+    monkeypatch.setattr(GuardedPipeline, "capture_between_steps", fail)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        run = train(nbytes)
+    assert difference(run, plain) < BOUND
+    assert [r.message for r in caplog.records if "That is not verified" in r.message]
+    assert not [r.message for r in caplog.records if "in 4 parts" in r.message]

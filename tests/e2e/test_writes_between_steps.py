@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -153,25 +154,29 @@ def test_what_a_resumed_process_changes_before_its_first_batch_is_named(copied, 
         assert "it is done twice" in note
 
 
+@contextmanager
+def frozen(layer: nn.Module) -> Iterator[None]:
+    flags = [p.requires_grad for p in layer.parameters()]
+    layer.requires_grad_(False)
+    yield
+    for p, flag in zip(layer.parameters(), flags, strict=True):
+        p.requires_grad_(flag)
+
+
 @pytest.mark.parametrize(("optimizer", "gate"), [("adamw", "host"), ("adamw_fused", "device")])
 def test_layers_frozen_around_a_step_train_again_after_a_rollback(optimizer, gate, tmp_path):
     """A snapshot is not of the moment inside a step at which the loop has frozen them for a while."""
     case = Case(optimizer=optimizer, config=quick(gate), count=160, epochs=1)
     parts = case.build()
-    first = list(parts["model"].first.parameters())
-    guard = holdfast.Guard(**parts, run_dir=tmp_path, config=case.config, detectors=[Late(found=14, onset=12)])
+    first = parts["model"].first
+    guard = holdfast.Guard(**parts, run_dir=tmp_path, config=case.config, detectors=[Late(found=15, onset=13)])
     with guard:
         for step in guard.steps(case.loader(), max_steps=18):
-            flags = [p.requires_grad for p in first]
-            if step.number % 2:
-                parts["model"].first.requires_grad_(False)
-            with step:
+            with frozen(first) if step.number % 2 else nullcontext(), step:
                 for batch in step.microbatches():
                     step.backward(case.loss(parts["model"], batch))
-            for p, flag in zip(first, flags, strict=True):
-                p.requires_grad_(flag)
     assert Run(parts, [], guard, tmp_path).actions() == ["rollback"]
-    assert all(p.requires_grad for p in first)
+    assert all(p.requires_grad for p in first.parameters())
 
 
 def test_noise_that_a_loop_adds_after_an_update_that_did_not_land_is_taken_back(tmp_path):

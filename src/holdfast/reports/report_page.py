@@ -155,6 +155,8 @@ def build_verdict(run: RecordedRun, *, is_live: bool = False) -> PageVerdict:
         text = f"{_text(error, _MAX_HEADLINE)}; {text}"
     elif status == "ended":
         text = f"the last process left no end in the journal: killed, or still running elsewhere; {text}"
+    elif ended_by := _ended_by_signal(run):
+        text = f"{ended_by}; the same command continues it; {text}"
     return PageVerdict(status=status, tone=tone, label=label, text=text)
 
 
@@ -165,6 +167,13 @@ def _last_step(run: RecordedRun) -> int:
 
 def _last_error(run: RecordedRun) -> Any:
     return next((e.get("error") for e in reversed(run.journal.select("run_end"))), None)
+
+
+def _ended_by_signal(run: RecordedRun) -> str:
+    """Return the signal and the step of the last end of the run; empty if the run ended by itself."""
+    end = run.journal.select("run_end")[-1:]
+    reason = str(end[0].get("stopped")) if end else ""
+    return _text(f"{reason} at step {end[0].get('step')}") if reason.startswith("received SIG") else ""
 
 
 def _cards(run: RecordedRun, incidents: list[RecordedIncident]) -> list[tuple[str, str, str]]:

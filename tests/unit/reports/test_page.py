@@ -149,6 +149,18 @@ def test_the_verdict_tells_processes_that_were_cut_off_and_runs_that_trained_not
     assert [mark.to for mark in page.marks if mark.kind == "restart"] == [12] * events.count(RESTART)
 
 
+SIGNALLED, STOPPED = {**END, "stopped": "received SIGTERM"}, {**END, "stopped": "the loss is low enough"}
+
+
+def test_the_verdict_tells_a_run_that_a_signal_ended_until_the_run_ends_by_itself(tmp_path):
+    def text(name, *events):
+        return build_page(open_run(make_journal(tmp_path / name, *events))).verdict.text
+
+    assert text("a", BEGIN, SIGNALLED).startswith("received SIGTERM at step 20; the same command continues it; 20 steps")
+    assert text("b", BEGIN, SIGNALLED, RESTART, RESUMED, END) == "20 steps committed, 1 restart"
+    assert text("c", BEGIN, STOPPED) == "20 steps committed"
+
+
 def test_an_error_of_any_length_leaves_room_for_the_rest_of_the_page(tmp_path):
     page = build_page(open_run(make_journal(tmp_path / "a", BEGIN, FAILED)))
     assert page.verdict.text.startswith("RuntimeError: xxx") and "5,014 characters" in page.verdict.text

@@ -44,6 +44,8 @@ from holdfast.diagnosis.tree.recorded_cause import describe_cause
 LIVE_SECONDS = 120.0
 """a run without an end counts as training for this long after its last write"""
 _RANK_FILE = re.compile(r"rank_(\d{5,7})\.jsonl")
+_CERTIFIED = ("start", "stop", "signal")
+"""reasons of a save whose checkpoint is good as soon as it is written"""
 _MAX_RANKS, _MAX_RANK_EVENTS, _MAX_FILE = 4096, 200, 1 << 20
 
 RunStatus = Literal[
@@ -267,7 +269,8 @@ class RecordedRun:
         found: dict[str, ListedCheckpoint] = {}
         for event in self.journal.select("checkpoint"):
             status, old = event["status"], found.get(event["name"])
-            health = {"saved": "candidate", "unmarked": "candidate", "pruned": old.health if old else "pruned"}
+            saved = "good" if event.get("reason") in _CERTIFIED else "candidate"
+            health = {"saved": saved, "unmarked": "candidate", "pruned": old.health if old else "pruned"}
             why = event.get("why") or (old.why if old else "")
             found[event["name"]] = ListedCheckpoint(
                 event["name"], event["step"], health.get(status, status), str(why), False
